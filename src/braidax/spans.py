@@ -1,0 +1,128 @@
+"""Spans: seconds and bytes on a lane, and the trace that collects them.
+
+The engines record what they do as spans on the lanes `read`, `decode`, `host-to-device`, `wait`, `step` and
+`checkpoint`. A span goes to the trace that is active on the current thread; without one it costs a context-variable
+look-up and nothing else.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Span(NamedTuple):
+    """One piece of work: `lane`, `name`, thread, `start` and `seconds` (`time.perf_counter` seconds), `num_bytes`."""
+
+    lane: str
+    name: str
+    thread: str
+    start: float
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class LaneTotal:
+    """What a lane has added up to: number of spans, seconds (summed over threads) and bytes."""
+
+    num_spans: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class Trace:
+    """Collects spans from any number of threads.
+
+    **Arguments:** `max_spans`: how many of the latest spans are kept for export; totals per lane are always kept. The
+    default keeps none.
+    """
+
+    def __init__(self, *, max_spans: int = 0) -> None:
+        self._spans: deque[Span] = deque(maxlen=max_spans)
+        self._totals: defaultdict[str, LaneTotal] = defaultdict(LaneTotal)
+        self._lock = threading.Lock()
+
+    def record(self, span: Span) -> None:
+        """Adds a finished span."""
+        with self._lock:
+            self._spans.append(span)
+            total = self._totals[span.lane]
+            self._totals[span.lane] = LaneTotal(
+                total.num_spans + 1, total.seconds + span.seconds, total.num_bytes + span.num_bytes
+            )
+
+    def totals(self) -> dict[str, LaneTotal]:
+        """Returns the total of every lane that has recorded anything."""
+        with self._lock:
+            return dict(self._totals)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The latest spans, oldest first."""
+        with self._lock:
+            return list(self._spans)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator["Trace"]:
+        """Makes this the trace that `span` records to, on this thread, inside the `with` block."""
+        token = _active.set(self)
+        try:
+            yield self
+        finally:
+            _active.reset(token)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the kept spans as Chrome trace events, which ui.perfetto.dev opens: a track per lane and thread."""
+        events: list[dict[str, Any]] = []
+        tracks: dict[tuple[str, str], int] = {}
+        spans = self.spans
+        origin = min((span.start for span in spans), default=0.0)
+        for span in sorted(spans, key=lambda span: (_lane_rank(span.lane), span.lane, span.thread, span.start)):
+            track = tracks.setdefault((span.lane, span.thread), len(tracks) + 1)
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": track,
+                    "cat": span.lane,
+                    "name": span.name,
+                    "ts": (span.start - origin) * 1e6,
+                    "dur": span.seconds * 1e6,
+                    "args": {"bytes": span.num_bytes},
+                }
+            )
+        names: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "braidax"}}]
+        for (lane, thread), track in tracks.items():
+            names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": f"{lane} · {thread}"}})
+            names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}})
+        Path(path).write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
+
+
+@contextlib.contextmanager
+def span(lane: str, name: str = "", *, num_bytes: int = 0) -> Iterator[None]:
+    """Records the time spent inside the `with` block, and `num_bytes`, on a lane of the active trace, if there is one."""
+    trace = _active.get()
+    if trace is None:
+        yield
+        return
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - start
+        trace.record(Span(lane, name or lane, threading.current_thread().name, start, seconds, num_bytes))
+
+
+def _lane_rank(lane: str) -> int:
+    return _LANES.index(lane) if lane in _LANES else len(_LANES)
+
+
+_LANES = ("step", "wait", "host-to-device", "read", "decode", "checkpoint")
+_active: ContextVar[Trace | None] = ContextVar("braidax_active_trace", default=None)
