@@ -1,0 +1,45 @@
+# Everything a fresh machine needs is python3 >= 3.11; the rest is installed into .venv by the first command.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test bench clean
+
+demo: .venv/stamp-demo  ## Train a small model on handwritten digits; run it again to go on where it stopped.
+	$(BIN)/braidax train digits
+
+test: .venv/stamp-test  ## Lint, types, tests.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest
+
+bench: .venv/stamp-bench  ## Run the benchmarks, peers beside us.
+	$(BIN)/python -m benchmarks.naive
+
+clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/stamp-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "braidax needs Python 3.11 or newer; $(PYTHON) is '$$($(PYTHON) --version 2>&1)'." \
+	       "Install a newer one and name it: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: install its venv package" \
+	       "(on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	@touch $@
+
+# An install is repeated only when pyproject.toml has changed.
+.venv/stamp-demo: .venv/stamp-python pyproject.toml
+	$(INSTALL) --editable '.[tasks]'
+	@touch $@
+
+.venv/stamp-test: .venv/stamp-python pyproject.toml
+	$(INSTALL) --editable '.[test]'
+	@touch $@
+
+.venv/stamp-bench: .venv/stamp-python pyproject.toml
+	$(INSTALL) --editable '.[bench]'
+	@touch $@

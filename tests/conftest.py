@@ -1,0 +1,61 @@
+"""What every test gets: 8 virtual CPU devices, no leaked threads, and no skip that goes unseen in CI."""
+
+import os
+import threading
+import time
+from collections.abc import Generator, Iterator
+
+import hypothesis
+import jax
+import pytest
+
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+THREAD_SECONDS = 10.0
+
+# Before anything touches a backend; child processes of tests choose for themselves.
+jax.config.update("jax_num_cpu_devices", 8)
+
+hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
+hypothesis.settings.load_profile("ci" if IN_CI else "local")
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """Fails a test that leaves behind a thread of braidax, or any thread that would keep the interpreter alive."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + THREAD_SECONDS
+    leaked = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and (not thread.daemon or thread.name.startswith("braidax"))
+    ]
+    for thread in leaked:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    alive = [thread.name for thread in leaked if thread.is_alive()]
+    assert not alive, f"threads still alive {THREAD_SECONDS:g} s after the test: {alive}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI a skipped test is a failed one: everything a test needs is installed there."""
+    report = yield
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, and in CI nothing may be: {call.excinfo and call.excinfo.value}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole module that skips itself while it is collected."""
+    report = yield
+    if IN_CI and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid} was skipped, and in CI nothing may be: {report.longrepr}"
+    return report

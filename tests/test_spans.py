@@ -1,0 +1,138 @@
+"""Spans: what is recorded, what is kept, what is exported."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braidax.spans import LaneTotal, Span, Trace, span
+
+
+def _span(lane: str = "read", start: float = 0.0, seconds: float = 1.0, num_bytes: int = 0, thread: str = "t") -> Span:
+    return Span(lane, lane, thread, start, seconds, num_bytes)
+
+
+def test_totals_add_up_per_lane() -> None:
+    trace = Trace()
+    trace.record(_span("read", seconds=1.5, num_bytes=10))
+    trace.record(_span("read", seconds=0.5, num_bytes=32))
+    trace.record(_span("step", seconds=2.0))
+    assert trace.totals() == {"read": LaneTotal(2, 2.0, 42), "step": LaneTotal(1, 2.0, 0)}
+
+
+def test_by_default_no_span_is_kept_but_totals_are() -> None:
+    trace = Trace()
+    for _ in range(100):
+        trace.record(_span())
+    assert trace.spans == []
+    assert trace.totals()["read"].num_spans == 100
+
+
+def test_the_latest_spans_are_kept_oldest_first() -> None:
+    trace = Trace(max_spans=3)
+    for start in range(10):
+        trace.record(_span(start=float(start)))
+    assert [kept.start for kept in trace.spans] == [7.0, 8.0, 9.0]
+    assert trace.totals()["read"] == LaneTotal(10, 10.0, 0)
+
+
+def test_span_measures_the_block_on_the_active_trace() -> None:
+    trace = Trace(max_spans=8)
+    with trace.active() as same, span("decode", "window 3", num_bytes=7):
+        pass
+    assert same is trace
+    (recorded,) = trace.spans
+    assert (recorded.lane, recorded.name, recorded.num_bytes) == ("decode", "window 3", 7)
+    assert recorded.thread == threading.current_thread().name
+    assert recorded.seconds >= 0
+
+
+def test_a_span_without_a_name_is_called_like_its_lane() -> None:
+    trace = Trace(max_spans=1)
+    with trace.active(), span("step"):
+        pass
+    assert trace.spans[0].name == "step"
+
+
+def test_a_span_is_recorded_when_the_block_raises() -> None:
+    trace = Trace()
+    with pytest.raises(KeyError), trace.active(), span("read"):
+        raise KeyError
+    assert trace.totals()["read"].num_spans == 1
+
+
+def test_the_innermost_active_trace_records() -> None:
+    outer, inner = Trace(), Trace()
+    with outer.active():
+        with inner.active(), span("read"):
+            pass
+        with span("step"):
+            pass
+    with span("checkpoint"):
+        pass
+    assert set(inner.totals()) == {"read"}
+    assert set(outer.totals()) == {"step"}
+
+
+def test_a_trace_is_active_on_its_own_thread_only() -> None:
+    trace = Trace()
+
+    def work() -> None:
+        with span("read"):
+            pass
+
+    with trace.active():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(10)
+    assert trace.totals() == {}
+
+
+def test_threads_record_to_one_trace_without_loss() -> None:
+    trace = Trace(max_spans=10)
+
+    def work() -> None:
+        with trace.active():
+            for _ in range(500):
+                with span("read", num_bytes=1):
+                    pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert trace.totals()["read"].num_spans == 2000
+    assert trace.totals()["read"].num_bytes == 2000
+    assert len(trace.spans) == 10
+
+
+def _saved(trace: Trace, folder: Path) -> list[dict[str, Any]]:
+    path = folder / "trace.json"
+    trace.save(path)
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def test_a_saved_trace_has_a_track_per_lane_and_thread(tmp_path: Path) -> None:
+    trace = Trace(max_spans=8)
+    trace.record(_span("read", start=10.0, seconds=0.25, num_bytes=5, thread="a"))
+    trace.record(_span("read", start=10.5, thread="b"))
+    trace.record(_span("step", start=11.0, thread="a"))
+    events = _saved(trace, tmp_path)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    assert [names[track] for track in sorted(names, key=lambda track: order[track])] == [
+        "step · a",
+        "read · a",
+        "read · b",
+    ]
+    read = next(event for event in events if event["ph"] == "X" and names[event["tid"]] == "read · a")
+    assert (read["cat"], read["ts"], read["dur"], read["args"]) == ("read", 0.0, 250_000.0, {"bytes": 5})
+    step = next(event for event in events if event["ph"] == "X" and event["cat"] == "step")
+    assert step["ts"] == pytest.approx(1e6)
+
+
+def test_an_empty_trace_is_a_valid_file(tmp_path: Path) -> None:
+    assert [event["name"] for event in _saved(Trace(), tmp_path)] == ["process_name"]
