@@ -1,0 +1,99 @@
+"""Wide residual networks for images `[N, H, W, C]`, in Flax Linen.
+
+Stages of residual blocks; each stage after the first halves the height and width and doubles the filters. Sources: He
+et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385); Zagoruyko and Komodakis, "Wide Residual
+Networks" (arXiv:1605.07146).
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+
+class _ConvNorm(nn.Module):
+    """A convolution without bias and the batch normalization after it, whose scale starts at `scale`."""
+
+    filters: int
+    size: int = 3
+    stride: int = 1
+    scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "n h w c"], train: bool) -> Float[Array, "n i j f"]:
+        window, strides, border = (self.size, self.size), (self.stride, self.stride), self.size // 2
+        x = nn.Conv(self.filters, window, strides, padding=border, use_bias=False)(x)
+        scale = nn.initializers.constant(self.scale)
+        return nn.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=1e-5, scale_init=scale)(x)
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions, both `width_factor` times as wide as `filters`, and a shortcut around them."""
+
+    filters: int
+    width_factor: int = 1
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "n h w c"], train: bool) -> Float[Array, "n i j f"]:
+        width = self.filters * self.width_factor
+        y = nn.relu(_ConvNorm(width, stride=self.stride)(x, train))
+        y = _ConvNorm(width, scale=0.0)(y, train)
+        return nn.relu(y + _shortcut(x, width, self.stride, train))
+
+
+class BottleneckBlock(nn.Module):
+    """1×1, 3×3 and 1×1 convolutions and a shortcut around them; only the 3×3 one is `width_factor` times as wide."""
+
+    filters: int
+    width_factor: int = 1
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "n h w c"], train: bool) -> Float[Array, "n i j f"]:
+        inner, outer = self.filters * self.width_factor, self.filters * 4
+        # The inner 1×1 is as wide as the 3×3 that reads it, as in torchvision's wide_resnet50_2.
+        y = nn.relu(_ConvNorm(inner, size=1)(x, train))
+        y = nn.relu(_ConvNorm(inner, stride=self.stride)(y, train))
+        y = _ConvNorm(outer, size=1, scale=0.0)(y, train)
+        return nn.relu(y + _shortcut(x, outer, self.stride, train))
+
+
+class WideResNet(nn.Module):
+    """A wide residual network that classifies images.
+
+    **Arguments:** `num_classes`: size of the output. `stage_sizes`: blocks in each stage. `num_filters`: filters of the
+    stem and, before widening, of the first stage. `width_factor`: how much wider the blocks are than in a plain
+    residual network. `block`: `"bottleneck"` or `"basic"`. `stem`: `"strided"` (7×7 by 2, then a 3×3 maximum by 2; for
+    large images) or `"plain"` (3×3; for small ones).
+    """
+
+    num_classes: int
+    stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
+    num_filters: int = 256
+    width_factor: int = 2
+    block: Literal["bottleneck", "basic"] = "bottleneck"
+    stem: Literal["strided", "plain"] = "strided"
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n classes"]:
+        """Returns a logit per class; with `train`, batch statistics are used and `batch_stats` must be mutable."""
+        block = BottleneckBlock if self.block == "bottleneck" else BasicBlock
+        if self.stem == "strided":
+            x = nn.relu(_ConvNorm(self.num_filters, size=7, stride=2)(images, train))
+            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        else:
+            x = nn.relu(_ConvNorm(self.num_filters)(images, train))
+        for stage, num_blocks in enumerate(self.stage_sizes):
+            for i in range(num_blocks):
+                stride = 2 if stage > 0 and i == 0 else 1
+                x = block(self.num_filters * 2**stage, self.width_factor, stride)(x, train)
+        return nn.Dense(self.num_classes)(jnp.mean(x, axis=(1, 2)))
+
+
+def _shortcut(x: jax.Array, filters: int, stride: int, train: bool) -> Any:
+    if x.shape[-1] == filters and stride == 1:
+        return x
+    return _ConvNorm(filters, size=1, stride=stride, name="shortcut")(x, train)
