@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
@@ -35,6 +36,12 @@ def no_leaked_threads() -> Iterator[None]:
         thread.join(max(0.0, deadline - time.monotonic()))
     alive = [thread.name for thread in leaked if thread.is_alive()]
     assert not alive, f"threads still alive {THREAD_SECONDS:g} s after the test: {alive}"
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switches the run-time check of annotations off, for a test that passes what the annotations forbid."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.hookimpl(wrapper=True)

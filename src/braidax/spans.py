@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,7 @@ class Trace:
             return list(self._spans)
 
     @contextlib.contextmanager
-    def active(self) -> Iterator["Trace"]:
+    def active(self) -> Generator["Trace", None, None]:
         """Makes this the trace that `span` records to, on this thread, inside the `with` block."""
         token = _active.set(self)
         try:
@@ -100,14 +100,21 @@ class Trace:
             )
         names: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "braidax"}}]
         for (lane, thread), track in tracks.items():
-            names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": f"{lane} · {thread}"}})
-            names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}})
+            about: dict[str, dict[str, Any]] = {
+                "thread_name": {"name": f"{lane} · {thread}"},
+                "thread_sort_index": {"sort_index": track},
+            }
+            names += [{"ph": "M", "pid": 1, "tid": track, "name": name, "args": args} for name, args in about.items()]
         Path(path).write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
 
 
 @contextlib.contextmanager
-def span(lane: str, name: str = "", *, num_bytes: int = 0) -> Iterator[None]:
-    """Records the time spent inside the `with` block, and `num_bytes`, on a lane of the active trace, if there is one."""
+def span(lane: str, name: str = "", *, num_bytes: int = 0) -> Generator[None, None, None]:
+    """Records the time that the `with` block takes, on a lane of the active trace, if there is one.
+
+    **Arguments:** `lane`: one of the lanes above, or another. `name`: what is done; the lane's name by default.
+    `num_bytes`: bytes that were moved.
+    """
     trace = _active.get()
     if trace is None:
         yield
