@@ -1,0 +1,21 @@
+"""A broken tree in a temporary folder, on which each law shows that it can fail."""
+
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+
+@pytest.fixture
+def plant(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
+    """Returns a function that writes files, by path, into a fresh folder and returns that folder."""
+
+    def write(files: dict[str, str]) -> Path:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dedent(text))
+        return tmp_path
+
+    return write

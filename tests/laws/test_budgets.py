@@ -1,0 +1,198 @@
+"""Budgets: how long, how wide, how tangled and how silent code may be."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.laws.tree import SRC, Definition, decorators, definitions, imports, is_dunder, modules
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 8
+EXCEPTIONS: dict[str, str] = {}  # "path qualname": why it may be larger than the budget
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def oversized(source: Path) -> list[str]:
+    """Returns the files, functions and public parameter lists that are larger than their budget."""
+    found: list[str] = []
+    for module in modules(source):
+        num_lines = len(module.text.splitlines())
+        if num_lines > MAX_FILE_LINES and module.path not in EXCEPTIONS:
+            found.append(f"{module.path} has {num_lines} lines")
+        for node in ast.walk(module.syntax):
+            if isinstance(node, Function):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if num_lines > MAX_FUNCTION_LINES and f"{module.path} {node.name}" not in EXCEPTIONS:
+                    found.append(f"{module.path}:{node.lineno} {node.name} has {num_lines} lines")
+        for definition in definitions(module):
+            num_parameters = len(_parameters(definition))
+            excused = f"{module.path} {definition.qualname}" in EXCEPTIONS
+            if definition.is_public and num_parameters > MAX_PARAMETERS and not excused:
+                found.append(f"{definition.where} has {num_parameters} parameters")
+    return found
+
+
+def cycles(source: Path) -> list[str]:
+    """Returns the circles of modules that import one another, each once."""
+    tree = modules(source)
+    known = {module.name for module in tree}
+    graph = {module.name: {line.target for line in imports(module, known)} & known for module in tree}
+    found: dict[frozenset[str], list[str]] = {}
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            circle = path[path.index(name) :]
+            found.setdefault(frozenset(circle), [*circle, name])
+        elif name not in done:
+            for target in sorted(graph[name] - {name}):
+                visit(target, [*path, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return [" → ".join(circle) for circle in found.values()]
+
+
+def unannotated(source: Path) -> list[str]:
+    """Returns the public functions with a parameter or a result that is not annotated."""
+    found: list[str] = []
+    for module in modules(source):
+        for definition in definitions(module):
+            node = definition.node
+            if isinstance(node, Function) and definition.is_public:
+                bare = [
+                    argument.arg
+                    for argument in _parameters(definition)
+                    if isinstance(argument, ast.arg) and not argument.annotation
+                ]
+                bare += ["return"] if node.returns is None else []
+                found += [f"{definition.where} leaves {', '.join(bare)} without annotation"] if bare else []
+    return found
+
+
+def undocumented(source: Path) -> list[str]:
+    """Returns the public modules, classes and functions without docstring.
+
+    A method that a documented method of a class it inherits from already explains may do without; so may dunders.
+    """
+    found: list[str] = []
+    explained: set[str] = set()
+    silent: list[Definition] = []
+    for module in modules(source):
+        if ast.get_docstring(module.syntax) is None and (module.syntax.body or module.name == "braidax"):
+            found.append(f"{module.path} has no docstring")
+        for definition in definitions(module):
+            if not definition.is_public or is_dunder(definition.node.name):
+                continue
+            if ast.get_docstring(definition.node) is not None:
+                explained |= {f"{definition.owner.name}.{definition.node.name}"} if definition.owner else set()
+            elif not decorators(definition.node) & {"overload", "setter"}:
+                silent.append(definition)
+    bases = {
+        definition.node.name: [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in definition.node.bases]
+        for module in modules(source)
+        for definition in definitions(module)
+        if isinstance(definition.node, ast.ClassDef)
+    }
+    for definition in silent:
+        above = _ancestors(definition.owner.name, bases) if definition.owner else []
+        if not any(f"{name}.{definition.node.name}" in explained for name in above):
+            found.append(f"{definition.where} has no docstring")
+    return sorted(found)
+
+
+def _parameters(definition: Definition) -> list[ast.arg | ast.AnnAssign]:
+    """Returns the parameters of a function, or of the constructor that a dataclass makes from its fields."""
+    node = definition.node
+    if isinstance(node, ast.ClassDef):
+        if "dataclass" not in decorators(node):
+            return []
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+        return [
+            item for item in fields if "init=False" not in ast.unparse(item) and "ClassVar" not in ast.unparse(item)
+        ]
+    spec = node.args
+    named = [*spec.posonlyargs, *spec.args]
+    if definition.owner and "staticmethod" not in decorators(node):
+        named = named[1:]
+    return [*named, *spec.kwonlyargs, *(item for item in (spec.vararg, spec.kwarg) if item)]
+
+
+def _ancestors(name: str, bases: dict[str, list[str]]) -> Iterator[str]:
+    for base in bases.get(name, []):
+        yield base
+        yield from _ancestors(base, bases)
+
+
+def test_nothing_is_larger_than_its_budget() -> None:
+    assert oversized(SRC) == []
+
+
+def test_no_modules_import_one_another() -> None:
+    assert cycles(SRC) == []
+
+
+def test_the_public_api_is_annotated() -> None:
+    assert unannotated(SRC) == []
+
+
+def test_the_public_api_is_documented() -> None:
+    assert undocumented(SRC) == []
+
+
+def test_an_oversized_part_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    many = ", ".join(f"p{number}" for number in range(9))
+    fields = "\n".join(f"    f{number}: int" for number in range(9))
+    tree = plant(
+        {
+            "braidax/long.py": "x = 1\n" * 401,
+            "braidax/tall.py": "def f():\n" + "    x = 1\n" * 60,
+            "braidax/wide.py": f"class A:\n    def __init__(self, {many}): ...\ndef _private({many}): ...\n",
+            "braidax/options.py": f"@dataclass(frozen=True)\nclass Options:\n{fields}\n    g: int = field(init=False)",
+        }
+    )
+    assert oversized(tree) == [
+        "braidax/long.py has 401 lines",
+        "braidax/options.py:2 Options has 9 parameters",
+        "braidax/tall.py:1 f has 61 lines",
+        "braidax/wide.py:2 A.__init__ has 9 parameters",
+    ]
+
+
+def test_a_cycle_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    tree = plant(
+        {
+            "braidax/__init__.py": "from braidax import a",
+            "braidax/a.py": "from braidax.b import x",
+            "braidax/b.py": "from .c import y",
+            "braidax/c.py": "def f():\n    from braidax import a",
+            "braidax/d.py": "import braidax.a",
+        }
+    )
+    assert cycles(tree) == ["braidax.a → braidax.b → braidax.c → braidax.a"]
+
+
+def test_a_missing_annotation_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    tree = plant({"braidax/a.py": "def f(x: int, *, y): ...\ndef _g(x): ...\nclass A:\n    def h(self) -> None: ...\n"})
+    assert unannotated(tree) == ["braidax/a.py:1 f leaves y, return without annotation"]
+
+
+def test_a_missing_docstring_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    tree = plant(
+        {
+            "braidax/a.py": '''
+                class A:
+                    """An A."""
+                    def told(self): "Tells."
+                    def untold(self): ...
+                class B(A):
+                    """A B."""
+                    def told(self): ...
+                    def __len__(self): ...
+                '''
+        }
+    )
+    assert undocumented(tree) == ["braidax/a.py has no docstring", "braidax/a.py:5 A.untold has no docstring"]

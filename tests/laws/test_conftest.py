@@ -1,0 +1,72 @@
+"""The fixtures and hooks of `tests/conftest.py`: a leaked thread fails, and in CI a skip fails."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.laws.tree import ROOT
+
+SKIPS = {
+    "test_one.py": "import pytest\ndef test_it():\n    pytest.skip('no server')\n",
+    "test_two.py": "import pytest\npytest.importorskip('module_that_is_not_there')\n",
+    "test_three.py": "import pytest\n@pytest.mark.skipif(True, reason='no server')\ndef test_it(): ...\n",
+    "test_four.py": "import pytest\n@pytest.mark.xfail\ndef test_it():\n    assert False\n",
+    "test_five.py": "import pytest\n@pytest.mark.slow\ndef test_it(): ...\n",
+}
+LEAK = """
+import threading
+import pytest
+stop = threading.Event()
+@pytest.mark.parametrize("options", [dict(daemon=False), dict(daemon=True, name="braidax-read"), dict(daemon=True)])
+def test_it(options):
+    threading.Thread(target=stop.wait, args=(2,), **options).start()
+"""
+
+
+def run_pytest(folder: Path, *, ci: str) -> str:
+    """Runs pytest on a folder with our conftest and configuration, and returns its closing line."""
+    text = (ROOT / "tests" / "conftest.py").read_text().replace("THREAD_SECONDS = 10.0", "THREAD_SECONDS = 0.1")
+    (folder / "conftest.py").write_text(text)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
+        cwd=folder,
+        env={**os.environ, "CI": ci},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return result.stdout.strip().splitlines()[-1].partition(" in ")[0]
+
+
+@pytest.fixture
+def skips(tmp_path: Path) -> Path:
+    """A folder whose tests skip in every way there is."""
+    for name, text in SKIPS.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_on_the_machine_of_a_user_a_skip_is_a_skip(skips: Path) -> None:
+    assert run_pytest(skips, ci="") == "3 skipped, 1 deselected, 1 xfailed"
+
+
+def test_in_ci_a_skip_is_a_failure(skips: Path) -> None:
+    assert run_pytest(skips, ci="true") == "1 deselected, 1 error"
+    (skips / "test_two.py").unlink()
+    assert run_pytest(skips, ci="true") == "1 failed, 1 deselected, 1 xfailed, 1 error"
+
+
+def test_a_leaked_thread_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "test_leak.py").write_text(LEAK)
+    assert run_pytest(tmp_path, ci="") == "3 passed, 2 errors"
+
+
+def test_there_are_8_devices() -> None:
+    assert jax.device_count("cpu") == 8

@@ -1,0 +1,179 @@
+"""Floors: imports run downward only, lazy ones included, and each stranger is let in by one door."""
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.laws.tree import ROOT, SRC, imports, modules, third_party
+
+# A room may import rooms of lower floors. On one floor rooms do not meet, except errors below spans and, at the top,
+# the face below the tasks below the command line.
+FLOORS = (
+    ("errors",),
+    ("spans",),
+    ("comm", "program"),
+    ("gang", "data", "checkpoint"),
+    ("parallel", "frame"),
+    ("report",),
+    ("fit", "tune"),
+    ("__init__",),
+    ("tasks",),
+    ("cli",),
+)
+STRANGERS = ({"data", "checkpoint", "parallel", "frame"},)  # they meet only through JAX's values
+CORE = {"jax", "jaxtyping", "ml_dtypes", "numpy", "optax", "rich", "safetensors", "typer", "xxhash"}
+DISTRIBUTIONS = {"cv2": "opencv_python_headless", "sklearn": "scikit_learn"}  # where the names differ
+INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
+
+
+def room(name: str) -> str:
+    """Returns the room of a module: `braidax.data.sources.npy` is in `data`, `braidax` itself is `__init__`."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def upward(source: Path) -> list[str]:
+    """Returns every import that does not run downward."""
+    floor = {name: level for level, names in enumerate(FLOORS) for name in names}
+    tree = modules(source)
+    known = {module.name for module in tree}
+    found: list[str] = []
+    for module in tree:
+        here = room(module.name)
+        if here not in floor:
+            found.append(f"{module.path}: the room {here!r} has no floor")
+            continue
+        for line in imports(module, known):
+            if line.target.partition(".")[0] != "braidax" or room(line.target) == here:
+                continue
+            there = room(line.target)
+            strangers = any({here, there} <= group for group in STRANGERS)
+            if strangers or floor.get(there, len(FLOORS)) >= floor[here]:
+                found.append(f"{module.path}:{line.line} imports {line.target}: {here} may not import {there}")
+    return found
+
+
+def strangers(source: Path, pyproject: Path) -> list[str]:
+    """Returns every third-party import that is not declared, or comes in by a second door or without `import_extra`.
+
+    Models are written in the library that they are written in: `tasks` imports its extra as any program does.
+    """
+    project = tomllib.loads(pyproject.read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {_distribution(line) for line in lines}
+    doors: defaultdict[str, set[str]] = defaultdict(set)
+    found: list[str] = []
+    for module in modules(source):
+        for line in imports(module, set()):
+            name = third_party(line.target)
+            if name is None:
+                continue
+            if DISTRIBUTIONS.get(name, name).lower() not in declared and name != "jaxlib":
+                found.append(f"{module.path}:{line.line} imports {name}, which pyproject.toml does not declare")
+            if name in CORE or name == "jaxlib" or room(module.name) == "tasks":
+                continue
+            doors[name].add(module.path)
+            if line.way == "import":
+                found.append(f"{module.path}:{line.line} imports {name} without import_extra")
+    found += [
+        f"{name} is imported in {sorted(paths)}, not in one file" for name, paths in doors.items() if len(paths) > 1
+    ]
+    return found
+
+
+def internals(source: Path) -> list[str]:
+    """Returns every contact with JAX's internals outside `program`."""
+    found: list[str] = []
+    for module in modules(source):
+        if room(module.name) == "program":
+            continue
+        known = set(INTERNALS)  # so that `from jax import core` counts
+        touched = {(line.line, line.target) for line in imports(module, known)}
+        touched |= {
+            (number, word)
+            for number, text in enumerate(module.text.splitlines(), 1)
+            for word in INTERNALS
+            if f"{word}." in text
+        }
+        for number, target in sorted(touched):
+            if any(target == word or target.startswith(f"{word}.") for word in INTERNALS):
+                found.append(f"{module.path}:{number} touches {target}")
+    return found
+
+
+def _distribution(requirement: str) -> str:
+    for mark in "[<>=!~; ":
+        requirement = requirement.partition(mark)[0]
+    return requirement.lower().replace("-", "_")
+
+
+def test_imports_run_downward() -> None:
+    assert upward(SRC) == []
+
+
+def test_strangers_come_in_by_one_door() -> None:
+    assert strangers(SRC, ROOT / "pyproject.toml") == []
+
+
+def test_only_program_touches_internals_of_jax() -> None:
+    assert internals(SRC) == []
+
+
+def test_an_upward_import_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    tree = plant(
+        {
+            "braidax/__init__.py": "",
+            "braidax/errors.py": "",
+            "braidax/spans.py": "from . import errors",
+            "braidax/data/__init__.py": "from braidax import spans",
+            "braidax/data/loader.py": "def f():\n    from ..checkpoint import save",
+            "braidax/checkpoint/__init__.py": "import importlib\nimportlib.import_module('braidax.fit')",
+            "braidax/parallel/__init__.py": "from braidax.data.loader import x",
+            "braidax/fit.py": "import braidax",
+            "braidax/attic.py": "",
+        }
+    )
+    assert upward(tree) == [
+        "braidax/attic.py: the room 'attic' has no floor",
+        "braidax/checkpoint/__init__.py:2 imports braidax.fit: checkpoint may not import fit",
+        "braidax/data/loader.py:2 imports braidax.checkpoint: data may not import checkpoint",
+        "braidax/fit.py:1 imports braidax: fit may not import __init__",
+        "braidax/parallel/__init__.py:1 imports braidax.data.loader: parallel may not import data",
+    ]
+
+
+def test_a_second_door_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    tree = plant(
+        {
+            "pyproject.toml": """
+                [project]
+                dependencies = ["jax>=0.10"]
+                optional-dependencies = { images = ["opencv-python-headless>=4"] }
+                """,
+            "src/braidax/data/png.py": "import jax\ncv2 = import_extra('cv2', 'images', purpose='x')",
+            "src/braidax/data/jpeg.py": "cv2 = import_extra('cv2', 'images', purpose='x')\nimport requests",
+            "src/braidax/tasks/bert.py": "import cv2",
+        }
+    )
+    assert strangers(tree / "src", tree / "pyproject.toml") == [
+        "braidax/data/jpeg.py:2 imports requests, which pyproject.toml does not declare",
+        "braidax/data/jpeg.py:2 imports requests without import_extra",
+        "cv2 is imported in ['braidax/data/jpeg.py', 'braidax/data/png.py'], not in one file",
+    ]
+
+
+def test_a_contact_with_internals_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    tree = plant(
+        {
+            "braidax/program/trace.py": "import jax.extend.core",
+            "braidax/data/a.py": "import jax\njax.core.Jaxpr",
+            "braidax/data/b.py": "from jax._src import core",
+            "braidax/data/c.py": "def f():\n    from jax import core",
+        }
+    )
+    assert internals(tree) == [
+        "braidax/data/a.py:2 touches jax.core",
+        "braidax/data/b.py:1 touches jax._src",
+        "braidax/data/c.py:2 touches jax.core",
+    ]

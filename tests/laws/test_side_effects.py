@@ -1,0 +1,96 @@
+"""No side effects on import: quiet, quick, and nothing loaded that is not used."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.laws.tree import SRC, modules
+
+MAX_SECONDS = 0.3  # longer than `import jax`
+IMAGES = {"cv2", "numba", "PIL"}
+TABLES = {"datasets", "pandas", "polars", "pyarrow"}
+CLUSTERS = {"dask", "ray", "ucp"}
+MODELS = {"equinox", "flax", "sklearn", "torch"}
+REPORTS = {"matplotlib", "rich", "tensorboard", "tensorboardX", "typer"}
+NOT_LOADED = IMAGES | TABLES | CLUSTERS | MODELS | REPORTS
+
+# Runs in a fresh interpreter, so that nothing the tests have loaded counts.
+OBSERVE = """
+import json, os, sys, threading, time
+import jax
+from jax._src import xla_bridge
+config, environment, threads = dict(jax.config.values), dict(os.environ), threading.active_count()
+start = time.process_time()
+for name in sys.argv[1:]:
+    __import__(name)
+seconds = time.process_time() - start
+with open("seen.json", "w") as file:
+    json.dump({
+        "seconds": seconds,
+        "modules": sorted(sys.modules),
+        "threads": threading.active_count() - threads,
+        "backend": xla_bridge.backends_are_initialized(),
+        "config": [key for key, value in jax.config.values.items() if config.get(key) != value],
+        "environment": dict(os.environ) != environment,
+    }, file)
+"""
+
+
+def observe(folder: Path, *names: str, path: Path = SRC) -> dict[str, Any]:
+    """Imports modules in a fresh interpreter and returns what that did, what it printed and the files it left."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", "-c", OBSERVE, *names]
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    seen = folder / "seen.json"
+    facts: dict[str, Any] = json.loads(seen.read_text())
+    seen.unlink()
+    return {**facts, "printed": result.stdout + result.stderr, "files": sorted(item.name for item in folder.iterdir())}
+
+
+def effects(facts: dict[str, Any]) -> list[str]:
+    """Returns the names of the effects that there should not be."""
+    return [name for name in ("threads", "backend", "config", "environment", "printed", "files") if facts[name]]
+
+
+def test_import_braidax_has_no_side_effects_and_loads_no_extra(tmp_path: Path) -> None:
+    facts = observe(tmp_path, "braidax")
+    assert effects(facts) == []
+    assert NOT_LOADED & set(facts["modules"]) == set()
+
+
+def test_no_module_has_side_effects(tmp_path: Path) -> None:
+    names = [module.name for module in modules() if not module.name.endswith("__main__")]
+    assert effects(observe(tmp_path, *names)) == []
+
+
+def test_import_braidax_is_quick(tmp_path: Path) -> None:
+    # CPU seconds, as other programs on the machine take wall time; the median, as they disturb the caches too.
+    seconds = [observe(tmp_path, "braidax")["seconds"] for _ in range(3)]
+    assert statistics.median(seconds) <= MAX_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("code", "effect"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "threads"),
+        ("import jax\njax.devices()", "backend"),
+        ("import jax\njax.config.update('jax_enable_x64', True)", "config"),
+        ("import os\nos.environ['BRAIDAX'] = '1'", "environment"),
+        ("print('hello')", "printed"),
+        ("open('left', 'w').close()", "files"),
+    ],
+)
+def test_a_side_effect_is_found(tmp_path: Path, code: str, effect: str) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "loud.py").write_text(code)
+    (tmp_path / "folder").mkdir()
+    assert effects(observe(tmp_path / "folder", "loud", path=tmp_path / "package")) == [effect]

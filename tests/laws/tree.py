@@ -1,0 +1,136 @@
+"""Reads a tree of Python files without running it: the modules, and what each imports, lazily or not."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed file: `name` is dotted (a package is named without `__init__`), `path` is relative to the tree."""
+
+    name: str
+    path: str
+    text: str
+    syntax: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.endswith("__init__.py")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: the dotted `target`, the line, and by which way (`import`, `import_extra` or `types`)."""
+
+    target: str
+    line: int
+    way: str
+
+
+def modules(source: Path = SRC) -> list[Module]:
+    """Returns every module below a source folder, sorted by path."""
+    found: list[Module] = []
+    for path in sorted(source.rglob("*.py")):
+        relative = path.relative_to(source)
+        parts = relative.with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text()
+        found.append(Module(name, relative.as_posix(), text, ast.parse(text, str(path))))
+    return found
+
+
+def imports(module: Module, known: set[str]) -> list[Import]:
+    """Returns all imports of a module, those inside functions included.
+
+    `from package import name` counts as an import of `package.name` where that is one of the modules `known`.
+    """
+    typing_only = {
+        id(inner)
+        for node in ast.walk(module.syntax)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found: list[Import] = []
+    for node in ast.walk(module.syntax):
+        way = "types" if id(node) in typing_only else "import"
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, node.lineno, way) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = _origin(module, node)
+            for alias in node.names:
+                longer = f"{origin}.{alias.name}"
+                found.append(Import(longer if longer in known else origin, node.lineno, way))
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in ("import_module", "__import__", "import_extra") and node.args:
+                target = node.args[0]
+                if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                    way = "import_extra" if called == "import_extra" else "import"
+                    found.append(Import(target.value, node.lineno, way))
+    return found
+
+
+def _origin(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    package = parts if module.is_package else parts[:-1]
+    package = package[: len(package) - (node.level - 1)]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def third_party(target: str) -> str | None:
+    """Returns the top-level name of an import that is neither ours nor Python's own."""
+    top = target.partition(".")[0]
+    return None if top == "braidax" or top in sys.stdlib_module_names else top
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function or class as it stands in a file: `qualname` is dotted, `owner` the class around it."""
+
+    module: Module
+    qualname: str
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    owner: ast.ClassDef | None
+
+    @property
+    def where(self) -> str:
+        return f"{self.module.path}:{self.node.lineno} {self.qualname}"
+
+    @property
+    def is_public(self) -> bool:
+        names = [*self.module.name.split("."), *self.qualname.split(".")]
+        return not any(name.startswith("_") and not is_dunder(name) for name in names)
+
+
+def is_dunder(name: str) -> bool:
+    """Says whether a name is one of Python's own, such as `__init__`."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def definitions(module: Module) -> Iterator[Definition]:
+    """Yields the functions and classes of a module and, of its classes, the methods; nothing inside a function."""
+    yield from _definitions(module, module.syntax.body, "", None)
+
+
+def _definitions(module: Module, body: list[ast.stmt], prefix: str, owner: ast.ClassDef | None) -> Iterator[Definition]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield Definition(module, prefix + node.name, node, owner)
+        if isinstance(node, ast.ClassDef):
+            yield from _definitions(module, node.body, f"{prefix}{node.name}.", node)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _definitions(module, node.body, prefix, owner)
+
+
+def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+    """Returns the last names of the decorators: `overload` for `@typing.overload`."""
+    names = (ast.unparse(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list)
+    return {name.rpartition(".")[2] for name in names}
