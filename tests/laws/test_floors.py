@@ -24,6 +24,7 @@ FLOORS = (
 STRANGERS = ({"data", "checkpoint", "parallel", "frame"},)  # they meet only through JAX's values
 CORE = {"jax", "jaxtyping", "ml_dtypes", "numpy", "optax", "rich", "safetensors", "typer", "xxhash"}
 DISTRIBUTIONS = {"cv2": "opencv_python_headless", "sklearn": "scikit_learn"}  # where the names differ
+TRACER = "jax.core.Tracer"  # what JAX documents for asking whether a value is traced
 INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 
 
@@ -88,13 +89,13 @@ def internals(source: Path) -> list[str]:
     for module in modules(source):
         if room(module.name) == "program":
             continue
-        known = set(INTERNALS)  # so that `from jax import core` counts
+        known: set[str] = set(INTERNALS)  # so that `from jax import core` counts
         touched = {(line.line, line.target) for line in imports(module, known)}
         touched |= {
             (number, word)
             for number, text in enumerate(module.text.splitlines(), 1)
             for word in INTERNALS
-            if f"{word}." in text
+            if f"{word}." in text.replace(TRACER, "")
         }
         for number, target in sorted(touched):
             if any(target == word or target.startswith(f"{word}.") for word in INTERNALS):
@@ -170,6 +171,7 @@ def test_a_contact_with_internals_is_found(plant: Callable[[dict[str, str]], Pat
             "braidax/data/a.py": "import jax\njax.core.Jaxpr",
             "braidax/data/b.py": "from jax._src import core",
             "braidax/data/c.py": "def f():\n    from jax import core",
+            "braidax/data/d.py": "import jax\nisinstance(x, jax.core.Tracer)",
         }
     )
     assert internals(tree) == [
