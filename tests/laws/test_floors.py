@@ -22,7 +22,7 @@ FLOORS = (
     ("cli",),
 )
 STRANGERS = ({"data", "checkpoint", "parallel", "frame"},)  # they meet only through JAX's values
-CORE = {"jax", "jaxtyping", "ml_dtypes", "numpy", "optax", "rich", "safetensors", "typer", "xxhash"}
+ALWAYS_THERE = {"jaxlib"}  # comes with JAX
 DISTRIBUTIONS = {"cv2": "opencv_python_headless", "sklearn": "scikit_learn"}  # where the names differ
 TRACER = "jax.core.Tracer"  # what JAX documents for asking whether a value is traced
 INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
@@ -61,22 +61,26 @@ def strangers(source: Path, pyproject: Path) -> list[str]:
     Models are written in the library that they are written in: `tasks` imports its extra as any program does.
     """
     project = tomllib.loads(pyproject.read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
-    declared = {_distribution(line) for line in lines}
+    core = {_distribution(line) for line in project["dependencies"]}
+    extras = {name: {_distribution(line) for line in lines} for name, lines in project["optional-dependencies"].items()}
     doors: defaultdict[str, set[str]] = defaultdict(set)
     found: list[str] = []
     for module in modules(source):
         for line in imports(module, set()):
             name = third_party(line.target)
-            if name is None:
+            if name is None or name in ALWAYS_THERE:
                 continue
-            if DISTRIBUTIONS.get(name, name).lower() not in declared and name != "jaxlib":
-                found.append(f"{module.path}:{line.line} imports {name}, which pyproject.toml does not declare")
-            if name in CORE or name == "jaxlib" or room(module.name) == "tasks":
+            where, distribution = f"{module.path}:{line.line}", DISTRIBUTIONS.get(name, name)
+            if distribution in core:
                 continue
-            doors[name].add(module.path)
-            if line.way == "import":
-                found.append(f"{module.path}:{line.line} imports {name} without import_extra")
+            if not any(distribution in extra for extra in extras.values()):
+                found.append(f"{where} imports {name}, which pyproject.toml does not declare")
+            if line.way == "import_extra" and distribution not in extras.get(line.extra, ()):
+                found.append(f"{where} imports {name} from the extra {line.extra!r}, which does not install it")
+            if room(module.name) != "tasks":
+                doors[name].add(module.path)
+                if line.way == "import":
+                    found.append(f"{where} imports {name} without import_extra")
     found += [
         f"{name} is imported in {sorted(paths)}, not in one file" for name, paths in doors.items() if len(paths) > 1
     ]
@@ -153,11 +157,12 @@ def test_a_second_door_is_found(plant: Callable[[dict[str, str]], Path]) -> None
                 optional-dependencies = { images = ["opencv-python-headless>=4"] }
                 """,
             "src/braidax/data/png.py": "import jax\ncv2 = import_extra('cv2', 'images', purpose='x')",
-            "src/braidax/data/jpeg.py": "cv2 = import_extra('cv2', 'images', purpose='x')\nimport requests",
+            "src/braidax/data/jpeg.py": "cv2 = import_extra('cv2', 'pictures', purpose='x')\nimport requests",
             "src/braidax/tasks/bert.py": "import cv2",
         }
     )
     assert strangers(tree / "src", tree / "pyproject.toml") == [
+        "braidax/data/jpeg.py:1 imports cv2 from the extra 'pictures', which does not install it",
         "braidax/data/jpeg.py:2 imports requests, which pyproject.toml does not declare",
         "braidax/data/jpeg.py:2 imports requests without import_extra",
         "cv2 is imported in ['braidax/data/jpeg.py', 'braidax/data/png.py'], not in one file",

@@ -26,11 +26,12 @@ class Module:
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the dotted `target`, the line, and by which way (`import`, `import_extra` or `types`)."""
+    """One import: the dotted `target`, the line, by which way (`import`, `import_extra` or `types`), from which extra."""
 
     target: str
     line: int
     way: str
+    extra: str = ""
 
 
 def modules(source: Path = SRC) -> list[Module]:
@@ -72,7 +73,8 @@ def imports(module: Module, known: set[str]) -> list[Import]:
                 target = node.args[0]
                 if isinstance(target, ast.Constant) and isinstance(target.value, str):
                     way = "import_extra" if called == "import_extra" else "import"
-                    found.append(Import(target.value, node.lineno, way))
+                    extra = str(ast.literal_eval(node.args[1])) if way == "import_extra" else ""
+                    found.append(Import(target.value, node.lineno, way, extra))
     return found
 
 
