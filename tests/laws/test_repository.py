@@ -34,7 +34,11 @@ def large(root: Path, paths: Iterable[str]) -> list[str]:
 
 
 def tracked(root: Path) -> list[str]:
-    """Returns the files that git tracks and that are there."""
+    """Returns the files that git tracks and that are there; of an unpacked release, all that came with it."""
+    if not (root / ".git").exists():
+        parts = [root / "src", root / "tests", *(path for path in root.iterdir() if path.is_file())]
+        files = [path for part in parts for path in [part, *part.rglob("*.py")] if path.is_file()]
+        return [path.relative_to(root).as_posix() for path in files]
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z"]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
     return [path for path in result.stdout.split("\0") if path and (root / path).is_file()]

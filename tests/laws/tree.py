@@ -26,7 +26,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the dotted `target`, the line, by which way (`import`, `import_extra` or `types`), from which extra."""
+    """One import: the dotted `target`, the line, the way (`import`, `import_extra` or `types`) and, if any, the extra."""
 
     target: str
     line: int
@@ -75,7 +75,7 @@ def imports(module: Module, known: set[str]) -> list[Import]:
                     way = "import_extra" if called == "import_extra" else "import"
                     extra = str(ast.literal_eval(node.args[1])) if way == "import_extra" else ""
                     found.append(Import(target.value, node.lineno, way, extra))
-    return found
+    return sorted(found, key=lambda line: line.line)
 
 
 def _origin(module: Module, node: ast.ImportFrom) -> str:
