@@ -30,7 +30,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneTotal:
-    """What a lane has added up to: number of spans, seconds (summed over threads) and bytes."""
+    """What a lane has added up to: number of spans, seconds (summed over threads) and bytes.
+
+    A span inside another counts for its own lane only, so the lanes of one thread never count a second twice.
+    """
 
     num_spans: int = 0
     seconds: float = 0.0
@@ -49,13 +52,15 @@ class Trace:
         self._totals: defaultdict[str, LaneTotal] = defaultdict(LaneTotal)
         self._lock = threading.Lock()
 
-    def record(self, span: Span) -> None:
-        """Adds a finished span."""
+    def record(self, span: Span, *, inner_seconds: float = 0.0) -> None:
+        """Adds a finished span, of which `inner_seconds` were spent in spans inside it."""
         with self._lock:
             self._spans.append(span)
             total = self._totals[span.lane]
             self._totals[span.lane] = LaneTotal(
-                total.num_spans + 1, total.seconds + span.seconds, total.num_bytes + span.num_bytes
+                total.num_spans + 1,
+                total.seconds + span.seconds - inner_seconds,
+                total.num_bytes + span.num_bytes,
             )
 
     def totals(self) -> dict[str, LaneTotal]:
@@ -119,12 +124,19 @@ def span(lane: str, name: str = "", *, num_bytes: int = 0) -> Generator[None, No
     if trace is None:
         yield
         return
+    inner: list[float] = []
+    token = _inner_seconds.set(inner)
     start = time.perf_counter()
     try:
         yield
     finally:
         seconds = time.perf_counter() - start
-        trace.record(Span(lane, name or lane, threading.current_thread().name, start, seconds, num_bytes))
+        _inner_seconds.reset(token)
+        outer = _inner_seconds.get()
+        if outer is not None:
+            outer.append(seconds)
+        done = Span(lane, name or lane, threading.current_thread().name, start, seconds, num_bytes)
+        trace.record(done, inner_seconds=sum(inner))
 
 
 def _lane_rank(lane: str) -> int:
@@ -133,3 +145,4 @@ def _lane_rank(lane: str) -> int:
 
 _LANES = ("step", "wait", "host-to-device", "read", "decode", "checkpoint")
 _active: ContextVar[Trace | None] = ContextVar("braidax_active_trace", default=None)
+_inner_seconds: ContextVar[list[float] | None] = ContextVar("braidax_inner_seconds", default=None)

@@ -1,0 +1,253 @@
+"""The data loader: a source and shardings in, global arrays on their devices out."""
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from braidax.data.fetch import Fetch, result_within
+from braidax.data.load_plan import LoadPlan, plan_load
+from braidax.data.order import Cursor, Order, Remainder
+from braidax.data.sharding_specs import common_batch_parts, resolve_shardings
+from braidax.data.sources import open as open_source
+from braidax.data.sources.source import Source, batch_spec
+from braidax.errors import ArgumentError, BraidaxError
+from braidax.spans import Trace, span
+
+_log = logging.getLogger("braidax")
+_DEFAULT_BATCH_SIZE = 128
+_MASK = "mask"
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What may change while a loader runs.
+
+    **Fields:** `threads`: that read, decode and transform; one per usable core by default. `prefetch`: batches in
+    flight ahead of the one in use, at least 1. `timeout_seconds`: the longest wait for one batch.
+    """
+
+    threads: int | None = None
+    prefetch: int = 2
+    timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "prefetch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ArgumentError(f"{name}={value!r} is not a positive integer")
+        if not self.timeout_seconds > 0:
+            raise ArgumentError(f"timeout_seconds={self.timeout_seconds!r} is not a positive number of seconds")
+
+
+class DataLoader:
+    """Batches of a source as global `jax.Array`s, globally shuffled, prefetched onto their devices.
+
+    A batch is a pure function of `(seed, epoch, position)`: the same for any number of threads or devices and after any
+    restart. One `for` runs from the cursor to the end of the epoch, or of the next `epochs` epochs.
+
+    **Arguments:** `source`: a `Source`, a path that `braidax.open` knows, or any object with `__len__` and
+    `__getitem__`. `mesh`: what `PartitionSpec`s refer to; None if `specs` holds none. `specs`: a `PartitionSpec` or
+    `NamedSharding`, or a PyTree of them like the batch; dim 0 is the batch. `batch_size`: samples in a global batch; by
+    default about 128, divisible by the sharding (and logged). `seed`: of the shuffle; None keeps the source's order.
+    `epochs`: a `for` ends when the cursor's epoch is a multiple of it; None never ends. `remainder`: `"drop"` leaves
+    out the last samples of an epoch that fill no batch; `"pad"` fills up with zeros and adds to every batch the leaf
+    `"mask"`, bool `[batch_size]`, true for real samples. `knobs`: threads, prefetch and time limit.
+
+    **Raises:** `FormatError`, `SpecError`, `ArgumentError` before anything is read; while iterating, `RecordError` at
+    the batch that holds the record, and `WaitTimeout`.
+    """
+
+    def __init__(
+        self,
+        source: Source | str | Path | Any,
+        mesh: Mesh | None,
+        specs: Any,
+        *,
+        batch_size: int | None = None,
+        seed: int | None = 0,
+        epochs: int | None = 1,
+        remainder: Remainder = "drop",
+        knobs: Knobs | None = None,
+    ) -> None:
+        if epochs is not None and epochs < 1:
+            raise ArgumentError(f"epochs={epochs!r} is not a positive integer; None runs for ever")
+        self.source: Source = source if isinstance(source, Source) else open_source(source)
+        if batch_size is None:
+            batch_size = _default_batch_size(len(self.source), common_batch_parts(mesh, specs), remainder)
+        self._order = Order(len(self.source), batch_size, remainder)
+        specs, mask_spec = _split_mask(self.source.sample_spec, specs, remainder)
+        self._plan = plan_load(batch_spec(self.source.sample_spec, batch_size), mesh, specs)
+        self._mask = _mask_sharding(self._plan, mesh, mask_spec) if remainder == "pad" else None
+        self.epochs = epochs
+        self.trace = Trace()
+        self._knobs = knobs or Knobs()
+        self._cursor = self._order.settle(Cursor(seed))
+        self._fetch: Fetch | None = None
+        self._running: object = None  # the iteration that owns the cursor
+        self._moved = False  # the cursor or the threads were set since the last batch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a global batch."""
+        return self._order.batch_size
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the source."""
+        return self._order.num_samples
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches in one whole epoch."""
+        return self._order.batches_per_epoch
+
+    @property
+    def shardings(self) -> Any:
+        """The PyTree of `NamedSharding` that batches have."""
+        return self._plan.shardings if self._mask is None else {**self._plan.shardings, _MASK: self._mask}
+
+    @property
+    def cursor(self) -> Cursor:
+        """What has been consumed: the whole state of the loader. Setting it resumes exactly there, also inside a `for`.
+
+        **Raises:** `ArgumentError` when it is set to a place that this source does not have.
+        """
+        return self._cursor
+
+    @cursor.setter
+    def cursor(self, cursor: Cursor) -> None:
+        seed, epoch, position = cursor
+        plain = Cursor(None if seed is None else int(seed), int(epoch), int(position))
+        self._cursor = self._order.settle(plain)
+        self._moved = True
+
+    @property
+    def knobs(self) -> Knobs:
+        """Threads, prefetch and time limit. May be set at any time; other threads start with the next batch."""
+        return self._knobs
+
+    @knobs.setter
+    def knobs(self, knobs: Knobs) -> None:
+        self._moved = self._moved or knobs.threads != self._knobs.threads
+        self._knobs = knobs
+
+    def __len__(self) -> int:
+        """The number of batches in a full pass of one `for`: `epochs` epochs."""
+        if self.epochs is None:
+            raise TypeError("a DataLoader with epochs=None has no length; batches_per_epoch is the length of an epoch")
+        return self.epochs * self.batches_per_epoch
+
+    def peek(self, num_batches: int) -> list[NDArray[np.int64]]:
+        """Returns the sample indices of the coming batches, each int64 `[batch_size]` (fewer in a padded one)."""
+        cursor, coming = self._cursor, list[NDArray[np.int64]]()
+        for _ in range(num_batches):
+            coming.append(self._order.indices(cursor))
+            cursor = self._order.after(cursor)
+        return coming
+
+    def __iter__(self) -> Iterator[Any]:
+        end = None if self.epochs is None else (self._cursor.epoch // self.epochs + 1) * self.epochs
+        self._running = own = object()
+        while end is None or self._cursor.epoch < end:
+            with contextlib.closing(self._stream(end)) as batches:
+                for batch in batches:
+                    yield batch
+                    if self._running is not own:
+                        raise BraidaxError(
+                            "this DataLoader was closed, or another for was started over it, while this one was under "
+                            "way; a cursor can serve one loop only: make a second DataLoader"
+                        )
+                    if self._moved:
+                        break
+
+    def _stream(self, end: int | None) -> Iterator[Any]:
+        """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
+        threads = self._knobs.threads or len(os.sched_getaffinity(0))
+        fetch = Fetch(self.source, self._plan, threads=threads, prefetch=self._knobs.prefetch, trace=self.trace)
+        coming: deque[tuple[Cursor, Cursor, int, Future[Any]]] = deque()
+        ahead = self._cursor
+        self._fetch, self._moved = fetch, False
+        try:
+            while True:
+                while len(coming) <= self._knobs.prefetch and (end is None or ahead.epoch < end):
+                    indices, start = self._order.indices(ahead), ahead
+                    ahead = self._order.after(ahead)
+                    coming.append((start, ahead, len(indices), fetch.start(indices)))
+                if not coming:
+                    return
+                start, after, num_valid, future = coming.popleft()
+                with self.trace.active(), span("wait"):
+                    what = f"the batch at {start} of {type(self.source).__name__}"
+                    batch = result_within(future, timeout_seconds=self._knobs.timeout_seconds, what=what)
+                self._cursor = after
+                yield batch if self._mask is None else self._masked(batch, self._mask, num_valid)
+        finally:
+            fetch.close(timeout_seconds=self._knobs.timeout_seconds)
+
+    def _masked(self, batch: Any, sharding: NamedSharding, num_valid: int) -> Any:
+        mask = np.arange(self.batch_size) < num_valid
+        array = jax.make_array_from_callback(mask.shape, sharding, lambda index: mask[index], dtype=np.bool_)
+        return {**batch, _MASK: array}
+
+    def close(self) -> None:
+        """Ends a `for` that is under way: its threads are joined, batches in flight are dropped. May be called twice.
+
+        **Raises:** `WaitTimeout` if a read does not end in time.
+        """
+        self._running = None
+        if self._fetch is not None:
+            self._fetch.close(timeout_seconds=self._knobs.timeout_seconds)
+            self._fetch = None
+
+    def __enter__(self) -> "DataLoader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"DataLoader({type(self.source).__name__} of {self.num_samples} samples, batch_size={self.batch_size}, "
+            f"epochs={self.epochs}, cursor={self._cursor}, knobs={self._knobs})"
+        )
+
+
+def _default_batch_size(num_samples: int, parts: int, remainder: Remainder) -> int:
+    size = max(_DEFAULT_BATCH_SIZE // parts, 1) * parts
+    if remainder == "drop" and num_samples < size:
+        size = max(num_samples // parts, 1) * parts
+    _log.warning("DataLoader: batch_size was not given; using %d (a multiple of the %d parts of dim 0)", size, parts)
+    return size
+
+
+def _split_mask(sample_spec: Any, specs: Any, remainder: Remainder) -> tuple[Any, Any]:
+    """Takes the spec of the mask, if the user gave one, out of the specs of the batch."""
+    if remainder == "drop":
+        return specs, None
+    if not isinstance(sample_spec, Mapping) or _MASK in sample_spec:
+        raise ArgumentError(
+            f"remainder='pad' adds the leaf {_MASK!r} to every batch, so samples must be mappings without one, got "
+            f"{jax.tree.structure(sample_spec)}; return a dict from a transform, or use remainder='drop'"
+        )
+    if isinstance(specs, Mapping) and _MASK in specs:
+        rest = {name: spec for name, spec in cast(Mapping[str, Any], specs).items() if name != _MASK}
+        return rest, specs[_MASK]
+    return specs, None
+
+
+def _mask_sharding(plan: LoadPlan, mesh: Mesh | None, spec: Any) -> NamedSharding:
+    """The sharding of the mask: the user's, or else as the batch dim of the first leaf."""
+    first = plan.leaves[0].sharding
+    chosen = spec if spec is not None else NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))
+    return resolve_shardings(jax.ShapeDtypeStruct((plan.batch_size,), np.bool_), mesh, chosen)[0]

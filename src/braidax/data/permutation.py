@@ -1,0 +1,87 @@
+"""The order of samples: a random permutation of every epoch, computed index by index in O(1) memory.
+
+A Feistel network over `Z_a x Z_b`, with `a * b` barely above the number of samples, permutes the pairs; the few results
+beyond the end are permuted again until they fall inside (cycle walking). Source: Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains" (CT-RSA 2002), the generalized Feistel construction of section 5.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+from jaxtyping import Int64
+from numpy.typing import NDArray
+
+from braidax.errors import ArgumentError
+
+_ROUNDS = 10
+_CHUNK = 1 << 13  # indices permuted at a time: the intermediate arrays stay in cache
+
+
+class Permutation:
+    """A permutation of `range(num_samples)` that depends on nothing but its arguments.
+
+    **Arguments:** `num_samples`: how many samples, at most 2**62. `seed`: any integer, or `None` for the identity.
+    `epoch`: hashed together with the seed, so that no two (seed, epoch) share an order by construction.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int | None, epoch: int) -> None:
+        if not 0 <= num_samples <= 1 << 62:
+            raise ArgumentError(f"num_samples={num_samples} is not between 0 and 2**62")
+        self.num_samples = num_samples
+        self._identity = seed is None or num_samples < 2
+        self._a = max(math.isqrt(max(num_samples - 1, 0)) + 1, 1)
+        self._b = max(-(-num_samples // self._a), 1)
+        digest = hashlib.shake_256(f"braidax order/{seed}/{epoch}".encode()).digest(8 * _ROUNDS)
+        self._keys = list(np.frombuffer(digest, "<u8"))
+
+    def __call__(self, positions: Int64[np.ndarray, " n"]) -> NDArray[np.int64]:
+        """Returns the sample indices at some positions of the order.
+
+        **Arguments:** `positions`: int64 `[n]`, each in `range(num_samples)`.
+
+        **Raises:** `ArgumentError` if a position is out of range.
+        """
+        if len(positions) and not 0 <= positions.min() <= positions.max() < self.num_samples:
+            raise ArgumentError(
+                f"positions must lie in range({self.num_samples}), got {positions.min()}..{positions.max()}"
+            )
+        if self._identity:
+            return positions.astype(np.int64)
+        out = np.empty(len(positions), np.int64)
+        for start in range(0, len(positions), _CHUNK):
+            part = out[start : start + _CHUNK]
+            part[:] = self._encipher(positions[start : start + _CHUNK].astype(np.uint64))
+            beyond = np.flatnonzero(part >= self.num_samples)
+            while len(beyond):
+                part[beyond] = self._encipher(part[beyond].astype(np.uint64))
+                beyond = beyond[part[beyond] >= self.num_samples]
+        return out
+
+    def _encipher(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = np.divmod(values, np.uint64(self._b))
+        for number, key in enumerate(self._keys):
+            if number % 2 == 0:
+                left = _add_modulo(left, _hash(right, key), self._a)
+            else:
+                right = _add_modulo(right, _hash(left, key), self._b)
+        return left * np.uint64(self._b) + right
+
+
+def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """Returns 32 well-mixed bits of each value, by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    mixed = values ^ key
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed += key
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    return mixed >> np.uint64(32)
+
+
+def _add_modulo(values: NDArray[np.uint64], bits: NDArray[np.uint64], modulus: int) -> NDArray[np.uint64]:
+    bits *= np.uint64(modulus)
+    bits >>= np.uint64(32)
+    bits += values
+    bits -= (bits >= np.uint64(modulus)) * np.uint64(modulus)
+    return bits

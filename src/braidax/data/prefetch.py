@@ -1,0 +1,101 @@
+"""The last mile for foreign iterators: their batches as global arrays, sent to the devices ahead of the step."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from braidax.data.fetch import join_pool, result_within
+from braidax.data.load_plan import LoadPlan, plan_load
+from braidax.data.slots import Slots
+from braidax.errors import ArgumentError, RecordError
+
+_END = object()
+
+
+def prefetch_to_device(
+    batches: Iterable[Any],
+    mesh: Mesh | None,
+    specs: Any,
+    *,
+    prefetch: int = 2,
+    timeout_seconds: float = 300.0,
+) -> Iterator[Any]:
+    """Yields the batches of any iterable as global `jax.Array`s, a few of them sent ahead.
+
+    **Arguments:** `batches`: yields PyTrees of arrays `[batch, ...]` (NumPy, torch on CPU, TensorFlow: whatever
+    `numpy.asarray` takes), such as a Grain, torch or tf.data loader; drawn from by one thread of ours. Each batch is
+    copied once, so the iterator may reuse its buffers. `mesh`, `specs`: as for `DataLoader`. `prefetch`: batches in
+    flight ahead of the one in use. `timeout_seconds`: the longest wait for one batch.
+
+    **Raises:** `SpecError` or `ArgumentError` at the first batch that does not fit, and whatever the iterable raises,
+    at that batch; `WaitTimeout`.
+    """
+    if prefetch < 1:
+        raise ArgumentError(f"prefetch={prefetch!r} is not a positive integer")
+    return _stream(iter(batches), mesh, specs, prefetch, timeout_seconds)
+
+
+def _stream(
+    iterator: Iterator[Any], mesh: Mesh | None, specs: Any, prefetch: int, timeout_seconds: float
+) -> Iterator[Any]:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="braidax-prefetch")
+    sender = _Sender(iterator, mesh, specs, prefetch)
+    coming: deque[Future[Any]] = deque()
+    try:
+        while True:
+            while len(coming) <= prefetch:
+                coming.append(pool.submit(sender.next_batch))
+            batch = result_within(
+                coming.popleft(), timeout_seconds=timeout_seconds, what="the next batch of the iterator"
+            )
+            if batch is _END:
+                return
+            yield batch
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        join_pool(pool, timeout_seconds=timeout_seconds)
+
+
+class _Sender:
+    """Draws batches on the pool's one thread; plans once per shape."""
+
+    def __init__(self, iterator: Iterator[Any], mesh: Mesh | None, specs: Any, prefetch: int) -> None:
+        self._iterator = iterator
+        self._mesh = mesh
+        self._specs = specs
+        self._keep = prefetch + 2
+        self._plans: dict[Any, tuple[LoadPlan, Slots]] = {}
+
+    def next_batch(self) -> Any:
+        batch = next(self._iterator, _END)
+        if batch is _END:
+            return _END
+        leaves, structure = jax.tree.flatten(jax.tree.map(_as_array, batch))
+        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._plans:
+            spec = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+            plan = plan_load(spec, self._mesh, self._specs)
+            self._plans[key] = (plan, Slots(plan.num_bytes, keep=self._keep))
+        plan, slots = self._plans[key]
+        memory = slots.take()
+        for start, stop in plan.row_ranges(plan.batch_size):
+            for target, leaf in zip(jax.tree.leaves(plan.rows(memory, start, stop)), leaves, strict=True):
+                np.copyto(target, leaf[start:stop])
+        return plan.arrays(memory)
+
+
+def _as_array(leaf: Any) -> np.ndarray[Any, Any]:
+    array = np.asarray(leaf)
+    if array.ndim == 0 or array.dtype == object:
+        raise RecordError(
+            f"a batch of the iterator holds {type(leaf).__name__} with dtype={array.dtype}, shape={array.shape}; "
+            f"expected numeric arrays with a leading batch dim"
+        )
+    if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64 and array.dtype.kind in "iuf":
+        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    return array
