@@ -26,7 +26,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the dotted `target`, the line, the way (`import`, `import_extra` or `types`) and, if any, the extra."""
+    """One import: the dotted `target`, the line, the way (`import`, `import_extra`, `types`) and, if any, the extra."""
 
     target: str
     line: int
