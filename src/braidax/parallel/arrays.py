@@ -1,0 +1,41 @@
+"""Bringing arrays to where a step wants them."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Moves those leaves that are not yet where they belong.
+
+    Host memory is copied, so that the caller may write to it as soon as this returns.
+
+    **Arguments:** `tree`: PyTree of arrays. `shardings`: PyTree of shardings, alike.
+
+    **Returns:** the PyTree of `jax.Array`.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    wanted: list[Sharding] = jax.tree.leaves(shardings)
+    moved = [_place(leaf, sharding) for leaf, sharding in zip(leaves, wanted, strict=True)]
+    return jax.tree.unflatten(structure, moved)
+
+
+def _place(leaf: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        here = leaf.sharding
+        if here is sharding or here == sharding:
+            return leaf
+        return jax.device_put(leaf, sharding)
+    return jax.device_put(np.array(leaf), sharding)
+
+
+def strong(tree: Any) -> Any:
+    """Takes the weak type off every leaf, so that a state has the same types after each update."""
+    return jax.tree.map(_strong, tree)
+
+
+def _strong(leaf: Any) -> jax.Array:
+    leaf = jax.numpy.asarray(leaf)
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf

@@ -1,0 +1,57 @@
+"""The first state: parameters, variables and optimizer state, traced from one key."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from braidax.errors import ArgumentError
+from braidax.program import Program, named_leaves, trace
+
+from .arrays import strong
+from .loss import Loss
+from .state import State
+
+
+def trace_init(init: Callable[..., Any], optimizer: optax.GradientTransformation, loss: Loss) -> Program:
+    """Traces `key -> State`.
+
+    **Arguments:** `init`: `init(key) -> params`, or `(params, variables)` when the loss asks for `variables`.
+
+    **Returns:** the program; its `out_specs` tell everything about the state. **Raises:** `ArgumentError` naming a leaf
+    that cannot be trained.
+    """
+
+    def make(key: Any) -> State:
+        init_key, state_key = jax.random.split(key)
+        made = init(init_key)
+        variables: Any = {}
+        if "variables" in loss.asks:
+            if not isinstance(made, tuple) or len(made) != 2:  # pyright: ignore[reportUnknownArgumentType]
+                raise ArgumentError(
+                    f"init returned {type(made).__name__}, expected (params, variables), because loss_fn {loss.name} "
+                    f"asks for `variables`"
+                )
+            made, variables = made
+        _check_leaves(made, variables)
+        params, variables = strong(made), strong(variables)
+        return State(jnp.zeros((), jnp.int32), params, strong(optimizer.init(params)), variables, state_key)
+
+    return trace(make, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def _check_leaves(params: Any, variables: Any) -> None:
+    for path, leaf in [*named_leaves(params, "params"), *named_leaves(variables, "variables")]:
+        if not isinstance(leaf, float | int | complex) and not hasattr(leaf, "dtype"):
+            raise ArgumentError(
+                f"{path} is {leaf!r}, expected an array: keep what is not an array out of what init returns (equinox: "
+                f"params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss)"
+            )
+    for path, leaf in named_leaves(params, "params"):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ArgumentError(
+                f"{path} is {jnp.result_type(leaf)}, expected floating point, since it has no gradient otherwise: move "
+                f"it to `variables` (flax: nnx.split(model, nnx.Param, ...); equinox: eqx.partition)"
+            )

@@ -1,0 +1,93 @@
+"""`parallelize`: single-device code and a mesh in, a training step out."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import optax
+from jax.sharding import Mesh
+
+from braidax.errors import ArgumentError
+from braidax.program import specs_of
+
+from .initial import trace_init
+from .loss import Loss
+from .plan import make_plan
+from .step import Step
+from .strategies import Strategy, check_strategies
+from .train_step import TrainStep
+
+
+@overload
+def parallelize(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    strategies: Mapping[str, Strategy],
+    *,
+    init: Callable[..., Any],
+    batch: Any,
+    microbatches: int = 1,
+) -> Step: ...
+
+
+@overload
+def parallelize(
+    loss_fn: Mesh, optimizer: Mapping[str, Strategy], /
+) -> Callable[[Callable[[Any, Any], tuple[Any, Any]]], TrainStep]: ...
+
+
+def parallelize(
+    loss_fn: Any,
+    optimizer: Any,
+    mesh: Any = None,
+    strategies: Any = None,
+    *,
+    init: Any = None,
+    batch: Any = None,
+    microbatches: int = 1,
+) -> Any:
+    """Turns single-device code into a training step on a mesh.
+
+    **Arguments:** `loss_fn`: `loss_fn(params, batch) -> loss` or `(loss, aux dict)`, written for one device and the
+    whole batch. It may ask by name for `key` (one PRNG key a step), `variables` (mutable collections, new ones
+    returned as `aux["variables"]`) and `train` (a bool, False in `evaluate`). `optimizer`: from optax. `mesh`: any
+    `jax.sharding.Mesh`, with explicit axes or not. `strategies`: what each mesh axis is for, such as
+    `{"data": bx.DataParallel()}`; over an axis without one everything is replicated. `init`: `init(key) -> params`,
+    or `(params, variables)` when the loss asks for them. `batch`: a PyTree of `jax.ShapeDtypeStruct` `[batch, …]`.
+    `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over; sample `i` is in piece
+    `i % microbatches`.
+
+    As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
+    instead, its gradients taken by `bx.value_and_grad`, and gives a `TrainStep`.
+
+    **Returns:** a `Step`; nothing has been computed yet. **Raises:** `ArgumentError`, `SpecError` or `StateError`
+    naming what does not fit.
+    """
+    if isinstance(loss_fn, Mesh):
+        if mesh is not None or strategies is not None:
+            raise ArgumentError(
+                "parallelize was given a mesh first and more than strategies behind it: as a decorator it is "
+                "@bx.parallelize(mesh, strategies), with a loss it is "
+                "bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
+            )
+        over, roles = loss_fn, optimizer
+        check_strategies(over, roles)
+        return lambda train_step: TrainStep(train_step, over, roles)  # pyright: ignore[reportUnknownLambdaType]
+    for name, value in {"mesh": mesh, "strategies": strategies, "init": init, "batch": batch}.items():
+        if value is None:
+            raise ArgumentError(
+                f"parallelize is missing {name}: bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
+            )
+    return _parallelize_loss(Loss(loss_fn), optimizer, mesh, strategies, init, batch, microbatches)
+
+
+def _parallelize_loss(
+    loss: Loss, optimizer: Any, mesh: Mesh, strategies: Mapping[str, Strategy], init: Any, batch: Any, microbatches: int
+) -> Step:
+    check_strategies(mesh, strategies)
+    if microbatches < 1:
+        raise ArgumentError(f"microbatches is {microbatches}, expected a whole number of at least 1")
+    batch = specs_of(batch)
+    initial = trace_init(init, optimizer, loss)
+    plan = make_plan(mesh, strategies, initial.out_specs.params, root="params", microbatches=microbatches)
+    return Step(loss, optimizer, initial, mesh, plan, batch)

@@ -1,0 +1,170 @@
+"""`TrainStep`: a whole single-device training step on a mesh, cut in two where its gradients are."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from braidax.errors import ArgumentError, StateError
+from braidax.program import Program, call_watched, compile_on, difference, named_leaves, specs_of, split_at_marks, trace
+
+from .arrays import place
+from .plan import Plan, make_plan, shardings_of
+from .strategies import Strategy, batch_axes, shard_batch
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A step for one structure and one set of shapes of state and batch."""
+
+    state_shardings: Any
+    batch_shardings: Any
+    run: Callable[[list[jax.Array], Callable[[], object] | None], list[jax.Array]]
+    donated: tuple[int, ...]
+    out_tree: Any
+
+
+class TrainStep:
+    """What `@parallelize(mesh, strategies)` makes of `train_step(state, batch) -> (state, metrics)`.
+
+    Call it as the function it was made from. It is traced once for each structure and shapes of its arguments, and run
+    as two jitted functions: all that the gradients depend on, then the rest, which takes over the memory of the old
+    state.
+    """
+
+    def __init__(self, fn: Callable[..., Any], mesh: Mesh, strategies: Mapping[str, Strategy]) -> None:
+        self.mesh = mesh
+        self.strategies = dict(strategies)
+        self._fn = fn
+        self._name: str = getattr(fn, "__name__", type(fn).__name__)
+        self.__wrapped__ = fn
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._forms: dict[Any, _Form] = {}
+
+    def __call__(self, state: Any, batch: Any, *, before_apply: Callable[[], object] | None = None) -> tuple[Any, Any]:
+        """Takes one training step: the same as `update`."""
+        return self.update(state, batch, before_apply=before_apply)
+
+    def update(self, state: Any, batch: Any, *, before_apply: Callable[[], object] | None = None) -> tuple[Any, Any]:
+        """Takes one training step. Returns at once; nothing waits for the devices.
+
+        **Arguments:** `state`: PyTree of arrays, given up, use the new one. `batch`: PyTree of arrays `[batch, …]`,
+        global or on the host. `before_apply`: called when the gradients are dispatched, before anything of the old
+        state is overwritten.
+
+        **Returns:** what the decorated function returns: the new state and the metrics.
+
+        **Raises:** `ArgumentError`, `SpecError` or `StateError`, on the first call with such shapes, when the function
+        or its arguments cannot be parallelized.
+        """
+        form = self._form(state, batch)
+        state_leaves = jax.tree.leaves(place(state, form.state_shardings))
+        seen: set[int] = set()
+        for index in form.donated:
+            if id(state_leaves[index]) in seen:
+                state_leaves[index] = jnp.copy(state_leaves[index])
+            seen.add(id(state_leaves[index]))
+        batch_leaves = jax.tree.leaves(place(batch, form.batch_shardings))
+        outputs = form.run([*state_leaves, *batch_leaves], before_apply)
+        return jax.tree.unflatten(form.out_tree, outputs)
+
+    def plan(self, state: Any, batch: Any) -> Plan:
+        """Returns the plan for a state and a batch, given as arrays or as `jax.ShapeDtypeStruct`."""
+        self.batch_shardings(batch)
+        return make_plan(self.mesh, self.strategies, specs_of(state), root="state", microbatches=1)
+
+    def batch_shardings(self, batch: Any) -> Any:
+        """Returns the PyTree of `NamedSharding` that batches like `batch` (arrays or specs) should come with."""
+        return shard_batch(self.mesh, batch_axes(self.mesh, self.strategies), batch)
+
+    def _form(self, state: Any, batch: Any) -> _Form:
+        leaves, tree = jax.tree.flatten((state, batch))
+        key = (
+            tree,
+            tuple(
+                (getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", True)) for x in leaves
+            ),
+        )
+        if key not in self._forms:
+            self._forms[key] = self._make_form(state, batch)
+        return self._forms[key]
+
+    def _make_form(self, state: Any, batch: Any) -> _Form:
+        for path, leaf in [*named_leaves(state, "state"), *named_leaves(batch, "batch")]:
+            if not isinstance(leaf, jax.Array | float | int | complex) and not hasattr(leaf, "dtype"):
+                raise ArgumentError(
+                    f"{path} is {leaf!r}, expected an array: keep what is not an array out of state and batch "
+                    f"(equinox: eqx.partition the model and eqx.combine it in the step)"
+                )
+        batch_shardings = self.batch_shardings(batch)
+        plan = make_plan(self.mesh, self.strategies, specs_of(state), root="state", microbatches=1)
+        state_shardings = shardings_of(plan, self.mesh, state)
+        program = trace(self._checked, state, batch)
+        new_state, metrics = program.out_specs
+        if message := difference(specs_of(state), new_state, "state"):
+            raise StateError(f"{self._name} returned another state than it was given: {message}")
+        inputs = [*jax.tree.leaves(state_shardings), *jax.tree.leaves(batch_shardings)]
+        outputs = [*jax.tree.leaves(state_shardings), *(self._replicated for _ in jax.tree.leaves(metrics))]
+        run, donated = _two_jits(program, self.mesh, inputs, outputs, len(jax.tree.leaves(state)))
+        return _Form(state_shardings, batch_shardings, run, donated, jax.tree.structure(program.out_specs))
+
+    def _checked(self, state: Any, batch: Any) -> Any:
+        watched = {"state": state, "batch": batch}
+        result = call_watched(self._fn, watched, state, batch, returned_counts=True)
+        if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            raise ArgumentError(f"{self._name} returned {type(result).__name__}, expected (state, metrics)")
+        return result
+
+
+def _two_jits(
+    program: Program, mesh: Mesh, in_shardings: list[Any], out_shardings: list[Any], num_state: int
+) -> tuple[Callable[..., list[jax.Array]], tuple[int, ...]]:
+    """Compiles a whole step as gradients and apply.
+
+    **Returns:** a function of the flat inputs and `before_apply` that gives the flat outputs, and which inputs, all of
+    them leaves of the state, it gives up.
+    """
+    split = split_at_marks(program)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    first_out = [replicated] * len(split.gradients.jaxpr.outvars)
+    second_out = [replicated] * len(split.apply.jaxpr.outvars)
+    for origin, sharding in zip(split.outputs, out_shardings, strict=True):
+        if origin.part == "gradients":
+            first_out[origin.index] = sharding
+        elif origin.part == "apply":
+            second_out[origin.index] = sharding
+    # A leaf of the old state gives its memory to the same leaf of the new one.
+    donated = tuple(i for i in split.apply_inputs if i < num_state and _is_replaced(program, split.outputs, i))
+    second_in = [in_shardings[i] for i in split.apply_inputs] + [first_out[i] for i in split.carried]
+    gradients = _compile(mesh, split.gradients, [in_shardings[i] for i in split.gradient_inputs], first_out, donate=())
+    apply = _compile(
+        mesh, split.apply, second_in, second_out,
+        donate=tuple(at for at, i in enumerate(split.apply_inputs) if i in donated),
+    )  # fmt: skip
+
+    def run(inputs: list[jax.Array], before_apply: Callable[[], object] | None) -> list[jax.Array]:
+        first = gradients(*(inputs[i] for i in split.gradient_inputs))
+        if before_apply is not None:
+            before_apply()
+        carried = [first[i] for i in split.carried]
+        second = apply(*(inputs[i] for i in split.apply_inputs), *carried)
+        parts = {"input": inputs, "gradients": first, "apply": second}
+        return [parts[origin.part][origin.index] for origin in split.outputs]
+
+    return run, donated
+
+
+def _is_replaced(program: Program, outputs: tuple[Any, ...], index: int) -> bool:
+    kept = any(origin.part == "input" and origin.index == index for origin in outputs)
+    return outputs[index].part == "apply" and not kept
+
+
+def _compile(mesh: Mesh, closed: ClosedJaxpr, ins: list[Any], outs: list[Any], donate: tuple[int, ...]) -> Any:
+    if not outs:
+        return lambda *_: []  # pyright: ignore[reportUnknownLambdaType]
+    fn: Any = jaxpr_as_fun(closed)
+    return compile_on(mesh, fn, in_shardings=tuple(ins), out_shardings=list(outs), donate=donate)

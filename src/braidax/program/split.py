@@ -1,0 +1,152 @@
+"""Splitting a traced training step in two: what the gradients need, and the rest."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Literal as Constant
+from jax.extend.core.primitives import jit_p
+
+from braidax.errors import ArgumentError
+
+from .marks import is_marked
+from .trace import Program
+
+
+class Origin(NamedTuple):
+    """Where an output of the whole program comes from: the index of an input, or of an output of one of its parts."""
+
+    part: Literal["input", "gradients", "apply"]
+    index: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """A program in two parts.
+
+    `gradients` takes the program's inputs `gradient_inputs`; `apply` takes `apply_inputs`, then the outputs
+    `carried` of `gradients`. `outputs` says for each output of the program where it comes from.
+    """
+
+    gradients: ClosedJaxpr
+    apply: ClosedJaxpr
+    gradient_inputs: tuple[int, ...]
+    apply_inputs: tuple[int, ...]
+    carried: tuple[int, ...]
+    outputs: tuple[Origin, ...]
+
+
+def split_at_marks(program: Program) -> Split:
+    """Cuts a program at the values that `value_and_grad` has marked.
+
+    The first part computes the marked values and everything that they depend on; the second takes them as inputs and
+    computes the rest. Cheap values that both need (a random key, a counter) are computed by both; effects stay single.
+
+    **Arguments:** `program`: traced, with at least one mark, possibly within `jax.jit`.
+
+    **Returns:** the `Split`. **Raises:** `ArgumentError` when nothing is marked.
+    """
+    jaxpr, consts = _inline(program.closed.jaxpr, list(program.closed.consts))
+    marked = [equation for equation in jaxpr.eqns if is_marked(equation)]
+    if not marked:
+        raise ArgumentError(
+            "the decorated train_step takes no gradient that can be seen: take it with bx.value_and_grad in place of "
+            "jax.value_and_grad (same arguments, same results)"
+        )
+    first = _needed(jaxpr.eqns, _variables(v for equation in marked for v in equation.outvars), set())
+    cuts = [equation for equation in first if is_marked(equation) or equation.effects]
+    cut_values = _variables(v for equation in cuts for v in equation.outvars)
+    inputs = {variable: index for index, variable in enumerate(jaxpr.invars)}
+    outputs = _variables(jaxpr.outvars) - cut_values - inputs.keys()
+    done = {id(equation) for equation in cuts}
+    rest = [equation for equation in jaxpr.eqns if id(equation) not in done]
+    # An effect that no gradient needs belongs to the second part, with all that it reads.
+    lone = [equation for equation in rest if equation.effects]
+    wanted = outputs | _variables(v for equation in lone for v in equation.invars)
+    second = _needed(rest, wanted, cut_values, always={id(equation) for equation in lone})
+
+    read = _variables(v for equation in second for v in equation.invars)
+    leaving = [v for equation in cuts for v in equation.outvars if v in read or v in _variables(jaxpr.outvars)]
+    carried = tuple(index for index, variable in enumerate(leaving) if variable in read)
+    first_inputs = _reads(first, inputs)
+    second_inputs = _reads(second, inputs)
+    produced = {variable: index for index, variable in enumerate(leaving)}
+    origins: list[Origin] = []
+    finals: list[Any] = []
+    for variable in jaxpr.outvars:
+        if not isinstance(variable, Constant) and variable in inputs:
+            origins.append(Origin("input", inputs[variable]))
+        elif not isinstance(variable, Constant) and variable in produced:
+            origins.append(Origin("gradients", produced[variable]))
+        else:
+            origins.append(Origin("apply", len(finals)))
+            finals.append(variable)
+    gradients = _part(jaxpr, consts, [jaxpr.invars[i] for i in first_inputs], leaving, first)
+    arguments = [jaxpr.invars[i] for i in second_inputs] + [leaving[i] for i in carried]
+    apply = _part(jaxpr, consts, arguments, finals, second)
+    return Split(gradients, apply, first_inputs, second_inputs, carried, tuple(origins))
+
+
+def _needed(
+    equations: Sequence[JaxprEqn], wanted: set[Var], given: set[Var], always: frozenset[int] | set[int] = frozenset()
+) -> list[JaxprEqn]:
+    """The equations, in order, that compute the wanted values when some are given."""
+    alive = wanted - given
+    kept: list[JaxprEqn] = []
+    for equation in reversed(equations):
+        if id(equation) in always or any(v in alive for v in equation.outvars):
+            kept.append(equation)
+            alive |= _variables(equation.invars) - given
+    return kept[::-1]
+
+
+def _reads(equations: Iterable[JaxprEqn], inputs: dict[Var, int]) -> tuple[int, ...]:
+    return tuple(sorted({inputs[v] for e in equations for v in _variables(e.invars) if v in inputs}))
+
+
+def _variables(atoms: Iterable[Any]) -> set[Var]:
+    return {atom for atom in atoms if not isinstance(atom, Constant)}
+
+
+def _part(jaxpr: Jaxpr, consts: list[Any], invars: list[Var], outvars: list[Any], eqns: list[JaxprEqn]) -> ClosedJaxpr:
+    read = _variables(v for e in eqns for v in e.invars) | _variables(outvars)
+    held = [(v, value) for v, value in zip(jaxpr.constvars, consts, strict=True) if v in read]
+    effects = {effect for equation in eqns for effect in equation.effects}
+    part = jaxpr.replace(
+        constvars=[v for v, _ in held], invars=invars, outvars=outvars, eqns=eqns, effects=frozenset(effects),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )  # fmt: skip
+    return ClosedJaxpr(part, [value for _, value in held])
+
+
+def _inline(jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
+    """Opens, at any depth, the jitted functions that hold a mark, so that the marks stand at the top."""
+    constvars, values, equations = list(jaxpr.constvars), list(consts), []
+    renamed: dict[Var, Any] = {}
+
+    def enter(inner: Jaxpr, names: dict[Var, Any]) -> None:
+        def look_up(atom: Any) -> Any:
+            return atom if isinstance(atom, Constant) else names.get(atom, atom)
+
+        for equation in inner.eqns:
+            invars = [look_up(atom) for atom in equation.invars]
+            if equation.primitive is jit_p and is_marked(equation):
+                body: ClosedJaxpr = equation.params["jaxpr"]
+                held = [Var(v.aval) for v in body.jaxpr.constvars]
+                constvars.extend(held)
+                values.extend(body.consts)
+                scope = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*held, *invars], strict=True))
+                enter(body.jaxpr, scope)
+                results = [atom if isinstance(atom, Constant) else scope[atom] for atom in body.jaxpr.outvars]
+                names.update(zip(equation.outvars, results, strict=True))
+            elif names is renamed:
+                equations.append(equation.replace(invars=invars))
+            else:
+                fresh = [Var(v.aval) for v in equation.outvars]
+                names.update(zip(equation.outvars, fresh, strict=True))
+                equations.append(equation.replace(invars=invars, outvars=fresh))
+
+    enter(jaxpr, renamed)
+    outvars = [atom if isinstance(atom, Constant) else renamed.get(atom, atom) for atom in jaxpr.outvars]
+    return jaxpr.replace(constvars=constvars, outvars=outvars, eqns=equations), values

@@ -1,0 +1,85 @@
+"""Tracing: a single-device function becomes a jaxpr once, free of any mesh."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh
+
+from braidax.errors import ArgumentError, StateError
+
+from .names import difference, named_leaves
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function: `closed` is its jaxpr with global shapes; PyTrees go in and come out when it is called.
+
+    `in_specs` is the tuple of arguments and `out_specs` the result, both as PyTrees of `jax.ShapeDtypeStruct`.
+    """
+
+    closed: ClosedJaxpr
+    in_specs: tuple[Any, ...]
+    out_specs: Any
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes the program on arguments like `in_specs`, arrays or tracers alike."""
+        if message := difference(self.in_specs, args, "arguments"):
+            raise ArgumentError(f"a traced program takes what it was traced with: {message}")
+        outputs = jaxpr_as_fun(self.closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.out_specs), outputs)
+
+
+def trace(fn: Callable[..., Any], *args: Any) -> Program:
+    """Traces a function under an empty mesh, so that its meaning cannot depend on where it will run.
+
+    **Arguments:** `fn`: a pure function of PyTrees of arrays. `args`: PyTrees of arrays or `jax.ShapeDtypeStruct`.
+
+    **Returns:** the `Program`. Nothing is computed.
+    """
+    specs = specs_of(args)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        closed, out_specs = jax.make_jaxpr(fn, return_shape=True)(*specs)
+    return Program(closed, specs, specs_of(out_specs))
+
+
+def specs_of(tree: Any) -> Any:
+    """Returns the PyTree of `jax.ShapeDtypeStruct` (no sharding) of a PyTree of arrays, scalars or such specs."""
+    return jax.tree.map(spec_of, tree)
+
+
+def spec_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype (as JAX would hold it) and weak type of one leaf; it must be one that JAX can hold."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = jax.typeof(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
+
+
+def call_watched(
+    fn: Callable[..., Any], watched: dict[str, Any], *args: Any, returned_counts: bool = False, **named: Any
+) -> Any:
+    """Calls a function that is being traced and raises when it has changed one of its arguments in place.
+
+    **Arguments:** `fn`: the function. `watched`: those of its arguments, by name, that may not change. `args`,
+    `named`: all its arguments. `returned_counts`: whether a changed leaf is fine when it is part of the result.
+
+    **Returns:** what `fn` returns. **Raises:** `StateError` naming the leaf.
+    """
+    before = {name: named_leaves(tree, name) for name, tree in watched.items()}
+    result = fn(*args, **named)
+    kept: set[int] = {id(leaf) for leaf in jax.tree.leaves(result)} if returned_counts else set()
+    for name, tree in watched.items():
+        old = dict(before[name])
+        new = dict(named_leaves(tree, name))
+        for path in [*old, *(path for path in new if path not in old)]:
+            if new.get(path) is not old.get(path) and id(new.get(path)) not in kept:
+                raise StateError(
+                    f"{path} was changed in place by {getattr(fn, '__name__', fn)!s} and the change would be lost: "
+                    f"return it (a loss that asks for `variables` returns new ones as aux['variables']); split an "
+                    f"object that updates itself first (flax: nnx.split, then nnx.merge inside the function); give a "
+                    f"changed batch a name of its own"
+                )
+    return result
