@@ -1,12 +1,21 @@
-"""The contract of a source: a number of samples that can be read in any order from any thread."""
+"""The contract of a source: a number of samples that can be read in any order from any thread.
+
+The functions below it are what the sources share: which dtype a leaf gets, and how rows of an array are copied into
+place under that rule.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
+
+from braidax.errors import FormatError, RecordError
+
+Indices = NDArray[np.int64]
 
 
 @runtime_checkable
@@ -51,12 +60,91 @@ class Source(Protocol):
 
 def batch_spec(sample_spec: Any, batch_size: int) -> Any:
     """Returns a PyTree of `jax.ShapeDtypeStruct` with the dim `batch_size` put before each leaf's shape."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((batch_size, *leaf.shape), leaf.dtype), sample_spec)
+
+    def batched(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch_size, *leaf.shape), leaf.dtype)
+
+    return jax.tree.map(batched, sample_spec)
 
 
 def allocate(sample_spec: Any, num_samples: int) -> Any:
     """Returns a PyTree of uninitialised NumPy arrays `[num_samples, *sample_shape]`, as `Source.read` fills them."""
-    return jax.tree.map(lambda leaf: np.empty((num_samples, *leaf.shape), leaf.dtype), sample_spec)
+
+    def empty(leaf: Any) -> NDArray[Any]:
+        return np.empty((num_samples, *leaf.shape), leaf.dtype)
+
+    return jax.tree.map(empty, sample_spec)
 
 
-Indices = NDArray[np.int64]
+def loader_dtype(dtype: np.dtype[Any], *, where: str, leaf: str) -> np.dtype[Any]:
+    """Returns the dtype in which a leaf is loaded: the stored one in native byte order, 64-bit numbers as 32-bit ones.
+
+    JAX computes in 32 bits and would cut 64-bit arrays down in silence; here a value that does not fit is a
+    `RecordError` (see `narrow`). With `jax_enable_x64` the 64-bit dtypes are kept.
+
+    **Arguments:** `dtype`: as stored. `where`: the file or object. `leaf`: the leaf's name.
+
+    **Raises:** `FormatError` for text, objects, dates, records and numbers wider than 64 bits.
+    """
+    numeric = dtype.kind in "biufc" or jnp.issubdtype(dtype, np.number)
+    if not numeric or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        raise FormatError(
+            f"{where}: leaf {leaf!r} has dtype {dtype}, which is no JAX dtype; expected bool, integers, floats or "
+            "complex "
+            "numbers of at most 64 bits a part: store it as one of them, or leave it out"
+        )
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
+
+
+def check_indices(indices: Indices, num_samples: int, *, where: str) -> None:
+    """Raises `RecordError` when an index is not in `[0, num_samples)`."""
+    if indices.size and (indices.min() < 0 or indices.max() >= num_samples):
+        wrong = indices[(indices < 0) | (indices >= num_samples)][0]
+        raise RecordError(
+            f"{where}: there is no record {wrong}; it holds {num_samples} samples: use indices 0 to {num_samples - 1}"
+        )
+
+
+def gather(
+    array: NDArray[Any], indices: Indices, out: NDArray[Any], *, where: str, leaf: str, first_record: int = 0
+) -> None:
+    """Copies `array[indices]` into `out`, without holding the GIL where the stored dtype is the loaded one.
+
+    **Arguments:** `array`: `[num_samples, *sample_shape]`. `indices`: int64 `[n]`, already checked. `out`: C-contiguous
+    `[n, *sample_shape]` of the `loader_dtype`. `where`, `leaf`, `first_record`: for errors; the last is the number of
+    the record in `array[0]`.
+
+    **Raises:** `RecordError` as `narrow`.
+    """
+    if array.dtype != out.dtype or not array.flags.c_contiguous:
+        narrow(array[indices], out, indices + first_record, where=where, leaf=leaf)
+    elif array.flags.aligned or not out.size:
+        np.take(array, indices, axis=0, out=out, mode="clip")
+    else:  # np.take would first make an aligned copy of the whole array; bytes are always aligned
+        np.take(_bytes(array), indices, axis=0, out=_bytes(out), mode="clip")
+
+
+def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: str, leaf: str) -> None:
+    """Copies stored values into `out`, whose dtype `loader_dtype` gave, and checks that every one fits.
+
+    **Arguments:** `values`: `[n, *sample_shape]`. `out`: of the same shape. `indices`: int64 `[n]`, the records that
+    the rows belong to. `where`, `leaf`: names for errors.
+
+    **Raises:** `RecordError` naming the first record with a value beyond the range of `out`'s dtype.
+    """
+    if values.size and values.dtype.itemsize > out.dtype.itemsize:
+        info = np.iinfo(out.dtype) if values.dtype.kind in "iu" else np.finfo(out.dtype)
+        parts = np.stack([np.real(values), np.imag(values)]) if values.dtype.kind == "c" else values[None]
+        misfit: NDArray[np.bool_] = np.any(np.isfinite(parts) & ((parts < info.min) | (parts > info.max)), axis=0)
+        if misfit.any():
+            row = int(np.argwhere(misfit)[0][0])
+            value = values[row][misfit[row]].flat[0]
+            raise RecordError(
+                f"{where}, record {indices[row]}: leaf {leaf!r} holds {value} ({values.dtype}), which does not fit in "
+                f"{out.dtype}; store smaller values, or keep 64 bits with jax.config.update('jax_enable_x64', True)"
+            )
+    np.copyto(out, values, casting="same_kind")
+
+
+def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return array.reshape(len(array), -1).view(np.uint8)

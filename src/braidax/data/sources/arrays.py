@@ -1,0 +1,177 @@
+"""Arrays that lie row by row in memory or in a file: `.npy`, `.npz`, and whatever else can be seen as such."""
+
+import ast
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.sources.source import Indices, Source, check_indices, gather, loader_dtype
+from braidax.errors import ArgumentError, FormatError
+from braidax.spans import span
+
+NPY_MAGIC = b"\x93NUMPY"
+
+
+class ArraySource(Source):
+    """Samples that are the rows of arrays, in memory or memory-mapped.
+
+    **Arguments:** `leaves`: name → `[num_samples, *sample_shape]`. `where`: the file or object, for errors. `facts`:
+    what `describe` shows besides the samples and the sizes.
+
+    **Raises:** `FormatError` for leaves without a dim of samples, of different lengths, empty, or of no JAX dtype.
+    """
+
+    def __init__(self, leaves: Mapping[str, NDArray[Any]], *, where: str, facts: Mapping[str, str]) -> None:
+        self._leaves = dict(leaves)
+        self._where = where
+        self._facts = dict(facts)
+        lengths = {name: len(array) if array.ndim else None for name, array in self._leaves.items()}
+        if len(set(lengths.values())) != 1 or None in lengths.values():
+            found = ", ".join(f"{name!r} {array.shape}" for name, array in self._leaves.items()) or "no array at all"
+            raise FormatError(
+                f"{where}: expected arrays with one and the same number of samples as their first dim; found {found}: "
+                "store arrays of equal length, and scalars elsewhere"
+            )
+        self._num_samples = len(next(iter(self._leaves.values())))
+        if self._num_samples == 0:
+            raise FormatError(f"{where}: it holds 0 samples; expected at least one")
+        self._spec = {
+            name: jax.ShapeDtypeStruct(array.shape[1:], loader_dtype(array.dtype, where=where, leaf=name))
+            for name, array in self._leaves.items()
+        }
+        self._sample_bytes = sum(array.nbytes for array in self._leaves.values()) // self._num_samples
+
+    @property
+    def sample_spec(self) -> Any:
+        """A dict of `jax.ShapeDtypeStruct`, one per leaf."""
+        return dict(self._spec)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def read(self, indices: Indices, out: Any) -> None:
+        """Copies rows into place: one vectorised copy per leaf."""
+        check_indices(indices, self._num_samples, where=self._where)
+        with span("read", num_bytes=len(indices) * self._sample_bytes):
+            for name, array in self._leaves.items():
+                gather(array, indices, out[name], where=self._where, leaf=name)
+
+    def describe(self) -> Mapping[str, str]:
+        """Returns format, files, samples and bytes."""
+        num_bytes = sum(array.nbytes for array in self._leaves.values())
+        return {**self._facts, "samples": f"{self._num_samples:,}", "bytes": f"{num_bytes:,}"}
+
+
+def from_arrays(arrays: Mapping[str, Any]) -> ArraySource:
+    """Returns a source over arrays in memory, which are not copied.
+
+    **Arguments:** `arrays`: name → NumPy or JAX array `[num_samples, ...]`.
+
+    **Raises:** `ArgumentError` for a value that is no array; `FormatError` as `ArraySource`.
+    """
+    for name, value in arrays.items():
+        if not isinstance(value, np.ndarray | jax.Array):
+            raise ArgumentError(
+                f"path_or_object: the dict's entry {name!r} is a {type(value).__name__}; expected an array "
+                "[num_samples, ...]: np.asarray() it first"
+            )
+    leaves = {name: np.asarray(value) for name, value in arrays.items()}
+    return ArraySource(leaves, where="arrays in memory", facts={"format": "arrays in memory"})
+
+
+def open_npy(path: Path) -> ArraySource:
+    """Opens a `.npy` file, memory-mapped, as the leaf `"data"`."""
+    with path.open("rb") as file:
+        layout = _npy_layout(file, where=str(path), size=path.stat().st_size)
+    return ArraySource({"data": _map(path, layout)}, where=str(path), facts={"format": "npy", "files": path.name})
+
+
+def open_npz(path: Path) -> ArraySource:
+    """Opens an `.npz` file, a leaf per key; members stored without compression are memory-mapped, others loaded."""
+    leaves: dict[str, NDArray[Any]] = {}
+    mapped: list[str] = []
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                name = member.filename.removesuffix(".npy")
+                where = f"{path}, member {member.filename!r}"
+                if name == member.filename:
+                    raise FormatError(f"{where}: expected .npy members only; if this is an npz file, remove the others")
+                if member.compress_type == zipfile.ZIP_STORED:
+                    leaves[name] = _map(path, _stored_layout(path, member, where=where))
+                    mapped.append(name)
+                else:
+                    leaves[name] = _inflate(archive, member, where=where)
+    except (zipfile.BadZipFile, zlib.error, EOFError, struct.error) as error:
+        raise FormatError(
+            f"{path}: the zip archive of {path.stat().st_size:,} bytes is truncated or corrupt ({error}); "
+            "copy or write it again"
+        ) from error
+    facts = {"format": "npz", "files": path.name, "memory-mapped": ", ".join(mapped) or "none"}
+    return ArraySource(leaves, where=str(path), facts=facts)
+
+
+class _Layout(NamedTuple):
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    fortran_order: bool
+    offset: int
+
+
+def _npy_layout(file: BinaryIO | zipfile.ZipExtFile, *, where: str, size: int) -> _Layout:
+    """Reads the npy header at the file's position; `size` counts the bytes from there on, header included."""
+    start = file.tell()
+    prefix = file.read(8)
+    if len(prefix) < 8 or not prefix.startswith(NPY_MAGIC):
+        raise FormatError(f"{where}: begins with {prefix[:6]!r}, expected {NPY_MAGIC!r}: it is no npy file")
+    width = 2 if prefix[6] == 1 else 4
+    length = int.from_bytes(file.read(width), "little")
+    try:
+        header = ast.literal_eval(file.read(length).decode("latin1" if prefix[6] < 3 else "utf8"))
+        dtype = np.dtype(np.lib.format.descr_to_dtype(header["descr"]))
+        shape = tuple(int(dim) for dim in header["shape"])
+        fortran_order = bool(header["fortran_order"])
+    except (SyntaxError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{where}: the npy header is truncated or corrupt ({error}); write the file again") from error
+    if dtype.hasobject:
+        raise FormatError(
+            f"{where}: holds Python objects (dtype {dtype}), which are pickles that could run code; expected numbers: "
+            "save arrays of one shape as numbers, or pass the loaded object to open()"
+        )
+    offset = file.tell()
+    expected = offset - start + int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if size < expected:
+        raise FormatError(
+            f"{where}: truncated: {size:,} bytes, expected {expected:,} for shape {shape} of {dtype}; copy it again"
+        )
+    return _Layout(dtype, shape, fortran_order, offset)
+
+
+def _stored_layout(path: Path, member: zipfile.ZipInfo, *, where: str) -> _Layout:
+    """Finds the array inside the archive's own bytes: behind the member's local header of 30 bytes, name and extra."""
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+        file.seek(name_length + extra_length, 1)
+        return _npy_layout(file, where=where, size=member.file_size)
+
+
+def _inflate(archive: zipfile.ZipFile, member: zipfile.ZipInfo, *, where: str) -> NDArray[Any]:
+    with archive.open(member) as file:
+        _npy_layout(file, where=where, size=member.file_size)
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _map(path: Path, layout: _Layout) -> NDArray[Any]:
+    if 0 in layout.shape:
+        return np.empty(layout.shape, layout.dtype)
+    order = "F" if layout.fortran_order else "C"
+    return np.memmap(path, layout.dtype, "r", layout.offset, layout.shape, order).view(np.ndarray)
