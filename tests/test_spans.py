@@ -76,6 +76,35 @@ def test_the_innermost_active_trace_records() -> None:
     assert set(outer.totals()) == {"step"}
 
 
+def test_a_span_inside_another_counts_for_its_own_lane_only() -> None:
+    trace = Trace(max_spans=8)
+    with trace.active(), span("step"), span("wait"):
+        with span("read"):
+            pass
+        with span("read"):
+            pass
+    seconds = {kept.lane: kept.seconds for kept in trace.spans}
+    totals = trace.totals()
+    assert sum(total.seconds for total in totals.values()) == pytest.approx(seconds["step"])
+    assert totals["step"].seconds == pytest.approx(seconds["step"] - seconds["wait"])
+    assert totals["read"].seconds == pytest.approx(sum(kept.seconds for kept in trace.spans if kept.lane == "read"))
+
+
+def test_a_span_of_another_trace_takes_nothing_from_the_one_around_it() -> None:
+    outer, inner = Trace(max_spans=1), Trace(max_spans=1)
+    with outer.active(), span("step"), inner.active(), span("read"):
+        pass
+    assert outer.totals()["step"].seconds == outer.spans[0].seconds
+    assert inner.totals()["read"].seconds == inner.spans[0].seconds
+
+
+def test_seconds_inside_are_taken_off_the_total_not_the_span() -> None:
+    trace = Trace(max_spans=1)
+    trace.record(_span("step", seconds=3.0), inner_seconds=1.0)
+    assert trace.totals()["step"] == LaneTotal(1, 2.0, 0)
+    assert trace.spans[0].seconds == 3.0
+
+
 def test_a_trace_is_active_on_its_own_thread_only() -> None:
     trace = Trace()
 

@@ -77,10 +77,11 @@ class Trace:
     @contextlib.contextmanager
     def active(self) -> Generator["Trace", None, None]:
         """Makes this the trace that `span` records to, on this thread, inside the `with` block."""
-        token = _active.set(self)
+        token, outside = _active.set(self), _inner_seconds.set(None)
         try:
             yield self
         finally:
+            _inner_seconds.reset(outside)
             _active.reset(token)
 
     def save(self, path: str | Path) -> None:
