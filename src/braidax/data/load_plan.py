@@ -60,6 +60,13 @@ class LeafPlan:
                 return part.view(self.dtype).reshape(stop - start, *self.shape[1:])
         return None
 
+    def fill(self, memory: NDArray[np.uint8], batch: NDArray[Any]) -> None:
+        """Copies the rows that local devices need from a whole leaf, of `shape`, into a slot."""
+        for place in self.rows:
+            rows = self.view(memory, place.start, place.stop)
+            assert rows is not None, "a place covers itself"
+            np.copyto(rows, batch[place.start : place.stop])
+
     def slice(self, memory: NDArray[np.uint8], bounds: Bounds) -> NDArray[Any]:
         """Returns one of `slices`, contiguous, as it stands in a slot; copies it there if it has a place of its own."""
         rows = self.view(memory, *bounds[0])

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from braidax.data.fetch import join_pool, result_within
 from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.slots import Slots
+from braidax.data.sources.source import loader_dtype, narrow
 from braidax.errors import ArgumentError, RecordError
 
 _END = object()
@@ -83,19 +84,21 @@ class _Sender:
             self._plans[key] = (plan, Slots(plan.num_bytes, keep=self._keep))
         plan, slots = self._plans[key]
         memory = slots.take()
-        for start, stop in plan.row_ranges(plan.batch_size):
-            for target, leaf in zip(jax.tree.leaves(plan.rows(memory, start, stop)), leaves, strict=True):
-                np.copyto(target, leaf[start:stop])
+        for leaf_plan, leaf in zip(plan.leaves, leaves, strict=True):
+            leaf_plan.fill(memory, leaf)
         return plan.arrays(memory)
 
 
 def _as_array(leaf: Any) -> np.ndarray[Any, Any]:
     array = np.asarray(leaf)
-    if array.ndim == 0 or array.dtype == object:
+    if array.ndim == 0:
         raise RecordError(
             f"a batch of the iterator holds {type(leaf).__name__} with dtype={array.dtype}, shape={array.shape}; "
             f"expected numeric arrays with a leading batch dim"
         )
-    if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64 and array.dtype.kind in "iuf":
-        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
-    return array
+    dtype = loader_dtype(array.dtype, where="a batch of the iterator", leaf=type(leaf).__name__)
+    if dtype == array.dtype:
+        return array
+    out = np.empty(array.shape, dtype)
+    narrow(array, out, np.arange(len(array)), where="a batch of the iterator", leaf=type(leaf).__name__)
+    return out

@@ -14,7 +14,8 @@ class Slots:
     """Hands out equal stretches of host memory and takes them back by themselves.
 
     Every array made from a slot, by NumPy or by JAX, keeps its lease alive; when the last one is gone the memory is
-    free for another batch. So it does not matter whether JAX copied the memory or, as on CPU, uses it as the device's own.
+    free for another batch. So it does not matter whether JAX copied the memory or, as on CPU, uses it as the device's
+    own.
 
     **Arguments:** `num_bytes`: of one slot. `keep`: how many free slots are kept for reuse, at most.
     """

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from braidax.data.resize import resize
-from braidax.data.sources.source import Source, allocate
+from braidax.data.sources.source import Source, allocate, loader_dtype, narrow
 from braidax.errors import ArgumentError, RecordError
 from braidax.spans import span
 
@@ -58,7 +58,8 @@ def mapped(source: Source, transform: Callable[[Any], Any]) -> Source:
 
     **Arguments:** `transform`: takes a PyTree of NumPy arrays `[n, *sample_shape]` (`n` varies from call to call) and
     returns another with the same `n`; the result for a sample must not depend on its neighbors in the window. Called
-    from many threads at once. Its result on sample 0 sets the shapes and dtypes.
+    from many threads at once. Its result on sample 0 sets the shapes and dtypes; NumPy's 64-bit defaults are loaded as
+    32-bit ones, unless `jax_enable_x64` is set.
 
     **Raises:** `RecordError` when `transform` raises or returns another shape, naming the record.
     """
@@ -75,7 +76,8 @@ def mapped(source: Source, transform: Callable[[Any], Any]) -> Source:
                 f"transform={_name(transform)} returned shape {np.shape(leaf)} in leaf {_key(path)} for a window of 1 "
                 f"sample; expected a leading dim of 1: transform takes and returns whole windows [n, ...]"
             )
-    spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf)[1:], np.asarray(leaf).dtype), result)
+    where = f"transform={_name(transform)}"
+    spec = jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf_spec(np.asarray(leaf), where, _key(path)), result)
     return _Mapped(source, transform, spec)
 
 
@@ -175,13 +177,13 @@ class _Mapped(Source):
                 self._store(leaf, target, path, indices)
 
     def _store(self, leaf: Any, target: Any, path: Any, indices: Any) -> None:
-        value = np.asarray(leaf)
-        if value.shape != target.shape or value.dtype != target.dtype:
+        value, where = np.asarray(leaf), f"transform={_name(self.transform)}"
+        if value.shape != target.shape or loader_dtype(value.dtype, where=where, leaf=_key(path)) != target.dtype:
             raise RecordError(
                 f"transform={_name(self.transform)} returned {value.dtype}{list(value.shape)} in leaf {_key(path)} for "
                 f"records {_range(indices)}; expected {target.dtype}{list(target.shape)}, as record 0 gave"
             )
-        target[...] = value
+        narrow(value, target, indices, where=where, leaf=_key(path))
 
     def describe(self) -> Mapping[str, str]:
         return {**self.source.describe(), "transform": _name(self.transform)}
@@ -206,6 +208,10 @@ def _first_failing(transform: Callable[[Any], Any], window: Any, indices: Any) -
         except Exception:  # noqa: BLE001 (the caller raises the first error)
             return f"record {index}"
     return f"records {_range(indices)} taken together"
+
+
+def _leaf_spec(leaf: np.ndarray[Any, Any], where: str, path: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape[1:], loader_dtype(leaf.dtype, where=where, leaf=path))
 
 
 def _image_spec(source: Source, leaf: str, *, needed_by: str, dtype: Any) -> jax.ShapeDtypeStruct:
