@@ -70,7 +70,7 @@ def strangers(source: Path, pyproject: Path) -> list[str]:
             name = third_party(line.target)
             if name is None or name in ALWAYS_THERE:
                 continue
-            where, distribution = f"{module.path}:{line.line}", DISTRIBUTIONS.get(name, name)
+            where, distribution = f"{module.path}:{line.line}", DISTRIBUTIONS.get(name, name).lower()
             if distribution in core:
                 continue
             if not any(distribution in extra for extra in extras.values()):
@@ -93,7 +93,7 @@ def internals(source: Path) -> list[str]:
     for module in modules(source):
         if room(module.name) == "program":
             continue
-        known: set[str] = set(INTERNALS)  # so that `from jax import core` counts
+        known: set[str] = {*INTERNALS, TRACER}  # so that `from jax import core` counts
         touched = {(line.line, line.target) for line in imports(module, known)}
         touched |= {
             (number, word)
@@ -102,7 +102,7 @@ def internals(source: Path) -> list[str]:
             if f"{word}." in text.replace(TRACER, "")
         }
         for number, target in sorted(touched):
-            if any(target == word or target.startswith(f"{word}.") for word in INTERNALS):
+            if target != TRACER and any(target == word or target.startswith(f"{word}.") for word in INTERNALS):
                 found.append(f"{module.path}:{number} touches {target}")
     return found
 
@@ -176,7 +176,7 @@ def test_a_contact_with_internals_is_found(plant: Callable[[dict[str, str]], Pat
             "braidax/data/a.py": "import jax\njax.core.Jaxpr",
             "braidax/data/b.py": "from jax._src import core",
             "braidax/data/c.py": "def f():\n    from jax import core",
-            "braidax/data/d.py": "import jax\nisinstance(x, jax.core.Tracer)",
+            "braidax/data/d.py": "from jax.core import Tracer\nimport jax\nisinstance(x, jax.core.Tracer)",
         }
     )
     assert internals(tree) == [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.laws.tree import SRC, Module, modules
 
-# `name=` with nothing but a value behind it: not `==`, nor the tail of an option such as --name=.
-NAMED = re.compile(r"(?<![\w.\-])([A-Za-z_]\w*)=(?!=)")
+# `name=`: not `==`, nor the tail of an option such as --name=, nor an environment variable, which is all capitals.
+NAMED = re.compile(r"(?<![\w.\-])(?![A-Z_0-9]+=)([A-Za-z_]\w*)=(?!=)")
 
 
 def unknown_parameters(source: Path) -> list[str]:
@@ -65,7 +65,7 @@ def test_a_parameter_that_does_not_exist_is_found(plant: Callable[[dict[str, str
             "braidax/errors.py": "class SpecError(Exception): ...",
             "braidax/a.py": """
                 def f(batch_size, *, seed=0):
-                    raise SpecError(f"{batch_size=} is not 3 (seed={seed}); pass allow_ragged={True} or x == y")
+                    raise SpecError(f"{batch_size=} is not 3 (seed={seed}); pass allow_ragged={True} or x == y, CUDA_PATH=3")
                 """,
         }
     )
