@@ -1,0 +1,1 @@
+"""Ready-made tasks: data, model, loss and optimizer, for `braidax train` and as examples."""

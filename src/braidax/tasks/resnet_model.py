@@ -5,12 +5,18 @@ et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385); Zagor
 Networks" (arXiv:1605.07146).
 """
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float
+
+from braidax.errors import import_extra
+
+if TYPE_CHECKING:
+    from flax import linen as nn
+else:
+    nn = import_extra("flax.linen", "tasks", purpose="the models of braidax's tasks")
 
 
 class _ConvNorm(nn.Module):
@@ -83,7 +89,9 @@ class WideResNet(nn.Module):
         block = BottleneckBlock if self.block == "bottleneck" else BasicBlock
         if self.stem == "strided":
             x = nn.relu(_ConvNorm(self.num_filters, size=7, stride=2)(images, train))
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+            x = jax.lax.reduce_window(
+                x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
+            )
         else:
             x = nn.relu(_ConvNorm(self.num_filters)(images, train))
         for stage, num_blocks in enumerate(self.stage_sizes):

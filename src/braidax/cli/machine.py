@@ -1,0 +1,81 @@
+"""The mesh that a command asks for, on the devices that the machine has."""
+
+import math
+import os
+from collections.abc import Mapping
+
+import jax
+import typer
+from jax.sharding import Mesh, PartitionSpec
+
+from braidax.errors import ArgumentError
+
+_DEFAULT_ON_CPU = {"data": 4, "model": 2}
+_FORCED = "xla_force_host_platform_device_count"
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Returns the axes of a mesh that is written as `data=4,model=2`.
+
+    **Raises:** `typer.BadParameter` for anything else.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in axes:
+            raise typer.BadParameter(f"{text!r}: expected different axes with positive sizes, such as data=4,model=2")
+        axes[name] = int(size)
+    return axes
+
+
+def parse_spec(text: str) -> PartitionSpec:
+    """Returns the `PartitionSpec` that is written as an entry per dim: `data`, `data+model`, or `-` for whole dims.
+
+    `data+model,-` is `PartitionSpec(("data", "model"), None)`.
+
+    **Raises:** `typer.BadParameter` for anything else.
+    """
+    entries: list[str | tuple[str, ...] | None] = []
+    for part in text.split(","):
+        names = tuple(part.strip().split("+"))
+        if part.strip() != "-" and not all(name.isidentifier() for name in names):
+            raise typer.BadParameter(f"{text!r}: expected mesh axes per dim, such as data or data+model,-")
+        entries.append(None if part.strip() == "-" else names if len(names) > 1 else names[0])
+    return PartitionSpec(*entries)
+
+
+def make_mesh(axes: Mapping[str, int] | None) -> Mesh:
+    """Makes a mesh, on virtual CPU devices where the machine has no accelerator and too few devices.
+
+    **Arguments:** `axes`: size of each axis by name; by default one axis `data` over all accelerators, or 4 × 2 virtual
+    CPU devices.
+
+    **Raises:** `ArgumentError` if the machine has not as many devices.
+    """
+    wanted = math.prod((axes or _DEFAULT_ON_CPU).values())
+    if _FORCED not in os.environ.get("XLA_FLAGS", ""):
+        try:
+            jax.config.update("jax_num_cpu_devices", wanted)
+        except RuntimeError:
+            pass  # JAX has started already, as it may inside another program: what it has is counted below
+    devices = jax.devices()
+    if axes is None:
+        axes = _DEFAULT_ON_CPU if devices[0].platform == "cpu" else {"data": len(devices)}
+    wanted = math.prod(axes.values())
+    if wanted > len(devices):
+        shape = ",".join(f"{name}={size}" for name, size in axes.items())
+        raise ArgumentError(
+            f"--mesh {shape} asks for {wanted} devices, but there are {len(devices)} of platform "
+            f"{devices[0].platform!r}; ask for fewer, or set JAX_PLATFORMS=cpu to use virtual CPU devices"
+        )
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices[:wanted])
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """Returns the devices of a mesh in words, such as `8 virtual CPU devices as data=4 x model=2`."""
+    shape = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    device = mesh.devices.flat[0]
+    virtual = "virtual " if device.platform == "cpu" and mesh.size > 1 else ""
+    kind = "CPU" if device.platform == "cpu" else device.device_kind
+    note = f" on {os.cpu_count()} cores, as there is no accelerator" if virtual else ""
+    return f"{mesh.size} {virtual}{kind} device{'s' if mesh.size > 1 else ''} as {shape}{note}"

@@ -1,0 +1,115 @@
+"""What `braidax train` does: a ready-made task, from files to accuracy."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import typer
+
+from braidax.checkpoint import Checkpointer, Every
+from braidax.cli.machine import describe_mesh, make_mesh
+from braidax.data import DataLoader
+from braidax.fit import evaluate, fit
+from braidax.parallel import DataParallel, Step, parallelize
+from braidax.report import Report
+from braidax.spans import Trace
+from braidax.tasks.task import Task
+
+_MAX_SPANS = 200_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train a task.
+
+    **Arguments:** `out`: the folder of the run. `trace`: file for the Perfetto trace. `tensorboard`: folder for event
+    files. `mesh`: size of each axis by name. `epochs`, `batch_size`: instead of the task's own. `seed`: of the first
+    parameters and of the shuffle. `checkpoint_every`: steps between checkpoints.
+    """
+
+    out: Path
+    trace: Path
+    tensorboard: Path | None
+    mesh: Mapping[str, int] | None
+    epochs: int | None
+    batch_size: int | None
+    seed: int
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The engines of a run, all of which record to the trace of the report."""
+
+    step: Step
+    loader: DataLoader
+    test: DataLoader
+    saver: Checkpointer
+    report: Report
+
+
+def train(task: Task, settings: Settings) -> None:
+    """Trains a task from where its folder says, and says how it went; Ctrl-C ends it with `typer.Exit(130)`.
+
+    **Raises:** any error of braidax.
+    """
+    with ExitStack() as stack:
+        run = _begin(task, settings, stack)
+        state = run.step.init(jax.random.key(settings.seed))
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        typer.echo(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}")
+        typer.echo(
+            f"{run.loader.num_samples:,} samples to train and {run.test.num_samples:,} to test, "
+            f"{run.loader.epochs} epochs of {run.loader.batches_per_epoch:,} batches of {run.loader.batch_size:,}"
+        )
+        try:
+            state = fit(run.step, state, run.loader, saver=run.saver, report=run.report, test=run.test)
+        except KeyboardInterrupt:
+            typer.echo(
+                f"interrupted after step {run.saver.num_updates}; run the same command again to go on from there"
+            )
+            raise typer.Exit(130) from None
+        finally:
+            settings.trace.parent.mkdir(parents=True, exist_ok=True)
+            run.report.trace.save(settings.trace)
+        _summarize(run, evaluate(run.step, state, run.test), settings)
+
+
+def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
+    batch_size = settings.batch_size or task.batch_size
+    epochs = settings.epochs or task.epochs
+    mesh = make_mesh(settings.mesh)
+    step = parallelize(
+        task.loss,
+        task.optimizer(len(task.train) // batch_size * epochs),
+        mesh,
+        {axis: DataParallel() for axis in mesh.axis_names},
+        init=task.init,
+        batch=task.train.batch_spec(batch_size),
+    )
+    loader = DataLoader(
+        task.train, mesh, step.batch_shardings, batch_size=batch_size, seed=settings.seed, epochs=epochs
+    )
+    test = DataLoader(task.test, mesh, step.batch_shardings, batch_size=batch_size, seed=None, remainder="pad")
+    saver = Checkpointer(settings.out / "checkpoints", Every(settings.checkpoint_every))
+    for owner in (loader, test, saver):
+        stack.enter_context(owner)
+    trace = Trace(max_spans=_MAX_SPANS)
+    loader.trace = saver.trace = trace
+    report = Report(metrics=settings.out / "metrics.jsonl", tensorboard=settings.tensorboard, trace=trace)
+    return _Run(step, loader, test, saver, report)
+
+
+def _summarize(run: _Run, metrics: Mapping[str, float], settings: Settings) -> None:
+    pace = run.report.pace
+    told = [f"test accuracy {100 * metrics['accuracy']:.2f} %"]
+    if pace.num_samples:
+        told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
+    else:
+        told += ["no step was left to train"]
+    typer.echo("  ".join(told))
+    typer.echo(f"checkpoint  {run.saver.path / f'step-{run.saver.num_updates:08d}'}")
+    typer.echo(f"metrics     {settings.out / 'metrics.jsonl'}")
+    typer.echo(f"trace       {settings.trace} (open it in https://ui.perfetto.dev)")

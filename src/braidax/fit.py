@@ -1,0 +1,109 @@
+"""The training loop, written once: short enough to copy and change."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Generator
+from types import FrameType
+from typing import Any
+
+import jax
+
+from braidax.checkpoint import Checkpointer
+from braidax.data import DataLoader
+from braidax.errors import ArgumentError
+from braidax.parallel import Step
+from braidax.report import Report, RunLength
+
+
+def fit(
+    step: Step,
+    state: Any,
+    loader: DataLoader,
+    *,
+    saver: Checkpointer | None = None,
+    report: Report | None = None,
+    test: DataLoader | None = None,
+) -> Any:
+    """Trains until the loader's epochs are over, and goes on where the newest checkpoint left off.
+
+    The first Ctrl-C lets the step in progress finish, saves a checkpoint and raises `KeyboardInterrupt`; the second one
+    stops at once. The loader and the saver stay open: who made them closes them.
+
+    **Arguments:** `step`: from `braidax.parallelize`. `state`: from `step.init`; it is donated. `loader`: batches as
+    `step` takes them. `saver`: restores before the first step, and is shown the state and the loader's cursor after
+    each one. `report`: what is shown and written; nothing by default. `test`: if given, evaluated after each epoch.
+
+    **Returns:** the state after the last step; a run that was over already trains no more.
+    """
+    before_apply = None if saver is None else saver.wait
+    if saver is not None:
+        state, loader.cursor = saver.restore((state, loader.cursor))
+    report = Report(show="nothing") if report is None else report
+    begun, batches = loader.cursor, iter(loader)
+    with report.following(*_length(loader)), _interrupt_kept() as interrupted:
+        while not interrupted() and (loader.epochs is None or loader.cursor.epoch < loader.epochs):
+            epoch = loader.cursor.epoch
+            with report.waiting():
+                batch = next(batches)
+            state, metrics = step.update(state, batch, before_apply=before_apply)
+            report.update(metrics)
+            if saver is not None:
+                saver.update((state, loader.cursor))
+            if test is not None and loader.cursor.epoch > epoch:
+                report.note({f"test_{name}": value for name, value in evaluate(step, state, test).items()})
+        if saver is not None and loader.cursor != begun:
+            saver.save((state, loader.cursor))
+    if interrupted():
+        raise KeyboardInterrupt
+    return state
+
+
+def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:
+    """Returns the mean of each scalar metric over one pass through a loader.
+
+    Each batch weighs as much as it has valid samples, so the result is exact if `loader` was made with
+    `remainder="pad"` and the loss takes means over the samples that `batch["mask"]` marks.
+
+    **Arguments:** `step`: its `evaluate` gives the metrics of a batch. `state`: is not changed. `loader`: with
+    `epochs=1`, at the start of an epoch; `seed=None` reads in file order.
+    """
+    if loader.epochs != 1 or loader.cursor.position != 0:
+        raise ArgumentError(
+            f"loader has epochs={loader.epochs} and stands at {loader.cursor}; evaluate takes a loader with epochs=1 "
+            f"that stands at position=0"
+        )
+    totals: Any = None
+    num_samples = 0
+    for batch in loader:
+        valid = min(loader.batch_size, loader.num_samples - num_samples)
+        weighted = jax.tree.map(lambda metric, valid=valid: metric * valid, step.evaluate(state, batch))
+        totals = weighted if totals is None else jax.tree.map(lambda total, more: total + more, totals, weighted)
+        num_samples += valid
+    return {name: float(total) / num_samples for name, total in totals.items() if total.ndim == 0}
+
+
+def _length(loader: DataLoader) -> tuple[RunLength, int]:
+    per_epoch, cursor = loader.batches_per_epoch, loader.cursor
+    length = RunLength(per_epoch, loader.epochs, loader.batch_size)
+    return length, cursor.epoch * per_epoch + cursor.position // loader.batch_size
+
+
+@contextlib.contextmanager
+def _interrupt_kept() -> Generator[Callable[[], bool], None, None]:
+    """Keeps the first Ctrl-C for the loop to ask about: raised inside a step, it would cost the donated state."""
+    pressed = threading.Event()
+
+    def keep(signal_number: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            signal.default_int_handler(signal_number, frame)
+        pressed.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed.is_set
+        return
+    before = signal.signal(signal.SIGINT, keep)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
