@@ -94,10 +94,13 @@ def internals(source: Path) -> list[str]:
         if room(module.name) == "program":
             continue
         known: set[str] = {*INTERNALS, TRACER}  # so that `from jax import core` counts
-        touched = {(line.line, line.target) for line in imports(module, known)}
+        lines = module.text.splitlines()
+        touched = {
+            (line.line, line.target) for line in imports(module, known) if lines[line.line - 1] != "import jax.core"
+        }
         touched |= {
             (number, word)
-            for number, text in enumerate(module.text.splitlines(), 1)
+            for number, text in enumerate(lines, 1)
             for word in INTERNALS
             if f"{word}." in text.replace(TRACER, "")
         }

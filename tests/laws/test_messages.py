@@ -65,7 +65,7 @@ def test_a_parameter_that_does_not_exist_is_found(plant: Callable[[dict[str, str
             "braidax/errors.py": "class SpecError(Exception): ...",
             "braidax/a.py": """
                 def f(batch_size, *, seed=0):
-                    raise SpecError(f"{batch_size=} is not 3 (seed={seed}); pass allow_ragged={True} or x == y, CUDA_PATH=3")
+                    raise SpecError(f"{batch_size=} is not 3 (seed={seed}); pass allow_ragged={True} or A=3")
                 """,
         }
     )
