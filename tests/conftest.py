@@ -10,6 +10,8 @@ import jax
 import jaxtyping
 import pytest
 
+import tests.annotations  # noqa: F401, because --jaxtyping-packages looks it up as an attribute of `tests`
+
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 THREAD_SECONDS = 10.0
 

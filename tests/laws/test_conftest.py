@@ -36,7 +36,7 @@ def run_pytest(folder: Path, *, ci: str) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
         cwd=folder,
-        env={**os.environ, "CI": ci},
+        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,0 +1,38 @@
+"""Annotations: each can be checked at run time, and is, in every test."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from braidax.errors import import_extra
+from tests import annotations
+from tests.laws.tree import modules
+
+
+def test_every_annotation_can_be_checked() -> None:
+    for module in modules():
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    assert annotations.unreadable == []
+
+
+def test_annotations_are_checked() -> None:
+    with pytest.raises(Exception, match="Expected type: <class 'str'>"):
+        import_extra(3, "none", purpose="a test")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_test_may_pass_what_annotations_forbid() -> None:
+    with pytest.raises(AttributeError):
+        import_extra(3, "none", purpose="a test")  # pyright: ignore[reportArgumentType]
+
+
+def test_an_annotation_that_cannot_be_checked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotations, "unreadable", [])
+
+    def function(array: "np.ndarray[int, int]") -> None: ...  # pyright: ignore[reportInvalidTypeArguments]
+
+    function.__annotations__["array"] = np.ndarray[int, int]  # pyright: ignore[reportInvalidTypeArguments]
+    assert annotations.checked(function) is function
+    assert len(annotations.unreadable) == 1
