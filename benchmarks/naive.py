@@ -1,0 +1,365 @@
+"""The seed's figures 3-6: our loader against a naive loop, on CIFAR-100 at 224 x 224 and MNIST at 30 x 30.
+
+The naive loop is one CPU thread: it holds the unpickled data set in memory, resizes image by image with Pillow, stacks,
+reshapes as flax's `shard` does, and hands over to flax's own `prefetch_to_device` (two batches ahead). Both sides
+deliver uint8 batches of equal shape, split over the devices, globally shuffled, by the same bilinear interpolation; the
+largest difference of a pixel is measured.
+"""
+
+import collections
+import gzip
+import itertools
+import math
+import pickle
+import struct
+import sys
+import tarfile
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.jax_utils
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+from PIL import Image
+
+import braidax as bx
+from benchmarks.archives import write_cifar100, write_mnist
+from benchmarks.harness import Report, arguments, batches_per_second, take_turns
+from braidax.data import Knobs, Permutation
+
+SIZES = {"cifar100@224": (224, 224), "mnist@30": (30, 30)}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: full, or `--quick`."""
+
+    num_train: int
+    rounds: int
+    seconds: float
+    batch_sizes: tuple[int, ...]
+    device_counts: tuple[int, ...]
+    thread_counts: tuple[int, ...]
+    intervals: int
+
+
+FULL = Scale(50_000, 5, 0.6, (64, 128, 256, 512), (1, 2, 4, 8), (1, 2, 4), 200)
+QUICK = Scale(2_000, 2, 0.1, (64, 512), (1, 8), (1, 2), 12)
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--plot", metavar="FILE", help="draw runtime per sample to FILE (.png or .svg)")
+    parser.add_argument("--archives", metavar="FOLDER", help="keep the generated archives here and use them again")
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    scale, report = QUICK if options.quick else FULL, Report()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.archives or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = _archives(folder, scale)
+        for name, path in paths.items():
+            _loader_alone(report, scale, name, path)
+        _claim_speedups(report)
+        _spread(report, scale, paths["cifar100@224"])
+        _stall(report, scale, paths["cifar100@224"])
+        for name, path in paths.items():
+            _training_loop(report, scale, name, path)
+    _permute(report, scale)
+    if options.plot:
+        _plot(report, options.plot)
+    return report.finish(options)
+
+
+def _archives(folder: Path, scale: Scale) -> dict[str, Path]:
+    cifar, mnist = folder / "cifar-100-python.tar.gz", folder / "mnist"
+    if not cifar.exists():
+        write_cifar100(folder, num_train=scale.num_train, num_test=100)
+    if not mnist.exists():
+        write_mnist(folder, num_train=scale.num_train, num_test=100)
+    return {"cifar100@224": cifar, "mnist@30": mnist}
+
+
+# The naive loop
+
+
+def read_naively(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """Returns the whole training set as a user reads it who knows the format: images `[N, H, W, C]`, labels `[N]`."""
+    if path.is_file():
+        with tarfile.open(path) as archive:
+            member = archive.extractfile("cifar-100-python/train")
+            assert member is not None, "the archive has a training set"
+            content = pickle.load(member, encoding="bytes")
+        pixels = np.asarray(content[b"data"]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(pixels), np.asarray(content[b"fine_labels"], np.int32)
+    with gzip.open(path / "train-images-idx3-ubyte.gz") as file:
+        _, num, height, width = struct.unpack(">4I", file.read(16))
+        pixels = np.frombuffer(file.read(), np.uint8).reshape(num, height, width)
+    with gzip.open(path / "train-labels-idx1-ubyte.gz") as file:
+        labels = np.frombuffer(file.read()[8:], np.uint8).astype(np.int32)
+    return pixels, labels
+
+
+def resize_naively(image: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Returns one image resized by Pillow, as torchvision's `Resize` does to it."""
+    resized = Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    return np.asarray(resized).reshape(*size, -1)
+
+
+def naive_batches(
+    images: NDArray[np.uint8], labels: NDArray[np.int32], size: tuple[int, int], batch_size: int, devices: list[Any]
+) -> Iterator[Any]:
+    """Yields batches for ever, leaves `[devices, batch / devices, ...]`, prefetched by flax."""
+
+    def host_batches() -> Iterator[Any]:
+        rng = np.random.default_rng(0)
+        while True:
+            order = rng.permutation(len(images))
+            for start in range(0, len(order) - batch_size + 1, batch_size):
+                chosen = order[start : start + batch_size]
+                batch = {
+                    "image": np.stack([resize_naively(images[i], size) for i in chosen]),
+                    "label": labels[chosen],
+                }
+                yield jax.tree.map(lambda leaf: leaf.reshape(len(devices), -1, *leaf.shape[1:]), batch)
+
+    return flax.jax_utils.prefetch_to_device(host_batches(), 2, devices=devices)
+
+
+# Cases
+
+
+def _our_batches(source: Any, mesh: Mesh, batch_size: int, threads: int) -> tuple[bx.DataLoader, Iterator[Any]]:
+    loader = bx.DataLoader(
+        source, mesh, PartitionSpec("data"), batch_size=batch_size, epochs=None, knobs=Knobs(threads=threads)
+    )
+    return loader, iter(loader)
+
+
+def _loader_alone(report: Report, scale: Scale, name: str, path: Path) -> None:
+    size = SIZES[name]
+    images, labels = read_naively(path)
+    source = bx.open(path, image_size=size)
+    _check_equal(report, name, source, images, size)
+    grid = [(batch, count, 2) for batch in scale.batch_sizes for count in scale.device_counts]
+    grid += [(max(scale.batch_sizes), max(scale.device_counts), threads) for threads in scale.thread_counts]
+    for batch_size, num_devices, threads in dict.fromkeys(grid):
+        devices = jax.devices()[:num_devices]
+        mesh = jax.make_mesh((num_devices,), ("data",), devices=devices)
+
+        def ours(batch_size: int = batch_size, threads: int = threads, mesh: Mesh = mesh) -> float:
+            _, batches = _our_batches(source, mesh, batch_size, threads)
+            return _rate(batches, batch_size, scale.seconds)
+
+        def naive(batch_size: int = batch_size, devices: list[Any] = devices) -> float:
+            return _rate(naive_batches(images, labels, size, batch_size, devices), batch_size, scale.seconds)
+
+        figures = take_turns({"ours": ours, "naive": naive}, rounds=scale.rounds)
+        case = f"{name} batch={batch_size} devices={num_devices} threads={threads}"
+        for system, rates in figures.items():
+            report.add(case, system, "loader alone", "samples/s", rates)
+            report.add(case, system, "per sample", "us", [1e6 / rate for rate in rates])
+            report.add(case, system, "per device", "us", [1e6 / rate * num_devices for rate in rates])
+        report.add(case, "ours / naive", "loader alone", "x", [a / b for a, b in zip(*figures.values(), strict=True)])
+
+
+def _rate(batches: Iterator[Any], batch_size: int, seconds: float) -> float:
+    """Returns samples per second, over as many batches as take about `seconds`."""
+    for _ in range(4):
+        jax.block_until_ready(next(batches))
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds or count < 4:
+        jax.block_until_ready(next(batches))
+        count += 1
+    rate = batch_size * count / (time.perf_counter() - start)
+    batches.close()  # pyright: ignore[reportAttributeAccessIssue] (both are generators)
+    return rate
+
+
+def _check_equal(report: Report, name: str, source: Any, images: NDArray[np.uint8], size: tuple[int, int]) -> None:
+    chosen = np.random.default_rng(0).integers(0, len(images), 256)
+    out = {leaf: np.empty((256, *spec.shape), spec.dtype) for leaf, spec in source.sample_spec.items()}
+    source.read(chosen, out)
+    expected = np.stack([resize_naively(images[i], size) for i in chosen])
+    difference = float(np.abs(out["image"].astype(int) - expected).max())
+    report.add(name, "ours - naive", "largest pixel difference", "/255", [difference])
+    report.at_most(f"{name.split('@')[0]}_difference", difference, 1)
+
+
+def _claim_speedups(report: Report) -> None:
+    medians = {(row.case, row.system): row.median for row in report.rows if row.metric == "loader alone"}
+    batch, devices = 512, 8
+    for claim, name, target in (("cifar_loader", "cifar100@224", 12.0), ("mnist_loader", "mnist@30", 10.0)):
+        case = f"{name} batch={batch} devices={devices} threads=2"
+        report.at_least(claim, medians[case, "ours / naive"], target)
+    case = f"cifar100@224 batch={batch} devices={devices} threads="
+    report.at_least("thread_scaling", medians[f"{case}2", "ours"] / medians[f"{case}1", "ours"], 1.6)
+
+
+def _spread(report: Report, scale: Scale, path: Path) -> None:
+    """The seed saw instability at large batches: the intervals between batches of 512."""
+    images, labels = read_naively(path)
+    size, devices = SIZES["cifar100@224"], jax.devices()
+    _, batches = _our_batches(bx.open(path, image_size=size), jax.make_mesh((8,), ("data",)), 512, 2)
+    _, ours = batches_per_second(batches, warmup=8, count=scale.intervals)
+    naive_count = max(4, scale.intervals // 10)
+    _, naive = batches_per_second(naive_batches(images, labels, size, 512, devices), warmup=3, count=naive_count)
+    for system, intervals in (("ours", ours), ("naive", naive)):
+        report.add("cifar100@224 batch=512 devices=8 threads=2", system, "batch interval", "s", intervals)
+    report.at_most("spread", float(np.percentile(ours, 95) / np.median(ours)), 1.25)
+
+
+def _stall(report: Report, scale: Scale, path: Path) -> None:
+    """The share of the time that a step waits for data, if it takes 1.2x the loader's batch time on the same cores."""
+    source = bx.open(path, image_size=SIZES["cifar100@224"])
+    mesh = jax.make_mesh((8,), ("data",))
+    _, batches = _our_batches(source, mesh, 512, 2)
+    _, intervals = batches_per_second(batches, warmup=4, count=max(8, scale.intervals // 4))
+    step = _compute_for(1.2 * float(np.median(intervals)))
+    stalls: list[float] = []
+    for _ in range(scale.rounds):
+        loader, batches = _our_batches(source, mesh, 512, 2)
+        for _ in range(4):
+            step(next(batches))
+        before, start, count = loader.trace.totals()["wait"].seconds, time.perf_counter(), max(8, scale.intervals // 8)
+        for _ in range(count):
+            step(next(batches))
+        waited = loader.trace.totals()["wait"].seconds - before
+        stalls.append(100 * waited / (time.perf_counter() - start))
+        loader.close()
+    report.add("cifar100@224 batch=512, step of 1.2 x batch time", "ours", "stall", "%", stalls)
+    report.at_most("stall", float(np.median(stalls)), 2.0)
+
+
+def _compute_for(seconds: float) -> Callable[[Any], None]:
+    """Returns a step that multiplies matrices on the cores for about `seconds`, reads a batch, and ends."""
+
+    @jax.jit
+    def compute(images: jax.Array, weights: jax.Array, repeats: jax.Array) -> jax.Array:
+        product = jax.lax.fori_loop(0, repeats, lambda _, w: jnp.tanh(w @ weights), weights)
+        return product.sum() + images.ravel()[0]
+
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(384, 384)).astype(np.float32) / 20)
+    pixel = jnp.zeros((1, 1), jnp.uint8)
+    compute(pixel, weights, jnp.int32(1)).block_until_ready()
+    repeats, elapsed = 8, 0.0
+    while elapsed < seconds:
+        repeats *= 2
+        start = time.perf_counter()
+        compute(pixel, weights, jnp.int32(repeats)).block_until_ready()
+        elapsed = time.perf_counter() - start
+    repeats = math.ceil(repeats * seconds / elapsed)
+
+    def step(batch: Any) -> None:
+        first = batch["image"].addressable_shards[0].data[:1, :1, 0, 0]
+        compute(first, weights, jnp.int32(repeats)).block_until_ready()
+
+    return step
+
+
+def _training_loop(report: Report, scale: Scale, name: str, path: Path) -> None:
+    """Both loaders in front of the same step: the task's smallest preset."""
+    from braidax.tasks import wide_resnet
+
+    task = wide_resnet.task(path, preset="tiny", image_size=SIZES[name])
+    mesh = jax.make_mesh((8,), ("data",))
+    batch_size = 64
+    step = bx.parallelize(
+        task.loss,
+        optax.sgd(0.01),
+        mesh,
+        {"data": bx.DataParallel()},
+        init=task.init,
+        batch=task.train.batch_spec(batch_size),
+    )
+    images, labels = read_naively(path)
+    flat = NamedSharding(mesh, PartitionSpec("data"))
+
+    def joined(batch: Any) -> Any:
+        whole = jax.tree.map(lambda leaf: jax.device_put(leaf.reshape(-1, *leaf.shape[2:]), flat), batch)
+        return {leaf: whole[leaf] for leaf in step.batch_shardings if leaf in whole}
+
+    def run(batches: Iterator[Any], prepare: Callable[[Any], Any]) -> float:
+        state = step.init(jax.random.key(0))
+        state, metrics = step.update(state, prepare(next(batches)))
+        jax.block_until_ready(metrics)
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < 3 * scale.seconds or count < 2:
+            state, metrics = step.update(state, prepare(next(batches)))
+            jax.block_until_ready(metrics)
+            count += 1
+        return batch_size * count / (time.perf_counter() - start)
+
+    systems = {
+        "ours": lambda: run(_our_batches(task.train, mesh, batch_size, 2)[1], lambda batch: batch),
+        "naive": lambda: run(naive_batches(images, labels, SIZES[name], batch_size, jax.devices()), joined),
+    }
+    case = f"{name} batch=64 devices=8 threads=2, wide_resnet tiny"
+    for system, rates in take_turns(systems, rounds=min(scale.rounds, 3)).items():
+        report.add(case, system, "training loop", "samples/s", rates)
+
+
+def _permute(report: Report, scale: Scale) -> None:
+    positions = np.arange(200_000, dtype=np.int64)
+    peaks: dict[int, int] = {}
+    for exponent in (6, 9, 12):
+        seconds: list[float] = []
+        for epoch in range(scale.rounds):
+            permutation = Permutation(10**exponent, seed=0, epoch=epoch)
+            start = time.perf_counter()
+            permutation(positions)
+            seconds.append((time.perf_counter() - start) / len(positions))
+        report.add(f"10^{exponent} samples", "ours", "permute", "us/index", [1e6 * value for value in seconds])
+        tracemalloc.start()
+        Permutation(10**exponent, seed=0, epoch=0)(positions[:512])
+        peaks[exponent] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        report.add(f"10^{exponent} samples", "ours", "peak memory, 512 indices", "KiB", [peaks[exponent] / 1024])
+    rng_seconds = []
+    for seed in range(scale.rounds):
+        start = time.perf_counter()
+        np.random.default_rng(seed).permutation(10**6)
+        rng_seconds.append(time.perf_counter() - start)
+    report.add("10^6 samples", "numpy, in memory", "permute", "us/index", [1e6 * s / 10**6 for s in rng_seconds])
+    slowest = max(row.median for row in report.rows if row.metric == "permute" and row.system == "ours")
+    report.at_most("permute", slowest, 1.0)
+    report.at_most("permute_memory", max(peaks.values()) / min(peaks.values()), 1.5)
+
+
+def _plot(report: Report, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+    for (name, metric), axis in zip(itertools.product(SIZES, ("per sample", "per device")), axes.flat, strict=True):
+        lines: dict[tuple[str, str], list[tuple[int, float, float]]] = collections.defaultdict(list)
+        for row in report.rows:
+            if row.metric == metric and row.case.startswith(name) and row.case.endswith("threads=2"):
+                batch, devices = (int(part.split("=")[1]) for part in row.case.split()[1:3])
+                lines[row.system, f"{devices} devices"].append((batch, row.median, row.p95))
+        for (system, label), points in sorted(lines.items()):
+            sizes, medians, highs = zip(*sorted(points), strict=True)
+            style = "-o" if system == "ours" else "--s"
+            line = axis.plot(sizes, medians, style, label=f"{system}, {label}")[0]
+            axis.fill_between(sizes, medians, highs, color=line.get_color(), alpha=0.2)
+        axis.set(title=f"{name}, {metric}", xlabel="batch size", ylabel="us, median to p95", xscale="log", yscale="log")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.legend(fontsize=7, ncols=2)
+    figure.suptitle("Loader alone, 2 threads: runtime per sample and per device")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
