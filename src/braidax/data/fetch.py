@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -31,7 +32,7 @@ class Fetch:
         self._plan = plan
         self._trace = trace
         self._slots = Slots(plan.num_bytes, keep=prefetch + 2)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="braidax-read")
+        self._threads = Threads(threads, "braidax-read")
         self._max_rows = max(1, _READ_BYTES // max(plan.sample_bytes, 1))
 
     def start(self, indices: NDArray[np.int64]) -> "Future[Any]":
@@ -45,7 +46,7 @@ class Fetch:
         ranges = list(self._plan.row_ranges(self._max_rows))
         batch = _Batch(len(ranges), lambda: self._send(memory))
         for start, stop in ranges:
-            self._pool.submit(batch.run, self._read, memory, indices, start, stop)
+            self._threads.submit(batch.run, self._read, memory, indices, start, stop)
         return batch.future
 
     def close(self, *, timeout_seconds: float) -> None:
@@ -53,8 +54,11 @@ class Fetch:
 
         **Raises:** `WaitTimeout` if they do not end in time.
         """
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        join_pool(self._pool, timeout_seconds=timeout_seconds)
+        self._threads.close(timeout_seconds=timeout_seconds)
+
+    def abandon(self) -> None:
+        """Drops what has not begun, and does not wait for reads that hang."""
+        self._threads.abandon()
 
     def _read(self, memory: NDArray[np.uint8], indices: NDArray[np.int64], start: int, stop: int) -> None:
         rows = self._plan.rows(memory, start, stop)
@@ -132,13 +136,38 @@ def result_within(future: "Future[Any]", *, timeout_seconds: float, what: str) -
         ) from error
 
 
-def join_pool(pool: ThreadPoolExecutor, *, timeout_seconds: float) -> None:
-    """Waits until the threads of a pool that was shut down have ended. **Raises:** `WaitTimeout`."""
-    deadline = time.monotonic() + timeout_seconds
-    for thread in list(pool._threads):  # pyright: ignore[reportPrivateUsage] (the pool has no join with a limit)
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            raise WaitTimeout(
-                f"thread {thread.name!r} did not end within timeout_seconds={timeout_seconds:g} after the loader was "
-                f"closed; the source's read hangs"
-            )
+class Threads:
+    """A pool of threads that is closed once: by its owner, or else when the interpreter exits.
+
+    **Arguments:** `num_threads`, `name`: of the threads; the name is a prefix.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        # At exit this runs while modules still live, so that a suspended generator has nothing left to close later.
+        self._end = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Queues a call and returns its future."""
+        return self._pool.submit(work, *arguments)
+
+    def abandon(self) -> None:
+        """Drops what is queued, without waiting for what runs. May be called twice."""
+        self._end()
+
+    def close(self, *, timeout_seconds: float) -> None:
+        """Drops what is queued and waits for what runs, unless that was done or abandoned before.
+
+        **Raises:** `WaitTimeout` if a thread does not end in time.
+        """
+        if not self._end.alive:
+            return
+        self._end()
+        deadline = time.monotonic() + timeout_seconds
+        for thread in list(self._pool._threads):  # pyright: ignore[reportPrivateUsage] (there is no join with a limit)
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise WaitTimeout(
+                    f"thread {thread.name!r} did not end within timeout_seconds={timeout_seconds:g} after the loader "
+                    f"was closed; the source's read hangs"
+                )

@@ -21,7 +21,7 @@ from braidax.data.order import Cursor, Order, Remainder
 from braidax.data.sharding_specs import common_batch_parts, resolve_shardings
 from braidax.data.sources import open as open_source
 from braidax.data.sources.source import Source, batch_spec
-from braidax.errors import ArgumentError, BraidaxError
+from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import Trace, span
 
 _log = logging.getLogger("braidax")
@@ -192,6 +192,9 @@ class DataLoader:
                     batch = result_within(future, timeout_seconds=self._knobs.timeout_seconds, what=what)
                 self._cursor = after
                 yield batch if self._mask is None else self._masked(batch, self._mask, num_valid)
+        except WaitTimeout:
+            fetch.abandon()
+            raise
         finally:
             fetch.close(timeout_seconds=self._knobs.timeout_seconds)
 

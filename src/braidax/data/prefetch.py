@@ -2,18 +2,18 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from braidax.data.fetch import join_pool, result_within
+from braidax.data.fetch import Threads, result_within
 from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.slots import Slots
 from braidax.data.sources.source import loader_dtype, narrow
-from braidax.errors import ArgumentError, RecordError
+from braidax.errors import ArgumentError, RecordError, WaitTimeout
 
 _END = object()
 
@@ -44,22 +44,24 @@ def prefetch_to_device(
 def _stream(
     iterator: Iterator[Any], mesh: Mesh | None, specs: Any, prefetch: int, timeout_seconds: float
 ) -> Iterator[Any]:
-    pool = ThreadPoolExecutor(1, thread_name_prefix="braidax-prefetch")
+    thread = Threads(1, "braidax-prefetch")
     sender = _Sender(iterator, mesh, specs, prefetch)
     coming: deque[Future[Any]] = deque()
     try:
         while True:
             while len(coming) <= prefetch:
-                coming.append(pool.submit(sender.next_batch))
+                coming.append(thread.submit(sender.next_batch))
             batch = result_within(
                 coming.popleft(), timeout_seconds=timeout_seconds, what="the next batch of the iterator"
             )
             if batch is _END:
                 return
             yield batch
+    except WaitTimeout:
+        thread.abandon()
+        raise
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        join_pool(pool, timeout_seconds=timeout_seconds)
+        thread.close(timeout_seconds=timeout_seconds)
 
 
 class _Sender:
