@@ -1,5 +1,6 @@
 """What every test gets: 8 virtual CPU devices, no leaked threads, and no skip that goes unseen in CI."""
 
+import importlib
 import os
 import threading
 import time
@@ -10,10 +11,10 @@ import jax
 import jaxtyping
 import pytest
 
-import tests.annotations  # noqa: F401, because --jaxtyping-packages looks it up as an attribute of `tests`
-
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 THREAD_SECONDS = 10.0
+
+importlib.import_module("tests.annotations")  # --jaxtyping-packages looks it up as an attribute of `tests`
 
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
