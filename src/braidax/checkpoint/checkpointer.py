@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from braidax.checkpoint import persist, restore
 from braidax.checkpoint.interval import Interval
@@ -15,6 +15,7 @@ from braidax.checkpoint.snapshot import Held, Snapshot, hold
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from braidax.spans import Trace, span
 
+THREAD_NAME = "braidax-checkpoint"
 _logger = logging.getLogger(__name__)
 
 
@@ -147,7 +148,7 @@ class Checkpointer:
         self._closed = True
         self._settle()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(
@@ -170,7 +171,7 @@ class Checkpointer:
         self._continues = True
         held = hold(tree)
         trace, step = self.trace, self.num_updates
-        executor = ThreadPoolExecutor(1, thread_name_prefix="braidax-checkpoint")
+        executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
         owned = executor.submit(_take, held, trace)
         obsolete = [skipped.path for skipped in self.skipped]
         committed = executor.submit(_persist, owned, trace, self.path, step, self.keep, obsolete)

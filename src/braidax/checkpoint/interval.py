@@ -1,11 +1,12 @@
 """When a checkpoint is due."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from braidax.errors import ArgumentError
 
 
+@runtime_checkable
 class Interval(Protocol):
     """Decides after which updates a checkpoint is taken."""
 

@@ -1,0 +1,357 @@
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from braidax.checkpoint import Checkpointer, Every, checkpointer, persist
+from braidax.checkpoint.manifest import DATA_FILE, MANIFEST_FILE
+from braidax.checkpoint.snapshot import Held, Snapshot
+from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
+from braidax.spans import Trace
+
+LIMIT = 30.0
+
+
+class Cursor(NamedTuple):
+    seed: int
+    epoch: int
+    position: int
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+class Gate:
+    """Holds the background thread at the start of a function until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._opened = threading.Event()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self._opened.wait(LIMIT)
+
+
+@pytest.fixture
+def persist_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate, commit = Gate(), persist.commit
+
+    def held_back(root: Path, snapshot: Snapshot, step: int) -> Path:
+        gate.pass_through()
+        return commit(root, snapshot, step)
+
+    monkeypatch.setattr(persist, "commit", held_back)
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def snapshot_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate, copy = Gate(), Held.copy
+
+    def held_back(self: Held) -> Snapshot:
+        gate.pass_through()
+        return copy(self)
+
+    monkeypatch.setattr(Held, "copy", held_back)
+    yield gate
+    gate.open()
+
+
+def fail_commit(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def failing(root: Path, snapshot: Snapshot, step: int) -> Path:
+        raise error
+
+    monkeypatch.setattr(persist, "commit", failing)
+
+
+def test_a_checkpoint_at_every_multiple_and_the_newest_are_kept(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "runs" / "a", Every(2), keep=2) as saver:
+        for step in range(1, 8):
+            saver.update({"step": step})
+        assert saver.num_updates == 7
+    assert names(tmp_path / "runs" / "a") == ["step-00000004", "step-00000006"]
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(4.0), "cursor": Cursor(0, 2, 128)}
+    with Checkpointer(tmp_path, Every(2)) as saver:
+        assert saver.restore(tree) is tree
+        for _ in range(3):
+            saver.update(tree)
+    like = {"w": jnp.zeros(4), "cursor": Cursor(0, 0, 0)}
+    with Checkpointer(tmp_path, Every(2)) as saver:
+        got = saver.restore(like)
+        assert saver.num_updates == 2
+        assert got["cursor"] == Cursor(0, 2, 128)
+        assert type(got["cursor"]) is Cursor
+        np.testing.assert_array_equal(got["w"], np.arange(4.0))
+        saver.update(got)
+        saver.update(got)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_save_is_durable_when_it_returns(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(100)) as saver:
+        saver.update({"x": 1})
+        folder = saver.save({"x": 2})
+        assert folder == tmp_path / "step-00000001"
+        assert Checkpointer(tmp_path, Every(1)).restore({"x": 0}) == {"x": 2}
+        assert saver.save({"x": 3}) == tmp_path / "step-00000001-1"
+        assert saver.restore({"x": 0}) == {"x": 3}
+    assert names(tmp_path) == ["step-00000001-1"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_is_donated_at_once_is_saved_bit_for_bit(tmp_path: Path, waits: bool) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    shardings = {
+        "split": NamedSharding(mesh, P("a", "b")),
+        "whole": NamedSharding(mesh, P()),
+        "one": NamedSharding(mesh, P()),
+    }
+    step = jax.jit(
+        lambda state: jax.tree.map(lambda x: x * 1.0001 + 1, state), donate_argnums=0, out_shardings=shardings
+    )
+    state = {"split": jnp.ones((512, 256)), "whole": jnp.ones(4096), "one": jnp.zeros(())}
+    state = jax.device_put(state, shardings)
+    with Checkpointer(tmp_path, Every(1), keep=100) as saver:
+        wanted: list[dict[str, Any]] = []
+        for _ in range(40):
+            state = step(state)
+            wanted.append(jax.tree.map(lambda x: np.array(x), state))
+            saver.update(state)
+            if waits:
+                saver.wait()
+            for _ in range(3):
+                state = step(state)
+    for number, want in enumerate(wanted, start=1):
+        folder = tmp_path / f"step-{number:08d}"
+        manifest = persist.read_manifest(folder)
+        with persist.reader(folder, manifest) as reader:
+            for entry in manifest.entries:
+                assert entry.tensor is not None
+                got = reader.read(entry, entry.tensor)
+                assert got.tobytes() == want[entry.leaf.path].tobytes(), (number, entry.leaf.path)
+
+
+def test_update_returns_while_the_snapshot_is_copied_and_wait_does_not(tmp_path: Path, snapshot_gate: Gate) -> None:
+    with Checkpointer(tmp_path, Every(1), timeout_seconds=0.05) as saver:
+        saver.update({"x": jnp.ones(3)})
+        assert snapshot_gate.reached.wait(LIMIT)
+        with pytest.raises(WaitTimeout, match=r"step-00000001: copying this checkpoint took longer than .*=0\.05"):
+            saver.wait()
+        snapshot_gate.open()
+        saver.timeout_seconds = LIMIT
+        saver.wait()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_wait_returns_while_the_checkpoint_is_written(tmp_path: Path, persist_gate: Gate) -> None:
+    with Checkpointer(tmp_path, Every(1), timeout_seconds=LIMIT) as saver:
+        saver.wait()
+        saver.update({"x": jnp.ones(3)})
+        saver.wait()
+        assert persist_gate.reached.wait(LIMIT)
+        assert names(tmp_path) == []
+        persist_gate.open()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_one_checkpoint_is_under_way_at_a_time(tmp_path: Path, persist_gate: Gate) -> None:
+    with Checkpointer(tmp_path, Every(2), timeout_seconds=0.05) as saver:
+        for _ in range(3):
+            saver.update({"x": 1})
+        with pytest.raises(WaitTimeout, match=r"step-00000002: writing this checkpoint took longer than .*the disk"):
+            saver.update({"x": 2})
+        persist_gate.open()
+        saver.timeout_seconds = LIMIT
+        for x in (3, 4):
+            saver.update({"x": x})
+    assert names(tmp_path) == ["step-00000002", "step-00000006"]
+    assert Checkpointer(tmp_path, Every(1)).restore({"x": 0}) == {"x": 4}
+
+
+@pytest.mark.parametrize("call", ["update", "wait", "save", "restore", "close"])
+def test_an_error_behind_the_step_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    saver = Checkpointer(tmp_path, Every(1), timeout_seconds=LIMIT)
+    with monkeypatch.context() as patch:
+        fail_commit(patch, CheckpointError("the disk is full"))
+        saver.update({"x": 1})
+        assert saver._pending is not None
+        saver._pending.committed.exception(LIMIT)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        getattr(saver, call)(*([{"x": 2}] if call in ("update", "save", "restore") else []))
+    if call != "close":
+        saver.save({"x": 3})
+        assert saver.restore({"x": 0}) == {"x": 3}
+    saver.close()
+
+
+def test_an_error_nobody_foresaw_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_commit(monkeypatch, MemoryError("no memory"))
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.update({"x": 1})
+        with pytest.raises(CheckpointError, match="step-00000001: the checkpoint failed: MemoryError") as caught:
+            saver.save({"x": 1})
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_a_copy_that_fails_is_raised_by_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Held) -> Snapshot:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(Held, "copy", failing)
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.update({"x": 1})
+        with pytest.raises(CheckpointError, match="the checkpoint failed: MemoryError"):
+            saver.wait()
+    assert names(tmp_path) == []
+
+
+def test_a_leaf_that_cannot_be_saved_is_named_at_once(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver, pytest.raises(CheckpointError, match="leaf 'x' is of type str"):
+        saver.update({"x": "text"})
+
+
+def damaged(root: Path) -> None:
+    with Checkpointer(root, Every(1), keep=5) as saver:
+        for step in range(1, 6):
+            saver.update({"step": step, "x": jnp.full(4, step, jnp.float32)})
+    data = root / "step-00000005" / DATA_FILE
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    (root / "step-00000004" / MANIFEST_FILE).unlink()
+    (root / "step-00000003" / DATA_FILE).unlink()
+
+
+def test_invalid_checkpoints_are_skipped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damaged(tmp_path)
+    like = {"step": 0, "x": jnp.zeros(4)}
+    with Checkpointer(tmp_path, Every(1), keep=2) as saver:
+        with caplog.at_level(logging.WARNING, logger="braidax"):
+            got = saver.restore(like)
+        assert got["step"] == saver.num_updates == 2
+        np.testing.assert_array_equal(got["x"], np.full(4, 2))
+        assert [skipped.path.name for skipped in saver.skipped] == ["step-00000005", "step-00000004", "step-00000003"]
+        for skipped, reason in zip(
+            saver.skipped, ["leaf 'x' has the checksum", "no finished", "No such file"], strict=True
+        ):
+            assert reason in skipped.reason
+            assert skipped.reason in caplog.text
+        # What is invalid goes once something newer than what was restored is durable, and not before.
+        assert len(names(tmp_path)) == 5
+        saver.update({"step": 3, "x": jnp.zeros(4)})
+    assert names(tmp_path) == ["step-00000002", "step-00000003-1"]
+    assert Checkpointer(tmp_path, Every(1)).restore(like)["step"] == 3
+
+
+def test_nothing_but_invalid_checkpoints_is_an_error(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        (saver.save({"x": 1}) / MANIFEST_FILE).unlink()
+        with pytest.raises(CheckpointError, match=r"none of its 1 checkpoints is valid: .*; mend them, or move"):
+            saver.restore({"x": 0})
+
+
+def test_what_does_not_match_is_an_error_and_not_skipped(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.save({"x": jnp.zeros(3)})
+        with pytest.raises(CheckpointError, match=r"leaf 'x' is float32\[3\] in the checkpoint, but float32\[4\]"):
+            saver.restore({"x": jnp.zeros(4)})
+        assert saver.skipped == []
+
+
+@pytest.mark.parametrize("call", ["update", "save"])
+def test_a_run_does_not_mix_with_one_it_did_not_restore(tmp_path: Path, call: str) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.save({"x": 1})
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        with pytest.raises(CheckpointError, match=r"of an earlier run, the newest step-00000000, .*call restore"):
+            getattr(saver, call)({"x": 2})
+        assert saver.restore({"x": 0}) == {"x": 1}
+        getattr(saver, call)({"x": 2})
+
+
+def test_restore_finishes_what_is_under_way_first(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.update({"x": 1})
+        assert saver.restore({"x": 0}) == {"x": 1}
+
+
+def test_spans_say_where_the_time_went(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.trace = Trace(max_spans=10)
+        saver.save({"x": jnp.zeros(256), "n": 1})
+        assert [(span.lane, span.name, span.num_bytes) for span in saver.trace.spans] == [
+            ("checkpoint", "snapshot", 1024),
+            ("checkpoint", "persist", 1024),
+        ]
+        assert all(span.thread.startswith("braidax-checkpoint") for span in saver.trace.spans)
+
+
+def test_an_exception_in_the_loop_still_finishes_the_checkpoint(tmp_path: Path, persist_gate: Gate) -> None:
+    def loop() -> None:
+        with Checkpointer(tmp_path, Every(1)) as saver:
+            saver.update({"x": 1})
+            persist_gate.open()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_closed_checkpointer_refuses(tmp_path: Path) -> None:
+    saver = Checkpointer(tmp_path, Every(1))
+    saver.close()
+    saver.close()
+    for call in (saver.update, saver.save, saver.restore):
+        with pytest.raises(CheckpointError, match="this Checkpointer is closed; make a new one"):
+            call({"x": 1})
+
+
+def test_there_is_a_thread_only_while_a_checkpoint_is_under_way(tmp_path: Path) -> None:
+    def threads() -> int:
+        return sum(thread.name.startswith(checkpointer.THREAD_NAME) for thread in threading.enumerate())
+
+    saver = Checkpointer(tmp_path, Every(1))
+    assert threads() == 0
+    saver.save({"x": 1})
+    assert threads() == 0
+    saver.update({"x": 1})
+    saver.close()
+    assert threads() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": 0}, "keep=0: expected a whole number >= 1"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds=0.0: expected"),
+    ],
+)
+def test_arguments_that_cannot_work(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Checkpointer(tmp_path, Every(1), **arguments)
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"path='{tmp_path / 'file'}': expected a folder"):
+        Checkpointer(tmp_path / "file", Every(1))
