@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.laws.tree import ROOT, SRC, imports, modules, third_party
 
 # A room may import rooms of lower floors. On one floor rooms do not meet, except errors below spans and, at the top,
@@ -23,7 +25,7 @@ FLOORS = (
 )
 STRANGERS = ({"data", "checkpoint", "parallel", "frame"},)  # they meet only through JAX's values
 ALWAYS_THERE = {"jaxlib"}  # comes with JAX
-DISTRIBUTIONS = {"cv2": "opencv_python_headless", "sklearn": "scikit_learn"}  # where the names differ
+DISTRIBUTIONS = {"cv2": "opencv_python_headless", "sklearn": "scikit_learn", "PIL": "pillow"}  # where the names differ
 TRACER = "jax.core.Tracer"  # what JAX documents for asking whether a value is traced
 INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 
@@ -87,6 +89,26 @@ def strangers(source: Path, pyproject: Path) -> list[str]:
     return found
 
 
+def undeclared(folder: Path, pyproject: Path, extra: str) -> list[str]:
+    """Returns every third-party import below a folder that neither the core nor the extra installs."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    lines, installed = [*project["dependencies"], f"braidax[{extra}]"], set[str]()
+    while lines:
+        line = lines.pop()
+        if line.startswith("braidax["):
+            names = line.removeprefix("braidax[").removesuffix("]").split(",")
+            lines += [line for name in names for line in project["optional-dependencies"][name]]
+        installed.add(_distribution(line))
+    return [
+        f"{module.path}:{line.line} imports {name}, which the extra {extra!r} does not install"
+        for module in modules(folder)
+        for line in imports(module, set())
+        for name in [third_party(line.target)]
+        if line.way != "import_extra" and name not in (None, "benchmarks", "tests", *ALWAYS_THERE)
+        if DISTRIBUTIONS.get(name, name).lower() not in installed
+    ]
+
+
 def internals(source: Path) -> list[str]:
     """Returns every contact with JAX's internals outside `program`."""
     found: list[str] = []
@@ -122,6 +144,11 @@ def test_imports_run_downward() -> None:
 
 def test_strangers_come_in_by_one_door() -> None:
     assert strangers(SRC, ROOT / "pyproject.toml") == []
+
+
+@pytest.mark.parametrize(("folder", "extra"), [("tests", "test"), ("benchmarks", "bench")])
+def test_an_extra_installs_what_its_folder_imports(folder: str, extra: str) -> None:
+    assert undeclared(ROOT / folder, ROOT / "pyproject.toml", extra) == []
 
 
 def test_only_program_touches_internals_of_jax() -> None:
@@ -169,6 +196,25 @@ def test_a_second_door_is_found(plant: Callable[[dict[str, str]], Path]) -> None
         "braidax/data/jpeg.py:2 imports requests, which pyproject.toml does not declare",
         "braidax/data/jpeg.py:2 imports requests without import_extra",
         "cv2 is imported in ['braidax/data/jpeg.py', 'braidax/data/png.py'], not in one file",
+    ]
+
+
+def test_an_undeclared_import_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
+    tree = plant(
+        {
+            "pyproject.toml": """
+                [project]
+                dependencies = ["jax>=0.10"]
+                [project.optional-dependencies]
+                images = ["pillow>=11"]
+                bench = ["braidax[images]", "matplotlib>=3.9"]
+                """,
+            "benchmarks/naive.py": "import os\nimport jax\nimport PIL.Image\nfrom benchmarks import x",
+            "benchmarks/grain.py": "def f():\n    import grain",
+        }
+    )
+    assert undeclared(tree / "benchmarks", tree / "pyproject.toml", "bench") == [
+        "grain.py:2 imports grain, which the extra 'bench' does not install"
     ]
 
 
