@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -160,7 +161,7 @@ def follow(variables: Any, shardings: Any, state: Any, otherwise: NamedSharding)
 
 
 def _num_bytes(spec: jax.ShapeDtypeStruct) -> int:
-    if jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
         spec = jax.eval_shape(jax.random.key_data, spec)
     return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
@@ -170,4 +171,5 @@ def _variable_from(entry: dict[str, Any]) -> PlannedVariable:
     for fields in entry["placements"]:
         options = dict(fields)
         placements.append(PLACEMENTS[options.pop("placement")](**options))
-    return PlannedVariable(**{**entry, "shape": tuple(entry["shape"]), "placements": tuple(placements)})
+    fields: dict[str, Any] = {**entry, "shape": tuple(entry["shape"]), "placements": tuple(placements)}
+    return PlannedVariable(**fields)

@@ -44,7 +44,7 @@ class DataParallel:
         return Replicated(), "data parallel: gradient all-reduced"
 
 
-def check_strategies(mesh: Mesh, strategies: Mapping[str, Strategy]) -> None:
+def check_strategies(mesh: Mesh, strategies: Mapping[str, Any]) -> None:
     """Raises when a strategy stands for an axis that the mesh lacks, or is none."""
     for axis, strategy in strategies.items():
         if axis not in mesh.axis_names:
@@ -91,5 +91,5 @@ def shard_batch(mesh: Mesh, axes: tuple[str, ...], batch: Any, *, microbatches: 
                 f"the {divisor} devices along the mesh axes {axes}: choose a batch size that is a multiple of "
                 f"{divisor * microbatches}, or other microbatches"
             )
-    spec = PartitionSpec(axes if len(axes) > 1 else axes[0]) if axes else PartitionSpec()
+    spec = PartitionSpec(axes) if axes else PartitionSpec()
     return jax.tree.map(lambda _: NamedSharding(mesh, spec), batch)

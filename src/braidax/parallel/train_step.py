@@ -6,11 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError, StateError
-from braidax.program import Program, call_watched, compile_on, difference, named_leaves, specs_of, split_at_marks, trace
+from braidax.program import (
+    Part,
+    Program,
+    call_watched,
+    compile_on,
+    difference,
+    named_leaves,
+    specs_of,
+    split_at_marks,
+    trace,
+)
 
 from .arrays import place
 from .plan import Plan, make_plan, shardings_of
@@ -130,13 +139,13 @@ def _two_jits(
     """
     split = split_at_marks(program)
     replicated = NamedSharding(mesh, PartitionSpec())
-    first_out = [replicated] * len(split.gradients.jaxpr.outvars)
-    second_out = [replicated] * len(split.apply.jaxpr.outvars)
+    first_out = [replicated] * split.gradients.num_outputs
+    second_out = [replicated] * split.apply.num_outputs
     for origin, sharding in zip(split.outputs, out_shardings, strict=True):
         if origin.part == "gradients":
-            first_out[origin.index] = sharding
+            first_out[origin.at] = sharding
         elif origin.part == "apply":
-            second_out[origin.index] = sharding
+            second_out[origin.at] = sharding
     # A leaf of the old state gives its memory to the same leaf of the new one.
     donated = tuple(i for i in split.apply_inputs if i < num_state and _is_replaced(program, split.outputs, i))
     second_in = [in_shardings[i] for i in split.apply_inputs] + [first_out[i] for i in split.carried]
@@ -153,18 +162,17 @@ def _two_jits(
         carried = [first[i] for i in split.carried]
         second = apply(*(inputs[i] for i in split.apply_inputs), *carried)
         parts = {"input": inputs, "gradients": first, "apply": second}
-        return [parts[origin.part][origin.index] for origin in split.outputs]
+        return [parts[origin.part][origin.at] for origin in split.outputs]
 
     return run, donated
 
 
 def _is_replaced(program: Program, outputs: tuple[Any, ...], index: int) -> bool:
-    kept = any(origin.part == "input" and origin.index == index for origin in outputs)
+    kept = any(origin.part == "input" and origin.at == index for origin in outputs)
     return outputs[index].part == "apply" and not kept
 
 
-def _compile(mesh: Mesh, closed: ClosedJaxpr, ins: list[Any], outs: list[Any], donate: tuple[int, ...]) -> Any:
+def _compile(mesh: Mesh, part: Part, ins: list[Any], outs: list[Any], donate: tuple[int, ...]) -> Any:
     if not outs:
-        return lambda *_: []  # pyright: ignore[reportUnknownLambdaType]
-    fn: Any = jaxpr_as_fun(closed)
-    return compile_on(mesh, fn, in_shardings=tuple(ins), out_shardings=list(outs), donate=donate)
+        return lambda *_: []  # pyright: ignore
+    return compile_on(mesh, part, in_shardings=tuple(ins), out_shardings=list(outs), donate=donate)

@@ -6,6 +6,7 @@ from .names import difference as difference
 from .names import join as join
 from .names import named_leaves as named_leaves
 from .split import Origin as Origin
+from .split import Part as Part
 from .split import Split as Split
 from .split import split_at_marks as split_at_marks
 from .trace import Program as Program

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import jit_p
 
@@ -18,7 +18,23 @@ class Origin(NamedTuple):
     """Where an output of the whole program comes from: the index of an input, or of an output of one of its parts."""
 
     part: Literal["input", "gradients", "apply"]
-    index: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a program: called with flat arrays it gives a list of flat arrays, `num_outputs` of them."""
+
+    closed: ClosedJaxpr
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of arrays that a call gives."""
+        return len(self.closed.jaxpr.outvars)
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        """Computes the piece, on arrays or tracers."""
+        return jaxpr_as_fun(self.closed)(*leaves)
 
 
 @dataclass(frozen=True)
@@ -29,8 +45,8 @@ class Split:
     `carried` of `gradients`. `outputs` says for each output of the program where it comes from.
     """
 
-    gradients: ClosedJaxpr
-    apply: ClosedJaxpr
+    gradients: Part
+    apply: Part
     gradient_inputs: tuple[int, ...]
     apply_inputs: tuple[int, ...]
     carried: tuple[int, ...]
@@ -109,7 +125,7 @@ def _variables(atoms: Iterable[Any]) -> set[Var]:
     return {atom for atom in atoms if not isinstance(atom, Constant)}
 
 
-def _part(jaxpr: Jaxpr, consts: list[Any], invars: list[Var], outvars: list[Any], eqns: list[JaxprEqn]) -> ClosedJaxpr:
+def _part(jaxpr: Jaxpr, consts: list[Any], invars: list[Var], outvars: list[Any], eqns: list[JaxprEqn]) -> Part:
     read = _variables(v for e in eqns for v in e.invars) | _variables(outvars)
     held = [(v, value) for v, value in zip(jaxpr.constvars, consts, strict=True) if v in read]
     effects = {effect for equation in eqns for effect in equation.effects}
@@ -117,7 +133,7 @@ def _part(jaxpr: Jaxpr, consts: list[Any], invars: list[Var], outvars: list[Any]
         constvars=[v for v, _ in held], invars=invars, outvars=outvars, eqns=eqns, effects=frozenset(effects),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )  # fmt: skip
-    return ClosedJaxpr(part, [value for _, value in held])
+    return Part(ClosedJaxpr(part, [value for _, value in held]))
 
 
 def _inline(jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
