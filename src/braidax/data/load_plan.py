@@ -130,16 +130,19 @@ def plan_load(batch_spec: Any, mesh: Mesh | None, specs: Any) -> LoadPlan:
     **Arguments:** `batch_spec`: a PyTree of `jax.ShapeDtypeStruct` with leading batch dims. `mesh`: what
     `PartitionSpec`s refer to. `specs`: a PyTree of `PartitionSpec` or `NamedSharding`, or a prefix of one.
 
-    **Raises:** `SpecError` if specs, mesh and batch do not fit; `ArgumentError` for a dtype that JAX would truncate.
+    **Raises:** `SpecError` if specs, mesh and batch do not fit; `ArgumentError` for a dtype that JAX would truncate, and
+    for a batch without leaves.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(batch_spec)
+    if not paths:
+        raise ArgumentError(f"the batch, {structure}, has no leaves; samples must hold at least one array")
     shardings = resolve_shardings(batch_spec, mesh, specs)
     offset = 0
     leaves: list[LeafPlan] = []
     for (path, spec), sharding in zip(paths, shardings, strict=True):
         leaf, offset = _plan_leaf(jax.tree_util.keystr(path), spec, sharding, offset)
         leaves.append(leaf)
-    return LoadPlan(tuple(leaves), structure, offset, leaves[0].shape[0] if leaves else 0)
+    return LoadPlan(tuple(leaves), structure, offset, leaves[0].shape[0])
 
 
 def _plan_leaf(path: str, spec: Any, sharding: NamedSharding, offset: int) -> tuple[LeafPlan, int]:

@@ -92,10 +92,9 @@ class DataLoader:
         self.epochs = epochs
         self.trace = Trace()
         self._knobs = knobs or Knobs()
-        self._cursor = self._order.settle(Cursor(seed))
+        self.cursor = Cursor(seed)
         self._fetch: Fetch | None = None
         self._running: object = None  # the iteration that owns the cursor
-        self._moved = False  # the cursor or the threads were set since the last batch
 
     @property
     def batch_size(self) -> int:
@@ -130,7 +129,7 @@ class DataLoader:
         seed, epoch, position = cursor
         plain = Cursor(None if seed is None else int(seed), int(epoch), int(position))
         self._cursor = self._order.settle(plain)
-        self._moved = True
+        self._moved = True  # since the last batch
 
     @property
     def knobs(self) -> Knobs:
@@ -173,7 +172,7 @@ class DataLoader:
 
     def _stream(self, end: int | None) -> Iterator[Any]:
         """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
-        threads = self._knobs.threads or len(os.sched_getaffinity(0))
+        threads = self._knobs.threads or _usable_cores()
         fetch = Fetch(self.source, self._plan, threads=threads, prefetch=self._knobs.prefetch, trace=self.trace)
         coming: deque[tuple[Cursor, Cursor, int, Future[Any]]] = deque()
         ahead = self._cursor
@@ -224,6 +223,11 @@ class DataLoader:
             f"DataLoader({type(self.source).__name__} of {self.num_samples} samples, batch_size={self.batch_size}, "
             f"epochs={self.epochs}, cursor={self._cursor}, knobs={self._knobs})"
         )
+
+
+def _usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # on Linux, where a process may be bound to some cores
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _default_batch_size(num_samples: int, parts: int, remainder: Remainder) -> int:

@@ -79,6 +79,12 @@ class _Sender:
         if batch is _END:
             return _END
         leaves, structure = jax.tree.flatten(jax.tree.map(_as_array, batch))
+        lengths = [len(leaf) for leaf in leaves]
+        if len(set(lengths)) > 1:
+            raise RecordError(
+                f"a batch of the iterator has leaves with {lengths} samples; expected the same number in every leaf: "
+                f"mend the iterator"
+            )
         key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._plans:
             spec = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])

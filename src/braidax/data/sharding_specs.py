@@ -51,6 +51,9 @@ def _is_spec(value: Any) -> bool:
 
 def _resolve(path: str, leaf: Any, mesh: Mesh | None, spec: Any) -> NamedSharding:
     if isinstance(spec, NamedSharding):
+        if not isinstance(spec.mesh, Mesh):
+            raise SpecError(f"specs{path}={spec} is on an abstract mesh; give a NamedSharding on a mesh of devices")
+        _check_axes(path, spec.spec, spec.mesh)
         sharding = spec
     elif isinstance(spec, PartitionSpec):
         if mesh is None:
@@ -65,7 +68,11 @@ def _resolve(path: str, leaf: Any, mesh: Mesh | None, spec: Any) -> NamedShardin
 
 def _check_axes(path: str, spec: PartitionSpec, mesh: Mesh) -> None:
     seen: set[str] = set()
+    if spec.unreduced or spec.reduced:
+        raise SpecError(f"specs{path}={spec} is unreduced or reduced, but a batch holds whole values; leave that out")
     for dim, entry in enumerate(spec):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            raise SpecError(f"specs{path}={spec} leaves dim {dim} unconstrained; name its axes, or None for none")
         for axis in _axes(entry):
             if axis in seen:
                 raise SpecError(f"specs{path}={spec} names the axis {axis!r} twice; an axis can split one dim only")
@@ -91,7 +98,8 @@ def _check_shape(path: str, leaf: Any, sharding: NamedSharding) -> None:
             what = (
                 f"batch_size={leaf.shape[0]}" if dim == 0 else f"dim {dim} of leaf {path}, of size {leaf.shape[dim]},"
             )
-            remedy = f"use {below or parts} or {below + parts}" if dim == 0 else "split another dim, or pad it"
+            sizes_that_fit = f"{below} or {below + parts}" if below else f"{parts}"
+            remedy = f"use {sizes_that_fit}" if dim == 0 else "split another dim, or pad it"
             axes = " x ".join(f"{axis}={sizes[axis]}" for axis in _axes(entry))
             raise SpecError(f"{what} is not divisible by {parts}, as specs{path}={spec} needs ({axes}); {remedy}")
 
