@@ -28,7 +28,7 @@ def fit(
     """Trains until the loader's epochs are over, and goes on where the newest checkpoint left off.
 
     The first Ctrl-C lets the step in progress finish, saves a checkpoint and raises `KeyboardInterrupt`; the second one
-    stops at once. The loader and the saver stay open: who made them closes them.
+    stops at once. The saver stays open: who made it closes it.
 
     **Arguments:** `step`: from `braidax.parallelize`. `state`: from `step.init`; it is donated. `loader`: batches as
     `step` takes them. `saver`: restores before the first step, and is shown the state and the loader's cursor after
@@ -41,7 +41,7 @@ def fit(
         state, loader.cursor = saver.restore((state, loader.cursor))
     report = Report(show="nothing") if report is None else report
     begun, batches = loader.cursor, iter(loader)
-    with report.following(*_length(loader)), _interrupt_kept() as interrupted:
+    with loader, report.following(*_length(loader)), _interrupt_kept() as interrupted:
         while not interrupted() and (loader.epochs is None or loader.cursor.epoch < loader.epochs):
             epoch = loader.cursor.epoch
             with report.waiting():
@@ -73,14 +73,15 @@ def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:
             f"loader has epochs={loader.epochs} and stands at {loader.cursor}; evaluate takes a loader with epochs=1 "
             f"that stands at position=0"
         )
-    totals: Any = None
+    totals: dict[str, jax.Array] = {}
     num_samples = 0
     for batch in loader:
         valid = min(loader.batch_size, loader.num_samples - num_samples)
-        weighted = jax.tree.map(lambda metric, valid=valid: metric * valid, step.evaluate(state, batch))
-        totals = weighted if totals is None else jax.tree.map(lambda total, more: total + more, totals, weighted)
         num_samples += valid
-    return {name: float(total) / num_samples for name, total in totals.items() if total.ndim == 0}
+        for name, metric in step.evaluate(state, batch).items():
+            if isinstance(metric, jax.Array) and metric.ndim == 0:
+                totals[name] = totals.get(name, 0) + metric * valid
+    return {name: float(total) / num_samples for name, total in totals.items()}
 
 
 def _length(loader: DataLoader) -> tuple[RunLength, int]:

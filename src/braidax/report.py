@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TextIO
+from typing import Any, Literal, Protocol, Self
 
 import jax
 import numpy as np
@@ -96,9 +96,9 @@ class Report:
 
     **Arguments:** `show`: `"line"` draws one progress line, `"plain"` writes a line now and then, `"nothing"` writes
     neither; `"auto"` is `"line"` on a terminal and `"plain"` elsewhere. `every_seconds`: the time between plain lines.
-    `output`: where to write, standard output by default. `metrics`: a JSONL file, a line for each step and each
+    `metrics`: a JSONL file, a line for each step and each
     evaluation; lines of steps that are about to be repeated are dropped. `tensorboard`: a folder for event files (needs
-    the extra `tensorboard`). `trace`: gets spans on the lanes `wait` and `step`.
+    the extra `tensorboard`). `trace`: gets a span on the lane `step` for each step.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class Report:
         *,
         show: Literal["auto", "line", "plain", "nothing"] = "auto",
         every_seconds: float = 5.0,
-        output: TextIO | None = None,
         metrics: str | Path | None = None,
         tensorboard: str | Path | None = None,
         trace: Trace | None = None,
@@ -116,9 +115,9 @@ class Report:
         self.trace = Trace() if trace is None else trace
         self._show = show
         self._every_seconds = every_seconds
-        self._output = output
         self._metrics = metrics
         self._tensorboard = tensorboard
+        self.noted: dict[str, float] = {}
         self._pace = Pace()
         self._run: _Run | None = None
 
@@ -154,7 +153,6 @@ class Report:
         run.asked = time.perf_counter()
         yield
         run.arrived = time.perf_counter()
-        self.trace.record(_span("wait", f"batch of step {run.step + 1}", run.asked, run.arrived))
 
     def update(self, metrics: Any) -> None:
         """Takes the metrics of a step that was just started; waits only when the loop is more than two steps ahead.
@@ -164,7 +162,8 @@ class Report:
         self._following().update(metrics)
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Shows and writes values that belong to no single step, such as a test accuracy."""
+        """Shows and writes values that belong to no single step, such as a test accuracy, and keeps them in `noted`."""
+        self.noted.update(values)
         self._following().note(values)
 
     @property
@@ -178,10 +177,10 @@ class Report:
         return self._run
 
     def _display(self, length: RunLength, first_step: int) -> _Sink:
-        output = sys.stdout if self._output is None else self._output
-        if self._show == "line" or (self._show == "auto" and output.isatty()):
-            return _Line(_Words(length, first_step), output)
-        return _PlainLines(_Words(length, first_step), output, self._every_seconds)
+        words = _Words(length, first_step)
+        if self._show == "line" or (self._show == "auto" and sys.stdout.isatty()):
+            return _Line(words)
+        return _PlainLines(words, self._every_seconds)
 
 
 class _Run:
@@ -224,7 +223,7 @@ class _Run:
         start = max(arrived, self._last_end)
         stalled = max(0.0, arrived - max(asked, self._last_end))
         self._last_end = end
-        self._trace.record(_span("step", f"step {step}", start, end, thread="devices"))
+        self._trace.record(Span("step", f"step {step}", "devices", start, end - start, 0))
         pace = Pace(end - start, stalled, self._length.batch_size)
         if step > self._first_step + 1:
             self.pace += pace
@@ -242,7 +241,8 @@ class _Jsonl:
 
     def __init__(self, path: Path, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if _step_of(line) <= first_step]
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= first_step]
         beside = path.with_name(path.name + ".new")
         beside.write_text("".join(line + "\n" for line in kept))
         beside.replace(path)
@@ -285,6 +285,9 @@ class _Words:
         self._first_step = first_step
         self._recent: deque[Pace] = deque(maxlen=_RECENT_STEPS)
 
+    def resumed(self) -> str:
+        return f"going on after step {self._first_step}" if self._first_step else ""
+
     def step(self, done: _Done) -> str:
         # The first step compiles: its time says nothing about the rest.
         if done.step == self._first_step + 2:
@@ -309,11 +312,13 @@ class _Words:
 class _PlainLines:
     """A line for the first and the last step, and between them when enough time has passed."""
 
-    def __init__(self, words: _Words, output: TextIO, every_seconds: float) -> None:
+    def __init__(self, words: _Words, every_seconds: float) -> None:
         self._words = words
-        self._output = output
+        self._output = sys.stdout
         self._every_seconds = every_seconds
         self._written = -math.inf
+        if words.resumed():
+            self._print(words.resumed())
 
     def step(self, done: _Done) -> None:
         line = self._words.step(done)
@@ -336,16 +341,16 @@ class _PlainLines:
 class _Line:
     """One line with a bar, redrawn in place; notes scroll by above it."""
 
-    def __init__(self, words: _Words, output: TextIO) -> None:
+    def __init__(self, words: _Words) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._words = words
-        self._bar = Progress(
-            BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=Console(file=output)
-        )
+        self._bar = Progress(BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=Console())
         self._task = self._bar.add_task("the first step compiles", total=words.length.num_steps)
         self._bar.start()
+        if words.resumed():
+            self._bar.console.print(words.resumed(), markup=False, highlight=False)
 
     def step(self, done: _Done) -> None:
         self._bar.update(self._task, completed=done.step, description=self._words.step(done))
@@ -368,14 +373,6 @@ def _scalars(metrics: Any) -> dict[str, float]:
 
 def _rates(pace: Pace) -> dict[str, float]:
     return {"samples_per_second": pace.samples_per_second, "stall_percent": pace.stall_percent}
-
-
-def _span(lane: str, name: str, start: float, end: float, thread: str = "loop") -> Span:
-    return Span(lane, name, thread, start, end - start, 0)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _step_of(line: str) -> float:

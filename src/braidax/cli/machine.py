@@ -1,5 +1,6 @@
 """The mesh that a command asks for, on the devices that the machine has."""
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ def parse_spec(text: str) -> PartitionSpec:
         names = tuple(part.strip().split("+"))
         if part.strip() != "-" and not all(name.isidentifier() for name in names):
             raise typer.BadParameter(f"{text!r}: expected mesh axes per dim, such as data or data+model,-")
-        entries.append(None if part.strip() == "-" else names if len(names) > 1 else names[0])
+        entries.append(None if part.strip() == "-" else names)
     return PartitionSpec(*entries)
 
 
@@ -54,10 +55,9 @@ def make_mesh(axes: Mapping[str, int] | None) -> Mesh:
     """
     wanted = math.prod((axes or _DEFAULT_ON_CPU).values())
     if _FORCED not in os.environ.get("XLA_FLAGS", ""):
-        try:
+        # JAX may have started already, inside another program; then what it has is counted below.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", wanted)
-        except RuntimeError:
-            pass  # JAX has started already, as it may inside another program: what it has is counted below
     devices = jax.devices()
     if axes is None:
         axes = _DEFAULT_ON_CPU if devices[0].platform == "cpu" else {"data": len(devices)}

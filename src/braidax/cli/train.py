@@ -74,7 +74,9 @@ def train(task: Task, settings: Settings) -> None:
         finally:
             settings.trace.parent.mkdir(parents=True, exist_ok=True)
             run.report.trace.save(settings.trace)
-        _summarize(run, evaluate(run.step, state, run.test), settings)
+        noted = run.report.noted
+        accuracy = noted["test_accuracy"] if noted else evaluate(run.step, state, run.test)["accuracy"]
+        _summarize(run, accuracy, settings)
 
 
 def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
@@ -102,14 +104,14 @@ def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
     return _Run(step, loader, test, saver, report)
 
 
-def _summarize(run: _Run, metrics: Mapping[str, float], settings: Settings) -> None:
+def _summarize(run: _Run, accuracy: float, settings: Settings) -> None:
     pace = run.report.pace
-    told = [f"test accuracy {100 * metrics['accuracy']:.2f} %"]
+    told = [f"test accuracy {100 * accuracy:.2f} %"]
     if pace.num_samples:
         told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
     else:
         told += ["no step was left to train"]
     typer.echo("  ".join(told))
-    typer.echo(f"checkpoint  {run.saver.path / f'step-{run.saver.num_updates:08d}'}")
+    typer.echo(f"checkpoint  {settings.out / 'checkpoints'} (step {run.saver.num_updates})")
     typer.echo(f"metrics     {settings.out / 'metrics.jsonl'}")
     typer.echo(f"trace       {settings.trace} (open it in https://ui.perfetto.dev)")

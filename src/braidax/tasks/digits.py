@@ -24,7 +24,7 @@ def digits(folder: str | Path) -> Task:
     files = write_digits(folder)
     train, test = (open_source(file, transform=_stretch) for file in files)
     model = WideResNet(_NUM_CLASSES, stage_sizes=(1, 1, 1), num_filters=8, block="basic", stem="plain")
-    return image_task(model, train, test, batch_size=64, epochs=10, learning_rate=1e-2)
+    return image_task(model, train, test, batch_size=128, epochs=16, learning_rate=1e-2)
 
 
 def write_digits(folder: str | Path) -> tuple[Path, Path]:

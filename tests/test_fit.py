@@ -1,0 +1,164 @@
+"""The loop: what it computes, that it resumes exactly, and how it ends."""
+
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from braidax.checkpoint import Checkpointer, Every
+from braidax.data import DataLoader
+from braidax.errors import ArgumentError
+from braidax.fit import evaluate, fit
+from braidax.parallel import DataParallel, Step, parallelize
+from braidax.report import Report
+from braidax.spans import Trace
+
+MESH = jax.make_mesh((4, 2), ("data", "model"))
+SAMPLES = {"x": np.random.default_rng(0).normal(size=(44, 3)).astype(np.float32), "y": np.arange(44, dtype=np.float32)}
+
+
+def make_step(optimizer: optax.GradientTransformation, samples: dict[str, Any], batch_size: int) -> Step:
+    def loss(params: Any, batch: Any) -> Any:
+        mask = batch.get("mask", jnp.ones_like(batch["y"], bool))
+        errors = jnp.where(mask, (batch["x"] @ params["w"] - batch["y"]) ** 2, 0.0)
+        return jnp.sum(errors) / jnp.sum(mask), {"largest": jnp.max(batch["y"]), "errors": errors}
+
+    batch = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in samples.items()}
+    strategies = {"data": DataParallel(), "model": DataParallel()}
+    init = lambda key: {"w": jnp.zeros(samples["x"].shape[1])}  # noqa: E731
+    return parallelize(loss, optimizer, MESH, strategies, init=init, batch=batch)
+
+
+def make_loader(step: Step, samples: Any = SAMPLES, *, batch_size: int = 8, **options: Any) -> DataLoader:
+    return DataLoader(samples, MESH, step.batch_shardings, batch_size=batch_size, **options)
+
+
+class InterruptedSaver(Checkpointer):
+    """Presses Ctrl-C, as often as `presses` says, after the step `at`."""
+
+    at = 7
+    presses = 1
+
+    def update(self, tree: Any) -> None:
+        super().update(tree)
+        if self.num_updates == self.at:
+            for _ in range(self.presses):
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_it_descends_as_by_hand(tmp_path: Path) -> None:
+    # The loss is (w - 2)², so each step at rate 1/4 halves the way to 2.
+    samples = {"x": np.ones((8, 1), np.float32), "y": np.full(8, 2, np.float32)}
+    step = make_step(optax.sgd(0.25), samples, 8)
+    report = Report(show="nothing", metrics=tmp_path / "metrics.jsonl", trace=Trace(max_spans=99))
+    with make_loader(step, samples, epochs=3) as loader:
+        state = fit(step, step.init(jax.random.key(0)), loader, report=report)
+    assert float(state.params["w"][0]) == 1.75
+    assert int(state.step) == 3
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["epoch"], line["loss"]) for line in lines] == [(1, 0, 4.0), (2, 1, 1.0), (3, 2, 0.25)]
+    assert [span.name for span in report.trace.spans if span.lane == "step"] == ["step 1", "step 2", "step 3"]
+    assert report.pace.num_samples == 16
+
+
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    step = make_step(optax.adam(0.1), SAMPLES, 8)
+    whole = fit(step, step.init(jax.random.key(0)), make_loader(step, epochs=3))
+
+    with make_loader(step, epochs=3) as loader, InterruptedSaver(tmp_path, Every(100)) as saver:
+        with pytest.raises(KeyboardInterrupt):
+            fit(step, step.init(jax.random.key(0)), loader, saver=saver)
+        assert saver.num_updates == 7
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    with make_loader(step, epochs=3) as loader, Checkpointer(tmp_path, Every(100)) as saver:
+        report = Report(show="nothing")
+        state = fit(step, step.init(jax.random.key(1)), loader, saver=saver, report=report)
+        assert report.pace.num_samples == (15 - 7 - 1) * 8
+    assert int(state.step) == 15
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (whole.params, whole.opt_state))
+
+
+def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
+    step = make_step(optax.adam(0.1), SAMPLES, 8)
+    states: list[Any] = []
+    for _ in range(2):
+        with make_loader(step, epochs=2) as loader, Checkpointer(tmp_path, Every(3)) as saver:
+            states.append(fit(step, step.init(jax.random.key(0)), loader, saver=saver))
+            assert saver.num_updates == 10
+    np.testing.assert_array_equal(states[0].params["w"], states[1].params["w"])
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000006", "step-00000009", "step-00000010"]
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    step = make_step(optax.adam(0.1), SAMPLES, 8)
+    with make_loader(step) as loader, InterruptedSaver(tmp_path, Every(100)) as saver:
+        saver.at, saver.presses = 2, 2
+        with pytest.raises(KeyboardInterrupt):
+            fit(step, step.init(jax.random.key(0)), loader, saver=saver)
+    assert list(tmp_path.glob("step-*")) == []
+
+
+def test_it_runs_on_any_thread() -> None:
+    step = make_step(optax.sgd(0.1), SAMPLES, 8)
+    states: list[Any] = []
+    state = step.init(jax.random.key(0))
+    thread = threading.Thread(target=lambda: states.append(fit(step, state, make_loader(step))))
+    thread.start()
+    thread.join(60)
+    assert int(states[0].step) == 5
+
+
+def test_the_test_loader_is_evaluated_after_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    test = make_loader(step, seed=None, remainder="pad")
+    report = Report(show="plain")
+    state = fit(step, step.init(jax.random.key(0)), make_loader(step, epochs=2), report=report, test=test)
+    loss = np.mean((SAMPLES["x"] @ np.asarray(state.params["w"]) - SAMPLES["y"]) ** 2)
+    assert report.noted["test_loss"] == pytest.approx(loss, rel=1e-5)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(("epoch 1 done", "epoch 2 done")) for line in lines) == 2
+
+
+def test_evaluation_weighs_a_padded_batch_by_its_valid_samples() -> None:
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    state = step.init(jax.random.key(0))
+    test = make_loader(step, seed=None, remainder="pad")
+    for _ in range(2):  # the second pass sees the same samples
+        metrics = evaluate(step, state, test)
+        assert metrics["loss"] == pytest.approx(np.mean(np.arange(44.0) ** 2), rel=1e-6)
+        test.cursor = test.cursor._replace(epoch=0)
+    assert sorted(metrics) == ["largest", "loss"]
+
+
+def test_evaluation_needs_one_whole_epoch() -> None:
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    state = step.init(jax.random.key(0))
+    with pytest.raises(ArgumentError, match="epochs=2"):
+        evaluate(step, state, make_loader(step, epochs=2))
+    begun = make_loader(step)
+    begun.cursor = begun.cursor._replace(position=8)
+    with pytest.raises(ArgumentError, match="position=8"):
+        evaluate(step, state, begun)
+
+
+def test_a_fault_in_the_data_reaches_the_caller() -> None:
+    class Faulty:
+        def __len__(self) -> int:
+            return 44
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 20:
+                raise OSError("the disk is gone")
+            return {"x": SAMPLES["x"][index], "y": SAMPLES["y"][index]}
+
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    with pytest.raises(Exception, match="the disk is gone"):
+        fit(step, step.init(jax.random.key(0)), make_loader(step, Faulty()))

@@ -1,0 +1,209 @@
+"""The report: who waited for whom, and what stands in the lines and the files."""
+
+import json
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from braidax.errors import ArgumentError, MissingExtra
+from braidax.report import Report, RunLength
+from braidax.spans import Trace
+
+LENGTH = RunLength(steps_per_epoch=2, epochs=2, batch_size=10)
+
+
+class Clock:
+    """Replaces `time.perf_counter` in the report; the loop and the report's thread see a time of their own."""
+
+    def __init__(self) -> None:
+        self.seconds = threading.local()
+
+    def set(self, seconds: float) -> None:
+        self.seconds.now = seconds
+
+    def perf_counter(self) -> float:
+        return getattr(self.seconds, "now", 0.0)
+
+
+class Metric:
+    """A scalar that a device is still computing, until `gate` opens; it is then `done` seconds by the clock."""
+
+    def __init__(self, value: float, clock: Clock, done: float) -> None:
+        self.gate = threading.Event()
+        self.value, self.clock, self.done = value, clock, done
+
+    def block_until_ready(self) -> None:
+        assert self.gate.wait(30)
+        self.clock.set(self.done)
+
+    def __float__(self) -> float:
+        return self.value
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    fake = SimpleNamespace(perf_counter=clock.perf_counter, monotonic=time.monotonic, time=lambda: 1e9)
+    monkeypatch.setattr("braidax.report.time", fake)
+    return clock
+
+
+def three_steps(report: Report, clock: Clock) -> None:
+    """Step 1 ends at 3 s. Step 2's batch is there 2 s later and keeps the devices busy for 4 s; step 3's is early."""
+    metrics = [Metric(4.0, clock, 3.0), Metric(2.0, clock, 9.0), Metric(1.0, clock, 10.0)]
+    times = [(0.0, 1.0), (2.0, 5.0), (6.0, 7.0)]
+    with report.following(LENGTH, 0):
+        for metric, (asked, arrived) in zip(metrics, times, strict=True):
+            clock.set(asked)
+            with report.waiting():
+                clock.set(arrived)
+            if metric is metrics[2]:
+                for ready in metrics:
+                    ready.gate.set()
+            report.update({"loss": metric})
+        report.note({"test_loss": 0.5})
+
+
+def steps(report: Report, *metrics: Any, first_step: int = 0) -> None:
+    with report.following(LENGTH, first_step):
+        for metric in metrics:
+            with report.waiting():
+                pass
+            report.update(metric)
+
+
+def test_stall_is_the_time_in_which_the_devices_had_nothing_to_do(clock: Clock) -> None:
+    report = Report(show="nothing", trace=Trace(max_spans=10))
+    three_steps(report, clock)
+    assert (report.pace.stall_seconds, report.pace.step_seconds, report.pace.num_samples) == (2.0, 5.0, 20)
+    assert report.pace.stall_percent == pytest.approx(200 / 7)
+    assert report.pace.samples_per_second == pytest.approx(20 / 7)
+    assert [(span.name, span.start, span.seconds) for span in report.trace.spans] == [
+        ("step 1", 1.0, 2.0),
+        ("step 2", 5.0, 4.0),
+        ("step 3", 9.0, 1.0),
+    ]
+
+
+def test_plain_lines_say_what_happened(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    three_steps(Report(show="plain", every_seconds=0), clock)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/4  epoch 1/2  loss 4  first step 2.0 s, compiling included",
+        "step 2/4  epoch 1/2  loss 2  2 samples/s  stall 33.3 %  ETA 0:12",
+        "step 3/4  epoch 2/2  loss 1  3 samples/s  stall 28.6 %  ETA 0:04",
+        "epoch 2 done  test_loss 0.5",
+    ]
+
+
+def test_plain_lines_keep_their_distance_but_show_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(every_seconds=1000)
+    steps(report, *[{"loss": jnp.float32(0.25)}] * 3, first_step=1)
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "going on after step 1"
+    assert [line.partition("  loss")[0] for line in rest] == ["step 2/4  epoch 1/2", "step 4/4  epoch 2/2"]
+
+
+def test_a_run_without_end_has_no_eta(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(show="plain", every_seconds=0)
+    with report.following(RunLength(1, None, 10), 0):
+        for second in (0.0, 1.0):
+            clock.set(second)
+            with report.waiting():
+                pass
+            metric = Metric(1.0, clock, second + 1)
+            metric.gate.set()
+            report.update({"loss": metric})
+    assert capsys.readouterr().out.splitlines()[-1] == "step 2  epoch 2  loss 1  10 samples/s  stall 0.0 %"
+
+
+def test_a_terminal_gets_one_line_that_is_redrawn(
+    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    three_steps(Report(show="line"), clock)
+    note, bar = capsys.readouterr().out.splitlines()
+    assert note == "epoch 2 done  test_loss 0.5"
+    assert bar.rstrip().endswith("step 3/4  epoch 2/2  loss 1  3 samples/s  stall 28.6 %  ETA 0:04")
+
+
+def test_metrics_are_lines_of_json(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "metrics.jsonl"
+    three_steps(Report(show="nothing", metrics=path), clock)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[1] == {
+        "step": 2,
+        "epoch": 0,
+        "time": 1e9,
+        "loss": 2.0,
+        "samples_per_second": pytest.approx(10 / 6),
+        "stall_percent": pytest.approx(100 / 3),
+    }
+    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert lines[3] == {"step": 3, "epoch": 1, "time": 1e9, "test_loss": 0.5}
+
+
+def test_resumed_metrics_drop_what_is_repeated_and_what_a_crash_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 4.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
+    report = Report(show="nothing", metrics=path)
+    steps(report, {"loss": jnp.float32(jnp.nan), "per_class": jnp.zeros(3)}, first_step=1)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[1]["loss"] == "nan"
+    assert "per_class" not in lines[1]
+
+
+def test_metrics_of_nested_trees_are_named_by_their_path(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    report = Report(show="nothing", metrics=path)
+    steps(report, {"loss": {"main": jnp.float32(1.5), "extra": jnp.ones((1,))}})
+    line = json.loads(path.read_text())
+    assert (line["loss/main"], line["loss/extra"]) == (1.5, 1.0)
+
+
+def test_tensorboard_gets_every_scalar(clock: Clock, tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    three_steps(Report(show="nothing", tensorboard=tmp_path), clock)
+    (file,) = tmp_path.iterdir()
+    data, found = file.read_bytes(), dict[tuple[str, int], float]()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event: Any = Event.FromString(data[12 : 12 + length])
+        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        data = data[16 + length :]
+    assert found["loss", 1] == 4.0
+    assert found["loss", 3] == 1.0
+    assert found["test_loss", 3] == 0.5
+    assert found["stall_percent", 2] == pytest.approx(100 / 3)
+
+
+def test_without_tensorboard_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    report = Report(show="nothing", tensorboard=tmp_path)
+    with pytest.raises(MissingExtra, match=r'pip install "braidax\[tensorboard\]"'):
+        steps(report)
+
+
+def test_a_failed_computation_is_raised_in_the_loop(clock: Clock) -> None:
+    class Failed(Metric):
+        def block_until_ready(self) -> None:
+            raise RuntimeError("out of memory")
+
+    report = Report(show="nothing")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        steps(report, {"loss": Failed(0.0, clock, 0.0)})
+
+
+def test_wrong_use_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"every_seconds=-1.0"):
+        Report(every_seconds=-1.0)
+    with pytest.raises(ArgumentError, match="follows no run"):
+        Report().update({})
