@@ -37,7 +37,7 @@ def bits(leaf: Any) -> tuple[Any, ...]:
 
 
 def test_structure_and_types_come_back(tmp_path: Path) -> None:
-    tree = {
+    tree: dict[str, Any] = {
         "cursor": Cursor(None, 3, 512),
         "flags": [True, 2, 0.5],
         "none": None,
@@ -88,6 +88,22 @@ def test_committed_stays_committed_and_free_stays_free(tmp_path: Path) -> None:
     got = round_trip(tmp_path, tree, tree)
     assert (got["free"].committed, got["bound"].committed) == (False, True)
     assert got["bound"].sharding == SingleDeviceSharding(jax.devices()[3])
+
+
+def test_weak_types_stay_weak(tmp_path: Path) -> None:
+    sharding = NamedSharding(jax.make_mesh((8,), ("a",)), P("a"))
+    tree = [
+        jnp.full(3, 0.1),
+        jnp.asarray(2),
+        jax.device_put(jnp.full(8, -0.0), sharding),
+        jnp.ones(3),
+        jnp.asarray(True),
+    ]
+    got = round_trip(tmp_path, tree, tree)
+    assert [leaf.weak_type for leaf in got] == [leaf.weak_type for leaf in tree] == [True, True, True, False, False]
+    assert [bits(leaf) for leaf in got] == [bits(leaf) for leaf in tree]
+    assert [leaf.committed for leaf in got] == [leaf.committed for leaf in tree]
+    assert got[2].sharding == sharding
 
 
 def test_restored_arrays_can_be_donated_though_replicas_share_host_memory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from braidax.checkpoint import persist
@@ -68,10 +69,14 @@ def _load_leaf(reader: persist.Reader, entry: Entry, like: Any) -> Any:
         return array
     if isinstance(like, np.generic):
         return array[()]
-    content: Any = array
-    if entry.key_impl:
-        content = _jax.random.wrap_key_data(content, impl=entry.key_impl)
     # An array that was not committed to its device must not become so: it could no longer meet arrays on a mesh.
-    if isinstance(like, jax.Array) and not like.committed:
-        return _jax.device_put(content)
-    return _jax.device_put(content, like.sharding)
+    sharding = None if isinstance(like, jax.Array) and not like.committed else like.sharding
+    if entry.key_impl:
+        return _jax.device_put(_jax.random.wrap_key_data(array, impl=entry.key_impl), sharding)
+    return _jax.device_put(_weak(array) if like.weak_type else array, sharding)
+
+
+def _weak(array: np.ndarray) -> Any:
+    # The type stays as weak as it was, or the step would be compiled again, and its dtypes could come out wider.
+    zero = array.dtype.type(0).item()
+    return jnp.full(array.shape, zero).at[...].set(array) if jnp.result_type(zero) == array.dtype else array
