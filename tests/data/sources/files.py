@@ -6,7 +6,7 @@ import struct
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -112,7 +112,7 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
     return path
 
 
-def write_tar(path: Path, folder: str, files: Mapping[str, bytes], mode: str = "w:gz") -> Path:
+def write_tar(path: Path, folder: str, files: Mapping[str, bytes], mode: Literal["w", "w:gz"] = "w:gz") -> Path:
     with tarfile.open(path, mode) as archive:
         for name, content in files.items():
             member = tarfile.TarInfo(f"{folder}/{name}")

@@ -18,6 +18,7 @@ import braidax.data.sources as sources
 from braidax.data.sources.source import Source, allocate
 from braidax.errors import RecordError
 from tests.data.sources import files
+from tests.data.sources.reading import assert_equal, read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,19 +189,6 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture
 def source(case: Case, tmp_path: Path) -> Source:
     return case.make(tmp_path)
-
-
-def read(source: Source, indices: list[int]) -> Any:
-    """Reads into slots that were filled with another value before, so that what is left unwritten shows."""
-    out = allocate(source.sample_spec, len(indices))
-    for leaf in jax.tree.leaves(out):
-        leaf.view(np.uint8)[...] = 0x5A
-    source.read(np.array(indices, np.int64), out)
-    return out
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def test_length_and_spec(case: Case, source: Source) -> None:

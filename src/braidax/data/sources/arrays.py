@@ -1,12 +1,13 @@
 """Arrays that lie row by row in memory or in a file: `.npy`, `.npz`, and whatever else can be seen as such."""
 
 import ast
+import io
 import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -125,12 +126,14 @@ class _Layout(NamedTuple):
     offset: int
 
 
-def _npy_layout(file: BinaryIO | zipfile.ZipExtFile, *, where: str, size: int) -> _Layout:
+def _npy_layout(file: io.BufferedIOBase, *, where: str, size: int) -> _Layout:
     """Reads the npy header at the file's position; `size` counts the bytes from there on, header included."""
     start = file.tell()
     prefix = file.read(8)
     if len(prefix) < 8 or not prefix.startswith(NPY_MAGIC):
-        raise FormatError(f"{where}: begins with {prefix[:6]!r}, expected {NPY_MAGIC!r}: it is no npy file")
+        raise FormatError(
+            f"{where}: begins with {prefix[:6]!r}, expected {NPY_MAGIC!r}: it is no npy file, or a truncated one"
+        )
     width = 2 if prefix[6] == 1 else 4
     length = int.from_bytes(file.read(width), "little")
     try:
@@ -164,10 +167,10 @@ def _stored_layout(path: Path, member: zipfile.ZipInfo, *, where: str) -> _Layou
 
 
 def _inflate(archive: zipfile.ZipFile, member: zipfile.ZipInfo, *, where: str) -> NDArray[Any]:
-    with archive.open(member) as file:
-        _npy_layout(file, where=where, size=member.file_size)
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
+    data = archive.read(member)
+    layout = _npy_layout(io.BytesIO(data), where=where, size=len(data))
+    order = "F" if layout.fortran_order else "C"
+    return np.ndarray(layout.shape, layout.dtype, data, layout.offset, order=order)
 
 
 def _map(path: Path, layout: _Layout) -> NDArray[Any]:

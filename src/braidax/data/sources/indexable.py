@@ -109,7 +109,7 @@ class IndexableSource(Source):
             array = self._leaf(value, name, record=record)
             if array.shape != shape or array.dtype != dtype:
                 raise RecordError(
-                    f"{self._where}, record {record}: leaf {name} is {array.dtype} {list(array.shape)}, expected "
+                    f"{self._where}, record {record}: leaf {name!r} is {array.dtype} {list(array.shape)}, expected "
                     f"{dtype} {list(shape)} as in record 0; pad, crop or convert the samples to one shape and dtype"
                 )
             narrow(array[None], slot, np.asarray([record]), where=self._where, leaf=name)
@@ -117,7 +117,7 @@ class IndexableSource(Source):
     def _leaf(self, value: Any, name: str, *, record: int) -> NDArray[Any]:
         if value is None or isinstance(value, str | bytes):
             raise FormatError(
-                f"{self._where}, record {record}: field {name} is {_shown(value)}; expected numbers: remove the "
+                f"{self._where}, record {record}: field {name!r} is {_shown(value)}; expected numbers: remove the "
                 "field, or "
                 "turn it into numbers first (with a Hugging Face Dataset: remove_columns, map or with_format)"
             )
@@ -125,12 +125,12 @@ class IndexableSource(Source):
             array = np.asarray(_eight_bit(value))
         except (ValueError, TypeError, OverflowError) as error:
             raise RecordError(
-                f"{self._where}, record {record}: field {name} ({type(value).__name__}) is no rectangular array of "
+                f"{self._where}, record {record}: field {name!r} ({type(value).__name__}) is no rectangular array of "
                 f"numbers ({error}); pad its lists to one length, or remove the field"
             ) from error
         if array.dtype.kind in "OSUT":
             raise FormatError(
-                f"{self._where}, record {record}: field {name} is {_shown(value)} (dtype {array.dtype}); expected "
+                f"{self._where}, record {record}: field {name!r} is {_shown(value)} (dtype {array.dtype}); expected "
                 "numbers: "
                 "remove the field, or turn it into numbers first"
             )
@@ -149,7 +149,7 @@ class IndexableSource(Source):
 def _flatten(sample: Any) -> tuple[list[tuple[str, Any]], Any]:
     tree_util: Any = jax.tree_util
     paths, treedef = tree_util.tree_flatten_with_path(sample, is_leaf=_is_leaf)
-    return [(tree_util.keystr(path) or "sample", value) for path, value in paths], treedef
+    return [(tree_util.keystr(path, simple=True, separator=".") or "sample", value) for path, value in paths], treedef
 
 
 def _is_leaf(value: Any) -> bool:

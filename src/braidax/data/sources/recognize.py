@@ -1,4 +1,4 @@
-"""`open`: from a path or an object to a source, the format recognised from what the path holds."""
+"""`open`: from a path or an object to a source, the format recognized from what the path holds."""
 
 import gzip
 import os
@@ -38,7 +38,7 @@ def open(
 
     **Arguments:**
 
-    - `path_or_object`: a file or folder, whose format is recognised from its contents (docs/sources.md lists them); a
+    - `path_or_object`: a file or folder, whose format is recognized from its contents (docs/sources.md lists them); a
       dict of arrays or one array; or any object with `__len__` and `__getitem__`.
     - `image_size`: `(height, width)` in pixels to resize the leaf `"image"` to.
     - `split`: `"train"` (the default) or `"test"`, where a format has splits.
@@ -181,7 +181,7 @@ def _check_options(known: _Format, options: Mapping[str, Any], what: Any) -> Non
         listed = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
         takes = ", ".join(sorted(known.options)) or "none of its own"
         raise ArgumentError(
-            f"{listed}: no option of this format; {what} was recognised as {known.name!r}, whose options are: {takes}; "
+            f"{listed}: no option of this format; {what} was recognized as {known.name!r}, whose options are: {takes}; "
             "leave it out"
         )
 

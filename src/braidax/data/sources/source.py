@@ -68,7 +68,7 @@ def batch_spec(sample_spec: Any, batch_size: int) -> Any:
 
 
 def allocate(sample_spec: Any, num_samples: int) -> Any:
-    """Returns a PyTree of uninitialised NumPy arrays `[num_samples, *sample_shape]`, as `Source.read` fills them."""
+    """Returns a PyTree of uninitialized NumPy arrays `[num_samples, *sample_shape]`, as `Source.read` fills them."""
 
     def empty(leaf: Any) -> NDArray[Any]:
         return np.empty((num_samples, *leaf.shape), leaf.dtype)
@@ -86,7 +86,7 @@ def loader_dtype(dtype: np.dtype[Any], *, where: str, leaf: str) -> np.dtype[Any
 
     **Raises:** `FormatError` for text, objects, dates, records and numbers wider than 64 bits.
     """
-    numeric = dtype.kind in "biufc" or jnp.issubdtype(dtype, np.number)
+    numeric = dtype.kind in "biufc" or (dtype.kind == "V" and jnp.issubdtype(dtype, np.number))
     if not numeric or dtype.itemsize > (16 if dtype.kind == "c" else 8):
         raise FormatError(
             f"{where}: leaf {leaf!r} has dtype {dtype}, which is no JAX dtype; expected bool, integers, floats or "

@@ -1,0 +1,150 @@
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import braidax.data.sources as sources
+from braidax.errors import ArgumentError, FormatError, RecordError
+from braidax.spans import Trace
+from tests.data.sources.reading import assert_equal, read
+
+
+def saved(path: Path, values: np.ndarray) -> Path:
+    np.save(path, values)
+    return path
+
+
+def test_npy_values(tmp_path: Path) -> None:
+    values = np.arange(24, dtype=np.float32).reshape(6, 2, 2)
+    source = sources.open(saved(tmp_path / "a.npy", values))
+    assert_equal(read(source, [5, 0]), {"data": values[[5, 0]]})
+    assert source.describe() == {"format": "npy", "files": "a.npy", "samples": "6", "bytes": "96"}
+
+
+def test_npy_is_recognized_without_its_suffix(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npy", np.arange(6, dtype=np.int16)).rename(tmp_path / "a.dat")
+    assert_equal(read(sources.open(str(path))), {"data": np.arange(6, dtype=np.int16)})
+
+
+def test_npy_is_memory_mapped(tmp_path: Path) -> None:
+    source = sources.open(saved(tmp_path / "a.npy", np.zeros(6, np.int16)))
+    with (tmp_path / "a.npy").open("r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"\x07\x00")
+    assert read(source, [5])["data"].tolist() == [7]
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_npy(tmp_path: Path, version: tuple[int, int]) -> None:
+    with (tmp_path / "a.npy").open("wb") as file:
+        np.lib.format.write_array(file, np.asfortranarray(np.arange(6.0).reshape(3, 2)), version)
+    assert_equal(read(sources.open(tmp_path / "a.npy")), {"data": np.arange(6, dtype=np.float32).reshape(3, 2)})
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_values(tmp_path: Path, save: object) -> None:
+    values = {"x": np.arange(7.0), "image": np.arange(42, dtype=np.uint8).reshape(7, 2, 3)}
+    save(tmp_path / "a.npz", **values)  # type: ignore[operator]
+    source = sources.open(tmp_path / "a.npz")
+    assert_equal(read(source), {"x": values["x"].astype(np.float32), "image": values["image"]})
+    mapped = "x, image" if save is np.savez else "none"
+    assert source.describe()["memory-mapped"] == mapped
+
+
+def test_a_read_is_a_span_with_its_bytes(tmp_path: Path) -> None:
+    source = sources.open(saved(tmp_path / "a.npy", np.zeros((6, 4), np.int16)))
+    trace = Trace()
+    with trace.active():
+        read(source, [1, 2, 3])
+    assert trace.totals()["read"].num_bytes == 24
+
+
+def test_int64_that_does_not_fit(tmp_path: Path) -> None:
+    source = sources.open(saved(tmp_path / "a.npy", np.array([1, 2, 2**40])))
+    assert read(source, [0, 1])["data"].tolist() == [1, 2]
+    with pytest.raises(RecordError, match=r"a\.npy, record 2: leaf 'data' holds 1099511627776 .*jax_enable_x64"):
+        read(source, [0, 2])
+
+
+def test_truncated_npy(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npy", np.zeros((10, 3), np.float32))
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(FormatError, match=r"a\.npy: truncated: 243 bytes, expected 248 for shape \(10, 3\) of float32"):
+        sources.open(path)
+
+
+def test_npy_cut_inside_its_header(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npy", np.zeros(3))
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(FormatError, match=r"a\.npy: the npy header is truncated or corrupt"):
+        sources.open(path)
+    path.write_bytes(path.read_bytes()[:7])
+    with pytest.raises(FormatError, match=r"a\.npy: begins with .*: it is no npy file, or a truncated one"):
+        sources.open(path)
+
+
+def test_npy_of_objects(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npy", np.array([[1], [2, 3]], dtype=object))
+    with pytest.raises(FormatError, match=r"a\.npy: holds Python objects \(dtype object\).*save arrays of one shape"):
+        sources.open(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.float32(3), r"same number of samples as their first dim; found 'data' \(\)"),
+        (np.zeros((0, 3)), "it holds 0 samples"),
+        (np.array(["a", "b"]), "leaf 'data' has dtype <U1, which is no JAX dtype"),
+    ],
+)
+def test_npy_without_samples(tmp_path: Path, values: np.ndarray, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        sources.open(saved(tmp_path / "a.npy", values))
+
+
+def test_npz_of_different_lengths(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros(3), y=np.zeros((4, 2)))
+    with pytest.raises(FormatError, match=r"a\.npz: .*same number of samples.*found 'x' \(3,\), 'y' \(4, 2\)"):
+        sources.open(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_of_objects(tmp_path: Path, save: object) -> None:
+    save(tmp_path / "a.npz", x=np.array([[1], [2, 3]], dtype=object))  # type: ignore[operator]
+    with pytest.raises(FormatError, match=r"a\.npz, member 'x\.npy': holds Python objects"):
+        sources.open(tmp_path / "a.npz")
+
+
+def test_truncated_npz(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros(100))
+    data = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(data[:500])
+    with pytest.raises(FormatError, match=r"a\.npz: the zip archive of 500 bytes is truncated or corrupt"):
+        sources.open(tmp_path / "a.npz")
+
+
+def test_damaged_npz(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=500))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[1000:1100] = bytes(100)
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(FormatError, match=r"a\.npz: the zip archive of .* is truncated or corrupt"):
+        sources.open(tmp_path / "a.npz")
+
+
+def test_a_zip_of_something_else(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("notes.txt", "x")
+    with pytest.raises(FormatError, match=r"a\.zip, member 'notes\.txt': expected \.npy members only"):
+        sources.open(tmp_path / "a.zip")
+
+
+def test_arrays_in_memory() -> None:
+    values = np.arange(6, dtype=np.int16).reshape(3, 2)
+    assert_equal(read(sources.open(values)), {"data": values})
+    assert_equal(
+        read(sources.open({"x": values, "y": np.ones(3)}), [2]), {"x": values[[2]], "y": np.ones(1, np.float32)}
+    )
+    with pytest.raises(ArgumentError, match=r"path_or_object: the dict's entry 'x' is a list; expected an array"):
+        sources.open({"x": [1, 2]})
