@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -22,6 +23,19 @@ def place(tree: Any, shardings: Any) -> Any:
     return jax.tree.unflatten(structure, moved)
 
 
+def adopt(tree: Any, shardings: Any) -> Any:
+    """Moves leaves as `place` does, for a caller that will donate the result.
+
+    What is moved is copied on the devices too: a moved array may share its memory with the one that it came from,
+    and with others that came from it, and memory that is donated twice crashes the process.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    wanted: list[Sharding] = jax.tree.leaves(shardings)
+    moved = [_place(leaf, sharding) for leaf, sharding in zip(leaves, wanted, strict=True)]
+    owned = [new if new is old else jnp.copy(new) for old, new in zip(leaves, moved, strict=True)]
+    return jax.tree.unflatten(structure, owned)
+
+
 def _place(leaf: Any, sharding: Sharding) -> jax.Array:
     if isinstance(leaf, jax.Array):
         here = leaf.sharding
@@ -37,5 +51,5 @@ def strong(tree: Any) -> Any:
 
 
 def _strong(leaf: Any) -> jax.Array:
-    leaf = jax.numpy.asarray(leaf)
+    leaf = jnp.asarray(leaf)
     return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf

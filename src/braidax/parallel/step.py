@@ -11,7 +11,7 @@ from braidax.errors import ArgumentError
 from braidax.program import Program, compile_on, difference, specs_of, trace
 
 from .accumulate import accumulated_gradients_of, gradients_of
-from .arrays import place, strong
+from .arrays import adopt, place, strong
 from .loss import Loss
 from .plan import Plan, follow, shardings_of
 from .state import State
@@ -85,7 +85,7 @@ class Step:
         self._check_state(state)
         if message := difference(self._batch_specs, _canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
-        state, batch = place(state, self.state_shardings), place(batch, self.batch_shardings)
+        state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
         gradients, variables, metrics = self._gradients(state.params, state.variables, state.key, state.step, batch)
         if before_apply is not None:
             before_apply()

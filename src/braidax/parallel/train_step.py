@@ -21,7 +21,7 @@ from braidax.program import (
     trace,
 )
 
-from .arrays import place
+from .arrays import adopt, place
 from .plan import Plan, make_plan, shardings_of
 from .strategies import Strategy, batch_axes, shard_batch
 
@@ -71,7 +71,7 @@ class TrainStep:
         or its arguments cannot be parallelized.
         """
         form = self._form(state, batch)
-        state_leaves = jax.tree.leaves(place(state, form.state_shardings))
+        state_leaves = jax.tree.leaves(adopt(state, form.state_shardings))
         seen: set[int] = set()
         for index in form.donated:
             if id(state_leaves[index]) in seen:
