@@ -130,7 +130,7 @@ def plan_load(batch_spec: Any, mesh: Mesh | None, specs: Any) -> LoadPlan:
     **Arguments:** `batch_spec`: a PyTree of `jax.ShapeDtypeStruct` with leading batch dims. `mesh`: what
     `PartitionSpec`s refer to. `specs`: a PyTree of `PartitionSpec` or `NamedSharding`, or a prefix of one.
 
-    **Raises:** `SpecError` if specs, mesh and batch do not fit; `ArgumentError` for a dtype that JAX would truncate, and
+    **Raises:** `SpecError` if specs, mesh and batch do not fit; `ArgumentError` for a dtype that JAX would truncate and
     for a batch without leaves.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(batch_spec)
