@@ -73,7 +73,7 @@ def test_a_single_image(tmp_path: Path) -> None:
 def test_a_folder_of_no_known_format(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         (tmp_path / name).touch()
-    found = "a.csv, b.txt" if names else "nothing"
+    found = "2: a.csv, b.txt" if names else "nothing"
     message = f"{tmp_path}: a folder of no known format; it holds {found}; known folders: {FOLDERS}"
     with pytest.raises(FormatError, match=re.escape(message)):
         sources.open(tmp_path)

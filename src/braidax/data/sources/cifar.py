@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.sources.arrays import ArraySource
+from braidax.data.sources.source import listed
 from braidax.errors import ArgumentError, FormatError
 
 PIXELS = 3 * 32 * 32
@@ -68,7 +69,7 @@ _KNOWN = {name for version in _VERSIONS for name in (*version.train, *version.te
 def cifar_folder(path: Path) -> Path | None:
     """Returns the folder that holds CIFAR's files: `path`, or its only subfolder that does; None without one."""
     candidates = [path, *sorted(child for child in path.iterdir() if child.is_dir())]
-    found = [folder for folder in candidates if _version_of({file.name for file in folder.iterdir()}) is not None]
+    found = [folder for folder in candidates if _version_of(_names(folder)) is not None]
     return found[0] if found and (found[0] == path or len(found) == 1) else None
 
 
@@ -91,7 +92,7 @@ def open_cifar_folder(path: Path, *, split: str = "train") -> ArraySource:
     folder = cifar_folder(path)
     if folder is None:
         raise FormatError(f"{path}: holds no files of CIFAR; expected a folder such as cifar-10-batches-py")
-    version = cast("_Version", _version_of({file.name for file in folder.iterdir()}))
+    version = cast("_Version", _version_of(_names(folder)))
     wanted = (*version.files(split), *version.names)
     blobs = {name: (folder / name).read_bytes() for name in wanted if (folder / name).exists()}
     return _source(version, blobs, split=split, where=str(folder))
@@ -113,9 +114,9 @@ def open_cifar_archive(path: Path, *, split: str = "train") -> ArraySource:
         ) from error
     version = _version_of(set(names))
     if version is None:
-        listed = ", ".join(names[:8]) or "nothing"
         raise FormatError(
-            f"{path}: the archive holds no files of CIFAR but: {listed}; expected CIFAR-10 or CIFAR-100 in the python "
+            f"{path}: the archive holds no files of CIFAR; it holds {listed(names)}; expected CIFAR-10 or CIFAR-100 "
+            "in the python "
             "or "
             "binary version: unpack other archives and open the folder"
         )
@@ -146,6 +147,11 @@ def _version_of(names: set[str]) -> _Version | None:
     return None
 
 
+def _names(folder: Path) -> set[str]:
+    """Returns the names of CIFAR's files in a folder, which may hold a million others."""
+    return {name for name in _KNOWN if (folder / name).is_file()}
+
+
 def _check_split(split: str) -> None:
     if split not in ("train", "test"):
         raise ArgumentError(f"split={split!r}: expected 'train' or 'test'")
@@ -170,7 +176,7 @@ def _source(version: _Version, blobs: Mapping[str, bytes], *, split: str, where:
         "format": version.name,
         "files": ", ".join(files),
         "split": split,
-        "classes": ", ".join(_class_names(version, blobs, where=where)),
+        "classes": listed(_class_names(version, blobs, where=where)),
     }
     return ArraySource({"image": images, **labels}, where=where, facts=facts)
 

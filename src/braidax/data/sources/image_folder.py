@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sources.source import Indices, Source, check_indices
+from braidax.data.resize import resize
+from braidax.data.sources.source import Indices, Source, check_indices, listed
 from braidax.errors import ArgumentError, FormatError, RecordError, import_extra
 from braidax.spans import span
 
@@ -97,8 +98,6 @@ class ImageFolder(Source):
         if image.shape == slot.shape[1:]:
             slot[0] = image
         elif self._resizes:
-            from braidax.data.resize import resize
-
             with span("decode", "resize", num_bytes=slot.nbytes):
                 resize(image[None], slot)
         else:
@@ -139,7 +138,7 @@ def open_image_folder(path: Path, *, image_size: tuple[int, int] | None = None) 
         )
     files = [f"{child}/{name}" for child, names in per_class.items() for name in names]
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(names) for names in per_class.values()])
-    facts["classes"] = f"{len(classes)}: " + ", ".join(child.name for child in classes)
+    facts["classes"] = listed([child.name for child in classes])
     return ImageFolder(files, labels, image_size=image_size, facts=facts)
 
 

@@ -54,10 +54,16 @@ class IndexableSource(Source):
         check_indices(indices, self._num_samples, where=self._where)
         with span("read", type(self._items).__name__):
             samples = self._fetch(indices.tolist())
-        slots = cast("list[NDArray[Any]]", self._treedef.flatten_up_to(out))
         with span("decode"):
-            for row, sample in enumerate(samples):
-                self._place(sample, int(indices[row]), [slot[row : row + 1] for slot in slots])
+            columns = [self._checked(sample, record) for sample, record in zip(samples, indices.tolist(), strict=True)]
+            slots = cast("list[NDArray[Any]]", self._treedef.flatten_up_to(out))
+            for leaf, (slot, (_, dtype)) in enumerate(zip(slots, self._stored, strict=True)):
+                if slot.dtype != dtype and columns:
+                    values = np.stack([arrays[leaf] for arrays in columns])
+                    narrow(values, slot, indices, where=self._where, leaf=self._names[leaf])
+                    continue
+                for row, arrays in enumerate(columns):
+                    slot[row] = arrays[leaf]
 
     def describe(self) -> Mapping[str, str]:
         """Returns the object's type and its number of samples."""
@@ -98,21 +104,25 @@ class IndexableSource(Source):
                 f"index the object with {record} to see why"
             ) from error
 
-    def _place(self, sample: Any, record: int, slots: list[NDArray[Any]]) -> None:
-        leaves, treedef = _flatten(sample)
+    def _checked(self, sample: Any, record: int) -> list[NDArray[Any]]:
+        """Returns a sample's leaves as arrays of the shapes and dtypes of the first sample's."""
+        tree: Any = jax.tree
+        leaves, treedef = tree.flatten(sample, is_leaf=_is_leaf)
         if treedef != self._treedef:
             raise RecordError(
                 f"{self._where}, record {record}: its structure is {treedef}, expected that of record 0, "
                 f"{self._treedef}; give every sample the same leaves"
             )
-        for (name, value), (shape, dtype), slot in zip(leaves, self._stored, slots, strict=True):
+        arrays: list[NDArray[Any]] = []
+        for value, name, (shape, dtype) in zip(leaves, self._names, self._stored, strict=True):
             array = self._leaf(value, name, record=record)
             if array.shape != shape or array.dtype != dtype:
                 raise RecordError(
                     f"{self._where}, record {record}: leaf {name!r} is {array.dtype} {list(array.shape)}, expected "
                     f"{dtype} {list(shape)} as in record 0; pad, crop or convert the samples to one shape and dtype"
                 )
-            narrow(array[None], slot, np.asarray([record]), where=self._where, leaf=name)
+            arrays.append(array)
+        return arrays
 
     def _leaf(self, value: Any, name: str, *, record: int) -> NDArray[Any]:
         if value is None or isinstance(value, str | bytes):

@@ -30,7 +30,7 @@ def idx_size(head: bytes) -> int:
 
 def image_files(folder: Path) -> list[Path]:
     """Returns the image files of MNIST's naming in a folder, sorted."""
-    return sorted(path for path in folder.iterdir() if _NAME.search(path.name))
+    return sorted(path for path in folder.glob("*images?idx3-ubyte*") if _NAME.search(path.name))
 
 
 def open_mnist_folder(path: Path, *, split: str = "train") -> ArraySource:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sources.source import Indices, Source, check_indices, gather, loader_dtype
+from braidax.data.sources.source import Indices, Source, check_indices, gather, listed, loader_dtype
 from braidax.errors import ArgumentError, FormatError, RecordError, WaitTimeout, import_extra
 from braidax.spans import span
 
@@ -90,10 +90,9 @@ class ParquetSource(Source):
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples, columns and row groups."""
-        names = ", ".join(path.name for path in self._files[:4]) + (" …" if len(self._files) > 4 else "")
         return {
             "format": "Parquet",
-            "files": f"{len(self._files)}: {names}",
+            "files": listed([path.name for path in self._files]),
             "samples": f"{len(self):,}",
             "columns": ", ".join(self._columns),
             "row groups": f"{len(self._groups):,} of at most {max(group.num_rows for group in self._groups):,} records",
@@ -238,7 +237,7 @@ class ParquetSource(Source):
 
 def parquet_files(path: Path) -> list[Path]:
     """Returns the Parquet files of a folder, sorted by name."""
-    return sorted(child for child in path.iterdir() if child.suffix == ".parquet" and child.name[0] not in "._")
+    return sorted(child for child in path.glob("*.parquet") if child.name[0] not in "._")
 
 
 def open_parquet(path: Path, *, columns: Sequence[str] | None = None, cache_bytes: int = 1 << 30) -> ParquetSource:

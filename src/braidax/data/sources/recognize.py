@@ -18,7 +18,7 @@ from braidax.data.sources.image_folder import IMAGE_SUFFIXES, has_images, open_i
 from braidax.data.sources.indexable import IndexableSource
 from braidax.data.sources.mnist import has_idx_header, idx_size, image_files, open_idx, open_mnist_folder
 from braidax.data.sources.parquet import open_parquet, parquet_files
-from braidax.data.sources.source import Source
+from braidax.data.sources.source import Source, listed
 from braidax.data.sources.tokens import has_header, open_tokens
 from braidax.errors import ArgumentError, FormatError
 
@@ -69,7 +69,7 @@ def open(
     else:
         _check_options(_OBJECT, options, type(path_or_object).__name__)
         source = _wrap(path_or_object)
-    return _transformed(source, image_size, transform)
+    return source if image_size is None and transform is None else _transformed(source, image_size, transform)
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,9 @@ def _recognize(look: _Look) -> _Format:
     expected = ", ".join(known.name for known in formats)
     if look.path.is_dir():
         names = sorted(child.name for child in look.path.iterdir())
-        found = ", ".join(names[:8]) + ("…" if len(names) > 8 else "") if names else "nothing"
-        raise FormatError(f"{look.path}: a folder of no known format; it holds {found}; known folders: {expected}")
+        raise FormatError(
+            f"{look.path}: a folder of no known format; it holds {listed(names)}; known folders: {expected}"
+        )
     remedy = "convert it, or pass an object with __len__ and __getitem__"
     if look.path.suffix.lower() in IMAGE_SUFFIXES:
         remedy = f"open the folder of images, {look.path.parent}"
@@ -178,10 +179,10 @@ def _recognize(look: _Look) -> _Format:
 def _check_options(known: _Format, options: Mapping[str, Any], what: Any) -> None:
     wrong = {name: value for name, value in options.items() if name not in known.options | {"image_size"}}
     if wrong:
-        listed = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        named = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
         takes = ", ".join(sorted(known.options)) or "none of its own"
         raise ArgumentError(
-            f"{listed}: no option of this format; {what} was recognized as {known.name!r}, whose options are: {takes}; "
+            f"{named}: no option of this format; {what} was recognized as {known.name!r}, whose options are: {takes}; "
             "leave it out"
         )
 

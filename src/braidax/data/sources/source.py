@@ -4,7 +4,7 @@ The functions below it are what the sources share: which dtype a leaf gets, and 
 place under that rule.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -144,6 +144,11 @@ def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: 
                 f"{out.dtype}; store smaller values, or keep 64 bits with jax.config.update('jax_enable_x64', True)"
             )
     np.copyto(out, values, casting="same_kind")
+
+
+def listed(names: Sequence[str], *, limit: int = 8) -> str:
+    """Returns names as people read them: their number and the first few, or `"nothing"`."""
+    return f"{len(names)}: {', '.join(names[:limit])}{' …' if len(names) > limit else ''}" if names else "nothing"
 
 
 def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
