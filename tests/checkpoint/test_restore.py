@@ -197,7 +197,8 @@ LEAVES = (
 TREES = st.recursive(
     LEAVES,
     lambda inner: (
-        st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text("abü. ", max_size=4), inner, max_size=3)
+        st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text("abü ", min_size=1, max_size=4), inner, max_size=3)
     ),
     max_leaves=8,
 )
