@@ -53,6 +53,11 @@ class InterruptedSaver(Checkpointer):
                 signal.raise_signal(signal.SIGINT)
 
 
+class TwiceInterruptedSaver(InterruptedSaver):
+    at = 2
+    presses = 2
+
+
 def test_it_descends_as_by_hand(tmp_path: Path) -> None:
     # The loss is (w - 2)², so each step at rate 1/4 halves the way to 2.
     samples = {"x": np.ones((8, 1), np.float32), "y": np.full(8, 2, np.float32)}
@@ -99,10 +104,9 @@ def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
 
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     step = make_step(optax.adam(0.1), SAMPLES, 8)
-    with make_loader(step) as loader, InterruptedSaver(tmp_path, Every(100)) as saver:
-        saver.at, saver.presses = 2, 2
-        with pytest.raises(KeyboardInterrupt):
-            fit(step, step.init(jax.random.key(0)), loader, saver=saver)
+    state = step.init(jax.random.key(0))
+    with TwiceInterruptedSaver(tmp_path, Every(100)) as saver, pytest.raises(KeyboardInterrupt):
+        fit(step, state, make_loader(step), saver=saver)
     assert list(tmp_path.glob("step-*")) == []
 
 
@@ -131,11 +135,11 @@ def test_evaluation_weighs_a_padded_batch_by_its_valid_samples() -> None:
     step = make_step(optax.sgd(0.01), SAMPLES, 8)
     state = step.init(jax.random.key(0))
     test = make_loader(step, seed=None, remainder="pad")
-    for _ in range(2):  # the second pass sees the same samples
-        metrics = evaluate(step, state, test)
-        assert metrics["loss"] == pytest.approx(np.mean(np.arange(44.0) ** 2), rel=1e-6)
-        test.cursor = test.cursor._replace(epoch=0)
+    metrics = evaluate(step, state, test)
+    assert metrics["loss"] == pytest.approx(np.mean(np.arange(44.0) ** 2), rel=1e-6)
+    assert metrics["largest"] == pytest.approx(sum(8 * last for last in (7, 15, 23, 31, 39)) / 44 + 4 * 43 / 44)
     assert sorted(metrics) == ["largest", "loss"]
+    assert evaluate(step, state, test) == metrics
 
 
 def test_evaluation_needs_one_whole_epoch() -> None:

@@ -1,5 +1,6 @@
 """The report: who waited for whom, and what stands in the lines and the files."""
 
+import importlib
 import json
 import struct
 import sys
@@ -169,14 +170,13 @@ def test_metrics_of_nested_trees_are_named_by_their_path(tmp_path: Path) -> None
 
 
 def test_tensorboard_gets_every_scalar(clock: Clock, tmp_path: Path) -> None:
-    from tensorboardX.proto.event_pb2 import Event
-
+    protocol: Any = importlib.import_module("tensorboardX.proto.event_pb2")
     three_steps(Report(show="nothing", tensorboard=tmp_path), clock)
     (file,) = tmp_path.iterdir()
     data, found = file.read_bytes(), dict[tuple[str, int], float]()
     while data:
         (length,) = struct.unpack("<Q", data[:8])
-        event: Any = Event.FromString(data[12 : 12 + length])
+        event: Any = protocol.Event.FromString(data[12 : 12 + length])
         found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
         data = data[16 + length :]
     assert found["loss", 1] == 4.0

@@ -41,9 +41,7 @@ def wide_resnet(path: str | Path, *, preset: str = "full", image_size: int | Non
 
 
 def _num_classes(source: Source, path: str | Path) -> int:
-    classes = source.describe().get("classes", "")
-    if not classes or "image" not in source.sample_spec:
-        raise ArgumentError(
-            f"path={str(path)!r} holds {source.sample_spec}; expected images with classes, as CIFAR and MNIST"
-        )
-    return int(classes) if classes.isdecimal() else len(classes.split(", "))
+    number = source.describe().get("classes", "").partition(":")[0]  # "10", or "3: cat, dog, owl"
+    if not number.isdecimal() or "image" not in source.sample_spec:
+        raise ArgumentError(f"path={str(path)!r} holds {source.sample_spec}; expected images with classes, as in CIFAR")
+    return int(number)

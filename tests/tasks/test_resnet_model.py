@@ -1,0 +1,69 @@
+"""The wide residual network: as large as published, and shaped as it says."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from braidax.tasks.resnet_model import WideResNet
+
+
+def shapes(model: WideResNet, images: tuple[int, ...]) -> Any:
+    return jax.eval_shape(lambda key: model.init(key, jnp.zeros(images), train=False), jax.random.key(0))
+
+
+def num_parameters(model: WideResNet, images: tuple[int, ...] = (1, 224, 224, 3)) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(model, images)["params"]))
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        # As torchvision lists them: resnet18, resnet50, wide_resnet50_2.
+        (WideResNet(1000, stage_sizes=(2, 2, 2, 2), num_filters=64, width_factor=1, block="basic"), 11_689_512),
+        (WideResNet(1000, num_filters=64, width_factor=1), 25_557_032),
+        (WideResNet(1000, num_filters=64, width_factor=2), 68_883_240),
+    ],
+)
+def test_it_has_as_many_parameters_as_published(model: WideResNet, published: int) -> None:
+    assert num_parameters(model) == published
+
+
+def test_wide_basic_blocks_have_as_many_parameters_as_the_formula_says() -> None:
+    # One block at 8 filters and width 2: stem, two 3×3 convolutions, a 1×1 shortcut, their norms, a dense layer.
+    model = WideResNet(10, stage_sizes=(1,), num_filters=8, width_factor=2, block="basic", stem="plain")
+    stem, first, second, shortcut = 9 * 1 * 8 + 16, 9 * 8 * 16 + 32, 9 * 16 * 16 + 32, 8 * 16 + 32
+    assert num_parameters(model, (1, 8, 8, 1)) == stem + first + second + shortcut + 16 * 10 + 10
+
+
+def test_every_stage_after_the_first_halves_the_image() -> None:
+    model = WideResNet(7, stage_sizes=(1, 1), num_filters=4, block="basic", stem="plain")
+    variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)
+    _, state = model.apply(variables, jnp.zeros((2, 8, 8, 1)), train=False, capture_intermediates=True)
+    blocks: Any = state["intermediates"]
+    assert [blocks[f"BasicBlock_{i}"]["__call__"][0].shape for i in range(2)] == [(2, 8, 8, 8), (2, 4, 4, 16)]
+    assert blocks["__call__"][0].shape == (2, 7)
+
+
+def test_the_strided_stem_quarters_the_image() -> None:
+    model = WideResNet(7, stage_sizes=(1,), num_filters=4)
+    variables = model.init(jax.random.key(0), jnp.zeros((1, 30, 30, 1)), train=False)
+    _, state = model.apply(variables, jnp.ones((2, 30, 30, 1)), train=False, capture_intermediates=True)
+    blocks: Any = state["intermediates"]
+    assert blocks["BottleneckBlock_0"]["__call__"][0].shape == (2, 8, 8, 16)
+
+
+def test_batch_statistics_are_those_of_the_batch() -> None:
+    model = WideResNet(3, stage_sizes=(1,), num_filters=2, block="basic", stem="plain")
+    images = jax.random.normal(jax.random.key(1), (16, 8, 8, 1))
+    variables = model.init(jax.random.key(0), images, train=False)
+    _, updated = model.apply(variables, images, train=True, mutable=["batch_stats"])
+    kernel = variables["params"]["_ConvNorm_0"]["Conv_0"]["kernel"]
+    outputs = jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    moved: Any = updated["batch_stats"]["_ConvNorm_0"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(moved, 0.1 * outputs.mean((0, 1, 2)), rtol=1e-4, atol=1e-6)
