@@ -153,3 +153,14 @@ def test_reading_and_decoding_are_spans(tmp_path: Path) -> None:
     assert trace.totals()["read"].num_spans == 2
     assert trace.totals()["read"].num_bytes == sum((path / "b" / name).stat().st_size for name in ("0.png", "3.png"))
     assert trace.totals()["decode"].num_spans == 2
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("part", [0.5, 0.9, 0.999])
+def test_a_truncated_jpeg_whose_rest_a_decoder_would_make_up(tmp_path: Path, progressive: bool, part: float) -> None:
+    for name in ("a.jpg", "b.jpg"):
+        Image.fromarray(picture(0, (64, 64))).save(tmp_path / name, progressive=progressive)
+    data = (tmp_path / "b.jpg").read_bytes()
+    (tmp_path / "b.jpg").write_bytes(data[: int(len(data) * part)])
+    with pytest.raises(RecordError, match=r"b\.jpg, record 1: the image of .* is truncated or corrupt"):
+        read(sources.open(tmp_path))

@@ -1,4 +1,5 @@
 import re
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -86,3 +87,18 @@ def test_batch_spec() -> None:
         "x": jax.ShapeDtypeStruct((5, 3), np.float32),
         "y": (jax.ShapeDtypeStruct((5,), np.int32),),
     }
+
+
+@pytest.mark.parametrize("layout", ["unaligned", "fortran"])
+def test_gather_does_not_copy_the_whole_array(layout: str) -> None:
+    num_bytes = 4 << 20
+    array = np.frombuffer(bytes(num_bytes + 1), np.float32, offset=1).reshape(-1, 4)
+    if layout == "fortran":
+        array = np.asfortranarray(array)
+    out = np.empty((2, 4), np.float32)
+    tracemalloc.start()
+    try:
+        gather(array, np.array([5, 7]), out, where="a", leaf="x")
+        assert tracemalloc.get_traced_memory()[1] < num_bytes // 8
+    finally:
+        tracemalloc.stop()
