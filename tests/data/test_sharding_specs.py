@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.data.sharding_specs import batch_parts, common_batch_parts, resolve_shardings
+from braidax.data.sharding_specs import batch_parts, shared_batch_parts, resolve_shardings
 from braidax.errors import SpecError
 
 
@@ -75,9 +75,9 @@ def test_a_batch_must_suit_every_leaf() -> None:
     six = jax.make_mesh((3, 2), ("three", "two"), devices=jax.devices()[:6])
     four = jax.make_mesh((4,), ("four",), devices=jax.devices()[:4])
     specs = {"a": P("three"), "b": P("two", "three"), "c": [NamedSharding(four, P("four")), P()]}
-    assert common_batch_parts(six, specs) == 12
-    assert common_batch_parts(six, P()) == 1
-    assert common_batch_parts(None, NamedSharding(four, P("four"))) == 4
+    assert shared_batch_parts(six, specs) == 12
+    assert shared_batch_parts(six, P()) == 1
+    assert shared_batch_parts(None, NamedSharding(four, P("four"))) == 4
 
 
 def refused(batch: Any, mesh: Mesh | None, specs: Any) -> str:

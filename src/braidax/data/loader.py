@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from braidax.data.fetch import Fetch, result_within
 from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.order import Cursor, Order, Remainder
-from braidax.data.sharding_specs import common_batch_parts, resolve_shardings
+from braidax.data.sharding_specs import shared_batch_parts, resolve_shardings
 from braidax.data.sources import open as open_source
 from braidax.data.sources.source import Source, batch_spec
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
@@ -84,7 +84,7 @@ class DataLoader:
             raise ArgumentError(f"epochs={epochs!r} is not a positive integer; None runs for ever")
         self.source: Source = source if isinstance(source, Source) else open_source(source)
         if batch_size is None:
-            batch_size = _default_batch_size(len(self.source), common_batch_parts(mesh, specs), remainder)
+            batch_size = _default_batch_size(len(self.source), shared_batch_parts(mesh, specs), remainder)
         self._order = Order(len(self.source), batch_size, remainder)
         specs, mask_spec = _split_mask(self.source.sample_spec, specs, remainder)
         self._plan = plan_load(batch_spec(self.source.sample_spec, batch_size), mesh, specs)

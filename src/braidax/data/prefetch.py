@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from braidax.data.fetch import Threads, result_within
 from braidax.data.load_plan import LoadPlan, plan_load
@@ -97,7 +98,7 @@ class _Sender:
         return plan.arrays(memory)
 
 
-def _as_array(leaf: Any) -> np.ndarray[Any, Any]:
+def _as_array(leaf: Any) -> NDArray[Any]:
     array = np.asarray(leaf)
     if array.ndim == 0:
         raise RecordError(

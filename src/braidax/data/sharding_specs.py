@@ -40,7 +40,7 @@ def batch_parts(spec: Any, mesh: Mesh | AbstractMesh | None) -> int:
     return math.prod(mesh.shape.get(axis, 1) for axis in _axes(spec[0]))
 
 
-def common_batch_parts(mesh: Mesh | None, specs: Any) -> int:
+def shared_batch_parts(mesh: Mesh | None, specs: Any) -> int:
     """Returns the smallest number that every leaf's split of dim 0 divides: batch sizes must be multiples of it."""
     return math.lcm(1, *(batch_parts(spec, mesh) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)))
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jaxtyping import Int64
+from numpy.typing import NDArray
 
 from braidax.data.resize import resize
 from braidax.data.sources.source import Source, allocate, loader_dtype, narrow
@@ -86,7 +87,7 @@ class _Scratch(threading.local):
 
     buffer = np.empty(0, np.uint8)
 
-    def take(self, spec: jax.ShapeDtypeStruct, num_samples: int) -> np.ndarray[Any, Any]:
+    def take(self, spec: jax.ShapeDtypeStruct, num_samples: int) -> NDArray[Any]:
         shape = (num_samples, *spec.shape)
         num_bytes = int(np.prod(shape)) * np.dtype(spec.dtype).itemsize
         if self.buffer.nbytes < num_bytes:
@@ -210,7 +211,7 @@ def _first_failing(transform: Callable[[Any], Any], window: Any, indices: Any) -
     return f"records {_range(indices)} taken together"
 
 
-def _leaf_spec(leaf: np.ndarray[Any, Any], where: str, path: str) -> jax.ShapeDtypeStruct:
+def _leaf_spec(leaf: NDArray[Any], where: str, path: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape[1:], loader_dtype(leaf.dtype, where=where, leaf=path))
 
 
