@@ -1,6 +1,7 @@
 import zipfile
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -143,6 +144,7 @@ def test_a_zip_of_something_else(tmp_path: Path) -> None:
 def test_arrays_in_memory() -> None:
     values = np.arange(6, dtype=np.int16).reshape(3, 2)
     assert_equal(read(sources.open(values)), {"data": values})
+    assert_equal(read(sources.open(jax.numpy.asarray(values))), {"data": values})
     assert_equal(
         read(sources.open({"x": values, "y": np.ones(3)}), [2]), {"x": values[[2]], "y": np.ones(1, np.float32)}
     )

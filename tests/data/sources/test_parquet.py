@@ -98,7 +98,7 @@ def test_a_ragged_nested_column_in_the_second_file(tmp_path: Path) -> None:
         pa.array([[[1], [1]], [[1], [1]], [[1], [1]], [[1], [1]], [[1], None], [[1], [1]]]),
     ],
 )
-def test_nulls(tmp_path: Path, column: pa.Array) -> None:
+def test_nulls(tmp_path: Path, column: Any) -> None:
     path = written(tmp_path / "a.parquet", {"x": column})
     source = sources.open(path)
     read(source, [0, 1, 2])

@@ -81,7 +81,7 @@ def from_arrays(arrays: Mapping[str, Any]) -> ArraySource:
         if not isinstance(value, np.ndarray | jax.Array):
             raise ArgumentError(
                 f"path_or_object: the dict's entry {name!r} is a {type(value).__name__}; expected an array "
-                "[num_samples, ...]: np.asarray() it first"
+                "[num_samples, ...]: np.asarray() it first, or open this entry alone"
             )
     leaves = {name: np.asarray(value) for name, value in arrays.items()}
     return ArraySource(leaves, where="arrays in memory", facts={"format": "arrays in memory"})

@@ -115,10 +115,8 @@ def open_cifar_archive(path: Path, *, split: str = "train") -> ArraySource:
     version = _version_of(set(names))
     if version is None:
         raise FormatError(
-            f"{path}: the archive holds no files of CIFAR; it holds {listed(names)}; expected CIFAR-10 or CIFAR-100 "
-            "in the python "
-            "or "
-            "binary version: unpack other archives and open the folder"
+            f"{path}: the archive holds no files of CIFAR; it holds {listed(names)}; expected CIFAR-10 or CIFAR-100 in "
+            "the python or binary version: unpack other archives and open the folder"
         )
     return _source(version, blobs, split=split, where=str(path))
 

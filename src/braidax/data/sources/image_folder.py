@@ -87,8 +87,7 @@ class ImageFolder(Source):
         if image is None:
             raise RecordError(
                 f"{path}, record {record}: the image of {data.size:,} bytes is truncated or corrupt, or not of the "
-                "format "
-                "that its name says; expected JPEG, PNG, WebP or BMP: restore or remove it"
+                "format that its name says; expected JPEG, PNG, WebP or BMP: restore or remove it"
             )
         return image
 
@@ -101,8 +100,8 @@ class ImageFolder(Source):
         else:
             raise RecordError(
                 f"{self._files[record]}, record {record}: the image is {image.shape[0]}×{image.shape[1]} pixels "
-                "(height×"
-                f"width), expected {slot.shape[1]}×{slot.shape[2]} as the first; give image_size=(height, width)"
+                f"(height×width), expected {slot.shape[1]}×{slot.shape[2]} as the first; give image_size=(height, "
+                "width)"
             )
 
 
@@ -131,8 +130,7 @@ def open_image_folder(path: Path, *, image_size: tuple[int, int] | None = None) 
     if empty := [child for child, names in per_class.items() if not names]:
         raise FormatError(
             f"{empty[0]}: this class folder holds no image; expected {', '.join(sorted(IMAGE_SUFFIXES))}: remove it, "
-            "or open "
-            "it instead if the classes are inside"
+            "or open it instead if the classes are inside"
         )
     files = [f"{child}/{name}" for child, names in per_class.items() for name in names]
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(names) for names in per_class.values()])

@@ -128,8 +128,8 @@ class IndexableSource(Source):
         if value is None or isinstance(value, str | bytes):
             raise FormatError(
                 f"{self._where}, record {record}: field {name!r} is {_shown(value)}; expected numbers: remove the "
-                "field, or "
-                "turn it into numbers first (with a Hugging Face Dataset: remove_columns, map or with_format)"
+                "field, or turn it into numbers first (with a Hugging Face Dataset: remove_columns, map or "
+                "with_format)"
             )
         try:
             array = np.asarray(_eight_bit(value))
@@ -141,8 +141,7 @@ class IndexableSource(Source):
         if array.dtype.kind in "OSUT":
             raise FormatError(
                 f"{self._where}, record {record}: field {name!r} is {_shown(value)} (dtype {array.dtype}); expected "
-                "numbers: "
-                "remove the field, or turn it into numbers first"
+                "numbers: remove the field, or turn it into numbers first"
             )
         return array
 

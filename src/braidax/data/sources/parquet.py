@@ -56,9 +56,8 @@ class ParquetSource(Source):
         largest = max(group.num_rows for group in self._groups) * row_bytes
         if cache_bytes < largest:
             raise ArgumentError(
-                f"cache_bytes={cache_bytes:,}: the largest row group takes {largest:,} bytes when decoded and would "
-                "be decoded "
-                "anew for every read; give at least that, or write the files with smaller row groups"
+                f"cache_bytes={cache_bytes:,}: the largest row group takes {largest:,} bytes when decoded and would be "
+                "decoded anew for every read; give at least that, or write the files with smaller row groups"
             )
         self._cache = _GroupCache(self._decode, cache_bytes)
 
@@ -105,8 +104,7 @@ class ParquetSource(Source):
         except (self._arrow.ArrowException, OSError) as error:
             raise FormatError(
                 f"{path}: {path.stat().st_size:,} bytes that are no Parquet file, or a truncated one ({error}); write "
-                "or copy "
-                "it again"
+                "or copy it again"
             ) from error
 
     def _choose(self, columns: Sequence[str] | None) -> dict[str, np.dtype[Any]]:
@@ -126,8 +124,7 @@ class ParquetSource(Source):
                 usable = [column for column, found in dtypes.items() if found is not None]
                 raise FormatError(
                     f"{self._files[0]}: column {name!r} has the type {schema.field(name).type}; expected numbers, "
-                    "bools or lists "
-                    f"of them: convert it, or read the others with columns={usable}"
+                    f"bools or lists of them: convert it, or read the others with columns={usable}"
                 )
             chosen[name] = dtype
         return chosen
@@ -149,8 +146,7 @@ class ParquetSource(Source):
                 if found != first.field(name).type:
                     raise FormatError(
                         f"{path}: column {name!r} is {found}, expected {first.field(name).type} as in "
-                        f"{self._files[0]}; write "
-                        "the files with one schema"
+                        f"{self._files[0]}; write the files with one schema"
                     )
 
     def _list_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -217,10 +213,9 @@ class ParquetSource(Source):
             record = group.first_record + int(wrong[0]) // per_record
             raise RecordError(
                 f"{self._files[group.file]}, record {record}: column {name!r} has a list of length "
-                f"{lengths[wrong[0]]}, expected "
-                f"{expected} as in record {self._groups[0].first_record} of {self._files[self._groups[0].file].name}; "
-                "pad or "
-                "cut the lists to one length, or leave the column out with columns="
+                f"{lengths[wrong[0]]}, expected {expected} as in record {self._groups[0].first_record} of "
+                f"{self._files[self._groups[0].file].name}; pad or cut the lists to one length, or leave the column "
+                "out with columns="
             )
 
     def _check_nulls(self, values: Any, per_record: int, group: "_RowGroup", name: str) -> None:
@@ -228,10 +223,8 @@ class ParquetSource(Source):
             row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
             raise RecordError(
                 f"{self._files[group.file]}, record {group.first_record + row // max(1, per_record)}: column {name!r} "
-                "is null "
-                f"({values.null_count:,} nulls in row group {group.group}), expected a value in every record; fill or "
-                "drop the "
-                "nulls, or leave the column out with columns="
+                f"is null ({values.null_count:,} nulls in row group {group.group}), expected a value in every record; "
+                "fill or drop the nulls, or leave the column out with columns="
             )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -154,8 +155,7 @@ def _recognize(look: _Look) -> _Format:
     if look.path.is_file() and is_cifar_file(look.path):
         raise FormatError(
             f"{look.path}: is one file of a CIFAR download; open the folder {look.path.parent} instead, and choose "
-            "with "
-            "split="
+            "with split="
         )
     formats = _FOLDERS if look.path.is_dir() else _FILES
     for known in formats:
@@ -190,7 +190,7 @@ def _check_options(known: _Format, options: Mapping[str, Any], what: Any) -> Non
 def _wrap(given: Any) -> Source:
     if isinstance(given, Source):
         return given
-    if isinstance(given, np.ndarray):
+    if isinstance(given, np.ndarray | jax.Array):
         return from_arrays({"data": given})
     if isinstance(given, Mapping):
         return from_arrays(cast("Mapping[str, Any]", given))
@@ -198,8 +198,7 @@ def _wrap(given: Any) -> Source:
         return IndexableSource(given)
     raise ArgumentError(
         f"path_or_object: a {type(given).__name__}; expected a path, a source, a dict of arrays, or an object with "
-        "__len__ "
-        "and __getitem__ (an iterator has no order to shuffle: use braidax.prefetch_to_device for it)"
+        "__len__ and __getitem__ (an iterator has no order to shuffle: use braidax.prefetch_to_device for it)"
     )
 
 

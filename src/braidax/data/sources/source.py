@@ -90,8 +90,7 @@ def loader_dtype(dtype: np.dtype[Any], *, where: str, leaf: str) -> np.dtype[Any
     if not numeric or dtype.itemsize > (16 if dtype.kind == "c" else 8):
         raise FormatError(
             f"{where}: leaf {leaf!r} has dtype {dtype}, which is no JAX dtype; expected bool, integers, floats or "
-            "complex "
-            "numbers of at most 64 bits a part: store it as one of them, or leave it out"
+            "complex numbers of at most 64 bits a part: store it as one of them, or leave it out"
         )
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
 
