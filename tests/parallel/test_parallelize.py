@@ -45,3 +45,12 @@ def test_without_strategies_every_device_sees_all_samples() -> None:
 def test_strategies_and_placements_keep_their_contracts() -> None:
     assert isinstance(bx.DataParallel(), bx.Strategy)
     assert isinstance(bx.Replicated(), bx.Placement)
+
+
+@pytest.mark.parametrize(("name", "at"), [("optimizer", 1), ("mesh", 2)])
+@pytest.mark.usefixtures("unchecked")
+def test_an_argument_of_another_kind_is_named(name: str, at: int) -> None:
+    arguments: list[Any] = [masked_loss, optax.sgd(0.1), make_mesh(), {}]
+    arguments[at] = "wrong"
+    with pytest.raises(ArgumentError, match=f"{name} is 'wrong', expected"):
+        bx.parallelize(*arguments, init=init, batch=specs(make_batch()))

@@ -24,6 +24,7 @@ from tests.parallel.models import (
     make_batch,
     make_mesh,
     masked_loss,
+    on_one_device,
     single_device,
     specs,
 )
@@ -523,3 +524,58 @@ def test_an_optimizer_that_changes_its_state_s_form_is_refused() -> None:
         ArgumentError, match=r"optimizer\.update returns .*state/2/count is float32\[2\], expected int32"
     ):
         make_step(optimizer=odd)
+
+
+def test_a_state_that_was_given_up_is_refused() -> None:
+    step = make_step()
+    state = step.init(jax.random.key(0))
+    step.update(state, make_batch())
+    for use in (step.update, step.evaluate):
+        with pytest.raises(ArgumentError, match=r"given up by an earlier update.*the state that the update returned"):
+            use(state, make_batch())
+
+
+def test_a_misplaced_state_is_brought_to_its_place_and_the_original_stays() -> None:
+    step = make_step()
+    state = step.init(jax.random.key(0))
+    mine = on_one_device(state)
+    expected, _ = step.update(state, make_batch())
+    got, _ = step.update(mine, make_batch())
+    assert_close(copied(got), copied(expected), atol=0)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
+
+
+def test_metrics_that_show_parameters_outlive_them() -> None:
+    step = make_step(lambda params, batch: ((params["weight"] ** 2).sum(), {"weight": params["weight"]}))
+    state = step.init(jax.random.key(0))
+    before = copied(state.params["weight"])
+    state, metrics = step.update(state, make_batch())
+    state, _ = step.update(state, make_batch())
+    np.testing.assert_array_equal(metrics["weight"], before)
+
+
+def test_numpy_s_wide_types_are_taken_as_jax_takes_them() -> None:
+    step = make_step()
+    batch = make_batch()
+    wide = {"ids": batch["ids"].astype(np.int64), "target": batch["target"].astype(np.float64), "mask": batch["mask"]}
+    _, one = step.update(step.init(jax.random.key(0)), batch)
+    _, other = step.update(step.init(jax.random.key(0)), wide)
+    assert_close(one, other, atol=0)
+
+
+def test_half_precision_sums_are_kept_wide() -> None:
+    """64 pieces, each with a gradient of 1 + 2⁻⁹: in bfloat16 their sum would round at every step."""
+    step = make_step(
+        lambda params, batch: (params["w"] * batch["x"].mean(0).astype(jnp.bfloat16)).sum().astype(jnp.float32),
+        init=lambda key: {"w": jnp.zeros(2, jnp.bfloat16)},
+        batch={"x": jax.ShapeDtypeStruct((512, 2), "float32")},
+        microbatches=64,
+        optimizer=optax.sgd(1.0),
+    )
+    values = np.tile(np.linspace(0.5, 1.5, 64, dtype=np.float32)[None, :, None], (8, 1, 2)).reshape(512, 2)
+    state, _ = step.update(step.init(jax.random.key(0)), {"x": values})
+    assert state.params["w"].dtype == jnp.bfloat16
+    rounded = np.asarray(jnp.linspace(0.5, 1.5, 64).astype(jnp.bfloat16), np.float32).mean()
+    np.testing.assert_array_equal(
+        np.asarray(state.params["w"], np.float32), np.asarray(jnp.bfloat16(-rounded), np.float32)
+    )

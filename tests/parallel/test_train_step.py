@@ -198,3 +198,40 @@ def test_a_state_changed_in_place_and_returned_is_fine() -> None:
     state, loss = bx.parallelize(make_mesh(), DATA)(good_change)({"w": np.ones(2, np.float32)}, make_batch())
     np.testing.assert_allclose(state["w"], [0.5, 0.5])
     assert float(loss) == 2.0
+
+
+def test_numbers_and_host_arrays_in_the_state_cost_no_second_trace() -> None:
+    traced: list[int] = []
+
+    @bx.parallelize(make_mesh(), DATA)
+    def scheduled(state: Any, batch: Any) -> Any:
+        traced.append(1)
+        loss, gradients = bx.value_and_grad(lambda w: (w.astype(jnp.float32) ** 2).sum())(state["w"])
+        assert state["rate"].weak_type
+        return {
+            "w": state["w"] - state["rate"] * gradients,
+            "rate": state["rate"] * 0.5,
+            "step": state["step"] + 1,
+        }, loss
+
+    state: Any = {"w": jnp.ones(3, jnp.bfloat16), "rate": 0.25, "step": 0}
+    for _ in range(3):
+        state, _ = scheduled(state, make_batch())
+    assert (traced, int(state["step"]), float(state["rate"]), state["w"].dtype) == ([1], 3, 0.03125, jnp.bfloat16)
+
+
+def test_the_first_state_stays_the_user_s() -> None:
+    state = begin()
+    bx.parallelize(make_mesh(), DATA)(train_step)(state, make_batch())
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+
+
+def bad_metrics(state: Any, batch: Any) -> Any:
+    loss, _ = bx.value_and_grad(lambda p: (p["w"] ** 2).sum())(state)
+    state["w"] = state["w"] + 1
+    return {"w": jnp.zeros(2)}, {"loss": loss, "shown": state["w"]}
+
+
+def test_a_change_that_only_the_metrics_show_is_lost_and_an_error() -> None:
+    with pytest.raises(StateError, match="state/w was changed in place by bad_metrics"):
+        bx.parallelize(make_mesh(), DATA)(bad_metrics)({"w": np.ones(2, np.float32)}, make_batch())

@@ -62,10 +62,10 @@ def test_a_change_in_place_is_an_error_unless_it_may_be_returned() -> None:
 
     tree: Any = {"x": 1}
     with pytest.raises(StateError, match="state/x was changed in place by change"):
-        call_watched(change, {"state": tree}, tree)
+        call_watched(lambda: change(tree), "change", {"state": tree})
     tree = {"x": object.__new__(Number)}
     tree["x"].value = 1
-    assert call_watched(change, {"state": tree}, tree, returned_counts=True)["x"].value == 2
+    assert call_watched(lambda: change(tree), "change", {"state": tree}, keeps=lambda result: result)["x"].value == 2
 
 
 class Number:

@@ -42,6 +42,8 @@ def _place(leaf: Any, sharding: Sharding) -> jax.Array:
         if here is sharding or here == sharding:
             return leaf
         return jax.device_put(leaf, sharding)
+    if isinstance(leaf, bool | int | float | complex):
+        return jax.device_put(leaf, sharding)  # keeps the weak type of a Python number
     return jax.device_put(np.array(leaf), sharding)
 
 

@@ -38,7 +38,8 @@ class Loss:
         def whole(params: Any, variables: Any, key: Any, batch: Any) -> Any:
             answers = {"key": key, "variables": variables, "train": train}
             named = {name: answers[name] for name in ASKABLE if name in self.asks}
-            result = call_watched(self.fn, {"params": params, "batch": batch}, params, batch, **named)
+            watched = {"params": params, "batch": batch}
+            result = call_watched(lambda: self.fn(params, batch, **named), self.name, watched)
             return self._checked(result, expected, train)
 
         expected = specs_of(variables)

@@ -84,6 +84,10 @@ def parallelize(
 def _parallelize_loss(
     loss: Loss, optimizer: Any, mesh: Mesh, strategies: Mapping[str, Strategy], init: Any, batch: Any, microbatches: int
 ) -> Step:
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise ArgumentError(f"optimizer is {optimizer!r}, expected one from optax, such as optax.adamw(1e-3)")
+    if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"mesh is {mesh!r}, expected what jax.make_mesh(shape, names) returns")
     check_strategies(mesh, strategies)
     if microbatches < 1:
         raise ArgumentError(f"microbatches is {microbatches}, expected a whole number of at least 1")

@@ -180,6 +180,11 @@ class Step:
     def _check_state(self, state: Any) -> None:
         if message := difference(self._state_specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
+        if isinstance(state.step, jax.Array) and state.step.is_deleted():
+            raise ArgumentError(
+                "state was given up by an earlier update, and its memory is in use again: go on with the state that "
+                "the update returned"
+            )
 
 
 def _canonical(batch: Any) -> Any:

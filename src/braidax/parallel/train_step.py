@@ -16,6 +16,7 @@ from braidax.program import (
     compile_on,
     difference,
     named_leaves,
+    spec_of,
     specs_of,
     split_at_marks,
     trace,
@@ -92,23 +93,15 @@ class TrainStep:
 
     def _form(self, state: Any, batch: Any) -> _Form:
         leaves, tree = jax.tree.flatten((state, batch))
-        key = (
-            tree,
-            tuple(
-                (getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", True)) for x in leaves
-            ),
-        )
+        if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+            _check_leaves(state, batch)
+            leaves = [leaf if isinstance(leaf, jax.Array) else spec_of(leaf) for leaf in leaves]
+        key = (tree, tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves))
         if key not in self._forms:
             self._forms[key] = self._make_form(state, batch)
         return self._forms[key]
 
     def _make_form(self, state: Any, batch: Any) -> _Form:
-        for path, leaf in [*named_leaves(state, "state"), *named_leaves(batch, "batch")]:
-            if not isinstance(leaf, jax.Array | float | int | complex) and not hasattr(leaf, "dtype"):
-                raise ArgumentError(
-                    f"{path} is {leaf!r}, expected an array: keep what is not an array out of state and batch "
-                    f"(equinox: eqx.partition the model and eqx.combine it in the step)"
-                )
         batch_shardings = self.batch_shardings(batch)
         plan = make_plan(self.mesh, self.strategies, specs_of(state), root="state", microbatches=1)
         state_shardings = shardings_of(plan, self.mesh, state)
@@ -122,11 +115,23 @@ class TrainStep:
         return _Form(state_shardings, batch_shardings, run, donated, jax.tree.structure(program.out_specs))
 
     def _checked(self, state: Any, batch: Any) -> Any:
+        def new_state(result: Any) -> Any:
+            return result[0] if isinstance(result, tuple) else result  # pyright: ignore[reportUnknownVariableType]
+
         watched = {"state": state, "batch": batch}
-        result = call_watched(self._fn, watched, state, batch, returned_counts=True)
+        result = call_watched(lambda: self._fn(state, batch), self._name, watched, keeps=new_state)
         if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise ArgumentError(f"{self._name} returned {type(result).__name__}, expected (state, metrics)")
         return result
+
+
+def _check_leaves(state: Any, batch: Any) -> None:
+    for path, leaf in [*named_leaves(state, "state"), *named_leaves(batch, "batch")]:
+        if not isinstance(leaf, float | int | complex) and not hasattr(leaf, "dtype"):
+            raise ArgumentError(
+                f"{path} is {leaf!r}, expected an array: keep what is not an array out of state and batch "
+                f"(equinox: eqx.partition the model and eqx.combine it in the step)"
+            )
 
 
 def _two_jits(

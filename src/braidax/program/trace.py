@@ -59,25 +59,25 @@ def spec_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def call_watched(
-    fn: Callable[..., Any], watched: dict[str, Any], *args: Any, returned_counts: bool = False, **named: Any
+    call: Callable[[], Any], caller: str, watched: dict[str, Any], *, keeps: Callable[[Any], Any] | None = None
 ) -> Any:
     """Calls a function that is being traced and raises when it has changed one of its arguments in place.
 
-    **Arguments:** `fn`: the function. `watched`: those of its arguments, by name, that may not change. `args`,
-    `named`: all its arguments. `returned_counts`: whether a changed leaf is fine when it is part of the result.
+    **Arguments:** `call`: calls the function. `caller`: its name. `watched`: those of its arguments, by name, that may
+    not change. `keeps`: picks the part of the result that is kept, if any; a changed leaf that is in it is fine.
 
-    **Returns:** what `fn` returns. **Raises:** `StateError` naming the leaf.
+    **Returns:** what `call` returns. **Raises:** `StateError` naming the leaf.
     """
     before = {name: named_leaves(tree, name) for name, tree in watched.items()}
-    result = fn(*args, **named)
-    kept: set[int] = {id(leaf) for leaf in jax.tree.leaves(result)} if returned_counts else set()
+    result = call()
+    kept: set[int] = {id(leaf) for leaf in jax.tree.leaves(keeps(result))} if keeps else set()
     for name, tree in watched.items():
         old = dict(before[name])
         new = dict(named_leaves(tree, name))
         for path in [*old, *(path for path in new if path not in old)]:
             if new.get(path) is not old.get(path) and id(new.get(path)) not in kept:
                 raise StateError(
-                    f"{path} was changed in place by {getattr(fn, '__name__', fn)!s} and the change would be lost: "
+                    f"{path} was changed in place by {caller} and the change would be lost: "
                     f"return it (a loss that asks for `variables` returns new ones as aux['variables']); split an "
                     f"object that updates itself first (flax: nnx.split, then nnx.merge inside the function); give a "
                     f"changed batch a name of its own"
