@@ -5,6 +5,7 @@ shrinking averages all pixels that a target pixel covers. Results agree with Pil
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,18 +30,14 @@ def resize(
 
     **Raises:** `ArgumentError` if dtypes or shapes do not fit; `MissingExtra` without numba.
     """
-    if images.dtype != np.uint8 or out.dtype != np.uint8:
-        raise ArgumentError(
-            f"resize takes uint8 images, got images={images.dtype} and out={out.dtype}; convert them first"
-        )
-    if images.ndim != 4 or out.ndim != 4 or images.shape[3] != out.shape[3]:
-        raise ArgumentError(
-            f"resize takes [n, height, width, channels] with equal channels, got images={images.shape}, out={out.shape}"
-        )
+    _check(images, out)
     if indices is None:
         indices = np.arange(len(images), dtype=np.int64)
     if len(indices) != len(out):
         raise ArgumentError(f"resize got {len(indices)} indices for {len(out)} places in out; give one for each place")
+    if len(indices) and (indices.min() < 0 or indices.max() >= len(images)):
+        wrong = indices[(indices < 0) | (indices >= len(images))][0]
+        raise ArgumentError(f"resize got the index {wrong} for {len(images)} images; use 0 to {len(images) - 1}")
     kernel = _compiled()
     kernel(
         np.ascontiguousarray(images),
@@ -49,6 +46,23 @@ def resize(
         *_taps(images.shape[2], out.shape[2], images.shape[3]),
         *_taps(images.shape[1], out.shape[1], 1),
     )
+
+
+def _check(images: NDArray[Any], out: NDArray[Any]) -> None:
+    if images.dtype != np.uint8 or out.dtype != np.uint8:
+        raise ArgumentError(
+            f"resize takes uint8 images, got images={images.dtype} and out={out.dtype}; convert them first"
+        )
+    if images.ndim != 4 or out.ndim != 4 or images.shape[3] != out.shape[3]:
+        raise ArgumentError(
+            f"resize takes [n, height, width, channels] with equal channels, got images={images.shape}, out={out.shape}"
+        )
+    if 0 in (*images.shape[1:], *out.shape[1:]):
+        raise ArgumentError(
+            f"resize got images={images.shape}, out={out.shape}; height, width and channels must be at least 1"
+        )
+    if not out.flags.c_contiguous:
+        raise ArgumentError(f"resize fills out in place, so out={out.shape} must be C-contiguous; resize into a copy")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -75,7 +89,8 @@ def _taps(size: int, new_size: int, channels: int) -> tuple[NDArray[np.uint32], 
 @functools.cache
 def _compiled() -> Callable[..., None]:
     numba = import_extra("numba", "images", purpose="resizing images")
-    return numba.njit(nogil=True, cache=True, error_model="numpy")(_kernel)
+    kernel = inspect.unwrap(_kernel)  # while tests run, annotated functions are wrapped by what checks them
+    return numba.njit(nogil=True, cache=True, error_model="numpy")(kernel)
 
 
 def _kernel(images: Any, indices: Any, out: Any, x_first: Any, x_weights: Any, y_first: Any, y_weights: Any) -> None:
