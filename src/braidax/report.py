@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
@@ -85,6 +85,7 @@ class _Done:
     pace: Pace
 
 
+@runtime_checkable
 class _Sink(Protocol):
     def step(self, done: _Done) -> None: ...
     def note(self, step: int, epoch: int, values: Mapping[str, float]) -> None: ...

@@ -61,7 +61,7 @@ def test_batch_statistics_are_those_of_the_batch() -> None:
     images = jax.random.normal(jax.random.key(1), (16, 8, 8, 1))
     variables = model.init(jax.random.key(0), images, train=False)
     _, updated = model.apply(variables, images, train=True, mutable=["batch_stats"])
-    kernel = variables["params"]["_ConvNorm_0"]["Conv_0"]["kernel"]
+    kernel: Any = variables["params"]["_ConvNorm_0"]["Conv_0"]["kernel"]
     outputs = jax.lax.conv_general_dilated(
         images, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
     )

@@ -62,6 +62,7 @@ def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
     params = {"w": jnp.zeros(1)}
     state, sizes = optimizer.init(params), list[float]()
     for _ in range(21):
+        updates: Any
         updates, state = optimizer.update({"w": jnp.ones(1)}, state, params)
         sizes.append(-float(updates["w"][0]))
     assert sizes[0] == 0
