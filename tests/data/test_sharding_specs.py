@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.data.sharding_specs import batch_parts, shared_batch_parts, resolve_shardings
+from braidax.data.sharding_specs import batch_parts, resolve_shardings, shared_batch_parts
 from braidax.errors import SpecError
 
 
