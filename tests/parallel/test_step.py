@@ -1,7 +1,9 @@
 """A step on any mesh is the step on one device."""
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -144,13 +146,31 @@ def test_variables_thread_through_microbatches() -> None:
     assert set(metrics) == {"loss"}
 
 
-def test_nothing_is_computed_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: calls.append("compiled"))
-    step = make_step()
-    assert calls == []
+@contextlib.contextmanager
+def recorded_events() -> Iterator[list[str]]:
+    """What JAX reports inside the block: traces and compilations among other things."""
+    events: list[str] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_is_computed_before_init() -> None:
+    with recorded_events() as events:
+        step = make_step()
+    assert any("jaxpr_trace" in event for event in events)
+    assert [event for event in events if "backend_compile" in event] == []
     assert [v.path for v in step.plan.variables] == ["params/embedding", "params/weight"]
     assert step.batch_shardings["mask"] == NamedSharding(make_mesh(), PartitionSpec("data"))
+    with recorded_events() as events:
+        step.init(jax.random.key(0))
+    assert any("backend_compile" in event for event in events)
 
 
 def test_steady_state_neither_retraces_nor_compiles() -> None:
@@ -163,19 +183,11 @@ def test_steady_state_neither_retraces_nor_compiles() -> None:
     step = make_step(loss)
     state, _ = step.update(step.init(jax.random.key(0)), make_batch())
     step.evaluate(state, make_batch())
-    events: list[str] = []
-
-    def listen(event: str, seconds: float, **_: Any) -> None:
-        events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        before = len(traced)
+    before = len(traced)
+    with recorded_events() as events:
         for seed in range(3):
             state, _ = step.update(state, make_batch(seed))
             step.evaluate(state, make_batch(seed))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert len(traced) == before == 2  # update and evaluate, once each
     assert [event for event in events if "compile" in event or "trace" in event] == []
 
