@@ -180,7 +180,7 @@ def test_no_two_things_share_a_byte_of_the_slot(case: tuple[Any, Mesh, Any]) -> 
     assert stretches[-1][1] <= plan.num_bytes
 
 
-def pointers(array: jax.Array) -> dict[jax.Device, int]:
+def pointers(array: jax.Array) -> dict[Any, int]:
     return {shard.device: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 

@@ -105,7 +105,7 @@ def test_no_seed_is_the_order_of_the_source(mesh: Mesh) -> None:
 def test_the_loader_compiles_nothing(mesh: Mesh) -> None:
     seen: list[str] = []
 
-    def listen(event: str, seconds: float, **kwargs: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
         seen.append(event)
 
     specs = {"x": P("data", "model"), "id": P()}

@@ -168,4 +168,4 @@ def test_what_is_not_a_whole_value_or_not_decided(mesh: Mesh) -> None:
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * 2)
     assert "dim 1 unconstrained" in refused(leaf(8, 2), auto, P("data", P.UNCONSTRAINED))
     assert "dim 0 unconstrained" in refused(leaf(8, 2), None, NamedSharding(auto, P(P.UNCONSTRAINED)))
-    assert "unreduced" in refused(leaf(8, 2), mesh, P("data", unreduced={"model"}))
+    assert "unreduced" in refused(leaf(8, 2), mesh, P("data", unreduced=frozenset({"model"})))

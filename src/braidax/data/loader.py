@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +170,7 @@ class DataLoader:
                     if self._moved:
                         break
 
-    def _stream(self, end: int | None) -> Iterator[Any]:
+    def _stream(self, end: int | None) -> Generator[Any, None, None]:
         """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
         threads = self._knobs.threads or _usable_cores()
         fetch = Fetch(self.source, self._plan, threads=threads, prefetch=self._knobs.prefetch, trace=self.trace)
