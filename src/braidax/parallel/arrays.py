@@ -11,7 +11,8 @@ from jax.sharding import Sharding
 def place(tree: Any, shardings: Any) -> Any:
     """Moves those leaves that are not yet where they belong.
 
-    Host memory is copied, so that the caller may write to it as soon as this returns.
+    Host memory is copied, so that the caller may write to it as soon as this returns. Where a mesh spans processes, an
+    array that is not global must be the same in every process.
 
     **Arguments:** `tree`: PyTree of arrays. `shardings`: PyTree of shardings, alike.
 
@@ -37,14 +38,23 @@ def adopt(tree: Any, shardings: Any) -> Any:
 
 
 def _place(leaf: Any, sharding: Sharding) -> jax.Array:
-    if isinstance(leaf, jax.Array):
-        here = leaf.sharding
-        if here is sharding or here == sharding:
-            return leaf
-        return jax.device_put(leaf, sharding)
-    if isinstance(leaf, bool | int | float | complex):
+    if isinstance(leaf, jax.Array) and (leaf.sharding is sharding or leaf.sharding == sharding):
+        return leaf
+    if not sharding.is_fully_addressable and not (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+        return _spread(leaf, sharding)
+    if isinstance(leaf, jax.Array | bool | int | float | complex):
         return jax.device_put(leaf, sharding)  # keeps the weak type of a Python number
     return jax.device_put(np.array(leaf), sharding)
+
+
+def _spread(leaf: Any, sharding: Sharding) -> jax.Array:
+    """Makes a global array of what every process holds alike; each takes what its own devices need."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _spread(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.array(leaf)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def strong(tree: Any) -> Any:
