@@ -139,7 +139,7 @@ def take_turns(systems: Mapping[str, Callable[[], float]], *, rounds: int) -> di
     """Runs every system once a round, so that a machine that drifts drifts for all; returns each one's figures."""
     figures: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(rounds):
-        order = list(systems) if number % 2 == 0 else list(reversed(systems))
+        order = list(systems) if number % 2 == 0 else list(systems)[::-1]
         for name in order:
             figures[name].append(systems[name]())
     return figures

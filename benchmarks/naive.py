@@ -35,6 +35,7 @@ import braidax as bx
 from benchmarks.archives import write_cifar100, write_mnist
 from benchmarks.harness import Report, arguments, batches_per_second, take_turns
 from braidax.data import Knobs, Permutation
+from braidax.tasks.wide_resnet import wide_resnet
 
 SIZES = {"cifar100@224": (224, 224), "mnist@30": (30, 30)}
 
@@ -268,9 +269,7 @@ def _compute_for(seconds: float) -> Callable[[Any], None]:
 
 def _training_loop(report: Report, scale: Scale, name: str, path: Path) -> None:
     """Both loaders in front of the same step: the task's smallest preset."""
-    from braidax.tasks import wide_resnet
-
-    task = wide_resnet.task(path, preset="tiny", image_size=SIZES[name])
+    task = wide_resnet(path, preset="tiny", image_size=SIZES[name][0])
     mesh = jax.make_mesh((8,), ("data",))
     batch_size = 64
     step = bx.parallelize(
@@ -349,12 +348,13 @@ def _plot(report: Report, path: str) -> None:
                 batch, devices = (int(part.split("=")[1]) for part in row.case.split()[1:3])
                 lines[row.system, f"{devices} devices"].append((batch, row.median, row.p95))
         for (system, label), points in sorted(lines.items()):
-            sizes, medians, highs = zip(*sorted(points), strict=True)
+            sizes, medians, highs = (list(column) for column in zip(*sorted(points), strict=True))
             style = "-o" if system == "ours" else "--s"
             line = axis.plot(sizes, medians, style, label=f"{system}, {label}")[0]
             axis.fill_between(sizes, medians, highs, color=line.get_color(), alpha=0.2)
         axis.set(title=f"{name}, {metric}", xlabel="batch size", ylabel="us, median to p95", xscale="log", yscale="log")
-        axis.set_xticks(sizes, [str(size) for size in sizes])
+        ticks = sorted({batch for points in lines.values() for batch, _, _ in points})
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.legend(fontsize=7, ncols=2)
     figure.suptitle("Loader alone, 2 threads: runtime per sample and per device")

@@ -39,7 +39,7 @@ class LeafPlan:
 
     **Fields:** `path`: of the leaf, for people. `shape`, `dtype`, `sharding`: of the global array. `rows`: where the
     rows that some local device needs are read to. `slices`: the distinct slices of the local devices, and each one's
-    devices. `copies`: the byte offset of those slices that are not contiguous in `rows`.
+    `jax.Device`s. `copies`: the byte offset of those slices that are not contiguous in `rows`.
     """
 
     path: str
@@ -47,7 +47,7 @@ class LeafPlan:
     dtype: np.dtype[Any]
     sharding: NamedSharding
     rows: tuple[Place, ...]
-    slices: Mapping[Bounds, tuple[jax.Device, ...]]
+    slices: Mapping[Bounds, tuple[Any, ...]]
     copies: Mapping[Bounds, int]
 
     def view(self, memory: NDArray[np.uint8], start: int, stop: int) -> NDArray[Any] | None:
@@ -154,7 +154,7 @@ def _plan_leaf(path: str, spec: Any, sharding: NamedSharding, offset: int) -> tu
             f"or in a transform, or set jax_enable_x64"
         )
     shape = tuple(spec.shape)
-    slices: dict[Bounds, list[jax.Device]] = {}
+    slices: dict[Bounds, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         slices.setdefault(bounds, []).append(device)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from braidax.data.fetch import Fetch, result_within
 from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.order import Cursor, Order, Remainder
-from braidax.data.sharding_specs import shared_batch_parts, resolve_shardings
+from braidax.data.sharding_specs import resolve_shardings, shared_batch_parts
 from braidax.data.sources import open as open_source
 from braidax.data.sources.source import Source, batch_spec
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
