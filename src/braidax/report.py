@@ -298,7 +298,8 @@ class _Words:
         epochs, num_steps = self.length.epochs, self.length.num_steps
         step = f"step {done.step}" if num_steps is None else f"step {done.step}/{num_steps}"
         epoch = f"epoch {done.epoch + 1}" if epochs is None else f"epoch {done.epoch + 1}/{epochs}"
-        words = [step, epoch, *(f"{name} {value:.4g}" for name, value in done.metrics.items())]
+        metrics = sorted(done.metrics.items(), key=lambda metric: metric[0] != "loss")
+        words = [step, epoch, *(f"{name} {value:.4g}" for name, value in metrics)]
         if done.step == self._first_step + 1:
             return "  ".join([*words, f"first step {pace.step_seconds:.1f} s, compiling included"])
         words += [f"{pace.samples_per_second:,.0f} samples/s", f"stall {pace.stall_percent:.1f} %"]
@@ -345,9 +346,11 @@ class _Line:
     def __init__(self, words: _Words) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._words = words
-        self._bar = Progress(BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=Console())
+        text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
+        self._bar = Progress(BarColumn(bar_width=12), text, console=Console())
         self._task = self._bar.add_task("the first step compiles", total=words.length.num_steps)
         self._bar.start()
         if words.resumed():
