@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -37,6 +37,7 @@ from benchmarks.harness import Report, arguments, batches_per_second, take_turns
 from braidax.data import Knobs, Permutation
 from braidax.tasks.wide_resnet import wide_resnet
 
+LEAVES = ("image", "label")
 SIZES = {"cifar100@224": (224, 224), "mnist@30": (30, 30)}
 
 
@@ -51,10 +52,29 @@ class Scale:
     device_counts: tuple[int, ...]
     thread_counts: tuple[int, ...]
     intervals: int
+    training: tuple[tuple[int, int, int], ...]  # batch size, devices, threads
 
 
-FULL = Scale(50_000, 5, 0.6, (64, 128, 256, 512), (1, 2, 4, 8), (1, 2, 4), 200)
-QUICK = Scale(2_000, 2, 0.1, (64, 512), (1, 8), (1, 2), 12)
+FULL = Scale(
+    num_train=50_000,
+    rounds=5,
+    seconds=0.6,
+    batch_sizes=(64, 128, 256, 512),
+    device_counts=(1, 2, 4, 8),
+    thread_counts=(1, 2, 4),
+    intervals=200,
+    training=((64, 1, 2), (64, 8, 1), (64, 8, 2), (64, 8, 4), (256, 8, 2)),
+)
+QUICK = Scale(
+    num_train=2_000,
+    rounds=2,
+    seconds=0.05,
+    batch_sizes=(64, 512),
+    device_counts=(1, 8),
+    thread_counts=(1, 2),
+    intervals=8,
+    training=((64, 8, 2),),
+)
 
 
 def main() -> int:
@@ -270,41 +290,46 @@ def _compute_for(seconds: float) -> Callable[[Any], None]:
 def _training_loop(report: Report, scale: Scale, name: str, path: Path) -> None:
     """Both loaders in front of the same step: the task's smallest preset."""
     task = wide_resnet(path, preset="tiny", image_size=SIZES[name][0])
-    mesh = jax.make_mesh((8,), ("data",))
-    batch_size = 64
-    step = bx.parallelize(
-        task.loss,
-        optax.sgd(0.01),
-        mesh,
-        {"data": bx.DataParallel()},
-        init=task.init,
-        batch=task.train.batch_spec(batch_size),
-    )
     images, labels = read_naively(path)
-    flat = NamedSharding(mesh, PartitionSpec("data"))
+    for batch_size, num_devices, threads in scale.training:
+        devices = jax.devices()[:num_devices]
+        mesh = jax.make_mesh((num_devices,), ("data",), devices=devices)
+        spec = {leaf: task.train.batch_spec(batch_size)[leaf] for leaf in LEAVES}
+        strategies = {"data": bx.DataParallel()}
+        step = bx.parallelize(task.loss, optax.sgd(0.01), mesh, strategies, init=task.init, batch=spec)
+        joined = jax.jit(_join, out_shardings=step.batch_shardings)
 
-    def joined(batch: Any) -> Any:
-        whole = jax.tree.map(lambda leaf: jax.device_put(leaf.reshape(-1, *leaf.shape[2:]), flat), batch)
-        return {leaf: whole[leaf] for leaf in step.batch_shardings if leaf in whole}
+        def ours(mesh: Mesh = mesh, step: bx.Step = step, size: int = batch_size, threads: int = threads) -> float:
+            batches = _our_batches(task.train, mesh, size, threads)[1]
+            return _train(step, ({leaf: batch[leaf] for leaf in LEAVES} for batch in batches), size, scale.seconds)
 
-    def run(batches: Iterator[Any], prepare: Callable[[Any], Any]) -> float:
-        state = step.init(jax.random.key(0))
-        state, metrics = step.update(state, prepare(next(batches)))
+        def naive(step: bx.Step = step, size: int = batch_size, devices: Any = devices, joined: Any = joined) -> float:
+            batches = naive_batches(images, labels, SIZES[name], size, devices)
+            return _train(step, (joined(batch) for batch in batches), size, scale.seconds)
+
+        figures = take_turns({"ours": ours, "naive": naive}, rounds=min(scale.rounds, 3))
+        case = f"{name} batch={batch_size} devices={num_devices} threads={threads}"
+        for system, rates in figures.items():
+            report.add(case, system, "training wide_resnet tiny", "samples/s", rates)
+        ratios = [a / b for a, b in zip(*figures.values(), strict=True)]
+        report.add(case, "ours / naive", "training wide_resnet tiny", "x", ratios)
+
+
+def _join(batch: Any) -> Any:
+    """From `[devices, batch / devices, ...]`, as `pmap` wants it, to global arrays `[batch, ...]`."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+
+
+def _train(step: bx.Step, batches: Iterator[Any], batch_size: int, seconds: float) -> float:
+    state = step.init(jax.random.key(0))
+    state, metrics = step.update(state, next(batches))
+    jax.block_until_ready(metrics)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 3 * seconds or count < 2:
+        state, metrics = step.update(state, next(batches))
         jax.block_until_ready(metrics)
-        start, count = time.perf_counter(), 0
-        while time.perf_counter() - start < 3 * scale.seconds or count < 2:
-            state, metrics = step.update(state, prepare(next(batches)))
-            jax.block_until_ready(metrics)
-            count += 1
-        return batch_size * count / (time.perf_counter() - start)
-
-    systems = {
-        "ours": lambda: run(_our_batches(task.train, mesh, batch_size, 2)[1], lambda batch: batch),
-        "naive": lambda: run(naive_batches(images, labels, SIZES[name], batch_size, jax.devices()), joined),
-    }
-    case = f"{name} batch=64 devices=8 threads=2, wide_resnet tiny"
-    for system, rates in take_turns(systems, rounds=min(scale.rounds, 3)).items():
-        report.add(case, system, "training loop", "samples/s", rates)
+        count += 1
+    return batch_size * count / (time.perf_counter() - start)
 
 
 def _permute(report: Report, scale: Scale) -> None:
