@@ -218,6 +218,22 @@ def test_a_running_step_still_sees_its_batch(plan: LoadPlan) -> None:
     assert [float(result) for result in results] == list(range(1, 30))
 
 
+def test_a_loader_goes_round_in_a_few_slots(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"x": np.arange(640 * 16, dtype=np.float32).reshape(640, 16)}
+    loader = DataLoader(data, mesh, P("data"), batch_size=16, knobs=Knobs(threads=2, prefetch=2))
+    made, empty = list[int](), np.empty
+
+    def watched(shape: Any, *arguments: Any, **options: Any) -> np.ndarray:
+        if shape == 16 * 16 * 4 + ALIGNMENT:
+            made.append(shape)
+        return empty(shape, *arguments, **options)
+
+    monkeypatch.setattr(np, "empty", watched)
+    for batch in loader:
+        del batch
+    assert 1 <= len(made) <= 8  # three in flight, one in use, and what the collector has not seen yet
+
+
 def test_batches_that_a_user_keeps_hold_what_they_held(mesh: Mesh) -> None:
     """Several epochs over a small source, with a random choice of batches, views and donations alive."""
     data = {"x": np.arange(96 * 40, dtype=np.float32).reshape(96, 40), "id": np.arange(96, dtype=np.int32)}
