@@ -154,7 +154,7 @@ def test_closing_does_not_wait_for_ever(mesh: Mesh) -> None:
     try:
         assert ids(next(batches)) == whole[0]
         assert hanging.wait(60)
-        with pytest.raises(WaitTimeout, match=r"thread 'braidax-read_\d' did not end within timeout_seconds=0.5"):
+        with pytest.raises(WaitTimeout, match=r"thread 'braidax-read-\d' did not end within timeout_seconds=0.5"):
             loader.close()
         loader.close()
     finally:
@@ -181,10 +181,11 @@ def test_a_source_may_raise_a_timeout_of_its_own(mesh: Mesh) -> None:
         ({"timeout_seconds": 0.0}, "timeout_seconds=0.0"),
         ({"timeout_seconds": -1.0}, "timeout_seconds=-1.0"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds=nan"),
+        ({"timeout_seconds": float("inf")}, "timeout_seconds=inf"),
     ],
 )
 def test_knobs_that_cannot_work(knobs: dict[str, Any], fact: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{fact} is not a positive"):
+    with pytest.raises(ArgumentError, match=f"{fact} is not a (finite, )?positive"):
         Knobs(**knobs)
 
 

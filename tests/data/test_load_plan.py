@@ -184,7 +184,7 @@ def pointers(array: jax.Array) -> dict[Any, int]:
     return {shard.device: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
-@pytest.mark.parametrize("row_bytes", [1, 4, 20, 48, 64, 100, 3072])
+@pytest.mark.parametrize("row_bytes", [1, 4, 20, 48, 64, 100, 3072, 9001])
 @pytest.mark.parametrize("spec", [P(), P("data"), P("model"), P(("data", "model"))])
 def test_contiguous_slices_are_not_copied(row_bytes: int, spec: P) -> None:
     """On CPU the devices use the slot's memory as it is, at aligned addresses whatever the size of a row."""
@@ -207,9 +207,13 @@ def test_rows_of_one_piece_stay_in_one_piece_where_alignment_allows() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     aligned = plan_load(jax.ShapeDtypeStruct((32, 16), np.float32), mesh, P("data")).leaves[0]
     assert [(place.start, place.stop) for place in aligned.rows] == [(0, 32)]
-    odd = plan_load(jax.ShapeDtypeStruct((32, 3), np.uint8), mesh, P("data")).leaves[0]
+    odd = plan_load(jax.ShapeDtypeStruct((32, 4097), np.uint8), mesh, P("data")).leaves[0]
     assert [(place.start, place.stop) for place in odd.rows] == [(start, start + 4) for start in range(0, 32, 4)]
-    assert [place.offset for place in odd.rows] == [64 * number for number in range(8)]
+    assert [place.offset for place in odd.rows] == [16448 * number for number in range(8)]
+    assert len(odd.copies) == 0
+    small = plan_load(jax.ShapeDtypeStruct((32, 3), np.uint8), mesh, P("data")).leaves[0]
+    assert [(place.start, place.stop) for place in small.rows] == [(0, 32)]
+    assert [bounds[0][0] for bounds in small.copies] == [4, 8, 12, 16, 20, 24, 28]
 
 
 def test_a_slice_that_several_devices_hold_is_put_once() -> None:
@@ -221,7 +225,7 @@ def test_a_slice_that_several_devices_hold_is_put_once() -> None:
     assert all(len(devices) == 2 for devices in by_path["['rows']"].slices.values())
     assert sorted(by_path["['part']"].slices) == [((0, 8), (0, 3)), ((0, 8), (3, 6))]
     assert all(len(devices) == 4 for devices in by_path["['part']"].slices.values())
-    assert len(by_path["['rows']"].copies) == 0
+    assert [bounds[0][0] for bounds in by_path["['rows']"].copies] == [2, 4, 6]
     assert set(by_path["['part']"].copies) == set(by_path["['part']"].slices)
     memory = Slots(plan.num_bytes, keep=1).take()
     fill(plan, memory, values_like(batch))

@@ -267,4 +267,4 @@ def test_the_iterator_is_drawn_from_by_one_thread(mesh: Mesh) -> None:
             yield batch(number)
 
     list(prefetch_to_device(watched(), mesh, P("data"), prefetch=4))
-    assert drawn_by == {"braidax-prefetch_0"}
+    assert drawn_by == {"braidax-prefetch-0"}

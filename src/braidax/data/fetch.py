@@ -1,10 +1,8 @@
 """Fetching: threads fill the slots of coming batches, in any order, and send each full slot to its devices."""
 
 import threading
-import time
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ from numpy.typing import NDArray
 from braidax.data.load_plan import LoadPlan
 from braidax.data.slots import Slots
 from braidax.data.sources.source import Source
+from braidax.data.threads import Threads
 from braidax.errors import BraidaxError, RecordError, WaitTimeout
 from braidax.spans import Trace, span
 
@@ -134,40 +133,3 @@ def result_within(future: "Future[Any]", *, timeout_seconds: float, what: str) -
             f"{what} did not come within timeout_seconds={timeout_seconds:g}; the source may hang, or be "
             f"slower than that: raise Knobs(timeout_seconds=...)"
         ) from error
-
-
-class Threads:
-    """A pool of threads that is closed once: by its owner, or else when the interpreter exits.
-
-    **Arguments:** `num_threads`, `name`: of the threads; the name is a prefix.
-    """
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        # At exit this runs while modules still live, so that a suspended generator has nothing left to close later.
-        self._end = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Queues a call and returns its future."""
-        return self._pool.submit(work, *arguments)
-
-    def abandon(self) -> None:
-        """Drops what is queued, without waiting for what runs. May be called twice."""
-        self._end()
-
-    def close(self, *, timeout_seconds: float) -> None:
-        """Drops what is queued and waits for what runs, unless that was done or abandoned before.
-
-        **Raises:** `WaitTimeout` if a thread does not end in time.
-        """
-        if not self._end.alive:
-            return
-        self._end()
-        deadline = time.monotonic() + timeout_seconds
-        for thread in list(self._pool._threads):  # pyright: ignore[reportPrivateUsage] (there is no join with a limit)
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                raise WaitTimeout(
-                    f"thread {thread.name!r} did not end within timeout_seconds={timeout_seconds:g} after the loader "
-                    f"was closed; the source's read hangs"
-                )

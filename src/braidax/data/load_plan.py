@@ -21,6 +21,8 @@ from braidax.errors import ArgumentError
 
 ALIGNMENT = 64  # bytes: at such addresses JAX on CPU takes host memory as it is, without a copy
 
+_SMALL = 1 << 14  # bytes: a slice up to this size is read with its neighbors and then moved to an aligned place
+
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every dim
 
 
@@ -39,7 +41,7 @@ class LeafPlan:
 
     **Fields:** `path`: of the leaf, for people. `shape`, `dtype`, `sharding`: of the global array. `rows`: where the
     rows that some local device needs are read to. `slices`: the distinct slices of the local devices, and each one's
-    `jax.Device`s. `copies`: the byte offset of those slices that are not contiguous in `rows`.
+    `jax.Device`s. `copies`: the byte offset of those slices that are not contiguous and aligned in `rows`.
     """
 
     path: str
@@ -162,17 +164,20 @@ def _plan_leaf(path: str, spec: Any, sharding: NamedSharding, offset: int) -> tu
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows: list[Place] = []
     for start, stop in sorted({bounds[0] for bounds in slices}):
+        size = (stop - start) * row_bytes
         last = rows[-1] if rows else None
-        if last and last.stop == start and (start - last.start) * row_bytes % ALIGNMENT == 0:
+        if last and last.stop == start and (size <= _SMALL or (start - last.start) * row_bytes % ALIGNMENT == 0):
             rows[-1] = Place(last.offset, last.start, stop)
         else:
             offset = _aligned(offset)
             rows.append(Place(offset, start, stop))
-        offset += (stop - start) * row_bytes
+        offset += size
 
     copies: dict[Bounds, int] = {}
     for bounds in slices:
-        if bounds[1:] != tuple((0, size) for size in shape[1:]):
+        place = next(place for place in rows if place.start <= bounds[0][0] and bounds[0][1] <= place.stop)
+        aligned = (bounds[0][0] - place.start) * row_bytes % ALIGNMENT == 0
+        if not aligned or bounds[1:] != tuple((0, size) for size in shape[1:]):
             offset = _aligned(offset)
             copies[bounds] = offset
             offset += math.prod(stop - start for start, stop in bounds) * dtype.itemsize

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future
@@ -42,12 +43,12 @@ class Knobs:
     timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("threads", "prefetch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ArgumentError(f"{name}={value!r} is not a positive integer")
-        if not self.timeout_seconds > 0:
-            raise ArgumentError(f"timeout_seconds={self.timeout_seconds!r} is not a positive number of seconds")
+        if self.threads is not None and self.threads < 1:
+            raise ArgumentError(f"threads={self.threads!r} is not a positive integer; None takes one per usable core")
+        if self.prefetch < 1:
+            raise ArgumentError(f"prefetch={self.prefetch!r} is not a positive integer")
+        if not 0 < self.timeout_seconds < threading.TIMEOUT_MAX:
+            raise ArgumentError(f"timeout_seconds={self.timeout_seconds!r} is not a finite, positive number of seconds")
 
 
 class DataLoader:

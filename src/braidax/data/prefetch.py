@@ -10,13 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from braidax.data.fetch import Threads, result_within
+from braidax.data.fetch import result_within
 from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.slots import Slots
 from braidax.data.sources.source import loader_dtype, narrow
+from braidax.data.threads import Threads
 from braidax.errors import ArgumentError, RecordError, WaitTimeout
 
 _END = object()
+_MAX_PLANS = 8  # shapes whose plan and slots are kept; batches of ever new lengths must not pile up memory
 
 
 def prefetch_to_device(
@@ -88,6 +90,8 @@ class _Sender:
             )
         key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._plans:
+            if len(self._plans) == _MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
             spec = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
             plan = plan_load(spec, self._mesh, self._specs)
             self._plans[key] = (plan, Slots(plan.num_bytes, keep=self._keep))

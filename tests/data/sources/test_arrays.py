@@ -7,7 +7,6 @@ import pytest
 
 import braidax.data.sources as sources
 from braidax.errors import ArgumentError, FormatError, RecordError
-from braidax.spans import Trace
 from tests.data.sources.reading import assert_equal, read
 
 
@@ -51,14 +50,6 @@ def test_npz_values(tmp_path: Path, save: object) -> None:
     assert_equal(read(source), {"x": values["x"].astype(np.float32), "image": values["image"]})
     mapped = "x, image" if save is np.savez else "none"
     assert source.describe()["memory-mapped"] == mapped
-
-
-def test_a_read_is_a_span_with_its_bytes(tmp_path: Path) -> None:
-    source = sources.open(saved(tmp_path / "a.npy", np.zeros((6, 4), np.int16)))
-    trace = Trace()
-    with trace.active():
-        read(source, [1, 2, 3])
-    assert trace.totals()["read"].num_bytes == 24
 
 
 def test_int64_that_does_not_fit(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from braidax.data.sources.source import Indices, Source, check_indices, gather, loader_dtype
 from braidax.errors import ArgumentError, FormatError
-from braidax.spans import span
 
 NPY_MAGIC = b"\x93NUMPY"
 
@@ -47,7 +46,6 @@ class ArraySource(Source):
             name: jax.ShapeDtypeStruct(array.shape[1:], loader_dtype(array.dtype, where=where, leaf=name))
             for name, array in self._leaves.items()
         }
-        self._sample_bytes = sum(array.nbytes for array in self._leaves.values()) // self._num_samples
 
     @property
     def sample_spec(self) -> Any:
@@ -60,9 +58,8 @@ class ArraySource(Source):
     def read(self, indices: Indices, out: Any) -> None:
         """Copies rows into place: one vectorised copy per leaf."""
         check_indices(indices, self._num_samples, where=self._where)
-        with span("read", num_bytes=len(indices) * self._sample_bytes):
-            for name, array in self._leaves.items():
-                gather(array, indices, out[name], where=self._where, leaf=name)
+        for name, array in self._leaves.items():
+            gather(array, indices, out[name], where=self._where, leaf=name)
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""

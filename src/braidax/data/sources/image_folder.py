@@ -76,8 +76,7 @@ class ImageFolder(Source):
     def _decode(self, record: int) -> NDArray[np.uint8]:
         path = self._files[record]
         try:
-            with span("read", num_bytes=os.stat(path).st_size):  # noqa: PTH116 - a million Paths cost a gigabyte
-                data = np.fromfile(path, np.uint8)
+            data = np.fromfile(path, np.uint8)
         except OSError as error:
             raise RecordError(
                 f"{path}, record {record}: cannot be read ({error}); restore it or open the folder anew"

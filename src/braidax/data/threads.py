@@ -1,0 +1,92 @@
+"""The threads of a loader: closed by their owner within a limit, or else when the interpreter exits."""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from braidax.errors import WaitTimeout
+
+_EXIT_SECONDS = 10.0  # a thread that is sending to a device when the interpreter dies would abort the process
+
+_Work = queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+
+
+class Threads:
+    """Threads that work off one queue.
+
+    They are daemons, so that a read that hangs cannot keep the interpreter from exiting; at exit the others are waited
+    for. `concurrent.futures` has no such limit.
+
+    **Arguments:** `num_threads`, `name`: of the threads; the name is a prefix.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._work: _Work = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_work_off, args=(self._work,), name=f"{name}-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        self._at_exit = weakref.finalize(self, _stop_and_join, self._work, self._threads, _EXIT_SECONDS)
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Queues a call and returns its future."""
+        future: Future[Any] = Future()
+        self._work.put((future, work, arguments))
+        return future
+
+    def abandon(self) -> None:
+        """Drops what is queued, without waiting for what runs. May be called twice."""
+        if self._at_exit.detach():
+            _stop(self._work, len(self._threads))
+
+    def close(self, *, timeout_seconds: float) -> None:
+        """Drops what is queued and waits for what runs, unless that was done or abandoned before.
+
+        **Raises:** `WaitTimeout` if a thread does not end in time.
+        """
+        if not self._at_exit.detach():
+            return
+        alive = _stop_and_join(self._work, self._threads, timeout_seconds)
+        if alive is not None:
+            raise WaitTimeout(
+                f"thread {alive.name!r} did not end within timeout_seconds={timeout_seconds:g} after the loader was "
+                f"closed; the source's read hangs"
+            )
+
+
+def _work_off(work: _Work) -> None:
+    while (item := work.get()) is not None:
+        future, call, arguments = item
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as raised:  # noqa: BLE001 (it is raised again where the result is asked for)
+            future.set_exception(raised)
+        del item, future, call, arguments  # or they would live until the next call comes
+
+
+def _stop(work: _Work, num_threads: int) -> None:
+    while not work.empty():
+        try:
+            work.get_nowait()
+        except queue.Empty:
+            break
+    for _ in range(num_threads):
+        work.put(None)
+
+
+def _stop_and_join(work: _Work, threads: list[threading.Thread], seconds: float) -> threading.Thread | None:
+    """Returns a thread that is still alive after that long, if there is one."""
+    _stop(work, len(threads))
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return thread
+    return None

@@ -1,0 +1,51 @@
+"""The loader's threads end: when closed, when abandoned, and with the interpreter, whatever hangs."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from braidax.data.threads import Threads
+from braidax.errors import WaitTimeout
+
+HANGING = """
+import threading, jax, numpy as np, braidax as bx
+
+class Hangs:
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        if index: threading.Event().wait()
+        return {"x": np.zeros(3, np.float32)}
+
+sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.P())
+for _ in bx.DataLoader(Hangs(), None, sharding, batch_size=8, knobs=bx.data.Knobs(timeout_seconds=1)):
+    pass
+"""
+
+
+def test_results_and_errors_come_through_futures() -> None:
+    threads = Threads(2, "braidax-test")
+    assert threads.submit(divmod, 7, 2).result(10) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(divmod, 7, 0).result(10)
+    threads.close(timeout_seconds=10)
+
+
+def test_closing_drops_what_is_queued_and_waits_for_what_runs() -> None:
+    threads, begun, release = Threads(1, "braidax-test"), threading.Event(), threading.Event()
+    running = threads.submit(lambda: (begun.set(), release.wait(60)))
+    queued = threads.submit(pytest.fail, "was queued only")
+    assert begun.wait(10)
+    with pytest.raises(WaitTimeout, match=r"'braidax-test-0' did not end within timeout_seconds=0.05"):
+        threads.close(timeout_seconds=0.05)
+    release.set()
+    assert running.result(10)[1]
+    assert not queued.done()
+    threads.close(timeout_seconds=10)  # a second time: nothing
+
+
+def test_a_read_that_hangs_for_ever_does_not_keep_the_interpreter_from_exiting() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "WaitTimeout: the batch at Cursor(seed=0, epoch=0, position=0)" in done.stderr
