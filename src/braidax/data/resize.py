@@ -7,7 +7,7 @@ shrinking averages all pixels that a target pixel covers. Results agree with Pil
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt8
@@ -43,8 +43,8 @@ def resize(
         np.ascontiguousarray(images),
         indices,
         out,
-        *_taps(images.shape[2], out.shape[2], images.shape[3]),
-        *_taps(images.shape[1], out.shape[1], 1),
+        _taps(images.shape[2], out.shape[2], images.shape[3]),
+        _taps(images.shape[1], out.shape[1], 1),
     )
 
 
@@ -65,12 +65,23 @@ def _check(images: NDArray[Any], out: NDArray[Any]) -> None:
         raise ArgumentError(f"resize fills out in place, so out={out.shape} must be C-contiguous; resize into a copy")
 
 
-@functools.lru_cache(maxsize=4096)
-def _taps(size: int, new_size: int, channels: int) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-    """Returns each target value's first source value `[new_size * channels]` and weights `[taps, new_size * channels]`.
+class _Taps(NamedTuple):
+    """How the target values of one dim come from the source's; a value is one channel of a pixel.
 
-    Values are pixels times channels; the next tap of a value lies `channels` further on.
+    With two taps: `near`, `far` (uint32 `[length]`), the source values on both sides, and `share` (int16 `[length]`),
+    the weight of the farther in 1/65536, which is at most a half, so that 16-bit products suffice. With another number:
+    `first` (uint32 `[length]`) and `weights` (int32 `[taps, length]`) of that value and of those a pixel further on.
     """
+
+    near: NDArray[np.uint32]
+    far: NDArray[np.uint32]
+    share: NDArray[np.int16]
+    first: NDArray[np.uint32]
+    weights: NDArray[np.int32]
+
+
+@functools.lru_cache(maxsize=4096)
+def _taps(size: int, new_size: int, channels: int) -> _Taps:
     scale = size / new_size
     support = max(scale, 1.0)
     centers = (np.arange(new_size) + 0.5) * scale
@@ -80,10 +91,22 @@ def _taps(size: int, new_size: int, channels: int) -> tuple[NDArray[np.uint32], 
     first = np.minimum(first, size - taps)
     pixels = first[:, None] + np.arange(taps)
     weights = np.maximum(0.0, 1.0 - np.abs(pixels + 0.5 - centers[:, None]) / support)
-    fixed = np.rint(weights / weights.sum(axis=1, keepdims=True) * _ONE).astype(np.int32)
+    weights /= weights.sum(axis=1, keepdims=True)
+    fixed = np.rint(weights * _ONE).astype(np.int32)
     fixed[np.arange(new_size), fixed.argmax(axis=1)] += _ONE - fixed.sum(axis=1)
-    values = first[:, None] * channels + np.arange(channels)
-    return values.ravel().astype(np.uint32), np.ascontiguousarray(np.repeat(fixed, channels, axis=0).T)
+    side = weights[:, -1] > weights[:, 0]
+    share = np.minimum(np.rint(weights.min(axis=1) * (1 << 16)), (1 << 15) - 1)
+
+    def values(pixel: NDArray[np.int64]) -> NDArray[np.uint32]:
+        return (pixel[:, None] * channels + np.arange(channels)).ravel().astype(np.uint32)
+
+    return _Taps(
+        near=values(first + side),
+        far=values(first + 1 - side),
+        share=np.repeat(share, channels).astype(np.int16),
+        first=values(first),
+        weights=np.ascontiguousarray(np.repeat(fixed, channels, axis=0).T),
+    )
 
 
 @functools.cache
@@ -93,42 +116,39 @@ def _compiled() -> Callable[..., None]:
     return numba.njit(nogil=True, cache=True, error_model="numpy")(kernel)
 
 
-def _kernel(images: Any, indices: Any, out: Any, x_first: Any, x_weights: Any, y_first: Any, y_weights: Any) -> None:
+def _kernel(images: Any, indices: Any, out: Any, x_taps: Any, y_taps: Any) -> None:
     height, channels = images.shape[1], np.uint32(images.shape[3])
-    x_taps, length = x_weights.shape
-    y_taps, new_height = y_weights.shape
+    length, new_height = x_taps.first.shape[0], y_taps.first.shape[0]
     rows = np.empty((height, length), np.int16)  # 8 integer and 7 fractional bits
     sums = np.empty(length, np.int32)
     for n in range(indices.shape[0]):
         image = images[indices[n]].reshape(height, -1)
+        target_image = out[n].reshape(new_height, length)
         for y in range(height):
             pixels, row = image[y], rows[y]
-            if x_taps == 2:
+            if x_taps.weights.shape[0] == 2:
                 for i in range(length):
-                    total = np.int32(pixels[x_first[i]]) * x_weights[0, i]
-                    total += np.int32(pixels[x_first[i] + channels]) * x_weights[1, i]
-                    row[i] = np.int16((total + np.int32(128)) >> 8)
+                    near = np.int32(pixels[x_taps.near[i]])
+                    step = (np.int32(pixels[x_taps.far[i]]) - near) * np.int32(x_taps.share[i])
+                    row[i] = np.int16((near << 7) + ((step + np.int32(256)) >> 9))
             else:
                 sums[:] = 128
-                for t in range(x_taps):
+                for t in range(x_taps.weights.shape[0]):
                     for i in range(length):
-                        sums[i] += np.int32(pixels[x_first[i] + np.uint32(t) * channels]) * x_weights[t, i]
+                        sums[i] += np.int32(pixels[x_taps.first[i] + np.uint32(t) * channels]) * x_taps.weights[t, i]
                 for i in range(length):
                     row[i] = np.int16(sums[i] >> 8)
         for y in range(new_height):
-            target = out[n, y].reshape(length)
-            if y_taps == 2:
-                # From the nearer row towards the farther: the weight is at most a half, so 16-bit products suffice.
-                side = np.uint32(y_weights[1, y] > 16384)
-                near, far = rows[y_first[y] + side], rows[y_first[y] + np.uint32(1) - side]
-                weight = np.int32(min(2 * y_weights[np.uint32(1) - side, y], 32767))
+            target = target_image[y]
+            if y_taps.weights.shape[0] == 2:
+                near_row, far_row, share = rows[y_taps.near[y]], rows[y_taps.far[y]], y_taps.share[y]
                 for i in range(length):
-                    step = np.int32(np.int16(far[i] - near[i])) * weight
-                    target[i] = np.uint8(np.int16(near[i] + np.int16(step >> 16) + np.int16(64)) >> 7)
+                    move = np.int32(np.int16(far_row[i] - near_row[i])) * np.int32(share)
+                    target[i] = np.uint8(np.int16(near_row[i] + np.int16(move >> 16) + np.int16(64)) >> 7)
             else:
                 sums[:] = 1 << 21
-                for t in range(y_taps):
-                    row, factor = rows[y_first[y] + np.uint32(t)], y_weights[t, y]
+                for t in range(y_taps.weights.shape[0]):
+                    row, factor = rows[y_taps.first[y] + np.uint32(t)], y_taps.weights[t, y]
                     for i in range(length):
                         sums[i] += np.int32(row[i]) * factor
                 for i in range(length):
