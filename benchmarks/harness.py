@@ -64,12 +64,12 @@ class Report:
 
     def show(self) -> None:
         """Prints both tables."""
-        console = Console(width=120)
+        console = Console(width=140)
         table = Table(title=machine()["summary"])
         for column in ("case", "system", "metric"):
-            table.add_column(column, no_wrap=True)
+            table.add_column(column)
         for column in ("median", "p95", "unit", "runs"):
-            table.add_column(column, justify="right")
+            table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(
                 row.case, row.system, row.metric, *map(_short, (row.median, row.p95)), row.unit, str(row.runs)

@@ -186,11 +186,12 @@ def _loader_alone(report: Report, scale: Scale, name: str, path: Path) -> None:
 
         figures = take_turns({"ours": ours, "naive": naive}, rounds=scale.rounds)
         case = f"{name} batch={batch_size} devices={num_devices} threads={threads}"
+        ratios = [a / b for a, b in zip(*figures.values(), strict=True)]
+        report.add(case, "ours / naive", "loader alone", "x", ratios)
         for system, rates in figures.items():
             report.add(case, system, "loader alone", "samples/s", rates)
             report.add(case, system, "per sample", "us", [1e6 / rate for rate in rates])
             report.add(case, system, "per device", "us", [1e6 / rate * num_devices for rate in rates])
-        report.add(case, "ours / naive", "loader alone", "x", [a / b for a, b in zip(*figures.values(), strict=True)])
 
 
 def _rate(batches: Iterator[Any], batch_size: int, seconds: float) -> float:
@@ -309,10 +310,10 @@ def _training_loop(report: Report, scale: Scale, name: str, path: Path) -> None:
 
         figures = take_turns({"ours": ours, "naive": naive}, rounds=min(scale.rounds, 3))
         case = f"{name} batch={batch_size} devices={num_devices} threads={threads}"
-        for system, rates in figures.items():
-            report.add(case, system, "training wide_resnet tiny", "samples/s", rates)
         ratios = [a / b for a, b in zip(*figures.values(), strict=True)]
         report.add(case, "ours / naive", "training wide_resnet tiny", "x", ratios)
+        for system, rates in figures.items():
+            report.add(case, system, "training wide_resnet tiny", "samples/s", rates)
 
 
 def _join(batch: Any) -> Any:

@@ -235,8 +235,8 @@ def test_more_threads_read_at_once_after_the_knob_is_set(mesh: Mesh) -> None:
 def test_prefetch_is_how_far_fetching_runs_ahead(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, prefetch: int) -> None:
     started, start = list[int](), Fetch.start
 
-    def watched(self: Fetch, indices: np.ndarray) -> Any:
-        started.append(len(indices))
+    def watched(self: Fetch, indices: Callable[[], np.ndarray]) -> Any:
+        started.append(len(indices()))
         return start(self, indices)
 
     monkeypatch.setattr(Fetch, "start", watched)

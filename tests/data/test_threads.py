@@ -49,3 +49,18 @@ def test_a_read_that_hangs_for_ever_does_not_keep_the_interpreter_from_exiting()
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "WaitTimeout: the batch at Cursor(seed=0, epoch=0, position=0)" in done.stderr
+
+
+def test_threads_yield_their_core_while_somebody_waits_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    yielded, calls = threading.Semaphore(0), list[None]()
+    monkeypatch.setattr("braidax.data.threads._let_others_run", lambda: (calls.append(None), yielded.release()))
+    threads = Threads(1, "braidax-test")
+    threads.submit(int).result(10)
+    threads.submit(int).result(10)  # by now the first call is behind the thread
+    assert calls == []
+    with threads.awaited():
+        threads.submit(int).result(10)
+        assert yielded.acquire(timeout=10)
+    threads.submit(int).result(10)
+    threads.close(timeout_seconds=10)
+    assert 1 <= len(calls) <= 2  # the second call may still have ended while somebody waited

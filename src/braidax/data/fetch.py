@@ -34,19 +34,25 @@ class Fetch:
         self._threads = Threads(threads, "braidax-read")
         self._max_rows = max(1, _READ_BYTES // max(plan.sample_bytes, 1))
 
-    def start(self, indices: NDArray[np.int64]) -> "Future[Any]":
-        """Begins to fetch a batch.
+    def start(self, indices: Callable[[], NDArray[np.int64]]) -> "Future[Any]":
+        """Begins to fetch a batch; all of the work is left to the threads.
 
-        **Arguments:** `indices`: int64 `[n]`; where `n` is less than the batch's rows, the rest is filled with zeros.
+        **Arguments:** `indices`: returns the samples, int64 `[n]`; where `n` is less than the batch's rows, the rest is
+        filled with zeros.
 
         **Returns:** a future of the PyTree of global arrays. It raises what reading raised.
         """
-        memory = self._slots.take()
-        ranges = list(self._plan.row_ranges(self._max_rows))
-        batch = _Batch(len(ranges), lambda: self._send(memory))
-        for start, stop in ranges:
-            self._threads.submit(batch.run, self._read, memory, indices, start, stop)
+        batch = _Batch()
+        self._threads.run(self._begin, batch, indices)
         return batch.future
+
+    def result(self, batch: "Future[Any]", *, timeout_seconds: float, what: str) -> Any:
+        """Waits for a batch that was started.
+
+        **Raises:** what reading raised, or `WaitTimeout` that says `what` did not come.
+        """
+        with self._threads.awaited(), self._trace.active(), span("wait"):
+            return result_within(batch, timeout_seconds=timeout_seconds, what=what)
 
     def close(self, *, timeout_seconds: float) -> None:
         """Drops what has not begun, and waits for the reads under way.
@@ -58,6 +64,35 @@ class Fetch:
     def abandon(self) -> None:
         """Drops what has not begun, and does not wait for reads that hang."""
         self._threads.abandon()
+
+    def _begin(self, batch: "_Batch", indices: Callable[[], NDArray[np.int64]]) -> None:
+        try:
+            chosen, memory = indices(), self._slots.take()
+        except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
+            batch.future.set_exception(raised)
+            return
+        ranges = list(self._plan.row_ranges(self._max_rows))
+        batch.reads_left = len(ranges)
+        for start, stop in ranges[1:]:
+            self._threads.run(self._fill, batch, memory, chosen, start, stop)
+        self._fill(batch, memory, chosen, *ranges[0])
+
+    def _fill(
+        self, batch: "_Batch", memory: NDArray[np.uint8], indices: NDArray[np.int64], start: int, stop: int
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            self._read(memory, indices, start, stop)
+        except BaseException as raised:  # noqa: BLE001 (likewise)
+            error = raised
+        if not batch.is_last(error):
+            return
+        try:
+            if batch.error is not None:
+                raise batch.error
+            batch.future.set_result(self._send(memory))
+        except BaseException as raised:  # noqa: BLE001 (likewise)
+            batch.future.set_exception(raised)
 
     def _read(self, memory: NDArray[np.uint8], indices: NDArray[np.int64], start: int, stop: int) -> None:
         rows = self._plan.rows(memory, start, stop)
@@ -76,35 +111,20 @@ class Fetch:
 
 
 class _Batch:
-    """Counts the reads of a batch down; the last one sends it to the devices and fulfills the future."""
+    """A batch under way: the reads that are left, the first error among them, and the future of its arrays."""
 
-    def __init__(self, num_reads: int, send: Callable[[], Any]) -> None:
+    def __init__(self) -> None:
         self.future: Future[Any] = Future()
-        self._left = num_reads
-        self._send = send
-        self._error: BaseException | None = None
+        self.reads_left = 0
+        self.error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def run(self, read: Callable[..., None], *arguments: Any) -> None:
-        error: BaseException | None = None
-        try:
-            read(*arguments)
-        except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
-            error = raised
+    def is_last(self, error: BaseException | None) -> bool:
+        """Counts a read that ended, with an error or None; returns whether it was the last."""
         with self._lock:
-            self._error = self._error or error
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._finish()
-
-    def _finish(self) -> None:
-        try:
-            if self._error is not None:
-                raise self._error
-            self.future.set_result(self._send())
-        except BaseException as raised:  # noqa: BLE001 (likewise)
-            self.future.set_exception(raised)
+            self.error = self.error or error
+            self.reads_left -= 1
+            return self.reads_left == 0
 
 
 def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:

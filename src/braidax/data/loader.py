@@ -1,6 +1,7 @@
 """The data loader: a source and shardings in, global arrays on their devices out."""
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -16,14 +17,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from braidax.data.fetch import Fetch, result_within
+from braidax.data.fetch import Fetch
 from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.order import Cursor, Order, Remainder
 from braidax.data.sharding_specs import resolve_shardings, shared_batch_parts
 from braidax.data.sources import open as open_source
 from braidax.data.sources.source import Source, batch_spec
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
-from braidax.spans import Trace, span
+from braidax.spans import Trace
 
 _log = logging.getLogger("braidax")
 _DEFAULT_BATCH_SIZE = 128
@@ -175,23 +176,22 @@ class DataLoader:
         """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
         threads = self._knobs.threads or _usable_cores()
         fetch = Fetch(self.source, self._plan, threads=threads, prefetch=self._knobs.prefetch, trace=self.trace)
-        coming: deque[tuple[Cursor, Cursor, int, Future[Any]]] = deque()
+        coming: deque[tuple[Cursor, Cursor, Future[Any]]] = deque()
         ahead = self._cursor
         self._fetch, self._moved = fetch, False
         try:
             while True:
                 while len(coming) <= self._knobs.prefetch and (end is None or ahead.epoch < end):
-                    indices, start = self._order.indices(ahead), ahead
-                    ahead = self._order.after(ahead)
-                    coming.append((start, ahead, len(indices), fetch.start(indices)))
+                    start, ahead = ahead, self._order.after(ahead)
+                    future = fetch.start(functools.partial(self._order.indices, start))
+                    coming.append((start, ahead, future))
                 if not coming:
                     return
-                start, after, num_valid, future = coming.popleft()
-                with self.trace.active(), span("wait"):
-                    what = f"the batch at {start} of {type(self.source).__name__}"
-                    batch = result_within(future, timeout_seconds=self._knobs.timeout_seconds, what=what)
+                start, after, future = coming.popleft()
+                what = f"the batch at {start} of {type(self.source).__name__}"
+                batch = fetch.result(future, timeout_seconds=self._knobs.timeout_seconds, what=what)
                 self._cursor = after
-                yield batch if self._mask is None else self._masked(batch, self._mask, num_valid)
+                yield batch if self._mask is None else self._masked(batch, self._mask, self._order.num_valid(start))
         except WaitTimeout:
             fetch.abandon()
             raise

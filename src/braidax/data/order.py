@@ -10,6 +10,8 @@ from braidax.errors import ArgumentError
 
 Remainder = Literal["drop", "pad"]
 
+_WINDOW = 1 << 12
+
 
 class Cursor(NamedTuple):
     """How far a loader has come: the whole of its state, and a PyTree of integers.
@@ -21,6 +23,13 @@ class Cursor(NamedTuple):
     seed: int | None = 0
     epoch: int = 0
     position: int = 0
+
+
+class _Window(NamedTuple):
+    """Indices computed ahead, from a cursor on."""
+
+    cursor: Cursor
+    indices: NDArray[np.int64]
 
 
 class Order:
@@ -47,7 +56,7 @@ class Order:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.remainder: Remainder = remainder
-        self._permutation: tuple[tuple[int | None, int], Permutation] | None = None
+        self._window = _Window(Cursor(), np.empty(0, np.int64))
 
     @property
     def batches_per_epoch(self) -> int:
@@ -72,15 +81,22 @@ class Order:
             )
         return cursor if self.batches_left(cursor) else Cursor(cursor.seed, cursor.epoch + 1, 0)
 
+    def num_valid(self, cursor: Cursor) -> int:
+        """Returns how many samples the batch at a settled cursor has: `batch_size`, or fewer at a padded end."""
+        return min(self.batch_size, self.num_samples - cursor.position)
+
     def indices(self, cursor: Cursor) -> NDArray[np.int64]:
-        """Returns the indices of the batch at a settled cursor: int64 `[batch_size]`, or fewer at a padded end."""
-        key = (cursor.seed, cursor.epoch)
-        if self._permutation is None or self._permutation[0] != key:
-            self._permutation = (key, Permutation(self.num_samples, seed=cursor.seed, epoch=cursor.epoch))
-        stop = min(cursor.position + self.batch_size, self.num_samples)
-        return self._permutation[1](np.arange(cursor.position, stop, dtype=np.int64))
+        """Returns the indices of the batch at a settled cursor: int64 `[num_valid]`. Any thread may ask."""
+        window, num_valid = self._window, self.num_valid(cursor)
+        first = cursor.position - window.cursor.position
+        if window.cursor[:2] != cursor[:2] or first < 0 or first + num_valid > len(window.indices):
+            # Several batches at once: for a single one, NumPy's cost per call would outweigh the work.
+            stop = min(cursor.position + max(self.batch_size, _WINDOW), self.num_samples)
+            permutation = Permutation(self.num_samples, seed=cursor.seed, epoch=cursor.epoch)
+            window = _Window(cursor, permutation(np.arange(cursor.position, stop, dtype=np.int64)))
+            self._window, first = window, 0
+        return window.indices[first : first + num_valid].copy()
 
     def after(self, cursor: Cursor) -> Cursor:
         """Returns the settled cursor behind the batch at a settled cursor."""
-        stop = min(cursor.position + self.batch_size, self.num_samples)
-        return self.settle(cursor._replace(position=stop))
+        return self.settle(cursor._replace(position=cursor.position + self.num_valid(cursor)))

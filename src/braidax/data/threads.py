@@ -1,10 +1,12 @@
 """The threads of a loader: closed by their owner within a limit, or else when the interpreter exits."""
 
+import contextlib
+import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +14,9 @@ from braidax.errors import WaitTimeout
 
 _EXIT_SECONDS = 10.0  # a thread that is sending to a device when the interpreter dies would abort the process
 
-_Work = queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+_let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on Windows
+
+_Work = queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None]
 
 
 class Threads:
@@ -26,19 +30,38 @@ class Threads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._work: _Work = queue.SimpleQueue()
+        self._awaited = threading.Event()
         self._threads = [
-            threading.Thread(target=_work_off, args=(self._work,), name=f"{name}-{number}", daemon=True)
+            threading.Thread(target=_work_off, args=(self._work, self._awaited), name=f"{name}-{number}", daemon=True)
             for number in range(num_threads)
         ]
         self._at_exit = weakref.finalize(self, _stop_and_join, self._work, self._threads, _EXIT_SECONDS)
         for thread in self._threads:
             thread.start()
 
+    def run(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Queues a call that raises nothing and returns nothing."""
+        self._work.put((work, arguments))
+
     def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Queues a call and returns its future."""
+        """Queues a call and returns the future of its result."""
         future: Future[Any] = Future()
-        self._work.put((future, work, arguments))
+        self.run(_fulfill, future, work, arguments)
         return future
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Lets the caller, who waits for a result inside the `with` block, have a core as soon as the result is there.
+
+        Threads that compute without system calls keep their cores for whole ticks (4 ms) where the kernel does not
+        preempt. So while somebody waits they yield after each call. Yielding always would starve them beside a step
+        that computes on the same cores.
+        """
+        self._awaited.set()
+        try:
+            yield
+        finally:
+            self._awaited.clear()
 
     def abandon(self) -> None:
         """Drops what is queued, without waiting for what runs. May be called twice."""
@@ -60,14 +83,19 @@ class Threads:
             )
 
 
-def _work_off(work: _Work) -> None:
+def _work_off(work: _Work, awaited: threading.Event) -> None:
     while (item := work.get()) is not None:
-        future, call, arguments = item
-        try:
-            future.set_result(call(*arguments))
-        except BaseException as raised:  # noqa: BLE001 (it is raised again where the result is asked for)
-            future.set_exception(raised)
-        del item, future, call, arguments  # or they would live until the next call comes
+        item[0](*item[1])
+        del item  # or its arguments would live until the next call comes
+        if awaited.is_set():
+            _let_others_run()
+
+
+def _fulfill(future: "Future[Any]", work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        future.set_result(work(*arguments))
+    except BaseException as raised:  # noqa: BLE001 (it is raised again where the result is asked for)
+        future.set_exception(raised)
 
 
 def _stop(work: _Work, num_threads: int) -> None:
