@@ -5,9 +5,10 @@ holds a whole batch. Rows are read straight into it; slices that are contiguous 
 stand, the others are first copied to a place of their own in the same slot.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +53,28 @@ class LeafPlan:
     slices: Mapping[Bounds, tuple[Any, ...]]
     copies: Mapping[Bounds, int]
 
+    @functools.cached_property
+    def _row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @functools.cached_property
+    def replicates_on_device(self) -> bool:
+        """Whether replicas are copied from device to device: where there are any, and not in the host's own memory."""
+        on_host = all(device.platform == "cpu" for devices in self.slices.values() for device in devices)
+        return not on_host and any(len(devices) > 1 for devices in self.slices.values())
+
+    @functools.cached_property
+    def by_index(self) -> Mapping[Any, Bounds]:
+        """The slices by the starts and stops of the index with which JAX asks for them."""
+        indices = self.sharding.addressable_devices_indices_map(self.shape).values()
+        return {_key(index): bounds_of(index, self.shape) for index in indices}
+
     def view(self, memory: NDArray[np.uint8], start: int, stop: int) -> NDArray[Any] | None:
         """Returns rows `[start, stop)` as they stand in a slot, or None if no local device needs them."""
         for place in self.rows:
             if place.start <= start and stop <= place.stop:
-                row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-                first = place.offset + (start - place.start) * row_bytes
-                part = memory[first : first + (stop - start) * row_bytes]
-                return part.view(self.dtype).reshape(stop - start, *self.shape[1:])
+                offset = place.offset + (start - place.start) * self._row_bytes
+                return np.ndarray((stop - start, *self.shape[1:]), self.dtype, memory.data, offset)
         return None
 
     def fill(self, memory: NDArray[np.uint8], batch: NDArray[Any]) -> None:
@@ -76,8 +91,7 @@ class LeafPlan:
         if bounds not in self.copies:
             return rows
         shape = tuple(stop - start for start, stop in bounds)
-        offset = self.copies[bounds]
-        own = memory[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).reshape(shape)
+        own: NDArray[Any] = np.ndarray(shape, self.dtype, memory.data, self.copies[bounds])
         np.copyto(own, rows[(slice(None), *(slice(*bound) for bound in bounds[1:]))])
         return own
 
@@ -158,8 +172,7 @@ def _plan_leaf(path: str, spec: Any, sharding: NamedSharding, offset: int) -> tu
     shape = tuple(spec.shape)
     slices: dict[Bounds, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
-        slices.setdefault(bounds, []).append(device)
+        slices.setdefault(bounds_of(index, shape), []).append(device)
 
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows: list[Place] = []
@@ -187,16 +200,21 @@ def _plan_leaf(path: str, spec: Any, sharding: NamedSharding, offset: int) -> tu
 
 def _global_array(leaf: LeafPlan, memory: NDArray[np.uint8]) -> jax.Array:
     views = {bounds: leaf.slice(memory, bounds) for bounds in leaf.slices}
-    replicated = any(len(devices) > 1 for devices in leaf.slices.values())
-    on_host = all(device.platform == "cpu" for devices in leaf.slices.values() for device in devices)
-    if replicated and not on_host:
+    if leaf.replicates_on_device:
         return replicate_on_device(leaf, views)
     # One call for all devices. On CPU the devices take the host's memory as it is, replicas too.
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, _lookup(leaf, views), dtype=leaf.dtype)
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: views[leaf.by_index[_key(index)]], dtype=leaf.dtype
+    )
 
 
-def _lookup(leaf: LeafPlan, views: Mapping[Bounds, NDArray[Any]]) -> Callable[[Any], NDArray[Any]]:
-    return lambda index: views[tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))]
+def bounds_of(index: Any, shape: tuple[int, ...]) -> Bounds:
+    """Returns the start and stop of every dim that an index of slices selects."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+
+
+def _key(index: Any) -> Any:
+    return tuple([(part.start, part.stop) for part in index])
 
 
 def replicate_on_device(leaf: LeafPlan, views: Mapping[Bounds, NDArray[Any]]) -> jax.Array:

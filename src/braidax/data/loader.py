@@ -35,8 +35,9 @@ _MASK = "mask"
 class Knobs:
     """What may change while a loader runs.
 
-    **Fields:** `threads`: that read, decode and transform; one per usable core by default. `prefetch`: batches in
-    flight ahead of the one in use, at least 1. `timeout_seconds`: the longest wait for one batch.
+    **Fields:** `threads`: that read, decode and transform; by default one more than there are usable cores, so that
+    they keep ahead of a step that computes on the same cores. `prefetch`: batches in flight ahead of the one in use,
+    at least 1. `timeout_seconds`: the longest wait for one batch.
     """
 
     threads: int | None = None
@@ -45,7 +46,9 @@ class Knobs:
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
-            raise ArgumentError(f"threads={self.threads!r} is not a positive integer; None takes one per usable core")
+            raise ArgumentError(
+                f"threads={self.threads!r} is not a positive integer; None takes one more than the usable cores"
+            )
         if self.prefetch < 1:
             raise ArgumentError(f"prefetch={self.prefetch!r} is not a positive integer")
         if not 0 < self.timeout_seconds < threading.TIMEOUT_MAX:
@@ -174,7 +177,7 @@ class DataLoader:
 
     def _stream(self, end: int | None) -> Generator[Any, None, None]:
         """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
-        threads = self._knobs.threads or _usable_cores()
+        threads = self._knobs.threads or _usable_cores() + 1
         fetch = Fetch(self.source, self._plan, threads=threads, prefetch=self._knobs.prefetch, trace=self.trace)
         coming: deque[tuple[Cursor, Cursor, Future[Any]]] = deque()
         ahead = self._cursor

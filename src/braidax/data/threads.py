@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -50,7 +50,7 @@ class Threads:
         return future
 
     @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
+    def awaited(self) -> Generator[None, None, None]:
         """Lets the caller, who waits for a result inside the `with` block, have a core as soon as the result is there.
 
         Threads that compute without system calls keep their cores for whole ticks (4 ms) where the kernel does not
