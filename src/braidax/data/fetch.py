@@ -51,8 +51,11 @@ class Fetch:
 
         **Raises:** what reading raised, or `WaitTimeout` that says `what` did not come.
         """
-        with self._threads.awaited(), self._trace.active(), span("wait"):
-            return result_within(batch, timeout_seconds=timeout_seconds, what=what)
+        with self._trace.active(), span("wait"):
+            if batch.done():
+                return batch.result()
+            with self._threads.awaited():
+                return result_within(batch, timeout_seconds=timeout_seconds, what=what)
 
     def close(self, *, timeout_seconds: float) -> None:
         """Drops what has not begun, and waits for the reads under way.

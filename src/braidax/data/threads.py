@@ -1,6 +1,7 @@
 """The threads of a loader: closed by their owner within a limit, or else when the interpreter exits."""
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 from braidax.errors import WaitTimeout
 
 _EXIT_SECONDS = 10.0  # a thread that is sending to a device when the interpreter dies would abort the process
+
+_MOMENT_SECONDS = 3e-3  # what a consumer that got its batch may still need a core for before it computes
 
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))  # not on Windows
 
@@ -30,7 +33,7 @@ class Threads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._work: _Work = queue.SimpleQueue()
-        self._awaited = threading.Event()
+        self._awaited = _Awaited()
         self._threads = [
             threading.Thread(target=_work_off, args=(self._work, self._awaited), name=f"{name}-{number}", daemon=True)
             for number in range(num_threads)
@@ -54,14 +57,14 @@ class Threads:
         """Lets the caller, who waits for a result inside the `with` block, have a core as soon as the result is there.
 
         Threads that compute without system calls keep their cores for whole ticks (4 ms) where the kernel does not
-        preempt. So while somebody waits they yield after each call. Yielding always would starve them beside a step
-        that computes on the same cores.
+        preempt. So while somebody waits, and for a moment after, they yield behind each call. Yielding always would
+        starve them beside a step that computes on the same cores.
         """
-        self._awaited.set()
+        self._awaited.until = math.inf
         try:
             yield
         finally:
-            self._awaited.clear()
+            self._awaited.until = time.monotonic() + _MOMENT_SECONDS
 
     def abandon(self) -> None:
         """Drops what is queued, without waiting for what runs. May be called twice."""
@@ -83,11 +86,17 @@ class Threads:
             )
 
 
-def _work_off(work: _Work, awaited: threading.Event) -> None:
+class _Awaited:
+    """Until when, in `time.monotonic` seconds, somebody waits; shared with threads that must not hold their owner."""
+
+    until = 0.0
+
+
+def _work_off(work: _Work, awaited: "_Awaited") -> None:
     while (item := work.get()) is not None:
         item[0](*item[1])
         del item  # or its arguments would live until the next call comes
-        if awaited.is_set():
+        if time.monotonic() < awaited.until:
             _let_others_run()
 
 
