@@ -4,7 +4,7 @@ from braidax import checkpoint, data, errors, parallel
 from braidax.checkpoint import Checkpointer, Every
 from braidax.data import Cursor, DataLoader, open, prefetch_to_device
 from braidax.errors import BraidaxError
-from braidax.fit import fit
+from braidax.fit import evaluate, fit
 from braidax.parallel import DataParallel, Plan, State, Step, parallelize, value_and_grad
 from braidax.report import Report
 from braidax.spans import Trace
@@ -27,6 +27,7 @@ __all__ = [
     "checkpoint",
     "data",
     "errors",
+    "evaluate",
     "fit",
     "open",
     "parallel",
