@@ -14,8 +14,8 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest
 
-bench: .venv/stamp-bench  ## Run the benchmarks, peers beside us.
-	$(BIN)/python -m benchmarks.naive
+bench: .venv/stamp-bench  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
+	$(BIN)/python -m benchmarks.naive $(ARGS)
 
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
