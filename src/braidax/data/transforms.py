@@ -22,13 +22,15 @@ def resized(source: Source, size: tuple[int, int], *, leaf: str = "image") -> So
     **Arguments:** `source`: samples are mappings; `leaf` is uint8 `[height, width, channels]`. `size`: the new
     `(height, width)` in pixels.
 
-    **Raises:** `ArgumentError` if `leaf` is not such an image or `size` is not two positive integers.
+    **Raises:** `ArgumentError` if `leaf` is not such an image or `size` is not two positive integers; `MissingExtra`.
     """
     spec = _image_spec(source, leaf, needed_by="resized", dtype=np.uint8)
     if len(size) != 2 or min(size) < 1:
         raise ArgumentError(f"size={size!r} is not a (height, width) of positive integers, such as size=(224, 224)")
     if spec.shape[:2] == tuple(size):
         return source
+    blank = np.zeros((1, *spec.shape), np.uint8)
+    resize(blank, np.zeros((1, *size, spec.shape[2]), np.uint8))  # compiled, or known to be missing, before any batch
     return _Resized(source, leaf, jax.ShapeDtypeStruct((*size, spec.shape[2]), np.uint8))
 
 
