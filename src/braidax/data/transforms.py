@@ -31,7 +31,8 @@ def resized(source: Source, size: tuple[int, int], *, leaf: str = "image") -> So
         return source
     blank = np.zeros((1, *spec.shape), np.uint8)
     resize(blank, np.zeros((1, *size, spec.shape[2]), np.uint8))  # compiled, or known to be missing, before any batch
-    return _Resized(source, leaf, jax.ShapeDtypeStruct((*size, spec.shape[2]), np.uint8))
+    facts = {"resized": f"{leaf} to {size[0]} x {size[1]}, bilinear, antialiased"}
+    return _Remade(source, leaf, jax.ShapeDtypeStruct((*size, spec.shape[2]), np.uint8), resize, facts)
 
 
 def normalized(source: Source, mean: Sequence[float], std: Sequence[float], *, leaf: str = "image") -> Source:
@@ -53,7 +54,14 @@ def normalized(source: Source, mean: Sequence[float], std: Sequence[float], *, l
         raise ArgumentError(f"std={std!r} must be positive in every channel")
     scale = np.tile(1.0 / (255.0 * np.asarray(std)), spec.shape[1]).astype(np.float32)
     offset = np.tile(-np.asarray(mean) / np.asarray(std), spec.shape[1]).astype(np.float32)
-    return _Normalized(source, leaf, jax.ShapeDtypeStruct(spec.shape, np.float32), scale, offset)
+
+    def normalize(original: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
+        rows = out.reshape(-1, scale.size)
+        np.multiply(original.reshape(rows.shape), scale, out=rows)
+        rows += offset
+
+    facts = {"normalized": f"{leaf} to float32"}
+    return _Remade(source, leaf, jax.ShapeDtypeStruct(spec.shape, np.float32), normalize, facts)
 
 
 def mapped(source: Source, transform: Callable[[Any], Any]) -> Source:
@@ -97,11 +105,17 @@ class _Scratch(threading.local):
         return self.buffer[:num_bytes].view(spec.dtype).reshape(shape)
 
 
-class _Resized(Source):
-    def __init__(self, source: Source, leaf: str, spec: jax.ShapeDtypeStruct) -> None:
+class _Remade(Source):
+    """A source one of whose leaves is made from the original by `remake(original, out)`, on whole windows."""
+
+    def __init__(
+        self, source: Source, leaf: str, spec: jax.ShapeDtypeStruct, remake: Callable[[Any, Any], None], facts: Any
+    ) -> None:
         self._source = source
         self._leaf = leaf
         self._spec = spec
+        self._remake = remake
+        self._facts: Mapping[str, str] = facts
         self._scratch = _Scratch()
 
     @property
@@ -112,42 +126,13 @@ class _Resized(Source):
         return len(self._source)
 
     def read(self, indices: Int64[np.ndarray, " n"], out: Any) -> None:
-        small = self._scratch.take(self._source.sample_spec[self._leaf], len(indices))
-        self._source.read(indices, {**out, self._leaf: small})
-        with span("decode", "resize", num_bytes=out[self._leaf].nbytes):
-            resize(small, out[self._leaf])
+        original = self._scratch.take(self._source.sample_spec[self._leaf], len(indices))
+        self._source.read(indices, {**out, self._leaf: original})
+        with span("decode", next(iter(self._facts)), num_bytes=out[self._leaf].nbytes):
+            self._remake(original, out[self._leaf])
 
     def describe(self) -> Mapping[str, str]:
-        height, width = self._spec.shape[:2]
-        return {**self._source.describe(), "resized": f"{self._leaf} to {height} x {width}, bilinear, antialiased"}
-
-
-class _Normalized(Source):
-    def __init__(self, source: Source, leaf: str, spec: jax.ShapeDtypeStruct, scale: Any, offset: Any) -> None:
-        self._source = source
-        self._leaf = leaf
-        self._spec = spec
-        self._scale = scale
-        self._offset = offset
-        self._scratch = _Scratch()
-
-    @property
-    def sample_spec(self) -> Any:
-        return {**self._source.sample_spec, self._leaf: self._spec}
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def read(self, indices: Int64[np.ndarray, " n"], out: Any) -> None:
-        raw = self._scratch.take(self._source.sample_spec[self._leaf], len(indices))
-        self._source.read(indices, {**out, self._leaf: raw})
-        with span("decode", "normalize", num_bytes=out[self._leaf].nbytes):
-            rows = out[self._leaf].reshape(-1, self._scale.size)
-            np.multiply(raw.reshape(rows.shape), self._scale, out=rows)
-            rows += self._offset
-
-    def describe(self) -> Mapping[str, str]:
-        return {**self._source.describe(), "normalized": f"{self._leaf} to float32"}
+        return {**self._source.describe(), **self._facts}
 
 
 @dataclass(frozen=True)
