@@ -24,7 +24,7 @@ def resized(source: Source, size: tuple[int, int], *, leaf: str = "image") -> So
 
     **Raises:** `ArgumentError` if `leaf` is not such an image or `size` is not two positive integers; `MissingExtra`.
     """
-    spec = _image_spec(source, leaf, needed_by="resized", dtype=np.uint8)
+    spec = _image_spec(source, leaf, needed_by="resized")
     if len(size) != 2 or min(size) < 1:
         raise ArgumentError(f"size={size!r} is not a (height, width) of positive integers, such as size=(224, 224)")
     if spec.shape[:2] == tuple(size):
@@ -46,7 +46,7 @@ def normalized(source: Source, mean: Sequence[float], std: Sequence[float], *, l
 
     **Raises:** `ArgumentError` if `leaf` is not such an image or the lengths differ from its channels.
     """
-    spec = _image_spec(source, leaf, needed_by="normalized", dtype=np.uint8)
+    spec = _image_spec(source, leaf, needed_by="normalized")
     for name, value in {"mean": mean, "std": std}.items():
         if len(value) != spec.shape[2]:
             raise ArgumentError(f"{name}={value!r} has {len(value)} numbers, but {leaf!r} has {spec.shape[2]} channels")
@@ -202,13 +202,13 @@ def _leaf_spec(leaf: NDArray[Any], where: str, path: str) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(leaf.shape[1:], loader_dtype(leaf.dtype, where=where, leaf=path))
 
 
-def _image_spec(source: Source, leaf: str, *, needed_by: str, dtype: Any) -> jax.ShapeDtypeStruct:
+def _image_spec(source: Source, leaf: str, *, needed_by: str) -> jax.ShapeDtypeStruct:
     spec = source.sample_spec
     fields = sorted(cast(Mapping[str, Any], spec)) if isinstance(spec, Mapping) else []
     if leaf not in fields:
         raise ArgumentError(f"{needed_by} needs the leaf={leaf!r}, but samples have {fields or spec}; pass leaf=")
     image = cast(jax.ShapeDtypeStruct, spec[leaf])
-    if image.dtype != dtype or len(image.shape) != 3:
+    if image.dtype != np.uint8 or len(image.shape) != 3:
         raise ArgumentError(
             f"{needed_by} needs leaf={leaf!r} as uint8 [height, width, channels], got {image.dtype}{list(image.shape)}"
         )
