@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.laws.tree import SRC, modules
 
-MAX_SECONDS = 0.3  # longer than `import jax`
+MAX_SECONDS = 0.3  # longer than `import jax`, where that takes up to twice as long; in proportion on a slower machine
 IMAGES = {"cv2", "numba", "PIL"}
 TABLES = {"datasets", "pandas", "polars", "pyarrow"}
 CLUSTERS = {"dask", "ray", "ucp"}
@@ -23,7 +22,9 @@ NOT_LOADED = IMAGES | TABLES | CLUSTERS | MODELS | REPORTS
 # Runs in a fresh interpreter, so that nothing the tests have loaded counts.
 OBSERVE = """
 import json, os, sys, threading, time
+start = time.process_time()
 import jax
+jax_seconds = time.process_time() - start
 from jax._src import xla_bridge
 config, environment, threads = dict(jax.config.values), dict(os.environ), threading.active_count()
 start = time.process_time()
@@ -33,6 +34,7 @@ seconds = time.process_time() - start
 with open("seen.json", "w") as file:
     json.dump({
         "seconds": seconds,
+        "jax_seconds": jax_seconds,
         "modules": sorted(sys.modules),
         "threads": threading.active_count() - threads,
         "backend": xla_bridge.backends_are_initialized(),
@@ -42,9 +44,9 @@ with open("seen.json", "w") as file:
 """
 
 
-def observe(folder: Path, *names: str, path: Path = SRC) -> dict[str, Any]:
+def observe(folder: Path, *names: str, path: Path = SRC, **variables: str) -> dict[str, Any]:
     """Imports modules in a fresh interpreter and returns what that did, what it printed and the files it left."""
-    environment = {**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu", **variables}
     command = [sys.executable, "-W", "error", "-c", OBSERVE, *names]
     result = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -73,9 +75,13 @@ def test_no_module_has_side_effects(tmp_path: Path) -> None:
 
 
 def test_import_braidax_is_quick(tmp_path: Path) -> None:
-    # CPU seconds, as other programs on the machine take wall time; the median, as they disturb the caches too.
-    seconds = [observe(tmp_path, "braidax")["seconds"] for _ in range(3)]
-    assert statistics.median(seconds) <= MAX_SECONDS
+    # CPU seconds of an import from compiled files, as every import but the first one is. Other programs on the machine
+    # only add to them, hence the least of several.
+    cache = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")}
+    (tmp_path / "folder").mkdir()
+    _, *later = [observe(tmp_path / "folder", "braidax", **cache) for _ in range(5)]
+    jax_seconds = min(facts["jax_seconds"] for facts in later)
+    assert min(facts["seconds"] for facts in later) <= max(MAX_SECONDS, jax_seconds / 2)
 
 
 @pytest.mark.parametrize(
