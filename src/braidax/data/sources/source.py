@@ -58,6 +58,51 @@ class Source(Protocol):
         return batch_spec(self.sample_spec, batch_size)
 
 
+@runtime_checkable
+class Redrawn(Protocol):
+    """A source whose samples differ from epoch to epoch, as augmented ones do, or one that wraps another source."""
+
+    def at(self, seed: int | None, epoch: int) -> Source:
+        """Returns the source as it is in an epoch: a pure function of seed and epoch, with the same spec and length.
+
+        **Arguments:** `seed`, `epoch`: of the cursor; what is random in sample `i` depends on `(seed, epoch, i)` alone.
+        """
+        ...
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """A source that can fetch samples ahead, or one that wraps another source."""
+
+    def prepare(self, indices: Indices) -> None:
+        """Says that these samples, int64 `[n]`, will be read soon; returns at once and raises nothing of theirs."""
+        ...
+
+
+def source_at(source: Source, seed: int | None, epoch: int) -> Source:
+    """Returns a source as it is in an epoch: itself, unless it is redrawn in each."""
+    return source.at(seed, epoch) if isinstance(source, Redrawn) else source
+
+
+def prepare(source: Source, indices: Indices) -> None:
+    """Tells a source that can fetch ahead which samples will be read soon."""
+    if isinstance(source, Prepared):
+        source.prepare(indices)
+
+
+VARYING: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.dtype(object))
+"""The spec of a leaf whose size differs from sample to sample: text, bytes, a list of any length.
+
+In a window it is an object array `[n]` of `str`, `bytes` or NumPy arrays. Before a loader can load it, a transform has to
+make arrays of one shape of it: `tokenized`, `padded`, `packed`, `mapped`.
+"""
+
+
+def is_varying(spec: Any) -> bool:
+    """Says whether a leaf's spec is that of a leaf of varying size."""
+    return np.dtype(spec.dtype) == np.dtype(object)
+
+
 def batch_spec(sample_spec: Any, batch_size: int) -> Any:
     """Returns a PyTree of `jax.ShapeDtypeStruct` with the dim `batch_size` put before each leaf's shape."""
 
