@@ -93,8 +93,8 @@ def prepare(source: Source, indices: Indices) -> None:
 VARYING: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.dtype(object))
 """The spec of a leaf whose size differs from sample to sample: text, bytes, a list of any length.
 
-In a window it is an object array `[n]` of `str`, `bytes` or NumPy arrays. Before a loader can load it, a transform has to
-make arrays of one shape of it: `tokenized`, `padded`, `packed`, `mapped`.
+In a window it is an object array `[n]` of `str`, `bytes` or NumPy arrays. Before a loader can load it, a transform has
+to make arrays of one shape of it: `tokenized`, `padded`, `packed`, `mapped`.
 """
 
 
