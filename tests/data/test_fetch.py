@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from braidax.data.fetch import Fetch
+from braidax.data.fetch import Draw, Fetch
 from braidax.data.loader import DataLoader, Knobs
 from braidax.data.order import Cursor
 from braidax.errors import ArgumentError, BraidaxError, FormatError, RecordError, WaitTimeout
@@ -182,11 +182,18 @@ def test_a_source_may_raise_a_timeout_of_its_own(mesh: Mesh) -> None:
         ({"timeout_seconds": -1.0}, "timeout_seconds=-1.0"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds=nan"),
         ({"timeout_seconds": float("inf")}, "timeout_seconds=inf"),
+        ({"max_bytes": 0}, "max_bytes=0"),
     ],
 )
 def test_knobs_that_cannot_work(knobs: dict[str, Any], fact: str) -> None:
     with pytest.raises(ArgumentError, match=f"{fact} is not a (finite, )?positive"):
         Knobs(**knobs)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_hedging_that_cannot_work(seconds: float) -> None:
+    with pytest.raises(ArgumentError, match=f"hedge_seconds={seconds} is not a number of seconds from 0 on"):
+        Knobs(hedge_seconds=seconds)
 
 
 def test_epochs_that_cannot_work(mesh: Mesh) -> None:
@@ -209,14 +216,14 @@ def test_knobs_may_be_set_while_running(mesh: Mesh) -> None:
 
 
 def test_more_threads_read_at_once_after_the_knob_is_set(mesh: Mesh) -> None:
-    """The first three reads of new threads wait for one another: with one thread only they would never end."""
-    old, together, number = set[threading.Thread](), threading.Barrier(3), itertools.count()
+    """Three reads wait for one another: with one thread only they would never end."""
+    threads, together, number = set[threading.Thread](), threading.Barrier(3), itertools.count()
     changed = threading.Event()
 
     def before(indices: np.ndarray) -> None:
         if not changed.is_set():
-            old.add(threading.current_thread())
-        elif threading.current_thread() not in old and next(number) < 3:
+            threads.add(threading.current_thread())
+        elif next(number) < 3:
             together.wait(60)
 
     loader = DataLoader(Numbers(80, before), mesh, P(), batch_size=8, knobs=Knobs(threads=1, prefetch=2))
@@ -227,7 +234,7 @@ def test_more_threads_read_at_once_after_the_knob_is_set(mesh: Mesh) -> None:
             changed.set()
             loader.knobs = Knobs(threads=3, prefetch=2)
     assert got == expected
-    assert len(old) == 1
+    assert len(threads) == 1
     assert next(number) > 3
 
 
@@ -235,9 +242,9 @@ def test_more_threads_read_at_once_after_the_knob_is_set(mesh: Mesh) -> None:
 def test_prefetch_is_how_far_fetching_runs_ahead(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, prefetch: int) -> None:
     started, start = list[int](), Fetch.start
 
-    def watched(self: Fetch, indices: Callable[[], np.ndarray]) -> Any:
-        started.append(len(indices()))
-        return start(self, indices)
+    def watched(self: Fetch, draw: Draw) -> Any:
+        started.append(len(draw()[1]))
+        return start(self, draw)
 
     monkeypatch.setattr(Fetch, "start", watched)
     loader = DataLoader(Numbers(80), mesh, P("data"), batch_size=8, knobs=Knobs(prefetch=prefetch))
@@ -383,3 +390,61 @@ def test_the_bytes_of_a_batch_read_in_pieces_add_up(mesh: Mesh) -> None:
     totals = loader.trace.totals()
     assert totals["read"].num_bytes == 16 * (SAMPLE_BYTES + (1 << 20))
     assert totals["read"].num_spans == 16  # two mebibytes a read at most: here one sample
+
+
+def test_the_source_of_an_epoch_is_drawn_and_told_ahead(mesh: Mesh) -> None:
+    told = list[tuple[int, list[int]]]()
+
+    class Drawn(Numbers):
+        epoch = -1
+
+        def at(self, seed: int | None, epoch: int) -> Numbers:
+            drawn = Drawn(self.num_samples)
+            assert seed == 5
+            drawn.epoch = epoch
+            return drawn
+
+        def prepare(self, indices: np.ndarray) -> None:
+            told.append((self.epoch, indices.tolist()))
+
+        def read(self, indices: np.ndarray, out: Any) -> None:
+            super().read(indices, out)
+            out["x"][:, 0] = self.epoch
+
+    loader = DataLoader(Drawn(16), mesh, P("data"), batch_size=8, epochs=2, seed=5, knobs=Knobs(threads=1))
+    epochs = [sorted(set(np.asarray(batch["x"])[:, 0].tolist())) for batch in loader]
+    assert epochs == [[0.0], [0.0], [1.0], [1.0]]
+    loader.cursor = Cursor(5, 0, 0)
+    assert told == list(zip([0, 0, 1, 1], peeked(loader, 4), strict=True))
+
+
+def test_stats_say_where_the_time_went(mesh: Mesh) -> None:
+    loader = DataLoader(Numbers(64), mesh, P("data"), batch_size=8, knobs=Knobs(threads=3, prefetch=2))
+    assert loader.stats().num_batches == 0
+    list(loader)
+    stats = loader.stats()
+    assert (stats.num_batches, stats.threads, stats.prefetch, stats.num_hedges) == (8, 3, 2, 0)
+    assert stats.read_bytes == 64 * SAMPLE_BYTES
+    assert stats.transfer_bytes >= 64 * SAMPLE_BYTES
+    assert min(stats.wait_seconds, stats.read_seconds, stats.transfer_seconds) > 0
+    assert stats.decode_seconds == stats.collate_seconds == 0
+
+
+def test_bytes_in_flight_are_bounded(mesh: Mesh) -> None:
+    loader = DataLoader(Large(64), mesh, P("data"), batch_size=8, knobs=Knobs(prefetch=6, max_bytes=20 << 20))
+    assert loader.stats().prefetch == 2  # a batch has 8 MiB
+    loader.knobs = Knobs(prefetch=6, max_bytes=1)
+    assert loader.stats().prefetch == 1
+    loader.knobs = Knobs(prefetch=6)
+    assert loader.stats().prefetch == 6
+
+
+def test_depth_may_be_set_from_outside(mesh: Mesh) -> None:
+    loader = DataLoader(Numbers(64), mesh, P("data"), batch_size=8)
+    loader.depth.paused = True
+    loader.depth.threads, loader.depth.prefetch = 5, 4
+    names = set[str]()
+    for _ in loader:
+        names |= set(reading_threads())
+    assert len(names) == 5
+    assert (loader.stats().threads, loader.stats().prefetch) == (5, 4)

@@ -40,7 +40,7 @@ def load(slots: Slots, plan: LoadPlan, value: float) -> tuple[dict[str, jax.Arra
 def free(slots: Slots) -> list[int]:
     """The addresses of the slots that would be handed out next."""
     gc.collect()
-    return [memory.ctypes.data for memory in slots._free]
+    return [memory.ctypes.data for memory in slots._free.slots]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 1000, 1 << 20])

@@ -1,8 +1,17 @@
-"""Fetching: threads fill the slots of coming batches, in any order, and send each full slot to its devices."""
+"""Fetching: threads fill the slots of coming batches, in any order, and send each full slot to its devices.
 
+A batch is cut into reads. Reads of a slow source are cut smaller, so that more of them are under way at once. One that
+takes much longer than the others is done a second time, into memory of its own (a hedge); whichever is first counts.
+The late one may still write into the batch's slot: so the slot is left to it, and the batch moves to another.
+"""
+
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,123 +20,253 @@ from numpy.typing import NDArray
 
 from braidax.data.load_plan import LoadPlan
 from braidax.data.slots import Slots
-from braidax.data.sources.source import Source
+from braidax.data.sources.source import Source, prepare
 from braidax.data.threads import Threads
 from braidax.errors import BraidaxError, RecordError, WaitTimeout
 from braidax.spans import Trace, span
 
-_READ_BYTES = 1 << 21  # what one read fills: enough to drown the cost of a task, small enough to spread over threads
+_READ_BYTES = 1 << 21  # what one read fills at most: enough to drown the cost of a task, small enough to spread
+_READ_SECONDS = 1e-2  # what one read should take at most, where its rows can be cut
+_HEDGE_SECONDS = 0.05  # a read is never hedged earlier, unless told so
+_HEDGE_READS = 32  # nor before so many were seen
+_MAX_HEDGES = 8  # under way at once: a server that is slow for all must not get everything twice
+_LATE_SECONDS = 1.0  # how long the end of a pass waits for reads whose hedges were first
+
+Draw = Callable[[], tuple[Source, NDArray[np.int64]]]
 
 
 class Fetch:
     """The threads of one pass over a loader, and the batches they work on.
 
-    **Arguments:** `source`, `plan`: what to read and to where. `threads`: how many. `prefetch`: batches in flight, for
-    the number of slots kept. `trace`: where the spans go.
+    **Arguments:** `plan`: what to read and to where. `threads`: how many. `trace`: where the spans go.
+    `hedge_seconds`: how long a read for which the consumer waits may take until it is done a second time; None: as long
+    as 99 of 100 reads take, half as much again, and never less than 50 ms; 0: all reads are done twice.
     """
 
-    def __init__(self, source: Source, plan: LoadPlan, *, threads: int, prefetch: int, trace: Trace) -> None:
-        self._source = source
+    def __init__(self, plan: LoadPlan, *, threads: int, trace: Trace, hedge_seconds: float | None = None) -> None:
         self._plan = plan
         self._trace = trace
-        self._slots = Slots(plan.num_bytes, keep=prefetch + 2)
+        self._slots = Slots(plan.num_bytes, keep=4)
         self._threads = Threads(threads, "braidax-read")
-        self._max_rows = max(1, _READ_BYTES // max(plan.sample_bytes, 1))
+        self._pace = _Pace(max(1, _READ_BYTES // max(plan.sample_bytes, 1)), hedge_seconds)
+        self._hedged: deque[_Read] = deque(maxlen=1024)
+        self.num_hedges = 0
 
-    def start(self, indices: Callable[[], NDArray[np.int64]]) -> "Future[Any]":
+    def resize(self, *, threads: int, prefetch: int) -> None:
+        """Changes how many threads there are, and how many free slots are kept."""
+        self._threads.resize(threads)
+        self._slots.keep = prefetch + 2
+
+    def start(self, draw: Draw) -> "Batch":
         """Begins to fetch a batch; all of the work is left to the threads.
 
-        **Arguments:** `indices`: returns the samples, int64 `[n]`; where `n` is less than the batch's rows, the rest is
-        filled with zeros.
-
-        **Returns:** a future of the PyTree of global arrays. It raises what reading raised.
+        **Arguments:** `draw`: returns the source and the samples, int64 `[n]`; where `n` is less than the batch's rows,
+        the rest is filled with zeros.
         """
-        batch = _Batch()
-        self._threads.run(self._begin, batch, indices)
-        return batch.future
+        batch = Batch()
+        self._threads.run(self._begin, batch, draw)
+        return batch
 
-    def result(self, batch: "Future[Any]", *, timeout_seconds: float, what: str) -> Any:
-        """Waits for a batch that was started.
+    def result(self, batch: "Batch", *, timeout_seconds: float, what: str) -> Any:
+        """Waits for a batch that was started, and hedges reads of it that take too long.
 
-        **Raises:** what reading raised, or `WaitTimeout` that says `what` did not come.
+        **Returns:** the PyTree of global arrays. **Raises:** what reading raised, or `WaitTimeout` that says `what` did
+        not come.
         """
         with self._trace.active(), span("wait"):
-            if batch.done():
-                return batch.result()
+            if batch.future.done():
+                return batch.future.result()
+            deadline = time.monotonic() + timeout_seconds
             with self._threads.awaited():
-                return result_within(batch, timeout_seconds=timeout_seconds, what=what)
+                while (left := deadline - time.monotonic()) > 0:
+                    try:
+                        return batch.future.result(timeout=min(left, self._pace.hedge_seconds or left))
+                    except TimeoutError:
+                        if batch.future.done():
+                            raise
+                        self._hedge(batch)
+            raise _timeout(what, timeout_seconds)
 
     def close(self, *, timeout_seconds: float) -> None:
         """Drops what has not begun, and waits for the reads under way.
 
-        **Raises:** `WaitTimeout` if they do not end in time.
+        **Raises:** `WaitTimeout` if they do not end in time; those whose hedges were first are not waited for.
         """
-        self._threads.close(timeout_seconds=timeout_seconds)
+        late = any(read.is_late for read in self._hedged)
+        try:
+            self._threads.close(timeout_seconds=min(timeout_seconds, _LATE_SECONDS) if late else timeout_seconds)
+        except WaitTimeout:
+            if not late:
+                raise
 
     def abandon(self) -> None:
         """Drops what has not begun, and does not wait for reads that hang."""
         self._threads.abandon()
 
-    def _begin(self, batch: "_Batch", indices: Callable[[], NDArray[np.int64]]) -> None:
+    def _begin(self, batch: "Batch", draw: Draw) -> None:
         try:
-            chosen, memory = indices(), self._slots.take()
+            batch.source, batch.indices = draw()
+            batch.memory = self._slots.take()
+            prepare(batch.source, batch.indices)
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             batch.future.set_exception(raised)
             return
-        ranges = list(self._plan.row_ranges(self._max_rows))
-        batch.reads_left = len(ranges)
-        for start, stop in ranges[1:]:
-            self._threads.run(self._fill, batch, memory, chosen, start, stop)
-        self._fill(batch, memory, chosen, *ranges[0])
+        reads = [_Read(start, stop) for start, stop in self._plan.row_ranges(self._pace.num_rows)]
+        batch.num_left, batch.reads = len(reads), reads
+        if self._pace.hedge_seconds == 0:
+            for read in reads:
+                self._mark(read)
+                self._threads.run(self._fill_apart, batch, read)
+        for read in reads[1:]:
+            self._threads.run(self._fill, batch, read)
+        self._fill(batch, reads[0])
 
-    def _fill(
-        self, batch: "_Batch", memory: NDArray[np.uint8], indices: NDArray[np.int64], start: int, stop: int
-    ) -> None:
-        error: BaseException | None = None
+    def _hedge(self, batch: "Batch") -> None:
+        late = time.monotonic() - self._pace.hedge_seconds
+        room = _MAX_HEDGES - sum(read.is_hedged and not read.is_done for read in batch.reads)
+        waiting = [read for read in batch.reads if not read.is_hedged and not read.is_done and read.began <= late]
+        for read in sorted(waiting, key=lambda read: read.began)[: max(room, 0)]:
+            self._mark(read)
+            self._threads.run_apart(self._fill_apart, batch, read)
+
+    def _mark(self, read: "_Read") -> None:
+        read.is_hedged = True
+        self.num_hedges += 1
+        self._hedged.append(read)
+
+    def _fill(self, batch: "Batch", read: "_Read") -> None:
+        memory = batch.memory
+        if memory is None or read.is_done:
+            return  # a hedge was here first
+        read.began = time.monotonic()
+        error = self._attempt(batch, read, self._plan.rows(memory, read.start, read.stop))
+        self._pace.saw(read.stop - read.start, time.monotonic() - read.began)
+        self._deliver(batch, read, error, None)
+
+    def _fill_apart(self, batch: "Batch", read: "_Read") -> None:
+        rows = self._plan.empty_rows(read.start, read.stop)
+        self._deliver(batch, read, self._attempt(batch, read, rows), rows)
+
+    def _attempt(self, batch: "Batch", read: "_Read", rows: Any) -> BaseException | None:
+        """Reads rows into place; returns what it raised."""
+        wanted = batch.indices[read.start : read.stop]
         try:
-            self._read(memory, indices, start, stop)
-        except BaseException as raised:  # noqa: BLE001 (likewise)
-            error = raised
-        if not batch.is_last(error):
+            if len(wanted) < read.stop - read.start:
+                for leaf in jax.tree.leaves(rows):
+                    leaf[len(wanted) :] = 0
+                rows = jax.tree.map(lambda leaf: leaf[: len(wanted)], rows)
+            if len(wanted):
+                with self._trace.active(), span("read", num_bytes=len(wanted) * self._plan.sample_bytes):
+                    read_samples(batch.source, wanted, rows)
+        except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
+            return raised
+        return None
+
+    def _deliver(self, batch: "Batch", read: "_Read", error: BaseException | None, apart: Any) -> None:
+        """Counts a read that ended; the last one sends the batch."""
+        if not batch.is_last(read, error, apart):
             return
         try:
             if batch.error is not None:
                 raise batch.error
-            batch.future.set_result(self._send(memory))
+            batch.future.set_result(self._send(self._settled(batch)))
         except BaseException as raised:  # noqa: BLE001 (likewise)
             batch.future.set_exception(raised)
+        finally:
+            batch.memory = None
 
-    def _read(self, memory: NDArray[np.uint8], indices: NDArray[np.int64], start: int, stop: int) -> None:
-        rows = self._plan.rows(memory, start, stop)
-        wanted = indices[start:stop]
-        if len(wanted) < stop - start:
-            for leaf in jax.tree.leaves(rows):
-                leaf[len(wanted) :] = 0
-            rows = jax.tree.map(lambda leaf: leaf[: len(wanted)], rows)
-        if len(wanted):
-            with self._trace.active(), span("read", num_bytes=len(wanted) * self._plan.sample_bytes):
-                read_samples(self._source, wanted, rows)
+    def _settled(self, batch: "Batch") -> NDArray[np.uint8]:
+        """Returns the memory of a batch in which nobody writes any more."""
+        assert batch.memory is not None, "a batch keeps its memory until it is sent"
+        hedged = [read for read in batch.reads if read.apart is not None]
+        if not hedged:
+            return batch.memory
+        memory = self._slots.take()
+        np.copyto(memory, batch.memory)
+        for read in hedged:
+            rows = self._plan.rows(memory, read.start, read.stop)
+            jax.tree.map(np.copyto, rows, read.apart)
+        return memory
 
     def _send(self, memory: NDArray[np.uint8]) -> Any:
         with self._trace.active(), span("host-to-device", num_bytes=memory.nbytes):
             return self._plan.arrays(memory)
 
 
-class _Batch:
-    """A batch under way: the reads that are left, the first error among them, and the future of its arrays."""
+@dataclass(eq=False)
+class _Read:
+    """Rows `[start, stop)` of a batch: when reading began, attempts that ended, the rows of a hedge that was first."""
 
-    def __init__(self) -> None:
-        self.future: Future[Any] = Future()
-        self.reads_left = 0
-        self.error: BaseException | None = None
-        self._lock = threading.Lock()
+    start: int
+    stop: int
+    began: float = math.inf
+    is_hedged: bool = False
+    is_done: bool = False
+    num_ended: int = 0
+    apart: Any = None
 
-    def is_last(self, error: BaseException | None) -> bool:
-        """Counts a read that ended, with an error or None; returns whether it was the last."""
+    @property
+    def is_late(self) -> bool:
+        """Whether the hedge was first, and the read itself is still under way."""
+        return self.is_done and self.num_ended == 1 and math.isfinite(self.began)
+
+
+@dataclass(eq=False)
+class Batch:
+    """A batch under way: the future of its arrays, and the reads that are left."""
+
+    future: "Future[Any]" = field(default_factory=Future[Any])
+    source: Any = None
+    indices: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    memory: NDArray[np.uint8] | None = None
+    reads: list[_Read] = field(default_factory=list[_Read])
+    num_left: int = 0
+    error: BaseException | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_last(self, read: _Read, error: BaseException | None, apart: Any) -> bool:
+        """Counts an attempt that ended: in place, or `apart`; returns whether the batch is complete by it.
+
+        The first attempt that succeeds counts, or the last one that fails.
+        """
         with self._lock:
+            read.num_ended += 1
+            if read.is_done or (error is not None and read.is_hedged and read.num_ended == 1):
+                return False
+            read.is_done = True
+            read.apart = apart
             self.error = self.error or error
-            self.reads_left -= 1
-            return self.reads_left == 0
+            self.num_left -= 1
+            return self.num_left == 0
+
+
+class _Pace:
+    """How long reads take: says how many rows the next ones have, and after how long one is hedged."""
+
+    def __init__(self, max_rows: int, hedge_seconds: float | None) -> None:
+        self._max_rows = max_rows
+        self._row_seconds = 0.0
+        self._hedge_seconds = hedge_seconds
+        self._seconds: deque[float] = deque(maxlen=256)
+
+    def saw(self, num_rows: int, seconds: float) -> None:
+        """Takes note of a read."""
+        self._seconds.append(seconds)
+        per_row = seconds / num_rows
+        self._row_seconds = per_row if not self._row_seconds else 0.9 * self._row_seconds + 0.1 * per_row
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that one read should have."""
+        return max(1, min(self._max_rows, int(_READ_SECONDS / max(self._row_seconds, 1e-9))))
+
+    @property
+    def hedge_seconds(self) -> float:
+        """Seconds after which a read for which somebody waits is hedged."""
+        if self._hedge_seconds is not None:
+            return self._hedge_seconds
+        seen = sorted(self._seconds)
+        return math.inf if len(seen) < _HEDGE_READS else max(_HEDGE_SECONDS, 1.5 * seen[int(0.99 * len(seen))])
 
 
 def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:
@@ -152,7 +291,11 @@ def result_within(future: "Future[Any]", *, timeout_seconds: float, what: str) -
     except TimeoutError as error:
         if future.done():
             raise
-        raise WaitTimeout(
-            f"{what} did not come within timeout_seconds={timeout_seconds:g}; the source may hang, or be "
-            f"slower than that: raise Knobs(timeout_seconds=...)"
-        ) from error
+        raise _timeout(what, timeout_seconds) from error
+
+
+def _timeout(what: str, timeout_seconds: float) -> WaitTimeout:
+    return WaitTimeout(
+        f"{what} did not come within timeout_seconds={timeout_seconds:g}; the source may hang, or be slower than that: "
+        "raise Knobs(timeout_seconds=...)"
+    )

@@ -77,6 +77,10 @@ class LeafPlan:
                 return np.ndarray((stop - start, *self.shape[1:]), self.dtype, memory.data, offset)
         return None
 
+    def empty(self, start: int, stop: int) -> NDArray[Any]:
+        """Returns memory for rows `[start, stop)`, contents undefined."""
+        return np.empty((stop - start, *self.shape[1:]), self.dtype)
+
     def fill(self, memory: NDArray[np.uint8], batch: NDArray[Any]) -> None:
         """Copies the rows that local devices need from a whole leaf, of `shape`, into a slot."""
         for place in self.rows:
@@ -129,11 +133,12 @@ class LoadPlan:
         views = [leaf.view(memory, start, stop) for leaf in self.leaves]
         return jax.tree.unflatten(
             self.structure,
-            [
-                np.empty((stop - start, *leaf.shape[1:]), leaf.dtype) if view is None else view
-                for leaf, view in zip(self.leaves, views, strict=True)
-            ],
+            [leaf.empty(start, stop) if view is None else view for leaf, view in zip(self.leaves, views, strict=True)],
         )
+
+    def empty_rows(self, start: int, stop: int) -> Any:
+        """Returns memory for rows `[start, stop)` of every leaf, apart from any slot."""
+        return jax.tree.unflatten(self.structure, [leaf.empty(start, stop) for leaf in self.leaves])
 
     def arrays(self, memory: NDArray[np.uint8]) -> Any:
         """Returns the filled slot as a PyTree of global `jax.Array`s, which keep `memory` alive while they use it."""

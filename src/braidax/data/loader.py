@@ -3,11 +3,10 @@
 import contextlib
 import functools
 import logging
-import os
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +16,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from braidax.data.fetch import Fetch
+from braidax.data.depth import Depth
+from braidax.data.fetch import Batch, Fetch
 from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.order import Cursor, Order, Remainder
 from braidax.data.sharding_specs import resolve_shardings, shared_batch_parts
 from braidax.data.sources import open as open_source
-from braidax.data.sources.source import Source, batch_spec
+from braidax.data.sources.source import Source, batch_spec, source_at
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
-from braidax.spans import Trace
+from braidax.spans import LaneTotal, Trace
 
 _log = logging.getLogger("braidax")
 _DEFAULT_BATCH_SIZE = 128
@@ -35,24 +35,52 @@ _MASK = "mask"
 class Knobs:
     """What may change while a loader runs.
 
-    **Fields:** `threads`: that read, decode and transform; by default one more than there are usable cores, so that
-    they keep ahead of a step that computes on the same cores. `prefetch`: batches in flight ahead of the one in use,
-    at least 1. `timeout_seconds`: the longest wait for one batch.
+    **Fields:** `threads`: that read, decode and transform. `prefetch`: batches in flight ahead of the one in use. None
+    for either leaves it to `loader.depth`, which adapts it. `timeout_seconds`: the longest wait for one batch.
+    `max_bytes`: of batches in flight, which holds `prefetch` down to 1 at least. `hedge_seconds`: when a read that is
+    waited for is done a second time; None: when it takes much longer than the others; 0: always; infinity: never.
     """
 
     threads: int | None = None
-    prefetch: int = 2
+    prefetch: int | None = None
     timeout_seconds: float = 300.0
+    max_bytes: int = 1 << 30
+    hedge_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ArgumentError(
-                f"threads={self.threads!r} is not a positive integer; None takes one more than the usable cores"
-            )
-        if self.prefetch < 1:
-            raise ArgumentError(f"prefetch={self.prefetch!r} is not a positive integer")
+        for name in ("threads", "prefetch"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ArgumentError(f"{name}={number!r} is not a positive integer; None lets the loader adapt it")
         if not 0 < self.timeout_seconds < threading.TIMEOUT_MAX:
             raise ArgumentError(f"timeout_seconds={self.timeout_seconds!r} is not a finite, positive number of seconds")
+        if self.max_bytes < 1:
+            raise ArgumentError(f"max_bytes={self.max_bytes!r} is not a positive number of bytes")
+        if self.hedge_seconds is not None and not self.hedge_seconds >= 0:
+            raise ArgumentError(f"hedge_seconds={self.hedge_seconds!r} is not a number of seconds from 0 on, or None")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where a loader's time went, in seconds summed over its threads, and what moved.
+
+    **Fields:** `wait_seconds`: of the consumer, for batches. `read_seconds`, `decode_seconds`, `collate_seconds`,
+    `transfer_seconds`: of the threads, for fetching bytes, decoding and transforming, putting samples together, and
+    sending batches to the devices. `read_bytes`, `transfer_bytes`: of samples and of batches. `num_batches`: handed
+    out. `num_hedges`: reads done a second time in the latest pass. `threads`, `prefetch`: at present.
+    """
+
+    wait_seconds: float
+    read_seconds: float
+    decode_seconds: float
+    collate_seconds: float
+    transfer_seconds: float
+    read_bytes: int
+    transfer_bytes: int
+    num_batches: int
+    num_hedges: int
+    threads: int
+    prefetch: int
 
 
 class DataLoader:
@@ -94,8 +122,10 @@ class DataLoader:
         specs, mask_spec = _split_mask(self.source.sample_spec, specs, remainder)
         self._plan = plan_load(batch_spec(self.source.sample_spec, batch_size), mesh, specs)
         self._mask = _mask_sharding(self._plan, mesh, mask_spec) if remainder == "pad" else None
+        self._source_at = functools.lru_cache(maxsize=4)(functools.partial(source_at, self.source))
         self.epochs = epochs
         self.trace = Trace()
+        self.depth = Depth()
         self._knobs = knobs or Knobs()
         self.cursor = Cursor(seed)
         self._fetch: Fetch | None = None
@@ -138,12 +168,12 @@ class DataLoader:
 
     @property
     def knobs(self) -> Knobs:
-        """Threads, prefetch and time limit. May be set at any time; other threads start with the next batch."""
+        """Threads, prefetch and limits. May be set at any time; the next batch goes by them."""
         return self._knobs
 
     @knobs.setter
     def knobs(self, knobs: Knobs) -> None:
-        self._moved = self._moved or knobs.threads != self._knobs.threads
+        self._moved = self._moved or knobs.hedge_seconds != self._knobs.hedge_seconds
         self._knobs = knobs
 
     def __len__(self) -> int:
@@ -177,29 +207,62 @@ class DataLoader:
 
     def _stream(self, end: int | None) -> Generator[Any, None, None]:
         """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
-        threads = self._knobs.threads or _usable_cores() + 1
-        fetch = Fetch(self.source, self._plan, threads=threads, prefetch=self._knobs.prefetch, trace=self.trace)
-        coming: deque[tuple[Cursor, Cursor, Future[Any]]] = deque()
+        knobs = self._knobs
+        fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=knobs.hedge_seconds)
+        coming: deque[tuple[Cursor, Cursor, Batch]] = deque()
         ahead = self._cursor
         self._fetch, self._moved = fetch, False
         try:
             while True:
-                while len(coming) <= self._knobs.prefetch and (end is None or ahead.epoch < end):
+                fetch.resize(threads=self._threads, prefetch=self._prefetch)
+                while len(coming) <= self._prefetch and (end is None or ahead.epoch < end):
                     start, ahead = ahead, self._order.after(ahead)
-                    future = fetch.start(functools.partial(self._order.indices, start))
-                    coming.append((start, ahead, future))
+                    coming.append((start, ahead, fetch.start(functools.partial(self._draw, start))))
                 if not coming:
                     return
-                start, after, future = coming.popleft()
+                start, after, batch = coming.popleft()
                 what = f"the batch at {start} of {type(self.source).__name__}"
-                batch = fetch.result(future, timeout_seconds=self._knobs.timeout_seconds, what=what)
+                begun = time.perf_counter()
+                arrays = fetch.result(batch, timeout_seconds=self._knobs.timeout_seconds, what=what)
+                self.depth.saw(wait_seconds=time.perf_counter() - begun)
                 self._cursor = after
-                yield batch if self._mask is None else self._masked(batch, self._mask, self._order.num_valid(start))
+                yield arrays if self._mask is None else self._masked(arrays, self._mask, self._order.num_valid(start))
         except WaitTimeout:
             fetch.abandon()
             raise
         finally:
             fetch.close(timeout_seconds=self._knobs.timeout_seconds)
+
+    def _draw(self, cursor: Cursor) -> tuple[Source, NDArray[np.int64]]:
+        return self._source_at(cursor.seed, cursor.epoch), self._order.indices(cursor)
+
+    @property
+    def _threads(self) -> int:
+        return self._knobs.threads or self.depth.threads
+
+    @property
+    def _prefetch(self) -> int:
+        wanted = self._knobs.prefetch or self.depth.prefetch
+        return max(1, min(wanted, self._knobs.max_bytes // max(self._plan.num_bytes, 1)))
+
+    def stats(self) -> Stats:
+        """Returns where the time went since the loader was made (or `trace` was set): the reason for a stall."""
+        totals = self.trace.totals()
+        wait, transfer, read = (totals.get(lane, LaneTotal(0, 0.0, 0)) for lane in ("wait", "host-to-device", "read"))
+        decode, collate = (totals.get(lane, LaneTotal(0, 0.0, 0)) for lane in ("decode", "collate"))
+        return Stats(
+            wait_seconds=wait.seconds,
+            read_seconds=read.seconds,
+            decode_seconds=decode.seconds,
+            collate_seconds=collate.seconds,
+            transfer_seconds=transfer.seconds,
+            read_bytes=read.num_bytes,
+            transfer_bytes=transfer.num_bytes,
+            num_batches=wait.num_spans,
+            num_hedges=0 if self._fetch is None else self._fetch.num_hedges,
+            threads=self._threads,
+            prefetch=self._prefetch,
+        )
 
     def _masked(self, batch: Any, sharding: NamedSharding, num_valid: int) -> Any:
         mask = np.arange(self.batch_size) < num_valid
@@ -227,11 +290,6 @@ class DataLoader:
             f"DataLoader({type(self.source).__name__} of {self.num_samples} samples, batch_size={self.batch_size}, "
             f"epochs={self.epochs}, cursor={self._cursor}, knobs={self._knobs})"
         )
-
-
-def _usable_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # on Linux, where a process may be bound to some cores
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _default_batch_size(num_samples: int, parts: int, remainder: Remainder) -> int:

@@ -17,24 +17,45 @@ class Slots:
     free for another batch. So it does not matter whether JAX copied the memory or, as on CPU, uses it as the device's
     own.
 
-    **Arguments:** `num_bytes`: of one slot. `keep`: how many free slots are kept for reuse, at most.
+    **Arguments:** `num_bytes`: of one slot. `keep`: how many free slots are kept for reuse, at most; may be changed.
     """
 
     def __init__(self, num_bytes: int, *, keep: int) -> None:
         self._num_bytes = num_bytes
-        self._free: deque[NDArray[np.uint8]] = deque(maxlen=keep)
+        self._free = _Free(keep)
+
+    @property
+    def keep(self) -> int:
+        """How many free slots are kept for reuse."""
+        return self._free.keep
+
+    @keep.setter
+    def keep(self, keep: int) -> None:
+        self._free.keep = keep
 
     def take(self) -> NDArray[np.uint8]:
         """Returns a slot: uint8 `[num_bytes]`, aligned to 64 bytes, contents undefined."""
         try:
-            memory = self._free.pop()
+            memory = self._free.slots.pop()
         except IndexError:
             whole = np.empty(self._num_bytes + ALIGNMENT, np.uint8)
             first = -whole.ctypes.data % ALIGNMENT
             memory = whole[first : first + self._num_bytes]
         lease = _Lease(memory)
-        weakref.finalize(lease, self._free.append, memory).atexit = False
+        weakref.finalize(lease, self._free.give_back, memory).atexit = False
         return np.asarray(lease)
+
+
+class _Free:
+    """The free slots: what leases hold on to, so that they do not hold their `Slots`."""
+
+    def __init__(self, keep: int) -> None:
+        self.keep = keep
+        self.slots: deque[NDArray[np.uint8]] = deque()
+
+    def give_back(self, memory: NDArray[np.uint8]) -> None:
+        if len(self.slots) < self.keep:
+            self.slots.append(memory)
 
 
 class _Lease:

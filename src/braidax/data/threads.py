@@ -1,6 +1,7 @@
 """The threads of a loader: closed by their owner within a limit, or else when the interpreter exits."""
 
 import contextlib
+import itertools
 import math
 import os
 import queue
@@ -34,13 +35,31 @@ class Threads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._work: _Work = queue.SimpleQueue()
         self._awaited = _Awaited()
-        self._threads = [
-            threading.Thread(target=_work_off, args=(self._work, self._awaited), name=f"{name}-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
+        self._name = name
+        self._names = itertools.count()
+        self._threads: list[threading.Thread] = []
+        self._num_threads = 0
         self._at_exit = weakref.finalize(self, _stop_and_join, self._work, self._threads, _EXIT_SECONDS)
-        for thread in self._threads:
-            thread.start()
+        self.resize(num_threads)
+
+    def resize(self, num_threads: int) -> None:
+        """Starts threads, or lets some end when they have worked off what is queued before."""
+        for _ in range(self._num_threads, num_threads):
+            self._start(_work_off, self._work, self._awaited)
+        for _ in range(num_threads, self._num_threads):
+            self._work.put(None)
+        self._num_threads = num_threads
+
+    def run_apart(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs a call on a thread of its own, for when those of the queue may all hang."""
+        self._start(work, *arguments)
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
+        name = f"{self._name}-{next(self._names)}"
+        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
         """Queues a call that raises nothing and returns nothing."""
