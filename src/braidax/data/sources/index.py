@@ -1,0 +1,335 @@
+"""Indexes: where the records of a data set lie in its files, found once, stored, and memory-mapped ever after."""
+
+import contextlib
+import json
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, Protocol, Self, cast, runtime_checkable
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from braidax.data.sources.source import Indices
+from braidax.data.storage.files import Files, Ranges
+from braidax.errors import FormatError
+
+Chunk = tuple[NDArray[np.int64], NDArray[np.int64]]
+Scan = Callable[[IO[bytes], str], Iterator[Chunk]]
+"""Finds the records of one file, from its beginning on: `(offsets, lengths)` in bytes, many records at a time."""
+
+_MAGIC = b"braidax index 01"  # the last bytes of an index; before them the length of the footer, and the footer
+_ROW = np.dtype(("<i8", 2))  # offset and length
+_PARALLEL = 8  # files of a data set that are scanned at a time
+_QUIET_SECONDS = 1.0  # an index that takes longer shows a progress bar
+_COPY_BYTES = 1 << 24
+
+
+@runtime_checkable
+class Index(Protocol):
+    """Where records lie."""
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """int64 `[num_files + 1]`: the number of the first record of each file, and the number of all records."""
+        ...
+
+    def __len__(self) -> int:
+        """The number of records."""
+        ...
+
+    def ranges(self, indices: Indices) -> Ranges:
+        """Returns where records lie, for int64 `[n]` that are known to be in `[0, len)`."""
+        ...
+
+    def describe(self) -> str:
+        """Returns where the index itself is kept, and how large it is."""
+        ...
+
+
+class FixedIndex(Index):
+    """Records of one width, one behind the other: where they lie is computed, and nothing is stored.
+
+    **Arguments:** `num_records`: of each file, in order. `offset`: bytes before the first record of a file, one number
+    or one for each file. `num_bytes`: of one record.
+    """
+
+    def __init__(self, num_records: Sequence[int], *, offset: int | Sequence[int], num_bytes: int) -> None:
+        self._starts = np.cumsum([0, *num_records], dtype=np.int64)
+        self._offset = np.broadcast_to(np.asarray(offset, np.int64), (len(num_records),))
+        self._num_bytes = num_bytes
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        return self._starts
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def ranges(self, indices: Indices) -> Ranges:
+        file = np.searchsorted(self._starts, indices, side="right") - 1
+        offset = self._offset[file] + (indices - self._starts[file]) * self._num_bytes
+        return Ranges(file, offset, np.full(len(indices), self._num_bytes, np.int64))
+
+    def describe(self) -> str:
+        return f"none needed: records of {self._num_bytes:,} bytes"
+
+
+class RecordIndex(Index):
+    """The place of every record of a data set, memory-mapped: opening it costs the same for any number of records.
+
+    `RecordIndex.build` makes one, or opens the one made before.
+
+    **Arguments:** `path`: of the index, to be shown. `rows`: int64 `[num_records, 2]`, offset and length in bytes.
+    `num_records`: of each file.
+    """
+
+    def __init__(self, path: Path, rows: NDArray[np.int64], num_records: Sequence[int]) -> None:
+        self._path = path
+        self._rows = rows
+        self._starts = np.cumsum([0, *num_records], dtype=np.int64)
+
+    @classmethod
+    def build(cls, files: Files, scan: Scan, *, kind: str, cache: Path | None = None) -> Self:
+        """Opens the index of a data set; where there is none, or files changed since, all files are scanned first.
+
+        It is stored beside the data (`.NAME.KIND.index`) or, for remote files and where that cannot be written, in the
+        cache folder: `$BRAIDAX_CACHE`, or else `~/.cache/braidax`. Several processes may do this at once: an index
+        appears under its name only when it is complete.
+
+        **Arguments:** `files`: of the data set. `scan`: finds the records of a file. `kind`: names what `scan` does, in
+        letters fit for a file name; options that change where records lie are part of it. `cache`: a folder to store
+        the index in, instead of those above.
+
+        **Raises:** `FormatError` when no folder can be written, and what `scan` raises.
+        """
+        wanted = _description(files, kind)
+        refused: list[str] = []
+        places = _places(files.names, kind) if cache is None else [_cached(cache, files.names, kind)]
+        for path in places:
+            found = cls._open(path, wanted)
+            if found is not None:
+                return found
+        for path in places:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+            except OSError as error:
+                refused.append(f"{path.parent} ({error.strerror})")
+                continue
+            with _written(Path(name), descriptor, path) as file:
+                num_records = _scan_all(files, scan, file, path.parent)
+                _close_with_footer(file, wanted, num_records)
+            found = cls._open(path, wanted)
+            if found is not None:
+                return found
+            refused.append(f"{path.parent} (the index written there was changed at once by another process)")
+        raise FormatError(
+            f"{files.names[0]}: the index of its records can be stored in none of {'; '.join(refused)}: set the "
+            "environment variable BRAIDAX_CACHE to a folder that can be written"
+        )
+
+    @classmethod
+    def _open(cls, path: Path, wanted: dict[str, Any]) -> Self | None:
+        """Opens a stored index if it is whole and belongs to the files as they are now."""
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - len(_MAGIC) - 8))
+                tail = file.read()
+                footer_bytes = int.from_bytes(tail[:8], "little")
+                if tail[8:] != _MAGIC or footer_bytes > size - len(tail):
+                    return None
+                file.seek(size - len(tail) - footer_bytes)
+                footer = json.loads(file.read(footer_bytes))
+                num_records = footer.pop("num_records")
+                total = sum(num_records)
+                if footer != wanted or size != total * _ROW.itemsize + footer_bytes + len(tail):
+                    return None
+                rows = np.memmap(file, "<i8", "r", shape=(total, 2)) if total else np.empty((0, 2), np.int64)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return cls(path, rows.view(np.ndarray), num_records)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        return self._starts
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def ranges(self, indices: Indices) -> Ranges:
+        rows = np.take(self._rows, indices, axis=0, mode="clip")
+        file = np.searchsorted(self._starts, indices, side="right") - 1
+        return Ranges(file, np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1]))
+
+    def describe(self) -> str:
+        return f"{self._path} ({self._path.stat().st_size if self._path.exists() else self._rows.nbytes:,} bytes)"
+
+
+def cache_folder() -> Path:
+    """Returns the folder for what can be made again: `$BRAIDAX_CACHE`, or else `~/.cache/braidax`."""
+    if given := os.environ.get("BRAIDAX_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidax"
+
+
+def _description(files: Files, kind: str) -> dict[str, Any]:
+    """Returns what an index has to agree with: what it holds, and the state of every file."""
+    names = [name if _is_remote(name) else Path(name).name for name in files.names]
+    return {"kind": kind, "names": names, "sizes": list(files.sizes), "stamps": list(files.stamps)}
+
+
+def _is_remote(name: str) -> bool:
+    return "://" in name
+
+
+def _places(names: Sequence[str], kind: str) -> list[Path]:
+    cached = _cached(cache_folder() / "indexes", names, kind)
+    folders = {None if _is_remote(name) else Path(name).parent for name in names}
+    folder = folders.pop()
+    if folders or folder is None:
+        return [cached]
+    name = Path(names[0]).name if len(names) == 1 else _digest([Path(name).name for name in names])
+    return [folder / f".{name}.{kind}.index", cached]
+
+
+def _cached(folder: Path, names: Sequence[str], kind: str) -> Path:
+    absolute = [name if _is_remote(name) else str(Path(name).absolute()) for name in names]
+    return folder / f"{_digest(absolute)}.{kind}.index"
+
+
+def _digest(names: Sequence[str]) -> str:
+    return xxhash.xxh3_128_hexdigest("\0".join(names).encode())
+
+
+@contextlib.contextmanager
+def _written(temporary: Path, descriptor: int, path: Path) -> Generator[IO[bytes]]:
+    """Gives a file to be filled, which appears under its name when the block ends well, durable and whole."""
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise FormatError(
+            f"{path}: the index cannot be written ({error}); make room there, or set the environment variable "
+            "BRAIDAX_CACHE to another folder"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _close_with_footer(file: IO[bytes], wanted: dict[str, Any], num_records: Sequence[int]) -> None:
+    footer = json.dumps({**wanted, "num_records": list(num_records)}).encode()
+    file.write(footer + len(footer).to_bytes(8, "little") + _MAGIC)
+
+
+def _scan_all(files: Files, scan: Scan, target: IO[bytes], folder: Path) -> list[int]:
+    """Writes the rows of all files in their order, scanning several at a time; returns the records of each."""
+    with _Progress(files.names[0], sum(files.sizes)) as progress:
+        if len(files.names) == 1:
+            return [_scan_one(files, 0, scan, target, progress)]
+        num_files = len(files.names)
+        pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="braidax-index")
+        with contextlib.ExitStack() as parts:
+
+            def scan_part(number: int) -> tuple[IO[bytes], int]:
+                part = cast("IO[bytes]", tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 (`parts` closes it)
+                parts.callback(part.close)
+                return part, _scan_one(files, number, scan, part, progress)
+
+            try:
+                num_records: list[int] = []
+                pending = deque(pool.submit(scan_part, number) for number in range(min(_PARALLEL, num_files)))
+                while pending:
+                    part, records = pending.popleft().result()
+                    if len(num_records) + _PARALLEL < num_files:
+                        pending.append(pool.submit(scan_part, len(num_records) + _PARALLEL))
+                    with part:
+                        part.seek(0)
+                        while data := part.read(_COPY_BYTES):
+                            target.write(data)
+                    num_records.append(records)
+                return num_records
+            finally:
+                progress.stop.set()
+                pool.shutdown(cancel_futures=True)
+
+
+def _scan_one(files: Files, number: int, scan: Scan, target: IO[bytes], progress: "_Progress") -> int:
+    num_records = 0
+    with files.open(number) as file:
+        for offsets, lengths in _readable(scan(file, files.names[number]), files.names[number]):
+            rows = np.empty((len(offsets), 2), "<i8")
+            rows[:, 0] = offsets
+            rows[:, 1] = lengths
+            target.write(rows.data)
+            num_records += len(rows)
+            progress.show(number, int(rows[-1].sum()) if len(rows) else 0)
+            if progress.stop.is_set():
+                break
+    progress.show(number, files.sizes[number])
+    return num_records
+
+
+def _readable(chunks: Iterator[Chunk], name: str) -> Iterator[Chunk]:
+    try:
+        yield from chunks
+    except OSError as error:
+        raise FormatError(
+            f"{name}: cannot be read while its index is built ({error}); check the disk or the connection, and open it "
+            "again"
+        ) from error
+
+
+class _Progress:
+    """A bar on stderr for work that takes longer than a second, drawn by the threads that work; `stop` ends them."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.stop = threading.Event()
+        self._name = name
+        self._num_bytes = num_bytes
+        self._done: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._next = time.monotonic() + _QUIET_SECONDS
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.stop()
+
+    def show(self, number: int, done_bytes: int) -> None:
+        """Takes note of how far the scan of a file is; draws the bar ten times a second at most."""
+        with self._lock:
+            self._done[number] = max(done_bytes, self._done.get(number, 0))
+            if time.monotonic() < self._next:
+                return
+            self._next = time.monotonic() + 0.1
+            if self._bar is None:
+                self._bar = _bar(self._name, self._num_bytes)
+            self._bar.update(self._bar.task_ids[0], completed=sum(self._done.values()))
+            self._bar.refresh()
+
+
+def _bar(name: str, num_bytes: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("index of {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    bar.add_task(Path(name).name, total=num_bytes)
+    bar.start()
+    return bar
