@@ -10,6 +10,7 @@ from braidax.data.permutation import Permutation as Permutation
 from braidax.data.prefetch import prefetch_to_device as prefetch_to_device
 from braidax.data.sources import Source as Source
 from braidax.data.sources import open as open
+from braidax.data.storage import Remote as Remote
 from braidax.data.transforms import mapped as mapped
 from braidax.data.transforms import normalized as normalized
 from braidax.data.transforms import resized as resized

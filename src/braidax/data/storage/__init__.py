@@ -3,3 +3,6 @@
 from braidax.data.storage.files import Files as Files
 from braidax.data.storage.files import Ranges as Ranges
 from braidax.data.storage.local import LocalFiles as LocalFiles
+from braidax.data.storage.options import Remote as Remote
+from braidax.data.storage.places import list_files as list_files
+from braidax.data.storage.places import open_files as open_files
