@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from braidax.data.sources.records import RecordSource
-from braidax.data.sources.source import is_varying
+from braidax.data.sources.source import VARYING, is_varying
 from braidax.data.sources.tar import Window, members
 from braidax.data.sources.webdataset import open_webdataset, scan
 from braidax.data.storage import LocalFiles
@@ -84,7 +84,7 @@ def test_samples_of_several_shards_in_any_order(tmp_path: Path, kind: str) -> No
 def test_names_longer_than_a_header(tmp_path: Path, kind: str) -> None:
     folder = "/".join(["d" * 90] * 4) + "/"
     contents = numbered(range(5), folder) + numbered(range(5, 8)) + numbered(range(8, 12), "ö" * 80 + "/")
-    source = opened(shard(tmp_path / "a.tar", contents, FORMATS[kind]), fields=["__key__", "cls"])
+    source = opened(shard(tmp_path / "a.tar", contents, FORMATS[kind]), columns=["__key__", "cls"])
     out = read(source, [4, 0, 6, 11])
     assert out["__key__"].tolist() == [f"{folder}000004", f"{folder}000000", "000006", "ö" * 80 + "/000011"]
     assert out["cls"].tolist() == [4, 0, 6, 1]
@@ -92,7 +92,7 @@ def test_names_longer_than_a_header(tmp_path: Path, kind: str) -> None:
 
 def test_names_split_between_name_and_prefix(tmp_path: Path) -> None:
     folder = "/".join(["d" * 50] * 4) + "/"
-    source = opened(shard(tmp_path / "a.tar", numbered(range(2), folder), tarfile.USTAR_FORMAT), fields=["__key__"])
+    source = opened(shard(tmp_path / "a.tar", numbered(range(2), folder), tarfile.USTAR_FORMAT), columns=["__key__"])
     assert read(source)["__key__"].tolist() == [f"{folder}000000", f"{folder}000001"]
 
 
@@ -122,48 +122,59 @@ def test_what_is_no_sample_is_passed_over(tmp_path: Path) -> None:
 
 def test_fields_are_chosen_and_named(tmp_path: Path) -> None:
     contents = [("0.jpg", b"j"), ("0.cls", b"3"), ("0.json", b"{}"), ("1.png", b"p"), ("1.cls", b" 4\n")]
-    source = opened(shard(tmp_path / "a.tar", contents), fields={"image": "jpg;png", "label": "cls"})
+    source = opened(shard(tmp_path / "a.tar", contents), columns={"image": "jpg;png", "label": "cls"})
     out = read(source)
     assert out["image"].tolist() == [b"j", b"p"]
     assert out["label"].tolist() == [3, 4]
     assert source.describe()["fields"] == "jpg;png, cls"
     assert source.describe()["fields not loaded"] == "json"
-    assert list(read(opened(tmp_path / "a.tar", fields=[".JPG;png"]))) == [".JPG"]
-    message = "first sample of .*a.tar has no mp4; it has 3: jpg, cls, json"
+    assert set(read(opened(tmp_path / "a.tar"))) == {"cls"}
+    assert list(read(opened(tmp_path / "a.tar", columns=[".JPG;png"]))) == [".JPG"]
+    message = r"columns=\['mp4'\]: expected fields of .*a.tar \(1 shard.*have 4: jpg, cls, json, png and no mp4"
     with pytest.raises(ArgumentError, match=message):
-        opened(tmp_path / "a.tar", fields=["mp4"])
-    with pytest.raises(ArgumentError, match=r"fields='jpg': expected a list of extensions"):
-        opened(tmp_path / "a.tar", fields="jpg")
+        opened(tmp_path / "a.tar", columns=["mp4"])
+    with pytest.raises(ArgumentError, match=r"columns='jpg': expected a list of extensions"):
+        opened(tmp_path / "a.tar", columns="jpg")
 
 
 def test_a_sample_that_lacks_a_field(tmp_path: Path) -> None:
     path = shard(tmp_path / "a.tar", [("a/0.txt", b"t"), ("a/0.cls", b"3"), ("a/1.txt", b"u")])
-    source = opened(path)
+    assert opened(path).describe()["fields"] == "txt"
+    assert opened(path).describe()["fields not loaded"] == "cls"
+    source = opened(path, columns=["txt", "cls"])
     message = f"{path}, record 1 (at byte 2,048): sample 'a/1' has no field cls, only 1: txt; pack it anew, or choose"
     with pytest.raises(RecordError, match=re.escape(message)):
         read(source)
-    assert read(opened(path, fields=["txt"]))["txt"].tolist() == ["t", "u"]
+    assert read(source, [0])["cls"].tolist() == [3]
+    path = shard(tmp_path / "b.tar", [("0.jpg", b""), ("1.png", b"")])
+    with pytest.raises(FormatError, match=r"b.tar \(1 shard.*: its samples share no field; they have 2: jpg, png:"):
+        opened(path)
 
 
 def test_arrays_of_several_shapes(tmp_path: Path) -> None:
     arrays = [np.arange(3), np.arange(5), np.asfortranarray(np.arange(4).reshape(2, 2))]
     path = shard(tmp_path / "a.tar", [(f"{n}.ids.npy", npy(array)) for n, array in enumerate(arrays)])
-    with pytest.raises(
-        RecordError, match=r"record 1 .*: leaf 'ids.npy' is int64\[5\], expected int32\[3\] as .*varying=\('ids.npy',\)"
-    ):
-        read(opened(path))
-    out = read(opened(path, varying=["ids.npy"]))["ids.npy"]
+    out = read(opened(path))["ids.npy"]
     assert [value.tolist() for value in out] == [array.tolist() for array in arrays]
     assert {value.dtype for value in out} == {np.dtype(np.int32)}
-    with pytest.raises(ArgumentError, match=r"varying=\['txt'\]: expected leaves that are arrays"):
-        opened(path, varying=["txt"])
+
+
+def test_an_array_of_another_shape_that_was_not_looked_at(tmp_path: Path) -> None:
+    path = shard(tmp_path / "a.tar", [(f"{n}.npy", npy(np.arange(3 + (n == 1)))) for n in range(40)])
+    source = opened(path)
+    assert source.sample_spec["npy"].shape == (3,)
+    message = r"record 1 .*: leaf 'npy' is int64\[4\], expected int32\[3\] .*: columns=\{'npy': braidax.data.VARYING\}"
+    with pytest.raises(RecordError, match=message):
+        read(source)
+    out = read(opened(path, columns={"npy": VARYING}), [0, 1])["npy"]
+    assert [value.tolist() for value in out] == [[0, 1, 2], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
     ("name", "good", "bad", "message"),
     [
-        ("cls", b"1", b"cat", "the label b'cat' is no integer"),
-        ("cls", b"1", b"3000000000", "the label 3000000000 does not fit in int32"),
+        ("cls", b"1", b"cat", "b'cat' is no integer"),
+        ("cls", b"1", b"3000000000", "3000000000 does not fit in int32"),
         ("txt", b"a", b"\xff\xfe", "the text is not UTF-8"),
         ("npy", npy(np.arange(2)), npy(np.arange(2))[:-3], "holds no array as np.save writes it"),
         ("npy", npy(np.arange(2)), b"\x93NUM", "holds no array as np.save writes it"),
@@ -184,8 +195,20 @@ def test_a_field_that_does_not_decode(tmp_path: Path, name: str, good: bytes, ba
         read(source, [2, 1])
 
 
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_bad_record_does_not_keep_a_shard_from_opening(tmp_path: Path, bad: int) -> None:
+    path = shard(tmp_path / "a.tar", [(f"{n}.npy", b"x" if n == bad else npy(np.arange(2) + n)) for n in range(3)])
+    source = opened(path)
+    assert read(source, [1])["npy"].tolist() == [[1, 2]]
+    with pytest.raises(RecordError, match=rf"record {bad} .*holds no array"):
+        read(source)
+    with pytest.raises(RecordError, match=r"field 'npy' holds no array"):
+        opened(shard(tmp_path / "b.tar", [("0.npy", b"x")]))
+
+
 def test_two_members_of_one_name(tmp_path: Path) -> None:
     source = opened(shard(tmp_path / "a.tar", [("0.txt", b"t"), ("1.txt", b"u"), ("1.txt", b"v")]))
+    assert read(source, [0])["txt"].tolist() == ["t"]
     with pytest.raises(RecordError, match=r"record 1 .*: sample '1' has two members '1.txt'"):
         read(source)
 

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.sources.contents import Place, Where, loaded_array, place_bytes, place_integers, place_text
 from braidax.data.sources.index import Chunk, RecordIndex
 from braidax.data.sources.records import Decoder, RecordSource
-from braidax.data.sources.source import VARYING, Indices, listed, loader_dtype, narrow
+from braidax.data.sources.source import VARYING, Indices, is_varying, listed, loader_dtype, narrow
 from braidax.data.sources.tar import Window, decompressor_of, members
 from braidax.data.storage.files import Bytes, Files
 from braidax.errors import ArgumentError, BraidaxError, FormatError, RecordError
@@ -23,33 +24,26 @@ KEY = "__key__"  # the leaf that holds the name which the members of a sample sh
 _INTEGERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
 _TEXTS = frozenset({"txt", "text", "transcript", "json", "jsn"})
 _CHUNK_SAMPLES = 4096
-
-Where = Callable[[int], str]
-Place = Callable[[Sequence[Any], Indices, NDArray[Any], Where], None]
-"""Makes one leaf: from the contents of its field in each sample, with the samples' numbers, into place."""
+_NUM_LOOKED_AT = 16  # samples that tell which fields there are, and whether their arrays are of one shape
 
 
 def open_webdataset(
-    files: Files,
-    *,
-    fields: Sequence[str] | Mapping[str, str] | None = None,
-    varying: Sequence[str] = (),
-    cache: Path | None = None,
+    files: Files, *, columns: Sequence[str] | Mapping[str, Any] | None = None, cache: Path | None = None
 ) -> RecordSource:
     """Opens tar shards as WebDataset packs them, without unpacking; samples are in the order of the shards.
 
     A field becomes a leaf by the last part of its extension. `cls`, `class`, `id`, `index` and the like: an integer.
-    `txt`, `text`, `json`: text of varying size, not parsed. `npy`: an array. All else, images included: `bytes`.
-    See the WebDataset documentation, "The WebDataset Format". Members without extension and those named `__…__` are
-    passed over.
+    `txt`, `text`, `json`: text of varying size, not parsed. `npy`: an array, of varying size where those of the samples
+    that are looked at differ. All else, images included: `bytes`. Members without extension and those named `__…__` are
+    passed over. The source is the documentation of WebDataset, "The WebDataset Format".
 
-    **Arguments:** `files`: the shards. `fields`: extensions to load; by default those of the first sample. `"jpg;png"`
-    takes the first of them that a sample has. A mapping names the leaves: `{"image": "jpg;png", "label": "cls"}`.
-    `"__key__"` is the name that the members share. `varying`: leaves of `npy` fields whose arrays differ in shape from
-    sample to sample. `cache`: a folder for the index, see `RecordIndex.build`.
+    **Arguments:** `files`: the shards, not compressed. `columns`: extensions of the fields to load; by default those
+    that all samples that are looked at have. `"jpg;png"` takes the first of them that a sample has. A mapping names the
+    leaves: `{"image": "jpg;png", "label": "cls"}`, or says that arrays differ in shape: `{"npy": VARYING}`. `"__key__"`
+    is the name that the members of a sample share. `cache`: as `RecordIndex.build`.
 
-    **Raises:** `FormatError` for a shard that is truncated, damaged or compressed; `ArgumentError` for fields that the
-    first sample lacks.
+    **Raises:** `FormatError` for a shard that is truncated, damaged or compressed, or without samples; `ArgumentError`
+    for columns that no sample has.
     """
     index = RecordIndex.build(files, scan, kind="webdataset", cache=cache)
     if len(index) == 0:
@@ -57,16 +51,19 @@ def open_webdataset(
             f"{files.names[0]}: holds 0 samples in {len(files.names)} shard(s); expected members with an extension, "
             "such as 000001.jpg and 000001.cls"
         )
-    first = files.read(index.ranges(np.zeros(1, np.int64)))[0]
-    sample = _sample(first, lambda: f"{files.names[0]}, record 0")
-    chosen = _chosen(fields, sample, files.names[0])
-    wrong = [name for name in varying if name not in chosen or _kind(chosen[name][0]) != "npy"]
-    if wrong:
-        raise ArgumentError(f"varying={varying!r}: expected leaves that are arrays (.npy), which {wrong} are not")
-    leaves = {name: _leaf(name, alternatives, sample, files, varying) for name, alternatives in chosen.items()}
-    facts = {"format": "WebDataset (tar)", "fields": ", ".join(";".join(leaf.fields) for leaf in leaves.values())}
-    if unused := [field for field in sample if all(field not in leaf.fields for leaf in leaves.values())]:
-        facts["fields not loaded"] = ", ".join(field for field in unused if field != KEY) or "none"
+    samples = _looked_at(files, index)
+    fields = list(dict.fromkeys(field for sample in samples for field in sample if field != KEY))
+    where = f"{files.names[0]} ({len(files.names)} shard(s))"
+    varying = set[str]()
+    if isinstance(columns, Mapping):
+        varying = {name for name, value in columns.items() if not isinstance(value, str) and is_varying(value)}
+        columns = {name: name if name in varying else str(value) for name, value in columns.items()}
+    chosen = _chosen(columns, samples, fields, where)
+    leaves = {name: _leaf(name, given, samples, where, name in varying) for name, given in chosen.items()}
+    facts = {"format": "WebDataset (tar)", "fields": ", ".join(";".join(given) for given in chosen.values())}
+    used = {field for given in chosen.values() for field in given}
+    if unused := [field for field in fields if field not in used]:
+        facts["fields not loaded"] = ", ".join(unused)
     return RecordSource(files, index, _Decoder(leaves), facts)
 
 
@@ -181,113 +178,116 @@ def _field(sample: Mapping[str, Any], fields: Sequence[str], where: Where, numbe
     has = [field for field in sample if field != KEY]
     raise RecordError(
         f"{where(number)}: sample {sample[KEY].decode('utf-8', 'replace')!r} has no field {' or '.join(fields)}, only "
-        f"{listed(has)}; pack it anew, or choose with fields= what every sample has"
+        f"{listed(has)}; pack it anew, or choose with columns= what every sample has"
     )
 
 
+def _looked_at(files: Files, index: RecordIndex) -> list[dict[str, Any]]:
+    """Returns some samples, from the first to the last; those that cannot be read are left to the reads of them."""
+    numbers = np.unique(np.linspace(0, len(index) - 1, _NUM_LOOKED_AT).astype(np.int64))
+    samples: list[dict[str, Any]] = []
+    first_error: RecordError | None = None
+    ranges = index.ranges(numbers)
+    for payload, file, offset in zip(files.read(ranges), ranges.file, ranges.offset, strict=True):
+        try:
+            samples.append(_sample(payload, lambda file=file, at=offset: f"{files.names[file]}, at byte {at:,}"))
+        except RecordError as error:
+            first_error = first_error or error
+    if not samples and first_error is not None:
+        raise first_error
+    return samples
+
+
 def _chosen(
-    fields: Sequence[str] | Mapping[str, str] | None, sample: Mapping[str, Any], name: str
+    columns: Sequence[str] | Mapping[str, str] | None,
+    samples: Sequence[Mapping[str, Any]],
+    fields: Sequence[str],
+    where: str,
 ) -> dict[str, tuple[str, ...]]:
     """Returns the fields that each leaf is made of."""
-    if fields is None:
-        return {field: (field,) for field in sample if field != KEY}
-    if isinstance(fields, str) or not fields:
-        raise ArgumentError(f"fields={fields!r}: expected a list of extensions, such as ('jpg', 'cls')")
-    given = dict(fields) if isinstance(fields, Mapping) else {field.partition(";")[0]: field for field in fields}
+    if columns is None:
+        shared = [field for field in fields if all(field in sample for sample in samples)]
+        if not shared:
+            raise FormatError(
+                f"{where}: its samples share no field; they have {listed(fields)}: choose with columns=, where "
+                "'jpg;png' takes the first of them that a sample has"
+            )
+        return {field: (field,) for field in shared}
+    if isinstance(columns, str) or not columns:
+        raise ArgumentError(f"columns={columns!r}: expected a list of extensions, such as ('jpg', 'cls')")
+    given = columns if isinstance(columns, Mapping) else {names.partition(";")[0]: names for names in columns}
     chosen = {
         leaf: tuple(part.strip().lower().removeprefix(".") for part in names.split(";"))
         for leaf, names in given.items()
     }
-    missing = [names for leaf, names in given.items() if not any(field in sample for field in chosen[leaf])]
+    missing = [given[leaf] for leaf, any_of in chosen.items() if not {*any_of} & {*fields, KEY}]
     if missing:
         raise ArgumentError(
-            f"fields={fields!r}: the first sample of {name} has no {' and no '.join(missing)}; it has "
-            f"{listed([field for field in sample if field != KEY])}"
+            f"columns={columns!r}: expected fields of {where}, whose samples have {listed(fields)} and no "
+            f"{' and no '.join(missing)}"
         )
     return chosen
 
 
-def _kind(field: str) -> str:
-    return field.rpartition(".")[2]
-
-
-def _leaf(name: str, fields: tuple[str, ...], sample: Mapping[str, Any], files: Files, varying: Sequence[str]) -> _Leaf:
-    kinds = {_kind(field) for field in fields}
-    where = f"{files.names[0]} ({len(files.names)} shard(s))"
+def _leaf(
+    name: str, fields: tuple[str, ...], samples: Sequence[Mapping[str, Any]], where: str, is_ragged: bool
+) -> _Leaf:
+    kinds = {field.rpartition(".")[2] for field in fields}
     if kinds <= _INTEGERS:
         dtype = loader_dtype(np.dtype(np.int64), where=where, leaf=name)
-        return _Leaf(fields, jax.ShapeDtypeStruct((), dtype), _integers)
+        return _Leaf(fields, jax.ShapeDtypeStruct((), dtype), place_integers)
     if kinds <= _TEXTS | {KEY}:
-        return _Leaf(fields, VARYING, _texts)
+        return _Leaf(fields, VARYING, place_text)
     if kinds != {"npy"}:
-        return _Leaf(fields, VARYING, _raw)
+        return _Leaf(fields, VARYING, place_bytes)
     arrays = _Arrays(name, where)
-    if name in varying:
+    found = arrays.looked_at(samples, fields)
+    if is_ragged or len({value.shape for value in found}) > 1:
         return _Leaf(fields, VARYING, arrays.place_varying)
-    first = arrays.parse(_field(sample, fields, lambda _: where, 0), lambda: f"{where}, record 0")
-    dtype = loader_dtype(first.dtype, where=where, leaf=name)
-    return _Leaf(fields, jax.ShapeDtypeStruct(first.shape, dtype), arrays.place)
-
-
-def _raw(contents: Sequence[Any], indices: Indices, out: NDArray[Any], where: Where) -> None:
-    for i, content in enumerate(contents):
-        out[i] = bytes(content)
-
-
-def _texts(contents: Sequence[Any], indices: Indices, out: NDArray[Any], where: Where) -> None:
-    for i, content in enumerate(contents):
-        try:
-            out[i] = str(content, "utf-8")
-        except UnicodeDecodeError as error:
-            raise RecordError(f"{where(i)}: the text is not UTF-8 ({error}); store it in UTF-8") from error
-
-
-def _integers(contents: Sequence[Any], indices: Indices, out: NDArray[Any], where: Where) -> None:
-    limits = np.iinfo(out.dtype)
-    for i, content in enumerate(contents):
-        try:
-            value = int(bytes(content))
-        except ValueError as error:
-            raise RecordError(
-                f"{where(i)}: the label {bytes(content[:40])!r} is no integer; expected digits, such as b'17'"
-            ) from error
-        if not limits.min <= value <= limits.max:
-            raise RecordError(
-                f"{where(i)}: the label {value} does not fit in {out.dtype}; store smaller ones, or keep 64 bits with "
-                "jax.config.update('jax_enable_x64', True)"
-            )
-        out[i] = value
+    dtype = loader_dtype(found[0].dtype, where=where, leaf=name)
+    return _Leaf(fields, jax.ShapeDtypeStruct(found[0].shape, dtype), arrays.place)
 
 
 class _Arrays:
     """Arrays in `.npy` fields. `leaf`, `where`: names for errors."""
 
     def __init__(self, leaf: str, where: str) -> None:
-        self.leaf = leaf
-        self.where = where
+        self._leaf = leaf
+        self._where = where
         self._header = functools.lru_cache(64)(_npy_header)  # few differ, and to parse one takes longer than all else
 
-    def place(self, contents: Sequence[Any], indices: Indices, out: NDArray[Any], where: Where) -> None:
-        """Makes a leaf of arrays of one shape."""
+    def looked_at(self, samples: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> list[NDArray[Any]]:
+        """Returns the arrays of some samples. **Raises:** `RecordError` when none of them can be read."""
+        found: list[NDArray[Any]] = []
+        error: RecordError | None = None
+        for content in (sample[field] for sample in samples for field in fields if field in sample):
+            try:
+                found.append(self._parse(content, lambda _: self._where, 0))
+            except RecordError as raised:
+                error = error or raised
+        if not found and error is not None:
+            raise error
+        return found
+
+    def place(self, contents: Sequence[Bytes], indices: Indices, out: NDArray[Any], where: Where) -> None:
+        """Makes a leaf of arrays of one shape, as `Place`."""
         for i, content in enumerate(contents):
-            value = self.parse(content, lambda i=i: where(i))
-            if value.shape != out.shape[1:] or loader_dtype(value.dtype, where=where(i), leaf=self.leaf) != out.dtype:
+            value = self._parse(content, where, i)
+            if value.shape != out.shape[1:] or loader_dtype(value.dtype, where=where(i), leaf=self._leaf) != out.dtype:
                 raise RecordError(
-                    f"{where(i)}: leaf {self.leaf!r} is {value.dtype}{list(value.shape)}, expected {out.dtype}"
-                    f"{list(out.shape[1:])} as in the first sample; store one shape, or give varying=({self.leaf!r},)"
+                    f"{where(i)}: leaf {self._leaf!r} is {value.dtype}{list(value.shape)}, expected {out.dtype}"
+                    f"{list(out.shape[1:])} as in others; store one shape, or say that they differ: "
+                    f"columns={{{self._leaf!r}: braidax.data.VARYING}}"
                 )
-            narrow(value[None], out[i : i + 1], indices[i : i + 1], where=self.where, leaf=self.leaf)
+            narrow(value[None], out[i : i + 1], indices[i : i + 1], where=self._where, leaf=self._leaf)
 
-    def place_varying(self, contents: Sequence[Any], indices: Indices, out: NDArray[Any], where: Where) -> None:
-        """Makes a leaf of arrays whose shapes differ."""
+    def place_varying(self, contents: Sequence[Bytes], indices: Indices, out: NDArray[Any], where: Where) -> None:
+        """Makes a leaf of arrays whose shapes differ, as `Place`."""
         for i, content in enumerate(contents):
-            value = self.parse(content, lambda i=i: where(i))
-            loaded = np.empty(value.shape, loader_dtype(value.dtype, where=where(i), leaf=self.leaf))
-            narrow(value[None], loaded[None], indices[i : i + 1], where=self.where, leaf=self.leaf)
-            out[i] = loaded
+            value = self._parse(content, where, i)
+            out[i] = loaded_array(value, int(indices[i]), where=self._where, leaf=self._leaf)
 
-    def parse(self, content: Any, where: Callable[[], str]) -> NDArray[Any]:
-        """Returns the array in a field."""
+    def _parse(self, content: Bytes, where: Where, number: int) -> NDArray[Any]:
         try:
             width = 2 if content[6] == 1 else 4
             start = 8 + width + int.from_bytes(content[8 : 8 + width], "little")
@@ -295,8 +295,8 @@ class _Arrays:
             return np.frombuffer(content[start:], dtype).reshape(shape, order=order)
         except (ValueError, IndexError) as error:
             raise RecordError(
-                f"{where()}: field {self.leaf!r} holds no array as np.save writes it ({error}); expected numbers: "
-                "pack it anew"
+                f"{where(number)}: field {self._leaf!r} holds no array as np.save writes it ({error}); expected "
+                "numbers: pack it anew"
             ) from error
 
 
