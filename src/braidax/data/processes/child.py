@@ -1,0 +1,105 @@
+"""What runs in a worker process: it reads windows of its source into shared memory, until its parent is gone."""
+
+import faulthandler
+import fcntl
+import functools
+import os
+import pickle
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.fetch import read_samples
+from braidax.data.processes.memory import SharedMemory, window_bytes, window_leaves
+from braidax.data.processes.messages import packed, receive, send
+from braidax.data.processes.pickling import unpack
+from braidax.data.sources.source import Source, is_varying, source_at
+from braidax.errors import ArgumentError, BraidaxError, RecordError
+
+At = tuple[int | None, int] | None
+"""Seed and epoch of a read, or None where nobody said."""
+
+_EPOCHS_KEPT = 4  # reads of two epochs mix at the border between them
+
+
+def main(requests: int, memory: int, parent: int, source: int) -> None:
+    """Serves reads until the other end of the socket closes.
+
+    **Arguments:** descriptors: `requests`, of the socket; `memory`, of what the windows are written to; `parent`, of a
+    pipe whose other end the parent holds for as long as it lives; `source`, of the packed source.
+    """
+    for descriptor in (requests, memory, parent, source):
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable()  # a crash in native code shows where
+    _end_with(parent)
+    with socket.socket(fileno=requests) as connection:
+        try:
+            unpacked: Source = unpack(source)
+        except BaseException as error:  # noqa: BLE001 (it is raised by the parent)
+            send(connection, _raised(error, ArgumentError, "source cannot be unpacked in a worker process"))
+            return
+        os.close(source)
+        serve = _Serve(unpacked, SharedMemory(memory))
+        try:
+            send(connection, packed(("ready",)))
+            while True:
+                send(connection, serve.answer(*receive(connection)))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+class _Serve:
+    """Answers reads of a source."""
+
+    def __init__(self, source: Source, memory: SharedMemory) -> None:
+        self._source = source
+        self._memory = memory
+        self._source_at: Callable[[int | None, int], Source] = functools.lru_cache(_EPOCHS_KEPT)(
+            functools.partial(source_at, source)
+        )
+
+    def answer(self, at: At, indices: NDArray[np.int64]) -> bytes:
+        try:
+            source = self._source if at is None else self._source_at(*at)
+            specs, treedef = jax.tree.flatten(source.sample_spec)
+            num_samples = len(indices)
+            memory = self._memory.array(window_bytes(specs, num_samples))
+            leaves = window_leaves(memory, specs, num_samples)
+            read_samples(source, indices, treedef.unflatten(leaves))
+            varying = [leaf for leaf, spec in zip(leaves, specs, strict=True) if is_varying(spec)]
+            return packed(("done", varying))
+        except BaseException as error:  # noqa: BLE001 (it is raised by the parent)
+            listed = f"{indices[:8].tolist()}{'…' if len(indices) > 8 else ''}"
+            return _raised(error, RecordError, f"source cannot read the records {listed} in a worker process")
+
+
+def _raised(error: BaseException, other: type[BraidaxError], what: str) -> bytes:
+    """Returns the message of an error and its traceback; what is no error of braidax becomes the `other` type."""
+    text = "".join(traceback.format_exception(error))
+    if not isinstance(error, BraidaxError):
+        error = other(f"{what}: {type(error).__name__}: {error}; the note below says where")
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 (a user's own kind of error may fail in any way)
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == BraidaxError.__module__)
+        data = pickle.dumps(kind(str(error)))
+    return packed(("raised", data, text))
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the parent is gone, also in the middle of a read."""
+    # Linux ends a process by SIGIO, even one whose code never lets go of the GIL; elsewhere the thread has to.
+    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_wait_for_end, args=(parent,), name="braidax-parent", daemon=True).start()
+
+
+def _wait_for_end(parent: int) -> None:
+    os.read(parent, 1)
+    os._exit(1)
