@@ -1,6 +1,8 @@
 """The order of batches: dropped and padded ends, cursors, and batches that never change."""
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from braidax.data.loader import DataLoader
 from braidax.data.order import Cursor, Order, Remainder
+from braidax.data.permutation import Permutation
 from braidax.errors import ArgumentError
 
 GOLDEN_PAD = [[0, 8, 9, 4], [6, 1, 7, 2], [5, 3], [7, 3, 8, 2], [6, 1, 4, 0]]
@@ -132,3 +135,39 @@ def test_the_batches_of_a_loader_never_change() -> None:
     assert [batch.tolist() for batch in loader.peek(4)] == GOLDEN_RESUMED
     loader = DataLoader({"x": np.arange(10)}, mesh, P("data"), batch_size=4, seed=None)
     assert [batch.tolist() for batch in loader.peek(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("batch_size", [7, 100, 16384, 20000])
+def test_batches_across_windows_are_the_permutation(batch_size: int) -> None:
+    order = Order(50_000, batch_size, "pad")
+    cursor, got = Cursor(3, 1, 0), list[np.ndarray]()
+    while cursor.epoch == 1:
+        if order.begins_window(cursor):
+            order.look_ahead(cursor)
+        got.append(order.indices(cursor))
+        cursor = order.after(cursor)
+    whole = Permutation(50_000, seed=3, epoch=1)(np.arange(50_000))
+    np.testing.assert_array_equal(np.concatenate(got), whole)
+
+
+def test_a_window_is_computed_once_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    class Counted(Permutation):
+        def __call__(self, positions: np.ndarray) -> np.ndarray:
+            made.append(int(positions[0]))
+            return super().__call__(positions)
+
+    monkeypatch.setattr("braidax.data.order.Permutation", Counted)
+    order, together = Order(40_000, 100, "drop"), threading.Barrier(8)
+
+    def ask(number: int) -> list[int]:
+        together.wait(60)
+        return order.indices(Cursor(0, 0, 100 * number)).tolist()
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = list(pool.map(ask, range(8)))
+    assert made == [0]
+    order.look_ahead(Cursor(0, 0, 0))
+    assert made == [0, 16384]
+    assert asked == [order.indices(Cursor(0, 0, 100 * number)).tolist() for number in range(8)]

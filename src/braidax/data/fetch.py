@@ -67,6 +67,10 @@ class Fetch:
         self._threads.run(self._begin, batch, draw)
         return batch
 
+    def run(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Queues a call that raises nothing."""
+        self._threads.run(work, *arguments)
+
     def result(self, batch: "Batch", *, timeout_seconds: float, what: str) -> Any:
         """Waits for a batch that was started, and hedges reads of it that take too long.
 
@@ -241,32 +245,30 @@ class Batch:
 
 
 class _Pace:
-    """How long reads take: says how many rows the next ones have, and after how long one is hedged."""
+    """How long reads take: says how many rows the next ones have, and after how many seconds one is hedged."""
 
     def __init__(self, max_rows: int, hedge_seconds: float | None) -> None:
         self._max_rows = max_rows
         self._row_seconds = 0.0
-        self._hedge_seconds = hedge_seconds
+        self._adapts = hedge_seconds is None
+        self.hedge_seconds = math.inf if hedge_seconds is None else hedge_seconds
         self._seconds: deque[float] = deque(maxlen=256)
+        self._num_reads = 0
 
     def saw(self, num_rows: int, seconds: float) -> None:
         """Takes note of a read."""
-        self._seconds.append(seconds)
         per_row = seconds / num_rows
         self._row_seconds = per_row if not self._row_seconds else 0.9 * self._row_seconds + 0.1 * per_row
+        self._seconds.append(seconds)
+        self._num_reads += 1
+        if self._adapts and self._num_reads % _HEDGE_READS == 0:
+            seen = sorted(self._seconds)
+            self.hedge_seconds = max(_HEDGE_SECONDS, 1.5 * seen[int(0.99 * len(seen))])
 
     @property
     def num_rows(self) -> int:
         """Rows that one read should have."""
         return max(1, min(self._max_rows, int(_READ_SECONDS / max(self._row_seconds, 1e-9))))
-
-    @property
-    def hedge_seconds(self) -> float:
-        """Seconds after which a read for which somebody waits is hedged."""
-        if self._hedge_seconds is not None:
-            return self._hedge_seconds
-        seen = sorted(self._seconds)
-        return math.inf if len(seen) < _HEDGE_READS else max(_HEDGE_SECONDS, 1.5 * seen[int(0.99 * len(seen))])
 
 
 def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:

@@ -218,6 +218,8 @@ class DataLoader:
                 while len(coming) <= self._prefetch and (end is None or ahead.epoch < end):
                     start, ahead = ahead, self._order.after(ahead)
                     coming.append((start, ahead, fetch.start(functools.partial(self._draw, start))))
+                    if self._order.begins_window(start):
+                        fetch.run(self._order.look_ahead, start)
                 if not coming:
                     return
                 start, after, batch = coming.popleft()

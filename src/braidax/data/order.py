@@ -1,5 +1,6 @@
 """Which samples make up which batch: a pure function of (seed, epoch, position)."""
 
+import threading
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -10,7 +11,8 @@ from braidax.errors import ArgumentError
 
 Remainder = Literal["drop", "pad"]
 
-_WINDOW = 1 << 12
+_WINDOW = 1 << 14  # indices computed at a time: for a single batch NumPy's cost per call would outweigh the work
+_MAX_WINDOWS = 4  # kept
 
 
 class Cursor(NamedTuple):
@@ -23,13 +25,6 @@ class Cursor(NamedTuple):
     seed: int | None = 0
     epoch: int = 0
     position: int = 0
-
-
-class _Window(NamedTuple):
-    """Indices computed ahead, from a cursor on."""
-
-    cursor: Cursor
-    indices: NDArray[np.int64]
 
 
 class Order:
@@ -56,7 +51,8 @@ class Order:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.remainder: Remainder = remainder
-        self._window = _Window(Cursor(), np.empty(0, np.int64))
+        self._windows: dict[tuple[int | None, int, int], NDArray[np.int64]] = {}
+        self._lock = threading.Lock()
 
     @property
     def batches_per_epoch(self) -> int:
@@ -87,15 +83,37 @@ class Order:
 
     def indices(self, cursor: Cursor) -> NDArray[np.int64]:
         """Returns the indices of the batch at a settled cursor: int64 `[num_valid]`. Any thread may ask."""
-        window, num_valid = self._window, self.num_valid(cursor)
-        first = cursor.position - window.cursor.position
-        if window.cursor[:2] != cursor[:2] or first < 0 or first + num_valid > len(window.indices):
-            # Several batches at once: for a single one, NumPy's cost per call would outweigh the work.
-            stop = min(cursor.position + max(self.batch_size, _WINDOW), self.num_samples)
-            permutation = Permutation(self.num_samples, seed=cursor.seed, epoch=cursor.epoch)
-            window = _Window(cursor, permutation(np.arange(cursor.position, stop, dtype=np.int64)))
-            self._window, first = window, 0
-        return window.indices[first : first + num_valid].copy()
+        stop = cursor.position + self.num_valid(cursor)
+        parts: list[NDArray[np.int64]] = []
+        for number in range(cursor.position // _WINDOW, -(-stop // _WINDOW)):
+            first = number * _WINDOW
+            window = self._window(cursor, number)
+            parts.append(window[max(cursor.position - first, 0) : stop - first])
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
+
+    def begins_window(self, cursor: Cursor) -> bool:
+        """Says whether the batch at a settled cursor is the first to begin in its window of indices."""
+        return cursor.position % _WINDOW < self.batch_size
+
+    def look_ahead(self, cursor: Cursor) -> None:
+        """Computes the indices of the window behind that of a settled cursor, so that no batch has to wait for them."""
+        number = cursor.position // _WINDOW + 1
+        if number * _WINDOW < self.num_samples:
+            self._window(cursor, number)
+
+    def _window(self, cursor: Cursor, number: int) -> NDArray[np.int64]:
+        key = (cursor.seed, cursor.epoch, number)
+        window = self._windows.get(key)
+        if window is not None:
+            return window
+        with self._lock:  # one thread computes, those that need it too wait
+            if key not in self._windows:
+                permutation = Permutation(self.num_samples, seed=cursor.seed, epoch=cursor.epoch)
+                stop = min((number + 1) * _WINDOW, self.num_samples)
+                self._windows[key] = permutation(np.arange(number * _WINDOW, stop, dtype=np.int64))
+                if len(self._windows) > max(_MAX_WINDOWS, self.batch_size // _WINDOW + 2):
+                    del self._windows[next(iter(self._windows))]
+            return self._windows[key]
 
     def after(self, cursor: Cursor) -> Cursor:
         """Returns the settled cursor behind the batch at a settled cursor."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError
 
 _ROUNDS = 10
-_CHUNK = 1 << 13  # indices permuted at a time: the intermediate arrays stay in cache
+_CHUNK = 1 << 14  # indices permuted at a time: the intermediate arrays stay in cache
 
 
 class Permutation:
@@ -60,28 +60,39 @@ class Permutation:
 
     def _encipher(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = np.divmod(values, np.uint64(self._b))
+        scratch = np.empty((2, len(values)), np.uint64)
         for number, key in enumerate(self._keys):
             if number % 2 == 0:
-                left = _add_modulo(left, _hash(right, key), self._a)
+                _add_hash(left, right, key, np.uint64(self._a), scratch)
             else:
-                right = _add_modulo(right, _hash(left, key), self._b)
-        return left * np.uint64(self._b) + right
+                _add_hash(right, left, key, np.uint64(self._b), scratch)
+        left *= np.uint64(self._b)
+        left += right
+        return left
 
 
-def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Returns 32 well-mixed bits of each value, by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    mixed = values ^ key
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed += key
-    mixed *= np.uint64(0xD6E8FEB86659FD93)
-    return mixed >> np.uint64(32)
+def _add_hash(
+    values: NDArray[np.uint64],
+    others: NDArray[np.uint64],
+    key: np.uint64,
+    modulus: np.uint64,
+    scratch: NDArray[np.uint64],
+) -> None:
+    """Adds to `values`, modulo `modulus`, a hash of `others` scaled to `range(modulus)`.
 
-
-def _add_modulo(values: NDArray[np.uint64], bits: NDArray[np.uint64], modulus: int) -> NDArray[np.uint64]:
-    bits *= np.uint64(modulus)
+    The hash is 32 bits mixed by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014).
+    """
+    bits, other = scratch
+    np.bitwise_xor(others, key, out=bits)
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    np.right_shift(bits, np.uint64(27), out=other)
+    bits ^= other
+    bits *= np.uint64(0x94D049BB133111EB)
+    bits += key
+    bits *= np.uint64(0xD6E8FEB86659FD93)
     bits >>= np.uint64(32)
-    bits += values
-    bits -= (bits >= np.uint64(modulus)) * np.uint64(modulus)
-    return bits
+    bits *= modulus
+    bits >>= np.uint64(32)
+    values += bits
+    np.subtract(values, modulus, out=other)  # far above the modulus where the sum is below it
+    np.minimum(values, other, out=values)
