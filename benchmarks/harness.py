@@ -112,10 +112,14 @@ def machine() -> Mapping[str, str]:
         "memory_gib": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f}",
         "versions": versions,
         "date": time.strftime("%Y-%m-%d"),
-        "command": "python -m "
-        + " ".join([Path(sys.argv[0]).parent.name + "." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": "python -m " + " ".join([_module(Path(sys.argv[0])), *sys.argv[1:]]),
         "summary": f"{model}, {cores} cores, {versions}, {time.strftime('%Y-%m-%d')}",
     }
+
+
+def _module(path: Path) -> str:
+    parts = [path.parent.parent.name, path.parent.name] if path.stem == "__main__" else [path.parent.name, path.stem]
+    return ".".join(parts)
 
 
 def batches_per_second(batches: Iterator[Any], *, warmup: int, count: int) -> tuple[float, list[float]]:

@@ -1,0 +1,1 @@
+"""Globally shuffled reading, ours beside what people use today: `python -m benchmarks.shuffle`."""

@@ -1,0 +1,107 @@
+"""What needs a process of its own: memory over an epoch, the start of a source of 10^9 records, and MosaicML Streaming.
+
+Streaming pins versions of NumPy and xxhash that the other peers exclude, so it lives in an environment of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_MEMORY = """
+import json, sys, jax, braidax as bx
+from jax.sharding import PartitionSpec
+def rss():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) * 1024
+mesh = jax.make_mesh((1,), ("data",))
+loader = bx.DataLoader(bx.open(sys.argv[1]), mesh, PartitionSpec("data"), batch_size=int(sys.argv[2]))
+early, late = 0, 0
+for number, batch in enumerate(loader):
+    if number == len(loader) // 20:
+        early = rss()
+    late = rss() if number % 50 == 0 or number == len(loader) - 1 else late
+print(json.dumps({"early": early, "late": late}))
+"""
+
+_START = """
+import json, sys, time, jax, braidax as bx
+from jax.sharding import PartitionSpec
+def rss():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) * 1024
+mesh = jax.make_mesh((1,), ("data",))
+jax.block_until_ready(jax.numpy.zeros(8))
+before, start = rss(), time.perf_counter()
+source = bx.open(sys.argv[1], sequence_length=8)
+assert len(source) == 10**9, len(source)
+batch = next(iter(bx.DataLoader(source, mesh, PartitionSpec("data"), batch_size=256)))
+jax.block_until_ready(batch)
+print(json.dumps({"seconds": time.perf_counter() - start, "bytes": rss() - before}))
+"""
+
+_STREAMING = """
+import json, os, re, sys, time, torch
+library = torch.library.Library("torchvision", "DEF")
+while True:  # torchvision's compiled part needs another build of torch; Streaming imports it, but reads without it
+    try:
+        import torchvision
+        break
+    except RuntimeError as error:
+        library.define(re.search(r"torchvision::(\\w+)", str(error))[1] + "(Tensor x) -> Tensor")
+        for name in [name for name in sys.modules if name.startswith("torchvision")]:
+            del sys.modules[name]
+import numpy as np, streaming
+source, folder, shuffle, workers, batch_size, seconds = sys.argv[1:7]
+if not os.path.exists(folder):
+    array = np.load(source, mmap_mode="r")
+    with streaming.MDSWriter(out=folder, columns={"tokens": f"ndarray:{array.dtype}:{array.shape[1]}"}) as writer:
+        for row in array:
+            writer.write({"tokens": np.array(row)})
+data = streaming.StreamingDataset(
+    local=folder, shuffle=True, shuffle_algo=shuffle, batch_size=int(batch_size), num_canonical_nodes=1
+)
+loader = torch.utils.data.DataLoader(data, int(batch_size), num_workers=int(workers), drop_last=True,
+                                     collate_fn=lambda samples: np.stack([sample["tokens"] for sample in samples]))
+batches = iter(loader)
+for _ in range(3):
+    next(batches)
+count, start = 0, time.perf_counter()
+while time.perf_counter() - start < float(seconds):
+    next(batches)
+    count += 1
+print(json.dumps({"rate": count * int(batch_size) / (time.perf_counter() - start)}), flush=True)
+os._exit(0)
+"""
+
+
+def memory(path: Path, batch_size: int) -> tuple[float, float]:
+    """Returns the resident bytes after 5 % of an epoch and at its end, in a process of its own."""
+    found = _run([sys.executable, "-c", _MEMORY, str(path), str(batch_size)])
+    return found["early"], found["late"]
+
+
+def start_of_a_billion(folder: Path) -> tuple[float, float]:
+    """Returns seconds from opening 10^9 records (a sparse file) to the first batch, and the bytes that took."""
+    path = folder / "billion.bin"
+    with path.open("wb") as file:
+        file.truncate(10**9 * 8 * 2)
+    found = _run([sys.executable, "-c", _START, str(path)])
+    path.unlink()
+    return found["seconds"], found["bytes"]
+
+
+def streaming(
+    python: str, source: Path, folder: Path, *, shuffle: str, workers: int, batch_size: int, seconds: float
+) -> float:
+    """Returns records per second of MosaicML Streaming, run by the Python of its own environment."""
+    arguments = [str(source), str(folder), shuffle, str(workers), str(batch_size), str(seconds)]
+    return _run([python, "-W", "ignore", "-c", _STREAMING, *arguments])["rate"]
+
+
+def _run(command: list[str]) -> dict[str, Any]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
