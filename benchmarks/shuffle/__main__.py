@@ -68,7 +68,9 @@ def _tokens(report: Report, scale: Scale, folder: Path, options: Any) -> None:
     chosen = np.random.default_rng(0).permutation(len(array))[:200_000]
 
     def one_take() -> float:
-        return systems.rate(lambda: iter(lambda: np.take(array, chosen, axis=0), None), len(chosen), seconds=0.5)
+        return systems.rate(
+            lambda: (np.take(array, chosen, axis=0) for _ in itertools.count()), len(chosen), seconds=0.5
+        )
 
     running: dict[str, Callable[[], float]] = {
         "np.take": one_take,

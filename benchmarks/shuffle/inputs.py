@@ -43,6 +43,7 @@ def write_tokens(folder: Path, num_records: int) -> tuple[Path, Path]:
     if not path.exists():
         np.save(path, array)
     if not hugging.exists():
+        datasets.disable_progress_bars()
         features = datasets.Features({"tokens": datasets.List(datasets.Value("uint16"), length=TOKENS)})
         dataset = datasets.Dataset.from_dict({"tokens": array}, features=features)
         dataset.save_to_disk(str(hugging))
@@ -64,6 +65,7 @@ def write_texts(folder: Path, num_records: int) -> Path:
 
     path = folder / "texts_hf"
     if not path.exists():
+        datasets.disable_progress_bars()
         datasets.Dataset.from_dict({"text": texts(num_records)}).save_to_disk(str(path))
     return path
 

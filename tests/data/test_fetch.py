@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from braidax.data.fetch import Draw, Fetch
 from braidax.data.loader import DataLoader, Knobs
 from braidax.data.order import Cursor
+from braidax.data.sources.source import VARYING
 from braidax.errors import ArgumentError, BraidaxError, FormatError, RecordError, WaitTimeout
 from braidax.spans import Trace
 from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
@@ -424,10 +425,11 @@ def test_stats_say_where_the_time_went(mesh: Mesh) -> None:
     list(loader)
     stats = loader.stats()
     assert (stats.num_batches, stats.threads, stats.prefetch, stats.num_hedges) == (8, 3, 2, 0)
-    assert stats.read_bytes == 64 * SAMPLE_BYTES
-    assert stats.transfer_bytes >= 64 * SAMPLE_BYTES
-    assert min(stats.wait_seconds, stats.read_seconds, stats.transfer_seconds) > 0
-    assert stats.decode_seconds == stats.collate_seconds == 0
+    assert set(stats.seconds) == set(stats.num_bytes) == {"wait", "read", "decode", "collate", "transfer"}
+    assert stats.num_bytes["read"] == 64 * SAMPLE_BYTES
+    assert stats.num_bytes["transfer"] >= 64 * SAMPLE_BYTES
+    assert min(stats.seconds[name] for name in ("wait", "read", "transfer")) > 0
+    assert stats.seconds["decode"] == stats.seconds["collate"] == 0
 
 
 def test_bytes_in_flight_are_bounded(mesh: Mesh) -> None:
@@ -448,3 +450,29 @@ def test_depth_may_be_set_from_outside(mesh: Mesh) -> None:
         names |= set(reading_threads())
     assert len(names) == 5
     assert (loader.stats().threads, loader.stats().prefetch) == (5, 4)
+
+
+# Workers and varying leaves
+
+
+def test_processes_read_the_same_batches_and_end_with_the_loader(mesh: Mesh) -> None:
+    data = {"x": np.arange(64, dtype=np.int32)}
+    plain = [np.asarray(batch["x"]).tolist() for batch in DataLoader(data, mesh, P("data"), batch_size=8)]
+    with DataLoader(data, mesh, P("data"), batch_size=8, workers="processes") as loader:
+        assert [np.asarray(batch["x"]).tolist() for batch in loader] == plain
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_workers_that_are_not_known(mesh: Mesh) -> None:
+    with pytest.raises(ArgumentError, match="workers='fibers' is not 'threads' or 'processes'"):
+        DataLoader(Numbers(16), mesh, P(), batch_size=8, workers="fibers")
+
+
+def test_a_leaf_of_varying_size_is_refused_with_what_to_do(mesh: Mesh) -> None:
+    class Texts(Numbers):
+        @property
+        def sample_spec(self) -> Any:
+            return {"id": jax.ShapeDtypeStruct((), np.int32), "text": VARYING}
+
+    with pytest.raises(ArgumentError, match=r"source=Texts has the leaf \['text'\], whose size varies .*tokenized"):
+        DataLoader(Texts(16), mesh, P(), batch_size=8)

@@ -9,7 +9,9 @@ from tests.laws.tree import SRC, Definition, decorators, definitions, imports, i
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
-EXCEPTIONS: dict[str, str] = {}  # "path qualname": why it may be larger than the budget
+EXCEPTIONS: dict[str, str] = {
+    "braidax/data/loader.py DataLoader.__init__": "the face of data: each option is a question that users ask",
+}  # "path qualname": why it may be larger than the budget
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -20,15 +20,19 @@ from braidax.data.depth import Depth
 from braidax.data.fetch import Batch, Fetch
 from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.order import Cursor, Order, Remainder
+from braidax.data.processes import in_processes
 from braidax.data.sharding_specs import resolve_shardings, shared_batch_parts
 from braidax.data.sources import open as open_source
-from braidax.data.sources.source import Source, batch_spec, source_at
+from braidax.data.sources.source import Source, batch_spec, is_varying, source_at
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 
 _log = logging.getLogger("braidax")
 _DEFAULT_BATCH_SIZE = 128
 _MASK = "mask"
+_LANES = {"wait": "wait", "read": "read", "decode": "decode", "collate": "collate", "transfer": "host-to-device"}
+
+Workers = Literal["threads", "processes"]
 
 
 @dataclass(frozen=True)
@@ -62,21 +66,16 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Stats:
-    """Where a loader's time went, in seconds summed over its threads, and what moved.
+    """Where a loader's time went, and what moved, since the loader was made or its `trace` was set.
 
-    **Fields:** `wait_seconds`: of the consumer, for batches. `read_seconds`, `decode_seconds`, `collate_seconds`,
-    `transfer_seconds`: of the threads, for fetching bytes, decoding and transforming, putting samples together, and
-    sending batches to the devices. `read_bytes`, `transfer_bytes`: of samples and of batches. `num_batches`: handed
-    out. `num_hedges`: reads done a second time in the latest pass. `threads`, `prefetch`: at present.
+    **Fields:** `seconds`: `"wait"`, of the consumer for batches; and summed over the threads `"read"`, for fetching
+    bytes, `"decode"`, for decoding and transforming, `"collate"`, for putting samples together, `"transfer"`, for
+    sending batches to the devices. `num_bytes`: by the same names. `num_batches`: handed out. `num_hedges`: reads done
+    a second time in the latest pass. `threads`, `prefetch`: at present.
     """
 
-    wait_seconds: float
-    read_seconds: float
-    decode_seconds: float
-    collate_seconds: float
-    transfer_seconds: float
-    read_bytes: int
-    transfer_bytes: int
+    seconds: Mapping[str, float]
+    num_bytes: Mapping[str, int]
     num_batches: int
     num_hedges: int
     threads: int
@@ -95,7 +94,8 @@ class DataLoader:
     default about 128, divisible by the sharding (and logged). `seed`: of the shuffle; None keeps the source's order.
     `epochs`: a `for` ends when the cursor's epoch is a multiple of it; None never ends. `remainder`: `"drop"` leaves
     out the last samples of an epoch that fill no batch; `"pad"` fills up with zeros and adds to every batch the leaf
-    `"mask"`, bool `[batch_size]`, true for real samples. `knobs`: threads, prefetch and time limit.
+    `"mask"`, bool `[batch_size]`, true for real samples. `workers`: what reads; `"processes"` is for user code in the
+    source that holds the GIL, see `in_processes`. `knobs`: threads, prefetch and limits.
 
     **Raises:** `FormatError`, `SpecError`, `ArgumentError` before anything is read; while iterating, `RecordError` at
     the batch that holds the record, and `WaitTimeout`.
@@ -111,11 +111,17 @@ class DataLoader:
         seed: int | None = 0,
         epochs: int | None = 1,
         remainder: Remainder = "drop",
+        workers: Workers = "threads",
         knobs: Knobs | None = None,
     ) -> None:
         if epochs is not None and epochs < 1:
             raise ArgumentError(f"epochs={epochs!r} is not a positive integer; None runs for ever")
-        self.source: Source = source if isinstance(source, Source) else open_source(source)
+        if workers not in ("threads", "processes"):
+            raise ArgumentError(f"workers={workers!r} is not 'threads' or 'processes'")
+        opened: Source = source if isinstance(source, Source) else open_source(source)
+        _check_fixed(opened)
+        self._processes = in_processes(opened) if workers == "processes" else None
+        self.source: Source = self._processes or opened
         if batch_size is None:
             batch_size = _default_batch_size(len(self.source), shared_batch_parts(mesh, specs), remainder)
         self._order = Order(len(self.source), batch_size, remainder)
@@ -248,19 +254,13 @@ class DataLoader:
         return max(1, min(wanted, self._knobs.max_bytes // max(self._plan.num_bytes, 1)))
 
     def stats(self) -> Stats:
-        """Returns where the time went since the loader was made (or `trace` was set): the reason for a stall."""
+        """Returns where the time went: the reason for a stall."""
         totals = self.trace.totals()
-        wait, transfer, read = (totals.get(lane, LaneTotal(0, 0.0, 0)) for lane in ("wait", "host-to-device", "read"))
-        decode, collate = (totals.get(lane, LaneTotal(0, 0.0, 0)) for lane in ("decode", "collate"))
+        lanes = {name: totals.get(lane, LaneTotal(0, 0.0, 0)) for name, lane in _LANES.items()}
         return Stats(
-            wait_seconds=wait.seconds,
-            read_seconds=read.seconds,
-            decode_seconds=decode.seconds,
-            collate_seconds=collate.seconds,
-            transfer_seconds=transfer.seconds,
-            read_bytes=read.num_bytes,
-            transfer_bytes=transfer.num_bytes,
-            num_batches=wait.num_spans,
+            seconds={name: total.seconds for name, total in lanes.items()},
+            num_bytes={name: total.num_bytes for name, total in lanes.items()},
+            num_batches=lanes["wait"].num_spans,
             num_hedges=0 if self._fetch is None else self._fetch.num_hedges,
             threads=self._threads,
             prefetch=self._prefetch,
@@ -272,14 +272,18 @@ class DataLoader:
         return {**batch, _MASK: array}
 
     def close(self) -> None:
-        """Ends a `for` that is under way: its threads are joined, batches in flight are dropped. May be called twice.
+        """Ends a `for` that is under way: its threads are joined, batches in flight are dropped, processes ended.
 
-        **Raises:** `WaitTimeout` if a read does not end in time.
+        May be called twice. **Raises:** `WaitTimeout` if a read does not end in time.
         """
         self._running = None
-        if self._fetch is not None:
-            self._fetch.close(timeout_seconds=self._knobs.timeout_seconds)
-            self._fetch = None
+        try:
+            if self._fetch is not None:
+                self._fetch.close(timeout_seconds=self._knobs.timeout_seconds)
+                self._fetch = None
+        finally:
+            if self._processes is not None:
+                self._processes.close()
 
     def __enter__(self) -> "DataLoader":
         return self
@@ -292,6 +296,18 @@ class DataLoader:
             f"DataLoader({type(self.source).__name__} of {self.num_samples} samples, batch_size={self.batch_size}, "
             f"epochs={self.epochs}, cursor={self._cursor}, knobs={self._knobs})"
         )
+
+
+def _check_fixed(source: Source) -> None:
+    """Raises `ArgumentError` when samples have a leaf of varying size."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(source.sample_spec):
+        if is_varying(leaf):
+            raise ArgumentError(
+                f"source={type(source).__name__} has the leaf {jax.tree_util.keystr(path)}, whose size varies from "
+                "sample to sample, but the arrays of a batch have one shape: tokenize, pad, pack or decode it "
+                "(braidax.data.tokenized, padded, packed, decoded), turn it into arrays of one shape with "
+                "open(transform=...), or leave it out with open(columns=...)"
+            )
 
 
 def _default_batch_size(num_samples: int, parts: int, remainder: Remainder) -> int:
