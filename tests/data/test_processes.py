@@ -1,5 +1,6 @@
 """Worker processes: the same samples, whatever raises, crashes or hangs; nothing is left behind."""
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -33,6 +34,7 @@ from tests.data.troubled import (
     children,
     eventually,
     exists,
+    hears_no_interrupt,
     runs,
 )
 
@@ -360,7 +362,9 @@ def test_a_worker_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with jax.enable_x64(True):
         source = in_processes(Surroundings(), num_workers=1)
     monkeypatch.chdir("/")
-    assert read(source, [0])[0] == f"SIGINT ignored: True, threads: 1, x64: True, backends: False, folder: {tmp_path}"
+    assert (
+        read(source, [0])[0] == f"hears no interrupt: True, threads: 1, x64: True, backends: False, folder: {tmp_path}"
+    )
     source.close()
 
 
@@ -439,8 +443,8 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
     yield start_it
     for program in started:
-        if program.poll() is None:
-            program.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)  # its workers as well
         program.communicate(timeout=60)
 
 
@@ -471,7 +475,6 @@ def test_workers_do_not_outlive_a_killed_program(start: Any, tmp_path: Path) -> 
     workers = children(program.pid)
     assert len(workers) == 2
     program.kill()
-    program.communicate(timeout=60)
     assert eventually(lambda: not any(runs(worker) for worker in workers), seconds=5)
     assert set(Path("/dev/shm").iterdir()) <= shared
 
@@ -484,6 +487,7 @@ def test_an_interrupted_program_ends_quietly(start: Any, moment: str) -> None:
         await_line(program, "batch", times=3)
     assert eventually(lambda: len(children(program.pid)) > 0, seconds=60)
     workers = children(program.pid)
+    assert all(hears_no_interrupt(worker) for worker in workers)
     os.killpg(program.pid, signal.SIGINT)
     output, errors = program.communicate(timeout=30)
     assert (output.splitlines()[-1], errors, program.returncode) == ("interrupted", "", 0)

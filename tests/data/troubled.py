@@ -115,10 +115,8 @@ class Surroundings(Source):
         return 1
 
     def read(self, indices: np.ndarray, out: Any) -> None:
-        status = Path("/proc/self/status").read_text().splitlines()
-        ignored = next(int(line.split()[1], 16) for line in status if line.startswith("SigIgn"))
         facts = {
-            "SIGINT ignored": bool(ignored >> (signal.SIGINT - 1) & 1),
+            "hears no interrupt": hears_no_interrupt(os.getpid()),
             "threads": os.environ["OMP_NUM_THREADS"],
             "x64": jax.config.jax_enable_x64,
             "backends": xla_bridge.backends_are_initialized(),
@@ -181,3 +179,13 @@ def runs(process: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def hears_no_interrupt(process: int) -> bool:
+    """Says whether a process blocks or ignores SIGINT, or is gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return True
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk", "SigIgn"))]
+    return any(mask >> (signal.SIGINT - 1) & 1 for mask in masks)
