@@ -25,7 +25,12 @@ FLOORS = (
 )
 STRANGERS = ({"data", "checkpoint", "parallel", "frame"},)  # they meet only through JAX's values
 ALWAYS_THERE = {"jaxlib"}  # comes with JAX
-DISTRIBUTIONS = {"cv2": "opencv_python_headless", "sklearn": "scikit_learn", "PIL": "pillow"}  # where the names differ
+DISTRIBUTIONS = {
+    "cv2": "opencv_python_headless",
+    "google": "protobuf",
+    "sklearn": "scikit_learn",
+    "PIL": "pillow",
+}  # where the names differ
 TRACER = "jax.core.Tracer"  # what JAX documents for asking whether a value is traced
 INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 

@@ -67,24 +67,42 @@ class Field:
             for row, value in enumerate(values):
                 out[row] = self._numbers([value], lambda _, row=row: where(row))[0]
         else:
-            if self.shape or isinstance(values[0], np.ndarray):
+            if self.shape:
                 self._check_shapes(values, where)
             out[...] = self._numbers(values, where).reshape(out.shape)
 
+    def store_flat(
+        self, values: NDArray[Any], counts: NDArray[np.int64], out: NDArray[Any], where: Callable[[int], str]
+    ) -> None:
+        """Puts the numbers of many records into place, as `store`, where they lie one record behind the other.
+
+        **Arguments:** `values`: `[sum(counts)]`. `counts`: int64 `[n]`, numbers in each record.
+        """
+        numbers = self._numbers(values, lambda place: where(int(np.searchsorted(np.cumsum(counts), place, "right"))))
+        if self.shape is None:
+            for row, part in enumerate(np.split(numbers, np.cumsum(counts)[:-1])):
+                out[row] = part.copy()
+            return
+        wrong = np.flatnonzero(counts != math.prod(self.shape))
+        if wrong.size:
+            raise self._of_another_shape((int(counts[wrong[0]]),), where(int(wrong[0])))
+        out[...] = numbers.reshape(out.shape)
+
     def _check_shapes(self, values: Sequence[Any], where: Callable[[int], str]) -> None:
         shape = self.shape or ()
-        flat = len(shape) == 1 or isinstance(values[0], np.ndarray)  # an array may have another shape of the same size
-        expected = (math.prod(shape),) if flat else shape
         for row, value in enumerate(values):
-            found = (len(value),) if flat else _shape(value)
-            if found != expected:
-                raise RecordError(
-                    f"{where(row)}: field {self.name!r} has the shape {list(found)}, expected {list(shape)} "
-                    "as in the records that were looked at first; pad the data, leave the field out, or say with "
-                    f"columns={{{self.name!r}: braidax.data.VARYING, …}} that its size differs"
-                )
+            found = (len(value),) if len(shape) == 1 else _shape(value)
+            if found != shape:
+                raise self._of_another_shape(found, where(row))
 
-    def _numbers(self, values: Sequence[Any], where: Callable[[int], str]) -> NDArray[Any]:
+    def _of_another_shape(self, found: tuple[int, ...], where: str) -> RecordError:
+        return RecordError(
+            f"{where}: field {self.name!r} has the shape {list(found)}, expected {list(self.shape or ())} as in the "
+            "records that were looked at first; pad the data, leave the field out, or say with "
+            f"columns={{{self.name!r}: braidax.data.VARYING, …}} that its size differs"
+        )
+
+    def _numbers(self, values: Sequence[Any] | NDArray[Any], where: Callable[[int], str]) -> NDArray[Any]:
         """Returns values of one shape as an array of the loaded dtype, each checked to fit."""
         try:
             found = np.asarray(values, self.wide)
