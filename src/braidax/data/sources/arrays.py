@@ -87,7 +87,7 @@ def from_arrays(arrays: Mapping[str, Any]) -> ArraySource:
 def open_npy(path: Path) -> ArraySource:
     """Opens a `.npy` file, memory-mapped, as the leaf `"data"`."""
     with path.open("rb") as file:
-        layout = _npy_layout(file, where=str(path), size=path.stat().st_size)
+        layout = npy_layout(file, where=str(path), size=path.stat().st_size)
     return ArraySource({"data": _map(path, layout)}, where=str(path), facts={"format": "npy", "files": path.name})
 
 
@@ -116,15 +116,22 @@ def open_npz(path: Path) -> ArraySource:
     return ArraySource(leaves, where=str(path), facts=facts)
 
 
-class _Layout(NamedTuple):
+class NpyLayout(NamedTuple):
+    """What the header of an npy file says, and where the array begins."""
+
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     fortran_order: bool
     offset: int
 
 
-def _npy_layout(file: io.BufferedIOBase, *, where: str, size: int) -> _Layout:
-    """Reads the npy header at the file's position; `size` counts the bytes from there on, header included."""
+def npy_layout(file: io.BufferedIOBase, *, where: str, size: int) -> NpyLayout:
+    """Reads the npy header at the file's position.
+
+    **Arguments:** `where`: names the file, for errors. `size`: bytes from there on, header included.
+
+    **Raises:** `FormatError` for another file, a truncated one, or one of Python objects.
+    """
     start = file.tell()
     prefix = file.read(8)
     if len(prefix) < 8 or not prefix.startswith(NPY_MAGIC):
@@ -151,26 +158,26 @@ def _npy_layout(file: io.BufferedIOBase, *, where: str, size: int) -> _Layout:
         raise FormatError(
             f"{where}: truncated: {size:,} bytes, expected {expected:,} for shape {shape} of {dtype}; copy it again"
         )
-    return _Layout(dtype, shape, fortran_order, offset)
+    return NpyLayout(dtype, shape, fortran_order, offset)
 
 
-def _stored_layout(path: Path, member: zipfile.ZipInfo, *, where: str) -> _Layout:
+def _stored_layout(path: Path, member: zipfile.ZipInfo, *, where: str) -> NpyLayout:
     """Finds the array inside the archive's own bytes: behind the member's local header of 30 bytes, name and extra."""
     with path.open("rb") as file:
         file.seek(member.header_offset)
         name_length, extra_length = struct.unpack("<26xHH", file.read(30))
         file.seek(name_length + extra_length, 1)
-        return _npy_layout(file, where=where, size=member.file_size)
+        return npy_layout(file, where=where, size=member.file_size)
 
 
 def _inflate(archive: zipfile.ZipFile, member: zipfile.ZipInfo, *, where: str) -> NDArray[Any]:
     data = archive.read(member)
-    layout = _npy_layout(io.BytesIO(data), where=where, size=len(data))
+    layout = npy_layout(io.BytesIO(data), where=where, size=len(data))
     order = "F" if layout.fortran_order else "C"
     return np.ndarray(layout.shape, layout.dtype, data, layout.offset, order=order)
 
 
-def _map(path: Path, layout: _Layout) -> NDArray[Any]:
+def _map(path: Path, layout: NpyLayout) -> NDArray[Any]:
     if 0 in layout.shape:
         return np.empty(layout.shape, layout.dtype)
     order = "F" if layout.fortran_order else "C"

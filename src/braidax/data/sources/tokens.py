@@ -31,20 +31,7 @@ def open_tokens(path: Path, *, sequence_length: int = 1024, dtype: DTypeLike | N
         raise ArgumentError(f"sequence_length={sequence_length}: expected at least 1 token in a sample")
     with path.open("rb") as file:
         head = file.read(12)
-    size = path.stat().st_size
-    offset = HEADER_BYTES if has_header(head) else 0
-    stored = _stored_dtype(path, head, dtype)
-    if (size - offset) % stored.itemsize or size < offset:
-        raise FormatError(
-            f"{path}: {size:,} bytes, of which {offset:,} are a header, are no whole number of {stored} tokens of "
-            f"{stored.itemsize} bytes; it is truncated, or dtype= is another"
-        )
-    num_tokens = (size - offset) // stored.itemsize
-    if offset and num_tokens != int.from_bytes(head[8:12], "little"):
-        promised = int.from_bytes(head[8:12], "little")
-        raise FormatError(
-            f"{path}: the header promises {promised:,} tokens, the file holds {num_tokens:,}; copy it again"
-        )
+    stored, offset, num_tokens = token_layout(str(path), path.stat().st_size, head, dtype)
     num_samples, unused = divmod(num_tokens, sequence_length)
     if num_samples == 0:
         raise FormatError(
@@ -60,7 +47,31 @@ def open_tokens(path: Path, *, sequence_length: int = 1024, dtype: DTypeLike | N
     return ArraySource({"tokens": mapped.view(np.ndarray)}, where=str(path), facts=facts)
 
 
-def _stored_dtype(path: Path, head: bytes, dtype: DTypeLike | None) -> np.dtype[Any]:
+def token_layout(name: str, size: int, head: bytes, dtype: DTypeLike | None) -> tuple[np.dtype[Any], int, int]:
+    """Returns how a file holds its tokens: their dtype, the offset of the first one in bytes, and their number.
+
+    **Arguments:** `name`: the file, for errors. `size`: its bytes. `head`: its first 12 bytes. `dtype`: as
+    `open_tokens`.
+
+    **Raises:** as `open_tokens`.
+    """
+    offset = HEADER_BYTES if has_header(head) else 0
+    stored = _stored_dtype(name, head, dtype)
+    if (size - offset) % stored.itemsize or size < offset:
+        raise FormatError(
+            f"{name}: {size:,} bytes, of which {offset:,} are a header, are no whole number of {stored} tokens of "
+            f"{stored.itemsize} bytes; it is truncated, or dtype= is another"
+        )
+    num_tokens = (size - offset) // stored.itemsize
+    if offset and num_tokens != int.from_bytes(head[8:12], "little"):
+        promised = int.from_bytes(head[8:12], "little")
+        raise FormatError(
+            f"{name}: the header promises {promised:,} tokens, the file holds {num_tokens:,}; copy it again"
+        )
+    return stored, offset, num_tokens
+
+
+def _stored_dtype(name: str, head: bytes, dtype: DTypeLike | None) -> np.dtype[Any]:
     try:
         asked = None if dtype is None else np.dtype(dtype)
     except TypeError as error:
@@ -70,11 +81,11 @@ def _stored_dtype(path: Path, head: bytes, dtype: DTypeLike | None) -> np.dtype[
     if not has_header(head):
         return np.dtype("<u2") if asked is None else asked
     if len(head) < 12:
-        raise FormatError(f"{path}: truncated inside the header of {HEADER_BYTES} bytes; copy it again")
+        raise FormatError(f"{name}: truncated inside the header of {HEADER_BYTES} bytes; copy it again")
     magic, version = int.from_bytes(head[:4], "little"), int.from_bytes(head[4:8], "little")
     known, stored = _HEADERS[magic]
     if version != known:
-        raise FormatError(f"{path}: header {magic} has version {version}, expected {known}: this layout is not known")
+        raise FormatError(f"{name}: header {magic} has version {version}, expected {known}: this layout is not known")
     if asked is not None and asked != stored:
-        raise ArgumentError(f"dtype={dtype!r}: the header of {path} says {stored}; leave dtype out")
+        raise ArgumentError(f"dtype={dtype!r}: the header of {name} says {stored}; leave dtype out")
     return stored
