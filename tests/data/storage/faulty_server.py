@@ -4,6 +4,7 @@ One thread serves some ten thousand requests a second, thousands of them at once
 """
 
 import asyncio
+import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
@@ -62,13 +63,19 @@ class Server:
     requests: list[Request] = field(default_factory=list[Request])
     open_requests: int = 0
     most_open_requests: int = 0
+    connections: set[asyncio.Transport] = field(default_factory=set[asyncio.Transport])
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def etag(self, path: str) -> str:
-        return self.etags.get(path, f'"{hashlib.md5(self.objects[path]).hexdigest()}"')
+        return self.etags[path] if path in self.etags else _etag(self.objects[path])
+
+
+@functools.lru_cache
+def _etag(data: bytes) -> str:
+    return f'"{hashlib.md5(data).hexdigest()}"'
 
 
 class _Connection(asyncio.Protocol):
@@ -79,6 +86,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._server.connections.add(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.discard(self._transport)
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -149,6 +160,8 @@ def serving(objects: dict[str, bytes], *, delay_seconds: float = 0.0) -> Iterato
         started.set()
         await stop.wait()
         listening.close()
+        for connection in list(server.connections):
+            connection.abort()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="faulty-server", daemon=True)
     thread.start()

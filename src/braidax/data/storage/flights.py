@@ -9,11 +9,12 @@ import collections
 import contextlib
 import itertools
 import math
+import os
 import random
 import resource
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from braidax.data.storage.hedge import Hedge
@@ -45,7 +46,7 @@ class Flights:
         self._lock = threading.Lock()
         self._demanded: collections.deque[Unit] = collections.deque()
         self._ahead: collections.deque[Unit] = collections.deque()
-        self._arrived: dict[Unit, None] = {}  # fetched ahead and not read yet, oldest first
+        self._arrived: dict[Unit, float] = {}  # fetched ahead and not read yet: when they came, oldest first
         self._ahead_bytes = 0
         self._in_flight = 0
         self._max_requests = min(_MAX_REQUESTS, max(32, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
@@ -54,9 +55,11 @@ class Flights:
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_pumping = self._is_closed = False
+        self._process = os.getpid()
 
     def join(self, ranges: Sequence[Span]) -> list[Unit | None]:
         """Returns for each range the unit that it lies in, where there is one; those not yet started will start now."""
+        self._check_open()
         with self._lock:
             found: list[Unit | None] = []
             for span in ranges:
@@ -86,7 +89,11 @@ class Flights:
 
         **Arguments:** `ranges`: that will be read. `covered`: which of them, from and to, each stretch of `spans` has.
         """
+        self._check_open()
+        oldest = time.monotonic() - self._remote.timeout_seconds
         with self._lock:
+            for unit in list(itertools.takewhile(lambda unit: self._arrived[unit] < oldest, self._arrived)):
+                self._drop(unit)  # whoever asked for it has gone
             for (first, stop), span in zip(covered, spans, strict=True):
                 unit = self._units.find(*span) or self._units.add(*span)
                 is_new = not unit.readers
@@ -169,13 +176,20 @@ class Flights:
         self._ahead_bytes -= unit.budget_bytes
         unit.budget_bytes = 0
 
-    def _wake(self) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
-            raise RecordError("these files are closed; open them again")
-        if self._is_pumping or not (self._demanded or self._ahead):
+            raise RecordError(f"{self._objects[0].url}: was closed; open it again")
+        if self._process != os.getpid():
+            raise RecordError(
+                f"{self._objects[0].url}: was opened before this process was forked from its parent, whose requests it "
+                "cannot share; open it again here, or start processes by spawn"
+            )
+
+    def _wake(self) -> None:
+        if self._is_closed or self._is_pumping or not (self._demanded or self._ahead):
             return
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = _Loop()
             self._thread = threading.Thread(target=self._run, args=(self._loop,), name="braidax-remote", daemon=True)
             self._thread.start()
         self._is_pumping = True
@@ -253,7 +267,7 @@ class Flights:
                     else:
                         unit.finish(found[number], None)
                         if unit.budget_bytes:
-                            self._arrived[unit] = None
+                            self._arrived[unit] = time.monotonic()
             self._in_flight -= len(group)
         self._pump()
 
@@ -291,13 +305,16 @@ class Flights:
             for unit in group
             for start in range(unit.start, unit.stop, _PART_BYTES)
         ]
-        parts = iter(await self._fetched(item, [start for start, _ in spans], [length for _, length in spans]))
+        if len(spans) == len(group):
+            return await self._fetched(item, spans)
+        each = [self._spawn(self._fetched(item, [span])) for span in spans]  # one call would put them together again
+        parts = iter([part for parts in await asyncio.gather(*each) for part in parts])
         return [_joined([next(parts) for _ in range(unit.start, unit.stop, _PART_BYTES)]) for unit in group]
 
-    async def _fetched(self, item: Object, starts: list[int], lengths: list[int]) -> list[memoryview]:
+    async def _fetched(self, item: Object, spans: list[tuple[int, int]]) -> list[memoryview]:
         for attempt in itertools.count():
             try:
-                return await fetch(item, starts, lengths)
+                return await fetch(item, [start for start, _ in spans], [length for _, length in spans])
             except Exception as error:
                 what = failure(error, item.url)
                 if not what.is_transient or attempt >= self._remote.retries:
@@ -310,6 +327,18 @@ class Flights:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop whom the client may still tell of a canceled request when it is closed."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return asyncio.Handle(callback, args, self)
 
 
 def _joined(parts: list[memoryview]) -> memoryview:

@@ -6,9 +6,9 @@ import resource
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,9 @@ class LocalFiles(Files):
         self._sizes = [state.st_size for state in states]
         self._stamps = [str(state.st_mtime_ns) for state in states]
         self._ahead = ReadAhead()
+
+    def __reduce__(self) -> tuple[Callable[..., "LocalFiles"], tuple[Any, ...]]:
+        return _opened_again, (self._names, self._sizes, self._stamps)
 
     @property
     def names(self) -> Sequence[str]:
@@ -171,6 +174,16 @@ def ask_ahead(descriptor: int, offset: int, length: int) -> None:
     """Asks the kernel to bring a range into its page cache, without waiting."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+
+
+def _opened_again(names: list[str], sizes: list[int], stamps: list[str]) -> LocalFiles:
+    """Opens files in another process, which has other descriptors."""
+    files = LocalFiles(names)
+    now = zip(files.sizes, files.stamps, strict=True)
+    for name, before, after in zip(names, zip(sizes, stamps, strict=True), now, strict=True):
+        if before != after:
+            raise FormatError(f"{name}: changed since it was opened in another process; open the data set again")
+    return files
 
 
 def _close(descriptors: list[int]) -> None:

@@ -47,6 +47,11 @@ class Object:
     exact: Any = None
 
     @property
+    def has_strong_etag(self) -> bool:
+        """Whether the ETag tells each version of the object from every other, byte for byte."""
+        return bool(self.etag) and not self.etag.startswith("W/")
+
+    @property
     def stamp(self) -> str:
         """The ETag, or else the time of modification, or else nothing."""
         return self.etag or self.modified
@@ -168,12 +173,10 @@ class Stores:
         return self._object(url, meta, store)
 
     def _object(self, url: str, meta: Mapping[str, Any], store: Any) -> Object:
-        modified = meta["last_modified"]
-        when = modified.isoformat() if modified.timestamp() > 0 else ""  # obstore has 1970 where a server says nothing
-        return Object(url, meta["size"], meta["e_tag"] or "", when, _address(url)[1], store)
+        return Object(url, meta["size"], _etag(meta), _modified(meta), _address(url)[1], store)
 
     def _exact(self, item: Object) -> Object:
-        if not item.size or not item.etag or item.etag.startswith("W/"):  # a weak ETag never matches
+        if not item.size or not item.has_strong_etag:
             return item
         try:
             item.store.get(item.path, options={"range": (0, 1), "if_match": _NO_ETAG})
@@ -209,12 +212,16 @@ async def fetch(item: Object, starts: list[int], lengths: list[int]) -> list[mem
 
 async def _fetch_one(item: Object, start: int, length: int) -> memoryview:
     options: dict[str, Any] = {"range": (start, start + length)}
-    if item.etag and not item.etag.startswith("W/"):
+    if item.has_strong_etag:  # a weak one never matches
         options["if_match"] = item.etag
     reply = await item.store.get_async(item.path, options=options)
-    meta = reply.meta
-    if (meta["e_tag"] or "") != item.etag or meta["size"] != item.size:
-        raise _changed(item.url, f"ETag {meta['e_tag']}, {meta['size']:,} bytes; expected {item.etag}, {item.size:,}")
+    etag, size, modified = _etag(reply.meta), reply.meta["size"], _modified(reply.meta)
+    if (etag, size, modified) != (item.etag, item.size, item.modified):
+        raise _changed(
+            item.url,
+            f"ETag {etag or 'none'}, {size:,} bytes, written {modified or 'at some time'}; expected ETag "
+            f"{item.etag or 'none'}, {item.size:,} bytes, written {item.modified or 'at some time'}",
+        )
     return memoryview(await reply.bytes_async())
 
 
@@ -260,6 +267,16 @@ def failure(error: BaseException, url: str) -> Failure:
 
 def _changed(url: str, how: str) -> FormatError:
     return FormatError(f"{url}: changed while it was open: {how}; open it again")
+
+
+def _etag(meta: Mapping[str, Any]) -> str:
+    etag = meta["e_tag"] or ""
+    return etag if not etag or etag.endswith('"') else f'"{etag}"'  # some lists leave the quotes out
+
+
+def _modified(meta: Mapping[str, Any]) -> str:
+    when = meta["last_modified"]
+    return when.isoformat(timespec="seconds") if when.timestamp() > 0 else ""  # 1970 stands for nothing
 
 
 def _status(error: BaseException) -> int | None:
