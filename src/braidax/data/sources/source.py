@@ -4,8 +4,9 @@ The functions below it are what the sources share: which dtype a leaf gets, and 
 place under that rule.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from braidax.errors import FormatError, RecordError
 
 Indices = NDArray[np.int64]
+
+_NARROWED_BYTES = 1 << 18  # as stored, of the values that are narrowed at once
 
 
 @runtime_checkable
@@ -86,8 +89,14 @@ def source_at(source: Source, seed: int | None, epoch: int) -> Source:
 
 def prepare(source: Source, indices: Indices) -> None:
     """Tells a source that can fetch ahead which samples will be read soon."""
-    if isinstance(source, Prepared):
-        source.prepare(indices)
+    if _is_prepared(type(source)):
+        cast(Prepared, source).prepare(indices)
+
+
+@functools.cache
+def _is_prepared(kind: type[Any]) -> bool:
+    """Says whether a class of sources can fetch ahead; asked for every batch, and slow to find out."""
+    return issubclass(kind, Prepared)
 
 
 VARYING: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.dtype(object))
@@ -160,8 +169,14 @@ def gather(
 
     **Raises:** `RecordError` as `narrow`.
     """
-    if array.dtype != out.dtype or not array.flags.c_contiguous:
+    if not array.flags.c_contiguous:
         narrow(array[indices], out, indices + first_record, where=where, leaf=leaf)
+    elif array.dtype != out.dtype:
+        step = max(1, _NARROWED_BYTES * out.shape[0] // max(1, out.size * array.itemsize))
+        for start in range(0, len(indices), step):  # a stretch that stays in the core's cache
+            rows = indices[start : start + step]
+            values = np.take(_bytes_or_self(array), rows, axis=0).view(array.dtype).reshape(len(rows), *array.shape[1:])
+            narrow(values, out[start : start + step], rows + first_record, where=where, leaf=leaf)
     elif array.flags.aligned or not out.size:
         np.take(array, indices, axis=0, out=out, mode="clip")
     else:  # np.take would first make an aligned copy of the whole array; bytes are always aligned
@@ -176,7 +191,7 @@ def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: 
 
     **Raises:** `RecordError` naming the first record with a value beyond the range of `out`'s dtype.
     """
-    if values.size and values.dtype.itemsize > out.dtype.itemsize:
+    if values.size and values.dtype.itemsize > out.dtype.itemsize and not _fits(values, out.dtype):
         info = np.iinfo(out.dtype) if values.dtype.kind in "iu" else np.finfo(out.dtype)
         parts = np.stack([np.real(values), np.imag(values)]) if values.dtype.kind == "c" else values[None]
         misfit: NDArray[np.bool_] = np.any(np.isfinite(parts) & ((parts < info.min) | (parts > info.max)), axis=0)
@@ -190,6 +205,17 @@ def narrow(values: NDArray[Any], out: NDArray[Any], indices: Indices, *, where: 
     np.copyto(out, values, casting="same_kind")
 
 
+def _fits(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Says whether the extremes of integers or floats fit; where it says no, a closer look may find that they do."""
+    if values.dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return bool(values.min() >= info.min and values.max() <= info.max)
+    if values.dtype.kind == "f":
+        limits = np.finfo(dtype)
+        return bool(np.fmin.reduce(values, axis=None) >= limits.min and np.fmax.reduce(values, axis=None) <= limits.max)
+    return False
+
+
 def listed(names: Sequence[str], *, limit: int = 8) -> str:
     """Returns names as people read them: their number and the first few, or `"nothing"`."""
     return f"{len(names)}: {', '.join(names[:limit])}{' …' if len(names) > limit else ''}" if names else "nothing"
@@ -197,3 +223,7 @@ def listed(names: Sequence[str], *, limit: int = 8) -> str:
 
 def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
     return array.reshape(len(array), -1).view(np.uint8)
+
+
+def _bytes_or_self(array: NDArray[Any]) -> NDArray[Any]:
+    return array if array.flags.aligned or not array.size else _bytes(array)

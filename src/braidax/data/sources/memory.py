@@ -1,0 +1,261 @@
+"""The bytes of many files under one number each: mapped into memory, or fetched by ranges from where they are.
+
+A *place* is a byte of one of the files, as an int64: `origins[file] + offset`. So a window of records that lie anywhere
+in hundreds of files is one array of places, and is gathered by one vectorised copy.
+"""
+
+import contextlib
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.storage.files import Bytes, Files, Ranges
+from braidax.data.storage.local import ReadAhead, ask_ahead, merged
+from braidax.errors import FormatError
+
+Places = NDArray[np.int64]
+
+_GATHERED_BYTES = 1 << 19  # what one call of NumPy gathers: it fits into a core's cache on its way to `out`
+_PAGE_BYTES = 1 << 12
+_ASKED_BYTES = 1 << 17  # the kernel cuts longer wishes down to its read-ahead, in silence
+_CHECK_SHARE = 20  # checking files takes at most this part of the time
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """Bytes of files that are read at random, by many threads, at any places at once."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Paths or URLs."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each file."""
+        ...
+
+    @property
+    def origins(self) -> Places:
+        """The place of each file's first byte, int64 `[files]`."""
+        ...
+
+    def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
+        """Copies `out.shape[1]` bytes from each place, int64 `[n]`, into the rows of `out`, uint8 `[n, width]`."""
+        ...
+
+    def slices(self, places: Places, lengths: Places) -> Sequence[Bytes]:
+        """Returns so many bytes from each place."""
+        ...
+
+    def prepare(self, places: Places, lengths: Places) -> None:
+        """Says that these bytes will be read soon; returns at once."""
+        ...
+
+
+class Mapped(Memory):
+    """Local files, mapped into memory.
+
+    Where reads wait for the disk, the kernel is asked ahead for all that a window needs; its own read-ahead is off,
+    since windows are random. A file that changes is noticed at the next read. What cannot be caught is a file that
+    another process truncates between that check and the copy: the kernel then ends this process by SIGBUS.
+
+    **Arguments:** `paths`: of the files, in order.
+
+    **Raises:** `FormatError` for a path that is no readable file.
+    """
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self._names = [str(path) for path in paths]
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close, self._descriptors)
+        self._states: list[tuple[int, int]] = []
+        self._mappings: list[mmap.mmap] = []
+        addresses: list[int] = []
+        for name in self._names:
+            mapping = self._map(name)
+            self._mappings += [mapping]
+            addresses.append(np.frombuffer(mapping, np.uint8).ctypes.data)
+        self._lowest = min(addresses)
+        self._origins = np.array(addresses, np.int64) - self._lowest
+        self._extent = int((self._origins + np.array(self.sizes)).max())
+        self._by_address = np.argsort(self._origins)
+        self._records: dict[int, NDArray[Any]] = {}
+        self._ahead = ReadAhead()
+        self._lock = threading.Lock()
+        self._next_check = 0.0
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return [size for size, _ in self._states]
+
+    @property
+    def origins(self) -> Places:
+        return self._origins
+
+    def array(self, file: int) -> NDArray[np.uint8]:
+        """Returns the whole of one file as a read-only view of its mapping, uint8 `[size]`."""
+        return np.frombuffer(self._mappings[file], np.uint8)
+
+    def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
+        width = out.shape[1]
+        if not out.size:
+            return
+        with self.reading(places, np.int64(width)):
+            records, rows = self._as_records(width), out.view(f"V{width}")[:, 0]
+            step = max(1, _GATHERED_BYTES // width)
+            for start in range(0, len(places), step):
+                rows[start : start + step] = records[places[start : start + step]]
+
+    def slices(self, places: Places, lengths: Places) -> Sequence[Bytes]:
+        with self.reading(places, lengths):
+            if self._ahead.is_cold:
+                self._touch(places, lengths)
+            file = self._files_of(places)
+            views = {number: memoryview(self._mappings[number]) for number in np.unique(file).tolist()}
+            starts = places - self._origins[file]
+            columns = file.tolist(), starts.tolist(), (starts + lengths).tolist()
+            return [views[number][start:stop] for number, start, stop in zip(*columns, strict=True)]
+
+    def prepare(self, places: Places, lengths: Places) -> None:
+        if self._ahead.is_cold:
+            self._ask(places, lengths)
+
+    @contextlib.contextmanager
+    def reading(self, places: Places, lengths: Places | np.int64) -> Generator[None]:
+        """Checks that the files are what they were and, where reads wait for the disk, asks the kernel ahead.
+
+        **Arguments:** `places`, `lengths`: what the `with` block will read.
+
+        **Raises:** `FormatError` naming a file that has changed.
+        """
+        self._check_unchanged()
+        with self._ahead.watch(len(places)):
+            if self._ahead.is_cold:
+                self._ask(places, lengths)
+            yield
+
+    def _map(self, name: str) -> mmap.mmap:
+        try:
+            descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._descriptors.append(descriptor)
+            state = os.fstat(descriptor)
+            options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+            mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, **options)
+        except (OSError, ValueError) as error:  # an empty file is a ValueError
+            raise FormatError(f"{name}: cannot be mapped ({error}); restore it or its permissions") from error
+        if hasattr(mmap, "MADV_RANDOM"):
+            mapping.madvise(mmap.MADV_RANDOM)
+        self._states.append((state.st_size, state.st_mtime_ns))
+        return mapping
+
+    def _as_records(self, width: int) -> NDArray[Any]:
+        """Returns a view `[n]` in which record `i` is the `width` bytes from place `i` on."""
+        if width not in self._records:
+            self._records[width] = np.asarray(_Overlapping(self._lowest, self._extent, width, self._mappings))
+        return self._records[width]
+
+    def _files_of(self, places: Places) -> Places:
+        if len(self._names) == 1:
+            return np.zeros(len(places), np.int64)
+        return self._by_address[np.searchsorted(self._origins[self._by_address], places, side="right") - 1]
+
+    def _check_unchanged(self) -> None:
+        started = time.monotonic()
+        if started < self._next_check:
+            return
+        for name, descriptor, (size, stamp) in zip(self._names, self._descriptors, self._states, strict=True):
+            state = os.fstat(descriptor)
+            if (state.st_size, state.st_mtime_ns) != (size, stamp):
+                raise FormatError(
+                    f"{name}: changed while it was open: {state.st_size:,} bytes, expected {size:,} as when it was "
+                    "opened; open it again"
+                )
+        ended = time.monotonic()
+        self._next_check = ended + _CHECK_SHARE * (ended - started)
+
+    def _ask(self, places: Places, lengths: Places | np.int64) -> None:
+        order = np.argsort(places, kind="stable")
+        file = self._files_of(places)[order]
+        offsets = places[order] - self._origins[file]
+        for number, offset, length, _, _ in merged(Ranges(file, offsets, np.broadcast_to(lengths, order.shape)[order])):
+            for start in range(offset, offset + length, _ASKED_BYTES):
+                ask_ahead(self._descriptors[number], start, min(_ASKED_BYTES, offset + length - start))
+
+    def _touch(self, places: Places, lengths: Places) -> None:
+        """Waits for the pages without the GIL: what slices bytes into objects holds it."""
+        pages = (lengths + (places % _PAGE_BYTES) + _PAGE_BYTES - 1) // _PAGE_BYTES
+        starts = np.repeat(places // _PAGE_BYTES, pages)
+        within = np.arange(len(starts)) - np.repeat(np.cumsum(pages) - pages, pages)
+        self._as_records(1)[np.maximum((starts + within) * _PAGE_BYTES, 0)]
+
+
+class Fetched(Memory):
+    """Files that cannot be mapped, because they are in an object store.
+
+    **Arguments:** `files`: where they are.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._origins = np.cumsum([0, *files.sizes])[:-1].astype(np.int64)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._files.names
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return self._files.sizes
+
+    @property
+    def origins(self) -> Places:
+        return self._origins
+
+    def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
+        width = out.shape[1]
+        if out.size:
+            found = self.slices(places, np.full(len(places), width))
+            out.reshape(-1)[:] = np.frombuffer(b"".join(found), np.uint8)
+
+    def slices(self, places: Places, lengths: Places) -> Sequence[Bytes]:
+        return self._files.read(self._ranges(places, lengths))
+
+    def prepare(self, places: Places, lengths: Places) -> None:
+        self._files.prepare(self._ranges(places, lengths))
+
+    def _ranges(self, places: Places, lengths: Places) -> Ranges:
+        file = np.searchsorted(self._origins, places, side="right") - 1
+        return Ranges(file, places - self._origins[file], lengths)
+
+
+class _Overlapping:
+    """Tells NumPy of records that begin at every byte; an index may only be one whose bytes are mapped."""
+
+    def __init__(self, address: int, extent: int, width: int, keep_alive: Sequence[mmap.mmap]) -> None:
+        self.keep_alive = keep_alive
+        self.__array_interface__ = {
+            "data": (address, True),
+            "shape": (max(0, extent - width + 1),),
+            "strides": (1,),
+            "typestr": f"|V{width}",
+            "version": 3,
+        }
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
