@@ -1,5 +1,6 @@
 import gzip
 import json
+import pickle
 import re
 import struct
 import sys
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import jax
 import numpy as np
 import pytest
@@ -385,3 +387,10 @@ def test_a_path_with_the_marks_of_patterns(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "a[0]*", {"text": "str"}, [{"text": b"t"}])
     assert read(open_mds(str(folder) + "/"))["text"].tolist() == ["t"]
     assert re.search(r"a\[0\]\*/shard", str(open_mds(folder)._files.names[0]))
+
+
+def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    source = open_mds(write_mds(tmp_path / "a", ENCODINGS, [sample(n) for n in range(6)], per_shard=4))
+    check(read(source, [5]), [5])
+    again = pickle.loads(cloudpickle.dumps(source))
+    check(read(again), list(range(6)))

@@ -1,6 +1,7 @@
 import io
 import itertools
 import os
+import pickle
 import re
 import tarfile
 from collections.abc import Iterable
@@ -357,6 +358,15 @@ def test_a_header_that_became_another(tmp_path: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(RecordError, match=r"record 1 .*: damaged .*a size of -4095 bytes"):
         read(source, [1])
+
+
+def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    path = shard(tmp_path / "a.tar", numbered(range(3)))
+    data = pickle.dumps(opened(path))
+    np.testing.assert_array_equal(read(pickle.loads(data))["npy"][:, 0, 0], [0, 1, 2])
+    path.write_bytes(path.read_bytes() + bytes(512))
+    with pytest.raises(FormatError, match=r"a.tar: changed since it was opened in another process; open the data set"):
+        pickle.loads(data)
 
 
 def test_many_samples_come_in_chunks(tmp_path: Path, unchecked: None) -> None:

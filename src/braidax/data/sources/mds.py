@@ -78,6 +78,9 @@ class MdsIndex(Index):
         self._offsets = np.zeros(self._starts[-1] + len(num_samples) if self._is_kept else 0, np.uint32)
         self._is_read = np.zeros(len(num_samples), bool)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MdsIndex, (self._files, np.diff(self._starts).tolist())
+
     @property
     def starts(self) -> NDArray[np.int64]:
         return self._starts

@@ -3,6 +3,7 @@
 The source is MosaicML Streaming 0.13: `MDSWriter.encode_sample`, and the class of each encoding.
 """
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -68,10 +69,10 @@ def column_of(name: str, size: int | None, encoding: str, *, where: str) -> Colu
     if kind == "str_float":
         return Column(name, size, jax.ShapeDtypeStruct((), np.float32), _place_floats)
     if kind == "pil":
-        return Column(name, size, VARYING, _placed(name, where, _pixels))
+        return Column(name, size, VARYING, _Arrays(name, where, _pixels))
     if kind in ("jpeg_array", "jpegarray", "list[jpeg]", "list[png]"):
         skipped = 0 if kind.startswith("jpeg") else 4
-        return Column(name, size, VARYING, _placed(name, where, lambda content: _list(content, skipped)))
+        return Column(name, size, VARYING, _Arrays(name, where, functools.partial(_list, skipped=skipped)))
     if kind == "ndarray":
         return _array_column(name, size, encoding, details, where)
     remedy = "it runs code when it is read" if kind == "pkl" else "it is not known"
@@ -146,12 +147,8 @@ def _numbers(name: str, size: int | None, dtype: np.dtype[Any], shape: tuple[int
             f"{where}: column {name!r} has {size} bytes a sample, expected {num_bytes} for {dtype}{list(shape)}; mend "
             "index.json, or give another encoding with columns="
         )
-
-    def place(contents: Sequence[Bytes], indices: Indices, out: NDArray[Any], where_is: Where) -> None:
-        values = np.frombuffer(b"".join(contents), stored).reshape(out.shape)
-        narrow(values, out, indices, where=where, leaf=name)
-
-    return Column(name, size, jax.ShapeDtypeStruct(shape, _loaded(dtype, where, name)), place, num_bytes)
+    spec = jax.ShapeDtypeStruct(shape, _loaded(dtype, where, name))
+    return Column(name, size, spec, _Numbers(name, where, stored), num_bytes)
 
 
 def _array_column(name: str, size: int | None, encoding: str, details: str, where: str) -> Column:
@@ -163,25 +160,41 @@ def _array_column(name: str, size: int | None, encoding: str, details: str, wher
         )
     if dims:
         return _numbers(name, size, np.dtype(dtype), tuple(int(dim) for dim in dims.split(",")), where)
-    return Column(name, size, VARYING, _placed(name, where, lambda content: _array(content, dtype)))
+    return Column(name, size, VARYING, _Arrays(name, where, functools.partial(_array, dtype=dtype)))
 
 
-def _placed(name: str, where: str, parse: Callable[[Bytes], NDArray[Any]]) -> Place:
-    """Returns what makes a leaf of arrays whose shapes differ, by a function of the contents of one sample."""
+@dataclass(frozen=True)
+class _Numbers:
+    """Makes a leaf of arrays of one shape, as `Place`. `leaf`, `where`: for errors. `stored`: dtype."""
 
-    def place(contents: Sequence[Bytes], indices: Indices, out: NDArray[Any], where_is: Where) -> None:
+    leaf: str
+    where: str
+    stored: np.dtype[Any]
+
+    def __call__(self, contents: Sequence[Bytes], indices: Indices, out: NDArray[Any], where: Where) -> None:
+        values = np.frombuffer(b"".join(contents), self.stored).reshape(out.shape)
+        narrow(values, out, indices, where=self.where, leaf=self.leaf)
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Makes a leaf of arrays whose shapes differ, as `Place`. `parse`: the contents of one sample."""
+
+    leaf: str
+    where: str
+    parse: Callable[[Bytes], NDArray[Any]]
+
+    def __call__(self, contents: Sequence[Bytes], indices: Indices, out: NDArray[Any], where: Where) -> None:
         for i, content in enumerate(contents):
             try:
-                value = parse(content)
+                value = self.parse(content)
             except (ValueError, IndexError, KeyError, struct.error) as error:
                 raise RecordError(
-                    f"{where_is(i)}: the {len(content):,} bytes of column {name!r} are not what its encoding says "
+                    f"{where(i)}: the {len(content):,} bytes of column {self.leaf!r} are not what its encoding says "
                     f"({type(error).__name__}: {error}); copy the shard again"
                 ) from error
             is_list = value.dtype == np.dtype(object)
-            out[i] = value if is_list else loaded_array(value, int(indices[i]), where=where, leaf=name)
-
-    return place
+            out[i] = value if is_list else loaded_array(value, int(indices[i]), where=self.where, leaf=self.leaf)
 
 
 def _array(content: Bytes, dtype: str) -> NDArray[Any]:

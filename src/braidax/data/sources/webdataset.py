@@ -254,7 +254,6 @@ class _Arrays:
     def __init__(self, leaf: str, where: str) -> None:
         self._leaf = leaf
         self._where = where
-        self._header = functools.lru_cache(64)(_npy_header)  # few differ, and to parse one takes longer than all else
 
     def looked_at(self, samples: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> list[NDArray[Any]]:
         """Returns the arrays of some samples. **Raises:** `RecordError` when none of them can be read."""
@@ -291,7 +290,7 @@ class _Arrays:
         try:
             width = 2 if content[6] == 1 else 4
             start = 8 + width + int.from_bytes(content[8 : 8 + width], "little")
-            shape, order, dtype = self._header(bytes(content[:start]))
+            shape, order, dtype = _npy_header(bytes(content[:start]))
             return np.frombuffer(content[start:], dtype).reshape(shape, order=order)
         except (ValueError, IndexError) as error:
             raise RecordError(
@@ -300,6 +299,7 @@ class _Arrays:
             ) from error
 
 
+@functools.lru_cache(64)  # few differ, and to parse one takes longer than all else
 def _npy_header(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[Any]]:
     file = io.BytesIO(head)
     version = np.lib.format.read_magic(file)
