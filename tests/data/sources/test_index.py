@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import braidax.data.sources.index as index_module
-from braidax.data.sources.index import Chunk, FixedIndex, RecordIndex, cache_folder
+import braidax.data.sources.progress as progress
+from braidax.data.sources.index import Chunk, RecordIndex, cache_folder
 from braidax.data.storage import LocalFiles
 from braidax.errors import FormatError
 
@@ -101,6 +102,15 @@ def test_a_stale_or_damaged_index_is_built_anew(tmp_path: Path, change: str) -> 
         RecordIndex.build(LocalFiles([path]), refuse, kind=kind)
     assert rows(RecordIndex.build(LocalFiles([path]), scan, kind=kind)) == expected
     assert rows(RecordIndex.build(LocalFiles([path]), refuse, kind=kind)) == expected
+
+
+def test_files_without_a_stamp_are_scanned_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write(tmp_path, 10)
+    monkeypatch.setattr(files, "_stamps", [""])
+    expected = rows(RecordIndex.build(files, scan, kind="fours"))
+    with pytest.raises(AssertionError, match=r"000\.bin is scanned again"):
+        RecordIndex.build(files, refuse, kind="fours")
+    assert rows(RecordIndex.build(files, scan, kind="fours")) == expected
 
 
 def test_a_scan_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -198,7 +208,7 @@ def test_a_long_build_shows_its_progress(
 ) -> None:
     RecordIndex.build(write(tmp_path, 10), scan, kind="quiet")
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(index_module, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_QUIET_SECONDS", 0.0)
     RecordIndex.build(write(tmp_path, 100), scan, kind="slow")
     shown = capsys.readouterr()
     assert "index of 000.bin" in shown.err
@@ -226,14 +236,3 @@ def _footer(path: Path) -> bytes:
         length = int.from_bytes(file.read(8), "little")
         file.seek(-24 - length, io.SEEK_END)
         return file.read(length)
-
-
-def test_records_of_one_width_need_no_index() -> None:
-    index = FixedIndex([3, 0, 10**9], offset=[128, 0, 64], num_bytes=20)
-    assert len(index) == 10**9 + 3
-    assert index.starts.tolist() == [0, 3, 3, 10**9 + 3]
-    found = index.ranges(np.array([2, 3, 10**9 + 2, 0]))
-    assert found.file.tolist() == [0, 2, 2, 0]
-    assert found.offset.tolist() == [168, 64, 64 + (10**9 - 1) * 20, 128]
-    assert found.length.tolist() == [20] * 4
-    assert index.describe() == "none needed: records of 20 bytes"

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import tempfile
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from braidax.data.sources.progress import Progress
 from braidax.data.sources.source import Indices
 from braidax.data.storage.files import Files, Ranges
 from braidax.errors import FormatError
@@ -27,7 +26,6 @@ Scan = Callable[[IO[bytes], str], Iterator[Chunk]]
 _MAGIC = b"braidax index 01"  # the last bytes of an index; before them the length of the footer, and the footer
 _ROW = np.dtype(("<i8", 2))  # offset and length
 _PARALLEL = 8  # files of a data set that are scanned at a time
-_QUIET_SECONDS = 1.0  # an index that takes longer shows a progress bar
 _COPY_BYTES = 1 << 24
 
 
@@ -53,34 +51,6 @@ class Index(Protocol):
         ...
 
 
-class FixedIndex(Index):
-    """Records of one width, one behind the other: where they lie is computed, and nothing is stored.
-
-    **Arguments:** `num_records`: of each file, in order. `offset`: bytes before the first record of a file, one number
-    or one for each file. `num_bytes`: of one record.
-    """
-
-    def __init__(self, num_records: Sequence[int], *, offset: int | Sequence[int], num_bytes: int) -> None:
-        self._starts = np.cumsum([0, *num_records], dtype=np.int64)
-        self._offset = np.broadcast_to(np.asarray(offset, np.int64), (len(num_records),))
-        self._num_bytes = num_bytes
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        return self._starts
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def ranges(self, indices: Indices) -> Ranges:
-        file = np.searchsorted(self._starts, indices, side="right") - 1
-        offset = self._offset[file] + (indices - self._starts[file]) * self._num_bytes
-        return Ranges(file, offset, np.full(len(indices), self._num_bytes, np.int64))
-
-    def describe(self) -> str:
-        return f"none needed: records of {self._num_bytes:,} bytes"
-
-
 class RecordIndex(Index):
     """The place of every record of a data set, memory-mapped: opening it costs the same for any number of records.
 
@@ -101,7 +71,8 @@ class RecordIndex(Index):
 
         It is stored beside the data (`.NAME.KIND.index`) or, for remote files and where that cannot be written, in the
         cache folder: `$BRAIDAX_CACHE`, or else `~/.cache/braidax`. Several processes may do this at once: an index
-        appears under its name only when it is complete.
+        appears under its name only when it is complete. Files without a stamp are scanned each time: nothing would tell
+        that they changed.
 
         **Arguments:** `files`: of the data set. `scan`: finds the records of a file. `kind`: names what `scan` does, in
         letters fit for a file name; options that change where records lie are part of it. `cache`: a folder to store
@@ -112,7 +83,7 @@ class RecordIndex(Index):
         wanted = _description(files, kind)
         refused: list[str] = []
         places = _places(files.names, kind) if cache is None else [_cached(cache, files.names, kind)]
-        for path in places:
+        for path in places if all(files.stamps) else ():
             found = cls._open(path, wanted)
             if found is not None:
                 return found
@@ -235,7 +206,7 @@ def _close_with_footer(file: IO[bytes], wanted: dict[str, Any], num_records: Seq
 
 def _scan_all(files: Files, scan: Scan, target: IO[bytes], folder: Path) -> list[int]:
     """Writes the rows of all files in their order, scanning several at a time; returns the records of each."""
-    with _Progress(files.names[0], sum(files.sizes)) as progress:
+    with Progress("index of", files.names[0], sum(files.sizes)) as progress:
         if len(files.names) == 1:
             return [_scan_one(files, 0, scan, target, progress)]
         num_files = len(files.names)
@@ -265,7 +236,7 @@ def _scan_all(files: Files, scan: Scan, target: IO[bytes], folder: Path) -> list
                 pool.shutdown(cancel_futures=True)
 
 
-def _scan_one(files: Files, number: int, scan: Scan, target: IO[bytes], progress: "_Progress") -> int:
+def _scan_one(files: Files, number: int, scan: Scan, target: IO[bytes], progress: Progress) -> int:
     num_records = 0
     with files.open(number) as file:
         for offsets, lengths in _readable(scan(file, files.names[number]), files.names[number]):
@@ -289,47 +260,3 @@ def _readable(chunks: Iterator[Chunk], name: str) -> Iterator[Chunk]:
             f"{name}: cannot be read while its index is built ({error}); check the disk or the connection, and open it "
             "again"
         ) from error
-
-
-class _Progress:
-    """A bar on stderr for work that takes longer than a second, drawn by the threads that work; `stop` ends them."""
-
-    def __init__(self, name: str, num_bytes: int) -> None:
-        self.stop = threading.Event()
-        self._name = name
-        self._num_bytes = num_bytes
-        self._done: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._next = time.monotonic() + _QUIET_SECONDS
-        self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.refresh()
-            self._bar.stop()
-
-    def show(self, number: int, done_bytes: int) -> None:
-        """Takes note of how far the scan of a file is; draws the bar ten times a second at most."""
-        with self._lock:
-            self._done[number] = max(done_bytes, self._done.get(number, 0))
-            if time.monotonic() < self._next:
-                return
-            self._next = time.monotonic() + 0.1
-            if self._bar is None:
-                self._bar = _bar(self._name, self._num_bytes)
-            self._bar.update(self._bar.task_ids[0], completed=sum(self._done.values()))
-            self._bar.refresh()
-
-
-def _bar(name: str, num_bytes: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("index of {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-    bar.add_task(Path(name).name, total=num_bytes)
-    bar.start()
-    return bar
