@@ -267,12 +267,9 @@ def test_what_random_access_costs_is_said(tmp_path: Path) -> None:
     assert sources.open(path).describe()["random access"] == (
         "every one of the row groups is decoded once and kept: 96 bytes"
     )
-    assert (
-        sources.open(path, cache_bytes=48)
-        .describe()["random access"]
-        .startswith(
-            "up to 24 bytes are decoded for a record of a global shuffle, since the table's 96 bytes exceed cache_bytes; raise"
-        )
+    cost = sources.open(path, cache_bytes=48).describe()["random access"]
+    assert cost.startswith(
+        "up to 24 bytes are decoded for a record of a global shuffle, since the table's 96 bytes exceed"
     )
 
 

@@ -72,14 +72,14 @@ class DirectLeaf:
         elif self.leaf.kind == "bit":
             self._read_bits(memory, self._base[batches] + rows * self._stride, out)
         elif self.leaf.stored == out.dtype:
-            memory.gather(self._base[batches] + rows * self._stride, _bytes(out, self._stride))
+            memory.gather(self._base[batches] + rows * self._stride, _bytes(out))
         else:
             step = max(1, _NARROWED_BYTES // max(1, self._stride))
             for start in range(0, len(rows), step):
                 part = slice(start, start + step)
-                values = np.empty(out[part].shape, self.leaf.stored)
-                memory.gather(self._base[batches[part]] + rows[part] * self._stride, _bytes(values, self._stride))
-                narrow(values, out[part], records[part], where=where, leaf=self.leaf.name)
+                values = memory.take(self._base[batches[part]] + rows[part] * self._stride, self._stride)
+                stored = values.view(self.leaf.stored).reshape(out[part].shape)
+                narrow(stored, out[part], records[part], where=where, leaf=self.leaf.name)
 
     def prepare(self, memory: Memory, batches: Indices, rows: Indices) -> None:
         """Asks for the bytes of records ahead; of a varying leaf, for their offsets."""
@@ -94,9 +94,8 @@ class DirectLeaf:
     def _spans(self, memory: Memory, batches: Indices, rows: Indices, where: str) -> tuple[Places, Places]:
         """Returns place and number of bytes of each record of a varying leaf."""
         assert self._offsets is not None
-        bounds = np.empty((len(rows), 2), self._offset_dtype)
         width = self._offset_dtype.itemsize
-        memory.gather(self._offsets[batches] + rows * width, _bytes(bounds, 2 * width))
+        bounds = memory.take(self._offsets[batches] + rows * width, 2 * width).view(self._offset_dtype)
         starts, stops = bounds.T.astype(np.int64)
         wrong = np.flatnonzero((starts < 0) | (stops < starts) | (stops > self._limits[batches]))
         if wrong.size:
@@ -111,9 +110,9 @@ class DirectLeaf:
         width = (self._stride + 7) // 8 + 1  # bits of a record may begin anywhere in a byte
         last = places + max(0, self._stride - 1)
         covered = int((last // 8 - places // 8).max(initial=0)) + 1
-        packed = np.empty((len(places), min(width, covered)), np.uint8)
-        first = np.minimum(places // 8, last // 8 - packed.shape[1] + 1)
-        memory.gather(first, packed)
+        width = min(width, covered)
+        first = np.minimum(places // 8, last // 8 - width + 1)
+        packed = memory.take(first, width)
         bits = np.unpackbits(packed, axis=1, bitorder="little").view(np.bool_)
         chosen = (places - first * 8)[:, None] + np.arange(self._stride)
         out.reshape(len(places), -1)[:] = np.take_along_axis(bits, chosen, axis=1)
@@ -267,7 +266,5 @@ class _Ragged(NamedTuple):
     pieces: list[NDArray[Any]]
 
 
-def _bytes(array: NDArray[Any], width: int) -> NDArray[np.uint8]:
-    return (
-        array.reshape(len(array), -1).view(np.uint8) if array.size else np.empty((len(array), width), np.uint8)[:, :0]
-    )
+def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return array.reshape(len(array), -1).view(np.uint8) if array.size else np.empty((len(array), 0), np.uint8)

@@ -53,6 +53,10 @@ class Memory(Protocol):
         """Copies `out.shape[1]` bytes from each place, int64 `[n]`, into the rows of `out`, uint8 `[n, width]`."""
         ...
 
+    def take(self, places: Places, width: int) -> NDArray[np.uint8]:
+        """Returns `width` bytes from each place, int64 `[n]`, as uint8 `[n, width]`: for what is worked on further."""
+        ...
+
     def slices(self, places: Places, lengths: Places) -> Sequence[Bytes]:
         """Returns so many bytes from each place."""
         ...
@@ -119,6 +123,12 @@ class Mapped(Memory):
             step = max(1, _GATHERED_BYTES // width)
             for start in range(0, len(places), step):
                 rows[start : start + step] = records[places[start : start + step]]
+
+    def take(self, places: Places, width: int) -> NDArray[np.uint8]:
+        if not width:
+            return np.empty((len(places), 0), np.uint8)
+        with self.reading(places, np.int64(width)):
+            return self._as_records(width)[places].view(np.uint8).reshape(len(places), width)
 
     def slices(self, places: Places, lengths: Places) -> Sequence[Bytes]:
         with self.reading(places, lengths):
@@ -226,10 +236,12 @@ class Fetched(Memory):
         return self._origins
 
     def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
-        width = out.shape[1]
         if out.size:
-            found = self.slices(places, np.full(len(places), width))
-            out.reshape(-1)[:] = np.frombuffer(b"".join(found), np.uint8)
+            out[:] = self.take(places, out.shape[1])
+
+    def take(self, places: Places, width: int) -> NDArray[np.uint8]:
+        found = self.slices(places, np.full(len(places), width))
+        return np.frombuffer(b"".join(found), np.uint8).reshape(len(places), width)
 
     def slices(self, places: Places, lengths: Places) -> Sequence[Bytes]:
         return self._files.read(self._ranges(places, lengths))

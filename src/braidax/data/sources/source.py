@@ -172,11 +172,17 @@ def gather(
     if not array.flags.c_contiguous:
         narrow(array[indices], out, indices + first_record, where=where, leaf=leaf)
     elif array.dtype != out.dtype:
-        step = max(1, _NARROWED_BYTES * out.shape[0] // max(1, out.size * array.itemsize))
-        for start in range(0, len(indices), step):  # a stretch that stays in the core's cache
-            rows = indices[start : start + step]
-            values = np.take(_bytes_or_self(array), rows, axis=0).view(array.dtype).reshape(len(rows), *array.shape[1:])
-            narrow(values, out[start : start + step], rows + first_record, where=where, leaf=leaf)
+        step = max(1, min(len(indices), _NARROWED_BYTES * len(out) // max(1, out.size * array.itemsize)))
+        values = np.empty((step, *array.shape[1:]), array.dtype)  # a stretch that stays in the core's cache
+        unaligned = not array.flags.aligned and array.size > 0
+        for start in range(0, len(indices), step):
+            rows, part = indices[start : start + step], out[start : start + step]
+            stored = values[: len(rows)]
+            if unaligned:
+                np.take(_bytes(array), rows, axis=0, out=_bytes(stored), mode="clip")
+            else:
+                np.take(array, rows, axis=0, out=stored, mode="clip")
+            narrow(stored, part, rows + first_record, where=where, leaf=leaf)
     elif array.flags.aligned or not out.size:
         np.take(array, indices, axis=0, out=out, mode="clip")
     else:  # np.take would first make an aligned copy of the whole array; bytes are always aligned
@@ -223,7 +229,3 @@ def listed(names: Sequence[str], *, limit: int = 8) -> str:
 
 def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
     return array.reshape(len(array), -1).view(np.uint8)
-
-
-def _bytes_or_self(array: NDArray[Any]) -> NDArray[Any]:
-    return array if array.flags.aligned or not array.size else _bytes(array)
