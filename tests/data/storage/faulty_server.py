@@ -28,6 +28,7 @@ class Request:
     headers: dict[str, str]
     start: int | None = None
     stop: int | None = None
+    query: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,9 @@ class _Connection(asyncio.Protocol):
         if "range" in headers:
             low, _, high = headers["range"].removeprefix("bytes=").partition("-")
             start, stop = int(low), int(high) + 1
-        path = unquote(target.partition("?")[0]).removeprefix("/")
-        return Request(len(self._server.requests), method, path, headers, start, stop)
+        path, _, query = target.partition("?")
+        path = unquote(path).removeprefix("/")
+        return Request(len(self._server.requests), method, path, headers, start, stop, query)
 
     def _send(self, request: Request, reply: Reply) -> None:
         self._server.open_requests -= 1

@@ -31,6 +31,11 @@ class RemoteStream(io.RawIOBase):
         """The URL."""
         return self._files.names[self._number]
 
+    @property
+    def mode(self) -> str:
+        """Binary, and only to be read."""
+        return "rb"
+
     def readable(self) -> bool:
         return True
 

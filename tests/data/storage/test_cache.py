@@ -1,0 +1,191 @@
+"""The cache: right bytes or none, whatever crashed, and never more of them than it may hold."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braidax.data.storage.cache import PageCache, default_folder
+from braidax.data.storage.options import PAGE_BYTES
+from braidax.errors import ArgumentError
+
+DATA = random.Random(0).randbytes(40 * PAGE_BYTES + 100)
+SEGMENT = 16 * PAGE_BYTES
+
+
+def cache(folder: Path, *, cache_bytes: int = 1 << 30, keys: tuple[str, ...] = ("a",), data: bytes = DATA) -> PageCache:
+    return PageCache(folder, cache_bytes, keys, [len(data)] * len(keys), segment_bytes=SEGMENT)
+
+
+def stored(folder: Path, **options: object) -> PageCache:
+    made = cache(folder, **options)
+    made.store(0, 0, memoryview(DATA))
+    return made
+
+
+def segment_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*-*") if path.is_file())
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 41), st.integers(1, 20)), max_size=6),
+    st.lists(st.tuples(st.integers(0, len(DATA) - 1), st.integers(1, 3 * SEGMENT)), max_size=6),
+)
+def test_it_holds_what_was_stored(
+    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[int, int]], reads: list[tuple[int, int]]
+) -> None:
+    made, pages = cache(tmp_path_factory.mktemp("cache")), set[int]()
+    for page, num_pages in writes:
+        made.store(0, page * PAGE_BYTES, memoryview(DATA)[page * PAGE_BYTES : (page + num_pages) * PAGE_BYTES])
+        pages |= set(range(page, min(page + num_pages, 41)))
+    spans = sorted((0, start, min(start + length, len(DATA))) for start, length in reads)
+    covered = [set(range(start // PAGE_BYTES, -(-stop // PAGE_BYTES))) <= pages for _, start, stop in spans]
+    assert made.holds(spans) == covered
+    assert made.read(spans) == [DATA[a:b] if here else None for (_, a, b), here in zip(spans, covered, strict=True)]
+
+
+def test_parts_of_pages_are_not_stored(tmp_path: Path) -> None:
+    made = cache(tmp_path)
+    made.store(0, 10, memoryview(DATA)[10 : 3 * PAGE_BYTES + 10])
+    pages = [(0, page * PAGE_BYTES, (page + 1) * PAGE_BYTES) for page in range(4)]
+    assert made.holds(pages) == [False, True, True, False]
+
+
+def test_other_versions_and_other_objects_are_told_apart(tmp_path: Path) -> None:
+    stored(tmp_path)
+    whole = [(0, 0, len(DATA))]
+    assert cache(tmp_path).read(whole) == [DATA]
+    assert cache(tmp_path, keys=("b",)).read(whole) == [None]
+    assert cache(tmp_path, data=DATA + b"x").read(whole) == [None]
+    unnamed = stored(tmp_path, keys=("",))
+    assert unnamed.read(whole) == [None]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: b"",
+        lambda data: data[:200] + bytes(len(data) - 200),
+        lambda data: data[:-5] + b"\1" + data[-4:],
+        lambda data: b"\1" + data[1:],
+        lambda data: data[: 128 + PAGE_BYTES] + data[128 : 128 + PAGE_BYTES] + data[128 + 2 * PAGE_BYTES :],
+    ],
+)
+def test_a_damaged_page_is_not_returned_and_can_be_stored_again(tmp_path: Path, damage: object) -> None:
+    made = stored(tmp_path)
+    [path] = [path for path in segment_files(tmp_path) if path.name.endswith("-1")]
+    path.write_bytes(damage(path.read_bytes()))
+    pages = [(0, page * PAGE_BYTES, (page + 1) * PAGE_BYTES) for page in range(40)]
+    found = made.read(pages)
+    assert None in found[16:32]
+    for (_, start, stop), page in zip(pages, found, strict=True):
+        assert page in (None, DATA[start:stop])
+    assert None not in found[:16] + found[32:]
+    made.store(0, SEGMENT, memoryview(DATA)[SEGMENT : 2 * SEGMENT])
+    assert made.read(pages) == [DATA[start:stop] for _, start, stop in pages]
+
+
+def test_the_longest_unused_segments_make_room(tmp_path: Path) -> None:
+    room = 20 * SEGMENT
+    names = tuple(f"object {number}" for number in range(24))
+    data = DATA[:SEGMENT]
+    made = cache(tmp_path, cache_bytes=room, keys=names, data=data)
+    for number in range(24):
+        made.store(number, 0, memoryview(data))
+        path = made.path(number, 0)
+        if path.exists():
+            os.utime(path, (number, number))  # long ago, in this order
+        if number == 10:
+            assert made.read([(3, 0, 5)]) == [data[:5]]  # which makes it young
+        used = sum(path.stat().st_blocks * 512 for path in segment_files(tmp_path))
+        assert used <= room
+    here = made.holds([(number, 0, 5) for number in range(24)])
+    assert here[3]
+    assert not any(here[:3])
+    assert all(here[-12:])
+
+
+def test_a_full_disk_is_said_once_and_does_not_stop_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cache(tmp_path)
+
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.warns(RuntimeWarning, match=r"cache_dir=.*pages cannot be written .*No space left.*cache_bytes=0"):
+        made.store(0, 0, memoryview(DATA))
+    made.store(0, 0, memoryview(DATA))
+    assert made.read([(0, 0, 10)]) == [None]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ArgumentError, match=r"cache_dir='.*file' cannot be written .*cache_bytes=0 for no cache"):
+        cache(tmp_path / "file")
+
+
+def test_the_default_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "braidax" / "remote"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder() == tmp_path / ".cache" / "braidax" / "remote"
+
+
+WRITER = """
+import random, sys
+from pathlib import Path
+from braidax.data.storage.cache import PageCache
+folder, seed, num, room = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+data = random.Random(0).randbytes(40 * 4096 + 100)
+names = [f"object {number}" for number in range(8)]
+cache = PageCache(folder, room, names, [len(data)] * 8, segment_bytes=16 * 4096)
+rng = random.Random(seed)
+print("ready", flush=True)
+for _ in range(num):
+    file, page, count = rng.randrange(8), rng.randrange(41), rng.randrange(1, 20)
+    cache.store(file, page * 4096, memoryview(data)[page * 4096 : (page + count) * 4096])
+    start = rng.randrange(len(data) - 1)
+    [found] = cache.read([(file, start, min(len(data), start + 9000))])
+    assert found is None or found == data[start : start + 9000], "wrong bytes"
+"""
+
+
+def writer(folder: Path, seed: int, num: int, room: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", WRITER, str(folder), str(seed), str(num), str(room)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_share_it_while_it_overflows_and_one_of_them_is_killed(tmp_path: Path) -> None:
+    room = 12 * SEGMENT
+    processes = [writer(tmp_path, seed, 1500, room) for seed in range(2)]
+    victim = writer(tmp_path, 9, 1 << 30, room)
+    try:
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == "ready\n"
+        assert [process.wait(60) for process in processes] == [0, 0]
+        victim.send_signal(signal.SIGKILL)
+        assert victim.wait(60) == -signal.SIGKILL
+    finally:
+        for process in [*processes, victim]:
+            process.kill()
+            process.wait(60)
+            if process.stdout is not None:
+                process.stdout.close()
+    names = tuple(f"object {number}" for number in range(8))
+    made = cache(tmp_path, cache_bytes=room, keys=names)
+    places = [(file, page * PAGE_BYTES) for file in range(8) for page in range(41)]
+    spans = [(file, start, min(start + PAGE_BYTES, len(DATA))) for file, start in places]
+    found = made.read(spans)
+    assert sum(page is not None for page in found) > 40
+    for (_, start, stop), page in zip(spans, found, strict=True):
+        assert page in (None, DATA[start:stop])
+    assert sum(path.stat().st_blocks * 512 for path in segment_files(tmp_path)) <= room
