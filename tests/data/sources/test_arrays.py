@@ -1,4 +1,5 @@
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -6,6 +7,8 @@ import numpy as np
 import pytest
 
 import braidax.data.sources as sources
+from braidax.data.sources import memory
+from braidax.data.sources.arrays import ArraySource
 from braidax.errors import ArgumentError, FormatError, RecordError
 from tests.data.sources.reading import assert_equal, read
 
@@ -27,12 +30,39 @@ def test_npy_is_recognized_without_its_suffix(tmp_path: Path) -> None:
     assert_equal(read(sources.open(str(path))), {"data": np.arange(6, dtype=np.int16)})
 
 
-def test_npy_is_memory_mapped(tmp_path: Path) -> None:
-    source = sources.open(saved(tmp_path / "a.npy", np.zeros(6, np.int16)))
-    with (tmp_path / "a.npy").open("r+b") as file:
-        file.seek(-2, 2)
-        file.write(b"\x07\x00")
-    assert read(source, [5])["data"].tolist() == [7]
+@pytest.mark.parametrize("save", [saved, lambda path, values: np.savez(path.with_suffix(".npz"), data=values)])
+def test_a_mapped_file_that_changes_while_it_is_open(
+    tmp_path: Path, save: Callable[[Path, np.ndarray], object]
+) -> None:
+    save(tmp_path / "a.npy", np.arange(5000, dtype=np.int16))
+    (path,) = tmp_path.iterdir()
+    source = sources.open(path)
+    assert read(source, [4999])["data"].tolist() == [4999]
+    with path.open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(FormatError, match=rf"{path}: changed while it was open: 4,096 bytes, expected .*open it again"):
+        read(source, [4999])
+
+
+def test_cold_arrays_are_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.arange(100 * 8192, dtype=np.uint8).reshape(100, 8192)
+    np.savez(tmp_path / "a.npz", x=values, inverse=np.asfortranarray(values))
+    source = sources.open(tmp_path / "a.npz")
+    assert isinstance(source, ArraySource)
+    assert source._mapped is not None
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(memory, "ask_ahead", lambda descriptor, offset, length: asked.append((offset, length)))
+    read(source, [5])
+    source.prepare(np.array([5]))
+    assert asked == []
+    source._mapped._ahead.saw(1, 1)
+    order = [90, 5, 6]
+    assert_equal(read(source, order), {"x": values[order], "inverse": values[order]})
+    assert [length for _, length in asked] == [2 * 8192, 8192]
+    first, last = (offset for offset, _ in asked)
+    assert last - first == 85 * 8192
+    source.prepare(np.array([5]))
+    assert asked[2:] == [(first, 8192)]
 
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])

@@ -6,6 +6,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.sources.memory import Mapped
 from braidax.data.sources.source import Indices, Source, check_indices, gather, loader_dtype
 from braidax.errors import ArgumentError, FormatError
 
@@ -23,13 +25,16 @@ class ArraySource(Source):
     """Samples that are the rows of arrays, in memory or memory-mapped.
 
     **Arguments:** `leaves`: name → `[num_samples, *sample_shape]`. `where`: the file or object, for errors. `facts`:
-    what `describe` shows besides the samples and the sizes.
+    what `describe` shows besides the samples and the sizes. `mapped`: the file that leaves are views of, if any.
 
     **Raises:** `FormatError` for leaves without a dim of samples, of different lengths, empty, or of no JAX dtype.
     """
 
-    def __init__(self, leaves: Mapping[str, NDArray[Any]], *, where: str, facts: Mapping[str, str]) -> None:
+    def __init__(
+        self, leaves: Mapping[str, NDArray[Any]], *, where: str, facts: Mapping[str, str], mapped: Mapped | None = None
+    ) -> None:
         self._leaves = dict(leaves)
+        self._mapped = mapped
         self._where = where
         self._facts = dict(facts)
         lengths = {name: len(array) if array.ndim else None for name, array in self._leaves.items()}
@@ -59,12 +64,35 @@ class ArraySource(Source):
         """Copies rows into place: one vectorised copy per leaf."""
         check_indices(indices, self._num_samples, where=self._where)
         for name, array in self._leaves.items():
-            gather(array, indices, out[name], where=self._where, leaf=name)
+            with self._reading(array, indices):
+                gather(array, indices, out[name], where=self._where, leaf=name)
+
+    def prepare(self, indices: Indices) -> None:
+        """Asks the kernel ahead for the bytes of these samples, while the disk is what reads wait for."""
+        for array in self._leaves.values():
+            place = self._place(array)
+            if self._mapped is not None and place is not None:
+                row_bytes = array[0].nbytes
+                self._mapped.prepare(place + indices * row_bytes, np.full(len(indices), row_bytes))
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""
         num_bytes = sum(array.nbytes for array in self._leaves.values())
         return {**self._facts, "samples": f"{self._num_samples:,}", "bytes": f"{num_bytes:,}"}
+
+    def _reading(self, array: NDArray[Any], indices: Indices) -> AbstractContextManager[None]:
+        if self._mapped is None:
+            return nullcontext()
+        place = self._place(array)
+        if place is None:
+            return self._mapped.reading(indices[:0], np.int64(0))
+        return self._mapped.reading(place + indices * array[0].nbytes, np.int64(array[0].nbytes))
+
+    def _place(self, array: NDArray[Any]) -> int | None:
+        """Returns where in the mapped file a leaf begins; None for one that is not mapped, or not row by row."""
+        if self._mapped is None or not array.flags.c_contiguous:
+            return None
+        return self._mapped.place_of(array)
 
 
 def from_arrays(arrays: Mapping[str, Any]) -> ArraySource:
@@ -88,13 +116,16 @@ def open_npy(path: Path) -> ArraySource:
     """Opens a `.npy` file, memory-mapped, as the leaf `"data"`."""
     with path.open("rb") as file:
         layout = npy_layout(file, where=str(path), size=path.stat().st_size)
-    return ArraySource({"data": _map(path, layout)}, where=str(path), facts={"format": "npy", "files": path.name})
+    mapped = Mapped([path])
+    facts = {"format": "npy", "files": path.name}
+    return ArraySource({"data": _view(mapped, layout)}, where=str(path), facts=facts, mapped=mapped)
 
 
 def open_npz(path: Path) -> ArraySource:
     """Opens an `.npz` file, a leaf per key; members stored without compression are memory-mapped, others loaded."""
     leaves: dict[str, NDArray[Any]] = {}
-    mapped: list[str] = []
+    views: list[str] = []
+    mapped = Mapped([path])
     try:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
@@ -103,8 +134,8 @@ def open_npz(path: Path) -> ArraySource:
                 if name == member.filename:
                     raise FormatError(f"{where}: expected .npy members only; if this is an npz file, remove the others")
                 if member.compress_type == zipfile.ZIP_STORED:
-                    leaves[name] = _map(path, _stored_layout(path, member, where=where))
-                    mapped.append(name)
+                    leaves[name] = _view(mapped, _stored_layout(path, member, where=where))
+                    views.append(name)
                 else:
                     leaves[name] = _inflate(archive, member, where=where)
     except (zipfile.BadZipFile, zlib.error, EOFError, struct.error) as error:
@@ -112,8 +143,8 @@ def open_npz(path: Path) -> ArraySource:
             f"{path}: the zip archive of {path.stat().st_size:,} bytes is truncated or corrupt ({error}); "
             "copy or write it again"
         ) from error
-    facts = {"format": "npz", "files": path.name, "memory-mapped": ", ".join(mapped) or "none"}
-    return ArraySource(leaves, where=str(path), facts=facts)
+    facts = {"format": "npz", "files": path.name, "memory-mapped": ", ".join(views) or "none"}
+    return ArraySource(leaves, where=str(path), facts=facts, mapped=mapped)
 
 
 class NpyLayout(NamedTuple):
@@ -177,8 +208,8 @@ def _inflate(archive: zipfile.ZipFile, member: zipfile.ZipInfo, *, where: str) -
     return np.ndarray(layout.shape, layout.dtype, data, layout.offset, order=order)
 
 
-def _map(path: Path, layout: NpyLayout) -> NDArray[Any]:
+def _view(mapped: Mapped, layout: NpyLayout) -> NDArray[Any]:
     if 0 in layout.shape:
         return np.empty(layout.shape, layout.dtype)
     order = "F" if layout.fortran_order else "C"
-    return np.memmap(path, layout.dtype, "r", layout.offset, layout.shape, order).view(np.ndarray)
+    return np.ndarray(layout.shape, layout.dtype, mapped.array(0), layout.offset, order=order)

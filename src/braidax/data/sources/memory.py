@@ -114,6 +114,12 @@ class Mapped(Memory):
         """Returns the whole of one file as a read-only view of its mapping, uint8 `[size]`."""
         return np.frombuffer(self._mappings[file], np.uint8)
 
+    def place_of(self, array: NDArray[Any]) -> int | None:
+        """Returns the place where an array's memory begins, or None if that is none of these files."""
+        place = array.ctypes.data - self._lowest
+        file = int(self._files_of(np.array([place]))[0])
+        return place if 0 <= place - self._origins[file] < self.sizes[file] else None
+
     def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
         width = out.shape[1]
         if not out.size:

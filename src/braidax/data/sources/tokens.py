@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from braidax.data.sources.arrays import ArraySource
+from braidax.data.sources.memory import Mapped
 from braidax.errors import ArgumentError, FormatError
 
 # The header of llm.c: 256 little-endian int32, of which the first three are magic, version and number of tokens.
@@ -38,13 +39,14 @@ def open_tokens(path: Path, *, sequence_length: int = 1024, dtype: DTypeLike | N
             f"{path}: holds {num_tokens:,} tokens of {stored}, fewer than one sample of sequence_length="
             f"{sequence_length}; expected at least that many: choose a smaller sequence_length"
         )
-    mapped = np.memmap(path, stored, "r", offset, (num_samples, sequence_length))
+    mapped = Mapped([path])
+    tokens: NDArray[Any] = np.ndarray((num_samples, sequence_length), stored, mapped.array(0), offset)
     facts = {
         "format": f"tokens, {stored}" + (", llm.c header" if offset else ""),
         "files": path.name,
         "tokens": f"{num_tokens:,}, of which the last {unused:,} are not used (sequence_length={sequence_length})",
     }
-    return ArraySource({"tokens": mapped.view(np.ndarray)}, where=str(path), facts=facts)
+    return ArraySource({"tokens": tokens}, where=str(path), facts=facts, mapped=mapped)
 
 
 def token_layout(name: str, size: int, head: bytes, dtype: DTypeLike | None) -> tuple[np.dtype[Any], int, int]:
