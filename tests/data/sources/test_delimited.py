@@ -1,5 +1,6 @@
 import csv
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_columns_of_every_kind(tmp_path: Path) -> None:
     }
     assert rows(source) == [(1, 0.5, "a"), (-2, 3.0, 'b, "c"\nd'), (3, 1000.0, "")]
     assert read(source, [2, 1])["n"].tolist() == [3, -2]
+    assert read(pickle.loads(pickle.dumps(source)), [2, 1])["n"].tolist() == [3, -2]
     assert source.describe()["format"] == "CSV"
 
 

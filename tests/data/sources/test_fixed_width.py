@@ -1,3 +1,4 @@
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +6,6 @@ import numpy as np
 import pytest
 
 from braidax.data.sources.fixed_width import FixedSource, Run, open_npy_files, open_token_files
-from braidax.data.sources.memory import Fetched
 from braidax.data.storage import Files, LocalFiles
 from braidax.errors import ArgumentError, FormatError, RecordError
 from tests.data.sources import files
@@ -55,6 +55,8 @@ def test_npy_files_one_behind_the_other(tmp_path: Path, kind: Any, dtype: str) -
     assert len(source) == 11
     order = [10, 0, 4, 3, 4]
     np.testing.assert_array_equal(read(source, order)["data"], array[order])
+    if kind is LocalFiles:
+        np.testing.assert_array_equal(read(pickle.loads(pickle.dumps(source)), order)["data"], array[order])
     assert source.describe()["files"] == "4: 0.npy, 1.npy, 2.npy, 3.npy"
 
 
@@ -130,7 +132,7 @@ class Endless(Remote):
 def test_a_thousand_million_records_cost_nothing(tmp_path: Path) -> None:
     remote = Endless(saved(tmp_path, np.arange(3, dtype="i4")))
     source = FixedSource(
-        Fetched(remote), [Run(128, 10**9)], leaf="data", dtype=np.dtype("<i4"), shape=(), facts={"format": "npy"}
+        remote, [Run(128, 10**9)], leaf="data", dtype=np.dtype("<i4"), shape=(), facts={"format": "npy"}
     )
     assert len(source) == 10**9
     source.prepare(np.array([10**9 - 1]))

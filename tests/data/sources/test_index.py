@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,10 @@ def test_an_index_is_built_once(tmp_path: Path) -> None:
     built = RecordIndex.build(write(tmp_path, 10, 3), scan, kind="fours")
     found = RecordIndex.build(LocalFiles(sorted(tmp_path.glob("*.bin"))), refuse, kind="fours")
     assert rows(found) == rows(built)
+    assert rows(pickle.loads(pickle.dumps(found))) == rows(built)
+    next(tmp_path.glob(".*.index")).unlink()
+    with pytest.raises(FormatError, match="the index is gone or was built anew since it was opened; open the data"):
+        pickle.loads(pickle.dumps(built))
 
 
 def test_an_index_moves_with_its_folder(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from braidax.data.sources.inflate import compression_of, inflated, inflated_head
 from braidax.data.storage import LocalFiles
 from braidax.errors import FormatError
 
-DATA = bytes(range(256)) * 40_000
+DATA = bytes(range(256)) * 5_000
 CODECS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "gzip": (".gz", gzip.compress),
     "bzip2": (".bz2", bz2.compress),

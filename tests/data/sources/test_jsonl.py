@@ -1,4 +1,5 @@
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def test_columns_are_chosen_in_their_order(tmp_path: Path) -> None:
     assert list(source.sample_spec) == ["c d", "a"]
     window = read(source)
     assert (window["c d"].tolist(), window["a"].tolist()) == (["x", "y"], [1, 2])
+    again = read(pickle.loads(pickle.dumps(source)))
+    assert (again["c d"].tolist(), again["a"].tolist()) == (["x", "y"], [1, 2])
 
 
 def test_columns_are_declared(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import contextlib
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def test_many_files_are_one_source(tmp_path: Path) -> None:
     source = opened(tmp_path, b"a\nb", b"", b"c\n")
     assert texts(source) == ["a", "b", "c"]
     assert read(source, [2, 0, 2])["text"].tolist() == ["c", "a", "c"]
+    assert texts(pickle.loads(pickle.dumps(source))) == ["a", "b", "c"]
     facts = source.describe()
     assert (facts["format"], facts["files"], facts["samples"]) == ("text lines", "3: 0.txt, 1.txt, 2.txt", "3")
     assert str(tmp_path) in facts["index"]

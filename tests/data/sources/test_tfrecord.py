@@ -1,5 +1,6 @@
 """TFRecord files as tensorboardX writes their framing and protobuf their messages."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_features_of_every_kind(tmp_path: Path) -> None:
     assert [ids.tolist() for ids in window["ids"]] == [[7], [1, 2, 300], [7]]
     assert {ids.dtype for ids in window["ids"]} == {np.dtype(np.int32)}
     assert source.describe()["format"] == "TFRecord"
+    assert read(pickle.loads(pickle.dumps(source)), [1])["label"].tolist() == [-(2**31)]
 
 
 def test_features_are_chosen_and_declared(tmp_path: Path) -> None:

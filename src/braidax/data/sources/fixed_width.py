@@ -1,5 +1,6 @@
 """Records of one width in several files or in an object store: npy and raw tokens, whose places are computed."""
 
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,15 +33,15 @@ class FixedSource(Source):
 
     Where a record lies is computed: nothing is read or stored before it is asked for.
 
-    **Arguments:** `memory`: the files. `runs`: one for each file. `leaf`: its name. `dtype`, `shape`: of one record as
-    stored. `facts`: what `describe` shows first.
+    **Arguments:** `files`: local ones, which are mapped, or remote ones. `runs`: one for each file. `leaf`: its name.
+    `dtype`, `shape`: of one record as stored. `facts`: what `describe` shows first.
 
     **Raises:** `FormatError` when there is no record at all, or for a dtype that JAX does not have.
     """
 
     def __init__(
         self,
-        memory: Memory,
+        files: Files,
         runs: Sequence[Run],
         *,
         leaf: str,
@@ -48,17 +49,23 @@ class FixedSource(Source):
         shape: tuple[int, ...],
         facts: Mapping[str, str],
     ) -> None:
-        self._memory = memory
+        self._files = files
+        self._memory: Memory = Mapped(files.names) if isinstance(files, LocalFiles) else Fetched(files)
+        self._runs = list(runs)
         self._leaf = leaf
         self._stored = dtype
         self._width = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        self._origins = memory.origins + np.array([run.offset for run in runs], np.int64)
+        self._origins = self._memory.origins + np.array([run.offset for run in runs], np.int64)
         self._starts = np.cumsum([0, *(run.num_records for run in runs)], dtype=np.int64)
         self._facts = dict(facts)
-        self._where = f"{memory.names[0]} ({len(memory.names)} file(s))"
+        self._where = f"{files.names[0]} ({len(files.names)} file(s))"
         if not len(self):
             raise FormatError(f"{self._where}: holds 0 samples; expected at least one")
-        self._spec = jax.ShapeDtypeStruct(shape, loader_dtype(dtype, where=memory.names[0], leaf=leaf))
+        self._spec = jax.ShapeDtypeStruct(shape, loader_dtype(dtype, where=files.names[0], leaf=leaf))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = {"leaf": self._leaf, "dtype": self._stored, "shape": self._spec.shape, "facts": self._facts}
+        return functools.partial(FixedSource, **given), (self._files, self._runs)
 
     @property
     def sample_spec(self) -> Any:
@@ -120,9 +127,7 @@ def open_npy_files(files: Files) -> FixedSource:
                 f"{first.dtype}{list(first.shape[1:])} as in {files.names[0]}; open files of one kind together"
             )
     runs = [Run(layout.offset, layout.shape[0]) for layout in layouts]
-    return FixedSource(
-        _memory(files), runs, leaf="data", dtype=first.dtype, shape=first.shape[1:], facts={"format": "npy"}
-    )
+    return FixedSource(files, runs, leaf="data", dtype=first.dtype, shape=first.shape[1:], facts={"format": "npy"})
 
 
 def open_token_files(files: Files, *, sequence_length: int = 1024, dtype: DTypeLike | None = None) -> FixedSource:
@@ -156,11 +161,7 @@ def open_token_files(files: Files, *, sequence_length: int = 1024, dtype: DTypeL
         "tokens": f"{num_tokens:,}, of which {unused:,} at the ends of the files are not used "
         f"(sequence_length={sequence_length})",
     }
-    return FixedSource(_memory(files), runs, leaf="tokens", dtype=stored, shape=(sequence_length,), facts=facts)
-
-
-def _memory(files: Files) -> Memory:
-    return Mapped(files.names) if isinstance(files, LocalFiles) else Fetched(files)
+    return FixedSource(files, runs, leaf="tokens", dtype=stored, shape=(sequence_length,), facts=facts)
 
 
 def _heads(files: Files, num_bytes: int) -> list[bytes]:

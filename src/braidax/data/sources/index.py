@@ -56,12 +56,13 @@ class RecordIndex(Index):
 
     `RecordIndex.build` makes one, or opens the one made before.
 
-    **Arguments:** `path`: of the index, to be shown. `rows`: int64 `[num_records, 2]`, offset and length in bytes.
-    `num_records`: of each file.
+    **Arguments:** `path`: of the index. `about`: what it agrees with: the files and their states. `rows`: int64
+    `[num_records, 2]`, offset and length in bytes. `num_records`: of each file.
     """
 
-    def __init__(self, path: Path, rows: NDArray[np.int64], num_records: Sequence[int]) -> None:
+    def __init__(self, path: Path, about: dict[str, Any], rows: NDArray[np.int64], num_records: Sequence[int]) -> None:
         self._path = path
+        self._about = about
         self._rows = rows
         self._starts = np.cumsum([0, *num_records], dtype=np.int64)
 
@@ -126,7 +127,17 @@ class RecordIndex(Index):
                 rows = np.memmap(file, "<i8", "r", shape=(total, 2)) if total else np.empty((0, 2), np.int64)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return cls(path, rows.view(np.ndarray), num_records)
+        return cls(path, wanted, rows.view(np.ndarray), num_records)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RecordIndex._reopened, (self._path, self._about)
+
+    @classmethod
+    def _reopened(cls, path: Path, about: dict[str, Any]) -> Self:
+        found = cls._open(path, about)
+        if found is None:
+            raise FormatError(f"{path}: the index is gone or was built anew since it was opened; open the data again")
+        return found
 
     @property
     def starts(self) -> NDArray[np.int64]:

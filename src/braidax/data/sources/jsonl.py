@@ -61,6 +61,9 @@ class _Objects(Decoder):
         self._decode: Callable[[Bytes], Any] = msgspec.json.Decoder(record).decode
         self._astuple: Callable[[Any], tuple[Any, ...]] = msgspec.structs.astuple
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Objects, (self._fields,)
+
     @property
     def sample_spec(self) -> Any:
         return {field.name: field.spec for field in self._fields}
