@@ -5,7 +5,6 @@ shrinking averages all pixels that a target pixel covers. Results agree with Pil
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 from numpy.typing import NDArray
 
-from braidax.errors import ArgumentError, import_extra
+from braidax.errors import ArgumentError
 
 _ONE = 1 << 15  # weights are fixed-point numbers with 15 fractional bits
 
@@ -111,9 +110,9 @@ def _taps(size: int, new_size: int, channels: int) -> _Taps:
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    numba = import_extra("numba", "images", purpose="resizing images")
-    kernel = inspect.unwrap(_kernel)  # while tests run, annotated functions are wrapped by what checks them
-    return numba.njit(nogil=True, cache=True, error_model="numpy")(kernel)
+    from braidax.data.compiled import kernel  # imports numba, which takes a while and may be missing
+
+    return kernel(_kernel)
 
 
 def _kernel(images: Any, indices: Any, out: Any, x_taps: Any, y_taps: Any) -> None:

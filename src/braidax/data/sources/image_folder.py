@@ -1,18 +1,19 @@
 """Folders of images: `folder/class name/image.jpg`, or all images in one folder without labels."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.resize import resize
-from braidax.data.sources.source import Indices, Source, check_indices, listed
-from braidax.errors import ArgumentError, FormatError, RecordError, import_extra
+from braidax.data.images.decode import Decode
+from braidax.data.sources.source import VARYING, Indices, Source, check_indices, listed
+from braidax.data.storage.local import ReadAhead, ask_ahead
+from braidax.errors import ArgumentError, FormatError, RecordError
 from braidax.spans import span
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
@@ -25,7 +26,8 @@ class ImageFolder(Source):
     Labels number the sorted class names; images of a flat folder have none.
 
     **Arguments:** `files`: the images. `labels`: int32 `[n]`, or None. `image_size`: `(height, width)` in pixels to
-    resize to; None when all images have the size of the first. `facts`: what `describe` shows first.
+    resize to; None when all images have the size of the first. `decode`: as in `braidax.data.decoded`. `facts`: what
+    `describe` shows first.
 
     **Raises:** `ArgumentError` for a wrong size; `RecordError` when the first image cannot be decoded.
     """
@@ -36,72 +38,96 @@ class ImageFolder(Source):
         labels: NDArray[np.int32] | None,
         *,
         image_size: tuple[int, int] | None,
+        decode: Decode = "fast",
         facts: Mapping[str, str],
     ) -> None:
         if image_size is not None and (len(image_size) != 2 or min(image_size) < 1):
             raise ArgumentError(f"image_size={image_size!r}: expected (height, width), two positive numbers of pixels")
-        self._cv2: ModuleType = import_extra("cv2", "images", purpose="decoding an image folder")
-        self._files = files
-        self._labels = labels
-        self._resizes = image_size is not None
-        self._facts = dict(facts)
-        size = self._decode(0).shape[:2] if image_size is None else image_size
-        self._spec: dict[str, jax.ShapeDtypeStruct] = {"image": jax.ShapeDtypeStruct((*size, 3), np.uint8)}
-        if labels is not None:
-            self._spec["label"] = jax.ShapeDtypeStruct((), np.int32)
+        from braidax.data.images.decoded import decode_leaf  # wraps sources: at the top this would be a cycle
+
+        inside = EncodedFolder(files, labels, facts)
+        self.decodes = decode_leaf(inside, "image", image_size, decode, inside.name)
 
     @property
     def sample_spec(self) -> Any:
         """A dict with the leaf `"image"`, and `"label"` where there are classes."""
-        return dict(self._spec)
+        return self.decodes.sample_spec
+
+    def __len__(self) -> int:
+        return len(self.decodes)
+
+    def read(self, indices: Indices, out: Any) -> None:
+        """Reads, decodes and resizes images into place; the GIL is dropped meanwhile."""
+        self.decodes.read(indices, out)
+
+    def prepare(self, indices: Indices) -> None:
+        """Asks the kernel to bring files into its page cache, where a read has waited for the disk lately."""
+        self.decodes.prepare(indices)
+
+    def describe(self) -> Mapping[str, str]:
+        """Returns format, folder, samples, image size and classes."""
+        return self.decodes.describe()
+
+
+class EncodedFolder(Source):
+    """The files of an image folder as they are: `"image"`, bytes, and `"label"`.
+
+    **Arguments:** `files`, `labels`, `facts`: as those of `ImageFolder`.
+    """
+
+    def __init__(self, files: list[str], labels: NDArray[np.int32] | None, facts: Mapping[str, str]) -> None:
+        self._files = files
+        self._labels = labels
+        self._facts = dict(facts)
+        self._ahead = ReadAhead()
+
+    @property
+    def sample_spec(self) -> Any:
+        """A dict with the leaf `"image"`, of varying size, and `"label"` where there are classes."""
+        labels = {} if self._labels is None else {"label": jax.ShapeDtypeStruct((), np.int32)}
+        return {"image": VARYING, **labels}
 
     def __len__(self) -> int:
         return len(self._files)
 
+    def __reduce__(self) -> Any:
+        return EncodedFolder, (self._files, self._labels, self._facts)
+
+    def name(self, record: int) -> str:
+        """Returns how errors call a record."""
+        return f"{self._files[record]}, record {record}"
+
     def read(self, indices: Indices, out: Any) -> None:
-        """Reads, decodes and resizes images into place; the GIL is dropped meanwhile."""
+        """Reads whole files."""
         check_indices(indices, len(self._files), where=self._facts["folder"])
-        images = out["image"]
-        for row, record in enumerate(indices.tolist()):
-            self._place(self._decode(record), images[row : row + 1], record)
+        with self._ahead.watch(len(indices)):
+            if self._ahead.is_cold:
+                self.prepare(indices)
+            with span("read", "image folder"):
+                for row, record in enumerate(indices.tolist()):
+                    out["image"][row] = self._bytes(record)
         if self._labels is not None:
             np.take(self._labels, indices, out=out["label"], mode="clip")
 
-    def describe(self) -> Mapping[str, str]:
-        """Returns format, folder, samples, image size and classes."""
-        height, width, _ = self._spec["image"].shape
-        size = f"{height}×{width}" + (" (resized)" if self._resizes else " (of the first image)")
-        return {**self._facts, "samples": f"{len(self._files):,}", "image size": size}
+    def prepare(self, indices: Indices) -> None:
+        """Asks the kernel to bring files into its page cache, where a read has waited for the disk lately."""
+        if self._ahead.is_cold:
+            for record in indices.tolist():
+                with contextlib.suppress(OSError), Path(self._files[record]).open("rb") as file:
+                    ask_ahead(file.fileno(), 0, 0)
 
-    def _decode(self, record: int) -> NDArray[np.uint8]:
+    def describe(self) -> Mapping[str, str]:
+        """Returns format, folder, samples and classes."""
+        return {**self._facts, "samples": f"{len(self._files):,}"}
+
+    def _bytes(self, record: int) -> bytes:
         path = self._files[record]
         try:
-            data = np.fromfile(path, np.uint8)
+            return Path(path).read_bytes()
         except OSError as error:
             raise RecordError(
                 f"{path}, record {record}: cannot be read ({error}); restore it or open the folder anew"
             ) from error
-        with span("decode", num_bytes=data.size):
-            image = self._cv2.imdecode(data, self._cv2.IMREAD_COLOR_RGB) if data.size else None
-        if image is None:
-            raise RecordError(
-                f"{path}, record {record}: the image of {data.size:,} bytes is truncated or corrupt, or not of the "
-                "format that its name says; expected JPEG, PNG, WebP or BMP: restore or remove it"
-            )
-        return image
-
-    def _place(self, image: NDArray[np.uint8], slot: NDArray[np.uint8], record: int) -> None:
-        if image.shape == slot.shape[1:]:
-            slot[0] = image
-        elif self._resizes:
-            with span("decode", "resize", num_bytes=slot.nbytes):
-                resize(image[None], slot)
-        else:
-            raise RecordError(
-                f"{self._files[record]}, record {record}: the image is {image.shape[0]}×{image.shape[1]} pixels "
-                f"(height×width), expected {slot.shape[1]}×{slot.shape[2]} as the first; give image_size=(height, "
-                "width)"
-            )
 
 
 def has_images(path: Path) -> bool:
@@ -109,10 +135,11 @@ def has_images(path: Path) -> bool:
     return bool(_images(path)) or any(_images(child) for child in _classes(path))
 
 
-def open_image_folder(path: Path, *, image_size: tuple[int, int] | None = None) -> ImageFolder:
+def open_image_folder(path: Path, *, image_size: tuple[int, int] | None = None, decode: Decode = "fast") -> ImageFolder:
     """Opens a folder with one subfolder per class, or a flat one without labels.
 
     **Arguments:** `image_size`: `(height, width)` in pixels to resize to; needed unless all images have one size.
+    `decode`: as in `braidax.data.decoded`.
 
     **Raises:** `FormatError` for images both in the folder and in subfolders, or for a class without any.
     """
@@ -125,7 +152,7 @@ def open_image_folder(path: Path, *, image_size: tuple[int, int] | None = None) 
         )
     facts = {"format": "image folder", "folder": str(path)}
     if flat:
-        return ImageFolder([f"{path}/{name}" for name in flat], None, image_size=image_size, facts=facts)
+        return ImageFolder([f"{path}/{name}" for name in flat], None, image_size=image_size, decode=decode, facts=facts)
     if empty := [child for child, names in per_class.items() if not names]:
         raise FormatError(
             f"{empty[0]}: this class folder holds no image; expected {', '.join(sorted(IMAGE_SUFFIXES))}: remove it, "
@@ -134,7 +161,7 @@ def open_image_folder(path: Path, *, image_size: tuple[int, int] | None = None) 
     files = [f"{child}/{name}" for child, names in per_class.items() for name in names]
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(names) for names in per_class.values()])
     facts["classes"] = listed([child.name for child in classes])
-    return ImageFolder(files, labels, image_size=image_size, facts=facts)
+    return ImageFolder(files, labels, image_size=image_size, decode=decode, facts=facts)
 
 
 def _classes(path: Path) -> list[Path]:

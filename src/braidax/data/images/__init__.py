@@ -1,0 +1,1 @@
+"""Images: decoded, cropped and resized, whole windows of them without the GIL."""

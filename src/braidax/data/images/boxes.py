@@ -1,0 +1,77 @@
+"""Kernels on windows of images in memory: crops resized, crops copied, images mirrored."""
+
+from typing import Any
+
+import numpy as np
+
+from braidax.data.compiled import kernel
+from braidax.data.images.jpeg_planes import fill_taps
+
+_HALF = np.float32(0.5)
+
+
+@kernel
+def resize_boxes(images: Any, boxes: Any, out: Any) -> None:
+    """Resizes one crop of each image by the filter of `resize`.
+
+    **Arguments:** `images`: uint8 `[n, h, w, c]`. `boxes`: int64 `[n, 4]`: top, left, height, width, inside the image.
+    `out`: uint8 `[n, h2, w2, c]`, filled.
+    """
+    channels, new_height, new_width = images.shape[3], out.shape[1], out.shape[2]
+    for n in range(len(images)):
+        top, left, height, width = boxes[n, 0], boxes[n, 1], boxes[n, 2], boxes[n, 3]
+        x_first, x_weights = fill_taps(0, width, new_width, 1)
+        y_first, y_weights = fill_taps(0, height, new_height, 1)
+        length = width * channels
+        row = np.empty(length, np.float32)
+        image = images[n].reshape(images.shape[1], -1)
+        target = out[n].reshape(new_height, -1)
+        for y in range(new_height):
+            row[:] = _HALF
+            for t in range(y_weights.shape[1]):
+                weight, line = y_weights[y, t], image[top + y_first[y] + t]
+                for i in range(length):
+                    row[i] += weight * np.float32(line[left * channels + i])
+            for x in range(new_width):
+                for c in range(channels):
+                    total = np.float32(0)
+                    for t in range(x_weights.shape[1]):
+                        total += x_weights[x, t] * row[(x_first[x] + t) * channels + c]
+                    target[y, x * channels + c] = np.uint8(total)
+
+
+@kernel
+def cut(images: Any, corners: Any, out: Any) -> None:
+    """Copies a crop of each image; what lies beyond the image is 0.
+
+    **Arguments:** `images`: `[n, h, w, c]`. `corners`: int64 `[n, 2]`, top and left. `out`: `[n, h2, w2, c]`, filled.
+    """
+    height, width, channels = images.shape[1], images.shape[2], images.shape[3]
+    for n in range(len(images)):
+        top, left = corners[n, 0], corners[n, 1]
+        first, stop = max(0, -left), max(0, min(out.shape[2], width - left))
+        for y in range(out.shape[1]):
+            if not 0 <= top + y < height or stop <= first:
+                out[n, y] = 0
+                continue
+            out[n, y, :first] = 0
+            out[n, y, stop:] = 0
+            source, target = images[n, top + y].reshape(-1), out[n, y].reshape(-1)
+            for i in range(first * channels, stop * channels):
+                target[i] = source[left * channels + i]
+
+
+@kernel
+def mirror(images: Any, chosen: Any) -> None:
+    """Mirrors some images in place, left to right.
+
+    **Arguments:** `images`: `[n, h, w, c]`. `chosen`: bool `[n]`.
+    """
+    width, channels = images.shape[2], images.shape[3]
+    for n in range(len(images)):
+        if chosen[n]:
+            for y in range(images.shape[1]):
+                row = images[n, y]
+                for x in range(width // 2):
+                    for c in range(channels):
+                        row[x, c], row[width - 1 - x, c] = row[width - 1 - x, c], row[x, c]

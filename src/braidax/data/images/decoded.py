@@ -1,0 +1,120 @@
+"""Sources whose images were bytes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from braidax.data.around import Around, check_size, leaf_spec
+from braidax.data.images.decode import Choose, Decode, check_decode, compile_kernels, decode_images, image_size
+from braidax.data.sources.source import Indices, Source, allocate, is_varying
+from braidax.errors import ArgumentError
+
+Name = Callable[[int], str]
+"""Names a record for errors."""
+
+
+def decoded(
+    source: Source, *, leaf: str = "image", size: tuple[int, int] | None = None, decode: Decode = "fast"
+) -> Source:
+    """Returns a source whose encoded images are pixels: uint8 `[height, width, 3]`, RGB, upright.
+
+    **Arguments:** `source`: samples are mappings; `leaf` holds bytes of varying size: JPEG, PNG, WebP or BMP. `size`:
+    `(height, width)` in pixels to resize to, antialiased; None when all images have the size of the first. `decode`:
+    `"fast"` resizes JPEG images while it decodes them, within about one step of 255 on average of what `"exact"` gives:
+    the image decoded in full by libjpeg-turbo, then resized as Pillow does.
+
+    **Raises:** `ArgumentError` if `leaf` is not of varying size, or `size` or `decode` is wrong; `RecordError` when an
+    image cannot be decoded, naming its record; `MissingExtra`.
+    """
+    if not is_varying(leaf_spec(source, leaf, needed_by="decoded")):
+        spec = source.sample_spec[leaf]
+        raise ArgumentError(
+            f"decoded needs leaf={leaf!r} as bytes of varying size, got {spec.dtype}{list(spec.shape)}; images "
+            "that are decoded already need no more than resized()"
+        )
+    if size is None and not len(source):
+        raise ArgumentError("source has no samples, so the size of its images cannot be known; give size=")
+    return decode_leaf(source, leaf, size, decode, lambda record: f"leaf {leaf!r}, record {record}")
+
+
+def decode_leaf(source: Source, leaf: str, size: tuple[int, int] | None, decode: Decode, name: Name) -> "DecodedSource":
+    """Returns `decoded(source)`, whose errors call a record by `name(record)`."""
+    check_decode(decode)
+    compile_kernels()
+    if size is None:
+        window = allocate(source.sample_spec, 1)
+        source.read(np.zeros(1, np.int64), window)
+        first = image_size(window[leaf][0], name(0))
+    else:
+        check_size(size)
+        first = size
+    return DecodedSource(source, leaf, (first[0], first[1]), Decoding(decode, name, resizes=size is not None))
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How images are decoded.
+
+    **Fields:** `decode`: fast or exact. `name`: names a record for errors. `resizes`: whether all sizes are taken.
+    """
+
+    decode: Decode
+    name: Name = field(repr=False)
+    resizes: bool
+
+
+@dataclass(frozen=True)
+class DecodedSource(Around):
+    """A source whose leaf of encoded images is decoded."""
+
+    leaf: str
+    size: tuple[int, int]
+    decoding: Decoding
+
+    @property
+    def sample_spec(self) -> Any:
+        return {**self.source.sample_spec, self.leaf: jax.ShapeDtypeStruct((*self.size, 3), np.uint8)}
+
+    def read(self, indices: Indices, out: Any) -> None:
+        self.read_crops(indices, out, None)
+
+    def read_crops(self, indices: Indices, out: Any, choose: Choose | None) -> None:
+        """Reads samples, and of each image the crop that `choose` chooses."""
+        payloads = np.empty(len(indices), object)
+        self.source.read(indices, {**out, self.leaf: payloads})
+        decode_images(
+            payloads.tolist(),
+            out[self.leaf],
+            where=lambda place: self.decoding.name(int(indices[place])),
+            choose=choose,
+            decode=self.decoding.decode,
+            resizes=self.decoding.resizes or choose is not None,
+        )
+
+    def describe(self) -> Mapping[str, str]:
+        exact = ", exact" if self.decoding.decode == "exact" else ""
+        how = f" (resized{exact})" if self.decoding.resizes else " (of the first image)"
+        return {**self.source.describe(), "image size": f"{self.size[0]}×{self.size[1]}{how}"}
+
+    def resized_to(self, size: tuple[int, int]) -> Self:
+        """Returns itself with images of another size."""
+        return replace(self, size=size, decoding=replace(self.decoding, resizes=True))
+
+
+def encoded(source: Source, leaf: str) -> DecodedSource | None:
+    """Returns what decodes a leaf so that crops of it can be read, or None if the source has no encoded images there.
+
+    Images that a source was asked to resize are as it was asked: crops are cut from the resized ones.
+    """
+    if isinstance(source, DecodedSource):
+        return source if source.leaf == leaf and not source.decoding.resizes else None
+    inside = getattr(source, "decodes", None)
+    if isinstance(inside, DecodedSource):
+        return encoded(inside, leaf)
+    spec = source.sample_spec
+    if isinstance(spec, Mapping) and leaf in spec and is_varying(spec[leaf]):
+        return decode_leaf(source, leaf, (1, 1), "fast", lambda record: f"leaf {leaf!r}, record {record}")
+    return None
