@@ -2,7 +2,7 @@
 
 from braidax import checkpoint, data, errors, parallel
 from braidax.checkpoint import Checkpointer, Every
-from braidax.data import Cursor, DataLoader, open, prefetch_to_device
+from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
 from braidax.errors import BraidaxError
 from braidax.fit import evaluate, fit
 from braidax.parallel import DataParallel, Plan, State, Step, parallelize, value_and_grad
@@ -29,6 +29,7 @@ __all__ = [
     "errors",
     "evaluate",
     "fit",
+    "mix",
     "open",
     "parallel",
     "parallelize",
