@@ -1,12 +1,15 @@
 """Local files: read by `pread`, neighbors together; the kernel is asked ahead for what its page cache lacks."""
 
+import collections
+import contextlib
 import itertools
 import os
 import resource
+import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +18,8 @@ from numpy.typing import NDArray
 
 from braidax.data.storage.files import Bytes, Files, Ranges
 from braidax.errors import FormatError, RecordError
+
+Stretch = tuple[int, int, int, int, int]  # file, offset, length, and which ranges lie in it, from and to
 
 _GAP_BYTES = 1 << 12  # ranges closer than a page are read in one call: the page between them is read anyway
 _COLD_SECONDS = 10.0  # for how long after a read that waited for the disk the kernel is asked ahead
@@ -31,15 +36,20 @@ class LocalFiles(Files):
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._names = [str(path) for path in paths]
-        try:
-            self._descriptors = [os.open(name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for name in self._names]
-        except OSError as error:
-            raise FormatError(f"{error.filename}: cannot be opened ({error}); restore it or its permissions") from error
-        weakref.finalize(self, _close, self._descriptors)
-        states = [os.fstat(descriptor) for descriptor in self._descriptors]
-        self._sizes = [state.st_size for state in states]
-        self._stamps = [str(state.st_mtime_ns) for state in states]
+        self._sizes: list[int] = []
+        self._stamps: list[str] = []
         self._ahead = ReadAhead()
+        self._descriptors = _Descriptors(self._names)
+        weakref.finalize(self, self._descriptors.close)
+        for number, name in enumerate(self._names):
+            # As many as may be open stay so, though they be deleted; of the others only what they are is noted.
+            state = os.fstat(self._descriptors.take(number)) if number < self._descriptors.limit else _state(name)
+            if number < self._descriptors.limit:
+                self._descriptors.give_back(number)
+            if not stat.S_ISREG(state.st_mode):
+                raise FormatError(f"{name}: is a folder or a device; expected a file")
+            self._sizes.append(state.st_size)
+            self._stamps.append(str(state.st_mtime_ns))
 
     def __reduce__(self) -> tuple[Callable[..., "LocalFiles"], tuple[Any, ...]]:
         return _opened_again, (self._names, self._sizes, self._stamps)
@@ -59,33 +69,54 @@ class LocalFiles(Files):
     def read(self, ranges: Ranges) -> Sequence[Bytes]:
         order = np.lexsort((ranges.offset, ranges.file))
         spans = merged(Ranges(ranges.file[order], ranges.offset[order], ranges.length[order]))
-        found: list[Bytes] = [b""] * len(order)
-        for number in np.unique(ranges.file).tolist():
-            self._check_unchanged(number)
-        with self._ahead.watch(len(order)):
+        offsets, lengths, places = ranges.offset.tolist(), ranges.length.tolist(), order.tolist()
+        found: list[Bytes] = [b""] * len(places)
+        with self._ahead.watch(len(places)):
             if self._ahead.is_cold:
-                for file, offset, length, _, _ in spans:
-                    ask_ahead(self._descriptors[file], offset, length)
-            for file, offset, length, first, stop in spans:
-                data = memoryview(self._pread(file, offset, length))
-                for place in order[first:stop].tolist():
-                    start = int(ranges.offset[place]) - offset
-                    found[place] = data[start : start + int(ranges.length[place])]
+                self._ask_ahead(spans)
+            for file, group in itertools.groupby(spans, key=lambda span: span[0]):
+                with self._opened(file) as descriptor:
+                    for _, offset, length, first, stop in group:
+                        data = memoryview(self._pread(descriptor, file, offset, length))
+                        for place in places[first:stop]:
+                            start = offsets[place] - offset
+                            found[place] = data[start : start + lengths[place]]
         return found
 
     def prepare(self, ranges: Ranges) -> None:
         if self._ahead.is_cold:
-            for file, offset, length in zip(*(field.tolist() for field in ranges), strict=True):
-                ask_ahead(self._descriptors[file], offset, length)
+            order = np.lexsort((ranges.offset, ranges.file))
+            self._ask_ahead(merged(Ranges(ranges.file[order], ranges.offset[order], ranges.length[order])))
 
     def open(self, number: int) -> IO[bytes]:
         return Path(self._names[number]).open("rb")
 
-    def _pread(self, file: int, offset: int, length: int) -> bytes:
+    def _ask_ahead(self, spans: "list[Stretch]") -> None:
+        for file, group in itertools.groupby(spans, key=lambda span: span[0]):
+            with self._opened(file) as descriptor:
+                for _, offset, length, _, _ in group:
+                    ask_ahead(descriptor, offset, length)
+
+    @contextlib.contextmanager
+    def _opened(self, file: int) -> Generator[int, None, None]:
+        """Lends a descriptor of a file that is as it was."""
+        descriptor = self._descriptors.take(file)
+        try:
+            state = os.fstat(descriptor)
+            if state.st_size != self._sizes[file] or str(state.st_mtime_ns) != self._stamps[file]:
+                raise FormatError(
+                    f"{self._names[file]}: changed while it was open: {state.st_size:,} bytes, expected "
+                    f"{self._sizes[file]:,} as when it was opened; open it again"
+                )
+            yield descriptor
+        finally:
+            self._descriptors.give_back(file)
+
+    def _pread(self, descriptor: int, file: int, offset: int, length: int) -> bytes:
         name, parts, left = self._names[file], list[bytes](), length
         while left:
             try:
-                part = os.pread(self._descriptors[file], left, offset + length - left)
+                part = os.pread(descriptor, left, offset + length - left)
             except OSError as error:
                 raise RecordError(
                     f"{name}: {left:,} bytes at offset {offset + length - left:,} cannot be read ({error}); check the "
@@ -100,13 +131,59 @@ class LocalFiles(Files):
             left -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _check_unchanged(self, number: int) -> None:
-        state = os.fstat(self._descriptors[number])
-        if state.st_size != self._sizes[number] or str(state.st_mtime_ns) != self._stamps[number]:
-            raise FormatError(
-                f"{self._names[number]}: changed while it was open: {state.st_size:,} bytes, expected "
-                f"{self._sizes[number]:,} as when it was opened; open it again"
-            )
+
+class _Descriptors:
+    """Descriptors of files, open as they are needed, as many as a process may well have; those in use stay open."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.limit = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._names = names
+        self._lock = threading.Lock()
+        self._open: dict[int, int] = {}  # the least recently used first
+        self._users: collections.Counter[int] = collections.Counter()
+
+    def take(self, number: int) -> int:
+        """Lends the descriptor of a file, until it is given back."""
+        with self._lock:
+            descriptor = self._open.pop(number, None)
+            if descriptor is not None:
+                self._open[number] = descriptor
+                self._users[number] += 1
+                return descriptor
+        name = self._names[number]
+        try:
+            fresh = os.open(name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise _unopened(name, error) from error
+        with self._lock:
+            descriptor = self._open.setdefault(number, fresh)
+            self._users[number] += 1
+            idle = (item for item in list(self._open) if not self._users[item])
+            closed = [self._open.pop(item) for item in itertools.islice(idle, max(0, len(self._open) - self.limit))]
+        for unused in [*closed, *([fresh] if fresh != descriptor else [])]:
+            os.close(unused)
+        return descriptor
+
+    def give_back(self, number: int) -> None:
+        """Takes note that a lent descriptor is not used any more."""
+        with self._lock:
+            self._users[number] -= 1
+
+    def close(self) -> None:
+        """Closes all."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _state(name: str) -> os.stat_result:
+    try:
+        return Path(name).stat()
+    except OSError as error:
+        raise _unopened(name, error) from error
+
+
+def _unopened(name: str, error: OSError) -> FormatError:
+    return FormatError(f"{name}: cannot be opened ({error}); restore it or its permissions")
 
 
 class ReadAhead:
@@ -145,11 +222,11 @@ class _Watch:
 
 
 def _num_waits() -> int:
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))  # the former is Linux's
     return usage.ru_majflt + usage.ru_inblock // 8  # blocks are of 512 bytes, pages of 4096
 
 
-def merged(ranges: Ranges, *, gap_bytes: int = _GAP_BYTES) -> list[tuple[int, int, int, int, int]]:
+def merged(ranges: Ranges, *, gap_bytes: int = _GAP_BYTES) -> list[Stretch]:
     """Merges sorted ranges that lie close together.
 
     **Arguments:** `ranges`: sorted by file and offset. `gap_bytes`: between two ranges that are read together.
@@ -162,7 +239,7 @@ def merged(ranges: Ranges, *, gap_bytes: int = _GAP_BYTES) -> list[tuple[int, in
     starts = ranges.file * file_bytes + ranges.offset  # as if the files lay one behind the other, far apart
     ends: NDArray[np.int64] = np.maximum.accumulate(starts + ranges.length)
     borders = [0, *(np.flatnonzero(starts[1:] > ends[:-1] + gap_bytes) + 1).tolist(), len(starts)]
-    found: list[tuple[int, int, int, int, int]] = []
+    found: list[Stretch] = []
     for first, stop in itertools.pairwise(borders):
         offset = int(ranges.offset[first])
         length = int((ranges.offset[first:stop] + ranges.length[first:stop]).max()) - offset
@@ -184,8 +261,3 @@ def _opened_again(names: list[str], sizes: list[int], stamps: list[str]) -> Loca
         if before != after:
             raise FormatError(f"{name}: changed since it was opened in another process; open the data set again")
     return files
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
