@@ -1,7 +1,7 @@
 """The contract of storage: files that are read at random, many ranges of bytes at a time, by many threads."""
 
 from collections.abc import Sequence
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ class Ranges(NamedTuple):
     length: NDArray[np.int64]
 
 
+@runtime_checkable
 class Files(Protocol):
     """The files of one data set."""
 

@@ -37,15 +37,19 @@ class RemoteStream(io.RawIOBase):
         return "rb"
 
     def readable(self) -> bool:
+        """It is."""
         return True
 
     def seekable(self) -> bool:
+        """It is."""
         return True
 
     def tell(self) -> int:
+        """Returns the offset of the next byte."""
         return self._place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Goes to an offset from the beginning, from here or from the end, and returns it from the beginning."""
         place = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence] + offset
         if place < 0:
             raise ValueError(f"negative seek position {place}")
@@ -54,6 +58,7 @@ class RemoteStream(io.RawIOBase):
         return place
 
     def readinto(self, buffer: Any, /) -> int:
+        """Reads as much into a buffer as is at hand, at least a byte before the end, and returns how much."""
         view = memoryview(buffer).cast("B")
         length = min(len(view), self._size - self._place)
         if length <= 0:
