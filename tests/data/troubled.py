@@ -18,7 +18,7 @@ from braidax.errors import FormatError, RecordError
 
 NUM_SAMPLES = 100_000
 RAISES_KEY_ERROR, RAISES_FORMAT_ERROR, RAISES_ITS_OWN, LEAVES = 90_000, 90_001, 90_002, 90_003
-KILLED, EXITS, CRASHES_ONCE, HANGS, SAYS_TIMEOUT = 90_004, 90_005, 90_006, 90_007, 90_008
+KILLED, CRASHES_ONCE, HANGS, SAYS_TIMEOUT = 90_004, 90_005, 90_006, 90_007
 
 
 class OwnError(RecordError):
@@ -82,8 +82,6 @@ class Troubled(Source):
             raise SystemExit(3)
         if record == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
-        if record == EXITS:
-            os._exit(7)
         if record == CRASHES_ONCE and not before:
             ctypes.string_at(0)
         if record == HANGS:

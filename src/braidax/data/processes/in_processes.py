@@ -77,8 +77,8 @@ class InProcesses(Source):
                 deaths.append(str(died))
         raise RecordError(
             f"source={type(self._source).__name__}: reading the records {_listed(indices)} ended {len(deaths)} worker "
-            f"processes one after the other; the last, {deaths[-1]}; read these records on threads to see why, "
-            "mend the code that crashes on them, or leave them out"
+            f"processes one after the other; the last, {deaths[-1]}; read these records with workers='threads' "
+            "to see why, mend the code that crashes on them, or leave them out"
         )
 
     def _read_by(self, worker: Worker, indices: NDArray[np.int64], out: Any) -> None:

@@ -47,7 +47,7 @@ def pack(source: Any) -> int:
         name, part = _culprit(source, "source")
         raise ArgumentError(
             f"{name}={_shown(part)} cannot be sent to worker processes: {type(error).__name__}: {error}; open it in "
-            "__getitem__ at the first use, leave it out of __getstate__, or read it on threads"
+            "__getitem__ at the first use, leave it out of __getstate__, or read with workers='threads'"
         ) from error
     descriptor = nameless_file()
     try:

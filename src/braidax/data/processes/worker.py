@@ -115,10 +115,18 @@ class Worker:
     def wait_until_ready(self) -> None:
         """Waits until the worker has its source.
 
-        **Raises:** `WorkerDied`, `WorkerClosed`; `WaitTimeout`; what unpacking the source raised.
+        **Raises:** `WorkerDied`, `WorkerClosed`; `WaitTimeout`; `BraidaxError` when it could not begin at all; what
+        unpacking the source raised.
         """
         try:
             self._ask(None, time.monotonic() + _START_SECONDS)
+        except WorkerDied as died:
+            if self._process.returncode < 0:
+                raise
+            raise BraidaxError(
+                f"{died} before it had its source; what it wrote to stderr says why: mend the environment that "
+                f"{sys.executable} starts in"
+            ) from died
         except TimeoutError as error:
             raise WaitTimeout(
                 f"{self.name} did not start within {_START_SECONDS:g} s; make the imports that the source needs "
