@@ -2,6 +2,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import cloudpickle
 import jax
 import numpy as np
 import pytest
@@ -171,3 +172,16 @@ def test_arrays_in_memory() -> None:
     )
     with pytest.raises(ArgumentError, match=r"path_or_object: the dict's entry 'x' is a list; expected an array"):
         sources.open({"x": [1, 2]})
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_another_process_maps_the_file_again(tmp_path: Path, save: Callable[..., None]) -> None:
+    x = np.random.default_rng(0).integers(0, 9, (1000, 100), np.int32)
+    save(tmp_path / "a.npz", x=x, flipped=np.asfortranarray(x))
+    source = sources.open(tmp_path / "a.npz")
+    packed = cloudpickle.dumps(source)
+    assert (len(packed) < 10_000) == (save is np.savez)
+    again = cloudpickle.loads(packed)
+    assert_equal(read(again, [999, 0]), {"x": x[[999, 0]], "flipped": x[[999, 0]]})
+    assert again.describe() == source.describe()
+    assert (again._places["x"] is not None) == (save is np.savez)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import datasets
 import numpy as np
 import polars as pl
@@ -418,3 +419,20 @@ def test_only_the_columns_of_its_format(tmp_path: Path) -> None:
     found.save_to_disk(tmp_path / "d")
     assert list(open_arrow(tmp_path / "d").sample_spec) == ["ids"]
     assert list(open_arrow(tmp_path / "d", columns=["text"]).sample_spec) == ["text"]
+
+
+@pytest.mark.parametrize("write", [stream, lz4])
+def test_another_process_maps_the_files_again(tmp_path: Path, write: Callable[[Path, pa.Table], Path]) -> None:
+    table = pa.table({name: column for name, column in columns().items() if name != "missing"})
+    for part in range(2):
+        write(tmp_path / f"{part}.arrow", table.slice(25 * part, 25))
+    source = open_arrow(tmp_path)
+    keep_the_place = open_arrow(tmp_path)  # so that a second mapping of the same files lies elsewhere
+    packed = cloudpickle.dumps(source)
+    assert len(packed) < 20_000
+    again = cloudpickle.loads(packed)
+    assert_values(again, [49, 0, 26, 24], expected())
+    assert again.describe() == source.describe() == keep_the_place.describe()
+    path = write(tmp_path / "1.arrow", table)
+    with pytest.raises(FormatError, match=rf"{path}: changed while it was open"):
+        cloudpickle.loads(packed)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -282,3 +283,14 @@ def test_only_the_bytes_of_the_chosen_columns_are_read(tmp_path: Path) -> None:
     assert ranges.offset.tolist() == [chunk.dictionary_page_offset]
     assert ranges.length.tolist() == [chunk.total_compressed_size]
     assert read(open_parquet(LocalFiles([path]), columns=["y"]), [29])["y"].tolist() == [29]
+
+
+def test_another_process_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.parquet", {"x": np.arange(30.0), "text": ["long " * 1000] * 30}, row_group_size=10)
+    source = sources.open(path)
+    read(source)
+    packed = cloudpickle.dumps(source)
+    assert len(packed) < 20_000
+    again = cloudpickle.loads(packed)
+    assert read(again, [29])["x"].tolist() == [29]
+    assert again.describe() == source.describe()

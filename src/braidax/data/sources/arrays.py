@@ -5,7 +5,7 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ class ArraySource(Source):
     ) -> None:
         self._leaves = dict(leaves)
         self._mapped = mapped
+        self._places = {name: mapped.place_of(array) if mapped else None for name, array in self._leaves.items()}
         self._where = where
         self._facts = dict(facts)
         lengths = {name: len(array) if array.ndim else None for name, array in self._leaves.items()}
@@ -64,35 +65,56 @@ class ArraySource(Source):
         """Copies rows into place: one vectorised copy per leaf."""
         check_indices(indices, self._num_samples, where=self._where)
         for name, array in self._leaves.items():
-            with self._reading(array, indices):
+            with self._reading(name, indices):
                 gather(array, indices, out[name], where=self._where, leaf=name)
 
     def prepare(self, indices: Indices) -> None:
         """Asks the kernel ahead for the bytes of these samples, while the disk is what reads wait for."""
-        for array in self._leaves.values():
-            place = self._place(array)
-            if self._mapped is not None and place is not None:
-                row_bytes = array[0].nbytes
-                self._mapped.prepare(place + indices * row_bytes, np.full(len(indices), row_bytes))
+        for name in self._leaves:
+            places, row_bytes = self._rows(name, indices)
+            if self._mapped is not None and len(places):
+                self._mapped.prepare(places, np.full(len(places), row_bytes))
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""
         num_bytes = sum(array.nbytes for array in self._leaves.values())
         return {**self._facts, "samples": f"{self._num_samples:,}", "bytes": f"{num_bytes:,}"}
 
-    def _reading(self, array: NDArray[Any], indices: Indices) -> AbstractContextManager[None]:
+    def __reduce__(self) -> tuple[Callable[..., "ArraySource"], tuple[Any, ...]]:
         if self._mapped is None:
-            return nullcontext()
-        place = self._place(array)
-        if place is None:
-            return self._mapped.reading(indices[:0], np.int64(0))
-        return self._mapped.reading(place + indices * array[0].nbytes, np.int64(array[0].nbytes))
+            return _source_again, (self._leaves, {}, self._where, self._facts, None)
+        kept = {name: array for name, array in self._leaves.items() if self._places[name] is None}
+        views = {
+            name: (int(place - self._mapped.origins[0]), array.dtype, array.shape, array.strides)
+            for name, array in self._leaves.items()
+            if (place := self._places[name]) is not None
+        }
+        return _source_again, (kept, views, self._where, self._facts, self._mapped)
 
-    def _place(self, array: NDArray[Any]) -> int | None:
-        """Returns where in the mapped file a leaf begins; None for one that is not mapped, or not row by row."""
-        if self._mapped is None or not array.flags.c_contiguous:
-            return None
-        return self._mapped.place_of(array)
+    def _reading(self, name: str, indices: Indices) -> AbstractContextManager[None]:
+        return nullcontext() if self._mapped is None else self._mapped.reading(*self._rows(name, indices))
+
+    def _rows(self, name: str, indices: Indices) -> tuple[Indices, np.int64]:
+        """Returns the places of some samples of a leaf, and their bytes: none where they are not mapped row by row."""
+        array, place = self._leaves[name], self._places[name]
+        if place is None or not array.flags.c_contiguous:
+            return indices[:0], np.int64(0)
+        return place + indices * array[0].nbytes, np.int64(array[0].nbytes)
+
+
+def _source_again(
+    kept: dict[str, NDArray[Any]],
+    views: dict[str, tuple[int, Any, Any, Any]],
+    where: str,
+    facts: Mapping[str, str],
+    mapped: Mapped | None,
+) -> ArraySource:
+    """Makes a source in another process: what is mapped is not copied there, but mapped again."""
+    leaves = dict(kept)
+    for name, (offset, dtype, shape, strides) in views.items():
+        assert mapped is not None
+        leaves[name] = np.ndarray(shape, dtype, mapped.array(0), offset, strides)
+    return ArraySource(leaves, where=where, facts=facts, mapped=mapped)
 
 
 def from_arrays(arrays: Mapping[str, Any]) -> ArraySource:

@@ -1,6 +1,6 @@
 """Arrow IPC files and streams: records gathered from the files as they are, or from decoded batches if compressed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.sources.arrow_layout import Batch, Layout, read_layout
-from braidax.data.sources.blocks import Block, Blocks, BlockSource, Group
+from braidax.data.sources.blocks import DEFAULT_CACHE_BYTES, Block, Blocks, BlockSource, Group
 from braidax.data.sources.columns import RAGGED, Leaf, with_lengths
 from braidax.data.sources.direct import DirectLeaf, direct_leaf
 from braidax.data.sources.huggingface import is_huggingface, read_folder, selected
@@ -41,6 +41,9 @@ class ArrowSource(Source):
         self._batches = _Starts([count for counts in rows for count in counts])
         self._files = np.cumsum([0, *(sum(counts) for counts in rows)], dtype=np.int64)
         self._spec = {direct.leaf.name: direct.leaf.spec(memory.names[0]) for direct in self._leaves}
+
+    def __reduce__(self) -> tuple[Callable[..., Source], tuple[Any, ...]]:
+        return _source_again, (self._memory, list(self._spec), self._facts)
 
     @property
     def sample_spec(self) -> Any:
@@ -131,6 +134,9 @@ class ArrowTable(Blocks):
         self._leaves = self._measured(leaves)
         self._blocks = self._found_blocks()
 
+    def __reduce__(self) -> tuple[Callable[..., "ArrowTable"], tuple[Any, ...]]:
+        return _table_again, (self._memory, [leaf.name for leaf in self._leaves])
+
     @property
     def names(self) -> Sequence[str]:
         return self._memory.names
@@ -207,11 +213,7 @@ def arrow_source(
     **Raises:** `FormatError` for files that are damaged, differ in their columns, or have columns of no use;
     `ArgumentError` for columns that are not there.
     """
-    layouts = [_without_empty(read_layout(memory, file)) for file in range(len(memory.names))]
-    schema = _one_schema(memory, layouts)
-    if not any(layout.batches for layout in layouts):
-        raise FormatError(f"{memory.names[0]}: holds 0 records in {len(memory.names)} file(s); expected at least one")
-    leaves = leaves_of(schema, columns, where=memory.names[0])
+    layouts, leaves = _opened(memory, columns)
     facts = {**facts, "bytes": f"{sum(memory.sizes):,}"}
     batches = [batch for layout in layouts for batch in layout.batches]
     if all(leaf.is_direct for leaf in leaves) and not any(batch.is_compressed for batch in batches):
@@ -223,12 +225,29 @@ def arrow_source(
     return BlockSource(table, cache_bytes=cache_bytes, what="record batches", facts=facts)
 
 
+def _opened(memory: Memory, columns: Sequence[str] | None) -> tuple[list[Layout], list[Leaf]]:
+    layouts = [_without_empty(read_layout(memory, file)) for file in range(len(memory.names))]
+    schema = _one_schema(memory, layouts)
+    if not any(layout.batches for layout in layouts):
+        raise FormatError(f"{memory.names[0]}: holds 0 records in {len(memory.names)} file(s); expected at least one")
+    return layouts, leaves_of(schema, columns, where=memory.names[0])
+
+
+def _source_again(memory: Memory, columns: list[str], facts: Mapping[str, str]) -> Source:
+    """Opens files in another process, where they are mapped to other places."""
+    return arrow_source(memory, columns=columns, cache_bytes=DEFAULT_CACHE_BYTES, facts=facts)
+
+
+def _table_again(memory: Memory, columns: list[str]) -> ArrowTable:
+    return ArrowTable(memory, *_opened(memory, columns))
+
+
 def open_arrow(
     where: Path | Files,
     *,
     split: str | None = None,
     columns: Sequence[str] | None = None,
-    cache_bytes: int = 1 << 30,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Source:
     """Opens an Arrow IPC file or stream (`.arrow`, `.feather`), a folder of them, or files in an object store.
 

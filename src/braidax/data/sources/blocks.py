@@ -20,6 +20,7 @@ from braidax.data.sources.source import Indices, Source, check_indices
 from braidax.errors import ArgumentError, WaitTimeout
 
 WAIT_SECONDS = 600.0
+DEFAULT_CACHE_BYTES = 1 << 30
 
 Group = Mapping[str, Column]
 
@@ -77,6 +78,7 @@ class BlockSource(Source):
         self._blocks = list(table.blocks)
         self._what = what
         self._facts = dict(facts)
+        self._cache_bytes = cache_bytes
         self._starts = np.cumsum([0, *(block.num_rows for block in self._blocks)], dtype=np.int64)
         self._spec = {leaf.name: leaf.spec(table.names[0]) for leaf in self._leaves}
         largest = max(block.num_bytes for block in self._blocks)
@@ -89,6 +91,9 @@ class BlockSource(Source):
         self._fits = self._num_bytes <= cache_bytes
         self._windows = _Windows(cache_bytes if self._fits else max(0, (cache_bytes - largest) // 2))
         self._cache = _Cache(self._decode, lambda: cache_bytes - self._windows.num_bytes)
+
+    def __reduce__(self) -> tuple[Callable[..., "BlockSource"], tuple[Any, ...]]:
+        return _source_again, (self._table, self._cache_bytes, self._what, self._facts)
 
     @property
     def sample_spec(self) -> Any:
@@ -192,6 +197,11 @@ class BlockSource(Source):
         group = self._table.decode(index)
         self._windows.take(index, group)
         return group
+
+
+def _source_again(table: Blocks, cache_bytes: int, what: str, facts: Mapping[str, str]) -> BlockSource:
+    """Makes a source in another process, with a cache of its own."""
+    return BlockSource(table, cache_bytes=cache_bytes, what=what, facts=facts)
 
 
 class _Window:

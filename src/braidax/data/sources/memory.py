@@ -5,15 +5,16 @@ in hundreds of files is one array of places, and is gathered by one vectorised c
 """
 
 import contextlib
+import errno
+import itertools
 import mmap
+import operator
 import os
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,9 +81,7 @@ class Mapped(Memory):
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._names = [str(path) for path in paths]
-        self._descriptors: list[int] = []
-        weakref.finalize(self, _close, self._descriptors)
-        self._states: list[tuple[int, int]] = []
+        self._states: list[_State] = []
         self._mappings: list[mmap.mmap] = []
         addresses: list[int] = []
         for name in self._names:
@@ -95,8 +94,10 @@ class Mapped(Memory):
         self._by_address = np.argsort(self._origins)
         self._records: dict[int, NDArray[Any]] = {}
         self._ahead = ReadAhead()
-        self._lock = threading.Lock()
         self._next_check = 0.0
+
+    def __reduce__(self) -> tuple[Callable[..., "Mapped"], tuple[Any, ...]]:
+        return _mapped_again, (self._names, self._states)
 
     @property
     def names(self) -> Sequence[str]:
@@ -104,11 +105,17 @@ class Mapped(Memory):
 
     @property
     def sizes(self) -> Sequence[int]:
-        return [size for size, _ in self._states]
+        return [state.size for state in self._states]
 
     @property
     def origins(self) -> Places:
         return self._origins
+
+    def expect(self, states: Sequence[tuple[int, int, int]]) -> None:
+        """Checks that the files are those that had these states. **Raises:** `FormatError` naming one that is not."""
+        self._states = [_State(*state) for state in states]
+        self._next_check = 0.0
+        self._check_unchanged()
 
     def array(self, file: int) -> NDArray[np.uint8]:
         """Returns the whole of one file as a read-only view of its mapping, uint8 `[size]`."""
@@ -165,17 +172,18 @@ class Mapped(Memory):
             yield
 
     def _map(self, name: str) -> mmap.mmap:
+        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
         try:
-            descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            self._descriptors.append(descriptor)
-            state = os.fstat(descriptor)
-            options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-            mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, **options)
+            with Path(name).open("rb") as file:
+                self._states.append(_State.of(os.fstat(file.fileno())))
+                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options)
         except (OSError, ValueError) as error:  # an empty file is a ValueError
-            raise FormatError(f"{name}: cannot be mapped ({error}); restore it or its permissions") from error
+            remedy = "restore it or its permissions"
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                remedy = f"allow more open files than the {len(self._mappings)} before it (ulimit -n)"
+            raise FormatError(f"{name}: cannot be mapped ({error}); {remedy}") from error
         if hasattr(mmap, "MADV_RANDOM"):
             mapping.madvise(mmap.MADV_RANDOM)
-        self._states.append((state.st_size, state.st_mtime_ns))
         return mapping
 
     def _as_records(self, width: int) -> NDArray[Any]:
@@ -193,12 +201,15 @@ class Mapped(Memory):
         started = time.monotonic()
         if started < self._next_check:
             return
-        for name, descriptor, (size, stamp) in zip(self._names, self._descriptors, self._states, strict=True):
-            state = os.fstat(descriptor)
-            if (state.st_size, state.st_mtime_ns) != (size, stamp):
+        for name, expected in zip(self._names, self._states, strict=True):
+            try:
+                state = _State.of(os.stat(name))  # noqa: PTH116 (a tenth of the time of Path.stat)
+            except FileNotFoundError:
+                continue  # its bytes live for as long as they are mapped
+            if state != expected:
                 raise FormatError(
-                    f"{name}: changed while it was open: {state.st_size:,} bytes, expected {size:,} as when it was "
-                    "opened; open it again"
+                    f"{name}: changed while it was open: {state.size:,} bytes, expected {expected.size:,} as when it "
+                    "was opened; open it again"
                 )
         ended = time.monotonic()
         self._next_check = ended + _CHECK_SHARE * (ended - started)
@@ -207,9 +218,12 @@ class Mapped(Memory):
         order = np.argsort(places, kind="stable")
         file = self._files_of(places)[order]
         offsets = places[order] - self._origins[file]
-        for number, offset, length, _, _ in merged(Ranges(file, offsets, np.broadcast_to(lengths, order.shape)[order])):
-            for start in range(offset, offset + length, _ASKED_BYTES):
-                ask_ahead(self._descriptors[number], start, min(_ASKED_BYTES, offset + length - start))
+        spans = merged(Ranges(file, offsets, np.broadcast_to(lengths, order.shape)[order]))
+        for number, stretches in itertools.groupby(spans, operator.itemgetter(0)):
+            with contextlib.suppress(OSError), open(self._names[number], "rb") as opened:  # noqa: PTH123 (likewise)
+                for _, offset, length, _, _ in stretches:
+                    for start in range(offset, offset + length, _ASKED_BYTES):
+                        ask_ahead(opened.fileno(), start, min(_ASKED_BYTES, offset + length - start))
 
     def _touch(self, places: Places, lengths: Places) -> None:
         """Waits for the pages without the GIL: what slices bytes into objects holds it."""
@@ -274,6 +288,20 @@ class _Overlapping:
         }
 
 
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+class _State(NamedTuple):
+    """What becomes another when a file is written anew."""
+
+    size: int
+    stamp: int
+    inode: int
+
+    @classmethod
+    def of(cls, state: os.stat_result) -> "_State":
+        return cls(state.st_size, state.st_mtime_ns, state.st_ino)
+
+
+def _mapped_again(names: list[str], states: list[_State]) -> Mapped:
+    """Maps files in another process. **Raises:** `FormatError` for one that changed meanwhile."""
+    found = Mapped(names)
+    found.expect(states)
+    return found

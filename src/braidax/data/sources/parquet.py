@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from braidax.data.sources.blocks import Block, Blocks, BlockSource, Group
+from braidax.data.sources.blocks import DEFAULT_CACHE_BYTES, Block, Blocks, BlockSource, Group
 from braidax.data.sources.columns import RAGGED, Leaf, with_lengths
 from braidax.data.sources.source import listed
 from braidax.data.sources.tables import arrow, arrow_parquet, column_of, leaves_of, list_lengths
@@ -230,7 +230,7 @@ def parquet_files(path: Path) -> list[Path]:
 
 
 def open_parquet(
-    where: Path | Files, *, columns: Sequence[str] | None = None, cache_bytes: int = 1 << 30
+    where: Path | Files, *, columns: Sequence[str] | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
 ) -> BlockSource:
     """Opens a Parquet file, a folder of them in the order of their names, or files in an object store.
 
