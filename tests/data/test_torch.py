@@ -656,14 +656,65 @@ def test_a_period_with_nothing_to_fetch_says_nothing(monkeypatch: pytest.MonkeyP
 # ---- a Hugging Face data set
 
 
+TABLES: dict[str, dict[str, Any]] = {
+    "numbers": {"a": np.arange(50, dtype=np.uint8), "b": np.arange(50.0), "c": np.arange(50, dtype=np.uint16)},
+    "lists": {"tokens": np.arange(200, dtype=np.int32).reshape(50, 4), "x": np.float64(np.arange(150)).reshape(50, 3)},
+    "not a number": {"x": [1.5, float("nan")] * 25},
+    "text": {"y": np.arange(50.0), "text": ["a", "b"] * 25},
+    "bools": {"y": [True, False] * 25},
+    "nested": {"x": np.zeros((50, 2, 3), np.float32)},
+}
+CUTS: dict[str, Callable[[datasets.Dataset], datasets.Dataset]] = {
+    "whole": lambda dataset: dataset,
+    "shuffled": lambda dataset: dataset.shuffle(seed=1),
+    "slice": lambda dataset: dataset.select(range(3, 40)),
+    "chunks": lambda dataset: datasets.concatenate_datasets([dataset.select(range(9)), dataset.select(range(5, 50))]),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", [None, "numpy", "torch"])
-def test_a_hugging_face_data_set_gives_the_batches_of_torch(kind: str | None) -> None:
-    columns = {"tokens": np.arange(200, dtype=np.int32).reshape(50, 4), "y": np.arange(50.0), "text": ["a", "b"] * 25}
-    dataset = datasets.Dataset.from_dict(columns).with_format(kind)
-    for threads in (None, 4):
-        assert_same(list(DataLoader(dataset, batch_size=8, threads=threads)), list(TorchLoader(dataset, batch_size=8)))
-    shuffled = DataLoader(dataset, batch_size=8, shuffle=True, threads=4)
-    assert sorted(torch.cat([batch["y"] for batch in shuffled]).tolist()) == list(range(50))
+@pytest.mark.parametrize("table", TABLES)
+def test_a_hugging_face_data_set_gives_the_batches_of_torch(table: str, kind: str | None, cut: str) -> None:
+    dataset = CUTS[cut](datasets.Dataset.from_dict(TABLES[table])).with_format(kind)
+    theirs = list(TorchLoader(dataset, batch_size=8))
+    for threads in (None, 3):
+        ours = list(DataLoader(dataset, batch_size=8, threads=threads))
+        assert_same(torch.utils._pytree.tree_map(without_nan, ours), torch.utils._pytree.tree_map(without_nan, theirs))
+
+
+def without_nan(leaf: Any) -> Any:
+    return leaf.nan_to_num(-1) if isinstance(leaf, torch.Tensor) else leaf
+
+
+@pytest.mark.parametrize(("table", "num_calls"), [("lists", 1), ("numbers", 1), ("nested", 7), ("text", 7)])
+def test_tables_of_numbers_are_read_without_a_sample_for_each_row(
+    table: str, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = datasets.Dataset.from_dict(TABLES[table]).with_format("torch")
+    calls, whole = list[Any](), datasets.Dataset.__getitems__
+    monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: calls.append(keys) or whole(self, keys))
+    list(DataLoader(dataset, batch_size=8, shuffle=True, threads=0))
+    assert len(calls) == num_calls
+
+
+def test_a_table_with_nulls_or_ragged_lists_behind_the_first_batch_is_read_as_torch_reads_it() -> None:
+    for rows in ([[1, 2]] * 8 + [[1], [2]] * 4, [1.0] * 8 + [None] * 8):
+        parts = [datasets.Dataset.from_dict({"x": part}) for part in (rows[:8], rows[8:])]
+        dataset = datasets.concatenate_datasets(parts).with_format("torch")
+        ours, theirs = (outcomes(kind(dataset, batch_size=4)) for kind in (DataLoader, TorchLoader))
+        assert_same(torch.utils._pytree.tree_map(without_nan, ours), torch.utils._pytree.tree_map(without_nan, theirs))
+
+
+def outcomes(loader: Any) -> list[Any]:
+    """Returns the batches up to the first error, and its words."""
+    batches: list[Any] = []
+    try:
+        for batch in loader:
+            batches.append(batch)
+    except Exception as error:  # noqa: BLE001
+        batches.append(str(error.__cause__ or error))
+    return batches
 
 
 # ---- processes

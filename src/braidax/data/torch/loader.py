@@ -6,6 +6,7 @@ from typing import Any
 
 from braidax.data.torch.arguments import check_fetching, check_order
 from braidax.data.torch.fetch import Fetch
+from braidax.data.torch.hugging_face import TableItems, table_of
 from braidax.data.torch.items import Items
 from braidax.data.torch.library import consumer_modes, pinning, torch_library
 from braidax.data.torch.order import Order, RankSampler, SampledOrder, Stream
@@ -111,7 +112,7 @@ class DataLoader:
         coming = self._order.batches(state)
         if self.num_workers:
             return ProcessPass(self._begin, coming, progress, timeout=self.timeout)
-        items = Items(self.dataset, self.collate_fn, batched=self._batched, pin=pinning() if self.pin_memory else None)
+        items = self._items(pinning() if self.pin_memory else None)
         options = ThreadOptions(self.threads, self.prefetch_factor, self.timeout, self._batched)
         return ThreadPass(coming, progress, items, self._threads_for(items), options)
 
@@ -156,6 +157,14 @@ class DataLoader:
             f"DataLoader({type(self.dataset).__name__}, batch_size={self.batch_size}, num_workers={self.num_workers}, "
             f"epoch={self._order.epoch})"
         )
+
+    def _items(self, pin: Callable[[Any], Any] | None) -> Items:
+        table = None
+        if self._batched and self.collate_fn is torch_library().utils.data.default_collate:
+            table = table_of(self.dataset)
+        if table is None:
+            return Items(self.dataset, self.collate_fn, batched=self._batched, pin=pin)
+        return TableItems(self.dataset, self.collate_fn, pin=pin, table=table)
 
     def _threads_for(self, items: Items) -> Callable[[], Fetch]:
         data = torch_library().utils.data
