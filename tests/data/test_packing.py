@@ -256,6 +256,25 @@ def test_without_a_stamp_a_few_documents_are_tried(tmp_path: Path) -> None:
     assert np.count_nonzero(window(rows, *range(len(rows)))["segment_ids"]) == 3 * 299 + 5
 
 
+def test_known_lengths_of_another_number() -> None:
+    class Wrong(Known):
+        def lengths(self, leaf: str) -> np.ndarray:
+            return np.ones(3)
+
+    with pytest.raises(ArgumentError, match=r"source=Wrong: its method lengths gives \[3\] numbers for leaf='tokens'"):
+        packed(Wrong({"tokens": documents([3, 5])}), 8)
+
+
+def test_a_file_under_the_name_of_another_is_not_taken(tmp_path: Path) -> None:
+    for lengths in ([3] * 100, [5] * 100):
+        packed(source(lengths, stamp=str(lengths)), 16, cache=tmp_path / str(lengths[0]))
+    for suffix in ("lengths", "plan"):
+        (one,), (other,) = ((tmp_path / name).glob(f"*.{suffix}") for name in "35")
+        one.replace(other)
+    rows = packed(source([5] * 100, stamp=str([5] * 100)), 16, cache=tmp_path / "5")
+    assert np.count_nonzero(window(rows, *range(len(rows)))["segment_ids"]) == 500
+
+
 def test_a_stamp_keeps_lengths_and_a_large_plan_is_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed(source([3] * 40), 8)
     assert not own_cache.exists()

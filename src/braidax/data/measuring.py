@@ -19,7 +19,7 @@ from braidax.data.fetch import read_samples
 from braidax.data.ragged import lengths_of
 from braidax.data.sources.source import Indices, Source, allocate, prepare
 from braidax.data.threads import Threads
-from braidax.errors import WaitTimeout
+from braidax.errors import ArgumentError, WaitTimeout
 
 _log = logging.getLogger("braidax")
 _WINDOW = 128  # documents that one read measures
@@ -55,6 +55,11 @@ def document_lengths(source: Source, leaf: str, folder: Path, *, is_asked: bool)
     known = source.lengths(leaf) if isinstance(source, Measured) else None
     if known is not None:
         known = np.ascontiguousarray(known, np.int64)
+        if known.shape != (len(source),):
+            raise ArgumentError(
+                f"source={type(source).__name__}: its method lengths gives {list(known.shape)} numbers for "
+                f"leaf={leaf!r}, expected one for each of its {len(source)} samples"
+            )
         return known, xxhash.xxh3_128_hexdigest(known.data)
     stamp = source.stamp if isinstance(source, Stamped) else None
     identity: Any = dict(source.describe()) if stamp is None else stamp
