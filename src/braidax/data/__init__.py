@@ -20,6 +20,7 @@ from braidax.data.permutation import Permutation as Permutation
 from braidax.data.prefetch import prefetch_to_device as prefetch_to_device
 from braidax.data.sources import Source as Source
 from braidax.data.sources import open as open
+from braidax.data.sources.conversion import as_arrow as as_arrow
 from braidax.data.sources.source import VARYING as VARYING
 from braidax.data.storage import Remote as Remote
 from braidax.data.text import padded as padded

@@ -142,6 +142,14 @@ class ArrowTable(Blocks):
         return self._memory.names
 
     @property
+    def sizes(self) -> Sequence[int]:
+        return self._memory.sizes
+
+    @property
+    def stamps(self) -> Sequence[str]:
+        return self._memory.stamps
+
+    @property
     def blocks(self) -> Sequence[Block]:
         return self._blocks
 
@@ -152,7 +160,7 @@ class ArrowTable(Blocks):
     def decode(self, index: int) -> Group:
         block = self._blocks[index]
         with span("decode", "record batch", num_bytes=block.num_bytes):
-            batch = self._batch(index)
+            batch = self.load(index)
             return {leaf.name: column_of(batch.column(self._columns.index(leaf.column)), leaf) for leaf in self._leaves}
 
     def prepare(self, indices: Sequence[int]) -> None:
@@ -161,8 +169,8 @@ class ArrowTable(Blocks):
             places, lengths = zip(*((batch.place, batch.num_bytes) for batch in batches), strict=True)
             self._memory.prepare(np.array(places), np.array(lengths))
 
-    def _batch(self, index: int) -> Any:
-        """Decodes the columns of a batch: pyarrow reads schema, dictionaries and batch as a stream of their own."""
+    def load(self, index: int) -> Any:
+        # pyarrow reads schema, dictionaries and batch as a stream of their own
         block, batch = self._blocks[index], self._batches[index]
         layout = self._layouts[block.file]
         wanted = [(place, length) for place, length, before in layout.dictionaries if before <= block.number]
@@ -192,7 +200,7 @@ class ArrowTable(Blocks):
         """Finds the lengths of lists: of one length are those that are so in the first batch, and in number in all."""
         if not any(level.kind == "list" for leaf in leaves for level in leaf.levels):
             return list(leaves)
-        first, found = self._batch(0), list[Leaf]()
+        first, found = self.load(0), list[Leaf]()
         for leaf in leaves:
             lengths = list_lengths(first.column(self._columns.index(leaf.column)), leaf)
             measured = with_lengths(leaf, lengths, where=self.names[0])

@@ -45,6 +45,16 @@ class Blocks(Protocol):
         ...
 
     @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each file."""
+        ...
+
+    @property
+    def stamps(self) -> Sequence[str]:
+        """What becomes another when a file is written anew."""
+        ...
+
+    @property
     def blocks(self) -> Sequence[Block]:
         """All blocks, in order; none is empty."""
         ...
@@ -52,6 +62,10 @@ class Blocks(Protocol):
     @property
     def leaves(self) -> Sequence[Leaf]:
         """What is read of them."""
+        ...
+
+    def load(self, index: int) -> Any:
+        """Returns the columns of a block as a table or a record batch of pyarrow. **Raises:** as `decode`."""
         ...
 
     def decode(self, index: int) -> Group:
@@ -94,6 +108,11 @@ class BlockSource(Source):
 
     def __reduce__(self) -> tuple[Callable[..., "BlockSource"], tuple[Any, ...]]:
         return _source_again, (self._table, self._cache_bytes, self._what, self._facts)
+
+    @property
+    def table(self) -> Blocks:
+        """What it reads."""
+        return self._table
 
     @property
     def sample_spec(self) -> Any:
@@ -151,8 +170,8 @@ class BlockSource(Source):
         per_record = sum(block.num_rows * block.num_bytes for block in self._blocks) // len(self)
         return (
             f"up to {per_record:,} bytes are decoded for a record of a global shuffle, since the table's "
-            f"{self._num_bytes:,} bytes exceed cache_bytes; raise it, write smaller {self._what}, or convert the table "
-            'once to Arrow with cache="arrow"'
+            f"{self._num_bytes:,} bytes exceed cache_bytes; raise it, write smaller {self._what}, or open the "
+            "table with braidax.data.as_arrow, which converts it once"
         )
 
     def _block_of(self, indices: Indices) -> NDArray[np.int64]:

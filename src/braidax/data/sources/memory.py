@@ -46,6 +46,11 @@ class Memory(Protocol):
         ...
 
     @property
+    def stamps(self) -> Sequence[str]:
+        """What becomes another when a file is written anew."""
+        ...
+
+    @property
     def origins(self) -> Places:
         """The place of each file's first byte, int64 `[files]`."""
         ...
@@ -106,6 +111,10 @@ class Mapped(Memory):
     @property
     def sizes(self) -> Sequence[int]:
         return [state.size for state in self._states]
+
+    @property
+    def stamps(self) -> Sequence[str]:
+        return [str(state.stamp) for state in self._states]
 
     @property
     def origins(self) -> Places:
@@ -250,6 +259,10 @@ class Fetched(Memory):
     @property
     def sizes(self) -> Sequence[int]:
         return self._files.sizes
+
+    @property
+    def stamps(self) -> Sequence[str]:
+        return self._files.stamps
 
     @property
     def origins(self) -> Places:

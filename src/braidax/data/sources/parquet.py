@@ -58,6 +58,14 @@ class ParquetTable(Blocks):
         return self._files.names
 
     @property
+    def sizes(self) -> Sequence[int]:
+        return self._files.sizes
+
+    @property
+    def stamps(self) -> Sequence[str]:
+        return self._files.stamps
+
+    @property
     def blocks(self) -> Sequence[Block]:
         return self._blocks
 
@@ -65,14 +73,18 @@ class ParquetTable(Blocks):
     def leaves(self) -> Sequence[Leaf]:
         return self._leaves
 
-    def decode(self, index: int) -> Group:
+    def load(self, index: int) -> Any:
         block = self._blocks[index]
-        with span("decode", "row group", num_bytes=block.num_bytes), self._reader(index) as reader:
+        with self._reader(index) as reader:
             try:
-                table = reader.read_row_group(block.number, columns=self._columns, use_threads=False)
-                return {leaf.name: column_of(table.column(self._name_of(leaf)), leaf) for leaf in self._leaves}
+                return reader.read_row_group(block.number, columns=self._columns, use_threads=False)
             except (arrow().ArrowException, OSError) as error:
                 raise self._damaged(block, error) from error
+
+    def decode(self, index: int) -> Group:
+        with span("decode", "row group", num_bytes=self._blocks[index].num_bytes):
+            table = self.load(index)
+            return {leaf.name: column_of(table.column(self._name_of(leaf)), leaf) for leaf in self._leaves}
 
     def prepare(self, indices: Sequence[int]) -> None:
         if indices:

@@ -107,6 +107,19 @@ def list_lengths(array: Any, leaf: Leaf) -> list[int]:
     return found
 
 
+def plain_table(table: Any) -> Any:
+    """Returns a table or record batch as a table whose columns are neither dictionaries nor views, at the top level."""
+    pa = arrow()
+    table = table if isinstance(table, pa.Table) else pa.Table.from_batches([table])
+    for number, field in enumerate(table.schema):
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        kind = pa.large_string() if pa.types.is_string_view(kind) else kind
+        kind = pa.large_binary() if pa.types.is_binary_view(kind) else kind
+        if kind != field.type:
+            table = table.set_column(number, field.name, table.column(number).cast(kind))
+    return table
+
+
 @dataclass(frozen=True)
 class _Unusable:
     name: str
