@@ -74,7 +74,7 @@ class Faulty(Source):
         time.sleep(self.slow_seconds * chance.random() ** 3)
         if self.deaths is not None and chance.random() < 0.3:
             self._die()
-        if chance.random() < self.failing:
+        if chance.random() < self.failing or (self.failing and not self.failed):
             self._fail((*self.drawn, *indices.tolist()))
         for name, value in sample_values(indices, *self.drawn).items():
             out[name][...] = value

@@ -442,9 +442,10 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
     def start_it(*, epochs: int, stuck: str = "") -> subprocess.Popen[str]:
         command = [sys.executable, str(path), str(epochs), stuck]
-        program = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        with (tmp_path / "stderr").open("w") as errors:
+            program = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
         started.append(program)
         return program
 
@@ -455,24 +456,32 @@ def start(tmp_path: Path) -> Iterator[Any]:
         program.communicate(timeout=60)
 
 
+def ended(program: subprocess.Popen[str], *, seconds: float) -> tuple[list[str], int]:
+    """Returns the lines that nobody read yet and the exit status."""
+    status = program.wait(timeout=seconds)
+    assert program.stdout is not None
+    return program.stdout.read().splitlines(), status
+
+
 def await_line(program: subprocess.Popen[str], line: str, *, times: int = 1) -> None:
     assert program.stdout is not None
     for _ in range(times):
         assert program.stdout.readline() == f"{line}\n"
 
 
-def test_killed_workers_do_not_change_what_a_program_computes(start: Any) -> None:
+def test_killed_workers_do_not_change_what_a_program_computes(start: Any, tmp_path: Path) -> None:
     program = start(epochs=5)
     await_line(program, "begun")
     for _ in range(4):
         await_line(program, "batch", times=3)
         os.kill(children(program.pid)[0], signal.SIGKILL)
-    output, errors = program.communicate(timeout=120)
+    lines, status = ended(program, seconds=120)
     plain = DataLoader({"x": np.zeros((64, 8))}, jax.make_mesh((1,), ("data",)), P("data"), batch_size=8, epochs=5)
     expected = hashlib.sha256()
     for indices in plain.peek(40):
         expected.update(np.repeat(indices[:, None] * 3 + 1, 8, axis=1).astype(np.int32).tobytes())
-    assert (output, errors, program.returncode) == ("batch\n" * 28 + f"{expected.hexdigest()}\n", "", 0)
+    assert (lines, status) == (["batch"] * 28 + [expected.hexdigest()], 0)
+    assert (tmp_path / "stderr").read_text() == ""
 
 
 def test_workers_do_not_outlive_a_killed_program(start: Any, tmp_path: Path) -> None:
@@ -487,7 +496,7 @@ def test_workers_do_not_outlive_a_killed_program(start: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("moment", ["starting", "running"])
-def test_an_interrupted_program_ends_quietly(start: Any, moment: str) -> None:
+def test_an_interrupted_program_ends_quietly(start: Any, tmp_path: Path, moment: str) -> None:
     program = start(epochs=0)
     await_line(program, "begun")
     if moment == "running":
@@ -496,6 +505,6 @@ def test_an_interrupted_program_ends_quietly(start: Any, moment: str) -> None:
     workers = children(program.pid)
     assert all(hears_no_interrupt(worker) for worker in workers)
     os.killpg(program.pid, signal.SIGINT)
-    output, errors = program.communicate(timeout=30)
-    assert (output.splitlines()[-1], errors, program.returncode) == ("interrupted", "", 0)
+    lines, status = ended(program, seconds=30)
+    assert (lines[-1], status, (tmp_path / "stderr").read_text()) == ("interrupted", 0, "")
     assert not any(exists(worker) for worker in workers)
