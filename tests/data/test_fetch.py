@@ -1,11 +1,13 @@
 """Fetching: errors at the right batch, limits, knobs, spans, and threads that always end."""
 
 import itertools
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -476,3 +478,22 @@ def test_a_leaf_of_varying_size_is_refused_with_what_to_do(mesh: Mesh) -> None:
 
     with pytest.raises(ArgumentError, match=r"source=Texts has the leaf \['text'\], whose size varies .*tokenized"):
         DataLoader(Texts(16), mesh, P(), batch_size=8)
+
+
+def test_bad_records_are_skipped_and_listed(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = Numbers(32, failing_at(7, ValueError("spoiled")))
+    loader = DataLoader(source, mesh, P("data"), batch_size=8, on_error="skip")
+    for batch in loader:
+        check(batch)
+    (line,) = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines() if "record" in line]
+    assert line["record"] == 7
+    assert "spoiled" in line["error"]
+    got = sorted(number for batch in all_ids(loader) for number in batch)
+    assert got == sorted([*(number for number in range(32) if number != 7), line["replaced_by"]])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_on_error_that_is_not_known(mesh: Mesh) -> None:
+    with pytest.raises(ArgumentError, match="on_error='ignore' is not 'raise' or 'skip'"):
+        DataLoader(Numbers(16), mesh, P(), batch_size=8, on_error="ignore")

@@ -18,6 +18,8 @@ from braidax.data.order import Cursor as Cursor
 from braidax.data.packing import packed as packed
 from braidax.data.permutation import Permutation as Permutation
 from braidax.data.prefetch import prefetch_to_device as prefetch_to_device
+from braidax.data.processes import in_processes as in_processes
+from braidax.data.skipping import skipping as skipping
 from braidax.data.sources import Source as Source
 from braidax.data.sources import open as open
 from braidax.data.sources.conversion import as_arrow as as_arrow

@@ -22,6 +22,7 @@ from braidax.data.load_plan import LoadPlan, plan_load
 from braidax.data.order import Cursor, Order, Remainder
 from braidax.data.processes import in_processes
 from braidax.data.sharding_specs import resolve_shardings, shared_batch_parts
+from braidax.data.skipping import skipping
 from braidax.data.sources import open as open_source
 from braidax.data.sources.source import Source, batch_spec, is_varying, source_at
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
@@ -32,6 +33,9 @@ _DEFAULT_BATCH_SIZE = 128
 _MASK = "mask"
 _LANES = {"wait": "wait", "read": "read", "decode": "decode", "collate": "collate", "transfer": "host-to-device"}
 
+_LEDGER = "skipped.jsonl"
+
+OnError = Literal["raise", "skip"]
 Workers = Literal["threads", "processes"]
 
 
@@ -94,8 +98,10 @@ class DataLoader:
     default about 128, divisible by the sharding (and logged). `seed`: of the shuffle; None keeps the source's order.
     `epochs`: a `for` ends when the cursor's epoch is a multiple of it; None never ends. `remainder`: `"drop"` leaves
     out the last samples of an epoch that fill no batch; `"pad"` fills up with zeros and adds to every batch the leaf
-    `"mask"`, bool `[batch_size]`, true for real samples. `workers`: what reads; `"processes"` is for user code in the
-    source that holds the GIL, see `in_processes`. `knobs`: threads, prefetch and limits.
+    `"mask"`, bool `[batch_size]`, true for real samples. `on_error`: `"skip"` replaces records that cannot be read and
+    lists them in `skipped.jsonl` in the current folder, 100 at most; `skipping` has options. `workers`: what reads;
+    `"processes"` is for user code in the source that holds the GIL, see `in_processes`. `knobs`: threads, prefetch and
+    limits.
 
     **Raises:** `FormatError`, `SpecError`, `ArgumentError` before anything is read; while iterating, `RecordError` at
     the batch that holds the record, and `WaitTimeout`.
@@ -111,6 +117,7 @@ class DataLoader:
         seed: int | None = 0,
         epochs: int | None = 1,
         remainder: Remainder = "drop",
+        on_error: OnError = "raise",
         workers: Workers = "threads",
         knobs: Knobs | None = None,
     ) -> None:
@@ -121,7 +128,7 @@ class DataLoader:
         opened: Source = source if isinstance(source, Source) else open_source(source)
         _check_fixed(opened)
         self._processes = in_processes(opened) if workers == "processes" else None
-        self.source: Source = self._processes or opened
+        self.source: Source = _skipping(self._processes or opened, on_error)
         if batch_size is None:
             batch_size = _default_batch_size(len(self.source), shared_batch_parts(mesh, specs), remainder)
         self._order = Order(len(self.source), batch_size, remainder)
@@ -296,6 +303,12 @@ class DataLoader:
             f"DataLoader({type(self.source).__name__} of {self.num_samples} samples, batch_size={self.batch_size}, "
             f"epochs={self.epochs}, cursor={self._cursor}, knobs={self._knobs})"
         )
+
+
+def _skipping(source: Source, on_error: OnError) -> Source:
+    if on_error not in ("raise", "skip"):
+        raise ArgumentError(f"on_error={on_error!r} is not 'raise' or 'skip'")
+    return skipping(source, ledger=_LEDGER) if on_error == "skip" else source
 
 
 def _check_fixed(source: Source) -> None:
