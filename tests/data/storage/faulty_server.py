@@ -37,13 +37,15 @@ class Reply:
 
     `status`: instead of what is right; None for that. `delay_seconds`: before the reply, besides the server's own.
     `keep`: the part of the body that is sent before the connection is closed. `shorter`: bytes that the reply leaves
-    out, and says so in its own headers. `ignore_range`, `hang`: sends all of the object; never answers.
+    out, and says so in its own headers. `missing`: bytes that it leaves out without saying so. `ignore_range`, `hang`:
+    sends all of the object; never answers.
     """
 
     status: int | None = None
     delay_seconds: float = 0.0
     keep: float = 1.0
     shorter: int = 0
+    missing: int = 0
     ignore_range: bool = False
     hang: bool = False
 
@@ -123,6 +125,7 @@ class _Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         status, headers, body = self._answer(request, reply)
+        body = body[: len(body) - reply.missing]
         headers["Content-Length"] = str(len(body))
         lines = [f"HTTP/1.1 {status} {_REASONS[status]}", *(f"{name}: {value}" for name, value in headers.items())]
         sent = b"" if request.method == "HEAD" else body[: int(len(body) * reply.keep)]

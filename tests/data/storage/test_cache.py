@@ -16,6 +16,7 @@ from braidax.data.storage.options import PAGE_BYTES
 from braidax.errors import ArgumentError
 
 DATA = random.Random(0).randbytes(40 * PAGE_BYTES + 100)
+ROOT = Path(__file__).parents[3]
 SEGMENT = 16 * PAGE_BYTES
 
 
@@ -68,6 +69,12 @@ def test_other_versions_and_other_objects_are_told_apart(tmp_path: Path) -> None
     assert unnamed.read(whole) == [None]
 
 
+def displaced(data: bytes) -> bytes:
+    """Returns a segment whose second page is the first one, checksum and all."""
+    first = data[128 : 128 + PAGE_BYTES]
+    return data[:8] + data[:8] + data[16:128] + first + first + data[128 + 2 * PAGE_BYTES :]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -76,6 +83,9 @@ def test_other_versions_and_other_objects_are_told_apart(tmp_path: Path) -> None
         lambda data: data[:200] + bytes(len(data) - 200),
         lambda data: data[:-5] + b"\1" + data[-4:],
         lambda data: b"\1" + data[1:],
+        lambda data: (
+            data[:8] + data[:8] + data[16:128] + 2 * data[128 : 128 + PAGE_BYTES] + data[128 + 2 * PAGE_BYTES :]
+        ),
         lambda data: data[: 128 + PAGE_BYTES] + data[128 : 128 + PAGE_BYTES] + data[128 + 2 * PAGE_BYTES :],
     ],
 )
@@ -140,52 +150,37 @@ def test_the_default_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatc
     assert default_folder() == tmp_path / ".cache" / "braidax" / "remote"
 
 
-WRITER = """
-import random, sys
-from pathlib import Path
-from braidax.data.storage.cache import PageCache
-folder, seed, num, room = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-data = random.Random(0).randbytes(40 * 4096 + 100)
-names = [f"object {number}" for number in range(8)]
-cache = PageCache(folder, room, names, [len(data)] * 8, segment_bytes=16 * 4096)
-rng = random.Random(seed)
-print("ready", flush=True)
-for _ in range(num):
-    file, page, count = rng.randrange(8), rng.randrange(41), rng.randrange(1, 20)
-    cache.store(file, page * 4096, memoryview(data)[page * 4096 : (page + count) * 4096])
-    start = rng.randrange(len(data) - 1)
-    [found] = cache.read([(file, start, min(len(data), start + 9000))])
-    assert found is None or found == data[start : start + 9000], "wrong bytes"
-"""
-
-
-def writer(folder: Path, seed: int, num: int, room: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", WRITER, str(folder), str(seed), str(num), str(room)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def write_and_read(folder: Path, seed: int, num: int, room: int) -> None:
+    """Writes random stretches of eight objects, and checks what it finds of them."""
+    names = tuple(f"object {number}" for number in range(8))
+    made, rng = cache(folder, cache_bytes=room, keys=names), random.Random(seed)
+    for _ in range(num):
+        file, page, start = rng.randrange(8), rng.randrange(41), rng.randrange(len(DATA) - 1)
+        stop = (page + rng.randrange(1, 20)) * PAGE_BYTES
+        made.store(file, page * PAGE_BYTES, memoryview(DATA)[page * PAGE_BYTES : stop])
+        [found] = made.read([(file, start, min(len(DATA), start + 9000))])
+        assert found in (None, DATA[start : start + 9000])
 
 
 def test_processes_share_it_while_it_overflows_and_one_of_them_is_killed(tmp_path: Path) -> None:
     room = 12 * SEGMENT
-    processes = [writer(tmp_path, seed, 1500, room) for seed in range(2)]
-    victim = writer(tmp_path, 9, 1 << 30, room)
-    try:
-        assert victim.stdout is not None
-        assert victim.stdout.readline() == "ready\n"
-        assert [process.wait(60) for process in processes] == [0, 0]
-        victim.send_signal(signal.SIGKILL)
-        assert victim.wait(60) == -signal.SIGKILL
-    finally:
-        for process in [*processes, victim]:
-            process.kill()
-            process.wait(60)
-            if process.stdout is not None:
-                process.stdout.close()
-    names = tuple(f"object {number}" for number in range(8))
-    made = cache(tmp_path, cache_bytes=room, keys=names)
+    code = (
+        f"import sys; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.data.storage.test_cache import write_and_read\n"
+        f"print('ready', flush=True); write_and_read(Path({str(tmp_path)!r}), 9, 1 << 30, {room})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            write_and_read(tmp_path, 1, 1500, room)
+            assert other.poll() is None  # it has found no wrong bytes
+        finally:
+            other.send_signal(signal.SIGKILL)
+    write_and_read(tmp_path, 2, 200, room)
+    made = cache(tmp_path, cache_bytes=room, keys=tuple(f"object {number}" for number in range(8)))
     places = [(file, page * PAGE_BYTES) for file in range(8) for page in range(41)]
-    spans = [(file, start, min(start + PAGE_BYTES, len(DATA))) for file, start in places]
-    found = made.read(spans)
+    found = made.read([(file, start, min(start + PAGE_BYTES, len(DATA))) for file, start in places])
     assert sum(page is not None for page in found) > 40
-    for (_, start, stop), page in zip(spans, found, strict=True):
-        assert page in (None, DATA[start:stop])
+    assert all(page in (None, DATA[start : start + PAGE_BYTES]) for (_, start), page in zip(places, found, strict=True))
     assert sum(path.stat().st_blocks * 512 for path in segment_files(tmp_path)) <= room

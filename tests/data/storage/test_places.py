@@ -95,6 +95,11 @@ def test_a_server_without_ranges_is_named() -> None:
             open_files(f"{server.url}/a")
 
 
+def test_a_scheme_that_is_not_known_is_named() -> None:
+    with pytest.raises(FormatError, match=r"az://x/y: cannot be read from az://; expected s3://, gs://, http://"):
+        list_files("az://x/y")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

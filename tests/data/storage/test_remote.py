@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 import pickle
 import random
 import tempfile
@@ -66,6 +67,7 @@ def fault(seed: int, share: float) -> Callable[[Request], Reply]:
         Reply(keep=0.5),
         Reply(keep=0.0),
         Reply(shorter=1),
+        Reply(missing=1),
         Reply(ignore_range=True),
         Reply(delay_seconds=0.05),
     )
@@ -114,6 +116,17 @@ def test_hundreds_of_requests_are_in_flight(server: Server, honors_if_match: boo
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(bytes_of, files, wanted).result(10) == right(wanted)
     assert server.most_open_requests == 27  # from one thread
+
+
+def test_many_objects_are_read_too_and_each_request_demands_its_version(server: Server) -> None:
+    server.objects |= {f"{number}": bytes([number]) * 10 for number in range(20)}
+    files = open_files([f"{server.url}/{number}" for number in range(20)], remote=UNCACHED)
+    server.requests.clear()
+    wanted = ranges(*((number, 2, 3) for number in range(20)))
+    assert bytes_of(files, wanted) == [bytes([number]) * 3 for number in range(20)]
+    assert [request.headers["if-match"] for request in server.requests] == [
+        server.etag(request.path) for request in server.requests
+    ]
 
 
 def test_neighbors_are_fetched_together_and_repeats_once(server: Server) -> None:
@@ -204,6 +217,7 @@ def test_what_nobody_reads_makes_room(server: Server, monkeypatch: pytest.Monkey
         (Reply(status=412), FormatError, "a.bin: changed while it was open.*open it again"),
         (Reply(status=500), RecordError, "a.bin: cannot be read: the server answered 500 2 times; check the server"),
         (Reply(shorter=1), RecordError, "a.bin: cannot be read:.*10..110, got 10..109"),
+        (Reply(missing=1), RecordError, "a.bin: cannot be read: 100 bytes from byte 10 on were asked for, 99 came"),
         (Reply(keep=0.5), RecordError, "a.bin: cannot be read:.*body error"),
         (Reply(ignore_range=True), FormatError, "a.bin: the server does not support Range requests"),
     ],
@@ -271,17 +285,21 @@ def test_a_straggler_is_hedged(server: Server) -> None:
     files = opened(server, Remote(cache_bytes=0, hedge_seconds=0.05))
     server.requests.clear()
     server.answer = lambda request: Reply(hang=request.number == 0)
+    begin = time.monotonic()
     assert bytes_of(files, ranges((0, 10, 100))) == [DATA[10:110]]
+    assert time.monotonic() < begin + 15  # the client itself tries again after 20 s
     assert [(request.start, request.stop) for request in server.requests] == [(10, 110)] * 2
 
 
 def test_late_requests_are_hedged_by_the_99th_percentile_of_recent_ones(server: Server) -> None:
-    files = opened(server)
+    files = opened(server, Remote(cache_bytes=0))
     for number in range(50):
         files.read(ranges((0, number, 100)))
     server.requests.clear()
     server.answer = lambda request: Reply(hang=request.number == 0)
+    begin = time.monotonic()
     assert bytes_of(files, ranges((0, 10, 100))) == [DATA[10:110]]
+    assert time.monotonic() < begin + 15
     assert len(server.requests) == 2
 
 
@@ -316,6 +334,13 @@ def test_files_that_nobody_uses_leave_no_thread(server: Server) -> None:
     del files
     gc.collect()
     assert "braidax-remote" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_forked_process_is_told_to_open_them_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = opened(server)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RecordError, match=r"a\.bin: was opened before this process was forked.*open it again here"):
+        files.read(ranges((0, 10, 100)))
 
 
 def test_files_travel_to_other_processes(server: Server) -> None:

@@ -11,13 +11,13 @@ import itertools
 import math
 import os
 import random
-import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from braidax.data.storage.hedge import Hedge
+from braidax.data.storage.local import most_open_files
 from braidax.data.storage.objects import Object, failure, fetch
 from braidax.data.storage.options import Remote
 from braidax.data.storage.units import Span, Unit, Units, Wait
@@ -25,7 +25,7 @@ from braidax.errors import DataError, RecordError, WaitTimeout
 
 _MAX_REQUESTS = 512  # at 20 ms each, 25,000 a second
 _GROUP = 10  # ranges that one call of the client reads concurrently: a third of the cost of a call for each
-_GROUP_BYTES = 16 << 20
+_GROUP_BYTES = 1 << 20  # of them, unless one is larger: the client makes one request of those that touch
 _PART_BYTES = 8 << 20  # a longer unit is read in parts, concurrently
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.05, 5.0
 _EXIT_SECONDS = 10.0
@@ -43,13 +43,13 @@ class Flights:
         self._objects = objects
         self._remote = remote
         self._units = Units(len(objects))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collected data set is closed on whatever thread collects it
         self._demanded: collections.deque[Unit] = collections.deque()
         self._ahead: collections.deque[Unit] = collections.deque()
         self._arrived: dict[Unit, float] = {}  # fetched ahead and not read yet: when they came, oldest first
         self._ahead_bytes = 0
         self._in_flight = 0
-        self._max_requests = min(_MAX_REQUESTS, max(32, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        self._max_requests = min(_MAX_REQUESTS, most_open_files() // 2)
         self._hedge = Hedge(remote.hedge_seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -254,6 +254,8 @@ class Flights:
             found = error
         except asyncio.CancelledError:
             found = RecordError(f"{self._objects[group[0].file].url}: was closed while it was being read")
+        except Exception as error:  # noqa: BLE001 (whoever waits for it must get something)
+            found = failure(error, self._objects[group[0].file].url).error
         if isinstance(found, RecordError) and len(group) > 1 and not self._is_closed:
             self._in_flight += len(group)
             await asyncio.gather(*(self._fly([unit]) for unit in group))  # so that a bad one fails alone
@@ -286,7 +288,7 @@ class Flights:
         tries = [self._spawn(self._tried(group))]
         try:
             done, left = await asyncio.wait(tries, timeout=after)
-            if not done and self._hedge.opens(self._in_flight):
+            if not done and self._hedge.opens(self._in_flight // len(group)):
                 tries.append(self._spawn(self._tried(group)))
                 left = set(tries)
             while left and not any(item.exception() is None for item in done):

@@ -136,7 +136,7 @@ class _Descriptors:
     """Descriptors of files, open as they are needed, as many as a process may well have; those in use stay open."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.limit = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self.limit = most_open_files() // 4
         self._names = names
         self._lock = threading.Lock()
         self._open: dict[int, int] = {}  # the least recently used first
@@ -173,6 +173,12 @@ class _Descriptors:
         """Closes all."""
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def most_open_files() -> int:
+    """Returns how many files and connections this process may have open, as far as we care: 64 to 65,536."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 16 if soft == resource.RLIM_INFINITY else min(1 << 16, max(64, soft))
 
 
 def _state(name: str) -> os.stat_result:

@@ -85,9 +85,7 @@ class Stores:
             self._store(url)
         with ThreadPoolExecutor(max(1, min(_NUM_PROBES, len(urls)))) as threads:
             found = list(threads.map(self._open, urls))
-        if len(found) > _MAX_EXACT:
-            return found
-        return [self._exact(item) for item in found]
+        return self.exact(found)
 
     def below(self, folder: str, *, is_deep: bool) -> list[Object]:
         """Returns the objects in a folder, sorted by name; `s3://` and `gs://` only.
@@ -116,7 +114,10 @@ class Stores:
 
     def exact(self, objects: Sequence[Object]) -> list[Object]:
         """Gives objects that were listed stores of their own, as `open` does, unless they are many."""
-        return list(objects) if len(objects) > _MAX_EXACT else [self._exact(item) for item in objects]
+        if not objects or len(objects) > _MAX_EXACT:
+            return list(objects)
+        with ThreadPoolExecutor(len(objects)) as threads:
+            return list(threads.map(self._exact, objects))
 
     def _store(self, url: str) -> tuple[Any, str]:
         root, path = _address(url)

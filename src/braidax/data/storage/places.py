@@ -72,7 +72,9 @@ def _found(where: Where | Sequence[Where], remote: Remote) -> tuple[Stores | Non
 
 
 def _local(where: str) -> list[str]:
-    path = Path(where)
+    path, scheme = Path(where), re.match(r"([A-Za-z][A-Za-z0-9+.\-]*)://", where)
+    if scheme:
+        raise FormatError(f"{where}: cannot be read from {scheme[1]}://; expected s3://, gs://, http:// or https://")
     if path.is_dir():
         found = sorted(str(item) for item in path.iterdir() if item.is_file() and not item.name.startswith("."))
         if not found:

@@ -115,7 +115,6 @@ class Units:
         for span in unit.promised:
             if self._promises.get(span, (None, 0))[0] is unit:
                 del self._promises[span]
-        unit.promised = []
         if self._units[unit.file].get(unit.start) is unit:
             del self._units[unit.file][unit.start]
             starts = self._starts[unit.file]
