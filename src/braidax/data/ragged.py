@@ -112,7 +112,8 @@ def check_absent(present: Iterable[str], added: Iterable[str], *, needed_by: str
     both = set(present) & set(added)
     if both:
         raise ArgumentError(
-            f"{needed_by} adds the leaf {min(both)!r}, but samples have one already; rename it with transform="
+            f"{needed_by} adds the leaf {min(both)!r}, but samples have one already; leave it out with columns=, or "
+            "rename it with transform="
         )
 
 
