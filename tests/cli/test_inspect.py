@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from braidax.cli import app
+from tests.data.storage.faulty_server import serving
 from tests.tasks.archives import write_cifar100, write_mnist
 
 
@@ -39,6 +40,42 @@ def test_a_spec_may_split_other_dims(tmp_path: Path) -> None:
     code, output = run(tmp_path / "x.npz", "--mesh", "data=4,model=2", "--spec", "data,model", "--batch-size", "8")
     assert code == 0
     assert "x [8, 6] [2, 3] 24 P('data', 'model')" in output
+
+
+def test_it_shows_leaves_of_varying_size_and_the_index(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"text": "grün", "n": 1, "ids": [1, 2], "meta": {}}\n{"text": "", "n": 2, "ids": [], "meta": {}}\n'
+    )
+    code, output = run(path)
+    assert code == 1
+    assert "columns=['text', 'n', 'ids']" in output
+    code, output = run(path, "--columns", "text,n,ids")
+    assert code == 0
+    for expected in (
+        "format JSON Lines",
+        "files 1: a.jsonl",
+        "samples 2",
+        "text varies str 5 in the first",
+        "n [] int32 4",
+        "ids varies int32 8 in the first, [2]",
+    ):
+        assert expected in output
+    index = tmp_path / ".a.jsonl.filled-lines.index"
+    assert f"index {index} ({index.stat().st_size} bytes)" in output.replace("\n", "")
+
+
+def test_it_shows_urls_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("line\n")
+    code, output = run(tmp_path / "*.txt")
+    assert (code, "files 2: 0.txt, 1.txt" in output) == (0, True)
+    with serving({"a.txt": b"one\ntwo\n"}) as server:
+        code, output = run(f"{server.url}/a.txt")
+    assert (code, "samples 2" in output) == (0, True)
+    assert "text varies str 3 in the first" in output
 
 
 @pytest.mark.parametrize(

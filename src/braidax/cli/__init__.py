@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from braidax.cli.inspect import inspect
 from braidax.cli.machine import parse_mesh, parse_spec
 from braidax.cli.train import Settings, train
+from braidax.data import open as open_source
 from braidax.errors import BraidaxError
 from braidax.tasks.task import Task
 
@@ -75,14 +76,17 @@ def _train(
 
 @app.command("inspect")
 def _inspect(
-    path: Annotated[Path, typer.Argument(help="A file or folder of samples.")],
+    path: Annotated[str, typer.Argument(help="A file or folder of samples, a pattern, or a URL.", metavar="PATH")],
+    columns: Annotated[str | None, typer.Option(help="Of a table or of records, such as text,label.")] = None,
+    split: Annotated[str | None, typer.Option(help="Such as train or test, where a format has splits.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Show batches on this mesh, such as data=4,model=2.")] = None,
     spec: Annotated[str, typer.Option(help="Mesh axes per dim of a batch: data, or data+model,-.")] = "data",
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
 ) -> None:
     """Show what the loader would see: format, files, samples and, given a mesh, the layout of a batch."""
     axes = None if mesh is None else parse_mesh(mesh)
-    inspect(path, mesh=axes, spec=parse_spec(spec), batch_size=batch_size, console=Console())
+    source = open_source(path, columns=None if columns is None else columns.split(","), split=split)
+    inspect(source, mesh=axes, spec=parse_spec(spec), batch_size=batch_size, console=Console())
 
 
 def _task(name: str, out: Path, data: Path | None, preset: str | None, image_size: int | None) -> Task:

@@ -1,30 +1,30 @@
 """What `braidax inspect` does: shows what the loader would see."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
 from braidax.cli.machine import describe_mesh, make_mesh
 from braidax.data import DataLoader, Source
-from braidax.data import open as open_source
+from braidax.data.sources.source import allocate, is_varying
 
 
 def inspect(
-    path: Path, *, mesh: Mapping[str, int] | None, spec: PartitionSpec, batch_size: int | None, console: Console
+    source: Source, *, mesh: Mapping[str, int] | None, spec: PartitionSpec, batch_size: int | None, console: Console
 ) -> None:
-    """Prints format, files and samples of a path and, given a mesh, how its batches would lie on the devices.
+    """Prints format, files and samples of a source and, given a mesh, how its batches would lie on the devices.
 
-    **Arguments:** `path`: anything that `braidax.open` recognizes. `mesh`: size of each axis by name. `spec`: of every
+    **Arguments:** `source`: what `braidax.open` returned. `mesh`: size of each axis by name. `spec`: of every
     leaf of a batch. `batch_size`: samples in a global batch; the loader's default if `None`.
 
-    **Raises:** `FormatError` for a path that cannot be read, `SpecError` for a batch that does not fit the mesh.
+    **Raises:** `SpecError` for a batch that does not fit the mesh, `ArgumentError` for leaves of varying size, which
+    cannot be in one.
     """
-    source = open_source(path)
     console.print(_facts(source))
     console.print(_sample(source))
     if mesh is not None:
@@ -42,9 +42,22 @@ def _facts(source: Source) -> Table:
 
 def _sample(source: Source) -> Table:
     table = Table("leaf", "shape", "dtype", "bytes", title="one sample", title_justify="left")
-    for name, leaf in _leaves(source.sample_spec):
-        table.add_row(name, str(list(leaf.shape)), str(leaf.dtype), f"{_num_bytes(leaf.shape, leaf.dtype):,}")
+    first = allocate(source.sample_spec, 1)
+    source.read(np.zeros(1, np.int64), first)
+    for (name, leaf), values in zip(_leaves(source.sample_spec), jax.tree.leaves(first), strict=True):
+        if is_varying(leaf):
+            shape, dtype, num_bytes = _varying(values[0])
+            table.add_row(name, "varies", dtype, f"{num_bytes:,} in the first{shape}")
+        else:
+            table.add_row(name, str(list(leaf.shape)), str(leaf.dtype), f"{_num_bytes(leaf.shape, leaf.dtype):,}")
     return table
+
+
+def _varying(value: Any) -> tuple[str, str, int]:
+    """Returns shape, type and bytes of a value of varying size, as they are shown."""
+    if isinstance(value, np.ndarray):
+        return f", {list(value.shape)}", str(value.dtype), value.nbytes
+    return "", type(value).__name__, len(value.encode() if isinstance(value, str) else value)
 
 
 def _batch(loader: DataLoader, devices: str) -> Table:

@@ -1,6 +1,8 @@
 """What every source promises, over all of them."""
 
 import dataclasses
+import gzip
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +12,7 @@ import datasets
 import jax
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -18,7 +21,12 @@ import braidax.data.sources as sources
 from braidax.data.sources.source import Source, allocate
 from braidax.errors import RecordError
 from tests.data.sources import files
-from tests.data.sources.reading import assert_equal, read
+from tests.data.sources.mds_files import write_mds
+from tests.data.sources.reading import assert_equal, read, spoil
+from tests.data.sources.test_array_record import written as write_array_record
+from tests.data.sources.test_example import example
+from tests.data.sources.test_tfrecord import write as write_tfrecord
+from tests.data.sources.test_webdataset import numbered, shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +151,81 @@ def dict_of_arrays(path: Path) -> Source:
     return sources.open({"x": files.rng().normal(size=(11, 3)), "y": np.arange(11)})
 
 
+def text_lines(path: Path) -> Source:
+    for number in range(2):
+        (path / f"{number}.txt").write_text("".join(f"line {row}\n" for row in range(6 - number)))
+    return sources.open(path)
+
+
+def jsonl(path: Path) -> Source:
+    lines = [
+        json.dumps({"id": row, "text": "x" * row, "pair": [row, 0.5], "ids": list(range(row))}) for row in range(11)
+    ]
+    (path / "a.jsonl").write_text("\n".join(lines))
+    return sources.open(path / "a.jsonl")
+
+
+def jsonl_gzipped(path: Path) -> Source:
+    jsonl(path)
+    (path / "a.jsonl.gz").write_bytes(gzip.compress((path / "a.jsonl").read_bytes()))
+    return sources.open(path / "a.jsonl.gz", columns=["id", "text"])
+
+
+def table_csv(path: Path) -> Source:
+    (path / "a.csv").write_text("id,x,text\n" + "".join(f'{row},{row / 2},"a ""{row}""\n"\n' for row in range(11)))
+    return sources.open(path / "a.csv")
+
+
+def tfrecord(path: Path) -> Source:
+    records = [{"label": [row], "x": [0.5 * row, 1.0], "image": [bytes(row)]} for row in range(11)]
+    write_tfrecord(path / "a.tfrecord-00000-of-00001", [example(record) for record in records])
+    return sources.open(path / "a.tfrecord-00000-of-00001")
+
+
+def npy_files(path: Path) -> Source:
+    for number, array in enumerate(np.array_split(files.rng().normal(size=(11, 3)), 3)):
+        np.save(path / f"{number}.npy", array)
+    return sources.open(path)
+
+
+def token_files(path: Path) -> Source:
+    for number in range(2):
+        files.rng(number).integers(0, 50257, 50 + number, dtype=np.uint16).tofile(path / f"{number}.bin")
+    return sources.open(str(path / "*.bin"), sequence_length=9)
+
+
+def webdataset(path: Path) -> Source:
+    for number in range(2):
+        shard(path / f"{number}.tar", numbered(range(6 * number, 11 - 5 * (1 - number))))
+    return sources.open(path, columns=["cls", "jpg", "json", "npy"])
+
+
+def mds(path: Path) -> Source:
+    rows = [{"n": np.int64(row).tobytes(), "text": f"row {row}".encode()} for row in range(11)]
+    write_mds(path / "mds", {"n": "int", "text": "str"}, rows)
+    return sources.open(path / "mds")
+
+
+def array_record(path: Path) -> Source:
+    write_array_record(path / "a.array_record", [b"%d" % row for row in range(11)])
+    return sources.open(path)
+
+
+def arrow(path: Path) -> Source:
+    rows = list(range(11))
+    table = pa.table({"id": rows, "text": [f"row {row}" for row in rows], "ids": [list(range(row)) for row in rows]})
+    feather.write_feather(table, path / "a.feather", compression="uncompressed")
+    return sources.open(path / "a.feather")
+
+
+def hugging_face_folder(path: Path) -> Source:
+    rows = {"x": [float(row) for row in range(11)], "text": [f"row {row}" for row in range(11)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(path / "saved")
+    return sources.open(path / "saved")
+
+
 IMAGE = ((32, 32, 3), "uint8")
+TEXT = ((), "object")
 CASES = {
     "npy": Case(npy, 11, {"data": ((3,), "float32")}),
     "npy_wide": Case(npy_wide, 11, {"data": ((2,), "int32")}),
@@ -177,6 +259,18 @@ CASES = {
     "image_folder_resized": Case(image_folder_resized, 5, {"image": ((4, 7, 3), "uint8")}),
     "torchvision": Case(torchvision, 11, {"0": ((4, 5, 1), "uint8"), "1": ((), "int32")}),
     "hugging_face": Case(hugging_face, 11, {"x": ((), "float32"), "ids": ((3,), "int32"), "label": ((), "int32")}),
+    "text_lines": Case(text_lines, 11, {"text": TEXT}),
+    "jsonl": Case(jsonl, 11, {"id": ((), "int32"), "text": TEXT, "pair": ((2,), "float32"), "ids": TEXT}),
+    "jsonl_gzipped": Case(jsonl_gzipped, 11, {"id": ((), "int32"), "text": TEXT}),
+    "csv": Case(table_csv, 11, {"id": ((), "int32"), "x": ((), "float32"), "text": TEXT}),
+    "tfrecord": Case(tfrecord, 11, {"label": ((), "int32"), "x": ((2,), "float32"), "image": TEXT}),
+    "npy_files": Case(npy_files, 11, {"data": ((3,), "float32")}),
+    "token_files": Case(token_files, 10, {"tokens": ((9,), "uint16")}),
+    "webdataset": Case(webdataset, 11, {"cls": ((), "int32"), "jpg": TEXT, "json": TEXT, "npy": ((2, 3), "int32")}),
+    "mds": Case(mds, 11, {"n": ((), "int32"), "text": TEXT}),
+    "array_record": Case(array_record, 11, {"record": TEXT}),
+    "arrow": Case(arrow, 11, {"id": ((), "int32"), "text": TEXT, "ids": TEXT}),
+    "hugging_face_folder": Case(hugging_face_folder, 11, {"x": ((), "float32"), "text": TEXT}),
     "dict_of_arrays": Case(dict_of_arrays, 11, {"x": ((3,), "float32"), "y": ((), "int32")}),
 }
 
@@ -187,7 +281,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture
-def source(case: Case, tmp_path: Path) -> Source:
+def source(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
     return case.make(tmp_path)
 
 
@@ -204,8 +299,7 @@ def test_length_and_spec(case: Case, source: Source) -> None:
 def test_every_leaf_is_written(source: Source) -> None:
     out = allocate(source.sample_spec, len(source))
     first = read(source, list(range(len(source))))
-    for leaf in jax.tree.leaves(out):
-        leaf.view(np.uint8)[...] = 0xA5
+    spoil(out, 0xA5)
     source.read(np.arange(len(source)), out)
     assert_equal(first, out)
 
@@ -219,7 +313,7 @@ def test_any_order_and_repeats(source: Source) -> None:
 
 def test_samples_differ(source: Source) -> None:
     window = read(source, [0, 1])
-    assert any((leaf[0] != leaf[1]).any() for leaf in jax.tree.leaves(window))
+    assert any(not np.array_equal(leaf[0], leaf[1]) for leaf in jax.tree.leaves(window))
 
 
 def test_many_threads_read_what_one_reads(source: Source) -> None:

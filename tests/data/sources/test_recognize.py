@@ -1,19 +1,37 @@
+import gc
 import gzip
+import io
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 import braidax.data.sources as sources
+from braidax.data.sources.formats import kind_of
+from braidax.data.storage import Remote
 from braidax.errors import ArgumentError, FormatError
 from tests.data.sources import files
 from tests.data.sources.reading import assert_equal, read
+from tests.data.sources.test_example import example
+from tests.data.sources.test_tfrecord import write as write_tfrecord
+from tests.data.sources.test_webdataset import shard
+from tests.data.storage.faulty_server import serving
 
-FILES = "npy, npz, Parquet, CIFAR archive (.tar.gz, .tar), IDX (MNIST, also .gz), tokens (.bin, .tokens, llm.c)"
-FOLDERS = "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), folder of Parquet files, image folder"
+FILES = (
+    "npy, npz, Parquet, Arrow (.arrow, .feather), ArrayRecord, TFRecord, CIFAR archive (.tar.gz, .tar), WebDataset "
+    "(.tar), IDX (MNIST, also .gz), tokens (.bin, .tokens, llm.c), JSON Lines (.jsonl, .ndjson), CSV (.csv, .tsv), "
+    "text lines (.txt)"
+)
+FOLDERS = (
+    "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), MosaicML MDS, Hugging Face dataset, folder of "
+    "Arrow files, folder of Parquet files, image folder; or files of one of these formats: npy, Parquet,"
+)
+UNCACHED = Remote(cache_bytes=0)
 
 
 def test_a_source_stays_what_it_is() -> None:
@@ -39,7 +57,7 @@ def test_an_empty_file(tmp_path: Path, name: str) -> None:
         sources.open(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.npy", "a.npz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.md", "a.npy", "a.npz", "a.parquet"])
 def test_a_file_of_no_known_format(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"name,age\nx,3\n")
     message = (
@@ -59,7 +77,7 @@ def test_a_gzipped_file_of_no_known_format(tmp_path: Path) -> None:
 
 def test_damaged_gzip(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(b"\x1f\x8b\x08")
-    with pytest.raises(FormatError, match=r"a\.gz: 3 bytes of gzip data that are truncated or corrupt"):
+    with pytest.raises(FormatError, match=r"a\.gz: gzip data that are truncated or corrupt .*download it again"):
         sources.open(tmp_path / "a.gz")
 
 
@@ -69,14 +87,149 @@ def test_a_single_image(tmp_path: Path) -> None:
         sources.open(tmp_path / "a.png")
 
 
-@pytest.mark.parametrize("names", [(), ("b.txt", "a.csv")])
+@pytest.mark.parametrize("names", [(), ("b", "a"), ("_SUCCESS", ".hidden")])
 def test_a_folder_of_no_known_format(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         (tmp_path / name).touch()
-    found = "2: a.csv, b.txt" if names else "nothing"
+    found = f"2: {', '.join(sorted(names))}" if names else "nothing"
     message = f"{tmp_path}: a folder of no known format; it holds {found}; known folders: {FOLDERS}"
     with pytest.raises(FormatError, match=re.escape(message)):
         sources.open(tmp_path)
+
+
+def test_a_folder_of_several_formats(tmp_path: Path) -> None:
+    for name in ("1.jsonl", "2.jsonl", "README.md", "_SUCCESS"):
+        (tmp_path / name).write_text('{"a": 1}\n')
+    message = (
+        f"{tmp_path}: holds files of several kinds: 2 of .jsonl, 1 of .md; expected files of one format: move the "
+        f"others away, or open a pattern such as {tmp_path}/*.jsonl"
+    )
+    with pytest.raises(FormatError, match=re.escape(message)):
+        sources.open(tmp_path)
+    assert read(sources.open(f"{tmp_path}/*.jsonl"))["a"].tolist() == [1, 1]
+
+
+def test_several_files_are_one_source(tmp_path: Path) -> None:
+    for number in (2, 10, 1):
+        (tmp_path / f"{number}.txt").write_text(f"{number}\n")
+    (tmp_path / ".hidden").write_text("no\n")
+    assert read(sources.open(tmp_path))["text"].tolist() == ["1", "10", "2"]
+    assert read(sources.open(str(tmp_path / "1*.txt")))["text"].tolist() == ["1", "10"]
+    assert read(sources.open([tmp_path / "2.txt", str(tmp_path / "1.txt")]))["text"].tolist() == ["2", "1"]
+    with pytest.raises(FormatError, match=r"x\*\.txt: no file fits this pattern"):
+        sources.open(tmp_path / "x*.txt")
+
+
+def test_files_of_a_format_that_is_one_file(tmp_path: Path) -> None:
+    for number in range(2):
+        np.savez(tmp_path / f"{number}.npz", x=np.arange(3))
+    with pytest.raises(
+        FormatError, match=r"2 file\(s\) of the format npz; expected one on a local disk: .*braidax\.mix"
+    ):
+        sources.open(tmp_path)
+
+
+def test_shards_are_told_by_their_contents(tmp_path: Path) -> None:
+    for number in range(2):
+        write_tfrecord(tmp_path / f"train-{number:05}-of-00002", [example({"a": [number]})])
+    assert read(sources.open(tmp_path))["a"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("a.jsonl", (".jsonl", "")),
+        ("x/b.C.TAR.gz", (".tar", ".gz")),
+        ("c.tfrecord-00001-of-00003", (".tfrecord", "")),
+        ("c.tfrecord-00001-of-00003.gz", (".tfrecord", ".gz")),
+        ("s3://bucket.name/d", ("", "")),
+        ("e.00017", ("", "")),
+        ("f.zst", ("", ".zst")),
+    ],
+)
+def test_kinds_of_names(name: str, suffix: tuple[str, str]) -> None:
+    assert kind_of(name) == suffix
+
+
+def test_json_that_is_not_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"a": 1}]')
+    with pytest.raises(FormatError, match=r"a\.json: 10 bytes of no known format"):
+        sources.open(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text('{"a": 1}\n{"a": 2}\n')
+    assert read(sources.open(tmp_path / "b.json"))["a"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.csv.gz", "a.tfrecord.gz", "a.tar.gz"])
+def test_compressed_files_are_inflated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    contents = {
+        "a.txt.gz": lambda path: path.write_text("1\n2\n"),
+        "a.jsonl.gz": lambda path: path.write_text('{"text": 1}\n{"text": 2}\n'),
+        "a.csv.gz": lambda path: path.write_text("text\n1\n2\n"),
+        "a.tfrecord.gz": lambda path: write_tfrecord(path, [example({"text": [number]}) for number in (1, 2)]),
+        "a.tar.gz": lambda path: shard(path, [("1.text", b"1"), ("2.text", b"2")]),
+    }
+    contents[name](tmp_path / "plain")
+    (tmp_path / name).write_bytes(gzip.compress((tmp_path / "plain").read_bytes()))
+    source = sources.open(tmp_path / name)
+    assert [str(value) for value in read(source)["text"].tolist()] == ["1", "2"]
+    assert source.describe()["samples"] == "2"
+
+
+def test_what_cannot_be_inflated(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd more")
+    with pytest.raises(FormatError, match=r"a\.jsonl\.zst: is compressed with zstd, .*decompress it"):
+        sources.open(tmp_path / "a.jsonl.zst")
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "options", "leaf"),
+    [
+        ("a.txt", b"0\n1\n2\n", {}, "text"),
+        ("a.jsonl", b'{"x": 0}\n{"x": 1}\n{"x": 2}', {}, "x"),
+        ("a.csv", b"x;y\n0;1\n1;1\n2;1\n", {"delimiter": ";", "columns": ["x"]}, "x"),
+        ("a.npy", npy(np.arange(3)), {}, "data"),
+        ("a.bin", np.arange(3, dtype="<u2").tobytes(), {"sequence_length": 1}, "tokens"),
+        ("a.jsonl.gz", gzip.compress(b'{"x": 0}\n{"x": 1}\n{"x": 2}'), {}, "x"),
+    ],
+)
+def test_remote_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    contents: bytes,
+    options: dict[str, Any],
+    leaf: str,
+) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path))
+    with serving({name: contents, "b/" + name: contents}) as server:
+        for _ in range(2):  # the second time with what the first one stored
+            source = sources.open(f"{server.url}/{name}", remote=UNCACHED, **options)
+            assert [int(value) for value in read(source, [2, 0, 1])[leaf].reshape(3)] == [2, 0, 1]
+        several = sources.open([f"{server.url}/{name}", f"{server.url}/b/{name}"], remote=UNCACHED, **options)
+        assert [int(value) for value in read(several, [5, 0, 4])[leaf].reshape(3)] == [2, 0, 1]
+
+
+def test_remote_parquet(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [0, 1, 2]}), tmp_path / "a.parquet")
+    with serving({"a.parquet": (tmp_path / "a.parquet").read_bytes()}) as server:
+        source = sources.open(f"{server.url}/a.parquet", remote=UNCACHED)
+        assert read(source, [2, 0])["x"].tolist() == [2, 0]
+        del source
+        gc.collect()  # a table is part of a cycle, and holds the connections
+
+
+def test_a_remote_file_of_a_format_that_is_local(tmp_path: Path) -> None:
+    with serving({"a.idx": files.idx_bytes(np.arange(6, dtype=np.uint8).reshape(2, 3))}) as server:
+        message = r"a\.idx: 1 file\(s\) of the format IDX .*; expected one on a local disk: copy it there"
+        with pytest.raises(FormatError, match=message):
+            sources.open(f"{server.url}/a.idx", remote=UNCACHED)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +239,7 @@ def test_a_folder_of_no_known_format(tmp_path: Path, names: tuple[str, ...]) -> 
         ({"columns": ["x"]}, "columns=['x']"),
         ({"cache_bytes": 9}, "cache_bytes=9"),
         ({"sequence_length": 9, "dtype": "uint32"}, "sequence_length=9, dtype='uint32'"),
+        ({"delimiter": ";"}, "delimiter=';'"),
     ],
 )
 def test_an_option_of_another_format(tmp_path: Path, options: dict[str, Any], named: str) -> None:
@@ -97,6 +251,27 @@ def test_an_option_of_another_format(tmp_path: Path, options: dict[str, Any], na
         sources.open(tmp_path / "a.npy", **options)
     with pytest.raises(ArgumentError, match=re.escape(f"{named}: no option of this format; list was recognized as")):
         sources.open([1, 2], **options)
+
+
+def test_columns_that_a_table_knows_better(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [0]}), tmp_path / "a.parquet")
+    message = (
+        r"columns=\{'x': 'int8'\}: .* 'Parquet', which knows .*; expected a list of names, such as columns=\['x'\]"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        sources.open(tmp_path / "a.parquet", columns={"x": "int8"})
+
+
+def test_encoded_images_are_decoded_to_a_size(tmp_path: Path) -> None:
+    for number in range(2):
+        file = io.BytesIO()
+        Image.new("RGB", (8, 6), (200, 10 * number, 30)).save(file, "png")
+        (tmp_path / f"{number}.png").write_bytes(file.getvalue())
+    members = [(f"{number}.png", (tmp_path / f"{number}.png").read_bytes()) for number in range(2)]
+    path = shard(tmp_path / "a.tar", members)
+    source = sources.open(path, columns={"image": "png"}, image_size=(3, 4))
+    assert read(source)["image"][:, 0, 0].tolist() == [[200, 0, 30], [200, 10, 30]]
+    assert source.sample_spec["image"].shape == (3, 4, 3)
 
 
 def test_image_size_without_images(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
-"""`open`: from a path or an object to a source, the format recognized from what the path holds."""
+"""`open`: from a place or an object to a source, the format recognized from what lies there."""
 
-import gzip
 import os
-import tarfile
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,15 +10,21 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from braidax.data.sources.arrays import NPY_MAGIC, from_arrays, open_npy, open_npz
-from braidax.data.sources.cifar import cifar_folder, is_cifar_file, open_cifar_archive, open_cifar_folder
-from braidax.data.sources.image_folder import IMAGE_SUFFIXES, has_images, open_image_folder
+from braidax.data.sources.arrays import from_arrays
+from braidax.data.sources.cifar import is_cifar_file
+from braidax.data.sources.fields import Columns
+from braidax.data.sources.formats import FILES, FOLDERS, Format, Look, kind_of
+from braidax.data.sources.image_folder import IMAGE_SUFFIXES
 from braidax.data.sources.indexable import IndexableSource
-from braidax.data.sources.mnist import has_idx_header, idx_size, image_files, open_idx, open_mnist_folder
-from braidax.data.sources.parquet import open_parquet, parquet_files
-from braidax.data.sources.source import Source, listed
-from braidax.data.sources.tokens import has_header, open_tokens
+from braidax.data.sources.inflate import compression_of, inflated_head
+from braidax.data.sources.source import Source, is_varying, listed
+from braidax.data.storage import Files, Ranges, Remote, open_files
 from braidax.errors import ArgumentError, FormatError
+
+_HEAD_BYTES = 512  # a block of a tar file
+_WILD = "*?["
+
+Place = str | os.PathLike[str]
 
 
 def open(
@@ -29,27 +32,34 @@ def open(
     *,
     image_size: tuple[int, int] | None = None,
     split: str | None = None,
-    columns: tuple[str, ...] | list[str] | None = None,
+    columns: Columns | None = None,
     cache_bytes: int | None = None,
     sequence_length: int | None = None,
     dtype: DTypeLike | None = None,
-    transform: Callable[[Any], Any] | None = None,
+    delimiter: str | None = None,
+    remote: Remote | None = None,
+    transform: Callable[..., Any] | None = None,
 ) -> Source:
-    """Opens samples on disk, or wraps an object that has them.
+    """Opens samples on disk or in an object store, or wraps an object that has them.
 
     **Arguments:**
 
     - `path_or_object`: a file or folder, whose format is recognized from its contents (docs/sources.md lists them); a
-      dict of arrays or one array; or any object with `__len__` and `__getitem__`.
-    - `image_size`: `(height, width)` in pixels to resize the leaf `"image"` to.
+      pattern such as `"data/*.jsonl"`, or a list of files; the same as URLs: `s3://`, `gs://`, `http://`, `https://`; a
+      dict of arrays or one array; or any object with `__len__` and `__getitem__`. Several files are one source, in the
+      order of their names or of the list.
+    - `image_size`: `(height, width)` in pixels to resize the leaf `"image"` to; encoded images are decoded.
     - `split`: `"train"` (the default) or `"test"`, where a format has splits.
-    - `columns`: of a Parquet file, in the order to read them; all by default.
-    - `cache_bytes`: of decoded Parquet row groups kept in memory; 1 GiB by default.
+    - `columns`: of a table or of records, in the order to read them, all by default; or a mapping that says what they
+      hold, see `braidax.data.sources.fields.Columns`.
+    - `cache_bytes`: of decoded row groups or batches kept in memory; 1 GiB by default.
     - `sequence_length`, `dtype`: tokens in one sample (1024 by default) and how they are stored (`uint16` by default).
+    - `delimiter`: of CSV; by default a comma, in `.tsv` files a tab.
+    - `remote`: how URLs are read.
     - `transform`: applied after all else, to whole windows of samples `[n, ...]`; see `braidax.data.transforms.mapped`.
 
-    **Returns:** the source. **Raises:** `FormatError` for a path that is missing, empty, damaged or of no known format;
-    `ArgumentError` for an option that has a wrong value or does not belong to the format.
+    **Returns:** the source. **Raises:** `FormatError` for a place that is missing, empty, damaged or of no known
+    format; `ArgumentError` for an option that has a wrong value or does not belong to the format.
     """
     given: dict[str, Any] = {
         "split": split,
@@ -57,126 +67,123 @@ def open(
         "cache_bytes": cache_bytes,
         "sequence_length": sequence_length,
         "dtype": dtype,
+        "delimiter": delimiter,
     }
     options = {name: value for name, value in given.items() if value is not None}
-    if isinstance(path_or_object, str | os.PathLike):
-        look = _look(Path(cast("str | os.PathLike[str]", path_or_object)))
-        known = _recognize(look)
+    if _is_place(path_or_object):
+        known, look = _recognized(path_or_object, remote)
         if image_size is not None and known.resizes:
             options["image_size"] = image_size
             image_size = None
-        _check_options(known, options, look.path)
-        source = known.open(look.path, **options)
+        _check_options(known, options, look.where)
+        source = known.open(look, **options)
     else:
         _check_options(_OBJECT, options, type(path_or_object).__name__)
         source = _wrap(path_or_object)
     return source if image_size is None and transform is None else _transformed(source, image_size, transform)
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What a path looks like before it is opened: its first bytes, inflated if gzipped."""
-
-    path: Path
-    size: int = 0
-    head: bytes = b""
-    gzipped: bool = False
+_OBJECT = Format("object", lambda look: False, IndexableSource)
 
 
-@dataclass(frozen=True)
-class _Format:
-    """A format: what people know it by, how it is told from others, how it is opened and with which options."""
-
-    name: str
-    matches: Callable[[_Look], bool]
-    open: Callable[..., Source]
-    options: frozenset[str] = field(default_factory=frozenset[str])
-    resizes: bool = False
+def _is_place(given: Any) -> bool:
+    """Says whether something is a path or URL, or a list of them."""
+    if isinstance(given, list | tuple) and given:
+        return all(isinstance(item, str | os.PathLike) for item in cast("Sequence[Any]", given))
+    return isinstance(given, str | os.PathLike)
 
 
-def _is_tar(look: _Look) -> bool:
-    return look.head[257:262] == b"ustar"
-
-
-def _is_idx(look: _Look) -> bool:
-    # Token files may begin with the same four bytes: for them the size has to fit as well.
-    exact = look.path.suffix in _TOKEN_SUFFIXES
-    return has_idx_header(look.head) and (not exact or look.gzipped or look.size == idx_size(look.head))
-
-
-def _is_tokens(look: _Look) -> bool:
-    return not look.gzipped and (has_header(look.head) or look.path.suffix in _TOKEN_SUFFIXES)
-
-
-_TOKEN_SUFFIXES = (".bin", ".tokens")
-_SPLIT = frozenset({"split"})
-_TABLE = frozenset({"columns", "cache_bytes"})
-_FOLDERS = (
-    _Format(
-        "CIFAR folder (python or binary)", lambda look: cifar_folder(look.path) is not None, open_cifar_folder, _SPLIT
-    ),
-    _Format("MNIST folder (IDX, also .gz)", lambda look: bool(image_files(look.path)), open_mnist_folder, _SPLIT),
-    _Format("folder of Parquet files", lambda look: bool(parquet_files(look.path)), open_parquet, _TABLE),
-    _Format("image folder", lambda look: has_images(look.path), open_image_folder, resizes=True),
-)
-_FILES = (
-    _Format("npy", lambda look: look.head.startswith(NPY_MAGIC) and not look.gzipped, open_npy),
-    _Format("npz", lambda look: look.head.startswith(b"PK\x03\x04") and not look.gzipped, open_npz),
-    _Format("Parquet", lambda look: look.head.startswith(b"PAR1"), open_parquet, _TABLE),
-    _Format("CIFAR archive (.tar.gz, .tar)", _is_tar, open_cifar_archive, _SPLIT),
-    _Format("IDX (MNIST, also .gz)", _is_idx, open_idx),
-    _Format("tokens (.bin, .tokens, llm.c)", _is_tokens, open_tokens, frozenset({"sequence_length", "dtype"})),
-)
-_OBJECT = _Format("object", lambda look: False, IndexableSource)
-
-
-def _look(path: Path) -> _Look:
-    if not path.exists():
-        raise FormatError(f"{path}: there is no such file or folder; check the path (seen from {Path.cwd()})")
+def _recognized(place: Place | Sequence[Place], remote: Remote | None) -> tuple[Format, Look]:
+    """Returns the format of what lies at a place, and what it looks like."""
+    if not isinstance(place, str | os.PathLike) or "://" in str(place):
+        where = str(place) if isinstance(place, str | os.PathLike) else f"{place[0]} and {len(place) - 1} more"
+        return _recognize(_look(where, open_files(place, remote=remote), remote=remote))
+    path = Path(place)
     if path.is_dir():
-        return _Look(path)
-    size = path.stat().st_size
-    if size == 0:
-        raise FormatError(f"{path}: the file is empty (0 bytes); expected data: copy or download it again")
-    with path.open("rb") as file:
-        head = file.read(tarfile.BLOCKSIZE)
-    if not head.startswith(b"\x1f\x8b"):
-        return _Look(path, size, head)
-    try:
-        with gzip.open(path) as file:
-            return _Look(path, size, file.read(tarfile.BLOCKSIZE), gzipped=True)
-    except (EOFError, OSError, zlib.error) as error:
+        return _recognize_folder(path)
+    if not path.exists():
+        if any(letter in str(place) for letter in _WILD):
+            return _recognize(_look(str(place), open_files(place)))
+        raise FormatError(f"{path}: there is no such file or folder; check the path (seen from {Path.cwd()})")
+    if is_cifar_file(path):
         raise FormatError(
-            f"{path}: {size:,} bytes of gzip data that are truncated or corrupt ({error}); download it again"
-        ) from error
-
-
-def _recognize(look: _Look) -> _Format:
-    if look.path.is_file() and is_cifar_file(look.path):
-        raise FormatError(
-            f"{look.path}: is one file of a CIFAR download; open the folder {look.path.parent} instead, and choose "
-            "with split="
+            f"{path}: is one file of a CIFAR download; open the folder {path.parent} instead, and choose with split="
         )
-    formats = _FOLDERS if look.path.is_dir() else _FILES
-    for known in formats:
+    return _recognize(_look(str(path), open_files(path), path=path))
+
+
+def _recognize_folder(path: Path) -> tuple[Format, Look]:
+    look = Look(str(path), path)
+    for known in FOLDERS:
         if known.matches(look):
-            return known
-    expected = ", ".join(known.name for known in formats)
-    if look.path.is_dir():
-        names = sorted(child.name for child in look.path.iterdir())
-        raise FormatError(
-            f"{look.path}: a folder of no known format; it holds {listed(names)}; known folders: {expected}"
-        )
-    remedy = "convert it, or pass an object with __len__ and __getitem__"
-    if look.path.suffix.lower() in IMAGE_SUFFIXES:
-        remedy = f"open the folder of images, {look.path.parent}"
+            return known, look
+    names = [str(child) for child in sorted(path.iterdir()) if child.is_file() and child.name[0] not in "._"]
+    if names and len({kind_of(name) for name in names}) == 1:
+        found = open_files(names)
+        if any(found.sizes):
+            return _recognize(_look(str(path), found))
+    if names:
+        _check_kinds(str(path), names)
+    folders = ", ".join(known.name for known in FOLDERS)
+    files = ", ".join(known.name for known in FILES if not known.is_mixed and not known.is_single)
+    children = sorted(child.name for child in path.iterdir())
     raise FormatError(
-        f"{look.path}: {look.size:,} bytes of no known format; they begin with {look.head[:8]!r}"
-        f"{' (inflated)' if look.gzipped else ''}; known files: {expected}: {remedy}"
+        f"{path}: a folder of no known format; it holds {listed(children)}; known folders: {folders}; or files of one "
+        f"of these formats: {files}"
     )
 
 
-def _check_options(known: _Format, options: Mapping[str, Any], what: Any) -> None:
+def _look(where: str, files: Files, *, path: Path | None = None, remote: Remote | None = None) -> Look:
+    """Reads the first bytes of the first file that is not empty."""
+    number = next((number for number, size in enumerate(files.sizes) if size), None)
+    if number is None:
+        raise FormatError(f"{where}: the file is empty (0 bytes); expected data: copy or download it again")
+    name, size = files.names[number], files.sizes[number]
+    first = Ranges(*(np.array([value], np.int64) for value in (number, 0, min(size, _HEAD_BYTES))))
+    head = bytes(files.read(first)[0])
+    compression = compression_of(head)
+    if compression:
+        with files.open(number) as file:
+            head = inflated_head(file, compression, _HEAD_BYTES, name=name)
+    return Look(where, path, files, size, head, compression, remote)
+
+
+def _recognize(look: Look) -> tuple[Format, Look]:
+    files = cast("Files", look.files)
+    found = next((known for known in FILES if known.matches(look)), None)
+    if found is None or not found.is_mixed:
+        _check_kinds(look.where, files.names)
+    if found is None:
+        expected = ", ".join(known.name for known in FILES if not known.is_mixed)
+        remedy = "convert it, or pass an object with __len__ and __getitem__"
+        if Path(files.names[0]).suffix.lower() in IMAGE_SUFFIXES:
+            remedy = f"open the folder of images, {Path(look.where).parent}"
+        raise FormatError(
+            f"{look.where}: {look.size:,} bytes of no known format; they begin with {look.head[:8]!r}"
+            f"{' (inflated)' if look.compression else ''}; known files: {expected}: {remedy}"
+        )
+    if found.is_single and look.path is None:
+        raise FormatError(
+            f"{look.where}: {len(files.names)} file(s) of the format {found.name}; expected one on a local disk: copy "
+            "it there, or open several one by one and join them with braidax.mix"
+        )
+    return found, look
+
+
+def _check_kinds(where: str, names: Sequence[str]) -> None:
+    """Raises `FormatError` for files of several kinds."""
+    kinds = Counter("".join(kind_of(name)) or "no suffix" for name in names)
+    if len(kinds) > 1:
+        held = ", ".join(f"{number} of {kind}" for kind, number in kinds.most_common())
+        suffix = next(kind for kind, _ in kinds.most_common() if kind != "no suffix")
+        folder = names[0].rpartition("/")[0]
+        raise FormatError(
+            f"{where}: holds files of several kinds: {held}; expected files of one format: move the others away, or "
+            f"open a pattern such as {folder}/*{suffix}"
+        )
+
+
+def _check_options(known: Format, options: Mapping[str, Any], what: Any) -> None:
     wrong = {name: value for name, value in options.items() if name not in known.options | {"image_size"}}
     if wrong:
         named = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
@@ -184,6 +191,11 @@ def _check_options(known: _Format, options: Mapping[str, Any], what: Any) -> Non
         raise ArgumentError(
             f"{named}: no option of this format; {what} was recognized as {known.name!r}, whose options are: {takes}; "
             "leave it out"
+        )
+    if isinstance(options.get("columns"), Mapping) and not known.declares:
+        raise ArgumentError(
+            f"columns={options['columns']!r}: {what} was recognized as {known.name!r}, which knows what its columns "
+            f"hold; expected a list of names, such as columns={list(options['columns'])}"
         )
 
 
@@ -202,8 +214,9 @@ def _wrap(given: Any) -> Source:
     )
 
 
-def _transformed(source: Source, image_size: tuple[int, int] | None, transform: Callable[[Any], Any] | None) -> Source:
-    from braidax.data import transforms  # transforms wrap sources: at the top this would be a cycle
+def _transformed(source: Source, image_size: tuple[int, int] | None, transform: Callable[..., Any] | None) -> Source:
+    from braidax.data import transforms  # these wrap sources: at the top this would be a cycle
+    from braidax.data.images.decoded import decoded
 
     if image_size is not None:
         spec = source.sample_spec
@@ -211,5 +224,8 @@ def _transformed(source: Source, image_size: tuple[int, int] | None, transform: 
             raise ArgumentError(
                 f"image_size={image_size!r}: the samples have no leaf 'image' to resize; they are {spec}: leave it out"
             )
-        source = transforms.resized(source, image_size)
+        if is_varying(spec["image"]):
+            source = decoded(source, size=image_size)
+        else:
+            source = transforms.resized(source, image_size)
     return source if transform is None else transforms.mapped(source, transform)
