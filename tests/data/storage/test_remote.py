@@ -189,6 +189,16 @@ def test_prepare_stays_within_its_budget_and_moves_on_as_records_are_read(server
     assert bytes_of(files, windows[5]) == right(windows[5])  # out of turn: it does not wait for the budget
 
 
+def test_what_could_not_be_fetched_ahead_is_fetched_when_it_is_read(server: Server) -> None:
+    files = opened(server, Remote(cache_bytes=0, retries=0))
+    server.requests.clear()
+    server.answer = lambda request: Reply(status=500)
+    files.prepare(ranges((0, 10, 100)))
+    until(lambda: server.requests and not len(files._flights._units))
+    server.answer = lambda request: RIGHT
+    assert bytes_of(files, ranges((0, 10, 100))) == [DATA[10:110]]
+
+
 def test_what_nobody_reads_makes_room(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     files = opened(server, Remote(cache_bytes=0, ahead_bytes=3000))
     server.requests.clear()
