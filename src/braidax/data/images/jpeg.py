@@ -31,7 +31,9 @@ from braidax.data.images.jpeg_entropy import (
     unstuff,
 )
 from braidax.data.images.jpeg_header import (
+    AC,
     COMPONENTS,
+    DC,
     H_MAX,
     HEIGHT,
     NUM_FIELDS,
@@ -82,11 +84,11 @@ def decode(data: Any, starts: Any, boxes: Any, mirrored: Any, out: Any, done: An
     head, quant, codes = np.empty(NUM_FIELDS, np.int64), np.zeros((4, 64), np.float32), np.zeros((4, 272), np.uint8)
     looks, known = np.zeros(4 << LOOK, np.uint64), np.full((4, 272), 255, np.uint8)
     limits, offsets = np.zeros((4, 18), np.int64), np.zeros((4, 18), np.int64)
-    tables = (codes, looks, limits, offsets)
+    tables = (looks, codes, limits, offsets, _PLACES)
     longest = np.int64(0)
     for n in range(len(done)):
         longest = max(longest, starts[n + 1] - starts[n])
-    packed = np.empty((longest + 16 * _MAX_SEGMENTS + 1024) // 4 * 4, np.uint8)
+    packed = np.empty(longest + 8 * _MAX_SEGMENTS + 1024, np.uint8)
     segments, steps = np.empty((_MAX_SEGMENTS, 2), np.int64), np.empty((4, 64), np.float32)
     planes = np.empty((3, (out.shape[1] + 8) * (out.shape[2] + 8)), np.float32)
     coefficients, work = np.empty(0, np.int16), np.empty(0, np.float32)
@@ -105,7 +107,7 @@ def decode(data: Any, starts: Any, boxes: Any, mirrored: Any, out: Any, done: An
             work = np.empty(num_mcus * head[H_MAX] * 64, np.float32)
             coefficients = np.empty(num_mcus * 6 * BLOCK, np.int16)
         scaled_steps(quant, steps)
-        scan, room = (packed.view(np.uint32), segments[:count]), (coefficients, work, planes)
+        scan, room = (packed, segments[:count], head[RESTART]), (coefficients, work, planes)
         done[n] = _decode_image(scan, (head, steps), tables, room, boxes[n], mirrored[n], out[n])
 
 
@@ -121,7 +123,7 @@ def _inside(box: Any, head: Any) -> bool:
 @kernel
 def _decode_image(scan: Any, header: Any, tables: Any, room: Any, box: Any, mirrored: bool, out: Any) -> bool:
     head, steps = header
-    words, segments = scan
+    segments = scan[1]
     coefficients, work, planes = room
     x0, w, new_w, y0, h, new_h, pixel_steps = _as_stored(head, box, mirrored, out.shape)
     x_taps = (fill_taps(x0, w, new_w, 1), fill_taps(x0, w, new_w, head[H_MAX]))
@@ -131,11 +133,12 @@ def _decode_image(scan: Any, header: Any, tables: Any, room: Any, box: Any, mirr
     planes[: head[COMPONENTS], : new_h * ((new_w + 7) // 8) * 8] = 0
     luma = num_mcus * head[H_MAX] * head[V_MAX] * BLOCK
     origins = np.array([0, luma, luma + num_mcus * BLOCK])
+    plan = _plan(head, origins, num_mcus)
     state = np.zeros(NUM_STATES, np.int64)
     state[STOP], state[LEFT] = segments[0, 1], head[RESTART]
     for row in range(num_rows):
         coefficients[:] = 0
-        if not decode_row(num_mcus, words, segments, state, head, tables, (coefficients, _PLACES, origins)):
+        if not decode_row(num_mcus, scan, state, plan, tables, coefficients):
             return False
         for c in range(head[COMPONENTS]):
             subsampled = 1 if c else 0
@@ -156,6 +159,20 @@ def _decode_image(scan: Any, header: Any, tables: Any, room: Any, box: Any, mirr
         return False
     write_pixels(planes, head[COMPONENTS] == 3, (new_h, new_w), pixel_steps, out.reshape(-1))
     return True
+
+
+@kernel
+def _plan(head: Any, origins: Any, num_mcus: int) -> Any:
+    """Returns the blocks of a unit, as `decode_row` takes them."""
+    plan, number = np.empty((6, 5), np.uint64), 0
+    for c in range(head[COMPONENTS]):
+        for row in range(head[V + c]):
+            for column in range(head[H + c]):
+                plan[number, 0], plan[number, 1], plan[number, 2] = c, head[DC + c] << LOOK, (head[AC + c] + 2) << LOOK
+                plan[number, 3] = origins[c] + (row * num_mcus * head[H + c] + column) * BLOCK
+                plan[number, 4] = head[H + c] * BLOCK
+                number += 1
+    return plan[:number]
 
 
 @kernel

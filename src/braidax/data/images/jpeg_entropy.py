@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from braidax.data.compiled import inlined, kernel
-from braidax.data.images.jpeg_header import AC, COMPONENTS, DC, RESTART, H, V
+from braidax.data.compiled import eight_bytes, kernel, put_bytes
 
 LOOK = 10  # bits that a table looks up at once
 BLOCK = 72  # places for a block: 64 coefficients, and behind them what nobody reads
@@ -20,12 +19,13 @@ _SHIFT = np.uint64(64 - LOOK)
 _ALL = (1 << LOOK) - 1
 _END_RUN = 128  # the run of an end-of-block entry: it leads beyond the block, into places that nobody reads
 
-_U0, _U1, _U2, _U5, _U8, _U16, _U24, _U31, _U32 = (np.uint64(n) for n in (0, 1, 2, 5, 8, 16, 24, 31, 32))
-_U48, _U63, _U64, _U255, _END = (np.uint64(n) for n in (48, 63, 64, 255, 129))
-
 # The state of a scan: position and end of its segment in bits, the segment, units left until it ends, last DC values.
 POSITION, STOP, SEGMENT, LEFT, LAST = range(5)
 NUM_STATES = 7
+
+_U0, _U1, _U3, _U7, _U8, _U16, _U24, _U48 = (np.uint64(n) for n in (0, 1, 3, 7, 8, 16, 24, 48))
+_ONES, _SIGNS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
+_U63, _U64, _U255, _END, _LOOK = (np.uint64(n) for n in (63, 64, 255, 129, LOOK))
 
 
 @kernel
@@ -60,14 +60,14 @@ def build_tables(codes: Any, looks: Any, limits: Any, offsets: Any) -> None:
 
 @kernel
 def _entry(symbol: int, length: int, low: int, is_ac: bool) -> Any:
-    """Returns value << 16 | run << 8 | bits, or 0 when the value's own bits lie beyond the look."""
+    """Returns value << 16 | run << 8 | bits; less than 0, as of `_long_code`, when the value's bits lie beyond."""
     if not is_ac:
         return (symbol << 8 | length) if symbol <= 11 else 0
     run, size = symbol >> 4, symbol & 15
     if size == 0:
         return (run if run == 15 else _END_RUN) << 8 | length if run == 0 or run == 15 else 0
     if length + size > LOOK:
-        return 0
+        return -(run << 24 | size << 16 | length << 8)
     value = low >> (LOOK - length - size)
     if value < 1 << (size - 1):
         value -= (1 << size) - 1
@@ -82,13 +82,13 @@ def _pair(single: Any, bits: int) -> Any:
     first, 8 bits of both. A single one is written twice to the same place.
     """
     first = single[bits]
-    if first == 0:
-        return np.uint64(0)
+    if first & 255 == 0:
+        return np.uint64(-first)
     value, run, length = first >> 16, first >> 8 & 255, first & 255
     second_value, step, both = value, np.int64(0), length
     if run != _END_RUN:
         second = single[bits << length & _ALL]
-        if second != 0 and length + (second & 255) <= LOOK:
+        if second & 255 != 0 and length + (second & 255) <= LOOK:
             second_value, step, both = second >> 16, (second >> 8 & 255) + 1, length + (second & 255)
     return np.uint64(value << 48 | (second_value & 0xFFFF) << 32 | step << 24 | run << 16 | length << 8 | both)
 
@@ -97,8 +97,8 @@ def _pair(single: Any, bits: int) -> Any:
 def unstuff(data: Any, start: int, stop: int, packed: Any, segments: Any) -> Any:
     """Copies the entropy-coded bytes of a scan without stuffing, as words that are read from the top.
 
-    **Arguments:** `data[start:stop]`: uint8, the scan and all behind it. `packed`: uint8, room for all of it and 16
-    bytes a segment, filled with 32-bit words in this machine's order. `segments`: int64 `[n + 1, 2]`, filled: first and
+    **Arguments:** `data[start:stop]`: uint8, the scan and all behind it. `packed`: uint8, room for all of it and 8
+    bytes a segment, filled. `segments`: int64 `[n + 1, 2]`, filled: first and
     last bit of each segment between restarts.
 
     **Returns:** how many segments there are, or 0 if the scan does not end with the end of the image.
@@ -106,8 +106,15 @@ def unstuff(data: Any, start: int, stop: int, packed: Any, segments: Any) -> Any
     i, j, count = start, 0, 0
     segments[0, 0] = 0
     while i + 1 < stop:
+        if i + 8 < stop:
+            number = eight_bytes(data, np.uint64(i))
+            put_bytes(packed, np.uint64(j), number)
+            if not (~number - _ONES) & number & _SIGNS:  # none of them is 255
+                i += 8
+                j += 8
+                continue
         byte = data[i]
-        packed[j ^ 3] = byte
+        packed[j] = byte
         i += 1
         if byte != 0xFF:
             j += 1
@@ -121,66 +128,85 @@ def unstuff(data: Any, start: int, stop: int, packed: Any, segments: Any) -> Any
             following = data[i]
             i += 1
         segments[count, 1] = j * 8
-        for pad in range(j, (j + 15) // 4 * 4):
-            packed[pad ^ 3] = 0
+        packed[j : j + 8] = 0
         count += 1
         if following == 0xD9:
             return count
         if following != 0xD0 + (count - 1 & 7) or count + 1 >= len(segments):
             return 0
-        j = (j + 15) // 4 * 4
+        j += 8
         segments[count, 0] = j * 8
     return 0
 
 
 @kernel
-def decode_row(num_mcus: int, words: Any, segments: Any, state: Any, head: Any, tables: Any, target: Any) -> Any:
+def decode_row(num_mcus: int, scan: Any, state: Any, plan: Any, tables: Any, coefficients: Any) -> Any:
     """Decodes one row of units (MCUs), block by block.
 
-    **Arguments:** `words`: uint32, of `unstuff`. `segments`: int64 `[n, 2]`, of `unstuff`. `state`: int64 `[7]`, see
-    above. `head`: of `read_header`. `tables`: `(codes, looks, limits, offsets)`. `target`: `(coefficients, places,
-    origins)`: int16, `BLOCK` for each block; uint64 `[256]`, where in it a coefficient goes; int64 `[3]`, where a
-    component begins.
+    **Arguments:** `scan`: `(packed, segments, restart)`, two of `unstuff`, and the units in a segment or 0. `state`:
+    int64 `[7]`, see above. `plan`: uint64 `[n, 5]`, for each block of a unit its component, where its look-ups for DC
+    and AC begin, where the block goes in the first unit, and how much further in the next. `tables`: `(looks, codes,
+    limits, offsets, places)`; the last, uint64 `[256]`, says where in a block a coefficient goes. `coefficients`:
+    int16, flat.
 
     **Returns:** whether the codes were right and did not end early.
     """
-    codes, looks, limits, offsets = tables
-    coefficients, places, origins = target
+    packed, segments, restart = scan
+    looks, codes, limits, offsets, places = tables
+    position = np.uint64(state[POSITION])
     for mcu in range(num_mcus):
-        if head[RESTART] and state[LEFT] == 0 and not _restart(segments, state, head):
-            return False
+        if restart and state[LEFT] == 0:
+            state[POSITION] = position
+            if not _restart(segments, state, restart):
+                return False
+            position = np.uint64(state[POSITION])
         state[LEFT] -= 1
-        for c in range(head[COMPONENTS]):
-            for block in range(head[H + c] * head[V + c]):
-                row, column = block // head[H + c], block % head[H + c]
-                first = origins[c] + ((row * num_mcus + mcu) * head[H + c] + column) * BLOCK
-                position = state[POSITION]
-                if position > state[STOP]:
-                    return False
-                window = _window(words, np.uint64(position))
-                found = np.int64(looks[np.uint64(head[DC + c] << LOOK) + (window >> _SHIFT)])
-                if found == 0:
-                    found = _symbol(window, codes, limits, offsets, head[DC + c])
-                size, length = found >> 8, found & 255
-                if size > 11:
-                    return False
-                state[LAST + c] += _signed(window << np.uint64(length), size)
-                coefficients[first] = state[LAST + c]
-                table = 2 + head[AC + c]
-                state[POSITION] = _block(
-                    np.uint64(position + length + size),
-                    words,
-                    codes,
-                    looks,
-                    limits,
-                    offsets,
-                    table,
-                    coefficients,
-                    first,
-                    places,
-                )
-                if state[POSITION] < 0:
-                    return False
+        for number in range(len(plan)):
+            last, ac = LAST + plan[number, 0], plan[number, 2]
+            first = plan[number, 3] + np.uint64(mcu) * plan[number, 4]
+            if position > np.uint64(state[STOP]):
+                return False
+            window = eight_bytes(packed, position >> _U3) << (position & _U7)
+            found = np.int64(looks[plan[number, 1] + (window >> _SHIFT)])
+            if found == 0:
+                found = _symbol(window, codes, limits, offsets, np.int64(plan[number, 1] >> _LOOK))
+            size, length = found >> 8, found & 255
+            if size > 11:
+                return False
+            state[last] += _signed(window << np.uint64(length), size)
+            coefficients[first] = state[last]
+            position += np.uint64(length + size)
+            k = _U1
+            while k < _U64:
+                window = eight_bytes(packed, position >> _U3) << (position & _U7)
+                for _ in range(5):  # of at most 10 bits each: a window has 57 or more
+                    entry = looks[ac + (window >> _SHIFT)]
+                    if entry & _U255 == _U0:
+                        window = eight_bytes(packed, position >> _U3) << (position & _U7)
+                        if entry == _U0:
+                            entry = _long_code(window, codes, limits, offsets, np.int64(ac >> _LOOK))
+                        k += entry >> _U24
+                        size, length = np.int64(entry >> _U16 & _U255), entry >> _U8 & _U255
+                        coefficients[first + places[k]] = _signed(window << length, size)
+                        position += length + np.uint64(size)
+                        k += _U1
+                        break
+                    second = k + (entry >> _U16 & _U255)
+                    coefficients[first + places[second]] = np.int64(entry) >> 48
+                    if second >= _U63:  # the block ends here, so what follows is none of its coefficients
+                        position += entry >> _U8 & _U255
+                        k = second + _U1
+                        break
+                    k = second + (entry >> _U24 & _U255)
+                    coefficients[first + places[k]] = np.int64(entry << _U16) >> 48
+                    window <<= entry & _U255
+                    position += entry & _U255
+                    k += _U1
+                    if k >= _U64:
+                        break
+            if k != _U64 and k < _END:
+                return False
+    state[POSITION] = position
     return True
 
 
@@ -191,34 +217,26 @@ def ends_well(state: Any) -> Any:
 
 
 @kernel
-def _restart(segments: Any, state: Any, head: Any) -> Any:
+def _restart(segments: Any, state: Any, restart: int) -> Any:
     if not ends_well(state) or state[SEGMENT] + 1 >= len(segments):
         return False
     state[SEGMENT] += 1
     state[POSITION], state[STOP] = segments[state[SEGMENT], 0], segments[state[SEGMENT], 1]
     state[LAST : LAST + 3] = 0
-    state[LEFT] = head[RESTART]
+    state[LEFT] = restart
     return True
 
 
-@inlined
-def _window(words: Any, position: Any) -> Any:
-    """Returns the next 64 bits, the first on top."""
-    i, beyond = position >> _U5, position & _U31
-    window = (np.uint64(words[i]) << _U32 | np.uint64(words[i + _U1])) << beyond
-    return window | np.uint64(words[i + _U2]) << beyond >> _U32
-
-
-@inlined
+@kernel
 def _signed(window: Any, size: int) -> Any:
     """Returns the number of `size` bits on top; those that begin with 0 are negative."""
     value = np.int64(window >> _U1 >> np.uint64(63 - size))
     return value if value >= (1 << size) >> 1 else value - (1 << size) + 1
 
 
-@inlined
+@kernel
 def _symbol(window: Any, codes: Any, limits: Any, offsets: Any, table: int) -> Any:
-    """Returns symbol << 8 | length of any code, or a symbol beyond all sizes if there is none."""
+    """Returns symbol << 8 | length of any code, or a symbol beyond all others if there is none."""
     top, length = np.int64(window >> _U48), 1
     while top >= limits[table, length]:
         length += 1
@@ -227,49 +245,14 @@ def _symbol(window: Any, codes: Any, limits: Any, offsets: Any, table: int) -> A
     return np.int64(codes[table, 16 + offsets[table, length] + (top >> (16 - length))]) << 8 | length
 
 
-@inlined
-def _block(
-    position: Any,
-    words: Any,
-    codes: Any,
-    looks: Any,
-    limits: Any,
-    offsets: Any,
-    table: int,
-    coefficients: Any,
-    first_place: Any,
-    places: Any,
-) -> Any:
-    """Decodes the 63 higher coefficients of a block; returns the position behind them, or -1 for a wrong code."""
-    base = np.uint64(first_place)
-    look = np.uint64(table << LOOK)
-    k = _U1
-    while k < _U64:
-        window = _window(words, position)
-        for _ in range(6):
-            entry = looks[look + (window >> _SHIFT)]
-            if entry == _U0:
-                window = _window(words, position)
-                found = _symbol(window, codes, limits, offsets, table)
-                size, length = found >> 8 & 15, found & 255
-                if found >> 16 or size > 10 or (size == 0 and found >> 12 != 15 and found >> 12 != 0):
-                    return -1
-                k += np.uint64(found >> 12) if found >> 8 else np.uint64(_END_RUN)
-                coefficients[base + places[k]] = _signed(window << np.uint64(length), size)
-                position += np.uint64(length + size)
-                k += _U1
-                break
-            first = k + (entry >> _U16 & _U255)
-            coefficients[base + places[first]] = np.int64(entry) >> 48
-            if first >= _U63:  # the block ends here, so what follows is none of its coefficients
-                position += entry >> _U8 & _U255
-                k = first + _U1
-                break
-            second = first + (entry >> _U24 & _U255)
-            coefficients[base + places[second]] = np.int64(entry << _U16) >> 48
-            window <<= entry & _U255
-            position += entry & _U255
-            k = second + _U1
-            if k >= _U64:
-                break
-    return np.int64(position) if k == _U64 or k > _END else -1
+@kernel
+def _long_code(window: Any, codes: Any, limits: Any, offsets: Any, table: int) -> Any:
+    """Returns run << 24 | size << 16 | length << 8 of any code; a wrong one gets a run that ends no block well."""
+    found = _symbol(window, codes, limits, offsets, table)
+    symbol, length = found >> 8, found & 255
+    run, size = symbol >> 4, symbol & 15
+    if symbol == 0:
+        run = _END_RUN
+    elif symbol > 255 or size > 10 or (size == 0 and run != 15):
+        run, size = 64, 0
+    return np.uint64(run << 24 | size << 16 | length << 8)

@@ -1,10 +1,8 @@
 # LEAD: read LEAD_NOTE.md in this folder before going on with this file.
 """Kernels from the coefficients of JPEG blocks to the pixels of a resized image.
 
-Everything is done eight numbers at a time, side by side, which compilers turn into one instruction.
-
-Source: Arai, Agui, Nakajima, "A fast DCT-SQ scheme for images" (Trans. IEICE E71, 1988); ITU-T T.81 (1992), annex A;
-JFIF 1.02 for the colors.
+Source: ITU-T T.81 (1992), annex A; Arai, Agui, Nakajima, "A fast DCT-SQ scheme for images" (Trans. IEICE E71, 1988),
+for the scales; JFIF 1.02 for the colors.
 """
 
 import math
@@ -12,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from braidax.data.compiled import inlined, kernel
+from braidax.data.compiled import add_eight, kernel, start_eight, transform_eight, turn_eight
 from braidax.data.images.jpeg_entropy import BLOCK
 from braidax.data.images.jpeg_header import ZIGZAG_U, ZIGZAG_V
 
 _SCALES = np.array([1 if k == 0 else math.cos(k * math.pi / 16) * math.sqrt(2) for k in range(8)])
 _STEPS = _SCALES[ZIGZAG_U] * _SCALES[ZIGZAG_V] / 8
 _PLACES = ZIGZAG_U * 8 + ZIGZAG_V
-_SQRT2, _C1, _C2, _C3 = (np.float32(x) for x in (1.414213562, 1.847759065, 1.082392200, 2.613125930))
 _RED, _GREEN_B, _GREEN_R, _BLUE = (np.float32(x) for x in (1.402, -0.344136, -0.714136, 1.772))
 _ZERO, _TOP, _LEVEL = (np.float32(x) for x in (0.5, 255.5, 128.5))  # one half is for rounding
 _INTERPOLATED = 1.125  # six times the variance of the weights 3/4 and 1/4; a triangle's is a sixth of its square
@@ -38,7 +35,7 @@ def fill_taps(start: int, length: int, new_length: int, factor: int) -> Any:
     if factor > 1:
         support = math.sqrt(support * support + _INTERPOLATED)
     low, high = start // factor, -(-(start + length) // factor)
-    count = min(int(2 * support) + 2, high - low)
+    count = min(math.ceil(2 * support), high - low)
     first, weights = np.empty(new_length, np.int64), np.zeros((new_length, count), np.float32)
     for i in range(new_length):
         center = (start + (i + 0.5) * step) / factor
@@ -79,69 +76,20 @@ def add_blocks(coefficients: Any, steps: Any, x_taps: Any, y_taps: Any, row: int
     if low == high:
         return
     for block in range(x_first[0] // 8, (x_first[-1] + x_weights.shape[1] + 7) // 8):
-        for i in range(64):
-            work[block * 64 + i] = np.float32(coefficients[block * BLOCK + i]) * steps[i]
-        _transform(work, block * 64)
-    tiles = np.empty(128, np.float32)
-    for group in range((new_width + 7) // 8):
+        start_eight(coefficients, block * BLOCK, steps, work, block * 64)
+    tiles, num_groups = np.empty(128, np.float32), (new_width + 7) // 8
+    for group in range(num_groups):
+        tiles[64:] = 0
         for i in range(8):
             x = min(group * 8 + i, new_width - 1)
-            _filter(work, x_first[x] * 8, x_weights[x], tiles, 64 + i * 8)
-        for i in range(8):
-            for j in range(8):
-                tiles[j * 8 + i] = tiles[64 + i * 8 + j]
-        _transform(tiles, 0)
+            for t in range(x_weights.shape[1]):
+                add_eight(tiles, 64 + i * 8, x_weights[x, t], work, (x_first[x] + t) * 8)
+        turn_eight(tiles, 64, tiles, 0)
+        transform_eight(tiles, 0)
         for y in range(low, high):
-            place = (y * ((new_width + 7) // 8) + group) * 8
-            top = max(row, y_first[y])
-            for sample in range(top, min(row + 8, y_first[y] + y_count)):
-                weight, line = y_weights[y, sample - y_first[y]], (sample - row) * 8
-                for i in range(8):
-                    plane[place + i] += weight * tiles[line + i]
-
-
-@inlined
-def _filter(work: Any, at: int, weights: Any, tiles: Any, place: int) -> None:
-    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
-    for weight in weights:
-        s0 += weight * work[at]
-        s1 += weight * work[at + 1]
-        s2 += weight * work[at + 2]
-        s3 += weight * work[at + 3]
-        s4 += weight * work[at + 4]
-        s5 += weight * work[at + 5]
-        s6 += weight * work[at + 6]
-        s7 += weight * work[at + 7]
-        at += 8
-    tiles[place] = s0
-    tiles[place + 1] = s1
-    tiles[place + 2] = s2
-    tiles[place + 3] = s3
-    tiles[place + 4] = s4
-    tiles[place + 5] = s5
-    tiles[place + 6] = s6
-    tiles[place + 7] = s7
-
-
-@inlined
-def _transform(a: Any, at: int) -> None:
-    """Eight inverse cosine transforms side by side: of `a[at + 8 * k + i]` along k, in place, for each i."""
-    for i in range(at, at + 8):
-        even0, even1 = a[i] + a[i + 32], a[i] - a[i + 32]
-        even3 = a[i + 16] + a[i + 48]
-        even2 = (a[i + 16] - a[i + 48]) * _SQRT2 - even3
-        p0, p3, p1, p2 = even0 + even3, even0 - even3, even1 + even2, even1 - even2
-        z13, z10 = a[i + 40] + a[i + 24], a[i + 40] - a[i + 24]
-        z11, z12 = a[i + 8] + a[i + 56], a[i + 8] - a[i + 56]
-        q7 = z11 + z13
-        z5 = (z10 + z12) * _C1
-        q6 = z5 - z10 * _C3 - q7
-        q5 = (z11 - z13) * _SQRT2 - q6
-        q4 = z5 - z12 * _C2 - q5
-        a[i], a[i + 56] = p0 + q7, p0 - q7
-        a[i + 8], a[i + 48] = p1 + q6, p1 - q6
-        a[i + 16], a[i + 40] = p2 + q5, p2 - q5
-        a[i + 24], a[i + 32] = p3 + q4, p3 - q4
+            place = (y * num_groups + group) * 8
+            for sample in range(max(row, y_first[y]), min(row + 8, y_first[y] + y_count)):
+                add_eight(plane, place, y_weights[y, sample - y_first[y]], tiles, (sample - row) * 8)
 
 
 @kernel
@@ -154,13 +102,29 @@ def write_pixels(planes: Any, is_color: bool, shape: Any, steps: Any, out: Any) 
     height, width = shape
     start, row_step, step = steps
     line = (width + 7) // 8 * 8
+    colors = np.empty((3, line), np.uint8)
     for y in range(height):
-        at = start + y * row_step
+        lights = planes[0, y * line : (y + 1) * line]
+        if is_color:
+            _to_colors(lights, planes[1, y * line : (y + 1) * line], planes[2, y * line : (y + 1) * line], colors)
+        else:
+            for x in range(line):
+                light = np.uint8(min(max(lights[x] + _LEVEL, _ZERO), _TOP))
+                colors[0, x], colors[1, x], colors[2, x] = light, light, light
+        place = start + y * row_step
         for x in range(width):
-            light, blue, red = planes[0, y * line + x] + _LEVEL, np.float32(0), np.float32(0)
-            if is_color:
-                blue, red = planes[1, y * line + x], planes[2, y * line + x]
-            place = at + x * step
-            out[place] = np.uint8(min(max(light + _RED * red, _ZERO), _TOP))
-            out[place + 1] = np.uint8(min(max(light + _GREEN_B * blue + _GREEN_R * red, _ZERO), _TOP))
-            out[place + 2] = np.uint8(min(max(light + _BLUE * blue, _ZERO), _TOP))
+            out[place] = colors[0, x]
+            out[place + 1] = colors[1, x]
+            out[place + 2] = colors[2, x]
+            place += step
+
+
+@kernel
+def _to_colors(lights: Any, blues: Any, reds: Any, colors: Any) -> None:
+    for x in range(len(lights)):
+        colors[0, x] = np.uint8(min(max(lights[x] + _LEVEL + _RED * reds[x], _ZERO), _TOP))
+    for x in range(len(lights)):
+        green = lights[x] + _LEVEL + _GREEN_B * blues[x] + _GREEN_R * reds[x]
+        colors[1, x] = np.uint8(min(max(green, _ZERO), _TOP))
+    for x in range(len(lights)):
+        colors[2, x] = np.uint8(min(max(lights[x] + _LEVEL + _BLUE * blues[x], _ZERO), _TOP))
