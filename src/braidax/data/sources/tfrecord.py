@@ -2,18 +2,17 @@
 
 import functools
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sources.example import Feature, features, floats, int64s
-from braidax.data.sources.fields import Columns, Field, fields_of, sampled_indices
+from braidax.data.sources.example_decoder import example_decoder
+from braidax.data.sources.fields import Columns, sampled_indices
 from braidax.data.sources.index import Chunk, RecordIndex
-from braidax.data.sources.records import Decoder, RecordSource
-from braidax.data.sources.source import Indices
+from braidax.data.sources.records import RecordSource
 from braidax.data.storage.files import Bytes, Files
 from braidax.errors import FormatError, RecordError, import_extra
 
@@ -22,10 +21,6 @@ _WINDOW_BYTES = 1 << 22
 _LARGE_BYTES = 1 << 16  # of local records: from there on only their headers are read
 _FLUSH_RECORDS = 1 << 12
 _LENGTH = struct.Struct("<Q")
-_NUMBERS: dict[str, Callable[[Sequence[bytes]], tuple[NDArray[Any], NDArray[np.int64]]]] = {
-    "int64": int64s,
-    "float": floats,
-}
 
 
 def open_tfrecord(files: Files, *, columns: Columns | None = None, cache: Path | None = None) -> RecordSource:
@@ -50,25 +45,13 @@ def open_tfrecord(files: Files, *, columns: Columns | None = None, cache: Path |
     if not len(index):
         raise FormatError(f"{files.names[0]}: holds 0 records in {len(files.names)} file(s); expected at least one")
     ranges = index.ranges(sampled_indices(len(index)))
-    sampled: dict[str, list[Any]] = {}
-    for row, payload in enumerate(files.read(ranges)):
-        where = f"{files.names[int(ranges.file[row])]}, the record at byte {int(ranges.offset[row]):,}"
-        record = _features(payload, crc, where)
-        for name in record:
-            sampled.setdefault(name, [None] * row)
-        for name, values in sampled.items():
-            values.append(_seen(record.get(name), where))
-    declared = columns if isinstance(columns, Mapping) else {}
-    fields: dict[str, _Typed] = {}
-    numbers = {name: _filled(values) for name, values in sampled.items()}
-    for field in fields_of(numbers, columns, where=files.names[0]):
-        first = next(value for value in sampled[field.name] if value is not None)
-        kind = "bytes" if isinstance(first, bytes) else "float" if first.dtype.kind == "f" else "int64"
-        is_text = declared.get(field.name) is str
-        if kind == "float" and declared.get(field.name) is None:
-            field = Field(field.name, np.dtype(np.float32), field.shape, field.depth)
-        fields[field.name] = _Typed(field, kind, is_text)
-    return RecordSource(files, index, _Examples(fields, crc), {"format": "TFRecord"})
+
+    def where(row: int) -> str:
+        return f"{files.names[int(ranges.file[row])]}, the record at byte {int(ranges.offset[row]):,}"
+
+    message = functools.partial(_verified, crc=crc)
+    decoder = example_decoder(files.read(ranges), columns, message, where, name=files.names[0])
+    return RecordSource(files, index, decoder, {"format": "TFRecord"})
 
 
 def has_tfrecord_header(head: bytes) -> bool:
@@ -76,133 +59,6 @@ def has_tfrecord_header(head: bytes) -> bool:
     if len(head) < _HEADER_BYTES:
         return False
     return bool(_are_sound(np.frombuffer(head, np.uint8, _HEADER_BYTES)[None])[0])
-
-
-class _Typed:
-    """A field, and how its values are stored: `"bytes"`, `"float"` or `"int64"`."""
-
-    def __init__(self, field: Field, kind: str, is_text: bool) -> None:
-        self.field = field
-        self.kind = kind
-        self.is_text = is_text
-
-
-class _Examples(Decoder):
-    def __init__(self, fields: Mapping[str, _Typed], crc: Callable[[bytes], int]) -> None:
-        self._fields = dict(fields)
-        self._crc = crc
-
-    @property
-    def sample_spec(self) -> Any:
-        return {name: typed.field.spec for name, typed in self._fields.items()}
-
-    def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
-        columns: dict[str, list[list[bytes]]] = {name: [] for name in self._fields}
-        for row, payload in enumerate(payloads):
-            record = _features(payload, self._crc, functools.partial(where, row))
-            for name, typed in self._fields.items():
-                columns[name].append(_parts(record.get(name), name, typed, functools.partial(where, row)))
-        for name, typed in self._fields.items():
-            if typed.kind == "bytes":
-                self._store_bytes(columns[name], typed, out[name], where)
-            else:
-                self._store_numbers(columns[name], typed, out[name], where)
-
-    def _store_bytes(
-        self, column: list[list[bytes]], typed: _Typed, out: NDArray[Any], where: Callable[[int], str]
-    ) -> None:
-        for row, parts in enumerate(column):
-            if len(parts) != 1:
-                raise RecordError(
-                    f"{where(row)}: feature {typed.field.name!r} has {len(parts)} values, expected 1 as in the records "
-                    "that were looked at first; mend the record, or leave the feature out with columns="
-                )
-            try:
-                out[row] = parts[0].decode() if typed.is_text else parts[0]
-            except UnicodeDecodeError as error:
-                raise RecordError(
-                    f"{where(row)}: feature {typed.field.name!r} is no UTF-8 text ({error}); read it as bytes: leave "
-                    "its type out of columns="
-                ) from error
-
-    def _store_numbers(
-        self, column: list[list[bytes]], typed: _Typed, out: NDArray[Any], where: Callable[[int], str]
-    ) -> None:
-        decode = _NUMBERS[typed.kind]
-        packed = [parts[0] if len(parts) == 1 else b"".join(parts) for parts in column]
-        try:
-            values, counts = decode(packed)
-        except ValueError as error:
-            row = next(row for row, part in enumerate(packed) if not _decodes(decode, part))
-            raise _undecodable(where(row), error) from error
-        typed.field.store_flat(values, counts, out, where)
-
-
-def _parts(feature: Feature | None, name: str, typed: _Typed, where: Callable[[], str]) -> list[bytes]:
-    if feature is None:
-        return []
-    if feature.kind != typed.kind:
-        raise RecordError(
-            f"{where()}: feature {name!r} is a list of {feature.kind}, expected {typed.kind} as in the records that "
-            "were looked at first; write the records with one type, or leave the feature out with columns="
-        )
-    return feature.parts
-
-
-def _features(payload: Bytes, crc: Callable[[bytes], int], where: str | Callable[[], str]) -> dict[str, Feature]:
-    """Verifies the checksum of a record and reads its features."""
-    data = bytes(payload[:-_CHECK_BYTES])
-    stored = int.from_bytes(payload[-_CHECK_BYTES:], "little")
-    found = _mask(crc(data))
-    if found != stored:
-        raise RecordError(
-            f"{_named(where)}: the data of {len(data):,} bytes have the checksum {found:#010x}, stored is "
-            f"{stored:#010x}; the file is corrupt: copy it again"
-        )
-    try:
-        return features(data)
-    except ValueError as error:
-        raise _undecodable(_named(where), error) from error
-
-
-def _named(where: str | Callable[[], str]) -> str:
-    return where if isinstance(where, str) else where()
-
-
-def _undecodable(where: str, error: Exception) -> RecordError:
-    return RecordError(
-        f"{where}: is no tf.train.Example ({error}); expected one in every record: write the records as that"
-    )
-
-
-def _decodes(decode: Callable[[Sequence[bytes]], Any], packed: bytes) -> bool:
-    try:
-        decode([packed])
-    except ValueError:
-        return False
-    return True
-
-
-def _seen(feature: Feature | None, where: str) -> Any:
-    """Returns a feature of a record that is looked at: an array, bytes, or a list of bytes."""
-    if feature is None:
-        return None
-    if feature.kind == "bytes":
-        return feature.parts[0] if len(feature.parts) == 1 else feature.parts
-    try:
-        return _NUMBERS[feature.kind]([b"".join(feature.parts)])[0]
-    except ValueError as error:
-        raise _undecodable(where, error) from error
-
-
-def _filled(values: list[Any]) -> list[Any]:
-    """Makes numbers of lists of one, and empty lists of numbers that are missing."""
-    arrays = [value for value in values if isinstance(value, np.ndarray)]
-    if not arrays or any(isinstance(value, bytes | list) for value in values):
-        return values
-    if len(arrays) == len(values) and all(array.size == 1 for array in arrays):
-        return [array[0] for array in arrays]
-    return [np.empty(0, arrays[0].dtype) if value is None else value for value in values]
 
 
 def _scan(file: IO[bytes], name: str, *, sizes: Mapping[str, int]) -> Iterator[Chunk]:
@@ -275,6 +131,19 @@ def _crc_table() -> NDArray[np.uint32]:
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ (np.uint32(0x82F63B78) * (table & np.uint32(1)))
     return table
+
+
+def _verified(payload: Bytes, where: Callable[[], str], *, crc: Callable[[bytes], int]) -> bytes:
+    """Returns the data of a record, once they were seen to have the checksum behind them."""
+    data = bytes(payload[:-_CHECK_BYTES])
+    stored = int.from_bytes(payload[-_CHECK_BYTES:], "little")
+    found = _mask(crc(data))
+    if found != stored:
+        raise RecordError(
+            f"{where()}: the data of {len(data):,} bytes have the checksum {found:#010x}, stored is {stored:#010x}; "
+            "the file is corrupt: copy it again"
+        )
+    return data
 
 
 def _mask(crc: int) -> int:
