@@ -219,7 +219,7 @@ def test_a_line_that_was_not_finished(tmp_path: Path) -> None:
     read(skipping(Faulty(100, [3]), ledger=ledger))
     whole = ledger.read_bytes()
     with ledger.open("ab") as file:
-        file.write(b'{"record": 8, "err')
+        file.write(b'{"record": 8, "error": "' + b"x" * 300)
     assert read(skipping(Faulty(100, [3, 9]), ledger=ledger))["id"].tolist() == expected(100, [3, 9])
     assert ledger.read_bytes().startswith(whole)
     assert [entry["record"] for entry in lines(ledger)] == [3, 9]

@@ -10,6 +10,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from braidax.data.sources.array_record import MAGIC, ArrayRecordSource, open_array_record
+from braidax.data.sources.fields import sampled_indices
 from braidax.data.storage import LocalFiles
 from braidax.errors import ArgumentError, FormatError, MissingExtra, RecordError
 from tests.data.sources.reading import read
@@ -45,6 +46,50 @@ def test_records_of_several_files_in_any_order(tmp_path: Path, options: str) -> 
     assert (facts["format"], facts["samples"]) == ("ArrayRecord", "150")
     assert facts["files"] == "4: 0.array_record, 1.array_record, empty.array_record, 2.array_record"
     assert all(path.read_bytes().startswith(MAGIC) for path in paths)
+
+
+def example(n: int) -> bytes:
+    """A tf.train.Example of an int64, of two floats, and of bytes."""
+
+    def field(number: int, data: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(data)]) + data
+
+    features = {
+        b"label": field(3, field(1, bytes([n]))),
+        b"point": field(2, field(1, np.array([n, n / 2], "<f4").tobytes())),
+        b"name": field(1, field(1, b"n" * n)),
+    }
+    return field(1, b"".join(field(1, field(1, name) + field(2, value)) for name, value in features.items()))
+
+
+def test_examples_become_leaves(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.array_record", [example(n) for n in range(9)])
+    source = opened(path)
+    assert source.describe()["format"] == "ArrayRecord of tf.train.Example"
+    for again in (source, pickle.loads(pickle.dumps(source))):
+        out = read(again, [8, 0, 3])
+        assert set(out) == {"label", "point", "name"}
+        assert out["label"].tolist() == [8, 0, 3]
+        assert out["point"].tolist() == [[8, 4], [0, 0], [3, 1.5]]
+        assert out["name"].tolist() == [b"n" * 8, b"", b"nnn"]
+    assert set(read(open_array_record(LocalFiles([path]), columns=["label"]))) == {"label"}
+    raw = open_array_record(LocalFiles([path]), columns=["record"])
+    assert read(raw, [3])["record"].tolist() == [example(3)]
+    assert raw.describe()["format"] == "ArrayRecord"
+    with pytest.raises(ArgumentError, match=r"columns=\['x'\]"):
+        open_array_record(LocalFiles([path]), columns=["x"])
+
+
+def test_an_example_that_is_none_is_named(tmp_path: Path) -> None:
+    bad = next(number for number in range(300, 600) if number not in sampled_indices(600))
+    path = written(tmp_path / "a.array_record", [b"\xff" if n == bad else example(n % 100) for n in range(600)])
+    source = opened(path)
+    assert set(source.sample_spec) == {"label", "point", "name"}
+    assert read(source, [299, bad + 1])["label"].tolist() == [99, (bad + 1) % 100]
+    with pytest.raises(RecordError, match=rf"a.array_record, record {bad}: is no tf.train.Example"):
+        read(source, [299, bad])
+    with pytest.raises(RecordError, match=r"a.array_record, record 0: is no tf.train.Example"):
+        open_array_record(LocalFiles([written(tmp_path / "b.array_record", [b"\xff"])]), columns=["label"])
 
 
 def test_no_records(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from braidax.data.sources.example import features
+from braidax.data.sources.example_decoder import example_decoder
+from braidax.data.sources.fields import Columns, sampled_indices
 from braidax.data.sources.records import Decoder
 from braidax.data.sources.source import VARYING, Indices, Source, check_indices, listed
 from braidax.data.storage.files import Bytes, Files
@@ -15,6 +18,7 @@ from braidax.errors import ArgumentError, FormatError, RecordError, import_extra
 from braidax.spans import span
 
 MAGIC = b"\x83\xafp\xd1\r\x88J?"  # the first bytes of every file of Riegeli, which ArrayRecord is a layer on
+RECORD = "record"  # the leaf of a record as it is
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for reads at random, in the thread that asks
 _BUFFER_BYTES = 1 << 15
 _PARALLEL = 8  # files that are opened at a time
@@ -26,13 +30,13 @@ class ArrayRecordSource(Source):
     The places of all records of a file are in memory as long as the source is: 8 bytes for each group of records. Files
     written with `group_size:1` read fastest at random; of larger groups each is decompressed as a whole.
 
-    **Arguments:** `files`: local ones. `decoder`: makes samples of records; by default the leaf `"record"`, `bytes`.
-    `facts`: what `describe` shows first, beginning with `"format"`.
+    **Arguments:** `files`: local ones. `columns`: as `open_array_record`.
 
-    **Raises:** `FormatError` for files that are truncated or no ArrayRecord files, or when there is no record at all.
+    **Raises:** `FormatError` for files that are truncated or no ArrayRecord files, or when there is no record at all;
+    `ArgumentError` for remote files, and columns that are not there; `MissingExtra`.
     """
 
-    def __init__(self, files: Files, decoder: Decoder, facts: Mapping[str, str]) -> None:
+    def __init__(self, files: Files, columns: Columns | None) -> None:
         if remote := [name for name in files.names if "://" in name]:
             raise ArgumentError(
                 f"{remote[0]}: ArrayRecord files are read by a library that knows local files only; copy them to a disk"
@@ -41,8 +45,7 @@ class ArrayRecordSource(Source):
             "array_record.python.array_record_module", "array-record", purpose="reading ArrayRecord"
         )
         self._files = files
-        self._decoder = decoder
-        self._facts = dict(facts)
+        self._columns = columns
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="braidax-open") as pool:
             self._readers = list(pool.map(self._open, files.names))
         weakref.finalize(self, _close, self._readers)
@@ -50,9 +53,10 @@ class ArrayRecordSource(Source):
         self._starts = np.cumsum([0, *(reader.num_records() for reader in self._readers)], dtype=np.int64)
         if not len(self):
             raise FormatError(f"{files.names[0]}: holds 0 records in {len(files.names)} file(s); expected at least one")
+        self._decoder = self._chosen_decoder()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArrayRecordSource, (self._files, self._decoder, self._facts)
+        return ArrayRecordSource, (self._files, self._columns)
 
     @property
     def sample_spec(self) -> Any:
@@ -93,11 +97,28 @@ class ArrayRecordSource(Source):
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""
         return {
-            **self._facts,
+            "format": "ArrayRecord" + (" of tf.train.Example" if not isinstance(self._decoder, RawRecords) else ""),
             "files": listed([name.rpartition("/")[2] for name in self._files.names]),
             "samples": f"{len(self):,}",
             "bytes": f"{sum(self._files.sizes):,}",
         }
+
+    def _chosen_decoder(self) -> Decoder:
+        """Looks at some records, from the first to the last; those that cannot be read are left to their reads."""
+        if self._columns is not None and list(self._columns) == [RECORD]:
+            return RawRecords()
+        found: list[bytes] = []
+        kept: list[int] = []
+        for number in sampled_indices(len(self)).tolist():
+            try:
+                found += self.payloads(np.array([number]))
+                kept.append(number)
+            except RecordError:
+                if number == len(self) - 1 and not found:
+                    raise
+        if self._columns is None and not all(map(_is_example, found)):
+            return RawRecords()
+        return example_decoder(found, self._columns, _whole, self.where(np.array(kept)), name=self._files.names[0])
 
     def _open(self, name: str) -> Any:
         reader = self._module.ArrayRecordReader(name, options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES)
@@ -132,20 +153,38 @@ class ArrayRecordSource(Source):
 
 
 class RawRecords(Decoder):
-    """Records as they are: the leaf `"record"`, `bytes` of varying size."""
+    """Makes samples of records as they are: the leaf `"record"`, `bytes` of varying size."""
 
     @property
     def sample_spec(self) -> Any:
-        return {"record": VARYING}
+        return {RECORD: VARYING}
 
     def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
         for i, payload in enumerate(payloads):
-            out["record"][i] = bytes(payload)
+            out[RECORD][i] = bytes(payload)
 
 
-def open_array_record(files: Files) -> ArrayRecordSource:
-    """Opens ArrayRecord files as samples `{"record": bytes}`; see `ArrayRecordSource`."""
-    return ArrayRecordSource(files, RawRecords(), {"format": "ArrayRecord"})
+def open_array_record(files: Files, *, columns: Columns | None = None) -> ArrayRecordSource:
+    """Opens ArrayRecord files: of tf.train.Example as `open_tfrecord` does, of others as samples `{"record": bytes}`.
+
+    **Arguments:** `files`: local ones. `columns`: features to read, in order, or what each of them holds (see
+    `Columns`); by default all, where all records that are looked at are tf.train.Example. `["record"]` reads records as
+    they are.
+
+    **Raises:** as `ArrayRecordSource`.
+    """
+    return ArrayRecordSource(files, columns)
+
+
+def _whole(payload: Bytes, where: Callable[[], str]) -> bytes:
+    return bytes(payload)
+
+
+def _is_example(record: bytes) -> bool:
+    try:
+        return bool(features(record))
+    except ValueError:
+        return False
 
 
 def _state(name: str) -> tuple[int, int, int] | None:
