@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -99,7 +99,7 @@ class _Wrapping(Source):
     def __len__(self) -> int:
         return len(self.source)
 
-    def at(self, seed: int | None, epoch: int) -> Self:
+    def at(self, seed: int | None, epoch: int) -> Source:
         inner = source_at(self.source, seed, epoch)
         return self if inner is self.source else dataclasses.replace(self, source=inner)
 
