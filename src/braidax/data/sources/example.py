@@ -46,22 +46,22 @@ def int64s(packed: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64
     """
     data = np.frombuffer(b"".join(packed), np.uint8)
     borders = np.cumsum([0, *map(len, packed)])
-    is_last = data < 0x80
-    before = np.concatenate([[0], np.cumsum(is_last)])
-    counts = np.diff(before[borders])
+    lasts = np.flatnonzero(data < 0x80)  # the last byte of each
+    before = np.searchsorted(lasts, borders)
     filled = borders[1:][np.diff(borders) > 0]
-    if not is_last[filled - 1].all():
+    if (data[filled - 1] >= 0x80).any():
         raise ValueError("a varint is cut off")
-    if is_last.all():
-        return data.astype(np.int64), counts
-    lasts = np.flatnonzero(is_last)
-    starts = np.concatenate([[0], lasts[:-1] + 1])
-    lengths = lasts + 1 - starts
-    if lengths.max() > 10:
-        raise ValueError("a varint is longer than 10 bytes")
-    shifts = (np.arange(len(data)) - np.repeat(starts, lengths)) * 7
-    parts = (data & 0x7F).astype(np.uint64) << shifts.astype(np.uint64)
-    return np.add.reduceat(parts, starts).view(np.int64), counts
+    starts = np.empty_like(lasts)
+    starts[:1] = 0
+    starts[1:] = lasts[:-1] + 1
+    values = (data[starts] & 0x7F).astype(np.uint64)
+    longer = np.flatnonzero(lasts > starts)
+    for byte in range(1, 11):
+        if not longer.size:
+            return values.view(np.int64), np.diff(before)
+        values[longer] |= (data[starts[longer] + byte] & 0x7F).astype(np.uint64) << np.uint64(7 * byte)
+        longer = longer[lasts[longer] > starts[longer] + byte]
+    raise ValueError("a varint is longer than 10 bytes")
 
 
 def floats(packed: Sequence[bytes]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -104,7 +104,11 @@ def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int,
     """Yields number, wire type, start and stop of the fields of a message; of a varint the bytes themselves."""
     at = start
     while at < stop:
-        tag, at = _varint(data, at, stop)
+        tag = data[at]
+        if tag < 0x80:  # nearly always
+            at += 1
+        else:
+            tag, at = _varint(data, at, stop)
         wire, first = tag & 7, at
         if wire == _BYTES:
             length, first = _varint(data, at, stop)
