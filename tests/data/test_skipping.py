@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import pickle
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -279,7 +280,7 @@ def test_bad_records_of_others_count(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("braidax.data.skipping._LOCK_SECONDS", 0.02)
+    monkeypatch.setattr(sys.modules[candidate.__module__], "_LOCK_SECONDS", 0.02)
     with (tmp_path / "ledger.jsonl").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(WaitTimeout, match=r"ledger.jsonl: another process holds the ledger's lock for 0.02 s"):

@@ -200,6 +200,8 @@ FILES = (
         "ArrayRecord",
         lambda look: look.is_plain and look.head.startswith(ARRAY_RECORD_MAGIC),
         _by_files(open_array_record),
+        _COLUMNS,
+        declares=True,
     ),
     Format("TFRecord", lambda look: has_tfrecord_header(look.head), _by_files(open_tfrecord), _COLUMNS, declares=True),
     Format("CIFAR archive (.tar.gz, .tar)", _is_cifar, _by_path(open_cifar_archive), _SPLIT, is_single=True),
