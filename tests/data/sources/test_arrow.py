@@ -19,9 +19,10 @@ from braidax.data.sources import memory
 from braidax.data.sources.arrow import ArrowSource, open_arrow
 from braidax.data.sources.blocks import BlockSource
 from braidax.data.sources.source import Source, is_varying
-from braidax.data.storage import LocalFiles
+from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.errors import ArgumentError, FormatError, RecordError
 from tests.data.sources.reading import read
+from tests.data.storage.faulty_server import serving
 
 NUM_ROWS = 50
 
@@ -436,3 +437,13 @@ def test_another_process_maps_the_files_again(tmp_path: Path, write: Callable[[P
     path = write(tmp_path / "1.arrow", table)
     with pytest.raises(FormatError, match=rf"{path}: changed while it was open"):
         cloudpickle.loads(packed)
+
+
+@pytest.mark.parametrize("write", [stream, uncompressed, lz4])
+def test_files_in_an_object_store(tmp_path: Path, write: Callable[[Path, pa.Table], Path]) -> None:
+    table = pa.table({name: column for name, column in columns().items() if name != "missing"})
+    objects = {f"d/{part}.arrow": write(tmp_path / "a", table.slice(25 * part, 25)).read_bytes() for part in range(2)}
+    with serving(objects) as server:
+        source = open_arrow(open_files([f"{server.url}/{path}" for path in objects], remote=Remote(cache_bytes=0)))
+        source.prepare(np.array([3, 49]))
+        assert_values(source, [49, 0, 26, 24], expected())

@@ -14,10 +14,11 @@ import pytest
 import braidax.data.sources as sources
 from braidax.data.sources.blocks import BlockSource
 from braidax.data.sources.parquet import ParquetTable, open_parquet
-from braidax.data.storage import LocalFiles
+from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.errors import ArgumentError, FormatError, RecordError
 from braidax.spans import Trace
 from tests.data.sources.reading import assert_equal, read
+from tests.data.storage.faulty_server import serving
 
 
 def written(path: Path, columns: Mapping[str, Any], row_group_size: int = 3) -> Path:
@@ -207,8 +208,7 @@ def test_the_cache_is_bounded_in_bytes(tmp_path: Path) -> None:
 def test_threads_that_want_one_row_group_decode_it_once(tmp_path: Path) -> None:
     source = sources.open(written(tmp_path / "a.parquet", {"x": np.arange(3)}))
     assert isinstance(source, BlockSource)
-    cache = source._cache
-    decode, started, go_on, calls = cache._decode, threading.Event(), threading.Event(), []
+    decode, started, go_on, calls = source._decode, threading.Event(), threading.Event(), []
 
     def slow(index: int) -> Any:
         calls.append(index)
@@ -216,7 +216,7 @@ def test_threads_that_want_one_row_group_decode_it_once(tmp_path: Path) -> None:
         assert go_on.wait(30)
         return decode(index)
 
-    cache._decode = slow
+    source._decode = slow
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(read, source)
         assert started.wait(30)
@@ -294,3 +294,18 @@ def test_another_process_has_a_cache_of_its_own(tmp_path: Path) -> None:
     again = cloudpickle.loads(packed)
     assert read(again, [29])["x"].tolist() == [29]
     assert again.describe() == source.describe()
+
+
+def test_files_in_an_object_store(tmp_path: Path) -> None:
+    rows = np.arange(300)
+    columns = {"x": rows, "wide": rows / 3, "text": [f"t{row}" for row in rows]}
+    path = written(tmp_path / "a.parquet", columns, row_group_size=100)
+    with serving({"a.parquet": path.read_bytes()}) as server:
+        source = open_parquet(
+            open_files(f"{server.url}/a.parquet", remote=Remote(cache_bytes=0)), columns=["x", "text"], cache_bytes=4000
+        )
+        for order in ([299, 0, 150], [5, 299]):
+            source.prepare(np.array(order))
+            window = read(source, order)
+            assert window["x"].tolist() == order
+            assert window["text"].tolist() == [f"t{row}" for row in order]

@@ -104,7 +104,7 @@ class BlockSource(Source):
         self._num_bytes = sum(block.num_bytes for block in self._blocks)
         self._fits = self._num_bytes <= cache_bytes
         self._windows = _Windows(cache_bytes if self._fits else max(0, (cache_bytes - largest) // 2))
-        self._cache = _Cache(self._decode, lambda: cache_bytes - self._windows.num_bytes)
+        self._cache = _Cache(cache_bytes, self._windows)
 
     def __reduce__(self) -> tuple[Callable[..., "BlockSource"], tuple[Any, ...]]:
         return _source_again, (self._table, self._cache_bytes, self._what, self._facts)
@@ -189,14 +189,14 @@ class BlockSource(Source):
         return True
 
     def _decoded_here(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
-        group = self._cache.get(index, wait=False)
+        group = self._cache.get(index, self._decode, wait=False)
         if group is not None:
             self._fill(group, index, indices[places] - self._starts[index], indices, places, out)
         return group is not None
 
     def _decoded(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
         if not self._at_hand(index, indices, places, out):
-            group = self._cache.get(index)
+            group = self._cache.get(index, self._decode)
             assert group is not None
             self._fill(group, index, indices[places] - self._starts[index], indices, places, out)
         return True
@@ -268,11 +268,11 @@ class _Windows:
 
 
 class _Cache:
-    """The most recently used blocks, bounded in bytes; a block asked for by several threads is decoded once."""
+    """The blocks used last, bounded in bytes together with the windows; each is decoded once for all who ask for it."""
 
-    def __init__(self, decode: Callable[[int], Group], capacity_bytes: Callable[[], int]) -> None:
-        self._decode = decode
+    def __init__(self, capacity_bytes: int, windows: _Windows) -> None:
         self._capacity_bytes = capacity_bytes
+        self._windows = windows
         self._num_bytes = 0
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, Group] = OrderedDict()
@@ -285,7 +285,7 @@ class _Cache:
                 self._groups.move_to_end(index)
             return self._groups.get(index)
 
-    def get(self, index: int, *, wait: bool = True) -> Group | None:
+    def get(self, index: int, decode: Callable[[int], Group], *, wait: bool = True) -> Group | None:
         """Returns a decoded block, decoding it on this thread if no other does; else waits, or returns None."""
         while True:
             with self._lock:
@@ -295,7 +295,7 @@ class _Cache:
                 mine = Future[Group]()
                 pending = self._pending.setdefault(index, mine)
             if pending is mine:
-                return self._fill(index, mine)
+                return self._fill(index, decode, mine)
             if not wait:
                 return None
             try:
@@ -307,9 +307,9 @@ class _Cache:
                     f"block {index} was not decoded by another thread within {WAIT_SECONDS:.0f} s; is the disk stuck?"
                 ) from error
 
-    def _fill(self, index: int, future: Future[Group]) -> Group:
+    def _fill(self, index: int, decode: Callable[[int], Group], future: Future[Group]) -> Group:
         try:
-            group = self._decode(index)
+            group = decode(index)
             self._keep(index, group)
             future.set_result(group)
             return group
@@ -322,7 +322,7 @@ class _Cache:
         with self._lock:
             self._groups[index] = group
             self._num_bytes += _num_bytes(group)
-            while self._num_bytes > self._capacity_bytes() and self._groups:
+            while self._num_bytes > self._capacity_bytes - self._windows.num_bytes and self._groups:
                 _, old = self._groups.popitem(last=False)
                 self._num_bytes -= _num_bytes(old)
 
