@@ -131,6 +131,7 @@ def test_a_worker_needs_no_workers_of_its_own(folder: Path) -> None:
 def test_an_error_of_the_source_names_the_records(source: InProcesses) -> None:
     with pytest.raises(RecordError, match=r"source=Troubled raised KeyError: 'spoiled', .* \[5, 90000\]") as caught:
         read(source, [5, troubled.RAISES_KEY_ERROR])
+    assert isinstance(caught.value.__cause__, KeyError)
     assert re.match(r"In worker process \d \(pid \d+\):\nTraceback", caught.value.__notes__[0])
     assert 'raise KeyError("spoiled")' in caught.value.__notes__[0]
 
@@ -164,7 +165,7 @@ def test_records_that_kill_every_worker_are_named(source: InProcesses, folder: P
     with pytest.raises(RecordError) as caught:
         read(source, [*range(9), troubled.KILLED])
     message = str(caught.value)
-    assert "was ended by signal SIGKILL, as the kernel does when memory runs out" in message
+    assert "the last one was ended by signal 9 (SIGKILL), as the kernel does when memory runs out" in message
     for fact in ("source=Troubled", "[0, 1, 2, 3, 4, 5, 6, 7]… (10 in all)", "ended 3 worker processes", "mend"):
         assert fact in message
     assert len(list(folder.glob(f"{troubled.KILLED} *"))) == 3

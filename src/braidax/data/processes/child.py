@@ -79,17 +79,25 @@ class _Serve:
 
 
 def _raised(error: BaseException, other: type[BraidaxError], what: str) -> bytes:
-    """Returns the message of an error and its traceback; what is no error of braidax becomes the `other` type."""
+    """Returns the message of an error, its cause and its traceback; what is no error of braidax becomes the `other`."""
     text = "".join(traceback.format_exception(error))
+    cause = error.__cause__
     if not isinstance(error, BraidaxError):
-        error = other(f"{what}: {type(error).__name__}: {error}; the note below says where")
+        error, cause = other(f"{what}: {type(error).__name__}: {error}; the note below says where"), error
+    nearest = next(kind for kind in type(error).__mro__ if kind.__module__ == BraidaxError.__module__)
+    return packed(
+        ("raised", _told(error) or pickle.dumps(nearest(str(error))), _told(cause) or pickle.dumps(None), text)
+    )
+
+
+def _told(error: BaseException | None) -> bytes | None:
+    """Returns an error pickled, or None if it cannot be: a user's own kind may fail in any way."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # noqa: BLE001 (a user's own kind of error may fail in any way)
-        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == BraidaxError.__module__)
-        data = pickle.dumps(kind(str(error)))
-    return packed(("raised", data, text))
+    except Exception:  # noqa: BLE001 (in any way)
+        return None
+    return data
 
 
 def _end_with(parent: int) -> None:

@@ -77,7 +77,7 @@ class InProcesses(Source):
                 deaths.append(str(died))
         raise RecordError(
             f"source={type(self._source).__name__}: reading the records {_listed(indices)} ended {len(deaths)} worker "
-            f"processes one after the other; the last, {deaths[-1]}; read these records with workers='threads' "
+            f"processes one after the other; the last one {deaths[-1]}; read these records with workers='threads' "
             "to see why, mend the code that crashes on them, or leave them out"
         )
 

@@ -48,7 +48,10 @@ _ONE_THREAD = {  # the workers are the parallelism
 
 
 class WorkerDied(Exception):
-    """A worker process ended while it was asked for something; the message says how. Never leaves this package."""
+    """A worker process ended while it was asked for something; the message says how, and is the same each time.
+
+    Never leaves this package.
+    """
 
 
 class WorkerClosed(Exception):
@@ -124,9 +127,11 @@ class Worker:
             if self._process.returncode < 0:
                 raise
             raise BraidaxError(
-                f"{died} before it had its source; what it wrote to stderr says why: mend the environment that "
-                f"{sys.executable} starts in"
+                f"{self.name} {died} before it had its source; what it wrote to stderr says why: mend the environment "
+                f"that {sys.executable} starts in"
             ) from died
+        except WaitTimeout:  # of the source's unpacking
+            raise
         except TimeoutError as error:
             raise WaitTimeout(
                 f"{self.name} did not start within {_START_SECONDS:g} s; make the imports that the source needs "
@@ -149,8 +154,7 @@ class Worker:
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_REAP_SECONDS)
+            self._kill()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # whoever asks sees the end now
         with self._asking:
@@ -176,23 +180,28 @@ class Worker:
                     raise WorkerClosed from error
                 raise WorkerDied(self._last_words()) from error
         if answer[0] == "raised":
-            raised: BraidaxError = pickle.loads(answer[1])
-            raised.add_note(f"In {self.name}:\n{answer[2]}")
-            raise raised
+            _, error, cause, text = answer
+            raised: BraidaxError = pickle.loads(error)
+            raised.add_note(f"In {self.name}:\n{text}")
+            raise raised from pickle.loads(cause)
         return answer[1] if len(answer) > 1 else None
 
     def _last_words(self) -> str:
         try:
             status = self._process.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_REAP_SECONDS)
-            return f"{self.name} closed its connection"
+            self._kill()
+            return "closed its connection"
         if status >= 0:
-            return f"{self.name} ended with exit status {status}"
+            return f"ended with exit status {status}"
         if status == -signal.SIGKILL:
-            return f"{self.name} was ended by signal SIGKILL, as the kernel does when memory runs out"
-        return f"{self.name} was ended by signal {signal.Signals(-status).name}"
+            return "was ended by signal 9 (SIGKILL), as the kernel does when memory runs out"
+        return f"was ended by signal {-status} ({signal.strsignal(-status)})"
+
+    def _kill(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, as on a dead network disk
+            self._process.wait(_REAP_SECONDS)
 
 
 def end_all(workers: list[Worker]) -> None:
