@@ -240,6 +240,7 @@ def test_a_remote_file_of_a_format_that_is_local(tmp_path: Path) -> None:
         ({"cache_bytes": 9}, "cache_bytes=9"),
         ({"sequence_length": 9, "dtype": "uint32"}, "sequence_length=9, dtype='uint32'"),
         ({"delimiter": ";"}, "delimiter=';'"),
+        ({"decode": "exact"}, "decode='exact'"),
     ],
 )
 def test_an_option_of_another_format(tmp_path: Path, options: dict[str, Any], named: str) -> None:
@@ -260,6 +261,12 @@ def test_columns_that_a_table_knows_better(tmp_path: Path) -> None:
     )
     with pytest.raises(ArgumentError, match=message):
         sources.open(tmp_path / "a.parquet", columns={"x": "int8"})
+
+
+def test_how_an_image_folder_is_decoded(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 6), (200, 0, 30)).save(tmp_path / "a.png")
+    source = sources.open(tmp_path, image_size=(3, 4), decode="exact")
+    assert read(source)["image"][0, 0, 0].tolist() == [200, 0, 30]
 
 
 def test_encoded_images_are_decoded_to_a_size(tmp_path: Path) -> None:

@@ -178,7 +178,13 @@ FOLDERS = (
     Format("Hugging Face dataset", lambda look: is_huggingface(_path(look)), _by_path(open_arrow), _SPLIT | _TABLE),
     Format("folder of Arrow files", lambda look: bool(arrow_files(_path(look))), _by_path(open_arrow), _TABLE),
     Format("folder of Parquet files", lambda look: bool(parquet_files(_path(look))), _by_path(open_parquet), _TABLE),
-    Format("image folder", lambda look: has_images(_path(look)), _by_path(open_image_folder), resizes=True),
+    Format(
+        "image folder",
+        lambda look: has_images(_path(look)),
+        _by_path(open_image_folder),
+        frozenset({"decode"}),
+        resizes=True,
+    ),
 )
 FILES = (
     Format("MosaicML MDS", _is_mds, _open_mds, _SPLIT | _COLUMNS, declares=True, is_mixed=True),

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
+from braidax.data.images.decode import Decode
 from braidax.data.sources.arrays import from_arrays
 from braidax.data.sources.cifar import is_cifar_file
 from braidax.data.sources.fields import Columns
@@ -31,6 +32,7 @@ def open(
     path_or_object: Any,
     *,
     image_size: tuple[int, int] | None = None,
+    decode: Decode | None = None,
     split: str | None = None,
     columns: Columns | None = None,
     cache_bytes: int | None = None,
@@ -49,6 +51,7 @@ def open(
       dict of arrays or one array; or any object with `__len__` and `__getitem__`. Several files are one source, in the
       order of their names or of the list.
     - `image_size`: `(height, width)` in pixels to resize the leaf `"image"` to; encoded images are decoded.
+    - `decode`: how an image folder resizes, `"fast"` (the default) or `"exact"`; see `braidax.data.decoded`.
     - `split`: `"train"` (the default) or `"test"`, where a format has splits.
     - `columns`: of a table or of records, in the order to read them, all by default; or a mapping that says what they
       hold, see `braidax.data.sources.fields.Columns`.
@@ -62,6 +65,7 @@ def open(
     format; `ArgumentError` for an option that has a wrong value or does not belong to the format.
     """
     given: dict[str, Any] = {
+        "decode": decode,
         "split": split,
         "columns": columns,
         "cache_bytes": cache_bytes,
