@@ -63,7 +63,7 @@ def read_layout(memory: Memory, file: int) -> Layout:
                 f"{name}: truncated: {size:,} bytes, but its metadata speaks of bytes {offset:,} to "
                 f"{offset + length:,}; copy or write it again"
             )
-        return memory.slices(np.array([origin + offset]), np.array([length]))[0]
+        return memory.piece(file, offset, length)
 
     try:
         head = bytes(read(0, min(8, size)))

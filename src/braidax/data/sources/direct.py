@@ -25,6 +25,7 @@ from braidax.data.sources.memory import Memory, Places
 from braidax.data.sources.source import Indices, narrow
 from braidax.errors import FormatError
 
+_GROUP = 1 << 12  # batches whose offsets are looked at together
 _NARROWED_BYTES = 1 << 18  # as stored, of the values that are narrowed at once
 
 
@@ -172,16 +173,16 @@ class _Walk:
         if self._nodes[:, level.node, 1].any():
             return None
         offsets = self._offsets(level)
-        for batch, piece in enumerate(offsets):
-            if len(piece) and (piece[0] < 0 or (piece[1:] < piece[:-1]).any()):
-                raise self._corrupt(batch, "offsets that decrease")
-        lengths = np.unique(np.concatenate([np.unique(np.diff(piece)) for piece in offsets]))
-        first = np.array([piece[0] if len(piece) else 0 for piece in offsets], np.int64)
-        if len(lengths) <= 1:
-            length = int(lengths[0]) if len(lengths) else 0
+        groups = [_Ends.of(offsets[start : start + _GROUP]) for start in range(0, len(offsets), _GROUP)]
+        for number, group in enumerate(groups):
+            if group.shortest < 0:
+                raise self._corrupt(number * _GROUP, "offsets that decrease, or one of the next has")
+        first, last = (np.concatenate([group[place] for group in groups]) for place in (0, 1))
+        found = [group for group in groups if group.longest >= 0]
+        shortest, length = min((g.shortest for g in found), default=0), max((g.longest for g in found), default=0)
+        if shortest == length:
             self._first, self._count, self._per_record = first, self._count * length, self._per_record * length
             return length
-        last = np.array([piece[-1] if len(piece) else 0 for piece in offsets], np.int64)
         width = 8 if level.is_large else 4
         places = self._buffers[:, level.buffer + 1, 0] + self._first * width
         self._ragged = _Ragged(level.is_large, places, first, last, offsets)
@@ -256,6 +257,30 @@ class _Walk:
         return FormatError(
             f"{names[self._files[batch]]}: a record batch has {what}; the file is corrupt: write or copy it again"
         )
+
+
+class _Ends(NamedTuple):
+    """Of some batches the first and the last offset of each, and the shortest and the longest list; -1 if none is."""
+
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[NDArray[Any]]) -> "_Ends":
+        joined = np.concatenate(pieces).astype(np.int64, copy=False)
+        sizes = np.array([len(piece) for piece in pieces])
+        stops = np.cumsum(sizes)
+        filled = sizes > 0
+        first, last = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)
+        first[filled], last[filled] = joined[(stops - sizes)[filled]], joined[stops[filled] - 1]
+        is_step = np.ones(len(joined), np.bool_)
+        is_step[(stops - sizes)[filled]] = False
+        steps = np.diff(joined, prepend=0)[is_step]
+        if joined.min(initial=0) < 0:
+            return cls(first, last, -1, -1)
+        return cls(first, last, int(steps.min(initial=1 << 62)), int(steps.max(initial=-1)))
 
 
 class _Ragged(NamedTuple):

@@ -71,6 +71,10 @@ class Memory(Protocol):
         """Says that these bytes will be read soon; returns at once."""
         ...
 
+    def piece(self, file: int, offset: int, length: int) -> Bytes:
+        """Returns some bytes of a file that was just opened: it is not checked again."""
+        ...
+
 
 class Mapped(Memory):
     """Local files, mapped into memory.
@@ -93,6 +97,7 @@ class Mapped(Memory):
             mapping = self._map(name)
             self._mappings += [mapping]
             addresses.append(np.frombuffer(mapping, np.uint8).ctypes.data)
+        self._views = [memoryview(mapping) for mapping in self._mappings]
         self._lowest = min(addresses)
         self._origins = np.array(addresses, np.int64) - self._lowest
         self._extent = int((self._origins + np.array(self.sizes)).max())
@@ -157,14 +162,17 @@ class Mapped(Memory):
             if self._ahead.is_cold:
                 self._touch(places, lengths)
             file = self._files_of(places)
-            views = {number: memoryview(self._mappings[number]) for number in np.unique(file).tolist()}
             starts = places - self._origins[file]
             columns = file.tolist(), starts.tolist(), (starts + lengths).tolist()
+            views = self._views
             return [views[number][start:stop] for number, start, stop in zip(*columns, strict=True)]
 
     def prepare(self, places: Places, lengths: Places) -> None:
         if self._ahead.is_cold:
             self._ask(places, lengths)
+
+    def piece(self, file: int, offset: int, length: int) -> Bytes:
+        return self._views[file][offset : offset + length]
 
     @contextlib.contextmanager
     def reading(self, places: Places, lengths: Places | np.int64) -> Generator[None]:
@@ -281,6 +289,9 @@ class Fetched(Memory):
 
     def prepare(self, places: Places, lengths: Places) -> None:
         self._files.prepare(self._ranges(places, lengths))
+
+    def piece(self, file: int, offset: int, length: int) -> Bytes:
+        return self._files.read(Ranges(np.array([file]), np.array([offset]), np.array([length])))[0]
 
     def _ranges(self, places: Places, lengths: Places) -> Ranges:
         file = np.searchsorted(self._origins, places, side="right") - 1
