@@ -471,6 +471,24 @@ def test_threads_end_with_the_loop() -> None:
     assert running() == []
 
 
+def test_leaving_the_loop_waits_for_items_under_way_and_begins_no_others() -> None:
+    begun, ended, second = list[int](), list[int](), threading.Event()
+
+    def row(index: int) -> int:
+        begun.append(index)
+        if index == 1:
+            second.set()
+            threading.Event().wait(0.2)  # the loop is left meanwhile
+        ended.append(index)
+        return index
+
+    batches = iter(DataLoader(Rows(row, 40), threads=1, prefetch_factor=30))
+    next(batches)
+    assert second.wait(30)
+    del batches
+    assert begun == ended == [0, 1]
+
+
 def test_two_passes_at_once_do_not_meet() -> None:
     loader = DataLoader(range(40), batch_size=4, threads=2)
     assert [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)] == [
@@ -687,11 +705,12 @@ def without_nan(leaf: Any) -> Any:
     return leaf.nan_to_num(-1) if isinstance(leaf, torch.Tensor) else leaf
 
 
+@pytest.mark.parametrize("cut", ["whole", "shuffled"])
 @pytest.mark.parametrize(("table", "num_calls"), [("lists", 1), ("numbers", 1), ("nested", 7), ("text", 7)])
 def test_tables_of_numbers_are_read_without_a_sample_for_each_row(
-    table: str, num_calls: int, monkeypatch: pytest.MonkeyPatch
+    table: str, num_calls: int, cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = datasets.Dataset.from_dict(TABLES[table]).with_format("torch")
+    dataset = CUTS[cut](datasets.Dataset.from_dict(TABLES[table])).with_format("torch")
     calls, whole = list[Any](), datasets.Dataset.__getitems__
     monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: calls.append(keys) or whole(self, keys))
     list(DataLoader(dataset, batch_size=8, shuffle=True, threads=0))
