@@ -42,8 +42,9 @@ def decode_images(
     """
     found, done = np.zeros((len(out), 2), np.int64), np.zeros(len(out), np.bool_)
     loaded: dict[int, NDArray[np.uint8]] = {}
-    with span("decode", "images", num_bytes=sum(map(_num_bytes, payloads))):
-        joined = _joined(payloads, where) if decode == "fast" and (resizes or choose is not None) else None
+    lengths = [_num_bytes(payload, where(place)) for place, payload in enumerate(payloads)]
+    with span("decode", "images", num_bytes=sum(lengths)):
+        joined = _joined(payloads, lengths) if decode == "fast" and (resizes or choose is not None) else None
         if joined is not None:
             _kernels().sizes(*joined, found)
         if choose is not None:
@@ -51,6 +52,7 @@ def decode_images(
                 loaded[place] = _load(payloads[place], where(place))
                 found[place] = loaded[place].shape[:2]
         boxes = choose(found) if choose is not None else np.concatenate([np.zeros_like(found), found], axis=1)
+        boxes = np.ascontiguousarray(boxes, np.int64)
         if joined is not None:
             whole = (boxes[:, 2:] == found).all(axis=1) & (found == out.shape[1:3]).all(axis=1)
             done[:] = (found[:, 0] > 0) & ~whole
@@ -73,10 +75,11 @@ def compile_kernels() -> None:
     """Compiles what decodes, or finds that something is missing, before the first batch."""
     _cv2()
     kernels = _kernels()
-    one = np.zeros(1, np.bool_)
-    kernels.sizes(np.zeros(4, np.uint8), np.array([0, 4]), np.zeros((1, 2), np.int64))
-    kernels.decode(
-        np.zeros(4, np.uint8), np.array([0, 4]), np.zeros((1, 4), np.int64), one, np.zeros((1, 1, 1, 3), np.uint8), one
+    joined, one = _joined([b"none"], [4]), np.zeros(1, np.bool_)
+    kernels.sizes(*joined, np.zeros((1, 2), np.int64))
+    kernels.decode(*joined, np.zeros((1, 4), np.int64), one, np.zeros((1, 1, 1, 3), np.uint8), one)
+    _box_kernels().resize_boxes(
+        np.zeros((1, 2, 2, 3), np.uint8), np.array([[0, 0, 2, 2]]), np.zeros((1, 1, 1, 3), np.uint8)
     )
 
 
@@ -102,24 +105,27 @@ def _place(
 
 
 def _load(payload: Any, where: str) -> NDArray[np.uint8]:
-    cv2 = _cv2()
-    data = np.frombuffer(payload, np.uint8) if _num_bytes(payload, where) else None
-    image = None if data is None else cv2.imdecode(data, cv2.IMREAD_COLOR_RGB)
+    cv2, num_bytes = _cv2(), _num_bytes(payload, where)
+    try:
+        image = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_COLOR_RGB) if num_bytes else None
+    except cv2.error:  # what it raises for a header that promises too many pixels, and the like
+        image = None
     if image is None:
         raise RecordError(
-            f"{where}: the image of {_num_bytes(payload):,} bytes is truncated or corrupt, or of no known format; "
+            f"{where}: the image of {num_bytes:,} bytes is truncated or corrupt, or of no known format; "
             "expected JPEG, PNG, WebP or BMP: restore or remove it"
         )
     return image
 
 
-def _joined(payloads: Sequence[Any], where: Callable[[int], str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    lengths = [_num_bytes(payload, where(place)) for place, payload in enumerate(payloads)]
-    data = payloads[0] if len(payloads) == 1 else b"".join(payloads)
-    return np.frombuffer(data, np.uint8) if any(lengths) else np.zeros(0, np.uint8), np.cumsum([0, *lengths])
+def _joined(payloads: Sequence[Any], lengths: list[int]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    joined = payloads[0] if len(payloads) == 1 else b"".join(payloads)
+    data = np.frombuffer(joined, np.uint8) if any(lengths) else np.zeros(0, np.uint8)
+    data.setflags(write=False)  # kernels are compiled for what may not be written
+    return data, np.cumsum([0, *lengths])
 
 
-def _num_bytes(payload: Any, where: str = "") -> int:
+def _num_bytes(payload: Any, where: str) -> int:
     try:
         return memoryview(payload).nbytes
     except TypeError as error:

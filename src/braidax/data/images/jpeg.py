@@ -78,8 +78,8 @@ def decode(data: Any, starts: Any, boxes: Any, mirrored: Any, out: Any, done: An
 
     **Arguments:** `data`, `starts`: as `sizes`. `boxes`: int64 `[n, 4]`, top, left, height and width of what becomes
     the target, upright; height 0 for the whole image. `mirrored`: bool `[n]`, whether left becomes right. `out`: uint8
-    `[n, h, w, 3]`, filled. `done`: bool `[n]`, which images to decode, and when the call
-    returns, which are decoded: those that are not ours or look damaged are not, and their place in `out` is not filled.
+    `[n, h, w, 3]`, filled. `done`: bool `[n]`, which images to decode, and when the call returns, which
+    are decoded: those that are not ours or look damaged are not, and their place in `out` is not filled.
     """
     head, quant, codes = np.empty(NUM_FIELDS, np.int64), np.zeros((4, 64), np.float32), np.zeros((4, 272), np.uint8)
     looks, known = np.zeros(4 << LOOK, np.uint64), np.full((4, 272), 255, np.uint8)
@@ -103,9 +103,9 @@ def decode(data: Any, starts: Any, boxes: Any, mirrored: Any, out: Any, done: An
             build_tables(codes, looks, limits, offsets)
             known[:] = codes
         num_mcus = -(-head[WIDTH] // (8 * head[H_MAX]))
-        if len(work) < num_mcus * head[H_MAX] * 64:
-            work = np.empty(num_mcus * head[H_MAX] * 64, np.float32)
-            coefficients = np.empty(num_mcus * 6 * BLOCK, np.int16)
+        num_blocks = num_mcus * 6  # in the largest unit
+        if len(coefficients) < num_blocks * BLOCK:
+            work, coefficients = np.empty(num_blocks * 64, np.float32), np.empty(num_blocks * BLOCK, np.int16)
         scaled_steps(quant, steps)
         scan, room = (packed, segments[:count], head[RESTART]), (coefficients, work, planes)
         done[n] = _decode_image(scan, (head, steps), tables, room, boxes[n], mirrored[n], out[n])
