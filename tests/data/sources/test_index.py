@@ -109,13 +109,31 @@ def test_a_stale_or_damaged_index_is_built_anew(tmp_path: Path, change: str) -> 
     assert rows(RecordIndex.build(LocalFiles([path]), refuse, kind=kind)) == expected
 
 
-def test_files_without_a_stamp_are_scanned_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = write(tmp_path, 10)
-    monkeypatch.setattr(files, "_stamps", [""])
+class Unstamped(LocalFiles):
+    """Files of which nothing tells when they were written."""
+
+    @property
+    def stamps(self) -> list[str]:
+        return [""] * len(self.names)
+
+
+def test_files_without_a_stamp_are_scanned_each_time(tmp_path: Path) -> None:
+    files = Unstamped(write(tmp_path, 10).names)
     expected = rows(RecordIndex.build(files, scan, kind="fours"))
     with pytest.raises(AssertionError, match=r"000\.bin is scanned again"):
         RecordIndex.build(files, refuse, kind="fours")
     assert rows(RecordIndex.build(files, scan, kind="fours")) == expected
+
+
+def test_a_file_that_is_replaced_before_it_is_scanned_is_an_error(tmp_path: Path) -> None:
+    files = write(tmp_path, 10)
+    (tmp_path / "new").write_bytes(bytes(20))
+    (tmp_path / "new").replace(tmp_path / "000.bin")  # what was opened is still there, under no name
+    with pytest.raises(
+        FormatError, match=r"000\.bin: changed while it was open: 20 bytes, expected 10 .*open it again"
+    ):
+        RecordIndex.build(files, scan, kind="fours")
+    assert listing(tmp_path) == ["000.bin"]
 
 
 def test_a_scan_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -123,7 +141,8 @@ def test_a_scan_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         yield np.array([0]), np.array([4])
         raise OSError(5, "gone")
 
-    for files in (write(tmp_path, 10), write(tmp_path, 10, 10, 10)):
+    for sizes in ((10,), (10, 10, 10)):
+        files = write(tmp_path, *sizes)
         with pytest.raises(FormatError, match=r"000\.bin: cannot be read while its index is built .*gone"):
             RecordIndex.build(files, fail, kind="fours")
         assert [name for name in listing(tmp_path) if not name.endswith(".bin")] == []

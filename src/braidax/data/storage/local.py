@@ -89,7 +89,20 @@ class LocalFiles(Files):
             self._ask_ahead(merged(Ranges(ranges.file[order], ranges.offset[order], ranges.length[order])))
 
     def open(self, number: int) -> IO[bytes]:
-        return Path(self._names[number]).open("rb")
+        file = Path(self._names[number]).open("rb")  # noqa: SIM115 (the caller closes it)
+        try:
+            self._check_unchanged(number, os.fstat(file.fileno()))  # another file may have the name by now
+        except FormatError:
+            file.close()
+            raise
+        return file
+
+    def _check_unchanged(self, file: int, state: os.stat_result) -> None:
+        if state.st_size != self._sizes[file] or str(state.st_mtime_ns) != self._stamps[file]:
+            raise FormatError(
+                f"{self._names[file]}: changed while it was open: {state.st_size:,} bytes, expected "
+                f"{self._sizes[file]:,} as when it was opened; open it again"
+            )
 
     def _ask_ahead(self, spans: "list[Stretch]") -> None:
         for file, group in itertools.groupby(spans, key=lambda span: span[0]):
@@ -102,12 +115,7 @@ class LocalFiles(Files):
         """Lends a descriptor of a file that is as it was."""
         descriptor = self._descriptors.take(file)
         try:
-            state = os.fstat(descriptor)
-            if state.st_size != self._sizes[file] or str(state.st_mtime_ns) != self._stamps[file]:
-                raise FormatError(
-                    f"{self._names[file]}: changed while it was open: {state.st_size:,} bytes, expected "
-                    f"{self._sizes[file]:,} as when it was opened; open it again"
-                )
+            self._check_unchanged(file, os.fstat(descriptor))
             yield descriptor
         finally:
             self._descriptors.give_back(file)
