@@ -85,6 +85,11 @@ def test_a_signature_in_a_url_is_sent_along(tmp_path: Path) -> None:
         one = np.array([0])
         assert bytes(files.read(Ranges(one, one + 1, one + 3))[0]) == b"234"
         assert {request.query for request in server.requests} == {"X-Signature=a%2Fb&X-Expires=10"}
+        assert list(files.names) == [f"{server.url}/a%20b"]
+        uncached = open_files(url, remote=Remote(cache_bytes=0))
+        server.answer = lambda request: Reply(status=403)
+        with pytest.raises(FormatError, match=r"a%20b: the server answered 403(?!.*X-Signature)"):
+            uncached.read(Ranges(one, one, one + 1))
         assert not any(b"Signature" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 

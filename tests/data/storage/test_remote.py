@@ -79,7 +79,7 @@ def fault(seed: int, share: float) -> Callable[[Request], Reply]:
     return answer
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.integers(0, 1 << 30),
     st.sampled_from([0, 1 << 26]),
@@ -97,7 +97,7 @@ def test_bytes_are_right_whatever_the_server_does(
         )
         files = opened(server, remote)
         server.answer = fault(seed, 0.2)
-        windows = [some_ranges(seed + number, 40) for number in range(4)]
+        windows = [some_ranges(seed + number, 25) for number in range(4)]
         windows[3] = windows[0]
         for window in windows[1:3]:
             files.prepare(window)
@@ -289,6 +289,15 @@ def test_a_server_that_never_answers_is_a_timeout(server: Server) -> None:
         files.read(ranges((0, 10, 100)))
     server.answer = lambda request: RIGHT
     assert bytes_of(files, ranges((0, 10, 100))) == [DATA[10:110]]
+
+
+def test_a_server_that_is_gone_is_named() -> None:
+    with serving({"train/a.bin": DATA, "train/b c.bin": SMALL}) as server:
+        files = opened(server, Remote(cache_bytes=0, retries=1))
+    with pytest.raises(
+        RecordError, match=r"a\.bin: cannot be read: .*error sending request; check the server and the net"
+    ):
+        files.read(ranges((0, 10, 100)))
 
 
 def test_a_straggler_is_hedged(server: Server) -> None:

@@ -56,6 +56,7 @@ def environment(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3://bucket/train/part-*.bin", list(DATA)),
         ("s3://bucket/train/part-[!02].bin", ["train/part-1.bin"]),
         ("s3://bucket/**/part-?.bin", ["train/deeper/part-9.bin", *DATA]),
+        ("s3://bucket/t*/part-?.bin", list(DATA)),
         ("s3://bucket", ["other.txt"]),
     ],
 )

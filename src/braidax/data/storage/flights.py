@@ -120,7 +120,7 @@ class Flights:
             if late is not None:
                 self.forget(pending)
                 raise WaitTimeout(
-                    f"{self._objects[late.file].url}: {late.num_bytes:,} bytes at offset {late.start:,} did not come "
+                    f"{self._objects[late.file].name}: {late.num_bytes:,} bytes at offset {late.start:,} did not come "
                     f"within timeout_seconds={self._remote.timeout_seconds:g}; check the server and the network, or "
                     "raise Remote(timeout_seconds=…)"
                 )
@@ -178,11 +178,11 @@ class Flights:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RecordError(f"{self._objects[0].url}: was closed; open it again")
+            raise RecordError(f"{self._objects[0].name}: was closed; open it again")
         if self._process != os.getpid():
             raise RecordError(
-                f"{self._objects[0].url}: was opened before this process was forked from its parent, whose requests it "
-                "cannot share; open it again here, or start processes by spawn"
+                f"{self._objects[0].name}: was opened before this process was forked from its parent, whose requests "
+                "it cannot share; open it again here, or start processes by spawn"
             )
 
     def _wake(self) -> None:
@@ -253,9 +253,9 @@ class Flights:
         except DataError as error:
             found = error
         except asyncio.CancelledError:
-            found = RecordError(f"{self._objects[group[0].file].url}: was closed while it was being read")
+            found = RecordError(f"{self._objects[group[0].file].name}: was closed while it was being read")
         except Exception as error:  # noqa: BLE001 (whoever waits for it must get something)
-            found = failure(error, self._objects[group[0].file].url).error
+            found = failure(error, self._objects[group[0].file].name).error
         if isinstance(found, RecordError) and len(group) > 1 and not self._is_closed:
             self._in_flight += len(group)
             await asyncio.gather(*(self._fly([unit]) for unit in group))  # so that a bad one fails alone
@@ -309,8 +309,7 @@ class Flights:
         ]
         if len(spans) == len(group):
             return await self._fetched(item, spans)
-        each = [self._spawn(self._fetched(item, [span])) for span in spans]  # one call would put them together again
-        parts = iter([part for parts in await asyncio.gather(*each) for part in parts])
+        parts = iter(await self._each_fetched(item, spans))  # one call would put them together again
         return [_joined([next(parts) for _ in range(unit.start, unit.stop, _PART_BYTES)]) for unit in group]
 
     async def _fetched(self, item: Object, spans: list[tuple[int, int]]) -> list[memoryview]:
@@ -321,8 +320,14 @@ class Flights:
                 what = failure(error, item.url)
                 if not what.is_transient or attempt >= self._remote.retries:
                     raise what.error from error
+                if len(spans) > 1:
+                    return await self._each_fetched(item, spans)
             await asyncio.sleep(random.uniform(0, min(_LAST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2**attempt)))
         raise AssertionError  # count does not end
+
+    async def _each_fetched(self, item: Object, spans: list[tuple[int, int]]) -> list[memoryview]:
+        each = [self._spawn(self._fetched(item, [span])) for span in spans]
+        return [part for parts in await asyncio.gather(*each) for part in parts]
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)

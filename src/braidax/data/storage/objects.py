@@ -21,6 +21,7 @@ _SCHEMES = ("s3", "gs", "http", "https")
 _NUM_PROBES = 32  # objects that are looked at concurrently
 _MAX_EXACT = 16  # objects of one data set that get a store, and so connections, of their own
 _TRY_FRACTION = 1 / 3  # of the time limit, for one try: one that hangs leaves time for others
+_RETRY_FRACTION = 0.4  # of it: no try begins later, so that what went wrong is known before time is up
 _NO_ETAG = '"braidax: no object has this ETag"'
 _TRANSIENT = (408, 425, 429)  # of the statuses below 500
 _PURPOSE = "reading s3://, gs://, http:// and https:// URLs"
@@ -45,6 +46,11 @@ class Object:
     path: str
     store: Any
     exact: Any = None
+
+    @property
+    def name(self) -> str:
+        """The URL without its query, which may hold a signature: for people and for errors."""
+        return self.url.partition("?")[0]
 
     @property
     def has_strong_etag(self) -> bool:
@@ -135,7 +141,7 @@ class Stores:
         client_options["default_headers"] = {**(client_options.get("default_headers") or {}), **headers}
         retry_config = given.pop("retry_config", None) or {
             "max_retries": self._remote.retries,
-            "retry_timeout": datetime.timedelta(seconds=limit),
+            "retry_timeout": datetime.timedelta(seconds=limit * _RETRY_FRACTION),
             "backoff": {
                 "init_backoff": datetime.timedelta(milliseconds=50),
                 "max_backoff": datetime.timedelta(seconds=5),
@@ -219,7 +225,7 @@ async def _fetch_one(item: Object, start: int, length: int) -> memoryview:
     etag, size, modified = _etag(reply.meta), reply.meta["size"], _modified(reply.meta)
     if (etag, size, modified) != (item.etag, item.size, item.modified):
         raise _changed(
-            item.url,
+            item.name,
             f"ETag {etag or 'none'}, {size:,} bytes, written {modified or 'at some time'}; expected ETag "
             f"{item.etag or 'none'}, {item.size:,} bytes, written {item.modified or 'at some time'}",
         )
@@ -234,6 +240,7 @@ def failure(error: BaseException, url: str) -> Failure:
     """Says what an error of obstore means for an object, in our words."""
     if isinstance(error, DataError):
         return Failure(error, False)
+    url = url.partition("?")[0]
     text, status = str(error), _status(error)
     name = type(error).__name__
     if status in (401, 403) or name in ("PermissionDeniedError", "UnauthenticatedError"):
@@ -286,7 +293,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"\?[^\s)]+", "", (str(error).splitlines() or [type(error).__name__])[0])  # no signature in a log
 
 
 def _address(url: str) -> tuple[str, str]:

@@ -36,7 +36,9 @@ class RemoteFiles(Files):
     def __init__(self, objects: Sequence[Object], *, remote: Remote) -> None:
         self._objects = objects
         self._remote = remote
-        self._names = [item.url for item in objects]
+        self._names = [item.name for item in objects]
+        if len(set(self._names)) < len(objects):
+            self._names = [item.url for item in objects]
         self._sizes = [item.size for item in objects]
         self._ends = np.asarray(self._sizes, np.int64)
         self._cache = _cache(objects, remote)
@@ -161,5 +163,5 @@ def _cache(objects: Sequence[Object], remote: Remote) -> PageCache | None:
     if not remote.cache_bytes:
         return None
     folder = Path(remote.cache_dir) if remote.cache_dir is not None else default_folder()
-    keys = [f"{item.url.partition('?')[0]}\n{item.etag}" if item.has_strong_etag else "" for item in objects]
+    keys = [f"{item.name}\n{item.etag}" if item.has_strong_etag else "" for item in objects]
     return PageCache(folder, remote.cache_bytes, keys, [item.size for item in objects])
