@@ -70,7 +70,7 @@ def center_crop(source: Source, size: tuple[int, int], *, leaf: str = "image", f
     if fraction is not None and not 0 < fraction <= 1:
         raise ArgumentError(f"fraction={fraction}: expected more than 0 and at most 1, such as 0.875")
     inner = _ready(source, leaf, size, "center_crop")
-    if fraction is None and not isinstance(inner, DecodedSource):
+    if fraction is None and inner is source:
         height, width, _ = inner.sample_spec[leaf].shape
         if height < size[0] or width < size[1]:
             raise ArgumentError(
@@ -129,7 +129,7 @@ def _ready(source: Source, leaf: str, size: tuple[int, int], needed_by: str) -> 
     decoder = encoded(source, leaf)
     _warm(np.uint8)
     if decoder is not None:
-        return decoder.resized_to(size)
+        return decoder.cropping(size)
     image_spec(source, leaf, needed_by=needed_by)
     return source
 
@@ -271,7 +271,7 @@ def _with_size(source: Source, leaf: str, size: tuple[int, int]) -> Any:
 
 
 def _read_boxes(source: Source, leaf: str, indices: Indices, out: Any, choose: Any, scratch: Scratch) -> None:
-    if isinstance(source, DecodedSource) and source.leaf == leaf:
+    if isinstance(source, DecodedSource) and source.decoding.crops:
         source.read_crops(indices, out, choose)
         return
     spec = source.sample_spec[leaf]

@@ -59,11 +59,13 @@ class Decoding:
     """How images are decoded.
 
     **Fields:** `decode`: fast or exact. `name`: names a record for errors. `resizes`: whether all sizes are taken.
+    `crops`: whether a part of each image is asked for.
     """
 
     decode: Decode
     name: Name = field(repr=False)
     resizes: bool
+    crops: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ class DecodedSource(Around):
         how = f" (resized{exact})" if self.decoding.resizes else " (of the first image)"
         return {**self.source.describe(), "image size": f"{self.size[0]}×{self.size[1]}{how}"}
 
-    def resized_to(self, size: tuple[int, int]) -> Self:
-        """Returns itself with images of another size."""
-        return replace(self, size=size, decoding=replace(self.decoding, resizes=True))
+    def cropping(self, size: tuple[int, int]) -> Self:
+        """Returns itself with crops of another size, of which `read_crops` is told where they are."""
+        return replace(self, size=size, decoding=replace(self.decoding, resizes=True, crops=True))
 
 
 def encoded(source: Source, leaf: str) -> DecodedSource | None:
