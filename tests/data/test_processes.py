@@ -113,11 +113,12 @@ def test_each_epoch_is_its_own(source: InProcesses) -> None:
     assert read(source, [10])["id"] == [10]
 
 
-def test_what_is_read_soon_is_told_to_the_source(folder: Path) -> None:
+def test_nothing_is_fetched_ahead_where_no_worker_would_find_it(folder: Path) -> None:
     inner = Troubled(folder)
     source = in_processes(inner, num_workers=1)
+    prepare(inner, np.array([1]))
     prepare(source_at(source, 0, 0), np.array([3, 4]))
-    assert inner.prepared == [3, 4]
+    assert inner.prepared == [1]
 
 
 def test_a_worker_needs_no_workers_of_its_own(folder: Path) -> None:

@@ -18,7 +18,7 @@ from braidax.data.depth import usable_cores
 from braidax.data.processes.memory import window_bytes, window_leaves
 from braidax.data.processes.pickling import pack
 from braidax.data.processes.worker import Birth, Worker, WorkerClosed, WorkerDied, end_all
-from braidax.data.sources.source import Indices, Source, is_varying, prepare, source_at
+from braidax.data.sources.source import Source, is_varying, source_at
 from braidax.errors import ArgumentError, BraidaxError, RecordError, WaitTimeout
 
 _MAX_DEATHS = 3  # in a row, over one window
@@ -44,7 +44,8 @@ class InProcesses(Source):
     """A source that is read by worker processes. They start at the first read, and again after `close`.
 
     Each thread that reads takes a free worker, waits without the GIL until the worker has filled memory that both
-    share, and copies it into place. A worker that dies is replaced, and its window read again.
+    share, and copies it into place. A worker that dies is replaced, and its window read again. Nothing is fetched ahead
+    (`prepare`): what one process fetched, no other would find, and remote bytes would come twice.
 
     **Arguments:** `source`: what the workers read. `pool`: the workers. `at`: seed and epoch of the reads.
     """
@@ -104,10 +105,6 @@ class InProcesses(Source):
     def at(self, seed: int | None, epoch: int) -> "InProcesses":
         """Returns the source as it is in an epoch, read by the same workers."""
         return InProcesses(source_at(self._source, seed, epoch), self._pool, (seed, epoch))
-
-    def prepare(self, indices: Indices) -> None:
-        """Lets the source fetch ahead, in this process: into what it shares with the workers, as caches on disk."""
-        prepare(self._source, indices)
 
     def close(self) -> None:
         """Ends the workers within a few seconds; a read under way raises. May be called twice."""
