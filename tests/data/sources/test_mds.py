@@ -22,6 +22,7 @@ from braidax.data.storage import LocalFiles, Ranges
 from braidax.errors import ArgumentError, FormatError, MissingExtra, RecordError
 from tests.data.sources.mds_files import compress, write_mds
 from tests.data.sources.reading import read
+from tests.data.storage.faulty_server import serving
 
 ENCODINGS = {
     "flag": "uint8", "half": "float16", "wide": "int64", "n": "int", "x": "ndarray:float32:2,3", "text": "str",
@@ -394,3 +395,14 @@ def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
     check(read(source, [5]), [5])
     again = pickle.loads(cloudpickle.dumps(source))
     check(read(again), list(range(6)))
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_shards_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str | None) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    folder = write_mds(tmp_path / "a", ENCODINGS, [sample(n) for n in range(20)], per_shard=7, codec=codec)
+    objects = {f"data/val/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    with serving(objects) as server:
+        check(read(open_mds(f"{server.url}/data", split="val"), [19, 0, 7]), [19, 0, 7])
+        with pytest.raises(FormatError, match=r"data/train/index.json"):
+            open_mds(f"{server.url}/data", split="train")

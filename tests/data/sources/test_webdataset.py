@@ -15,9 +15,10 @@ from braidax.data.sources.records import RecordSource
 from braidax.data.sources.source import VARYING, is_varying
 from braidax.data.sources.tar import Window, members
 from braidax.data.sources.webdataset import open_webdataset, scan
-from braidax.data.storage import LocalFiles
+from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.errors import ArgumentError, FormatError, RecordError
 from tests.data.sources.reading import read
+from tests.data.storage.faulty_server import serving
 
 Contents = Iterable[tuple[str, bytes]]
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -318,6 +319,10 @@ def test_large_members_are_not_read_by_the_scan(tmp_path: Path) -> None:
         offsets, _ = next(scan(file, "a"))
     assert len(offsets) == 8
     assert sum(reads) < 400_000
+    reads.clear()
+    with Counted(path) as file:
+        np.testing.assert_array_equal(next(scan(file, "s3://bucket/a"))[0], offsets)
+    assert sum(reads) >= 8 << 20
 
 
 def test_members_larger_than_8_gib_have_binary_sizes() -> None:
@@ -382,9 +387,25 @@ def test_many_samples_come_in_chunks(tmp_path: Path, unchecked: None) -> None:
 
 def test_window_equals_slices(unchecked: None) -> None:
     data = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8).tobytes()
-    for make in (io.BytesIO, Pipe):
-        window = Window(make(data))
+    for make, gap in ((io.BytesIO, 0), (io.BytesIO, 5000), (Pipe, 0)):
+        window = Window(make(data), read_bytes=gap)
         offset = 0
         for step, length in itertools.product((0, 3, 700, 20_000), (1, 512, 9000)):
             offset += step
             assert window.read(offset, length) == data[offset : offset + length]
+
+
+def test_shards_on_a_server(tmp_path: Path) -> None:
+    objects = {
+        f"data/{number}.tar": shard(tmp_path / "a.tar", numbered(range(9 * number, 9 * number + 9))).read_bytes()
+        for number in range(2)
+    }
+    with serving(objects) as server:
+        files = open_files([f"{server.url}/{name}" for name in objects], remote=Remote(cache_bytes=0))
+        out = read(open_webdataset(files, cache=tmp_path / "cache"), [17, 0, 9])
+        assert out["cls"].tolist() == [7, 0, 9]
+        assert out["jpg"].tolist() == [sample(n)["jpg"] for n in (17, 0, 9)]
+        server.objects["data/0.tar"] = server.objects["data/0.tar"][:4000]
+        files = open_files([f"{server.url}/{name}" for name in objects], remote=Remote(cache_bytes=0))
+        with pytest.raises(FormatError, match=r"data/0.tar: damaged at byte 4,000: it ends there"):
+            open_webdataset(files, cache=tmp_path / "cache")

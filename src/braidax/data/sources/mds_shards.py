@@ -6,10 +6,9 @@ import gzip
 import hashlib
 import os
 import tempfile
-import time
 import zlib
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from typing import Any
 import xxhash
 
 from braidax.data.sources.index import cache_folder
+from braidax.data.sources.progress import Progress
 from braidax.data.sources.tables import arrow
 from braidax.data.storage.files import Files
 from braidax.errors import FormatError, MissingExtra
 
 _CODECS = {"zstd": "zstd", "br": "brotli", "snappy": "snappy"}  # the names that Arrow knows them by
 _PARALLEL = 4  # shards that are decompressed at a time; each is in memory as a whole
-_QUIET_SECONDS = 1.0  # what takes longer shows a progress bar
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,20 @@ def decompressed(files: Files, shards: Sequence[Shard], *, cache: Path | None) -
     missing = [number for number, target in enumerate(targets) if not _is_there(target, shards[number])]
     if not missing:
         return targets
+    num_bytes = sum(shards[number].num_bytes for number in missing)
     with (
+        Progress("decompressing", files.names[0], num_bytes) as progress,
         ThreadPoolExecutor(_PARALLEL, thread_name_prefix="braidax-decompress") as pool,
-        _progress(files.names[0]) as bar,
     ):
-        pending = {pool.submit(_decompress, files, n, shards[n], targets[n]): shards[n].num_bytes for n in missing}
-        bar.num_bytes = sum(pending.values())
+
+        def decompress(number: int) -> None:
+            _decompress(files, number, shards[number], targets[number])
+            progress.show(number, shards[number].num_bytes)
+
+        pending = [pool.submit(decompress, number) for number in missing]
         try:
-            for done in as_completed(pending):
+            for done in pending:
                 done.result()
-                bar.advance(pending[done])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -159,46 +162,3 @@ def _digest(algorithm: str, contents: Any) -> str | None:
     if algorithm in xxhash.algorithms_available:
         return getattr(xxhash, f"{algorithm}_hexdigest")(contents)
     return None
-
-
-class _Bar:
-    """A progress bar on stderr, for work that takes longer than a second."""
-
-    def __init__(self, name: str) -> None:
-        self.num_bytes = 0
-        self._name = name
-        self._done = 0
-        self._shown_from = time.monotonic() + _QUIET_SECONDS
-        self._bar: Any = None
-
-    def advance(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if self._bar is None and time.monotonic() >= self._shown_from:
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (
-                TextColumn("decompressing {task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-            self._bar.add_task(self._name.rpartition("/")[2], total=self.num_bytes)
-            self._bar.start()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._done)
-            self._bar.refresh()
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-@contextlib.contextmanager
-def _progress(name: str) -> Generator[_Bar]:
-    bar = _Bar(name)
-    try:
-        yield bar
-    finally:
-        bar.stop()

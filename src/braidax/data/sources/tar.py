@@ -72,12 +72,14 @@ def members(read: Callable[[int, int], bytes], *, length: int | None, damaged: D
 class Window:
     """Bytes of a file around one position, so that neighboring headers are read in one call.
 
-    **Arguments:** `file`: at its beginning; where it can seek, what lies between headers is not read.
+    **Arguments:** `file`: at its beginning; where it can seek, what lies between headers is not read. `read_bytes`: but
+    what is shorter than that is read nevertheless, so that a remote file is read in order, ahead of need.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], *, read_bytes: int = 0) -> None:
         self._file = file
         self._seeks = file.seekable()
+        self._read_bytes = read_bytes
         self._start = 0
         self._data = b""
         self._last = 0
@@ -106,9 +108,9 @@ class Window:
     def _advance(self, offset: int, length: int) -> None:
         position = self._start + len(self._data)
         kept = self._data[max(0, offset - self._start) :] if offset < position else b""
-        if offset > position and self._seeks:
-            self._file.seek(offset)
-        while offset > position and not self._seeks:
+        if offset - position > self._read_bytes and self._seeks:
+            position = self._file.seek(offset)
+        while offset > position:
             skipped = len(self._file.read(min(offset - position, 1 << 20)))
             position += skipped
             if not skipped:
