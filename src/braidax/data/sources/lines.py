@@ -89,8 +89,7 @@ def between(chunk: NDArray[np.uint8], base: int, tail: int, start: int, ends: ND
     before = chunk[np.maximum(ends - 1, 0)]
     if ends[0] == 0:
         before[0] = tail
-    lengths = ends + base - offsets
-    return offsets, lengths - ((before == _RETURN) & (lengths > 0))
+    return offsets, ends + base - offsets - (before == _RETURN)
 
 
 def decoded(payload: Bytes, where: Callable[[], str]) -> str:
