@@ -447,3 +447,23 @@ def test_files_in_an_object_store(tmp_path: Path, write: Callable[[Path, pa.Tabl
         source = open_arrow(open_files([f"{server.url}/{path}" for path in objects], remote=Remote(cache_bytes=0)))
         source.prepare(np.array([3, 49]))
         assert_values(source, [49, 0, 26, 24], expected())
+
+
+@pytest.mark.parametrize(("stored", "lists"), [([1, 2, 3, 5], [[1], [2], [3, 4]]), ([1, 2, 3, 4], [[1], [2], [3]])])
+def test_lists_that_begin_behind_the_first_value(tmp_path: Path, stored: list[int], lists: list[list[int]]) -> None:
+    column = pa.array([[0, 1], [2], [3, 4]], pa.list_(pa.int32()))
+    path = stream(tmp_path / "a.arrow", pa.table({"x": column}))
+    offsets = [np.array(values, np.int32).tobytes() for values in ([0, 2, 3, 5], stored)]
+    assert path.read_bytes().count(offsets[0]) == 1
+    path.write_bytes(path.read_bytes().replace(*offsets))
+    assert [found.tolist() for found in read(open_arrow(path), [2, 0, 1])["x"]] == [lists[2], lists[0], lists[1]]
+
+
+def test_a_null_behind_the_first_value(tmp_path: Path) -> None:
+    path = stream(tmp_path / "a.arrow", pa.table({"x": pa.array([[0, 1], [None], [3, 4]], pa.list_(pa.int32()))}))
+    offsets = [np.array(values, np.int32).tobytes() for values in ([0, 2, 3, 5], [1, 2, 3, 5])]
+    path.write_bytes(path.read_bytes().replace(*offsets))
+    source = open_arrow(path)
+    assert [found.tolist() for found in read(source, [2, 0])["x"]] == [[3, 4], [1]]
+    with pytest.raises(RecordError, match="record 1: column 'x' is null"):
+        read(source, [0, 1])
