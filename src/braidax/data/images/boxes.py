@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from braidax.data.compiled import kernel
+from braidax.data.compiled import add_eight, kernel
 from braidax.data.images.jpeg_planes import fill_taps
 
 _HALF = np.float32(0.5)
@@ -18,26 +18,48 @@ def resize_boxes(images: Any, boxes: Any, out: Any) -> None:
     `out`: uint8 `[n, h2, w2, c]`, filled.
     """
     channels, new_height, new_width = images.shape[3], out.shape[1], out.shape[2]
+    longest = (images.shape[2] * channels + 7) // 8 * 8
+    rows, columns = np.empty(8 * longest, np.float32), np.empty(8 * longest, np.float32)
+    sums = np.empty(8, np.float32)
     for n in range(len(images)):
         top, left, height, width = boxes[n, 0], boxes[n, 1], boxes[n, 2], boxes[n, 3]
         x_first, x_weights = fill_taps(0, width, new_width, 1)
         y_first, y_weights = fill_taps(0, height, new_height, 1)
-        length = width * channels
-        row = np.empty(length, np.float32)
-        image = images[n].reshape(images.shape[1], -1)
-        target = out[n].reshape(new_height, -1)
-        for y in range(new_height):
-            row[:] = _HALF
-            for t in range(y_weights.shape[1]):
-                weight, line = y_weights[y, t], image[top + y_first[y] + t]
-                for i in range(length):
-                    row[i] += weight * np.float32(line[left * channels + i])
+        length = (width * channels + 7) // 8 * 8
+        for first in range(0, new_height, 8):  # of eight rows of the target, side by side
+            num_rows = min(8, new_height - first)
+            for i in range(num_rows):
+                y = first + i
+                _add_rows(images[n], top + y_first[y], left, width, y_weights[y], rows, i * length)
+            for i in range(0, length, 8):
+                _turn_rows(rows, i, length, columns)
             for x in range(new_width):
                 for c in range(channels):
-                    total = np.float32(0)
+                    sums[:] = _HALF
                     for t in range(x_weights.shape[1]):
-                        total += x_weights[x, t] * row[(x_first[x] + t) * channels + c]
-                    target[y, x * channels + c] = np.uint8(total)
+                        add_eight(sums, 0, x_weights[x, t], columns, ((x_first[x] + t) * channels + c) * 8)
+                    for i in range(num_rows):
+                        out[n, first + i, x, c] = np.uint8(sums[i])
+
+
+@kernel
+def _add_rows(image: Any, first: int, left: int, width: int, weights: Any, rows: Any, place: int) -> None:
+    length = width * image.shape[2]
+    target = rows[place : place + length]
+    target[:] = 0
+    for t in range(len(weights)):
+        line = image[first + t, left : left + width].reshape(-1)
+        weight = weights[t]
+        for i in range(length):
+            target[i] += weight * np.float32(line[i])
+
+
+@kernel
+def _turn_rows(rows: Any, at: int, length: int, columns: Any) -> None:
+    """Eight values of eight rows become eight columns, side by side."""
+    for i in range(8):
+        for j in range(8):
+            columns[(at + j) * 8 + i] = rows[i * length + at + j]
 
 
 @kernel

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 from numpy.typing import NDArray
 
-from braidax.data.resize import resize
 from braidax.errors import ArgumentError, RecordError, import_extra
 from braidax.spans import span
 
@@ -79,7 +78,6 @@ def compile_kernels() -> None:
     joined, one = _joined([b"none"], [4]), np.zeros(1, np.bool_)
     kernels.sizes(*joined, np.zeros((1, 2), np.int64))
     kernels.decode(*joined, np.zeros((1, 4), np.int64), one, np.zeros((1, 1, 1, 3), np.uint8), one)
-    resize(np.zeros((1, 2, 2, 3), np.uint8), np.zeros((1, 1, 1, 3), np.uint8))
     _box_kernels().resize_boxes(
         np.zeros((1, 2, 2, 3), np.uint8), np.array([[0, 0, 2, 2]]), np.zeros((1, 1, 1, 3), np.uint8)
     )
@@ -97,8 +95,6 @@ def _place(
     top, left, height, width = box.tolist()
     if (height, width) == slot.shape[1:3]:
         slot[0] = image[top : top + height, left : left + width]
-    elif resizes and (height, width) == image.shape[:2]:
-        resize(image[None], slot)
     elif resizes:
         _box_kernels().resize_boxes(image[None], box[None], slot)
     else:
