@@ -325,6 +325,14 @@ def test_cold_files_are_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.Monk
     asked.clear()
     source.prepare(np.array([3]))
     assert asked
+    for _ in range(8):  # the disk did nothing for any of these
+        read(source, [5])
+    asked.clear()
+    read(source, [5])
+    assert asked == []
+    source._memory._ahead.saw(1, 1)
+    read(source, [5])
+    assert asked
 
 
 def test_files_that_cannot_be_mapped_are_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ Places = NDArray[np.int64]
 _GATHERED_BYTES = 1 << 19  # what one call of NumPy gathers: it fits into a core's cache on its way to `out`
 _PAGE_BYTES = 1 << 12
 _ASKED_BYTES = 1 << 17  # the kernel cuts longer wishes down to its read-ahead, in silence
+_QUIET_WINDOWS = 8
 _CHECK_SHARE = 20  # checking files takes at most this part of the time
 
 
@@ -103,7 +104,7 @@ class Mapped(Memory):
         self._extent = int((self._origins + np.array(self.sizes)).max())
         self._by_address = np.argsort(self._origins)
         self._records: dict[int, NDArray[Any]] = {}
-        self._ahead = ReadAhead()
+        self._ahead = _Warming()
         self._next_check = 0.0
 
     def __reduce__(self) -> tuple[Callable[..., "Mapped"], tuple[Any, ...]]:
@@ -169,7 +170,8 @@ class Mapped(Memory):
 
     def prepare(self, places: Places, lengths: Places) -> None:
         if self._ahead.is_cold:
-            self._ask(places, lengths)
+            with self._ahead.watch(len(places)):
+                self._ask(places, lengths)
 
     def piece(self, file: int, offset: int, length: int) -> Bytes:
         return self._views[file][offset : offset + length]
@@ -296,6 +298,22 @@ class Fetched(Memory):
     def _ranges(self, places: Places, lengths: Places) -> Ranges:
         file = np.searchsorted(self._origins, places, side="right") - 1
         return Ranges(file, places - self._origins[file], lengths)
+
+
+class _Warming(ReadAhead):
+    """Also knows when all is in memory: asking for a window costs twenty times what copying it costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_quiet = 0  # windows in a row for which the disk did nothing
+
+    @property
+    def is_cold(self) -> bool:
+        return self._num_quiet < _QUIET_WINDOWS and super().is_cold
+
+    def saw(self, num_waits: int, num_ranges: int) -> None:
+        self._num_quiet = 0 if num_waits else self._num_quiet + 1
+        super().saw(num_waits, num_ranges)
 
 
 class _Overlapping:
