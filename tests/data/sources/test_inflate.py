@@ -49,6 +49,21 @@ def test_it_is_done_once_until_the_file_changes(tmp_path: Path, monkeypatch: pyt
     assert [str(found) for found in (tmp_path / "cache").rglob("*") if found.is_file()] == [second]
 
 
+class Unstamped(LocalFiles):
+    """Files of which nothing tells when they were written."""
+
+    @property
+    def stamps(self) -> list[str]:
+        return [""] * len(self.names)
+
+
+def test_files_without_a_stamp_are_inflated_each_time(tmp_path: Path) -> None:
+    for contents in (b"old", b"new"):
+        (tmp_path / "a.gz").write_bytes(gzip.compress(contents))
+        (found,) = inflated(Unstamped([tmp_path / "a.gz"]), cache=tmp_path / "cache").names
+        assert Path(found).read_bytes() == contents
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_damaged_files_are_named_and_leave_nothing(tmp_path: Path, name: str) -> None:
     suffix, compress = CODECS[name]

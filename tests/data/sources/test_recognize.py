@@ -116,6 +116,11 @@ def test_several_files_are_one_source(tmp_path: Path) -> None:
     assert read(sources.open(tmp_path))["text"].tolist() == ["1", "10", "2"]
     assert read(sources.open(str(tmp_path / "1*.txt")))["text"].tolist() == ["1", "10"]
     assert read(sources.open([tmp_path / "2.txt", str(tmp_path / "1.txt")]))["text"].tolist() == ["2", "1"]
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(
+        FormatError, match=r"a\.jsonl and 1 more: holds files of several kinds: 1 of \.jsonl, 1 of \.txt"
+    ):
+        sources.open([tmp_path / "a.jsonl", tmp_path / "1.txt"])
     with pytest.raises(FormatError, match=r"x\*\.txt: no file fits this pattern"):
         sources.open(tmp_path / "x*.txt")
 

@@ -82,7 +82,7 @@ class Format:
 
 def kind_of(name: str) -> tuple[str, str]:
     """Returns the suffix of a file's name and that of its compression, each with its dot or empty, in small letters."""
-    suffixes = [suffix.lower() for suffix in PurePosixPath(_SHARD.sub("", name.rpartition("/")[2])).suffixes]
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name.rpartition("/")[2]).suffixes]
     packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED_SUFFIXES else ""
     return _SHARD.sub("", suffixes[-1]) if suffixes else "", packed
 
