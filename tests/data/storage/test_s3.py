@@ -1,8 +1,9 @@
 """S3: an S3 server on loopback, read with credentials from the environment."""
 
+import contextlib
 import random
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +20,28 @@ CLIENT = {"access_key_id": "key", "secret_access_key": "secret"}
 KEY = {"Authorization": "AWS4-HMAC-SHA256 Credential=key/20300101/us-east-1/s3/aws4_request"}
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+@contextlib.contextmanager
+def serving(objects: Mapping[str, bytes]) -> Iterator[str]:
+    """Runs a server with these objects in the bucket `bucket`; gives its URL."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
-    create = urllib.request.Request(f"{url}/bucket", method="PUT", headers=KEY)
-    with urllib.request.urlopen(create, timeout=10) as reply:
-        reply.read()
-    for name, data in {**DATA, **OTHERS}.items():
-        store(url).put(name, data)
-    yield url
-    server.stop()
+    try:
+        create = urllib.request.Request(f"{url}/bucket", method="PUT", headers=KEY)
+        with urllib.request.urlopen(create, timeout=10) as reply:
+            reply.read()
+        for name, data in objects.items():
+            store(url).put(name, data)
+        yield url
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with serving({**DATA, **OTHERS}) as url:
+        yield url
 
 
 def store(endpoint: str) -> S3Store:
