@@ -14,11 +14,12 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest
 
-bench: .venv/stamp-bench  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
+bench: .venv/stamp-bench .venv-streaming/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS)
+	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS)
 
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-streaming build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/stamp-python:
@@ -42,4 +43,12 @@ clean:  ## Remove the environment, build outputs and caches; data, checkpoints a
 
 .venv/stamp-bench: .venv/stamp-python pyproject.toml
 	$(INSTALL) --editable '.[bench]'
+	@touch $@
+
+# MosaicML Streaming asks for older versions of what the other peers need newer. Its torchvision is not used.
+.venv-streaming/stamp: .venv/stamp-python
+	$(PYTHON) -m venv --clear .venv-streaming
+	.venv-streaming/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
+	.venv-streaming/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchvision==0.28.0'
+	.venv-streaming/bin/python -m pip install --quiet --disable-pip-version-check 'mosaicml-streaming>=0.13' 'torch==2.13.0' 'transformers<5'
 	@touch $@
