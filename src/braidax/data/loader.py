@@ -127,7 +127,9 @@ class DataLoader:
             raise ArgumentError(f"workers={workers!r} is not 'threads' or 'processes'")
         opened: Source = source if isinstance(source, Source) else open_source(source)
         _check_fixed(opened)
-        self._processes = in_processes(opened) if workers == "processes" else None
+        self._knobs = knobs or Knobs()
+        limit = self._knobs.timeout_seconds
+        self._processes = in_processes(opened, timeout_seconds=limit) if workers == "processes" else None
         self.source: Source = _skipping(self._processes or opened, on_error)
         if batch_size is None:
             batch_size = _default_batch_size(len(self.source), shared_batch_parts(mesh, specs), remainder)
@@ -139,7 +141,6 @@ class DataLoader:
         self.epochs = epochs
         self.trace = Trace()
         self.depth = Depth()
-        self._knobs = knobs or Knobs()
         self.cursor = Cursor(seed)
         self._fetch: Fetch | None = None
         self._running: object = None  # the iteration that owns the cursor
