@@ -189,6 +189,13 @@ def test_bytes_missing_inside_are_an_error(cut: int) -> None:
     assert not kernel([broken])[1].any()
 
 
+@pytest.mark.parametrize("options", [{}, {"restart_marker_blocks": 2}])
+def test_a_scan_of_another_length_than_its_image_is_none_of_the_kernels(options: Any) -> None:
+    file = encode(photo(2), **options)
+    assert kernel([file])[1].all()
+    assert not kernel([file[:-40] + file[-2:], file[:-2] + b"\x12" * 40 + file[-2:]])[1].any()
+
+
 # decoded
 
 

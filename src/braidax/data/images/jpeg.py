@@ -22,6 +22,7 @@ from braidax.data.images.jpeg_entropy import (
     LEFT,
     LOOK,
     NUM_STATES,
+    PLACES,
     POSITION,
     SEGMENT,
     STOP,
@@ -43,8 +44,6 @@ from braidax.data.images.jpeg_header import (
     SCAN,
     V_MAX,
     WIDTH,
-    ZIGZAG_U,
-    ZIGZAG_V,
     H,
     V,
     read_header,
@@ -52,8 +51,6 @@ from braidax.data.images.jpeg_header import (
 from braidax.data.images.jpeg_planes import add_blocks, fill_taps, scaled_steps, write_pixels
 
 _MAX_SEGMENTS = 4096
-_PLACES = np.full(256, 64, np.uint64)
-_PLACES[:64] = ZIGZAG_U * 8 + ZIGZAG_V
 
 
 @kernel
@@ -84,7 +81,7 @@ def decode(data: Any, starts: Any, boxes: Any, mirrored: Any, out: Any, done: An
     head, quant, codes = np.empty(NUM_FIELDS, np.int64), np.zeros((4, 64), np.float32), np.zeros((4, 272), np.uint8)
     looks, known = np.zeros(4 << LOOK, np.uint64), np.full((4, 272), 255, np.uint8)
     limits, offsets = np.zeros((4, 18), np.int64), np.zeros((4, 18), np.int64)
-    tables = (looks, codes, limits, offsets, _PLACES)
+    tables = (looks, codes, limits, offsets, PLACES)
     longest = np.int64(0)
     for n in range(len(done)):
         longest = max(longest, starts[n + 1] - starts[n])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from braidax.data.compiled import eight_bytes, kernel, put_bytes
+from braidax.data.images.jpeg_header import ZIGZAG_U, ZIGZAG_V
 
 LOOK = 10  # bits that a table looks up at once
 BLOCK = 72  # places for a block: 64 coefficients, and behind them what nobody reads
@@ -22,6 +23,12 @@ _END_RUN = 128  # the run of an end-of-block entry: it leads beyond the block, i
 # The state of a scan: position and end of its segment in bits, the segment, units left until it ends, last DC values.
 POSITION, STOP, SEGMENT, LEFT, LAST = range(5)
 NUM_STATES = 7
+
+# A plan, uint64 `[n, 5]`, has for each block of a unit its component, where its look-ups for DC and for AC begin, where
+# the block goes in the first unit, and how much further in the next.
+
+PLACES = np.full(256, 64, np.uint64)  # where in a block a coefficient goes, by its number in the file
+PLACES[:64] = ZIGZAG_U * 8 + ZIGZAG_V
 
 _U0, _U1, _U3, _U7, _U8, _U16, _U24, _U48 = (np.uint64(n) for n in (0, 1, 3, 7, 8, 16, 24, 48))
 _ONES, _SIGNS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
@@ -143,11 +150,8 @@ def unstuff(data: Any, start: int, stop: int, packed: Any, segments: Any) -> Any
 def decode_row(num_mcus: int, scan: Any, state: Any, plan: Any, tables: Any, coefficients: Any) -> Any:
     """Decodes one row of units (MCUs), block by block.
 
-    **Arguments:** `scan`: `(packed, segments, restart)`, two of `unstuff`, and the units in a segment or 0. `state`:
-    int64 `[7]`, see above. `plan`: uint64 `[n, 5]`, for each block of a unit its component, where its look-ups for DC
-    and AC begin, where the block goes in the first unit, and how much further in the next. `tables`: `(looks, codes,
-    limits, offsets, places)`; the last, uint64 `[256]`, says where in a block a coefficient goes. `coefficients`:
-    int16, flat.
+    **Arguments:** `scan`: `(packed, segments, restart)`, the units in a segment or 0. `state`, `plan`: see above.
+    `tables`: `(looks, codes, limits, offsets, places)`; the last are `PLACES`. `coefficients`: int16, flat.
 
     **Returns:** whether the codes were right and did not end early.
     """
@@ -156,22 +160,19 @@ def decode_row(num_mcus: int, scan: Any, state: Any, plan: Any, tables: Any, coe
     position = np.uint64(state[POSITION])
     for mcu in range(num_mcus):
         if restart and state[LEFT] == 0:
-            state[POSITION] = position
-            if not _restart(segments, state, restart):
+            if not _restart(segments, state, restart, position):
                 return False
             position = np.uint64(state[POSITION])
         state[LEFT] -= 1
         for number in range(len(plan)):
             last, ac = LAST + plan[number, 0], plan[number, 2]
             first = plan[number, 3] + np.uint64(mcu) * plan[number, 4]
-            if position > np.uint64(state[STOP]):
-                return False
             window = eight_bytes(packed, position >> _U3) << (position & _U7)
             found = np.int64(looks[plan[number, 1] + (window >> _SHIFT)])
             if found == 0:
                 found = _symbol(window, codes, limits, offsets, np.int64(plan[number, 1] >> _LOOK))
             size, length = found >> 8, found & 255
-            if size > 11:
+            if size > 11 or position > np.uint64(state[STOP]):
                 return False
             state[last] += _signed(window << np.uint64(length), size)
             coefficients[first] = state[last]
@@ -188,14 +189,12 @@ def decode_row(num_mcus: int, scan: Any, state: Any, plan: Any, tables: Any, coe
                         k += entry >> _U24
                         size, length = np.int64(entry >> _U16 & _U255), entry >> _U8 & _U255
                         coefficients[first + places[k]] = _signed(window << length, size)
-                        position += length + np.uint64(size)
-                        k += _U1
+                        position, k = position + length + np.uint64(size), k + _U1
                         break
                     second = k + (entry >> _U16 & _U255)
                     coefficients[first + places[second]] = np.int64(entry) >> 48
                     if second >= _U63:  # the block ends here, so what follows is none of its coefficients
-                        position += entry >> _U8 & _U255
-                        k = second + _U1
+                        position, k = position + (entry >> _U8 & _U255), second + _U1
                         break
                     k = second + (entry >> _U24 & _U255)
                     coefficients[first + places[k]] = np.int64(entry << _U16) >> 48
@@ -217,7 +216,8 @@ def ends_well(state: Any) -> Any:
 
 
 @kernel
-def _restart(segments: Any, state: Any, restart: int) -> Any:
+def _restart(segments: Any, state: Any, restart: int, position: Any) -> Any:
+    state[POSITION] = position
     if not ends_well(state) or state[SEGMENT] + 1 >= len(segments):
         return False
     state[SEGMENT] += 1
