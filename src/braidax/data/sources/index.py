@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Protocol, Self, cast, runtime_checkable
+from typing import IO, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -67,7 +67,7 @@ class RecordIndex(Index):
         self._starts = np.cumsum([0, *num_records], dtype=np.int64)
 
     @classmethod
-    def build(cls, files: Files, scan: Scan, *, kind: str, cache: Path | None = None) -> Self:
+    def build(cls, files: Files, scan: Scan, *, kind: str, cache: Path | None = None) -> "RecordIndex":
         """Opens the index of a data set; where there is none, or files changed since, all files are scanned first.
 
         It is stored beside the data (`.NAME.KIND.index`) or, for remote files and where that cannot be written, in the
@@ -108,7 +108,7 @@ class RecordIndex(Index):
         )
 
     @classmethod
-    def _open(cls, path: Path, wanted: dict[str, Any]) -> Self | None:
+    def _open(cls, path: Path, wanted: dict[str, Any]) -> "RecordIndex | None":
         """Opens a stored index if it is whole and belongs to the files as they are now."""
         try:
             with path.open("rb") as file:
@@ -133,7 +133,7 @@ class RecordIndex(Index):
         return RecordIndex._reopened, (self._path, self._about)
 
     @classmethod
-    def _reopened(cls, path: Path, about: dict[str, Any]) -> Self:
+    def _reopened(cls, path: Path, about: dict[str, Any]) -> "RecordIndex":
         found = cls._open(path, about)
         if found is None:
             raise FormatError(f"{path}: the index is gone or was built anew since it was opened; open the data again")

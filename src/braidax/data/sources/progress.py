@@ -3,7 +3,7 @@
 import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 _QUIET_SECONDS = 1.0  # what takes longer shows a bar
 _REDRAW_SECONDS = 0.1
@@ -26,7 +26,7 @@ class Progress:
         self._next = time.monotonic() + _QUIET_SECONDS
         self._bar: Any = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *exception: object) -> None:
