@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ class Around(Source):
     def __len__(self) -> int:
         return len(self.source)
 
-    def at(self, seed: int | None, epoch: int) -> Self:
+    def at(self, seed: int | None, epoch: int) -> Source:
         """Returns itself around the source inside as that is in an epoch."""
         return replace(self, source=source_at(self.source, seed, epoch))
 
@@ -39,9 +39,9 @@ class Drawing(Around):
     seed: int | None = 0
     epoch: int = 0
 
-    def at(self, seed: int | None, epoch: int) -> Self:
+    def at(self, seed: int | None, epoch: int) -> Source:
         """Returns itself as it is in an epoch, around the source inside as that is then."""
-        return replace(super().at(seed, epoch), seed=seed, epoch=epoch)
+        return replace(self, source=source_at(self.source, seed, epoch), seed=seed, epoch=epoch)
 
 
 def place_of(source: Source, kind: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -101,7 +101,7 @@ class DecodedSource(Around):
         how = f" (resized{exact})" if self.decoding.resizes else " (of the first image)"
         return {**self.source.describe(), "image size": f"{self.size[0]}×{self.size[1]}{how}"}
 
-    def cropping(self, size: tuple[int, int]) -> Self:
+    def cropping(self, size: tuple[int, int]) -> "DecodedSource":
         """Returns itself with crops of another size, of which `read_crops` is told where they are."""
         return replace(self, size=size, decoding=replace(self.decoding, resizes=True, crops=True))
 
