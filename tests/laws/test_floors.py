@@ -29,6 +29,7 @@ DISTRIBUTIONS = {
     "cv2": "opencv_python_headless",
     "google": "protobuf",
     "sklearn": "scikit_learn",
+    "tensorflow": "tensorflow_cpu",
     "PIL": "pillow",
 }  # where the names differ
 TRACER = "jax.core.Tracer"  # what JAX documents for asking whether a value is traced
