@@ -580,6 +580,7 @@ class Endless:
         (range(3), {"num_workers": -1}, "num_workers=-1 is negative"),
         (range(3), {"timeout": -1}, "timeout=-1 is negative"),
         (range(3), {"prefetch_factor": 0}, "prefetch_factor=0 is not a positive"),
+        (range(3), {"pin_memory_device": "cuda"}, "pin_memory_device='cuda' has no effect"),
         (range(3), {"threads": -1}, "threads=-1 is negative"),
         (range(3), {"threads": 2, "num_workers": 2}, "threads=2 is for a data set that is indexed by threads"),
         (range(3), {"threads": 0, "timeout": 2}, "threads=0 fetches a batch when it is asked for"),

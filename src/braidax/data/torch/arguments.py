@@ -58,6 +58,11 @@ def check_fetching(loader: Any, streams: bool) -> None:
         raise ArgumentError(f"timeout={loader.timeout} is negative; 0 waits as long as it takes")
     if loader.prefetch_factor is not None and loader.prefetch_factor < 1:
         raise ArgumentError(f"prefetch_factor={loader.prefetch_factor} is not a positive number of batches")
+    if loader.pin_memory_device:
+        raise ArgumentError(
+            f"pin_memory_device={loader.pin_memory_device!r} has no effect: batches are pinned for the current "
+            f"accelerator, as by torch itself; leave it out, and use pin_memory=True"
+        )
     if loader.threads is not None and loader.threads < 0:
         raise ArgumentError(f"threads={loader.threads} is negative; None finds out how many are best, 0 uses none")
     if loader.threads is not None and (loader.num_workers or streams):
