@@ -194,7 +194,7 @@ def _remote(report: Report, scale: Scale, folder: Path, options: Any) -> None:
             rate = functools.partial(systems.rate, batch_size=batch_size, seconds=2 * scale.seconds)
             running: dict[str, Callable[[], float]] = {
                 "braidax": lambda address=address, rate=rate: rate(
-                    lambda: systems.ours(bx.open(f"{address}/{npy.name}"), batch_size)
+                    lambda: systems.ours(_opened(f"{address}/{npy.name}"), batch_size)
                 ),
                 "serial": lambda remote=remote, delay=delay: systems.rate(
                     lambda: systems.serial(remote, 16), 16, seconds=50 * delay, warmup=1
@@ -224,7 +224,7 @@ def _training(report: Report, scale: Scale, folder: Path, options: Any) -> None:
             {
                 "braidax": lambda: training.throughput(
                     model,
-                    lambda: systems.ours(bx.open(f"{address}/{npy.name}"), batch_size),
+                    lambda: systems.ours(_opened(f"{address}/{npy.name}"), batch_size),
                     lambda batch: batch["data"],
                     batch_size,
                     seconds=seconds,
@@ -309,6 +309,11 @@ def _measure(report: Report, case: str, running: Systems, rounds: int) -> dict[s
 
 def _best(medians: Mapping[str, float], prefix: str) -> float:
     return max(value for name, value in medians.items() if name.startswith(prefix))
+
+
+def _opened(address: str) -> bx.data.Source:
+    """Opens an object, without the disk cache: the peers have none."""
+    return bx.open(address, remote=bx.data.Remote(cache_bytes=0))
 
 
 def _hf(path: Path) -> Any:

@@ -1,6 +1,7 @@
 """An object store on loopback that answers each request after a fixed delay: ranges of the files of a folder."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Generator
@@ -21,51 +22,63 @@ def serve(folder: Path, *, delay_seconds: float) -> Generator[str, None, None]:
         server.wait(10)
 
 
-async def _answer(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, folder: Path, delay_seconds: float
-) -> None:
-    files: dict[str, bytes] = {}
-    try:
-        while request := await reader.readuntil(b"\r\n\r\n"):
-            first, *rest = request.decode("latin1").split("\r\n")
-            method, target, _ = first.split(" ")
-            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
-            await asyncio.sleep(delay_seconds)
-            path = folder / target.lstrip("/")
-            if not path.is_file():
-                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-                continue
-            size = path.stat().st_size
-            start, stop = 0, size
-            status = "200 OK"
-            if span := headers.get("range"):
-                low, _, high = span.removeprefix("bytes=").partition("-")
-                start, stop = (size - int(high), size) if not low else (int(low), min(int(high or size - 1) + 1, size))
-                status = "206 Partial Content"
-            lines = [
-                f"HTTP/1.1 {status}",
-                f"Content-Length: {stop - start}",
-                f"Content-Range: bytes {start}-{stop - 1}/{size}",
-                "Accept-Ranges: bytes",
-                f'ETag: "{path.stat().st_mtime_ns:x}"',
-                "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT",
-                "Content-Type: application/octet-stream",
-            ]
-            writer.write("\r\n".join([*lines, "", ""]).encode())
-            if method == "GET":
-                data = files.setdefault(target, path.read_bytes())
-                writer.write(memoryview(data)[start:stop])
-            await writer.drain()
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass
-    finally:
-        writer.close()
+class _File:
+    """An open file, and what a reply says of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+        state = os.fstat(self.descriptor)
+        self.size = state.st_size
+        self.headers = (
+            f'ETag: "{state.st_mtime_ns:x}"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nAccept-Ranges: bytes\r\n'
+        )
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: a request after the other, each answered after the delay."""
+
+    def __init__(self, folder: Path, delay_seconds: float, files: dict[str, _File]) -> None:
+        self._folder = folder
+        self._delay_seconds = delay_seconds
+        self._files = files
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while (end := self._received.find(b"\r\n\r\n")) >= 0:
+            request, self._received = self._received[:end].decode("latin1"), self._received[end + 4 :]
+            asyncio.get_running_loop().call_later(self._delay_seconds, self._answer, request)
+
+    def _answer(self, request: str) -> None:
+        first, *lines = request.split("\r\n")
+        method, target, _ = first.split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        path = self._folder / target.lstrip("/")
+        if target not in self._files and not path.is_file():
+            self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            return
+        file = self._files.get(target) or self._files.setdefault(target, _File(path))
+        if "if-match" in headers and headers["if-match"] not in file.headers:
+            self._transport.write(b"HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\n\r\n")
+            return
+        start, stop, status, extra = 0, file.size, "200 OK", ""
+        if wanted := headers.get("range"):
+            low, _, high = wanted.removeprefix("bytes=").partition("-")
+            start = int(low) if low else file.size - int(high)
+            stop = min(int(high) + 1, file.size) if low and high else file.size
+            status, extra = "206 Partial Content", f"Content-Range: bytes {start}-{stop - 1}/{file.size}\r\n"
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {stop - start}\r\n{extra}{file.headers}\r\n".encode()
+        self._transport.write(head + (os.pread(file.descriptor, stop - start, start) if method == "GET" else b""))
 
 
 async def _main(folder: Path, delay_seconds: float) -> None:
-    server = await asyncio.start_server(
-        lambda reader, writer: _answer(reader, writer, folder, delay_seconds), "127.0.0.1", 0, backlog=1024
-    )
+    files: dict[str, _File] = {}
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _Connection(folder, delay_seconds, files), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await server.serve_forever()
