@@ -41,6 +41,12 @@ def no_leaked_threads() -> Iterator[None]:
     assert not alive, f"threads still alive {THREAD_SECONDS:g} s after the test: {alive}"
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps indexes, copies and pages that sources keep out of the user's own cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switches the run-time check of annotations off, for a test that passes what the annotations forbid."""

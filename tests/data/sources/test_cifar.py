@@ -145,7 +145,7 @@ def test_a_truncated_archive(tmp_path: Path) -> None:
 
 
 def test_an_archive_of_something_else(tmp_path: Path) -> None:
-    path = files.write_tar(tmp_path / "a.tar.gz", "x", {"notes.txt": b"x"})
+    path = files.write_tar(tmp_path / "a.tar.gz", "cifar-10", {"notes.txt": b"x"})
     with pytest.raises(FormatError, match=r"a\.tar\.gz: the archive holds no files of CIFAR; it holds 1: notes\.txt"):
         sources.open(path)
 

@@ -73,6 +73,11 @@ def cifar_folder(path: Path) -> Path | None:
     return found[0] if found and (found[0] == path or len(found) == 1) else None
 
 
+def is_cifar_member(name: str) -> bool:
+    """Says whether an archive whose first member has this name is one of CIFAR's."""
+    return "cifar-" in name or name.rpartition("/")[2] in {*_KNOWN, "readme.html"}
+
+
 def is_cifar_file(path: Path) -> bool:
     """Says whether this is one of CIFAR's data files, by its name and the class names beside it."""
     return any(

@@ -11,7 +11,7 @@ from braidax.data.sources.array_record import open_array_record
 from braidax.data.sources.arrays import NPY_MAGIC, open_npy, open_npz
 from braidax.data.sources.arrow import SUFFIXES as ARROW_SUFFIXES
 from braidax.data.sources.arrow import arrow_files, open_arrow
-from braidax.data.sources.cifar import cifar_folder, open_cifar_archive, open_cifar_folder
+from braidax.data.sources.cifar import cifar_folder, is_cifar_member, open_cifar_archive, open_cifar_folder
 from braidax.data.sources.delimited import open_csv
 from braidax.data.sources.fixed_width import open_npy_files, open_token_files
 from braidax.data.sources.huggingface import is_huggingface
@@ -126,7 +126,8 @@ def _is_mds(look: Look) -> bool:
 
 
 def _is_cifar(look: Look) -> bool:
-    return _is_tar(look) and b"cifar-" in look.head[:100]  # where a tar has the name of its first member
+    first = look.head[:100].partition(b"\0")[0]  # where a tar has the name of its first member
+    return _is_tar(look) and is_cifar_member(first.decode("utf8", "replace"))
 
 
 def _is_tar(look: Look) -> bool:
