@@ -22,6 +22,7 @@ from benchmarks.shuffle import alone, inputs, store, systems, training
 from braidax.data import Permutation
 
 SIZE = 224
+SEQUENCE = 128  # tokens that the language model sees at once: four sequences a record
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _training(report: Report, scale: Scale, folder: Path, options: Any) -> None:
     array = np.load(npy, mmap_mode="r")
     first, record_bytes = npy.stat().st_size - array.nbytes, inputs.TOKENS * array.itemsize
     seconds, batch_size = 3 * scale.seconds, 16
-    model = training.language_model(inputs.TOKENS)
+    model = training.language_model(SEQUENCE)
     with store.serve(folder, delay_seconds=0.005) as address:
         remote = systems.Remote(address, npy.name, num_records=len(array), record_bytes=record_bytes, first=first)
         medians = _measure(
@@ -225,14 +226,14 @@ def _training(report: Report, scale: Scale, folder: Path, options: Any) -> None:
                 "braidax": lambda: training.throughput(
                     model,
                     lambda: systems.ours(_opened(f"{address}/{npy.name}"), batch_size),
-                    lambda batch: batch["data"],
+                    lambda batch: batch["data"].reshape(-1, SEQUENCE),
                     batch_size,
                     seconds=seconds,
                 ),
                 "serial ordered": lambda: training.throughput(
                     model,
                     lambda: systems.serial(remote, batch_size),
-                    lambda batch: batch.view(np.uint16),
+                    lambda batch: batch.view(np.uint16).reshape(-1, SEQUENCE),
                     batch_size,
                     seconds=seconds,
                 ),
@@ -334,11 +335,10 @@ def _ours_for_torch(dataset: Any, batch_size: int) -> systems.Batches:
 
 
 def _padded_bytes(window: Any) -> Any:
-    texts = [text.encode() for text in window["text"]]
-    out = np.zeros((len(texts), 2048), np.uint8)
-    for row, text in zip(out, texts, strict=True):
-        row[: min(len(text), 2048)] = np.frombuffer(text, np.uint8, min(len(text), 2048))
-    return {"text": out}
+    texts = np.array(
+        [text.encode() for text in window["text"]], "S2048"
+    )  # longer ones are cut, others padded with zeros
+    return {"text": texts.view(np.uint8).reshape(len(texts), 2048)}
 
 
 def _takes(path: Path, batch_size: int) -> systems.Batches:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from numpy.typing import NDArray
 
 import braidax as bx
@@ -41,7 +41,7 @@ def rate(make: Callable[[], Batches], batch_size: int, *, seconds: float, warmup
 
 def ours(source: Any, batch_size: int, *, knobs: Knobs | None = None, **options: Any) -> Batches:
     """Our loader over one device."""
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     loader = bx.DataLoader(
         source, mesh, PartitionSpec("data"), batch_size=batch_size, epochs=None, knobs=knobs, **options
     )

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-VOCABULARY = 2_000
-WIDTH = 64
+VOCABULARY = 256
+WIDTH = 32
 
 
 def language_model(batch_tokens: int) -> tuple[Any, Callable[[Any, Any], Any]]:
