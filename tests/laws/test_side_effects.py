@@ -12,7 +12,7 @@ import pytest
 from tests.laws.tree import SRC, modules
 
 MAX_SECONDS = 0.3  # longer than `import jax`, where that takes up to twice as long; in proportion on a slower machine
-IMAGES = {"cv2", "llvmlite", "numba", "PIL", "simplejpeg"}
+IMAGES = {"cv2", "numba", "PIL", "simplejpeg"}
 TABLES = {"array_record", "datasets", "google", "msgspec", "obstore", "pandas", "polars", "pyarrow", "tokenizers"}
 CLUSTERS = {"dask", "ray", "ucp"}
 MODELS = {"equinox", "flax", "sklearn", "torch"}

@@ -34,7 +34,7 @@ def random_resized_crop(
     """Returns a source with a random part of each image, resized; another part in every epoch.
 
     Where images are still encoded (bytes, or an image folder opened without `image_size`), the part is chosen from the
-    size in the file's header and nothing else is decoded than what it needs.
+    size in the file's header, and the image decoded at the smallest scale at which the part suffices.
 
     **Arguments:** `source`: samples are mappings; `leaf` is uint8 `[height, width, channels]`, or bytes. `size`: the
     new `(height, width)` in pixels. `scale`: bounds of the part's area as a fraction of the image's. `ratio`: bounds

@@ -1,11 +1,11 @@
 """Kernels on windows of images in memory: crops resized, crops copied, images mirrored."""
 
+import math
 from typing import Any
 
 import numpy as np
 
-from braidax.data.compiled import add_eight, kernel
-from braidax.data.images.jpeg_planes import fill_taps
+from braidax.data.compiled import kernel
 
 _HALF = np.float32(0.5)
 
@@ -23,8 +23,8 @@ def resize_boxes(images: Any, boxes: Any, out: Any) -> None:
     sums = np.empty(8, np.float32)
     for n in range(len(images)):
         top, left, height, width = boxes[n, 0], boxes[n, 1], boxes[n, 2], boxes[n, 3]
-        x_first, x_weights = fill_taps(0, width, new_width, 1)
-        y_first, y_weights = fill_taps(0, height, new_height, 1)
+        x_first, x_weights = _fill_taps(width, new_width)
+        y_first, y_weights = _fill_taps(height, new_height)
         length = (width * channels + 7) // 8 * 8
         for first in range(0, new_height, 8):  # of eight rows of the target, side by side
             num_rows = min(8, new_height - first)
@@ -37,9 +37,31 @@ def resize_boxes(images: Any, boxes: Any, out: Any) -> None:
                 for c in range(channels):
                     sums[:] = _HALF
                     for t in range(x_weights.shape[1]):
-                        add_eight(sums, 0, x_weights[x, t], columns, ((x_first[x] + t) * channels + c) * 8)
+                        weight, at = x_weights[x, t], ((x_first[x] + t) * channels + c) * 8
+                        for i in range(8):
+                            sums[i] += weight * columns[at + i]
                     for i in range(num_rows):
                         out[n, first + i, x, c] = np.uint8(sums[i])
+
+
+@kernel
+def _fill_taps(length: int, new_length: int) -> Any:
+    """Says how new values come from old ones along one dim: int64 `[new_length]`, the first of them, and float32
+    `[new_length, taps]`, the weights."""
+    step = length / new_length
+    support = max(step, 1.0)
+    count = min(math.ceil(2 * support), length)
+    first, weights = np.empty(new_length, np.int64), np.zeros((new_length, count), np.float32)
+    for i in range(new_length):
+        center = (i + 0.5) * step
+        lowest = min(max(math.floor(center - support + 0.5), 0), length - count)
+        first[i] = lowest
+        total = 0.0
+        for t in range(count):
+            total += max(0.0, 1.0 - abs(lowest + t + 0.5 - center) / support)
+        for t in range(count):
+            weights[i, t] = max(0.0, 1.0 - abs(lowest + t + 0.5 - center) / support) / total
+    return first, weights
 
 
 @kernel

@@ -1,10 +1,10 @@
-"""Encoded images decoded in windows: the JPEG files of every day by our own kernel, all others by OpenCV.
+"""Encoded images decoded in windows: JPEG files by libjpeg-turbo at the scale that is needed, all others by OpenCV.
 
-Both run without the GIL. The kernel takes a whole window in one call and resizes while it decodes; what it does not
-know, or what looks damaged to it, is left to OpenCV, which decides.
+Both run without the GIL. JPEG files that OpenCV reads better go there too: CMYK, and those that have to be turned.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal
@@ -13,14 +13,20 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 from numpy.typing import NDArray
 
+from braidax.data.images.exif import is_upright
 from braidax.errors import ArgumentError, RecordError, import_extra
 from braidax.spans import span
 
 Decode = Literal["fast", "exact"]
-"""How images are resized. `"fast"`: JPEG in one go with decoding; `"exact"`: decoded in full first."""
+"""How images are resized. `"fast"`: JPEG decoded at a reduced scale where that suffices; `"exact"`: always in full."""
 
 Choose = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """Chooses crops: from sizes, int64 `[n, 2]`, height and width, to boxes, int64 `[n, 4]`: top, left, height, width."""
+
+_JPEG = b"\xff\xd8"
+_SMALL = 64  # pixels on the longer side: decoding all of them costs nothing
+_MOST_PIXELS = 1 << 30  # as OpenCV: a header that promises more is damaged, or made to fill memory
+_MOST_SIDE = 1 << 15  # of what OpenCV interpolates in
 
 
 def decode_images(
@@ -40,29 +46,34 @@ def decode_images(
 
     **Raises:** `RecordError` for an image that is damaged or of another size; `MissingExtra`.
     """
-    found, done = np.zeros((len(out), 2), np.int64), np.zeros(len(out), np.bool_)
-    loaded: dict[int, NDArray[np.uint8]] = {}
     lengths = [_num_bytes(payload, where(place)) for place, payload in enumerate(payloads)]
     with span("decode", "images", num_bytes=sum(lengths)):
-        joined = _joined(payloads, lengths) if decode == "fast" and (resizes or choose is not None) else None
-        if joined is not None:
-            _kernels().sizes(*joined, found)
+        found = np.array([_jpeg_size(payload) for payload in payloads], np.int64).reshape(-1, 2)
+        ours, loaded = found[:, 0] > 0, dict[int, NDArray[np.uint8]]()
         if choose is not None:
-            for place in np.flatnonzero(found[:, 0] == 0).tolist():
+            for place in np.flatnonzero(~ours).tolist():
                 loaded[place] = _load(payloads[place], where(place))
                 found[place] = loaded[place].shape[:2]
         boxes = choose(found) if choose is not None else np.concatenate([np.zeros_like(found), found], axis=1)
-        boxes = np.ascontiguousarray(boxes, np.int64)
-        if joined is not None:
-            whole = (boxes[:, 2:] == found).all(axis=1) & (found == out.shape[1:3]).all(axis=1)
-            done[:] = (found[:, 0] > 0) & ~whole
-            done[list(loaded)] = False
-            _kernels().decode(*joined, boxes, np.zeros(len(out), np.bool_), out, done)
-        for place in np.flatnonzero(~done).tolist():
-            image = loaded.pop(place, None)
-            image = _load(payloads[place], where(place)) if image is None else image
-            box = boxes[place] if choose is not None else np.array([0, 0, *image.shape[:2]])
-            _place(image, box, out[place : place + 1], resizes, where(place))
+        boxes, room = np.ascontiguousarray(boxes, np.int64), _Room()
+        for place, payload in enumerate(payloads):
+            box, slot = boxes[place], out[place]
+            if not ours[place]:
+                image = loaded.pop(place, None)
+                image = _load(payload, where(place)) if image is None else image
+                box = box if choose is not None else np.array([0, 0, *image.shape[:2]])
+                _check_box(box, slot, resizes, where(place))
+                _resize_exactly(image, box, slot)
+                continue
+            _check_box(box, slot, resizes, where(place))
+            size = (int(found[place, 0]), int(found[place, 1]))
+            fast = decode == "fast" and max(size) > _SMALL
+            eighths = _eighths(box, slot) if fast else 8
+            image = _decode_jpeg(payload, size, eighths, room, where(place))
+            if fast:
+                _resize_fast(image, box * (eighths / 8), slot)
+            else:
+                _resize_exactly(image, box, slot)
 
 
 def check_decode(decode: str) -> None:
@@ -72,57 +83,126 @@ def check_decode(decode: str) -> None:
 
 
 def compile_kernels() -> None:
-    """Compiles what decodes, or finds that something is missing, before the first batch."""
+    """Compiles what resizes, or finds that something is missing, before the first batch."""
     _cv2()
-    kernels = _kernels()
-    joined, one = _joined([b"none"], [4]), np.zeros(1, np.bool_)
-    kernels.sizes(*joined, np.zeros((1, 2), np.int64))
-    kernels.decode(*joined, np.zeros((1, 4), np.int64), one, np.zeros((1, 1, 1, 3), np.uint8), one)
-    _box_kernels().resize_boxes(
+    _simplejpeg()
+    _kernels().resize_boxes(
         np.zeros((1, 2, 2, 3), np.uint8), np.array([[0, 0, 2, 2]]), np.zeros((1, 1, 1, 3), np.uint8)
     )
 
 
 def image_size(payload: Any, where: str) -> tuple[int, int]:
-    """Returns height and width of an encoded image."""
+    """Returns height and width of an encoded image, upright, after decoding it once to see that it is one."""
+    _num_bytes(payload, where)
+    size = _jpeg_size(payload)
+    if size != (0, 0):
+        _decode_jpeg(payload, size, 8, _Room(), where)
+        return size
     height, width, _ = _load(payload, where).shape
     return height, width
 
 
-def _place(
-    image: NDArray[np.uint8], box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8], resizes: bool, where: str
-) -> None:
-    top, left, height, width = box.tolist()
-    if (height, width) == slot.shape[1:3]:
-        slot[0] = image[top : top + height, left : left + width]
-    elif resizes:
-        _box_kernels().resize_boxes(image[None], box[None], slot)
-    else:
+class _Room:
+    """Memory that the images of a window are decoded into, one after the other."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        if len(self._bytes) < num_bytes:
+            self._bytes = np.empty(num_bytes, np.uint8)
+        return self._bytes
+
+
+def _jpeg_size(payload: Any) -> tuple[int, int]:
+    """Returns height and width of a JPEG file that libjpeg-turbo decodes to upright RGB, or (0, 0) for all others."""
+    data = memoryview(payload).cast("B")
+    if data[:2].tobytes() != _JPEG:
+        return 0, 0
+    try:
+        height, width, colors, _ = _simplejpeg().decode_jpeg_header(data)
+    except ValueError:
+        return 0, 0
+    known = colors in ("YCbCr", "RGB", "Gray") and height * width <= _MOST_PIXELS and is_upright(data)
+    return (height, width) if known else (0, 0)
+
+
+def _eighths(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8]) -> int:
+    """Returns the smallest scale, in eighths, at which a part of an image is at least as large as its target."""
+    return min(8, max(-(-8 * slot.shape[dim] // int(box[2 + dim])) for dim in (0, 1)))
+
+
+def _decode_jpeg(payload: Any, size: tuple[int, int], eighths: int, room: _Room, where: str) -> NDArray[np.uint8]:
+    height, width = (-(-length * eighths // 8) for length in size)
+    try:
+        return _simplejpeg().decode_jpeg(
+            payload,
+            min_height=height,
+            min_width=width,
+            min_factor=1,
+            buffer=room.take(3 * height * width),
+            strict=True,  # or what is missing would be gray
+        )
+    except ValueError as error:
+        raise _damaged(payload, where, f" ({error})") from error
+
+
+def _check_box(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8], resizes: bool, where: str) -> None:
+    height, width = box[2:].tolist()
+    if not resizes and (height, width) != slot.shape[:2]:
         raise RecordError(
-            f"{where}: the image is {height}×{width} pixels (height×width), expected {slot.shape[1]}×{slot.shape[2]} "
+            f"{where}: the image is {height}×{width} pixels (height×width), expected {slot.shape[0]}×{slot.shape[1]} "
             "as the first; give image_size=(height, width), or size= where it is decoded"
         )
 
 
+def _resize_exactly(image: NDArray[np.uint8], box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8]) -> None:
+    top, left, height, width = box.tolist()
+    if (height, width) == slot.shape[:2]:
+        slot[:] = image[top : top + height, left : left + width]
+    else:
+        _kernels().resize_boxes(image[None], box[None], slot[None])
+
+
+def _resize_fast(image: NDArray[np.uint8], box: NDArray[np.float64], slot: NDArray[np.uint8]) -> None:
+    """Interpolates between neighbors where that is enough; `box` is in pixels of `image` and may cut through them."""
+    top, left, height, width = box.tolist()
+    new_height, new_width, _ = slot.shape
+    first_row, first_column = math.floor(top), math.floor(left)
+    last_row, last_column = min(math.ceil(top + height), len(image)), min(math.ceil(left + width), image.shape[1])
+    part, cv2 = image[first_row:last_row, first_column:last_column], _cv2()
+    row_step, column_step = height / new_height, width / new_width
+    if max(row_step, column_step) >= 2 or max(*part.shape, *slot.shape) >= _MOST_SIDE:
+        whole = np.array([first_row, first_column, *part.shape[:2]])
+        _resize_exactly(image, whole, slot)
+    elif part.shape == slot.shape and box.tolist() == [first_row, first_column, new_height, new_width]:
+        slot[:] = part
+    elif (first_row, first_column) == (top, left):
+        part = part[: round(height), : round(width)]  # of which these steps make as many pixels as the slot has
+        cv2.resize(part, None, slot, 1 / column_step, 1 / row_step, cv2.INTER_LINEAR)
+    else:
+        x, y = left - first_column + column_step / 2 - 0.5, top - first_row + row_step / 2 - 0.5
+        steps = np.array([[column_step, 0, x], [0, row_step, y]])
+        flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+        cv2.warpAffine(part, steps, (new_width, new_height), slot, flags, cv2.BORDER_REPLICATE)
+
+
 def _load(payload: Any, where: str) -> NDArray[np.uint8]:
-    cv2, num_bytes = _cv2(), _num_bytes(payload, where)
+    cv2, num_bytes = _cv2(), memoryview(payload).nbytes
     try:
         image = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_COLOR_RGB) if num_bytes else None
     except cv2.error:  # what it raises for a header that promises too many pixels, and the like
         image = None
     if image is None:
-        raise RecordError(
-            f"{where}: the image of {num_bytes:,} bytes is truncated or corrupt, or of no known format; "
-            "expected JPEG, PNG, WebP or BMP: restore or remove it"
-        )
+        raise _damaged(payload, where, "")
     return image
 
 
-def _joined(payloads: Sequence[Any], lengths: list[int]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    joined = payloads[0] if len(payloads) == 1 else b"".join(payloads)
-    data = np.frombuffer(joined, np.uint8) if any(lengths) else np.zeros(0, np.uint8)
-    data.setflags(write=False)  # kernels are compiled for what may not be written
-    return data, np.cumsum([0, *lengths])
+def _damaged(payload: Any, where: str, why: str) -> RecordError:
+    return RecordError(
+        f"{where}: the image of {memoryview(payload).nbytes:,} bytes is truncated or corrupt, or of no known format"
+        f"{why}; expected JPEG, PNG, WebP or BMP: restore or remove it"
+    )
 
 
 def _num_bytes(payload: Any, where: str) -> int:
@@ -140,13 +220,12 @@ def _cv2() -> ModuleType:
     return import_extra("cv2", "images", purpose="decoding images")
 
 
+@functools.cache
+def _simplejpeg() -> ModuleType:
+    return import_extra("simplejpeg", "images", purpose="decoding JPEG images")
+
+
 def _kernels() -> Any:
-    from braidax.data.images import jpeg  # imports numba, which takes a while and may be missing
-
-    return jpeg
-
-
-def _box_kernels() -> Any:
-    from braidax.data.images import boxes
+    from braidax.data.images import boxes  # imports numba, which takes a while and may be missing
 
     return boxes

@@ -23,8 +23,8 @@ def decoded(
 
     **Arguments:** `source`: samples are mappings; `leaf` holds bytes of varying size: JPEG, PNG, WebP or BMP. `size`:
     `(height, width)` in pixels to resize to, antialiased; None when all images have the size of the first. `decode`:
-    `"fast"` resizes JPEG images while it decodes them, within about one step of 255 on average of what `"exact"` gives:
-    the image decoded in full by libjpeg-turbo, then resized as Pillow does.
+    `"fast"` decodes JPEG images at the smallest scale that is not below the target and interpolates there; `"exact"`
+    decodes in full, then resizes as Pillow does. They differ by one to three steps of 255 on average, by detail.
 
     **Raises:** `ArgumentError` if `leaf` is not of varying size, or `size` or `decode` is wrong; `RecordError` when an
     image cannot be decoded, naming its record; `MissingExtra`.
