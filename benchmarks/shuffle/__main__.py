@@ -8,6 +8,7 @@ import functools
 import itertools
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ def main() -> int:
 def _tokens(report: Report, scale: Scale, folder: Path, options: Any) -> None:
     """Records of 512 tokens of 16 bits, in the page cache."""
     npy, hugging = inputs.write_tokens(folder, scale.num_tokens)
+    for path in (npy, hugging):
+        inputs.bring_to_page_cache(path)
     array, batch_size = np.asarray(np.load(npy, mmap_mode="r")), 2048
     rate = functools.partial(systems.rate, batch_size=batch_size, seconds=scale.seconds)
     rows = systems.Rows(array)
@@ -86,7 +89,7 @@ def _tokens(report: Report, scale: Scale, folder: Path, options: Any) -> None:
             lambda: systems.torch_loader(_hf_torch(hugging), batch_size, workers=workers)
         )
     running["braidax.data.torch, HF"] = lambda: rate(lambda: _ours_for_torch(_hf_torch(hugging), batch_size))
-    for threads in scale.grain_threads:
+    for threads in (0, *scale.grain_threads):  # 0: what Grain recommends for data in memory
         running[f"Grain, elements, {threads} threads"] = lambda threads=threads: rate(
             lambda: systems.grain_elements(rows, batch_size, threads=threads), warmup=1
         )
@@ -304,8 +307,19 @@ CASES: dict[str, Callable[[Report, Scale, Path, Any], None]] = {
 
 
 def _measure(report: Report, case: str, running: Systems, rounds: int) -> dict[str, float]:
-    figures = take_turns(running, rounds=rounds)
+    told = {name: _told(name, run) for name, run in running.items()}
+    figures = take_turns(told, rounds=rounds, longest_seconds=4)
     return {name: report.add(case, name, "throughput", "samples/s", values) for name, values in figures.items()}
+
+
+def _told(name: str, run: Callable[[], float]) -> Callable[[], float]:
+    def told() -> float:
+        start = time.perf_counter()
+        figure = run()
+        print(f"  {name}: {figure:,.0f} ({time.perf_counter() - start:.1f} s)", file=sys.stderr, flush=True)
+        return figure
+
+    return told
 
 
 def _best(medians: Mapping[str, float], prefix: str) -> float:

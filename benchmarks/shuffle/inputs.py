@@ -106,6 +106,14 @@ def decoded(path: str | Path | bytes, size: int) -> NDArray[np.uint8]:
         return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
 
 
+def bring_to_page_cache(path: Path) -> None:
+    """Reads a file, or the files of a folder, through."""
+    for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+        with file.open("rb") as opened:
+            while opened.read(1 << 24):
+                pass
+
+
 def drop_from_page_cache(path: Path) -> None:
     """Takes a file, or the files of a folder, out of the kernel's page cache, in a process of its own.
 

@@ -84,7 +84,7 @@ def grain_elements(source: Any, batch_size: int, *, threads: int) -> Batches:
     import grain
 
     data = grain.MapDataset.source(source).seed(0).shuffle().repeat()
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * batch_size, 500))
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=500)  # its default; 4,096 is a tenth as fast
     return iter(data.to_iter_dataset(options).batch(batch_size))
 
 
