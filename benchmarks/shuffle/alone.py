@@ -51,7 +51,8 @@ while True:  # torchvision's compiled part needs another build of torch; Streami
         library.define(re.search(r"torchvision::(\\w+)", str(error))[1] + "(Tensor x) -> Tensor")
         for name in [name for name in sys.modules if name.startswith("torchvision")]:
             del sys.modules[name]
-import numpy as np, streaming
+import numpy as np, streaming, streaming.base.util
+streaming.base.util.clean_stale_shared_memory()  # what a run before this one left behind would let this one hang
 source, folder, shuffle, workers, batch_size, seconds = sys.argv[1:7]
 if not os.path.exists(folder):
     array = np.load(source, mmap_mode="r")
@@ -101,7 +102,7 @@ def streaming(
 
 def _run(command: list[str]) -> dict[str, Any]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
