@@ -5,6 +5,7 @@ Records of 512 tokens (warm, cold, in an object store), texts of varying length,
 """
 
 import functools
+import gc
 import itertools
 import sys
 import tempfile
@@ -163,6 +164,7 @@ def _cold(report: Report, scale: Scale, folder: Path, options: Any) -> None:
     batch_size = 1024
 
     def cold(path: Path, make: Callable[[], systems.Batches]) -> float:
+        gc.collect()  # or a map that the last system made may keep pages where they are
         inputs.drop_from_page_cache(path)
         return systems.rate(make, batch_size, seconds=scale.seconds, warmup=1)
 

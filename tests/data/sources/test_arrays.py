@@ -45,7 +45,19 @@ def test_a_mapped_file_that_changes_while_it_is_open(
         read(source, [4999])
 
 
+def test_files_that_fit_in_memory_are_left_to_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100 * 8192, dtype=np.uint8).reshape(100, 8192))
+    source = sources.open(tmp_path / "a.npy")
+    assert isinstance(source, ArraySource)
+    assert source._mapped is not None
+    monkeypatch.setattr(memory, "ask_ahead", lambda *_: pytest.fail("asked"))
+    source._mapped._ahead.saw(1, 1)
+    read(source, [5])
+    source.prepare(np.array([5]))
+
+
 def test_cold_arrays_are_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_FITTING", 0.0)
     values = np.arange(100 * 8192, dtype=np.uint8).reshape(100, 8192)
     np.savez(tmp_path / "a.npz", x=values, inverse=np.asfortranarray(values))
     source = sources.open(tmp_path / "a.npz")

@@ -305,6 +305,7 @@ def test_a_file_that_changes_while_it_is_open(tmp_path: Path) -> None:
 
 
 def test_cold_files_are_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_FITTING", 0.0)
     rows = 2000
     table = pa.table({"x": pa.array([[row] * 512 for row in range(rows)], pa.list_(pa.int32())), "t": ["t"] * rows})
     source = open_arrow(stream(tmp_path / "a.arrow", table, 100))

@@ -29,6 +29,7 @@ _GATHERED_BYTES = 1 << 19  # what one call of NumPy gathers: it fits into a core
 _PAGE_BYTES = 1 << 12
 _ASKED_BYTES = 1 << 17  # the kernel cuts longer wishes down to its read-ahead, in silence
 _QUIET_WINDOWS = 8
+_FITTING = 0.5  # of the memory of this host: files that stay in the page cache are best read by the kernel's read-ahead
 _CHECK_SHARE = 20  # checking files takes at most this part of the time
 
 
@@ -80,9 +81,11 @@ class Memory(Protocol):
 class Mapped(Memory):
     """Local files, mapped into memory.
 
-    Where reads wait for the disk, the kernel is asked ahead for all that a window needs; its own read-ahead is off,
-    since windows are random. A file that changes is noticed at the next read. What cannot be caught is a file that
-    another process truncates between that check and the copy: the kernel then ends this process by SIGBUS.
+    Files that fit in half of this host's memory are left to the kernel's read-ahead: all of it is needed within an
+    epoch, and stays. Of larger ones, where reads wait for the disk, the kernel is asked ahead for all that a window
+    needs; its own read-ahead is off, since windows are random. A file that changes is noticed at the next read. What
+    cannot be caught is a file that another process truncates between that check and the copy: the kernel then ends this
+    process by SIGBUS.
 
     **Arguments:** `paths`: of the files, in order.
 
@@ -98,6 +101,10 @@ class Mapped(Memory):
             mapping = self._map(name)
             self._mappings += [mapping]
             addresses.append(np.frombuffer(mapping, np.uint8).ctypes.data)
+        self._stays = sum(self.sizes) <= _FITTING * _physical_bytes()
+        if not self._stays and hasattr(mmap, "MADV_RANDOM"):
+            for mapping in self._mappings:
+                mapping.madvise(mmap.MADV_RANDOM)
         self._views = [memoryview(mapping) for mapping in self._mappings]
         self._lowest = min(addresses)
         self._origins = np.array(addresses, np.int64) - self._lowest
@@ -201,8 +208,6 @@ class Mapped(Memory):
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 remedy = f"allow more open files than the {len(self._mappings)} before it (ulimit -n)"
             raise FormatError(f"{name}: cannot be mapped ({error}); {remedy}") from error
-        if hasattr(mmap, "MADV_RANDOM"):
-            mapping.madvise(mmap.MADV_RANDOM)
         return mapping
 
     def _as_records(self, width: int) -> NDArray[Any]:
@@ -234,6 +239,8 @@ class Mapped(Memory):
         self._next_check = ended + _CHECK_SHARE * (ended - started)
 
     def _ask(self, places: Places, lengths: Places | np.int64) -> None:
+        if self._stays:
+            return
         order = np.argsort(places, kind="stable")
         file = self._files_of(places)[order]
         offsets = places[order] - self._origins[file]
@@ -250,6 +257,10 @@ class Mapped(Memory):
         starts = np.repeat(places // _PAGE_BYTES, pages)
         within = np.arange(len(starts)) - np.repeat(np.cumsum(pages) - pages, pages)
         self._as_records(1)[np.maximum((starts + within) * _PAGE_BYTES, 0)]
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Fetched(Memory):
