@@ -97,12 +97,7 @@ def _tokens(report: Report, scale: Scale, folder: Path, options: Any) -> None:
         running[f"Grain, batches, {threads} threads"] = lambda threads=threads: rate(
             lambda: systems.grain_batches(rows, batch_size, threads=threads), warmup=1
         )
-    if options.streaming:  # in its main process: with worker processes it hung here
-        for shuffle in ("py1e", "naive"):
-            running[f"Streaming, {shuffle}"] = functools.partial(
-                alone.streaming, options.streaming, npy, folder / "tokens_mds", shuffle=shuffle, workers=0,
-                batch_size=batch_size, seconds=scale.seconds,
-            )  # fmt: skip
+    running |= _streaming(options, "tokens", npy, folder, batch_size, scale.seconds)
     medians = _measure(report, "tokens", running, scale.rounds)
     report.at_least("tokens_hf", medians["braidax, HF folder"] / medians["HF datasets, batched"], 10)
     report.at_least("tokens_grain", medians["braidax, npy"] / _best(medians, "Grain"), 50)
@@ -131,6 +126,8 @@ def _texts(report: Report, scale: Scale, folder: Path, options: Any) -> None:
         running[f"Grain, elements, {threads} threads"] = lambda threads=threads: rate(
             lambda: systems.grain_elements(_hf(path), batch_size, threads=threads), warmup=1
         )
+    running["tf.data, in memory"] = lambda: rate(lambda: systems.tf_texts(path.with_suffix(".txt"), batch_size))
+    running |= _streaming(options, "texts", path.with_suffix(".txt"), folder, batch_size, scale.seconds)
     _measure(report, "texts", running, scale.rounds)
 
 
@@ -153,6 +150,7 @@ def _photos(report: Report, scale: Scale, folder: Path, options: Any) -> None:
     running[f"Grain, PIL, {scale.grain_threads[0]} threads"] = lambda: rate(
         lambda: systems.grain_elements(photos, batch_size, threads=scale.grain_threads[0])
     )
+    running |= _streaming(options, "photos", path, folder, batch_size, 2 * scale.seconds)
     medians = _measure(report, f"photos ({inputs.jpeg_bytes(path) >> 10} KiB)", running, scale.rounds)
     report.at_least("jpeg_torch", medians["braidax"] / _best(medians, "torch, PIL"), 2)
     report.at_least("jpeg_tfdata", medians["braidax"] / medians["tf.data"], 1.3)
@@ -312,6 +310,20 @@ def _measure(report: Report, case: str, running: Systems, rounds: int) -> dict[s
     told = {name: _told(name, run) for name, run in running.items()}
     figures = take_turns(told, rounds=rounds, longest_seconds=4)
     return {name: report.add(case, name, "throughput", "samples/s", values) for name, values in figures.items()}
+
+
+def _streaming(
+    options: Any, kind: str, source: Path, folder: Path, batch_size: int, seconds: float
+) -> dict[str, Callable[[], float]]:
+    """MosaicML Streaming, where there is an environment for it; in its main process: with workers it hung here."""
+    shuffles = ("py1e", "naive") if options.streaming else ()
+    return {
+        f"Streaming, {shuffle}": functools.partial(
+            alone.streaming, options.streaming, kind, source, folder / f"{kind}_mds", shuffle=shuffle,
+            batch_size=batch_size, seconds=seconds,
+        )
+        for shuffle in shuffles
+    }  # fmt: skip
 
 
 def _told(name: str, run: Callable[[], float]) -> Callable[[], float]:

@@ -41,7 +41,7 @@ print(json.dumps({"seconds": time.perf_counter() - start, "bytes": rss() - befor
 """
 
 _STREAMING = """
-import json, os, re, sys, time, torch
+import io, json, os, re, sys, time, torch
 library = torch.library.Library("torchvision", "DEF")
 while True:  # torchvision's compiled part needs another build of torch; Streaming imports it, but reads without it
     try:
@@ -52,19 +52,41 @@ while True:  # torchvision's compiled part needs another build of torch; Streami
         for name in [name for name in sys.modules if name.startswith("torchvision")]:
             del sys.modules[name]
 import numpy as np, streaming, streaming.base.util
+from PIL import Image
+from pathlib import Path
 streaming.base.util.clean_stale_shared_memory()  # what a run before this one left behind would let this one hang
-source, folder, shuffle, workers, batch_size, seconds = sys.argv[1:7]
+kind, source, folder, shuffle, batch_size, seconds = sys.argv[1:7]
+
+def samples():
+    if kind == "tokens":
+        array = np.load(source, mmap_mode="r")
+        yield {"tokens": f"ndarray:{array.dtype}:{array.shape[1]}"}
+        yield from ({"tokens": np.array(row)} for row in array)
+    elif kind == "texts":
+        yield {"text": "str"}
+        yield from ({"text": line} for line in Path(source).read_text().splitlines())
+    else:
+        yield {"image": "bytes"}
+        yield from ({"image": file.read_bytes()} for file in sorted(Path(source).rglob("*.jpg")))
+
+def collate(batch):
+    if kind == "tokens":
+        return np.stack([sample["tokens"] for sample in batch])
+    if kind == "texts":
+        return [sample["text"] for sample in batch]
+    images = [Image.open(io.BytesIO(sample["image"])).convert("RGB") for sample in batch]
+    return np.stack([np.asarray(image.resize((224, 224), Image.Resampling.BILINEAR)) for image in images])
+
 if not os.path.exists(folder):
-    array = np.load(source, mmap_mode="r")
-    with streaming.MDSWriter(out=folder, columns={"tokens": f"ndarray:{array.dtype}:{array.shape[1]}"}) as writer:
-        for row in array:
-            writer.write({"tokens": np.array(row)})
+    rows = samples()
+    with streaming.MDSWriter(out=folder, columns=next(rows)) as writer:
+        for row in rows:
+            writer.write(row)
 data = streaming.StreamingDataset(
     local=folder, shuffle=True, shuffle_algo=shuffle, batch_size=int(batch_size), num_canonical_nodes=1
 )
-loader = torch.utils.data.DataLoader(data, int(batch_size), num_workers=int(workers), drop_last=True,
-                                     collate_fn=lambda samples: np.stack([sample["tokens"] for sample in samples]))
-batches = iter(loader)
+loader = torch.utils.data.DataLoader(data, int(batch_size), drop_last=True, collate_fn=collate)
+batches = (batch for _ in iter(int, 1) for batch in loader)
 for _ in range(3):
     next(batches)
 count, start = 0, time.perf_counter()
@@ -93,10 +115,13 @@ def start_of_a_billion(folder: Path) -> tuple[float, float]:
 
 
 def streaming(
-    python: str, source: Path, folder: Path, *, shuffle: str, workers: int, batch_size: int, seconds: float
+    python: str, kind: str, source: Path, folder: Path, *, shuffle: str, batch_size: int, seconds: float
 ) -> float:
-    """Returns records per second of MosaicML Streaming, run by the Python of its own environment."""
-    arguments = [str(source), str(folder), shuffle, str(workers), str(batch_size), str(seconds)]
+    """Returns records per second of MosaicML Streaming, run by the Python of its own environment.
+
+    **Arguments:** `kind`: of `source`: `"tokens"` (npy), `"texts"` (a text a line) or `"photos"` (a folder of JPEGs).
+    """
+    arguments = [kind, str(source), str(folder), shuffle, str(batch_size), str(seconds)]
     return _run([python, "-W", "ignore", "-c", _STREAMING, *arguments])["rate"]
 
 

@@ -60,13 +60,14 @@ def texts(num_records: int) -> list[str]:
 
 
 def write_texts(folder: Path, num_records: int) -> Path:
-    """Writes texts as a Hugging Face folder."""
+    """Writes texts as a Hugging Face folder, and beside it as a text file, a line each."""
     import datasets
 
     path = folder / "texts_hf"
     if not path.exists():
         datasets.disable_progress_bars()
         datasets.Dataset.from_dict({"text": texts(num_records)}).save_to_disk(str(path))
+        path.with_suffix(".txt").write_text("\n".join(texts(num_records)))
     return path
 
 

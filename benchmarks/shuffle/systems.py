@@ -105,6 +105,15 @@ def tf_gather(array: NDArray[Any], batch_size: int) -> Batches:
     return data.map(lambda i: tf.gather(table, i), num_parallel_calls=tf.data.AUTOTUNE).prefetch(2).as_numpy_iterator()
 
 
+def tf_texts(path: Path, batch_size: int) -> Batches:
+    """tf.data: texts in memory, shuffled as a whole."""
+    import tensorflow as tf
+
+    texts = path.read_text().splitlines()
+    data = tf.data.Dataset.from_tensor_slices(texts).shuffle(len(texts)).repeat()
+    return data.batch(batch_size).prefetch(tf.data.AUTOTUNE).as_numpy_iterator()
+
+
 def tf_photos(path: Path, batch_size: int, size: int) -> Batches:
     """tf.data: shuffled file names, decoded and resized in parallel, as its performance guide has it."""
     import tensorflow as tf
