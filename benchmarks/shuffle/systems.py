@@ -93,7 +93,7 @@ def grain_batches(source: Any, batch_size: int, *, threads: int) -> Batches:
     import grain
 
     data = grain.MapDataset.source(source).seed(0).shuffle().repeat().batch(batch_size)
-    return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)))
+    return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, 1))))
 
 
 def tf_gather(array: NDArray[Any], batch_size: int) -> Batches:
