@@ -1,13 +1,17 @@
 """Braids loading, compute, communication and checkpoints into one JAX training step."""
 
-from braidax import checkpoint, data, errors, parallel
-from braidax.checkpoint import Checkpointer, Every
-from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
-from braidax.errors import BraidaxError
-from braidax.fit import evaluate, fit
-from braidax.parallel import DataParallel, Plan, State, Step, parallelize, value_and_grad
-from braidax.report import Report
-from braidax.spans import Trace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from braidax import checkpoint, data, errors, parallel
+    from braidax.checkpoint import Checkpointer, Every
+    from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
+    from braidax.errors import BraidaxError
+    from braidax.loop import evaluate, fit
+    from braidax.parallel import DataParallel, Plan, State, Step, parallelize, value_and_grad
+    from braidax.report import Report
+    from braidax.spans import Trace
 
 __version__ = "0.1.0"
 
@@ -36,3 +40,28 @@ __all__ = [
     "prefetch_to_device",
     "value_and_grad",
 ]
+
+# Where the names come from, imported at their first use: whoever needs only `braidax.comm` does not wait for JAX.
+_HOMES = {
+    "braidax": ("checkpoint", "data", "errors", "parallel"),
+    "braidax.checkpoint": ("Checkpointer", "Every"),
+    "braidax.data": ("Cursor", "DataLoader", "mix", "open", "prefetch_to_device"),
+    "braidax.errors": ("BraidaxError",),
+    "braidax.loop": ("evaluate", "fit"),
+    "braidax.parallel": ("DataParallel", "Plan", "State", "Step", "parallelize", "value_and_grad"),
+    "braidax.report": ("Report",),
+    "braidax.spans": ("Trace",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = import_module(f"braidax.{name}") if home == "braidax" else getattr(import_module(home), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'braidax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

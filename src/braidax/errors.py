@@ -9,6 +9,12 @@ BraidaxError
 │   └── RecordError                 one record cannot be read, decoded or stacked
 ├── StateError                      state changed inside a traced function and was not returned
 ├── CheckpointError                 a checkpoint cannot be written or restored
+├── CommError                       ranks cannot talk, or can no longer talk, to one another
+│   ├── HandshakeError              a peer does not fit: its version, world size, transport or secret
+│   ├── PeerLost                    a peer died, froze, was cut off or left while it was waited for
+│   └── Aborted                     a rank ended the epoch on purpose
+├── GangError                       a gang of processes cannot be started or used
+│   └── RankFailed                  a function raised in a rank, or the rank's process ended
 ├── WaitTimeout (TimeoutError)      a wait on the host passed its limit
 └── MissingExtra (ImportError)      an optional dependency is not installed
 ```
@@ -50,6 +56,48 @@ class StateError(BraidaxError):
 
 class CheckpointError(BraidaxError):
     """A checkpoint cannot be written or restored."""
+
+
+class CommError(BraidaxError):
+    """Ranks cannot talk, or can no longer talk, to one another."""
+
+
+class HandshakeError(CommError):
+    """A peer does not fit: its version, world size, transport or secret."""
+
+
+class PeerLost(CommError):
+    """A peer died, froze, was cut off or left while it was waited for.
+
+    **Fields:** `rank`, `host`: of the peer.
+    """
+
+    def __init__(self, message: str, rank: int, host: str) -> None:
+        super().__init__(message, rank, host)
+        self.rank = rank
+        self.host = host
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Aborted(CommError):
+    """A rank ended the epoch on purpose; the message says which, and why."""
+
+
+class GangError(BraidaxError):
+    """A gang of processes cannot be started or used."""
+
+
+class RankFailed(GangError):
+    """A function raised in a rank, or the rank's process ended; `rank` is the one that failed first."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class WaitTimeout(BraidaxError, TimeoutError):

@@ -13,12 +13,12 @@ from tests.laws.tree import ROOT, SRC, imports, modules, third_party
 # the face below the tasks below the command line.
 FLOORS = (
     ("errors",),
-    ("spans",),
+    ("spans", "lifeline"),
     ("comm", "program"),
     ("gang", "data", "checkpoint"),
     ("parallel", "frame"),
     ("report",),
-    ("fit", "tune"),
+    ("loop", "tune"),
     ("__init__",),
     ("tasks",),
     ("cli",),
@@ -169,17 +169,17 @@ def test_an_upward_import_is_found(plant: Callable[[dict[str, str]], Path]) -> N
             "braidax/spans.py": "from . import errors",
             "braidax/data/__init__.py": "from braidax import spans",
             "braidax/data/loader.py": "def f():\n    from ..checkpoint import save",
-            "braidax/checkpoint/__init__.py": "import importlib\nimportlib.import_module('braidax.fit')",
+            "braidax/checkpoint/__init__.py": "import importlib\nimportlib.import_module('braidax.loop')",
             "braidax/parallel/__init__.py": "from braidax.data.loader import x",
-            "braidax/fit.py": "import braidax",
+            "braidax/loop.py": "import braidax",
             "braidax/attic.py": "",
         }
     )
     assert upward(tree) == [
         "braidax/attic.py: the room 'attic' has no floor",
-        "braidax/checkpoint/__init__.py:2 imports braidax.fit: checkpoint may not import fit",
+        "braidax/checkpoint/__init__.py:2 imports braidax.loop: checkpoint may not import loop",
         "braidax/data/loader.py:2 imports braidax.checkpoint: data may not import checkpoint",
-        "braidax/fit.py:1 imports braidax: fit may not import __init__",
+        "braidax/loop.py:1 imports braidax: loop may not import __init__",
         "braidax/parallel/__init__.py:1 imports braidax.data.loader: parallel may not import data",
     ]
 

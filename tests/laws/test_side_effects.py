@@ -74,6 +74,21 @@ def test_no_module_has_side_effects(tmp_path: Path) -> None:
     assert effects(observe(tmp_path, *names)) == []
 
 
+def test_ranks_do_not_wait_for_jax(tmp_path: Path) -> None:
+    code = "import sys, braidax, braidax.comm, braidax.gang.child; print('jax' in sys.modules)"
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(
+        command,
+        cwd=SRC,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert result.stdout == "False\n"
+
+
 def test_import_braidax_is_quick(tmp_path: Path) -> None:
     # CPU seconds of an import from compiled files, as every import but the first one is. Other programs on the machine
     # only add to them, hence the least of several.

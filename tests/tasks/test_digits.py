@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from braidax.data import DataLoader
-from braidax.fit import evaluate, fit
+from braidax.loop import evaluate, fit
 from braidax.parallel import DataParallel, parallelize
 from braidax.report import Report
 from braidax.tasks.digits import digits, write_digits

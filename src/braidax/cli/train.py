@@ -11,7 +11,7 @@ import typer
 from braidax.checkpoint import Checkpointer, Every
 from braidax.cli.machine import describe_mesh, make_mesh
 from braidax.data import DataLoader
-from braidax.fit import evaluate, fit
+from braidax.loop import evaluate, fit
 from braidax.parallel import DataParallel, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace

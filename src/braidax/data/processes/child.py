@@ -1,12 +1,10 @@
 """What runs in a worker process: it reads windows of its source into shared memory, until its parent is gone."""
 
 import faulthandler
-import fcntl
 import functools
 import os
 import pickle
 import socket
-import threading
 import traceback
 from collections.abc import Callable
 
@@ -20,6 +18,7 @@ from braidax.data.processes.messages import packed, receive, send
 from braidax.data.processes.pickling import unpack
 from braidax.data.sources.source import Source, is_varying, source_at
 from braidax.errors import ArgumentError, BraidaxError, RecordError
+from braidax.lifeline import end_with
 
 At = tuple[int | None, int] | None
 """Seed and epoch of a read, or None where nobody said."""
@@ -36,7 +35,7 @@ def main(requests: int, memory: int, parent: int, source: int) -> None:
     for descriptor in (requests, memory, parent, source):
         os.set_inheritable(descriptor, False)
     faulthandler.enable()  # a crash in native code shows where
-    _end_with(parent)
+    end_with(parent)
     with socket.socket(fileno=requests) as connection:
         try:
             unpacked: Source = unpack(source)
@@ -98,16 +97,3 @@ def _told(error: BaseException | None) -> bytes | None:
     except Exception:  # noqa: BLE001 (in any way)
         return None
     return data
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process when the parent is gone, also in the middle of a read."""
-    # Linux ends a process by SIGIO, even one whose code never lets go of the GIL; elsewhere the thread has to.
-    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
-    threading.Thread(target=_wait_for_end, args=(parent,), name="braidax-parent", daemon=True).start()
-
-
-def _wait_for_end(parent: int) -> None:
-    os.read(parent, 1)
-    os._exit(1)

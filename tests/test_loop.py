@@ -15,7 +15,7 @@ import pytest
 from braidax.checkpoint import Checkpointer, Every
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
-from braidax.fit import evaluate, fit
+from braidax.loop import evaluate, fit
 from braidax.parallel import DataParallel, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace

@@ -1,0 +1,230 @@
+"""`Communicator`: messages between the ranks of a job, on the host."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar, cast, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm.group import Group
+from braidax.comm.messages import Value
+from braidax.comm.port import MAX_GROUPS, Steps
+from braidax.comm.request import run
+from braidax.comm.starting import Starting
+from braidax.comm.transports.transport import Operation
+from braidax.comm.watch import Notice
+from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
+from braidax.spans import Trace, span
+
+T = TypeVar("T")
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass
+class Counters:
+    """What the groups of one world have used up. **Fields:** `num_groups`: numbers of groups, this rank's view."""
+
+    num_groups: int = 1
+
+
+@final
+class Communicator:
+    """Sends values between ranks, and combines those of all; made by `connect`, or by `split` of another.
+
+    A value is a NumPy array, a buffer (`bytes`, `memoryview`, `pyarrow.Buffer` …), or a list of buffers, of any size. It
+    arrives as what it was: an array of the same dtype and shape, a `memoryview`, a list of them. All ranks of a group
+    call the same collectives in the same order. Any thread may call; collectives of one group come from one at a time.
+
+    Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, an `abort` or a limit that passes
+    end the *epoch*: every call on every rank then raises, naming the rank. Go on by connecting again, as the next epoch.
+
+    **Fields:** `rank`, `size`: of this rank in the group, and the number of its ranks. `hosts`: the host's name of each
+    rank. `timeout_seconds`: may be changed. `trace`: gets a span for each call, on the lane `comm`. `start`: the same
+    operations, begun and not waited for: `request = comm.start.all_reduce(x)`, later `request.wait()`.
+    """
+
+    def __init__(self, group: Group, *, counters: Counters, timeout_seconds: float) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.hosts = tuple(group.progress.world.hosts[rank] for rank in group.ranks)
+        self.timeout_seconds = timeout_seconds
+        self.trace = Trace()
+        self.start = Starting(group, lambda: self.timeout_seconds)
+        self._group = group
+        self._progress = group.progress
+        self._counters = counters
+
+    def send(self, value: Value, dest: int, *, tag: int = 0) -> None:
+        """Sends a value to a rank; returns when the value may be changed, which may be before it is received.
+
+        **Arguments:** `dest`: a rank. `tag`: 0 to 2³⁰ - 1; messages of one tag arrive in the order of their sends.
+
+        **Raises:** `ArgumentError` for what is no value, rank or tag; `PeerLost`, `Aborted`, `WaitTimeout`.
+        """
+        self._run("send", self._group.send(value, dest, tag), _num_bytes(value))
+
+    def recv(self, source: int, *, tag: int = 0) -> Value:
+        """Receives the next value that a rank sent under a tag. **Arguments, Raises:** as `send`."""
+        return self._run("recv", self._group.recv(source, tag))
+
+    def send_buffer(self, buffer: Any, dest: int, *, tag: int = 0) -> None:
+        """Sends bytes as they are, for a `recv_buffer` that knows how many come at most; the quickest way.
+
+        **Arguments:** `buffer`: a contiguous array or buffer. The others, and **Raises:** as `send`.
+        """
+        operation = self._progress.send(
+            self._world_rank(dest, "dest"), self._group.point_tag(tag), (_flat(buffer, "buffer"),)
+        )
+        if not operation.done or operation.error is not None:
+            self._wait("send_buffer", operation)
+
+    def recv_buffer(self, buffer: Any, source: int, *, tag: int = 0) -> int:
+        """Receives bytes of `send_buffer` into their place. **Returns:** how many came. **Arguments, Raises:** as `send`.
+
+        A message that is longer than the buffer raises `CommError`.
+        """
+        operation = self._progress.receive(
+            self._world_rank(source, "source"), self._group.point_tag(tag), _flat(buffer, "buffer")
+        )
+        if not operation.done or operation.error is not None:
+            self._wait("recv_buffer", operation)
+        return operation.num_bytes
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self._run("barrier", self._group.barrier())
+
+    def broadcast(self, value: Value = b"", *, root: int = 0) -> Value:
+        """Returns the root's value on every rank; what others give is not looked at."""
+        return self._run("broadcast", self._group.broadcast(value, root))
+
+    def gather(self, value: Value, *, root: int = 0) -> list[Value]:
+        """Returns the values of all ranks in their order on the root, an empty list elsewhere."""
+        return self._run("gather", self._group.gather(value, root), _num_bytes(value))
+
+    def all_gather(self, value: Value) -> list[Value]:
+        """Returns the values of all ranks in their order; they may differ in kind and size."""
+        return self._run("all_gather", self._group.all_gather(value), _num_bytes(value))
+
+    def reduce(self, array: NDArray[Any], operation: np.ufunc = np.add, *, root: int = 0) -> NDArray[Any]:
+        """Returns the reduction of all ranks' arrays on the root, an empty array elsewhere.
+
+        **Arguments:** `array`: the same shape and dtype on all ranks. `operation`: a ufunc of two operands that is
+        associative and commutative, such as `np.add`, `np.maximum`.
+        """
+        return self._run("reduce", self._group.reduce(array, operation, root), array.nbytes)
+
+    def all_reduce(self, array: NDArray[Any], operation: np.ufunc = np.add) -> NDArray[Any]:
+        """Returns the reduction of all ranks' arrays, the same bits on every rank. **Arguments:** as `reduce`."""
+        return self._run("all_reduce", self._group.all_reduce(array, operation), array.nbytes)
+
+    def reduce_scatter(self, array: NDArray[Any], operation: np.ufunc = np.add) -> NDArray[Any]:
+        """Returns this rank's block of the reduction of all ranks' arrays.
+
+        **Arguments:** `array`: `[size · n, …]`; the block is `[n, …]`. The others as for `reduce`.
+        """
+        return self._run("reduce_scatter", self._group.reduce_scatter(array, operation), array.nbytes)
+
+    def all_to_all(self, parts: Sequence[Value]) -> list[Value]:
+        """Returns what every rank has for this one, in their order; parts may differ in kind and size.
+
+        **Arguments:** `parts`: one value for each rank.
+        """
+        num_bytes = sum(_num_bytes(part) for part in parts)
+        return self._run("all_to_all", self._group.all_to_all(parts), num_bytes)
+
+    def split(self, color: int, *, key: int = 0) -> "Communicator":
+        """Returns the group of the ranks that gave the same color, ordered by key and then by rank.
+
+        Called by all ranks. Groups share the connections and the fate of the whole: closing or aborting one does so for
+        all.
+
+        **Raises:** `CommError` when too many groups have been made.
+        """
+        mine = np.array([color, key, self._counters.num_groups], np.int64)
+        rows = np.stack(self.all_gather(mine))
+        colors = np.unique(rows[:, 0]).tolist()
+        first = int(rows[:, 2].max())
+        self._counters.num_groups = first + len(colors)
+        if self._counters.num_groups > MAX_GROUPS:
+            raise CommError(
+                f"split made group {self._counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep the "
+                "groups and use them again"
+            )
+        members = [rank for rank in range(self.size) if rows[rank, 0] == color]
+        members.sort(key=lambda rank: (rows[rank, 1], rank))
+        group = Group(
+            self._progress,
+            number=first + colors.index(color),
+            ranks=[self._group.ranks[member] for member in members],
+            rank=members.index(self.rank),
+            hosts=[self._group.hosts[member] for member in members],
+        )
+        return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)
+
+    def abort(self, reason: str) -> None:
+        """Ends the epoch: whatever any rank calls or waits for raises `Aborted` with the reason."""
+        self._progress.fail(Notice("aborted", self._progress.world.rank, reason))
+
+    def close(self) -> None:
+        """Delivers what was sent, and closes the connections. A second call does nothing.
+
+        A rank that still waits for this one then raises `PeerLost`: close when all are done, such as behind `barrier`.
+        """
+        self._progress.close(timeout_seconds=min(self.timeout_seconds, _CLOSE_SECONDS))
+
+    def __enter__(self) -> "Communicator":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and self._progress.failure is None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def _run(self, name: str, steps: Steps[T], num_bytes: int = 0) -> T:
+        with self.trace.active(), span("comm", name, num_bytes=num_bytes):
+            try:
+                return run(self._progress, steps, time.monotonic() + self.timeout_seconds)
+            except WaitTimeout as error:
+                self._give_up(name, error)
+                raise
+            except PeerLost:
+                raise
+            except CommError as error:
+                self.abort(f"{name} failed: {error}")
+                raise
+
+    def _wait(self, name: str, operation: Operation) -> None:
+        try:
+            self._progress.wait((operation,), time.monotonic() + self.timeout_seconds)
+        except WaitTimeout as error:
+            self._give_up(name, error)
+            raise
+
+    def _give_up(self, name: str, error: WaitTimeout) -> None:
+        self.abort(f"{name} took longer than {self.timeout_seconds:g} s: {error}")
+
+    def _world_rank(self, peer: int, name: str) -> int:
+        self._group.check_rank(peer, name)
+        return self._group.ranks[peer]
+
+
+def _flat(buffer: Any, name: str) -> memoryview:
+    """Returns the bytes of a contiguous buffer, its own memory."""
+    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
+    if not view.c_contiguous:
+        raise ArgumentError(f"{name}= is not contiguous: expected bytes side by side; copy it first")
+    if view.format == "B" and view.ndim == 1:
+        return view
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def _num_bytes(value: Value) -> int:
+    if isinstance(value, list | tuple):
+        return sum(_num_bytes(part) for part in cast("Sequence[Any]", value))
+    return int(getattr(value, "nbytes", None) or len(value))

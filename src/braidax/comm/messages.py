@@ -1,0 +1,189 @@
+"""How values become messages: a head that says what they are, and their bytes as they lie in memory.
+
+An array arrives as an array of the same dtype and shape, any other buffer as a `memoryview`, and a list of buffers,
+which is one message, as a list of them. Nothing is pickled.
+
+What is sent first fits in `FIRST_BYTES`, so that it can be received by somebody who knows nothing of it: the lengths of
+head and body, and the head and the body as far as there is room for them whole. What had no room follows as one message.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm.transports.transport import Buffer
+from braidax.errors import ArgumentError, CommError
+
+Value = Any
+"""What is sent: a NumPy array, a buffer (`bytes`, `memoryview`, `pyarrow.Buffer` …), or a list of buffers."""
+
+FIRST_BYTES = 1 << 13
+
+_LENGTHS = struct.Struct("<QQ")  # of head and body
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the bytes of a value are. **Fields:** `lengths`: bytes of each part; `dtype`, `shape`: of an array."""
+
+    lengths: tuple[int, ...]
+    form: str
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.lengths)
+
+
+def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
+    """Returns the head of a value and its bytes, which are copied only where they are not contiguous.
+
+    **Arguments:** `name`: of the parameter, for errors.
+
+    **Raises:** `ArgumentError` for what is no array and no buffer, and for arrays of Python objects.
+    """
+    if isinstance(value, np.ndarray):
+        array = cast("NDArray[Any]", value)
+        if array.dtype.hasobject:
+            raise ArgumentError(
+                f"{name}= has dtype={array.dtype}: expected numbers or bytes; Python objects do not travel"
+            )
+        buffer = bytes_of(array)
+        return Head((len(buffer),), "array", _dtype_name(array.dtype), array.shape), [buffer]
+    if isinstance(value, list | tuple):
+        listed = [_buffer(part, f"{name}[{index}]") for index, part in enumerate(cast("Sequence[Any]", value))]
+        return Head(tuple(map(len, listed)), "buffers"), listed
+    buffer = _buffer(value, name)
+    return Head((len(buffer),), "buffer"), [buffer]
+
+
+def bytes_of(array: NDArray[Any]) -> Buffer:
+    """Returns the bytes of an array in row-major order: its own memory where it is contiguous."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8).data if flat.size else memoryview(bytearray())
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A value on its way. **Fields:** `first`: buffers of the first message; `rest`: of the second, empty without one."""
+
+    first: list[Buffer]
+    rest: list[Buffer]
+
+
+def pack(head: Head, parts: Sequence[Buffer]) -> Parcel:
+    """Returns the messages of a value."""
+    about = json.dumps([head.form, head.dtype, head.shape, head.lengths]).encode()
+    lengths = _LENGTHS.pack(len(about), head.num_bytes)
+    room = FIRST_BYTES - _LENGTHS.size - len(about)
+    if room >= head.num_bytes:
+        return Parcel([memoryview(lengths + about), *parts], [])
+    if room >= 0:
+        return Parcel([memoryview(lengths + about)], [*parts])
+    return Parcel([memoryview(lengths)], [memoryview(about), *parts])
+
+
+class Unpacking:
+    """A value that arrives: made of its first message, then given the rest.
+
+    **Fields:** `rest`: memory for the second message, None without one. `num_bytes`: of the first message.
+    """
+
+    def __init__(self, first: NDArray[np.uint8]) -> None:
+        self._head_bytes, self._body_bytes = _LENGTHS.unpack_from(first.data)
+        self._first = first
+        room = FIRST_BYTES - _LENGTHS.size - self._head_bytes
+        self._num_rest = 0 if room >= self._body_bytes else self._body_bytes + (self._head_bytes if room < 0 else 0)
+        self._has_head = room >= 0
+        self.rest = empty(self._num_rest) if self._num_rest else None
+        self.num_bytes = (
+            _LENGTHS.size + (self._head_bytes if room >= 0 else 0) + (0 if self._num_rest else self._body_bytes)
+        )
+
+    def value(self) -> Value:
+        """Returns the value, once the rest is there. **Raises:** as `value_of`."""
+        start = _LENGTHS.size
+        about = self._first[start:] if self._has_head or self.rest is None else self.rest
+        head = _head(about[: self._head_bytes])
+        if self.rest is not None:
+            return value_of(head, self.rest if self._has_head else _aligned(self.rest[self._head_bytes :]))
+        body = self._first[start + self._head_bytes : start + self._head_bytes + self._body_bytes]
+        return value_of(head, _aligned(body))
+
+
+def _head(data: NDArray[np.uint8]) -> Head:
+    form, dtype, shape, lengths = json.loads(data.tobytes())
+    return Head(tuple(lengths), form, dtype, tuple(shape))
+
+
+def _aligned(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Copies bytes to memory of their own, aligned for every dtype."""
+    copy = empty(len(data))
+    copy[:] = data
+    return copy
+
+
+def value_of(head: Head, data: NDArray[np.uint8]) -> Value:
+    """Returns the value that a head and its bytes make; it shares their memory.
+
+    **Raises:** `CommError` for a head that fits nothing: the ranks run different versions of braidax or dtypes.
+    """
+    if head.form == "array":
+        try:
+            dtype = _dtype(head.dtype)
+            return data.view(dtype).reshape(head.shape) if dtype.itemsize else np.empty(head.shape, dtype)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CommError(
+                f"a message announced an array of dtype={head.dtype!r} and shape={head.shape!r} in {len(data):,} bytes "
+                f"({error}); expected one that NumPy or ml_dtypes knows here: install the same versions on all hosts"
+            ) from error
+    view = data.data
+    if head.form == "buffer":
+        return view
+    ends = np.cumsum([0, *head.lengths]).tolist()
+    return [view[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def empty(num_bytes: int) -> NDArray[np.uint8]:
+    """Returns memory for a message, aligned for every dtype."""
+    return np.empty(-(-num_bytes // 16) * 2, np.uint64).view(np.uint8)[:num_bytes]
+
+
+def _buffer(value: Any, name: str) -> Buffer:
+    try:
+        view = memoryview(value)
+    except TypeError as error:
+        raise ArgumentError(
+            f"{name}= is a {type(value).__name__}: expected a NumPy array, a buffer of bytes, or a list of buffers; "
+            "make an array of it with numpy.asarray, or bytes by your own means"
+        ) from error
+    if not view.nbytes:
+        return memoryview(b"")
+    return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> Any:
+    if dtype.isbuiltin == 2:  # registered by ml_dtypes
+        return {"name": dtype.name}
+    return np.lib.format.dtype_to_descr(dtype)
+
+
+def _dtype(name: Any) -> np.dtype[Any]:
+    if isinstance(name, dict):
+        return np.dtype(getattr(ml_dtypes, cast("dict[str, str]", name)["name"]))
+    return np.lib.format.descr_to_dtype(_tupled(name))
+
+
+def _tupled(descr: Any) -> Any:
+    """Makes tuples of the lists that JSON made of them."""
+    if not isinstance(descr, list):
+        return descr
+    fields = cast("list[list[Any]]", descr)
+    return [tuple(tuple(part) if index == 2 else _tupled(part) for index, part in enumerate(item)) for item in fields]

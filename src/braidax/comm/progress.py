@@ -1,0 +1,348 @@
+"""What keeps the messages of a rank moving: the callers that wait, and one thread when nobody does.
+
+A caller that waits moves messages itself: that costs no switch between threads. Other callers sleep until it has ended
+their operations or hands over. The thread moves messages when no caller does, listens to the watch all the time, and
+sleeps otherwise. Nobody spins for longer than `spin_seconds`, and nobody sleeps with the GIL or the lock held.
+"""
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+from braidax.comm.transports.transport import Buffer, Operation, Transport, World
+from braidax.comm.watch import Notice, Watch
+from braidax.errors import CommError, PeerLost, WaitTimeout
+
+_FOLLOW_SECONDS = 0.005  # how often the thread looks whether callers still move messages themselves
+_VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
+_LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
+_THREAD_NAME = "braidax-comm"
+
+
+@final
+class Progress:
+    """Moves the messages of one rank, until the first failure, which then is everybody's.
+
+    **Arguments:** `transport`, `watch`: connected; this owns both from now on. `world`: what they connect.
+    `spin_seconds`: how long a caller that waits keeps a core before it sleeps.
+
+    **Fields:** `failure`: what ended the epoch, if anything did.
+    """
+
+    def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
+        self.failure: CommError | None = None
+        self.world = world
+        self._transport = transport
+        self._watch = watch
+        self._spin_seconds = spin_seconds
+        self._lock = threading.Lock()  # guards the transport, the watch and all below
+        self._changed = threading.Condition(self._lock)  # for callers that wait while another one moves messages
+        self._num_followers = 0
+        self._leading = False  # whether a caller moves messages
+        self._sleeping = False  # whether that caller sleeps
+        self._closed = False
+        self._released = False  # whether transport and watch are closed
+        self._ready: list[Operation] = []
+        self._then: dict[Operation, Callable[[], None]] = {}
+        self._left_at = 0.0  # when the latest rank left
+        self._wake_caller, self._wake_thread = _Alarm(), _Alarm()
+        self._naps = selectors.DefaultSelector()  # of a caller
+        self._naps.register(transport.fileno(), selectors.EVENT_READ)
+        self._naps.register(self._wake_caller.fileno(), selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    def send(self, peer: int, tag: int, buffers: Sequence[Buffer]) -> Operation:
+        """Begins to send. **Arguments, Returns:** see `Transport.send`. **Raises:** the failure, if there is one."""
+        operation = Operation(peer)
+        with self._lock:
+            self._check()
+            self._transport.send(peer, tag, buffers, operation)
+            if self._sleeping and not operation.done:
+                self._wake_caller.ring()
+        return operation
+
+    def receive(self, peer: int, tag: int, buffer: Buffer) -> Operation:
+        """Begins to receive. **Arguments, Returns:** see `Transport.receive`. **Raises:** the failure, if any."""
+        operation = Operation(peer)
+        with self._lock:
+            self._check()
+            self._transport.receive(peer, tag, buffer, operation)
+            if self._sleeping and not operation.done:
+                self._wake_caller.ring()
+        return operation
+
+    def wait(self, operations: Sequence[Operation], deadline: float) -> None:
+        """Returns when all operations have ended.
+
+        **Arguments:** `deadline`: `time.monotonic` seconds.
+
+        **Raises:** the failure that ended the epoch; the error of the first operation that has one; `WaitTimeout`
+        naming the peers that were waited for.
+        """
+        if not _all_done(operations) and self._takes_the_lead(operations, deadline):
+            self._lead(operations, deadline)
+        for operation in operations:
+            if operation.error is not None:
+                raise self._judge(operation.error)
+
+    def then(self, operations: Sequence[Operation], call: Callable[[], None]) -> None:
+        """Calls a function once all operations have ended, on the thread of whoever notices."""
+        with self._lock:
+            self._check()
+            missing = [operation for operation in operations if not operation.done]
+            left = len(missing)
+
+            def ended() -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    call()
+
+            for operation in missing:
+                operation.ready = self._ready
+                self._then[operation] = ended
+            if missing and not self._leading:
+                self._wake_thread.ring()
+        if not missing:
+            call()
+
+    def end(self, operation: Operation, error: CommError | None = None) -> None:
+        """Ends an operation that is none of the transport's, and wakes who waits for it."""
+        with self._lock:
+            if error is None:
+                operation.finish()
+            else:
+                operation.fail(error)
+            self._changed.notify_all()
+            if self._sleeping:
+                self._wake_caller.ring()
+
+    def fail(self, notice: Notice) -> CommError:
+        """Ends the epoch for all ranks, unless it has ended. **Returns:** the failure."""
+        with self._lock:
+            if self.failure is None:
+                self._watch.tell(notice)
+                self._fail(notice)
+            failure = self.failure
+            assert failure is not None
+        self._wake_thread.ring()
+        return failure
+
+    def close(self, *, timeout_seconds: float) -> None:
+        """Delivers what was sent, says goodbye, and ends the thread; later calls raise. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self.failure is None:
+                self._watch.tell(Notice("left", self.world.rank, "it closed its communicator"))
+                self._release(timeout_seconds)
+                me = self.world.describe(self.world.rank)
+                self.failure = CommError(f"{me}: this communicator is closed; connect again, as the next epoch")
+            self._changed.notify_all()
+            self._wake_thread.ring()
+            self._wake_caller.ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with self._lock:
+            self._watch.close()
+            for owned in (self._naps, self._wake_caller, self._wake_thread):
+                owned.close()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise again(self.failure)
+
+    def _judge(self, error: CommError) -> CommError:
+        """Returns what to raise for an operation that failed.
+
+        A broken connection may be a consequence: the watch is given time to name the rank that was lost first.
+        """
+        if not isinstance(error, PeerLost) or error.rank in self._watch.left:
+            return again(error)
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, _VERDICT_SECONDS)
+        if self.failure is None and error.rank in self._watch.left:
+            return again(error)
+        return again(self.fail(Notice("lost", error.rank, "its connection ended")))
+
+    def _takes_the_lead(self, operations: Sequence[Operation], deadline: float) -> bool:
+        """Sleeps while another caller moves messages. **Returns:** False when the operations have ended meanwhile."""
+        with self._changed:
+            while not _all_done(operations):
+                self._check()
+                if not self._leading:
+                    self._leading = True
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self.late(operations)
+                self._num_followers += 1
+                try:
+                    self._changed.wait(left)
+                finally:
+                    self._num_followers -= 1
+        return False
+
+    def _lead(self, operations: Sequence[Operation], deadline: float) -> None:
+        try:
+            while True:
+                with self._lock:
+                    self._check()
+                    self._transport.poll(self._spin_seconds)
+                    called = self._ended()
+                    if _all_done(operations):
+                        self._leading = self._sleeping = False
+                        self._hand_over()
+                        break
+                    self._check_left(operations)
+                    self._sleeping = self._transport.arm() and not called
+                for call in called:
+                    call()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self.late(operations)
+                if self._sleeping:
+                    self._nap(min(left, self._transport.nap_seconds or left, _LEFT_SECONDS))
+            for call in called:
+                call()
+        except BaseException:
+            with self._lock:
+                self._leading = self._sleeping = False
+                self._hand_over()
+            raise
+
+    def _nap(self, seconds: float) -> None:
+        for key, _ in self._naps.select(seconds):
+            if key.fd == self._wake_caller.fileno():
+                self._wake_caller.silence()
+
+    def _hand_over(self) -> None:
+        """Lets another caller, or else the thread, go on with what is left."""
+        if self._num_followers:
+            self._changed.notify_all()
+        elif self._then:
+            self._wake_thread.ring()
+
+    def _ended(self) -> list[Callable[[], None]]:
+        """Returns what is to be called for operations that have ended; without the lock."""
+        if self._num_followers:
+            self._changed.notify_all()
+        if not self._ready:
+            return []
+        called = [self._then.pop(operation) for operation in self._ready]
+        self._ready.clear()
+        return called
+
+    def late(self, operations: Sequence[Operation]) -> WaitTimeout:
+        """Returns the error of operations that have not ended in time."""
+        peers = sorted({operation.peer for operation in operations if not operation.done})
+        listed = ", ".join(self.world.describe(peer) for peer in peers[:8]) + ("…" if len(peers) > 8 else "")
+        return WaitTimeout(
+            f"{self.world.describe(self.world.rank)} waited for {listed} up to the limit; expected it to take part in "
+            "the same operation: do all ranks call the same ones in the same order? If it is only slow, raise "
+            "timeout_seconds="
+        )
+
+    def _check_left(self, operations: Sequence[Operation]) -> None:
+        gone = [operation.peer for operation in operations if operation.peer in self._watch.left and not operation.done]
+        if gone and time.monotonic() > self._left_at + _LEFT_SECONDS:
+            raise PeerLost(
+                f"{self.world.describe(gone[0])} is lost: it closed its communicator while this rank waited for it; "
+                "close communicators only when all ranks are done, such as behind a barrier()",
+                gone[0],
+                self.world.hosts[gone[0]],
+            )
+
+    def _fail(self, notice: Notice) -> None:
+        self.failure = notice.error(self.world)
+        self._changed.notify_all()
+        self._wake_caller.ring()
+
+    def _release(self, timeout_seconds: float) -> None:
+        if not self._released:
+            self._released = True
+            self._naps.unregister(self._transport.fileno())
+            self._transport.close(timeout_seconds=timeout_seconds)
+
+    def _run(self) -> None:
+        """The thread: listens to the watch, and moves messages while no caller does."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_thread.fileno(), selectors.EVENT_READ)
+            self._watch.register(selector)
+            while True:
+                with self._lock:
+                    self._hear(selector)
+                    if self.failure is not None:
+                        break
+                    called, seconds = self._serve(selector)
+                for call in called:
+                    call()
+                for key, _ in selector.select(seconds):
+                    if key.fd == self._wake_thread.fileno():
+                        self._wake_thread.silence()
+        with self._lock:
+            self._release(0.0)
+
+    def _hear(self, selector: selectors.BaseSelector) -> None:
+        if self._released:
+            return
+        for notice in self._watch.look(selector):
+            if notice.kind == "left":
+                self._left_at = time.monotonic()
+            elif self.failure is None:
+                self._fail(notice)
+
+    def _serve(self, selector: selectors.BaseSelector) -> tuple[list[Callable[[], None]], float]:
+        """Moves messages if no caller does. **Returns:** what is to be called, and how long to sleep then."""
+        if self._leading:
+            with contextlib.suppress(KeyError):
+                selector.unregister(self._transport.fileno())
+            return [], min(self._watch.pause_seconds, _FOLLOW_SECONDS)
+        with contextlib.suppress(KeyError):  # it is registered
+            selector.register(self._transport.fileno(), selectors.EVENT_READ)
+        self._transport.poll(0.0)
+        called = self._ended()
+        sleeps = self._transport.arm() and not called
+        pause = self._watch.pause_seconds
+        return called, min(pause, self._transport.nap_seconds or pause) if sleeps else 0.0
+
+
+def _all_done(operations: Sequence[Operation]) -> bool:
+    return all(operation.done for operation in operations)
+
+
+class _Alarm:
+    """A descriptor that can be made readable from any thread."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody listens any more
+            os.write(self._writer, b"!")
+
+    def silence(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+def again(error: CommError) -> CommError:
+    """Returns an error to raise once more, with a traceback of its own, caused by the first."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error
+    return copy

@@ -1,0 +1,232 @@
+"""`connect`: ranks that know nothing but a store find one another."""
+
+import base64
+import importlib.metadata
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import final
+
+from braidax.comm.communicator import Communicator, Counters
+from braidax.comm.group import Group
+from braidax.comm.progress import Progress
+from braidax.comm.sockets import host_id
+from braidax.comm.stores.store import ScopedStore, Store
+from braidax.comm.transports.named import make_transport
+from braidax.comm.transports.transport import Transport, World
+from braidax.comm.watch import Watch
+from braidax.errors import ArgumentError, HandshakeError, WaitTimeout
+
+_SLICE_SECONDS = 1.0  # how often a rank that waits looks whether another has given up
+
+
+@final
+@dataclass(frozen=True)
+class Tuning:
+    """Times and hosts, for those who know better than the defaults.
+
+    **Arguments:** `peer_timeout_seconds`: a rank that says nothing for so long is lost; longer than any code of yours
+    that keeps the GIL. `spin_seconds`: how long a wait keeps its core before it sleeps; 0 where ranks are more than
+    cores. `host`: instead of this host's name; ranks that give the same one count as being on one host.
+    """
+
+    peer_timeout_seconds: float = 60.0
+    spin_seconds: float = 50e-6
+    host: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.peer_timeout_seconds > 0:
+            raise ArgumentError(f"peer_timeout_seconds={self.peer_timeout_seconds!r}: expected seconds > 0")
+        if not self.spin_seconds >= 0:
+            raise ArgumentError(f"spin_seconds={self.spin_seconds!r}: expected seconds >= 0")
+
+
+def connect(
+    store: Store,
+    *,
+    rank: int,
+    size: int,
+    transport: str | Transport = "tcp",
+    job: str = "braidax",
+    epoch: int = 0,
+    timeout_seconds: float = 60.0,
+    tuning: Tuning = Tuning(),  # noqa: B008 (frozen)
+) -> Communicator:
+    """Joins the ranks of a job; all of them call it at about the same time, and it returns when all have.
+
+    **Arguments:** `store`: that all ranks see; it stays the caller's, and is not used afterwards. `rank`, `size`: 0 to
+    `size` - 1, and how many there are. `transport`: `tcp`, `ucx`, `mpi`, the name of a plug-in, or a `Transport`, which
+    then belongs to the communicator. `job`, `epoch`: which ranks belong together, see `ScopedStore`; the same job
+    connects again as the next epoch. `timeout_seconds`: the limit of this, and of every wait of the communicator.
+
+    **Returns:** a communicator, to be closed. **Raises:** `HandshakeError` for ranks that do not fit together;
+    `WaitTimeout` naming the ranks that did not come, or cannot be reached.
+    """
+    _check(rank, size, timeout_seconds)
+    deadline = time.monotonic() + timeout_seconds
+    scoped = ScopedStore(store, job=job, epoch=epoch)
+    where = f"job={job!r}, epoch={epoch}, at {store.address}"
+    chosen = make_transport(transport) if isinstance(transport, str) else transport
+    watch = Watch(peer_timeout_seconds=tuning.peer_timeout_seconds)
+    try:
+        card = _Card(
+            rank=rank,
+            size=size,
+            version=importlib.metadata.version("braidax"),
+            transport=chosen.name,
+            host=tuning.host or socket.gethostname(),
+            machine=tuning.host or host_id(),
+            pid=os.getpid(),
+            address=base64.b64encode(chosen.address).decode(),
+            watch=base64.b64encode(watch.address).decode(),
+        )
+        try:
+            cards, secret = _meet(scoped, card, where, deadline)
+            worlds = _worlds(cards, rank, secret)
+            watch.connect(worlds.watch, timeout_seconds=_left(deadline))
+            chosen.connect(worlds.transport, timeout_seconds=_left(deadline))
+        except BaseException as error:
+            scoped.set("failure", f"{type(error).__name__} in rank {rank}: {error}".encode())
+            raise
+    except BaseException:
+        watch.close()
+        chosen.close(timeout_seconds=0)
+        raise
+    progress = Progress(chosen, watch, worlds.transport, spin_seconds=tuning.spin_seconds)
+    machines = sorted({card.machine for card in cards})
+    group = Group(
+        progress,
+        number=0,
+        ranks=range(size),
+        rank=rank,
+        hosts=[machines.index(card.machine) for card in cards],
+    )
+    comm = Communicator(group, counters=Counters(), timeout_seconds=timeout_seconds)
+    try:
+        comm.timeout_seconds = _left(deadline)
+        comm.barrier()
+        comm.timeout_seconds = timeout_seconds
+    except BaseException:
+        comm.close()
+        raise
+    return comm
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank leaves in the store."""
+
+    rank: int
+    size: int
+    version: str
+    transport: str
+    host: str
+    machine: str
+    pid: int
+    address: str
+    watch: str
+
+
+@dataclass(frozen=True)
+class _Worlds:
+    transport: World
+    watch: World
+
+
+def _meet(store: ScopedStore, card: _Card, where: str, deadline: float) -> tuple[list[_Card], bytes]:
+    """Leaves a card, and collects those of all ranks, and the secret that rank 0 makes."""
+    if store.add(f"joined/{card.rank}", 1) != 1:
+        raise HandshakeError(
+            f"rank {card.rank} has joined {where} before; expected each rank once: give another job its own job=, and the "
+            "same job, when it connects again, the next epoch="
+        )
+    if card.rank == 0:
+        store.set("secret", secrets.token_bytes(32))
+    store.set(f"card/{card.rank}", json.dumps(asdict(card)).encode())
+    cards: dict[int, _Card] = {card.rank: card}
+    while missing := [rank for rank in range(card.size) if rank not in cards]:
+        try:
+            other = _card(_get(store, f"card/{missing[0]}", deadline))
+        except WaitTimeout:
+            raise _absent(store, missing, card, where) from None
+        _check_fits(card, other)
+        cards[missing[0]] = other
+    return [cards[rank] for rank in range(card.size)], _get(store, "secret", deadline)
+
+
+def _get(store: ScopedStore, key: str, deadline: float) -> bytes:
+    """Waits for a value, unless another rank gives up meanwhile."""
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return store.get(key, timeout_seconds=max(0.0, min(left, _SLICE_SECONDS)))
+        except WaitTimeout:
+            _check_failure(store)
+            if left <= 0:
+                raise
+
+
+def _check_failure(store: ScopedStore) -> None:
+    try:
+        reason = store.get("failure", timeout_seconds=0)
+    except WaitTimeout:
+        return
+    raise HandshakeError(f"another rank could not join, and this epoch is over: {reason.decode()}")
+
+
+def _absent(store: ScopedStore, missing: list[int], card: _Card, where: str) -> WaitTimeout:
+    absent: list[int] = []
+    for rank in missing:
+        try:
+            store.get(f"card/{rank}", timeout_seconds=0)
+        except WaitTimeout:
+            absent.append(rank)
+    listed = ", ".join(map(str, absent[:16])) + ("…" if len(absent) > 16 else "")
+    return WaitTimeout(
+        f"ranks {listed} of {card.size} did not join {where} within timeout_seconds=; expected all of them: look at their "
+        "logs, and see that all use the same store, job, epoch and size"
+    )
+
+
+def _check_fits(mine: _Card, other: _Card) -> None:
+    who, me = f"rank {other.rank} (host {other.host}, pid {other.pid})", f"rank {mine.rank}"
+    if other.version != mine.version:
+        raise HandshakeError(
+            f"{who} runs braidax {other.version}, {me} {mine.version}; install the same version on all hosts"
+        )
+    if other.size != mine.size:
+        raise HandshakeError(
+            f"{who} was started as one of size={other.size} ranks, {me} as one of {mine.size}; start all with the same size"
+        )
+    if other.transport != mine.transport:
+        raise HandshakeError(
+            f"{who} uses transport={other.transport!r}, {me} {mine.transport!r}; give all ranks the same transport"
+        )
+
+
+def _card(data: bytes) -> _Card:
+    return _Card(**json.loads(data))
+
+
+def _worlds(cards: list[_Card], rank: int, secret: bytes) -> _Worlds:
+    hosts = [card.host for card in cards]
+    return _Worlds(
+        transport=World(rank, [base64.b64decode(card.address) for card in cards], hosts, secret),
+        watch=World(rank, [base64.b64decode(card.watch) for card in cards], hosts, secret),
+    )
+
+
+def _left(deadline: float) -> float:
+    return max(1e-3, deadline - time.monotonic())
+
+
+def _check(rank: int, size: int, timeout_seconds: float) -> None:
+    if size < 1:
+        raise ArgumentError(f"size={size!r}: expected a whole number >= 1")
+    if not 0 <= rank < size:
+        raise ArgumentError(f"rank={rank!r}: expected a whole number from 0 to size - 1, {size - 1}")
+    if not timeout_seconds > 0:
+        raise ArgumentError(f"timeout_seconds={timeout_seconds!r}: expected seconds > 0")

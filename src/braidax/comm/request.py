@@ -1,0 +1,82 @@
+"""An operation that goes on while its caller does something else."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, cast, final
+
+from braidax.comm.port import Steps
+from braidax.comm.progress import Progress
+from braidax.comm.transports.transport import Operation
+from braidax.errors import CommError, WaitTimeout
+
+T = TypeVar("T")
+
+
+@final
+class Request(Generic[T]):
+    """What has been begun: `wait` returns its result. Made by `Communicator.start`.
+
+    Arrays and buffers that were given must not be changed before `wait` has returned, or `done` is true.
+    """
+
+    def __init__(self, progress: Progress, steps: Steps[T], timeout_seconds: float) -> None:
+        self._progress = progress
+        self._steps = steps
+        self._timeout_seconds = timeout_seconds
+        self._operations: Sequence[Operation] = ()  # that the algorithm waits for
+        self._whole = Operation(progress.world.rank)
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._advance()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended; never waits."""
+        return self._whole.done or self._progress.failure is not None
+
+    def wait(self, timeout_seconds: float | None = None) -> T:
+        """Waits for the result; may be called again, also after `WaitTimeout`.
+
+        **Arguments:** `timeout_seconds`: the limit; that of the communicator by default.
+
+        **Returns:** what the blocking form returns. **Raises:** what the blocking form raises. A limit that passes ends
+        the epoch in the blocking form only.
+        """
+        limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            self._progress.wait([self._whole], time.monotonic() + limit)
+        except WaitTimeout:
+            raise self._progress.late(self._operations) from None
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._result)
+
+    def _advance(self) -> None:
+        """Runs the algorithm until it has to wait; called by one thread at a time, whoever noticed that it may go on."""
+        try:
+            while True:
+                failed = next((item.error for item in self._operations if item.error is not None), None)
+                if failed is not None:
+                    self._progress.end(self._whole, failed)
+                    return
+                self._operations = operations = next(self._steps)
+                if not all(operation.done for operation in operations):
+                    self._progress.then(operations, self._advance)
+                    return
+        except StopIteration as stop:
+            self._result = stop.value
+            self._progress.end(self._whole)
+        except CommError as error:
+            self._progress.end(self._whole, error)
+        except BaseException as error:  # noqa: BLE001 (raised by wait: what a user's ufunc or dtype makes of its operands)
+            self._error = error
+            self._progress.end(self._whole)
+
+
+def run(progress: Progress, steps: Steps[Any], deadline: float) -> Any:
+    """Runs an algorithm on the caller's thread, and returns its result. **Raises:** as `Progress.wait`."""
+    try:
+        while True:
+            progress.wait(next(steps), deadline)
+    except StopIteration as stop:
+        return stop.value

@@ -1,0 +1,59 @@
+"""The operations of a communicator, begun and not waited for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm.group import Group
+from braidax.comm.messages import Value
+from braidax.comm.port import Steps
+from braidax.comm.request import Request
+
+T = TypeVar("T")
+
+
+@final
+class Starting:
+    """Begins what the methods of `Communicator` with the same names do, and returns a `Request` of their result.
+
+    **Arguments:** `group`: of the communicator. `limit`: returns its `timeout_seconds`.
+    """
+
+    def __init__(self, group: Group, limit: Callable[[], float]) -> None:
+        self._group = group
+        self._limit = limit
+
+    def send(self, value: Value, dest: int, *, tag: int = 0) -> Request[None]:
+        return self._begin(self._group.send(value, dest, tag))
+
+    def recv(self, source: int, *, tag: int = 0) -> Request[Value]:
+        return self._begin(self._group.recv(source, tag))
+
+    def barrier(self) -> Request[None]:
+        return self._begin(self._group.barrier())
+
+    def broadcast(self, value: Value = b"", *, root: int = 0) -> Request[Value]:
+        return self._begin(self._group.broadcast(value, root))
+
+    def gather(self, value: Value, *, root: int = 0) -> Request[list[Value]]:
+        return self._begin(self._group.gather(value, root))
+
+    def all_gather(self, value: Value) -> Request[list[Value]]:
+        return self._begin(self._group.all_gather(value))
+
+    def reduce(self, array: NDArray[Any], operation: np.ufunc = np.add, *, root: int = 0) -> Request[NDArray[Any]]:
+        return self._begin(self._group.reduce(array, operation, root))
+
+    def all_reduce(self, array: NDArray[Any], operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+        return self._begin(self._group.all_reduce(array, operation))
+
+    def reduce_scatter(self, array: NDArray[Any], operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+        return self._begin(self._group.reduce_scatter(array, operation))
+
+    def all_to_all(self, parts: Sequence[Value]) -> Request[list[Value]]:
+        return self._begin(self._group.all_to_all(parts))
+
+    def _begin(self, steps: Steps[T]) -> Request[T]:
+        return Request(self._group.progress, steps, self._limit())

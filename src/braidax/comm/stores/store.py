@@ -1,0 +1,105 @@
+"""The contract of stores: where ranks that do not know one another yet leave what the others need."""
+
+import time
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import final
+
+from braidax.errors import ArgumentError, WaitTimeout
+
+
+class Store(ABC):
+    """A few small values by key, seen by every rank of a job. All a rendezvous needs is `set`, `get` and `add`.
+
+    Implementations are thread-safe, and never wait without a limit. What they raise when the place itself cannot be
+    reached is `CommError`, naming the address and the remedy.
+    """
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """A URL that `open_store` of another process opens; it holds no secret."""
+
+    @abstractmethod
+    def set(self, key: str, value: bytes) -> None:
+        """Sets the value of a key, at once and whole."""
+
+    @abstractmethod
+    def get(self, key: str, *, timeout_seconds: float) -> bytes:
+        """Waits until a key has a value, and returns it.
+
+        **Raises:** `WaitTimeout` naming the key and the store when it has none in time; a limit of 0 asks once.
+        """
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which begins at 0, and returns the sum: no two callers get the same one.
+
+        A counter is no value: `get` of its key is not defined.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up what this process holds of the store; the values stay. A second call does nothing."""
+
+    @final
+    def __enter__(self) -> "Store":
+        return self
+
+    @final
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@final
+class ScopedStore(Store):
+    """The keys of one epoch of one job, in a store that other jobs and epochs use as well.
+
+    **Arguments:** `store`: where the keys lie. It is not closed with this. `job`: a name without `/`.
+    `epoch`: counts the lives of the job, from 0.
+
+    **Raises:** `ArgumentError` for a name that cannot be a part of a key.
+    """
+
+    def __init__(self, store: Store, *, job: str, epoch: int) -> None:
+        if not job or "/" in job:
+            raise ArgumentError(f"job={job!r}: expected a name without '/', such as the name of the run")
+        if epoch < 0:
+            raise ArgumentError(f"epoch={epoch!r}: expected a whole number >= 0")
+        self._store = store
+        self._prefix = f"{job}/{epoch}/"
+
+    @property
+    def address(self) -> str:
+        return self._store.address
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, *, timeout_seconds: float) -> bytes:
+        return self._store.get(self._prefix + key, timeout_seconds=timeout_seconds)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._prefix + key, amount)
+
+    def close(self) -> None:
+        pass
+
+
+def missing(key: str, store: str, seconds: float) -> WaitTimeout:
+    """Returns the error of a key that got no value within a limit."""
+    return WaitTimeout(
+        f"{store}: the key {key!r} got no value within {seconds:g} s; expected another rank to set it: "
+        "is it running, and does it use the same store, job and epoch?"
+    )
+
+
+def backoff(deadline: float, pause_seconds: float) -> float | None:
+    """Returns how long to pause before a store is asked again, or None when the deadline has passed.
+
+    **Arguments:** `deadline`: `time.monotonic` seconds. `pause_seconds`: the pause that is wanted.
+    """
+    left = deadline - time.monotonic()
+    return None if left <= 0 else min(pause_seconds, left)

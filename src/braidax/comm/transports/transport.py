@@ -1,0 +1,150 @@
+"""The contract of transports: what moves messages between ranks, with nothing known of collectives."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+from braidax.errors import CommError
+
+Buffer = memoryview
+"""Contiguous bytes: format `B`, one dim."""
+
+MAX_TAG = (1 << 44) - 1
+
+
+@final
+class Operation:
+    """A send or a receive under way. A transport ends it once, by `finish` or `fail`, and then lets go of its buffers.
+
+    **Fields:** `done`: whether it has ended. `error`: what it failed of. `num_bytes`: the length of the message, once
+    received. `ready`: where an ended operation that somebody wants to hear of puts itself.
+    """
+
+    __slots__ = ("done", "error", "num_bytes", "peer", "ready")
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.done = False
+        self.error: CommError | None = None
+        self.num_bytes = 0
+        self.ready: list[Operation] | None = None
+
+    def finish(self, num_bytes: int = 0) -> None:
+        """Ends the operation: the buffers of a send may be changed, those of a receive hold the message."""
+        self.num_bytes = num_bytes
+        self.done = True
+        if self.ready is not None:
+            self.ready.append(self)
+
+    def fail(self, error: CommError) -> None:
+        """Ends the operation with an error."""
+        self.error = error
+        self.finish()
+
+
+class Transport(ABC):
+    """Moves messages between the ranks of one world.
+
+    Messages of one (sender, receiver, tag) arrive in the order in which they were sent, and are received in the order
+    in which receives were posted; nothing else is promised. A send may end before it is received, or only then. A rank
+    may send to itself.
+
+    Nothing here is thread-safe, and nothing waits: the owner calls one method at a time, under its lock, and sleeps on
+    `fileno` without it. The exception is `connect`, which waits up to its limit.
+
+    A transport tells of a lost peer what it happens to see (`fail` of the peer's operations, with `PeerLost`); peers
+    that freeze or are cut off are the business of the owner, who then calls `close`.
+    """
+
+    name: str
+    """What users call it, such as `tcp`."""
+
+    nap_seconds: float | None = None
+    """Events that do not show at `fileno` are looked for after so long; None where all of them show."""
+
+    @property
+    @abstractmethod
+    def address(self) -> bytes:
+        """What peers need in order to reach this rank; of any length. There from construction on."""
+
+    @abstractmethod
+    def connect(self, world: "World", *, timeout_seconds: float) -> None:
+        """Connects to all peers; called once, by all ranks at about the same time.
+
+        **Raises:** `HandshakeError` for a peer that does not fit, `WaitTimeout` naming the ranks that were not reached,
+        their hosts and addresses.
+        """
+
+    @abstractmethod
+    def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
+        """Begins to send one message that is the concatenation of the buffers, which must not change until the end.
+
+        **Arguments:** `peer`: a rank. `tag`: 0 to `MAX_TAG`. `buffers`: any number of any length, 0 and > 2 GiB
+        included. `operation`: what to end when the buffers may be changed; this may happen before the call returns.
+        """
+
+    @abstractmethod
+    def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation) -> None:
+        """Begins to receive one message into a buffer that is at least as long as the message.
+
+        **Arguments:** as for `send`. `operation`: is finished with the length of the message. A message that is longer
+        than the buffer fails it with `CommError` (see `too_long`); later messages are not touched by that.
+        """
+
+    @abstractmethod
+    def poll(self, spin_seconds: float) -> None:
+        """Moves what can be moved now, and ends what has ended.
+
+        **Arguments:** `spin_seconds`: when nothing has ended, try again for up to that long, with the GIL released
+        where the transport can. 0 tries once.
+        """
+
+    @abstractmethod
+    def arm(self) -> bool:
+        """Gets ready to sleep: True when the next event makes `fileno` readable, False when `poll` must come first."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when `poll` has something to do, valid until `close`.
+
+        It may become readable without need.
+        """
+
+    @abstractmethod
+    def close(self, *, timeout_seconds: float) -> None:
+        """Delivers what was sent, for up to `timeout_seconds` (0: drops it), and gives up all descriptors and memory.
+
+        Operations that have not ended never end; their buffers are let go of only when nothing can write into them
+        any more. A second call does nothing.
+        """
+
+
+@final
+class World:
+    """The ranks that a transport connects.
+
+    **Arguments:** `rank`: of this process. `addresses`: of each rank, by rank. `hosts`: the name of each rank's host.
+    `secret`: 32 bytes that only the ranks of this epoch of this job know; peers prove that they know it.
+    """
+
+    def __init__(self, rank: int, addresses: Sequence[bytes], hosts: Sequence[str], secret: bytes) -> None:
+        self.rank = rank
+        self.addresses = tuple(addresses)
+        self.hosts = tuple(hosts)
+        self.secret = secret
+
+    @property
+    def size(self) -> int:
+        return len(self.addresses)
+
+    def describe(self, peer: int) -> str:
+        """Returns a rank in words, as errors name it: `rank 2 (host b)`."""
+        return f"rank {peer} (host {self.hosts[peer]})"
+
+
+def too_long(world: World, peer: int, num_bytes: int, capacity: int) -> CommError:
+    """Returns the error of a message that is longer than the buffer it was to be received into."""
+    return CommError(
+        f"{world.describe(peer)} sent {num_bytes:,} bytes where at most {capacity:,} were expected; "
+        "do all ranks call the same operations in the same order, with the same shapes and dtypes?"
+    )

@@ -1,0 +1,310 @@
+"""Messages over UCX: shared memory inside a host, InfiniBand, RoCE or TCP between hosts."""
+
+import hmac
+import importlib
+import os
+import platform
+import select
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import final
+
+from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, World, too_long
+from braidax.comm.transports.unreached import other_secret, other_world
+from braidax.errors import (
+    ArgumentError,
+    CommError,
+    HandshakeError,
+    MissingExtra,
+    PeerLost,
+    WaitTimeout,
+    import_extra,
+)
+
+_PURPOSE = 'the transport "ucx"'
+_VARIABLE = "BRAIDAX_UCX_LIBRARY"
+_INFINIBAND = Path("/dev/infiniband")
+_SYSTEM = "libucp.so.0"
+
+_WHILE_LOADING = {
+    "UCX_LOG_LEVEL": "error",  # it warns on stdout of messages that nobody received, as after an abort
+    "UCX_HANDLE_ERRORS": "none",  # signal handlers are the program's business
+}
+_SETTINGS = {
+    "POSIX_ERROR_HANDLING": "y",  # shared memory takes part although it cannot tell of a dead peer: our owner can
+    "SYSV_ERROR_HANDLING": "y",
+    "CMA_MEMORY_INVALIDATE": "y",  # so does the single copy, which reads the sender's memory and writes only our own
+    "CMA_SEG_SIZE": "4m",  # of one copy; the default of 512k costs a tenth of the bandwidth
+    "TCP_CONN_NB": "y",  # a connection attempt that nobody answers does not block
+}
+
+_HELLO = struct.Struct("<7sBII32s")  # magic, version, size, rank, proof
+_HELLO_TAG = MAX_TAG + 1
+_MAGIC = b"braidax"
+_VERSION = 1
+_ADDRESS_PREFIX = b"braidax-ucx "
+
+_TRUNCATED = -9  # UCX's statuses
+_LOST = {-3, -6, -16, -20, -23, -24, -25, *range(-59, -39), *range(-89, -59)}  # what the death of a peer looks like
+
+
+@dataclass(frozen=True)
+class UcxLibrary:
+    """The UCX that is used. **Fields:** `path`: of libucp. `version`: such as `1.22.0`."""
+
+    path: str
+    version: str
+
+
+@final
+class UcxTransport(Transport):
+    """Moves messages over UCX, which chooses the fastest ways that two ranks have in common.
+
+    Its variables are respected, such as `UCX_TLS` and `UCX_NET_DEVICES`; give all ranks the same. The library is, in this
+    order: what `BRAIDAX_UCX_LIBRARY` names; that of the system, where there is InfiniBand; that of the extra `ucx`, which
+    knows no InfiniBand; that of the system.
+
+    UCX does not authenticate: ranks prove to one another that they know the secret, but whoever can reach a rank over
+    the network, or runs as the same user, can send it messages. Use it in trusted networks. Over shared memory the
+    death of a peer is not seen at once; and a peer may still read what this rank was sending when it closed without
+    time, changed or not: end the epoch on both sides.
+
+    **Fields:** `library`: the UCX that is used.
+
+    **Raises:** `MissingExtra` without UCX, or without the binding, which is compiled when braidax is installed;
+    `CommError` when UCX finds nothing to communicate with.
+    """
+
+    name = "ucx"
+
+    def __init__(self) -> None:
+        binding = _binding()
+        self.library = _load(binding)
+        try:
+            self._worker = binding.Worker(_settings())
+        except OSError as error:
+            raise CommError(
+                f"UCX {self.library.version} ({self.library.path}) cannot start: {error}; expected a transport that "
+                f"this machine has: mend UCX_TLS={os.environ.get('UCX_TLS', 'all')!r} and "
+                f"UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES', 'all')!r}"
+            ) from error
+        header = f"{self.library.version} {os.getpid()} "
+        self._address = _ADDRESS_PREFIX + header.encode() + self._worker.address
+        self._describe = binding.describe
+        # Half of the time of a small message would be ours otherwise.
+        self.send = self._worker.send
+        self.receive = self._worker.receive
+        self.poll = self._worker.poll
+        self.arm = self._worker.arm
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    def connect(self, world: World, *, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        addresses = tuple(_raw_address(world, rank, self.library) for rank in range(world.size))
+        statuses = self._worker.connect(world.rank, addresses, partial(_fail, world, self._describe))
+        for rank, status in enumerate(statuses):
+            if status:
+                raise HandshakeError(
+                    f"{world.describe(world.rank)} cannot reach {world.describe(rank)}: UCX says "
+                    f"{self._describe(status)!r}; expected a transport that both have: give all ranks the same "
+                    f"UCX_TLS (here {os.environ.get('UCX_TLS', 'all')!r}) and UCX_NET_DEVICES (here "
+                    f"{os.environ.get('UCX_NET_DEVICES', 'all')!r}) that fits their hosts"
+                )
+        self._greet(world, deadline, timeout_seconds)
+
+    def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
+        self._worker.send(peer, tag, buffers, operation)
+
+    def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation) -> None:
+        self._worker.receive(peer, tag, buffer, operation)
+
+    def poll(self, spin_seconds: float) -> None:
+        self._worker.poll(spin_seconds)
+
+    def arm(self) -> bool:
+        return self._worker.arm()
+
+    def fileno(self) -> int:
+        return self._worker.fileno()
+
+    def transports(self, peer: int) -> list[str]:
+        """Returns what UCX uses to reach a connected rank, such as `["sysv/memory", "cma/memory"]`.
+
+        Empty where UCX is too old to tell.
+        """
+        return self._worker.transports(peer)
+
+    def close(self, *, timeout_seconds: float) -> None:
+        self._worker.close(timeout_seconds)
+
+    def _greet(self, world: World, deadline: float, timeout_seconds: float) -> None:
+        """Waits until every rank has said that it is there, and fits."""
+        peers = [rank for rank in range(world.size) if rank != world.rank]
+        hello = memoryview(_hello(world, world.rank))
+        places = {rank: bytearray(_HELLO.size) for rank in peers}
+        sent = {rank: Operation(rank) for rank in peers}
+        heard = {rank: Operation(rank) for rank in peers}
+        for rank in peers:
+            self.receive(rank, _HELLO_TAG, memoryview(places[rank]), heard[rank])
+            self.send(rank, _HELLO_TAG, (hello,), sent[rank])
+        ready = select.poll()
+        ready.register(self.fileno(), select.POLLIN)
+        while missing := [rank for rank in peers if not (sent[rank].done and heard[rank].done)]:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                raise WaitTimeout(_unreached(world, missing, timeout_seconds))
+            self.poll(0)
+            if self.arm():
+                ready.poll(max(1.0, seconds * 1000))
+            for operation in (*sent.values(), *heard.values()):
+                if operation.error is not None:
+                    raise operation.error
+        for rank in peers:
+            _check_hello(world, rank, bytes(places[rank]))
+
+
+def _fail(
+    world: World,
+    describe: Callable[[int], str],
+    operation: Operation,
+    peer: int,
+    status: int,
+    num_bytes: int,
+    capacity: int,
+) -> None:
+    """Ends an operation that UCX ended with an error."""
+    if status == _TRUNCATED:
+        operation.fail(too_long(world, peer, num_bytes, capacity))
+    elif status in _LOST:
+        text = (
+            f"{world.describe(peer)} is lost: UCX says {describe(status)!r}; see what that rank wrote before it ended"
+        )
+        operation.fail(PeerLost(text, peer, world.hosts[peer]))
+    else:
+        operation.fail(
+            CommError(
+                f"UCX could not move a message between {world.describe(world.rank)} and {world.describe(peer)}: "
+                f"{describe(status)!r}; set UCX_LOG_LEVEL=debug to see why"
+            )
+        )
+
+
+def _raw_address(world: World, rank: int, library: UcxLibrary) -> bytes:
+    """Returns an address as UCX knows it. UCX trusts it blindly, so it must be one of the same UCX."""
+    address = world.addresses[rank]
+    if not address.startswith(_ADDRESS_PREFIX):
+        raise HandshakeError(
+            f"{world.describe(rank)} has the address {address[:32]!r}; expected one of the transport 'ucx': let all "
+            "ranks use the same transport"
+        )
+    version, _, raw = address.removeprefix(_ADDRESS_PREFIX).split(b" ", 2)
+    if version.split(b".")[:2] != library.version.encode().split(b".")[:2]:
+        raise HandshakeError(
+            f"{world.describe(rank)} has UCX {version.decode()}, {world.describe(world.rank)} UCX {library.version} "
+            f"({library.path}); expected the same on all ranks: install the same, or let {_VARIABLE} name it"
+        )
+    return raw
+
+
+def _unreached(world: World, ranks: Sequence[int], seconds: float) -> str:
+    listed = list[str]()
+    for rank in ranks:
+        version, process, _ = world.addresses[rank].removeprefix(_ADDRESS_PREFIX).split(b" ", 2)
+        listed.append(f"{world.describe(rank)} at UCX {version.decode()} of process {process.decode()}")
+    return (
+        f"{', '.join(listed)} did not connect to {world.describe(world.rank)} within {seconds:g} s; expected every rank "
+        "to connect at about the same time: is it running, and do its UCX_NET_DEVICES lead here?"
+    )
+
+
+def _hello(world: World, rank: int) -> bytes:
+    proof = hmac.digest(world.secret, b"ucx %d %d" % (world.size, rank), "sha256")
+    return _HELLO.pack(_MAGIC, _VERSION, world.size, rank, proof)
+
+
+def _check_hello(world: World, rank: int, hello: bytes) -> None:
+    magic, version, size, claimed, _ = _HELLO.unpack(hello)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise HandshakeError(
+            f"{world.describe(rank)} speaks version {version} of braidax's messages over UCX, this process version "
+            f"{_VERSION}; install the same version of braidax on all machines"
+        )
+    if (size, claimed) != (world.size, rank):
+        raise other_world(world, rank, size)
+    if not hmac.compare_digest(hello, _hello(world, rank)):
+        raise other_secret(world, rank)
+
+
+def _binding() -> ModuleType:
+    """Imports the binding; the message of its absence depends on why."""
+    if sys.platform != "linux":
+        raise MissingExtra(f"{_PURPOSE} runs on Linux only, this is {platform.system()}; use the transport 'tcp'")
+    try:
+        return importlib.import_module("braidax.comm.transports.ucx_binding")
+    except ImportError as error:
+        raise MissingExtra(
+            f"{_PURPOSE} needs its binding in C, which is compiled while braidax is installed and cannot be imported "
+            f"({error}); install a C compiler and the headers of Python {platform.python_version()} (on Debian and "
+            "Ubuntu: apt install gcc python3-dev), then: pip install --force-reinstall --no-deps --no-binary braidax "
+            '"braidax[ucx]"'
+        ) from error
+
+
+def _load(binding: ModuleType) -> UcxLibrary:
+    """Loads UCX: once a process, whatever is asked for later."""
+    named = os.environ.get(_VARIABLE)
+    with _defaults(_WHILE_LOADING):
+        if named is not None:
+            try:
+                return _loaded(binding, named)
+            except OSError as error:
+                raise ArgumentError(
+                    f"{_VARIABLE}={named!r} cannot be loaded: {error}; expected the path of {_SYSTEM} of UCX 1.11 or "
+                    "newer: mend it, or leave it unset"
+                ) from error
+        if _INFINIBAND.exists():
+            with suppress(OSError):  # there is the wheel still
+                return _loaded(binding, _SYSTEM)
+        try:
+            wheel = import_extra("libucx", "ucx", purpose=_PURPOSE)
+            return _loaded(binding, str(Path(wheel.__path__[0], "lib", _SYSTEM)))
+        except (MissingExtra, OSError) as error:
+            with suppress(OSError):
+                return _loaded(binding, _SYSTEM)
+            if isinstance(error, MissingExtra):
+                raise
+            raise MissingExtra(
+                f"{_PURPOSE} cannot load the UCX of the module 'libucx': {error}; install it anew with: "
+                'pip install --force-reinstall "braidax[ucx]"'
+            ) from error
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    return tuple((name, value) for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ)
+
+
+def _loaded(binding: ModuleType, path: str) -> UcxLibrary:
+    found, *version = binding.load(path)
+    return UcxLibrary(found, ".".join(map(str, version)))
+
+
+@contextmanager
+def _defaults(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables of the environment that the user has not set, as long as UCX reads them."""
+    ours = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in ours})
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]

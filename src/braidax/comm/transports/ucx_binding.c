@@ -1,0 +1,658 @@
+/* The binding of UCX that braidax.comm.transports.ucx drives; ucx_binding.pyi says what Python sees of it.
+ *
+ * UCX is loaded at run time, so this compiles and imports without it. A worker has one caller at a time. UCX ends
+ * requests in callbacks, which may run without the GIL: they only move a request to the list of ended ones, and the
+ * caller ends their operations when it holds the GIL again. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include <dlfcn.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "ucx_abi.h"
+
+#define TAG_BITS 45              /* the upper bits hold the rank of the sender */
+#define ROUNDS_WITH_GIL 8        /* of progress: a microsecond, shorter than waiting for the GIL may take */
+#define ROUNDS_PER_LOOK 32       /* at the clock */
+#define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
+#define MAX_ROUNDS 4096          /* of progress without an end, when nobody asked to spin */
+#define YIELD_SECONDS 20e-6      /* of spinning in vain, before others on this core are let in between */
+#define DRAIN_ROUNDS 1000000     /* bounds what a lost peer had sent before */
+#define FORCED_CLOSE_SECONDS 0.5 /* bounds giving up endpoints; what is left goes with the worker */
+#define MAX_FREE_REQUESTS 256
+#define MAX_TRANSPORTS 16
+
+#define DECLARE(result, name, parameters) static result(*name) parameters;
+UCX_FUNCTIONS(DECLARE)
+
+static void *library; /* UCX, once loaded; stays until the process ends, as UCX's own threads demand */
+static PyObject *finish_name;
+
+typedef struct Worker Worker;
+
+typedef struct Request { /* a send or receive that UCX has not ended, or that Python does not know to have ended */
+    struct Request *previous, *next, *next_ended;
+    PyObject *operation;
+    Py_buffer *views; /* `one`, or allocated together with `parts` */
+    Py_buffer one;
+    ucp_dt_iov_t *parts;
+    Py_ssize_t num_views;
+    Worker *worker;
+    void *handle; /* UCX's, while it has not ended */
+    unsigned peer;
+    int is_send, is_large;
+    ucs_status_t status;
+    size_t num_bytes;
+} Request;
+
+typedef struct {
+    Worker *worker;
+    void *endpoint;
+    int is_lost, is_newly_lost;
+} Peer;
+
+struct Worker {
+    PyObject_HEAD
+    void *context, *worker;
+    int descriptor, is_busy, has_newly_lost;
+    uint64_t rank;
+    unsigned num_peers;
+    Peer *peers;
+    PyObject *address, *failed;
+    Request *pending, *ended, **ended_end, *freed;
+    size_t num_freed, num_sends, num_large; /* of the pending: sends, those whose copies take time */
+};
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static PyObject *ucx_failed(const char *what, ucs_status_t status) {
+    return PyErr_Format(PyExc_OSError, "%s: %s", what, ucs_status_string(status));
+}
+
+/* Requests */
+
+static Request *new_request(Worker *self, PyObject *operation, unsigned peer, int is_send) {
+    Request *request = self->freed;
+    if (request) {
+        self->freed = request->next;
+        self->num_freed--;
+    } else if (!(request = malloc(sizeof *request))) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    request->previous = request->next = request->next_ended = NULL;
+    Py_INCREF(operation);
+    request->operation = operation;
+    request->views = &request->one;
+    request->num_views = 0;
+    request->parts = NULL;
+    request->worker = self;
+    request->handle = NULL;
+    request->peer = peer;
+    request->is_send = is_send;
+    request->is_large = 0;
+    request->num_bytes = 0;
+    return request;
+}
+
+static void free_request(Worker *self, Request *request) {
+    for (Py_ssize_t i = 0; i < request->num_views; i++) PyBuffer_Release(&request->views[i]);
+    if (request->views != &request->one) free(request->views);
+    free(request->parts);
+    Py_DECREF(request->operation);
+    if (self->num_freed < MAX_FREE_REQUESTS) {
+        request->next = self->freed;
+        self->freed = request;
+        self->num_freed++;
+    } else {
+        free(request);
+    }
+}
+
+static void link_pending(Worker *self, Request *request) {
+    request->next = self->pending;
+    if (self->pending) self->pending->previous = request;
+    self->pending = request;
+    for (Py_ssize_t i = 0; i < request->num_views; i++) request->is_large |= request->views[i].len > LARGE_BYTES;
+    self->num_sends += (size_t)request->is_send;
+    self->num_large += (size_t)request->is_large;
+}
+
+static void unlink_pending(Worker *self, Request *request) {
+    if (request->previous) request->previous->next = request->next;
+    else self->pending = request->next;
+    if (request->next) request->next->previous = request->previous;
+}
+
+/* Tells Python of an end, and lets go of the request and its buffers. */
+static int tell(Worker *self, Request *request) {
+    PyObject *result;
+    if (request->status == UCS_OK && request->is_send) {
+        result = PyObject_CallMethodObjArgs(request->operation, finish_name, NULL);
+    } else if (request->status == UCS_OK) {
+        PyObject *num_bytes = PyLong_FromSize_t(request->num_bytes);
+        result = num_bytes ? PyObject_CallMethodObjArgs(request->operation, finish_name, num_bytes, NULL) : NULL;
+        Py_XDECREF(num_bytes);
+    } else {
+        Py_ssize_t capacity = request->num_views ? request->views[0].len : 0;
+        result = PyObject_CallFunction(self->failed, "OIinn", request->operation, request->peer, (int)request->status,
+                                       (Py_ssize_t)request->num_bytes, capacity);
+    }
+    free_request(self, request);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+static int tell_ended(Worker *self) {
+    Request *request;
+    while ((request = self->ended)) {
+        if (!(self->ended = request->next_ended)) self->ended_end = &self->ended;
+        unlink_pending(self, request);
+        if (tell(self, request) < 0) return -1;
+    }
+    return 0;
+}
+
+static void ended(Request *request, ucs_status_t status) { /* the GIL may not be held */
+    Worker *self = request->worker;
+    ucp_request_free(request->handle);
+    request->handle = NULL;
+    request->status = status;
+    self->num_sends -= (size_t)request->is_send;
+    self->num_large -= (size_t)request->is_large;
+    *self->ended_end = request;
+    self->ended_end = &request->next_ended;
+}
+
+static void on_sent(void *handle, ucs_status_t status, void *user_data) {
+    ((Request *)user_data)->handle = handle;
+    ended(user_data, status);
+}
+
+static void on_received(void *handle, ucs_status_t status, const ucp_tag_recv_info_t *info, void *user_data) {
+    Request *request = user_data;
+    request->handle = handle;
+    request->num_bytes = info->length;
+    ended(request, status);
+}
+
+static void on_lost(void *user_data, void *endpoint, ucs_status_t status) {
+    Peer *peer = user_data;
+    (void)endpoint, (void)status;
+    peer->is_lost = peer->is_newly_lost = 1;
+    peer->worker->has_newly_lost = 1;
+}
+
+/* What a lost peer had sent is received first; then the receives that wait for it are canceled. */
+static void cancel_lost(Worker *self) {
+    for (int round = 0; round < DRAIN_ROUNDS && ucp_worker_progress(self->worker); round++) continue;
+    self->has_newly_lost = 0;
+    for (Request *request = self->pending; request; request = request->next)
+        if (!request->is_send && request->handle && self->peers[request->peer].is_newly_lost)
+            ucp_request_cancel(self->worker, request->handle);
+    for (unsigned i = 0; i < self->num_peers; i++) self->peers[i].is_newly_lost = 0;
+}
+
+/* Sending and receiving */
+
+static int usable(Worker *self) {
+    if (self->worker && !self->is_busy) return 1;
+    PyErr_SetString(PyExc_RuntimeError, self->worker ? "UCX has one caller at a time" : "this rank's UCX is closed");
+    return 0;
+}
+
+static int parse_peer(Worker *self, PyObject *const *arguments, Py_ssize_t count, unsigned *peer, uint64_t *tag) {
+    if (!usable(self)) return 0;
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "expected 4 arguments");
+        return 0;
+    }
+    unsigned long number = PyLong_AsUnsignedLong(arguments[0]);
+    *tag = PyLong_AsUnsignedLongLong(arguments[1]);
+    if (PyErr_Occurred()) return 0;
+    if (number >= self->num_peers || *tag >> TAG_BITS) {
+        PyErr_SetString(PyExc_ValueError, "no such peer or tag");
+        return 0;
+    }
+    *peer = (unsigned)number;
+    return 1;
+}
+
+/* Holds the buffers of a message; fills in what is sent. */
+static int hold(Request *request, PyObject *buffers, void **data, size_t *count, ucp_request_param_t *param) {
+    PyObject *tuple = PySequence_Tuple(buffers); /* itself, when it is one */
+    if (!tuple) return -1;
+    Py_ssize_t size = PyTuple_Size(tuple);
+    int status = -1;
+    if (size > 1) {
+        request->views = malloc((size_t)size * sizeof *request->views);
+        request->parts = malloc((size_t)size * sizeof *request->parts);
+        if (!request->views || !request->parts) {
+            if (!request->views) request->views = &request->one;
+            PyErr_NoMemory();
+            goto end;
+        }
+    }
+    size_t num_parts = 0;
+    for (Py_ssize_t i = 0; i < size; i++) {
+        Py_buffer *view = &request->views[i];
+        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, i), view, PyBUF_SIMPLE) < 0) goto end;
+        request->num_views++;
+        if (view->len) {
+            *data = view->buf;
+            *count = (size_t)view->len;
+            if (size > 1) request->parts[num_parts] = (ucp_dt_iov_t){view->buf, (size_t)view->len};
+            num_parts++;
+        }
+    }
+    if (num_parts > 1) {
+        *data = request->parts;
+        *count = num_parts;
+        param->datatype = UCP_DATATYPE_IOV;
+    }
+    status = 0;
+end:
+    Py_DECREF(tuple);
+    return status;
+}
+
+static PyObject *conclude(Worker *self, Request *request, ucs_status_ptr_t handle) {
+    if (handle && !is_error(handle)) {
+        request->handle = handle;
+        link_pending(self, request);
+    } else {
+        request->status = handle ? error_of(handle) : UCS_OK;
+        if (tell(self, request) < 0) return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    unsigned peer;
+    uint64_t tag;
+    if (!parse_peer(self, arguments, count, &peer, &tag)) return NULL;
+    Request *request = new_request(self, arguments[3], peer, 1);
+    if (!request) return NULL;
+    ucp_request_param_t param;
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
+                         UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+    param.cb.send = on_sent;
+    param.user_data = request;
+    param.datatype = UCP_DATATYPE_CONTIG_BYTE;
+    param.memory_type = UCS_MEMORY_TYPE_HOST;
+    void *data = NULL;
+    size_t size = 0;
+    if (hold(request, arguments[2], &data, &size, &param) < 0) {
+        free_request(self, request);
+        return NULL;
+    }
+    ucs_status_ptr_t handle = (ucs_status_ptr_t)(intptr_t)UCS_ERR_CONNECTION_RESET;
+    if (!self->peers[peer].is_lost)
+        handle = ucp_tag_send_nbx(self->peers[peer].endpoint, data, size, self->rank << TAG_BITS | tag, &param);
+    return conclude(self, request, handle);
+}
+
+static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    unsigned peer;
+    uint64_t tag;
+    if (!parse_peer(self, arguments, count, &peer, &tag)) return NULL;
+    Request *request = new_request(self, arguments[3], peer, 0);
+    if (!request) return NULL;
+    if (PyObject_GetBuffer(arguments[2], &request->one, PyBUF_WRITABLE) < 0) {
+        free_request(self, request);
+        return NULL;
+    }
+    request->num_views = 1;
+    ucp_tag_recv_info_t info = {0, 0};
+    ucp_request_param_t param;
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
+                         UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FIELD_RECV_INFO;
+    param.cb.recv = on_received;
+    param.user_data = request;
+    param.datatype = UCP_DATATYPE_CONTIG_BYTE;
+    param.memory_type = UCS_MEMORY_TYPE_HOST;
+    param.recv_info = &info;
+    ucs_status_ptr_t handle = ucp_tag_recv_nbx(self->worker, request->one.buf, (size_t)request->one.len,
+                                               (uint64_t)peer << TAG_BITS | tag, UINT64_MAX, &param);
+    request->num_bytes = info.length;
+    PyObject *result = conclude(self, request, handle);
+    if (result && handle && !is_error(handle) && self->peers[peer].is_lost) {
+        self->peers[peer].is_newly_lost = self->has_newly_lost = 1; /* canceled by the next poll, if nothing is there */
+    }
+    return result;
+}
+
+/* Progress */
+
+static int has_news(Worker *self) { return self->ended || self->has_newly_lost; }
+
+static void spin(Worker *self, double seconds) { /* without the GIL */
+    double begin = seconds > 0 ? now() : 0;
+    for (int round = 1; !has_news(self); round++) {
+        unsigned moved = ucp_worker_progress(self->worker);
+        if (seconds > 0 ? round % ROUNDS_PER_LOOK : moved && round < MAX_ROUNDS) continue;
+        double passed = seconds > 0 ? now() - begin : 0;
+        if (passed >= seconds) break;
+        if (passed > YIELD_SECONDS && !moved) sched_yield();
+    }
+}
+
+static PyObject *worker_poll(Worker *self, PyObject *argument) {
+    if (!usable(self)) return NULL;
+    double seconds = PyFloat_AsDouble(argument);
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    if (!self->num_large)
+        for (int round = 0; round < ROUNDS_WITH_GIL && !has_news(self); round++) ucp_worker_progress(self->worker);
+    if (!has_news(self) && (self->num_large || seconds > 0)) {
+        self->is_busy = 1;
+        Py_BEGIN_ALLOW_THREADS
+        spin(self, seconds);
+        Py_END_ALLOW_THREADS
+        self->is_busy = 0;
+    }
+    if (self->has_newly_lost) cancel_lost(self);
+    if (tell_ended(self) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *worker_arm(Worker *self, PyObject *unused) {
+    (void)unused;
+    if (!usable(self)) return NULL;
+    return PyBool_FromLong(!has_news(self) && ucp_worker_arm(self->worker) == UCS_OK);
+}
+
+/* Beginning and end */
+
+static PyObject *worker_connect(Worker *self, PyObject *arguments) {
+    unsigned long long rank;
+    PyObject *addresses, *failed;
+    if (!usable(self) || !PyArg_ParseTuple(arguments, "KO!O", &rank, &PyTuple_Type, &addresses, &failed)) return NULL;
+    Py_ssize_t size = PyTuple_Size(addresses);
+    if (self->peers || rank >= (unsigned long long)size || size >= (Py_ssize_t)1 << (64 - TAG_BITS))
+        return PyErr_Format(PyExc_ValueError, "cannot connect to %zd peers", size);
+    if (!(self->peers = calloc((size_t)size, sizeof *self->peers))) return PyErr_NoMemory();
+    Py_INCREF(failed);
+    self->failed = failed;
+    self->rank = rank;
+    self->num_peers = (unsigned)size;
+    PyObject *statuses = PyList_New(0);
+    for (Py_ssize_t i = 0; statuses && i < size; i++) {
+        const char *address = PyBytes_AsString(PyTuple_GetItem(addresses, i));
+        self->peers[i].worker = self;
+        ucs_status_t status = UCS_OK;
+        if (address) {
+            ucp_ep_params_t params = {
+                .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                              UCP_EP_PARAM_FIELD_ERR_HANDLER,
+                .address = address,
+                .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+                .err_handler = {on_lost, &self->peers[i]},
+            };
+            status = ucp_ep_create(self->worker, &params, &self->peers[i].endpoint);
+            if (status != UCS_OK) self->peers[i].endpoint = NULL;
+            self->peers[i].is_lost = status != UCS_OK;
+        }
+        PyObject *number = address ? PyLong_FromLong(status) : NULL;
+        if (!number || PyList_Append(statuses, number) < 0) Py_CLEAR(statuses);
+        Py_XDECREF(number);
+    }
+    return statuses;
+}
+
+static void progress_until(Worker *self, double deadline, ucs_status_ptr_t *handles) {
+    for (int round = 1;; round++) {
+        unsigned moved = ucp_worker_progress(self->worker), unfinished = 0;
+        for (unsigned i = 0; handles && i < self->num_peers; i++) {
+            if (!handles[i]) continue;
+            if (is_error(handles[i])) {
+                handles[i] = NULL;
+            } else if (ucp_request_check_status(handles[i]) == UCS_INPROGRESS) {
+                unfinished = 1;
+            } else {
+                ucp_request_free(handles[i]);
+                handles[i] = NULL;
+            }
+        }
+        if (!unfinished && (handles || !self->num_sends)) return;
+        if (now() >= deadline) return;
+        if (!moved) sched_yield();
+    }
+}
+
+static void close_worker(Worker *self, double seconds) { /* without the GIL */
+    double deadline = now() + seconds;
+    ucs_status_ptr_t *handles = calloc(self->num_peers + 1, sizeof *handles);
+    if (seconds > 0 && handles) {
+        ucp_request_param_t param = {.op_attr_mask = 0};
+        progress_until(self, deadline, NULL);
+        for (unsigned i = 0; i < self->num_peers; i++)
+            if (!self->peers[i].is_lost) handles[i] = ucp_ep_flush_nbx(self->peers[i].endpoint, &param);
+        progress_until(self, deadline, handles);
+        for (unsigned i = 0; i < self->num_peers; i++)
+            if (handles[i]) ucp_request_free(handles[i]);
+    }
+    for (Request *request = self->pending; request; request = request->next)
+        if (request->handle && !request->is_send) ucp_request_cancel(self->worker, request->handle);
+    if (handles) {
+        ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = UCP_EP_CLOSE_FLAG_FORCE};
+        for (unsigned i = 0; i < self->num_peers; i++)
+            handles[i] = self->peers[i].endpoint ? ucp_ep_close_nbx(self->peers[i].endpoint, &param) : NULL;
+        progress_until(self, now() + FORCED_CLOSE_SECONDS, handles);
+        free(handles);
+    }
+    ucp_worker_destroy(self->worker);
+    ucp_cleanup(self->context);
+}
+
+static void worker_end(Worker *self, double seconds) {
+    if (self->worker) {
+        self->is_busy = 1;
+        Py_BEGIN_ALLOW_THREADS
+        close_worker(self, seconds);
+        Py_END_ALLOW_THREADS
+        self->worker = NULL;
+    } else if (self->context) {
+        ucp_cleanup(self->context);
+    }
+    self->context = NULL;
+    Request *request;
+    while ((request = self->pending)) {
+        self->pending = request->next;
+        free_request(self, request);
+    }
+    self->ended = NULL;
+    self->ended_end = &self->ended;
+    while ((request = self->freed)) {
+        self->freed = request->next;
+        free(request);
+    }
+    self->num_freed = 0;
+    self->num_peers = 0;
+    free(self->peers);
+    self->peers = NULL;
+    Py_CLEAR(self->failed);
+}
+
+static PyObject *worker_close(Worker *self, PyObject *argument) {
+    double seconds = PyFloat_AsDouble(argument);
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    if (self->worker) {
+        if (!usable(self)) return NULL;
+        worker_end(self, seconds);
+    }
+    Py_RETURN_NONE;
+}
+
+static int create(Worker *self, PyObject *settings) {
+    void *config, *address;
+    size_t size;
+    ucs_status_t status = ucp_config_read(NULL, NULL, &config);
+    if (status != UCS_OK) return ucx_failed("ucp_config_read", status), -1;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(settings); i++) {
+        const char *name, *value;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(settings, i), "ss", &name, &value)) return ucp_config_release(config), -1;
+        ucp_config_modify(config, name, value); /* what this version does not know, it does not need */
+    }
+    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES, .features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP};
+    status = ucp_init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &self->context);
+    ucp_config_release(config);
+    if (status != UCS_OK) return self->context = NULL, ucx_failed("ucp_init", status), -1;
+    ucp_worker_params_t worker = {
+        .field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
+        .thread_mode = UCS_THREAD_MODE_SERIALIZED,
+    };
+    status = ucp_worker_create(self->context, &worker, &self->worker);
+    if (status != UCS_OK) return self->worker = NULL, ucx_failed("ucp_worker_create", status), -1;
+    status = ucp_worker_get_efd(self->worker, &self->descriptor);
+    if (status != UCS_OK) return ucx_failed("ucp_worker_get_efd", status), -1;
+    status = ucp_worker_get_address(self->worker, &address, &size);
+    if (status != UCS_OK) return ucx_failed("ucp_worker_get_address", status), -1;
+    self->address = PyBytes_FromStringAndSize(address, (Py_ssize_t)size);
+    ucp_worker_release_address(self->worker, address);
+    return self->address ? 0 : -1;
+}
+
+static PyObject *worker_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *settings;
+    if (!library) return PyErr_SetString(PyExc_RuntimeError, "UCX is not loaded"), NULL;
+    if (keywords && PyDict_Size(keywords)) return PyErr_SetString(PyExc_TypeError, "no keywords"), NULL;
+    if (!PyArg_ParseTuple(arguments, "O!", &PyTuple_Type, &settings)) return NULL;
+    Worker *self = (Worker *)PyType_GenericAlloc(type, 0); /* all zero */
+    if (!self) return NULL;
+    self->ended_end = &self->ended;
+    if (create(self, settings) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void worker_dealloc(Worker *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject *kind, *value, *traceback;
+    PyErr_Fetch(&kind, &value, &traceback);
+    worker_end(self, 0);
+    PyErr_Restore(kind, value, traceback);
+    Py_CLEAR(self->address);
+    PyObject_Free(self);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyObject *worker_address(Worker *self, void *unused) {
+    (void)unused;
+    Py_INCREF(self->address);
+    return self->address;
+}
+
+static PyObject *worker_fileno(Worker *self, PyObject *unused) {
+    (void)unused;
+    return usable(self) ? PyLong_FromLong(self->descriptor) : NULL;
+}
+
+static PyObject *worker_transports(Worker *self, PyObject *argument) {
+    unsigned long peer = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred() || !usable(self)) return NULL;
+    PyObject *names = PyList_New(0);
+    if (!names || peer >= self->num_peers || !self->peers[peer].endpoint) return names;
+    ucp_transport_entry_t entries[MAX_TRANSPORTS] = {{NULL, NULL}};
+    ucp_ep_attr_t attributes = {.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS};
+    attributes.transports.entries = entries;
+    attributes.transports.num_entries = MAX_TRANSPORTS;
+    attributes.transports.entry_size = sizeof *entries;
+    if (ucp_ep_query(self->peers[peer].endpoint, &attributes) != UCS_OK) return names;
+    for (unsigned i = 0; i < attributes.transports.num_entries && entries[i].transport_name; i++) {
+        PyObject *name = PyUnicode_FromFormat("%s/%s", entries[i].transport_name, entries[i].device_name);
+        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+        Py_XDECREF(name);
+        if (!names) break;
+    }
+    return names;
+}
+
+static PyMethodDef worker_methods[] = {
+    {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
+    {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
+    {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
+    {"poll", (PyCFunction)worker_poll, METH_O, NULL},
+    {"arm", (PyCFunction)worker_arm, METH_NOARGS, NULL},
+    {"transports", (PyCFunction)worker_transports, METH_O, NULL},
+    {"fileno", (PyCFunction)worker_fileno, METH_NOARGS, NULL},
+    {"close", (PyCFunction)worker_close, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef worker_attributes[] = {
+    {"address", (getter)worker_address, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot worker_slots[] = {
+    {Py_tp_new, worker_new},
+    {Py_tp_dealloc, worker_dealloc},
+    {Py_tp_methods, worker_methods},
+    {Py_tp_getset, worker_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec worker_spec = {
+    .name = "braidax.comm.transports.ucx_binding.Worker",
+    .basicsize = sizeof(Worker),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = worker_slots,
+};
+
+static PyObject *module_load(PyObject *module, PyObject *path) {
+    (void)module;
+    if (!library) {
+        const char *name = PyUnicode_AsUTF8AndSize(path, NULL);
+        if (!name) return NULL;
+        void *loaded = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+        if (!loaded) return PyErr_Format(PyExc_OSError, "%s", dlerror());
+#define FIND(result, name, parameters)                                             \
+    if (!(*(void **)(&name) = dlsym(loaded, #name)))                               \
+        return PyErr_Format(PyExc_OSError, "%s has no " #name, PyUnicode_AsUTF8AndSize(path, NULL));
+        UCX_FUNCTIONS(FIND)
+        library = loaded;
+    }
+    unsigned major, minor, release;
+    ucp_get_version(&major, &minor, &release);
+    Dl_info info;
+    const char *file = dladdr(*(void **)(&ucp_get_version), &info) ? info.dli_fname : "";
+    return Py_BuildValue("sIII", file, major, minor, release);
+}
+
+static PyObject *module_describe(PyObject *module, PyObject *status) {
+    (void)module;
+    long number = PyLong_AsLong(status);
+    if (number == -1 && PyErr_Occurred()) return NULL;
+    return PyUnicode_FromString(library ? ucs_status_string((ucs_status_t)number) : "");
+}
+
+static PyMethodDef module_methods[] = {
+    {"load", module_load, METH_O, NULL},
+    {"describe", module_describe, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "ucx_binding", .m_size = -1, .m_methods = module_methods,
+};
+
+PyMODINIT_FUNC PyInit_ucx_binding(void) {
+    PyObject *module = PyModule_Create(&module_definition);
+    if (!module) return NULL;
+    PyObject *type = PyType_FromSpec(&worker_spec);
+    finish_name = PyUnicode_InternFromString("finish");
+    if (!type || !finish_name || PyModule_AddObjectRef(module, "Worker", type) < 0) Py_CLEAR(module);
+    Py_XDECREF(type);
+    return module;
+}

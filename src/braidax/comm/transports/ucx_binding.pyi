@@ -1,0 +1,33 @@
+"""The binding of UCX in C: a thin layer that knows ranks and operations, with none of UCX's types."""
+
+from collections.abc import Callable, Sequence
+
+from braidax.comm.transports.transport import Buffer, Operation
+
+def load(path: str, /) -> tuple[str, int, int, int]:
+    """Loads UCX, once a process, and returns the path of libucp and its version. Raises `OSError`."""
+
+def describe(status: int, /) -> str:
+    """Returns a status in UCX's words."""
+
+class Worker:
+    """A worker of UCX with a context of its own. Raises `OSError`; one caller at a time."""
+
+    address: bytes
+
+    def __init__(self, settings: tuple[tuple[str, str], ...], /) -> None: ...
+    def connect(
+        self, rank: int, addresses: tuple[bytes, ...], failed: Callable[[Operation, int, int, int, int], None], /
+    ) -> list[int]:
+        """Makes the endpoints and returns the status of each, 0 for a good one.
+
+        `failed` is called with operation, peer, status, length of the message, length of the buffer.
+        """
+
+    def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation, /) -> None: ...
+    def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation, /) -> None: ...
+    def poll(self, spin_seconds: float, /) -> None: ...
+    def arm(self) -> bool: ...
+    def fileno(self) -> int: ...
+    def transports(self, peer: int, /) -> list[str]: ...
+    def close(self, timeout_seconds: float, /) -> None: ...

@@ -1,0 +1,202 @@
+"""The ring on which ranks hear of one another's life and death, whatever transport their messages take.
+
+Every rank keeps a connection to the next and to the previous rank. Over both it says that it lives, and passes on what
+it hears: that a rank is lost, has aborted, or has left. A process that dies is noticed at once, by the end of its
+connections; one that is frozen or cut off, when nothing came from it for `peer_timeout_seconds`.
+"""
+
+import json
+import selectors
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Literal, final
+
+from braidax.comm.sockets import Listener
+from braidax.comm.transports.transport import World
+from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
+
+_BEATS_PER_LIMIT = 5
+_LENGTH_BYTES = 4
+_MAX_NOTICE_BYTES = 1 << 16
+_MAX_UNSENT_BYTES = 1 << 16  # to a neighbor that reads nothing; beats are left out then
+_READ_BYTES = 1 << 16
+_BEAT = (0).to_bytes(_LENGTH_BYTES, "big")
+
+
+@final
+@dataclass(frozen=True)
+class Notice:
+    """What ranks tell one another. **Fields:** `rank`: whom it is about. `reason`: in words, for the error."""
+
+    kind: Literal["lost", "aborted", "left"]
+    rank: int
+    reason: str
+
+    def error(self, world: World) -> CommError:
+        """Returns the error that the operations of this epoch end with."""
+        if self.kind == "aborted":
+            return Aborted(f"{world.describe(self.rank)} ended the epoch: {self.reason}")
+        return PeerLost(
+            f"{world.describe(self.rank)} is lost: {self.reason}; the epoch cannot go on, begin the next one",
+            self.rank,
+            world.hosts[self.rank],
+        )
+
+
+@final
+class Watch:
+    """One rank's place in the ring. Nothing here waits but `connect`; the owner calls one method at a time.
+
+    **Arguments:** `peer_timeout_seconds`: a neighbor that says nothing for so long is lost.
+
+    **Fields:** `left`: the ranks that ended on purpose.
+    """
+
+    def __init__(self, *, peer_timeout_seconds: float) -> None:
+        if not peer_timeout_seconds > 0:
+            raise ArgumentError(f"peer_timeout_seconds={peer_timeout_seconds!r}: expected seconds > 0")
+        self.left: set[int] = set()
+        self._limit = peer_timeout_seconds
+        self._beat_seconds = peer_timeout_seconds / _BEATS_PER_LIMIT
+        self._listener = Listener()
+        self._neighbors: list[_Neighbor] = []
+        self._told: set[tuple[str, int]] = set()
+        self._looked = self._beaten = time.monotonic()
+        self._world = World(0, (b"",), ("",), b"")
+
+    @property
+    def address(self) -> bytes:
+        """What the neighbors need in order to connect."""
+        return self._listener.address
+
+    def connect(self, world: World, *, timeout_seconds: float) -> None:
+        """Takes its place between both neighbors. **Arguments, Raises:** as `Transport.connect`."""
+        self._world = world
+        after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        others = {after, before} - {world.rank}
+        with self._listener as listener:
+            # Of two ranks the one in front dials, so that in a ring of two there is one connection.
+            dialed = {rank for rank in others if rank < world.rank}
+            connections = listener.connect(
+                world,
+                purpose=b"watch",
+                dialed=dialed,
+                accepted=others - dialed,
+                deadline=time.monotonic() + timeout_seconds,
+            )
+        now = self._looked = self._beaten = time.monotonic()
+        for rank, connection in connections.items():
+            connection.setblocking(False)
+            self._neighbors.append(_Neighbor(rank, connection, now))
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Registers the connections, readable when `look` has something to do."""
+        for neighbor in self._neighbors:
+            selector.register(neighbor.connection, selectors.EVENT_READ)
+
+    def unregister(self, selector: selectors.BaseSelector) -> None:
+        """Takes the connections that are still open back."""
+        for neighbor in self._neighbors:
+            selector.unregister(neighbor.connection)
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long `look` need not be called when nothing is readable."""
+        return max(0.0, self._beaten + self._beat_seconds - time.monotonic())
+
+    def look(self, selector: selectors.BaseSelector | None = None) -> list[Notice]:
+        """Says that this rank lives, and returns what is new.
+
+        **Arguments:** `selector`: what the connections are registered with; it forgets those of lost neighbors.
+        """
+        now = time.monotonic()
+        if now - self._looked > 2 * self._beat_seconds:
+            # This process itself stood still: what the neighbors said meanwhile has yet to be read.
+            for neighbor in self._neighbors:
+                neighbor.heard = now
+        self._looked = now
+        if now >= self._beaten + self._beat_seconds:
+            self._beaten = now
+            for neighbor in self._neighbors:
+                if len(neighbor.unsent) < _MAX_UNSENT_BYTES:
+                    neighbor.write(_BEAT)
+        new: list[Notice] = []
+        for neighbor in list(self._neighbors):
+            for notice in neighbor.read(now):
+                if (notice.kind, notice.rank) not in self._told:
+                    new.append(notice)
+                    self.tell(notice)
+            how = neighbor.ended or self._silent(neighbor, now)
+            if how:
+                self._neighbors.remove(neighbor)
+                if selector is not None:
+                    selector.unregister(neighbor.connection)
+                neighbor.connection.close()
+                lost = Notice("lost", neighbor.rank, how)
+                if neighbor.rank not in self.left and (lost.kind, lost.rank) not in self._told:
+                    new.append(lost)
+                    self.tell(lost)
+        return new
+
+    def tell(self, notice: Notice) -> None:
+        """Tells both neighbors, who pass it on."""
+        self._told.add((notice.kind, notice.rank))
+        if notice.kind == "left":
+            self.left.add(notice.rank)
+        data = json.dumps(asdict(notice)).encode()[:_MAX_NOTICE_BYTES]
+        for neighbor in self._neighbors:
+            neighbor.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+    def close(self) -> None:
+        """Closes the connections, once what was told is written as far as the kernel takes it."""
+        self._listener.close()
+        for neighbor in self._neighbors:
+            neighbor.write(b"")
+            neighbor.connection.close()
+        self._neighbors = []
+
+    def _silent(self, neighbor: "_Neighbor", now: float) -> str:
+        if now - neighbor.heard <= self._limit:
+            return ""
+        return f"nothing came from it for {self._limit:g} s, it is frozen or cut off"
+
+
+@dataclass
+class _Neighbor:
+    rank: int
+    connection: socket.socket
+    heard: float
+    unread: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    ended: str = ""
+
+    def write(self, data: bytes) -> None:
+        self.unsent += data
+        try:
+            del self.unsent[: self.connection.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            pass  # reading will say so, after what the neighbor may have told before it went
+
+    def read(self, now: float) -> list[Notice]:
+        try:
+            while data := self.connection.recv(_READ_BYTES):
+                self.heard = now
+                self.unread += data
+            self.ended = "its process ended"
+        except BlockingIOError:
+            if self.unsent:
+                self.write(b"")
+        except OSError as error:
+            self.ended = f"the connection to it broke: {error}"
+        notices: list[Notice] = []
+        while len(self.unread) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self.unread[:_LENGTH_BYTES], "big")
+            if len(self.unread) < end:
+                break
+            if end > _LENGTH_BYTES:
+                notices.append(Notice(**json.loads(self.unread[_LENGTH_BYTES:end])))
+            del self.unread[:end]
+        return notices

@@ -1,0 +1,5 @@
+"""Gangs: where ranks come from. Each starts processes, lets them call functions together, watches and ends them."""
+
+from braidax.gang.gang import Gang
+
+__all__ = ["Gang"]

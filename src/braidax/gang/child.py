@@ -1,0 +1,83 @@
+"""A rank of a `LocalGang`: it joins, and calls what comes over a socket, until its parent closes that or is gone."""
+
+import faulthandler
+import os
+import pickle
+import socket
+from dataclasses import dataclass
+
+from braidax.comm.stores.tcp import TcpStore
+from braidax.gang.member import Member
+from braidax.gang.processes import LIFELINE
+from braidax.lifeline import end_with
+
+LENGTH_BYTES = 8
+"""Before each message: its length, little-endian."""
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a rank is told first. It travels over the socket: nobody else on the machine sees the secret.
+
+    **Fields:** `rank`, `size`, `job`, `epoch`, `transport`: of the gang. `host`, `port`, `secret`: of its store.
+    `timeout_seconds`: how long the others may take to come.
+    """
+
+    rank: int
+    size: int
+    job: str
+    epoch: int
+    transport: str
+    store: tuple[str, int, bytes]
+    timeout_seconds: float
+
+
+def main(control: int) -> None:
+    """Serves a gang until the other end of the socket closes.
+
+    **Arguments:** `control`: the descriptor of the socket.
+    """
+    os.set_inheritable(control, False)
+    end_with(int(os.environ.pop(LIFELINE)))
+    faulthandler.enable()  # a crash in native code shows where
+    with socket.socket(fileno=control) as connection:
+        birth: Birth = pickle.loads(_receive(connection))
+        host, port, secret = birth.store
+        member = Member(
+            TcpStore(host, port, secret=secret, timeout_seconds=birth.timeout_seconds),
+            rank=birth.rank,
+            size=birth.size,
+            job=birth.job,
+            epoch=birth.epoch,
+            transport=birth.transport,
+            timeout_seconds=birth.timeout_seconds,
+        )
+        try:
+            _send(connection, member.join())
+            while True:
+                _send(connection, member.call(_receive(connection)))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            member.leave()
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(len(data).to_bytes(LENGTH_BYTES, "little"))
+    connection.sendall(data)
+
+
+def _receive(connection: socket.socket) -> bytearray:
+    length = int.from_bytes(_bytes(connection, LENGTH_BYTES), "little")
+    return _bytes(connection, length)
+
+
+def _bytes(connection: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError("the gang closed its end")
+        view = view[count:]
+    return data

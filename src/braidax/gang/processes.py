@@ -1,0 +1,324 @@
+"""Processes that live and die together: their lines get a prefix, the first end is noticed, none is left behind."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Literal, TextIO, final
+
+LIFELINE = "BRAIDAX_LIFELINE"
+"""The environment variable that holds a descriptor for `braidax.lifeline.end_with`."""
+
+LOG_LINES = 20
+"""How many of the last lines of a process are kept."""
+
+_MAX_LINE_BYTES = 1 << 16  # what is longer is cut in two
+_CHUNK_BYTES = 1 << 16
+_MAX_DRAINED = 1 << 20  # bytes; more than a pipe holds
+_KILL_SECONDS = 10.0  # for the kernel to end what was killed
+
+MAX_STDIN_BYTES = 1 << 16
+"""How long `Command.stdin` may be: what a pipe holds before anybody reads."""
+
+Stream = Literal["stdout", "stderr"]
+Writer = Callable[[int, Stream, str], None]
+"""Is given the number of the process, the stream, and a line without its end."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start a process.
+
+    **Fields:** `arguments`: the first one is the program. `environment`: all of it; `LIFELINE` is added. `folder`: the
+    working directory. `descriptors`: that it inherits under the same numbers. `stdin`: what it reads first, at
+    most `MAX_STDIN_BYTES`; the end of its input comes with `Processes.end`. None is no input at all.
+    """
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    folder: str | None = None
+    descriptors: tuple[int, ...] = ()
+    stdin: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended.
+
+    **Fields:** `number`: its place among the commands. `status`: the exit status, or minus the number of the signal.
+    `time_seconds`: when it was seen (`time.time`). `log`: its last lines.
+    """
+
+    number: int
+    pid: int
+    status: int
+    time_seconds: float
+    log: tuple[str, ...]
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        return describe_status(self.status)
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell tells it: 128 and the signal's number for a process that a signal ended."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+
+def describe_status(status: int) -> str:
+    """Returns how a process ended, in words, given its exit status or minus the number of the signal."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "of no name"
+    hint = ", as the kernel does when memory runs out" if -status == signal.SIGKILL else ""
+    return f"was ended by signal {-status} ({name}){hint}"
+
+
+def print_lines(prefixes: Sequence[str], file: TextIO | None = None) -> Writer:
+    """Returns a writer that puts a prefix before each line, by the number of the process.
+
+    **Arguments:** `file`: what is written to; None is the standard stream of the same name, whatever that is then.
+    """
+
+    def write(number: int, stream: Stream, line: str) -> None:
+        target = file if file is not None else sys.stdout if stream == "stdout" else sys.stderr
+        text = f"{prefixes[number]}{line}\n"
+        try:
+            target.write(text)
+        except UnicodeEncodeError:
+            target.write(text.encode("ascii", "backslashreplace").decode())
+        target.flush()
+
+    return write
+
+
+@final
+class Processes:
+    """Starts processes, each the leader of a group of its own, and ends them all together.
+
+    They end with this process, however it ends, if they call `end_with` on their `LIFELINE` or end with their input.
+
+    **Arguments:** `commands`: what to start. `write`: is given every line that they write, by one thread at a time.
+    `grace_seconds`: between SIGTERM and SIGKILL.
+
+    **Raises:** `OSError` when one cannot be started; none is left behind then.
+    """
+
+    def __init__(self, commands: Sequence[Command], *, write: Writer, grace_seconds: float = 5.0) -> None:
+        self._grace_seconds = grace_seconds
+        self._processes: list[_Process] = []
+        self._unseen: list[Ending] = []
+        self._changed = threading.Condition()
+        self._wake_read, self._wake_write = os.pipe()
+        self._news_read, self._news_write = os.pipe()
+        self._pipes = (self._wake_read, self._wake_write, self._news_read, self._news_write)
+        self._thread: threading.Thread | None = None
+        self._write: Writer | None = write
+        try:
+            for number, command in enumerate(commands):
+                self._processes.append(_Process(number, command))
+            self._thread = threading.Thread(target=self._watch, name="braidax-watch", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self.end()
+            raise
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when `wait` has something to return."""
+        return self._news_read
+
+    def wait(self, *, timeout_seconds: float | None) -> list[Ending]:
+        """Waits until a process has ended, and returns those that did and were not returned before; empty in the end.
+
+        **Arguments:** `timeout_seconds`: None waits for as long as all of them live.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._unseen, timeout_seconds)
+            unseen, self._unseen = self._unseen, []
+            if unseen:
+                os.read(self._news_read, len(unseen))
+        return unseen
+
+    def end(self, *, leave_seconds: float = 0.0) -> None:
+        """Ends all processes and whatever they started: SIGTERM, then SIGKILL. A second call does nothing.
+
+        **Arguments:** `leave_seconds`: how long they may take to end by themselves, before the first signal, now that
+        their input has ended.
+        """
+        try:
+            for process in self._processes:
+                process.close_input()
+            self._wait_for_all(leave_seconds)
+            for process in self._alive():
+                process.signal(signal.SIGTERM)
+            self._wait_for_all(self._grace_seconds)
+        finally:
+            for process in self._processes:
+                process.signal(signal.SIGKILL)
+            self._wait_for_all(_KILL_SECONDS)
+            self._close()
+
+    def _alive(self) -> list["_Process"]:
+        return [process for process in self._processes if process.ending is None]
+
+    def _wait_for_all(self, seconds: float) -> None:
+        if self._thread is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._alive(), seconds)
+
+    def _close(self) -> None:
+        if self._thread is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"x")
+            self._thread.join()
+            self._thread = None
+        for process in self._processes:
+            process.close()
+        self._processes = []
+        pipes, self._pipes = self._pipes, ()
+        for descriptor in pipes:
+            os.close(descriptor)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            for process in self._processes:
+                for descriptor in process.descriptors:
+                    selector.register(descriptor, selectors.EVENT_READ, process)
+            while True:
+                for key, _ in selector.select():
+                    if key.fd == self._wake_read:
+                        for process in self._processes:
+                            process.drain(self._told)
+                        return
+                    process: _Process = key.data
+                    if key.fd == process.pidfd:
+                        selector.unregister(key.fd)
+                        ending = process.ended(self._told)
+                        with self._changed:
+                            self._unseen.append(ending)
+                            os.write(self._news_write, b"x")
+                            self._changed.notify_all()
+                    elif process.read(key.fd, self._told) == 0:
+                        selector.unregister(key.fd)
+
+    def _told(self, number: int, stream: Stream, line: str) -> None:
+        if self._write is not None:
+            try:
+                self._write(number, stream, line)
+            except (OSError, ValueError):  # nobody reads it any more; the processes must not wait for that
+                self._write = None
+
+
+class _Process:
+    """One process, its descriptors, and the lines that it has begun. Its owner signals, the thread that watches reads."""
+
+    def __init__(self, number: int, command: Command) -> None:
+        self.number = number
+        self.ending: Ending | None = None
+        self._log: deque[str] = deque(maxlen=LOG_LINES)
+        with contextlib.ExitStack() as opened:
+            parent, lifeline = os.pipe()
+            opened.callback(os.close, lifeline)
+            try:
+                self._popen = subprocess.Popen(
+                    command.arguments,
+                    stdin=subprocess.DEVNULL if command.stdin is None else subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(parent, *command.descriptors),
+                    cwd=command.folder,
+                    env={**command.environment, LIFELINE: str(parent)},
+                    process_group=0,
+                    bufsize=0,
+                )
+            finally:
+                os.close(parent)
+            opened.callback(self._reap)
+            opened.callback(self.signal, signal.SIGKILL)
+            self.pidfd = os.pidfd_open(self._popen.pid)
+            opened.callback(os.close, self.pidfd)
+            self._begun: dict[int, tuple[Stream, bytearray]] = {}
+            for stream, pipe in _outputs(self._popen):
+                os.set_blocking(pipe.fileno(), False)
+                self._begun[pipe.fileno()] = (stream, bytearray())
+            if self._popen.stdin is not None:
+                self._popen.stdin.write(command.stdin or b"")  # a pipe holds MAX_STDIN_BYTES
+            self._opened = opened.pop_all()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What to watch: the end of the process, and what it writes."""
+        return (self.pidfd, *self._begun)
+
+    def read(self, descriptor: int, write: Writer) -> int | None:
+        """Reads what was written, and returns how many bytes: 0 at the end, None when there are none now."""
+        stream, begun = self._begun[descriptor]
+        try:
+            data = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return None
+        begun += data
+        *lines, rest = begun.split(b"\n")
+        if not data or len(rest) > _MAX_LINE_BYTES:
+            lines, rest = [*lines, *([rest] if rest else [])], b""
+        begun[:] = rest
+        for line in lines:
+            text = line.decode(errors="replace")
+            self._log.append(text)
+            write(self.number, stream, text)
+        return len(data)
+
+    def drain(self, write: Writer) -> None:
+        """Reads what is in the pipes now."""
+        for descriptor in self._begun:
+            for _ in range(_MAX_DRAINED // _CHUNK_BYTES):  # something it started may write forever
+                if not self.read(descriptor, write):
+                    break
+
+    def ended(self, write: Writer) -> Ending:
+        """Returns how the process ended. It stays a zombie, so that the number of its group stays its own."""
+        self.drain(write)
+        found = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self.ending = Ending(self.number, self._popen.pid, status, time.time(), tuple(self._log))
+        return self.ending
+
+    def close_input(self) -> None:
+        """Ends the input of the process."""
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the whole group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, number)
+
+    def close(self) -> None:
+        """Kills the group, reaps the process and closes all descriptors. A second call does nothing."""
+        self._opened.close()
+
+    def _reap(self) -> None:
+        self.close_input()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, as on a dead network disk
+            self._popen.wait(_KILL_SECONDS)
+        for _, pipe in _outputs(self._popen):
+            pipe.close()
+
+
+def _outputs(popen: "subprocess.Popen[bytes]") -> list[tuple[Stream, IO[bytes]]]:
+    assert popen.stdout is not None
+    assert popen.stderr is not None
+    return [("stdout", popen.stdout), ("stderr", popen.stderr)]

@@ -1,0 +1,86 @@
+"""One rank under an MPI launcher: runs the checks that its arguments name, and prints how each went."""
+
+import importlib
+import sys
+import time
+import traceback
+
+from jaxtyping import install_import_hook
+
+importlib.import_module("tests.annotations")  # the hook looks it up as an attribute of `tests`
+
+with install_import_hook("braidax", "tests.annotations.checked"):
+    import mpi4py
+
+    if sys.argv[1] == "one-thread":
+        mpi4py.rc.thread_level = "single"
+    from mpi4py import MPI
+
+    from braidax.comm.transports.mpi import MpiTransport
+    from braidax.comm.transports.transport import World
+    from braidax.errors import CommError
+    from tests.comm.transports import checks
+    from tests.comm.transports.worlds import SECRET, Rank, hosts, run
+
+
+def say(*words: object) -> None:
+    """Prints a line whole, whatever other ranks print."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def run_check(name: str) -> None:
+    """Runs a check on a communicator of its own, so that a connection that fails disturbs no other."""
+    comm = MPI.COMM_WORLD.Dup()
+    transport = MpiTransport(comm)
+    addresses = comm.allgather(transport.address)
+    rank = Rank(transport, World(comm.rank, addresses, hosts(comm.size), SECRET))
+    check = getattr(checks, name)
+    began = time.monotonic()
+    run(rank, check, connects=check in checks.CONNECTED)
+    say(f"{name} ok {time.monotonic() - began:.3f}")
+
+
+def refuse(*, addresses: list[bytes]) -> None:
+    """Prints why a world is refused."""
+    transport = MpiTransport()
+    try:
+        transport.connect(World(MPI.COMM_WORLD.rank, addresses, hosts(len(addresses)), SECRET), timeout_seconds=5)
+    except CommError as error:
+        say(type(error).__name__, error)
+    finally:
+        transport.close(timeout_seconds=0)
+
+
+def leave_nothing() -> None:
+    """Prints what is left after a second world."""
+    for _ in range(2):
+        run_check("check_sizes")
+        left = checks.num_descriptors_and_threads()
+    run_check("check_sizes")
+    assert checks.num_descriptors_and_threads(at_most=left) <= left
+    say("nothing left")
+
+
+def main() -> None:
+    """Does what the arguments say; one rank that fails ends all."""
+    try:
+        match sys.argv[1]:
+            case "checks":
+                for name in sys.argv[2:]:
+                    run_check(name)
+            case "one-thread":
+                refuse(addresses=[b"0"])
+            case "refuse":
+                refuse(addresses=[text.encode() for text in sys.argv[2:]])
+            case "leave":
+                leave_nothing()
+            case other:
+                raise ValueError(other)
+    except BaseException:  # noqa: BLE001
+        say(f"rank {MPI.COMM_WORLD.rank}:", traceback.format_exc())
+        MPI.COMM_WORLD.Abort(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The contract of transports: the same checks, over all of them, in worlds of 1 to 4 ranks."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+from braidax.comm.transports.in_process import Hub, InProcessTransport
+from braidax.comm.transports.named import make_transport
+from braidax.comm.transports.transport import Transport
+from tests.comm.transports import checks
+from tests.comm.transports.worlds import Check, Rank, run_mpi, run_threads
+
+CHECKS = (*checks.CONNECTED, *checks.CONNECTING)
+IN_THREADS = ("in-process", "tcp", "ucx")
+
+
+def make(name: str, size: int) -> Sequence[Transport]:
+    """Makes the transports of a world whose ranks are threads of this process."""
+    if name == "in-process":
+        hub = Hub()
+        return [InProcessTransport(hub) for _ in range(size)]
+    return [make_transport(name) for _ in range(size)]
+
+
+@pytest.fixture(scope="module")
+def mpi_output() -> Callable[[int], str]:
+    """What the ranks of an MPI launcher print when they run all checks, once for each size."""
+
+    @functools.cache
+    def output(size: int) -> str:
+        done = run_mpi(size, "checks", *(check.__name__ for check in CHECKS))
+        return f"{done.stdout}\nexit status {done.returncode}"
+
+    return output
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", IN_THREADS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(check: Check, name: str, size: int) -> None:
+    run_threads(functools.partial(make, name), size, check, connects=check in checks.CONNECTED)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract_over_mpi(check: Check, size: int, mpi_output: Callable[[int], str]) -> None:
+    output = mpi_output(size)
+    assert output.count(f"{check.__name__} ok") == size, output
+    assert output.endswith("exit status 0"), output
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+@hypothesis.settings(max_examples=4)
+@hypothesis.given(seed=strategies.integers(0, 1 << 30), size=strategies.integers(1, 4))
+def test_storms(name: str, seed: int, size: int) -> None:
+    run_threads(functools.partial(make, name), size, functools.partial(checks.check_storm, seed=seed))
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_nothing_is_left_after_close(name: str) -> None:
+    for _ in range(2):  # a library may keep what it needs once
+        run_threads(functools.partial(make, name), 3, checks.check_order_within_a_tag)
+        left = checks.num_descriptors_and_threads()
+    run_threads(functools.partial(make, name), 3, checks.check_order_within_a_tag)
+    assert checks.num_descriptors_and_threads(at_most=left) <= left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_a_message_longer_than_an_int32_can_say(name: str) -> None:
+    length = (1 << 31) + 4099
+    sent, place = np.zeros(length, np.uint8), np.ones(length, np.uint8)
+    sent[:: 1 << 20] = np.arange(len(sent[:: 1 << 20])) % 251
+    sent[-1] = 77
+
+    def check(rank: Rank) -> None:
+        if rank.rank == 0:
+            rank.wait(rank.send(1, 1, memoryview(sent)))
+        else:
+            received = rank.receive(0, 1, memoryview(place))
+            rank.wait(received)
+            assert received.num_bytes == length
+
+    run_threads(functools.partial(make, name), 2, check)
+    assert np.array_equal(sent, place)
