@@ -175,7 +175,9 @@ def test_what_is_no_braidax_is_shown(pair: tuple[socket.socket, socket.socket], 
 
 def test_an_end_that_goes_is_an_error_at_once(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[1].shutdown(socket.SHUT_WR)
-    with pytest.raises(HandshakeError, match=r"rank 2 closed the connection within the handshake \(end of the stream\)"):
+    with pytest.raises(
+        HandshakeError, match=r"rank 2 closed the connection within the handshake \(end of the stream\)"
+    ):
         accept_handshake(pair[0], purpose=b"tcp", secret=SECRET, peer="rank 2", deadline=soon())
 
 

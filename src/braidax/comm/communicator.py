@@ -34,12 +34,14 @@ class Counters:
 class Communicator:
     """Sends values between ranks, and combines those of all; made by `connect`, or by `split` of another.
 
-    A value is a NumPy array, a buffer (`bytes`, `memoryview`, `pyarrow.Buffer` …), or a list of buffers, of any size. It
-    arrives as what it was: an array of the same dtype and shape, a `memoryview`, a list of them. All ranks of a group
-    call the same collectives in the same order. Any thread may call; collectives of one group come from one at a time.
+    A value is a NumPy array, a buffer (`bytes`, `memoryview`, `pyarrow.Buffer` …), or a list of buffers, of any size.
+    It arrives as what it was: an array of the same dtype and shape, a `memoryview`, a list of them. All ranks of a
+    group call the same collectives in the same order. Any thread may call; collectives of a group come from one at a
+    time.
 
-    Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, an `abort` or a limit that passes
-    end the *epoch*: every call on every rank then raises, naming the rank. Go on by connecting again, as the next epoch.
+    Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, an `abort` or a limit that
+    passes end the *epoch*: every call on every rank then raises, naming the rank. Go on by connecting again, as the
+    next epoch.
 
     **Fields:** `rank`, `size`: of this rank in the group, and the number of its ranks. `hosts`: the host's name of each
     rank. `timeout_seconds`: may be changed. `trace`: gets a span for each call, on the lane `comm`. `start`: the same
@@ -82,9 +84,9 @@ class Communicator:
             self._wait("send_buffer", operation)
 
     def recv_buffer(self, buffer: Any, source: int, *, tag: int = 0) -> int:
-        """Receives bytes of `send_buffer` into their place. **Returns:** how many came. **Arguments, Raises:** as `send`.
+        """Receives bytes of `send_buffer` into their place.
 
-        A message that is longer than the buffer raises `CommError`.
+        **Returns:** how many came. **Arguments, Raises:** as `send`; `CommError` for a message that is too long.
         """
         operation = self._progress.receive(
             self._world_rank(source, "source"), self._group.point_tag(tag), _flat(buffer, "buffer")
@@ -151,8 +153,8 @@ class Communicator:
         self._counters.num_groups = first + len(colors)
         if self._counters.num_groups > MAX_GROUPS:
             raise CommError(
-                f"split made group {self._counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep the "
-                "groups and use them again"
+                f"split made group {self._counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep "
+                "the groups and use them again"
             )
         members = [rank for rank in range(self.size) if rows[rank, 0] == color]
         members.sort(key=lambda rank: (rows[rank, 1], rank))

@@ -3,10 +3,12 @@
 An array arrives as an array of the same dtype and shape, any other buffer as a `memoryview`, and a list of buffers,
 which is one message, as a list of them. Nothing is pickled.
 
-What is sent first fits in `FIRST_BYTES`, so that it can be received by somebody who knows nothing of it: the lengths of
-head and body, and the head and the body as far as there is room for them whole. What had no room follows as one message.
+What is sent first fits in `FIRST_BYTES`, so that it can be received by somebody who knows nothing of it: the lengths
+of head and body, and the head and the body as far as there is room for them whole. What had no room follows as one
+message.
 """
 
+import itertools
 import json
 import struct
 from collections.abc import Sequence
@@ -49,8 +51,8 @@ def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
 
     **Raises:** `ArgumentError` for what is no array and no buffer, and for arrays of Python objects.
     """
-    if isinstance(value, np.ndarray):
-        array = cast("NDArray[Any]", value)
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(cast("NDArray[Any]", value))
         if array.dtype.hasobject:
             raise ArgumentError(
                 f"{name}= has dtype={array.dtype}: expected numbers or bytes; Python objects do not travel"
@@ -72,7 +74,7 @@ def bytes_of(array: NDArray[Any]) -> Buffer:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A value on its way. **Fields:** `first`: buffers of the first message; `rest`: of the second, empty without one."""
+    """A value on its way. **Fields:** `first`: buffers of the first message; `rest`: of the second, if there is one."""
 
     first: list[Buffer]
     rest: list[Buffer]
@@ -148,7 +150,7 @@ def value_of(head: Head, data: NDArray[np.uint8]) -> Value:
     if head.form == "buffer":
         return view
     ends = np.cumsum([0, *head.lengths]).tolist()
-    return [view[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [view[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def empty(num_bytes: int) -> NDArray[np.uint8]:

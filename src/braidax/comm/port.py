@@ -26,8 +26,8 @@ MAX_GROUPS = 1 << 12
 class Port:
     """Sends to and receives from the ranks of a group, under one tag.
 
-    **Arguments:** `progress`: moves the messages. `ranks`: of the members in the world, by rank in the group. `rank`: in
-    the group. `tag`: see `tag_of`. `hosts`: a number for each member's host, the same for ranks on the same one.
+    **Arguments:** `progress`: moves the messages. `ranks`: of the members in the world, by rank in the group. `rank`:
+    in the group. `tag`: see `tag_of`. `hosts`: a number for each member's host, the same for ranks on the same one.
     """
 
     progress: Progress
@@ -60,8 +60,9 @@ class Port:
         """Raises `CommError` when what has been received does not fill the array."""
         if operation.num_bytes != array.nbytes and operation.error is None:
             raise CommError(
-                f"{self.progress.world.describe(operation.peer)} sent {operation.num_bytes:,} bytes where {array.nbytes:,} "
-                "were expected; do all ranks call the same operations in the same order, with the same shapes and dtypes?"
+                f"{self.progress.world.describe(operation.peer)} sent {operation.num_bytes:,} bytes where "
+                f"{array.nbytes:,} were expected; do all ranks call the same operations in the same order, with the "
+                "same shapes and dtypes?"
             )
 
     def among(self, members: Sequence[int]) -> "Port":

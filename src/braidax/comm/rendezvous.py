@@ -44,6 +44,9 @@ class Tuning:
             raise ArgumentError(f"spin_seconds={self.spin_seconds!r}: expected seconds >= 0")
 
 
+DEFAULT = Tuning()
+
+
 def connect(
     store: Store,
     *,
@@ -52,8 +55,8 @@ def connect(
     transport: str | Transport = "tcp",
     job: str = "braidax",
     epoch: int = 0,
-    timeout_seconds: float = 60.0,
-    tuning: Tuning = Tuning(),  # noqa: B008 (frozen)
+    timeout_seconds: float = 120.0,
+    tuning: Tuning = DEFAULT,
 ) -> Communicator:
     """Joins the ranks of a job; all of them call it at about the same time, and it returns when all have.
 
@@ -140,8 +143,8 @@ def _meet(store: ScopedStore, card: _Card, where: str, deadline: float) -> tuple
     """Leaves a card, and collects those of all ranks, and the secret that rank 0 makes."""
     if store.add(f"joined/{card.rank}", 1) != 1:
         raise HandshakeError(
-            f"rank {card.rank} has joined {where} before; expected each rank once: give another job its own job=, and the "
-            "same job, when it connects again, the next epoch="
+            f"rank {card.rank} has joined {where} before; expected each rank once: give another job its own job=, and "
+            "the same job, when it connects again, the next epoch="
         )
     if card.rank == 0:
         store.set("secret", secrets.token_bytes(32))
@@ -186,8 +189,8 @@ def _absent(store: ScopedStore, missing: list[int], card: _Card, where: str) -> 
             absent.append(rank)
     listed = ", ".join(map(str, absent[:16])) + ("…" if len(absent) > 16 else "")
     return WaitTimeout(
-        f"ranks {listed} of {card.size} did not join {where} within timeout_seconds=; expected all of them: look at their "
-        "logs, and see that all use the same store, job, epoch and size"
+        f"ranks {listed} of {card.size} did not join {where} within timeout_seconds=; expected all of them: look at "
+        "their logs, and see that all use the same store, job, epoch and size"
     )
 
 
@@ -199,7 +202,8 @@ def _check_fits(mine: _Card, other: _Card) -> None:
         )
     if other.size != mine.size:
         raise HandshakeError(
-            f"{who} was started as one of size={other.size} ranks, {me} as one of {mine.size}; start all with the same size"
+            f"{who} was started as one of size={other.size} ranks, {me} as one of {mine.size}; start all with the same "
+            "size"
         )
     if other.transport != mine.transport:
         raise HandshakeError(

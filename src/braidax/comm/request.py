@@ -52,7 +52,7 @@ class Request(Generic[T]):
         return cast("T", self._result)
 
     def _advance(self) -> None:
-        """Runs the algorithm until it has to wait; called by one thread at a time, whoever noticed that it may go on."""
+        """Runs the algorithm until it has to wait; called by whoever noticed that it may go on, one at a time."""
         try:
             while True:
                 failed = next((item.error for item in self._operations if item.error is not None), None)

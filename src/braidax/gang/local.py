@@ -203,7 +203,7 @@ class _Rank:
             return False
 
     def pop_answer(self) -> "list[bytearray | Ended]":
-        """Returns the answer that is owed, or how the rank ended without it, once; nothing as long as there is neither."""
+        """Returns the answer that is owed, or how the rank ended without it, once; before that nothing."""
         found = self._answer or self.ended
         if not self.owes or found is None:
             return []

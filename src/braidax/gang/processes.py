@@ -222,7 +222,7 @@ class Processes:
 
 
 class _Process:
-    """One process, its descriptors, and the lines that it has begun. Its owner signals, the thread that watches reads."""
+    """One process, its descriptors, and the lines it has begun. Its owner signals; the thread that watches reads."""
 
     def __init__(self, number: int, command: Command) -> None:
         self.number = number

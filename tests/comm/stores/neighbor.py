@@ -19,12 +19,18 @@ from braidax.comm.stores.urls import open_store
 def main() -> None:
     """Answers each line with one line, after a first one that says that this process is there."""
     stores: dict[str, Store] = {}
-    print(json.dumps("ready"), flush=True)
+    say("ready")
     for line in sys.stdin:
         try:
-            print(json.dumps(answer(stores, **json.loads(line))), flush=True)
-        except Exception as error:
-            print(json.dumps({"raised": repr(error)}), flush=True)
+            say(answer(stores, **json.loads(line)))
+        except Exception as error:  # noqa: BLE001  (the test sees it)
+            say({"raised": repr(error)})
+
+
+def say(what: Any) -> None:
+    """Writes a line."""
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
 
 
 def answer(stores: dict[str, Store], action: str, name: str, **given: Any) -> Any:

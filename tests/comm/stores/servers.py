@@ -147,7 +147,7 @@ class Result:
         def call() -> None:
             try:
                 self._found = (function(*args, **options), None)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  (raised by get)
                 self._found = (None, error)
 
         self._thread = threading.Thread(target=call)

@@ -149,7 +149,7 @@ def test_no_two_callers_add_up_to_the_same(place: Place) -> None:
         place.tell(number, "add", key="count", amount=1, times=50)
     threads = [in_thread(lambda: [place.store.add("count", 1) for _ in range(50)]) for _ in range(3)]
     sums = [thread.get() for thread in threads] + [neighbor.hear() for neighbor in place.neighbors]
-    assert sorted(sum(sums, [])) == list(range(1, 50 * len(sums) + 1))
+    assert sorted(number for each in sums for number in each) == list(range(1, 50 * len(sums) + 1))
     assert all(each == sorted(each) for each in sums)
     assert place.store.add("count", -7) == 50 * len(sums) - 7
     assert place.store.add("count", 0) == 50 * len(sums) - 7
@@ -172,7 +172,7 @@ def test_a_wait_ends_in_time_and_names_key_and_store(place: Place, seconds: floa
     took = time.monotonic() - begun
     assert seconds <= took < seconds + 2
     assert place.store.address in str(caught.value)
-    assert f"the key \"{place.job}/0/nobody's\" got no value within {seconds:g} s" in str(caught.value)
+    assert f'the key "{place.job}/0/nobody\'s" got no value within {seconds:g} s' in str(caught.value)
     assert "does it use the same store, job and epoch?" in str(caught.value)
 
 

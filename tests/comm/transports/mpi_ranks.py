@@ -1,26 +1,16 @@
 """One rank under an MPI launcher: runs the checks that its arguments name, and prints how each went."""
 
-import importlib
 import sys
 import time
 import traceback
 
-from jaxtyping import install_import_hook
+from mpi4py import MPI
 
-importlib.import_module("tests.annotations")  # the hook looks it up as an attribute of `tests`
-
-with install_import_hook("braidax", "tests.annotations.checked"):
-    import mpi4py
-
-    if sys.argv[1] == "one-thread":
-        mpi4py.rc.thread_level = "single"
-    from mpi4py import MPI
-
-    from braidax.comm.transports.mpi import MpiTransport
-    from braidax.comm.transports.transport import World
-    from braidax.errors import CommError
-    from tests.comm.transports import checks
-    from tests.comm.transports.worlds import SECRET, Rank, hosts, run
+from braidax.comm.transports.mpi import MpiTransport
+from braidax.comm.transports.transport import World
+from braidax.errors import CommError
+from tests.comm.transports import checks
+from tests.comm.transports.worlds import SECRET, Rank, hosts, run
 
 
 def say(*words: object) -> None:
@@ -33,8 +23,8 @@ def run_check(name: str) -> None:
     """Runs a check on a communicator of its own, so that a connection that fails disturbs no other."""
     comm = MPI.COMM_WORLD.Dup()
     transport = MpiTransport(comm)
-    addresses = comm.allgather(transport.address)
-    rank = Rank(transport, World(comm.rank, addresses, hosts(comm.size), SECRET))
+    addresses = comm.allgather(transport.address)[::-1]  # our ranks are not MPI's
+    rank = Rank(transport, World(comm.size - 1 - comm.rank, addresses, hosts(comm.size), SECRET))
     check = getattr(checks, name)
     began = time.monotonic()
     run(rank, check, connects=check in checks.CONNECTED)
@@ -43,7 +33,11 @@ def run_check(name: str) -> None:
 
 def refuse(*, addresses: list[bytes]) -> None:
     """Prints why a world is refused."""
-    transport = MpiTransport()
+    try:
+        transport = MpiTransport()
+    except CommError as error:
+        say(type(error).__name__, error)
+        return
     try:
         transport.connect(World(MPI.COMM_WORLD.rank, addresses, hosts(len(addresses)), SECRET), timeout_seconds=5)
     except CommError as error:
@@ -52,9 +46,23 @@ def refuse(*, addresses: list[bytes]) -> None:
         transport.close(timeout_seconds=0)
 
 
+def break_mpi() -> None:
+    """Prints how operations end when MPI fails under them."""
+    transport = MpiTransport()
+    rank = Rank(transport, World(0, [transport.address], hosts(1), SECRET))
+    rank.connect()
+    operations = [rank.receive(0, 1, bytearray(1 << 20)), rank.send(0, 2, bytearray(1 << 20))]
+    transport._comm.Free()
+    transport.poll(0.0)
+    operations += [rank.receive(0, 1, bytearray(1)), rank.send(0, 2, b"1"), rank.send(0, 2, bytearray(1 << 20))]
+    for operation in operations:
+        say(type(operation.error).__name__, operation.error)
+    rank.close()
+
+
 def leave_nothing() -> None:
     """Prints what is left after a second world."""
-    for _ in range(2):
+    for _ in range(2):  # MPI may keep what it needs once
         run_check("check_sizes")
         left = checks.num_descriptors_and_threads()
     run_check("check_sizes")
@@ -69,18 +77,18 @@ def main() -> None:
             case "checks":
                 for name in sys.argv[2:]:
                     run_check(name)
-            case "one-thread":
-                refuse(addresses=[b"0"])
             case "refuse":
-                refuse(addresses=[text.encode() for text in sys.argv[2:]])
+                for text in sys.argv[2:]:
+                    refuse(addresses=text.encode().split(b","))
+            case "break":
+                break_mpi()
             case "leave":
                 leave_nothing()
+            case "fail":
+                assert MPI.COMM_WORLD.rank != 1, "rank 1 fails"
+                run_check("check_sizes")
             case other:
                 raise ValueError(other)
     except BaseException:  # noqa: BLE001
         say(f"rank {MPI.COMM_WORLD.rank}:", traceback.format_exc())
         MPI.COMM_WORLD.Abort(1)
-
-
-if __name__ == "__main__":
-    main()

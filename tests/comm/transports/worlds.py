@@ -23,6 +23,14 @@ MPI_SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+# Annotations are checked there too; not by jaxtyping, which would import JAX in every rank.
+MPI_CODE = """
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
+beartype_package("braidax.comm.transports", conf=BeartypeConf(is_pep484_tower=True))
+from tests.comm.transports.mpi_ranks import main
+main()
+"""
 
 
 class OtherFailed(Exception):
@@ -157,14 +165,16 @@ def run_threads(make: Make, size: int, check: Check, *, connects: bool = True) -
         raise error
 
 
-def run_mpi(size: int, *arguments: str, limit_seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_mpi(
+    size: int, *arguments: str, environment: dict[str, str] | None = None, limit_seconds: float = 120.0
+) -> subprocess.CompletedProcess[str]:
     """Runs `tests.comm.transports.mpi_ranks` under the MPI launcher of this environment."""
     launcher = Path(sys.executable).with_name("mpiexec")
-    command = [launcher, "--timeout", f"{limit_seconds:.0f}", "-n", str(size), sys.executable, "-m"]
+    command = [launcher, "--timeout", f"{limit_seconds:.0f}", "-n", str(size), sys.executable, "-c", MPI_CODE]
     return subprocess.run(
-        [*command, "tests.comm.transports.mpi_ranks", *arguments],
+        [*command, *arguments],
         cwd=ROOT,
-        env={**os.environ, **MPI_SETTINGS},
+        env={**os.environ, **MPI_SETTINGS, **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

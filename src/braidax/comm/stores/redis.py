@@ -47,9 +47,9 @@ class RedisStore(Store):
                 socket_connect_timeout=timeout_seconds,
                 retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),  # an amount must not be added twice
             )
-        except (ValueError, TypeError) as error:
+            self._reach(time.monotonic() + timeout_seconds)
+        except (ValueError, TypeError) as error:  # the second one for what the query says
             raise ArgumentError(f"url={self._address!r}: {error}; expected redis://host:port") from error
-        self._reach(time.monotonic() + timeout_seconds)
 
     @property
     def address(self) -> str:

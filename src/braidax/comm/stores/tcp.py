@@ -123,8 +123,9 @@ class TcpStore(Store):
             except WaitTimeout:
                 raise
             except HandshakeError as error:
-                num_closed += isinstance(error.__cause__, ConnectionError)
-                wait = backoff(deadline, pause) if 0 < num_closed < _MAX_CLOSED else None
+                hung_up = isinstance(error.__cause__, ConnectionError)
+                num_closed += 1
+                wait = backoff(deadline, pause) if hung_up and num_closed < _MAX_CLOSED else None
                 if wait is None:
                     raise
             except OSError as error:

@@ -231,9 +231,8 @@ class _Loop:
 
     def _drop(self, connection: Connection) -> None:
         del self._connections[connection]
-        if connection in self._strangers:
-            del self._strangers[connection]
-            self.num_refused += 1
+        self._strangers.pop(connection, None)
+        self.num_refused += not connection.handshake.done
         self._forget_wait(connection)
         if connection.socket in self._selector.get_map():
             self._selector.unregister(connection.socket)

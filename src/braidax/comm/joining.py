@@ -1,0 +1,47 @@
+"""`from_environment`: joins the ranks that a gang or `braidax launch` started, with nothing to be said."""
+
+import os
+from collections.abc import Mapping
+
+from braidax.comm.communicator import Communicator
+from braidax.comm.environment import rank_from_environment
+from braidax.comm.rendezvous import DEFAULT, Tuning, connect
+from braidax.comm.stores.urls import open_store
+from braidax.errors import ArgumentError
+
+
+def from_environment(
+    environ: Mapping[str, str] | None = None, *, timeout_seconds: float = 120.0, tuning: Tuning = DEFAULT
+) -> Communicator:
+    """Joins the ranks of the job that this process was started for; each joins once an epoch.
+
+    **Arguments:** `environ`: the variables, those of the process by default: `BRAIDAX_RANK`, `BRAIDAX_SIZE`,
+    `BRAIDAX_STORE` (a URL, see `open_store`), and `BRAIDAX_SECRET`, `BRAIDAX_JOB`, `BRAIDAX_EPOCH`,
+    `BRAIDAX_TRANSPORT` where they are given. `timeout_seconds`, `tuning`: as for `connect`.
+
+    **Returns, Raises:** as `connect`; `ArgumentError` naming a variable that is missing or cannot be.
+    """
+    variables = os.environ if environ is None else environ
+    place = rank_from_environment(variables)
+    if place is None or "BRAIDAX_STORE" not in variables:
+        missing = "BRAIDAX_STORE" if place is not None else "BRAIDAX_RANK"
+        raise ArgumentError(
+            f"{missing} is not set: expected it in the environment; start the program with `braidax launch "
+            "--processes N SCRIPT`, or call connect(store, rank=…, size=…) yourself"
+        )
+    secret = variables.get("BRAIDAX_SECRET")
+    with open_store(
+        variables["BRAIDAX_STORE"],
+        secret=None if secret is None else bytes.fromhex(secret),
+        timeout_seconds=timeout_seconds,
+    ) as store:
+        return connect(
+            store,
+            rank=place.rank,
+            size=place.size,
+            transport=variables.get("BRAIDAX_TRANSPORT", "tcp"),
+            job=place.job or "braidax",
+            epoch=place.epoch,
+            timeout_seconds=timeout_seconds,
+            tuning=tuning,
+        )

@@ -1,0 +1,74 @@
+"""Ranks that are threads of the test's process."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, Store, Tuning, connect
+from braidax.comm.transports.transport import Transport
+
+LIMIT_SECONDS = 60.0
+
+
+def transports(name: str, size: int) -> list[str | Transport]:
+    """Returns what each rank gives to `connect`."""
+    if name == "in-process":
+        hub = Hub()
+        return [InProcessTransport(hub) for _ in range(size)]
+    return [name] * size
+
+
+def outcomes(
+    size: int,
+    call: Callable[[Communicator], Any],
+    *,
+    transport: str = "in-process",
+    store: Callable[[], Store] | None = None,
+    tunings: Sequence[Tuning] | None = None,
+    timeout_seconds: float = LIMIT_SECONDS,
+    job: str = "test",
+) -> list[Any]:
+    """Runs a function on every rank, and returns what each returned or raised.
+
+    **Arguments:** `store`: opens the store of one rank; all share a `MemoryStore` by default.
+    """
+    shared = MemoryStore()
+    chosen = transports(transport, size)
+    found: list[Any] = [None] * size
+
+    def rank_main(rank: int) -> None:
+        try:
+            opened = shared if store is None else store()
+            with (
+                opened,
+                connect(
+                    opened,
+                    rank=rank,
+                    size=size,
+                    transport=chosen[rank],
+                    job=job,
+                    timeout_seconds=timeout_seconds,
+                    tuning=Tuning() if tunings is None else tunings[rank],
+                ) as comm,
+            ):
+                found[rank] = call(comm)
+                comm.barrier()
+        except BaseException as error:  # noqa: BLE001 (the test looks at it)
+            found[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_SECONDS)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+    return found
+
+
+def results(size: int, call: Callable[[Communicator], Any], **options: Any) -> list[Any]:
+    """The same, for functions that raise on no rank."""
+    found = outcomes(size, call, **options)
+    for rank, outcome in enumerate(found):
+        if isinstance(outcome, BaseException):
+            raise AssertionError(f"rank {rank} of {size} raised") from outcome
+    return found

@@ -1,0 +1,71 @@
+"""One contract for communicators: every transport, every store, 1 to 8 ranks."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from braidax.comm import FileStore, MemoryStore, Store, TcpStoreServer, Tuning, open_store
+from braidax.comm.stores.jax import JaxStore
+from braidax.comm.stores.redis import RedisStore
+from tests.comm.exercise import exercise
+from tests.comm.ranks import results
+from tests.comm.stores.servers import REDIS_PASSWORD, SECRET, coordination_service, redis_server
+from tests.comm.transports.worlds import MPI_SETTINGS
+from tests.laws.tree import ROOT
+
+SIZES = [1, 2, 3, 4, 8]
+
+
+@pytest.fixture(scope="module", params=["memory", "file", "tcp", "redis", "jax"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Store]]:
+    """Opens the store of one rank, in a folder, server or service of its kind."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with contextlib.ExitStack() as stack:
+        match request.param:
+            case "memory":
+                shared = MemoryStore()
+                yield lambda: shared
+            case "file":
+                yield lambda: FileStore(folder)
+            case "tcp":
+                server = stack.enter_context(TcpStoreServer(secret=SECRET))
+                yield lambda: open_store(server.address, secret=SECRET)
+            case "redis":
+                url = f"redis://:{REDIS_PASSWORD}@127.0.0.1:{stack.enter_context(redis_server(folder))}"
+                yield lambda: RedisStore(url)
+            case _:
+                client = stack.enter_context(coordination_service([], "jax"))
+                yield lambda: JaxStore(client)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("transport", ["in-process", "tcp", "ucx"])
+def test_every_operation(transport: str, size: int, place: Callable[[], Store]) -> None:
+    assert results(size, exercise, transport=transport, store=place, job=f"{transport}-{size}") == ["exercised"] * size
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "aaaabbbb", "abc"])
+def test_every_operation_over_several_hosts(hosts: str) -> None:
+    tunings = [Tuning(host=host) for host in hosts]
+    assert results(len(hosts), exercise, tunings=tunings) == ["exercised"] * len(hosts)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_operation_over_mpi(size: int, tmp_path: Path) -> None:
+    command = ["-n", str(size), sys.executable, "-m", "tests.comm.exercise", "mpi", str(tmp_path)]
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "mpiexec"), *command],
+        cwd=ROOT,
+        env={**os.environ, **MPI_SETTINGS},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} exercised" for rank in range(size)]
