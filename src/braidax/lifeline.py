@@ -5,6 +5,9 @@ import os
 import signal
 import threading
 
+LIFELINE = "BRAIDAX_LIFELINE"
+"""The environment variable in which a parent that wants it leaves the descriptor for `end_with`."""
+
 
 def end_with(descriptor: int) -> None:
     """Ends this process when its parent is gone, also in the middle of native code; of a process group, all of it.

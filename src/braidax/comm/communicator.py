@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.group import Group
-from braidax.comm.messages import Value
-from braidax.comm.port import MAX_GROUPS, Steps
+from braidax.comm.messages import Value, bytes_of
+from braidax.comm.port import MAX_GROUPS, MAX_NUMBER, Steps
 from braidax.comm.request import run
 from braidax.comm.starting import Starting
 from braidax.comm.transports.transport import Operation
@@ -56,6 +56,7 @@ class Communicator:
         self.trace = Trace()
         self.start = Starting(group, lambda: self.timeout_seconds)
         self._group = group
+        self._first_tag = group.point_tag(0)
         self._progress = group.progress
         self._counters = counters
 
@@ -77,9 +78,10 @@ class Communicator:
 
         **Arguments:** `buffer`: a contiguous array or buffer. The others, and **Raises:** as `send`.
         """
-        operation = self._progress.send(
-            self._world_rank(dest, "dest"), self._group.point_tag(tag), (_flat(buffer, "buffer"),)
-        )
+        if not 0 <= dest < self.size or not 0 <= tag <= MAX_NUMBER:  # a microsecond counts here
+            self._group.check_rank(dest, "dest")
+            self._group.point_tag(tag)
+        operation = self._progress.send_now(self._group.ranks[dest], self._first_tag | tag, (_flat(buffer),))
         if not operation.done or operation.error is not None:
             self._wait("send_buffer", operation)
 
@@ -88,9 +90,10 @@ class Communicator:
 
         **Returns:** how many came. **Arguments, Raises:** as `send`; `CommError` for a message that is too long.
         """
-        operation = self._progress.receive(
-            self._world_rank(source, "source"), self._group.point_tag(tag), _flat(buffer, "buffer")
-        )
+        if not 0 <= source < self.size or not 0 <= tag <= MAX_NUMBER:
+            self._group.check_rank(source, "source")
+            self._group.point_tag(tag)
+        operation = self._progress.receive_now(self._group.ranks[source], self._first_tag | tag, _flat(buffer))
         if not operation.done or operation.error is not None:
             self._wait("recv_buffer", operation)
         return operation.num_bytes
@@ -211,22 +214,21 @@ class Communicator:
     def _give_up(self, name: str, error: WaitTimeout) -> None:
         self.abort(f"{name} took longer than {self.timeout_seconds:g} s: {error}")
 
-    def _world_rank(self, peer: int, name: str) -> int:
-        self._group.check_rank(peer, name)
-        return self._group.ranks[peer]
 
-
-def _flat(buffer: Any, name: str) -> memoryview:
+def _flat(buffer: Any) -> memoryview:
     """Returns the bytes of a contiguous buffer, its own memory."""
-    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
-    if not view.c_contiguous:
-        raise ArgumentError(f"{name}= is not contiguous: expected bytes side by side; copy it first")
-    if view.format == "B" and view.ndim == 1:
-        return view
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
+    try:
+        return memoryview(buffer).cast("B")
+    except (TypeError, ValueError):  # not contiguous, of no elements, or of a dtype that buffers do not know
+        if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+            return bytes_of(cast("NDArray[Any]", buffer))
+        raise ArgumentError(
+            f"buffer= is a {type(buffer).__name__}: expected a contiguous NumPy array or buffer of bytes; copy it first"
+        ) from None
 
 
 def _num_bytes(value: Value) -> int:
+    """Returns the bytes of a value, for its span; what is no value raises elsewhere."""
     if isinstance(value, list | tuple):
         return sum(_num_bytes(part) for part in cast("Sequence[Any]", value))
-    return int(getattr(value, "nbytes", None) or len(value))
+    return int(getattr(value, "nbytes", 0)) or (len(value) if isinstance(value, bytes | bytearray) else 0)

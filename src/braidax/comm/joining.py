@@ -29,12 +29,11 @@ def from_environment(
             f"{missing} is not set: expected it in the environment; start the program with `braidax launch "
             "--processes N SCRIPT`, or call connect(store, rank=…, size=…) yourself"
         )
-    secret = variables.get("BRAIDAX_SECRET")
-    with open_store(
-        variables["BRAIDAX_STORE"],
-        secret=None if secret is None else bytes.fromhex(secret),
-        timeout_seconds=timeout_seconds,
-    ) as store:
+    try:
+        secret = bytes.fromhex(variables["BRAIDAX_SECRET"]) if "BRAIDAX_SECRET" in variables else None
+    except ValueError:
+        raise ArgumentError("BRAIDAX_SECRET is not hexadecimal; expected what secrets.token_hex(32) gives") from None
+    with open_store(variables["BRAIDAX_STORE"], secret=secret, timeout_seconds=timeout_seconds) as store:
         return connect(
             store,
             rank=place.rank,

@@ -129,14 +129,14 @@ class Watch:
                     self.tell(notice)
             how = neighbor.ended or self._silent(neighbor, now)
             if how:
+                lost = Notice("lost", neighbor.rank, how)
+                if neighbor.rank not in self.left and (lost.kind, lost.rank) not in self._told:
+                    new.append(lost)
+                    self.tell(lost)  # the lost one as well: if it is only frozen, it will read why all went on without it
                 self._neighbors.remove(neighbor)
                 if selector is not None:
                     selector.unregister(neighbor.connection)
                 neighbor.connection.close()
-                lost = Notice("lost", neighbor.rank, how)
-                if neighbor.rank not in self.left and (lost.kind, lost.rank) not in self._told:
-                    new.append(lost)
-                    self.tell(lost)
         return new
 
     def tell(self, notice: Notice) -> None:

@@ -6,10 +6,9 @@ import pickle
 import socket
 from dataclasses import dataclass
 
-from braidax.comm.stores.tcp import TcpStore
+from braidax.comm import TcpStore, Tuning
 from braidax.gang.member import Member
-from braidax.gang.processes import LIFELINE
-from braidax.lifeline import end_with
+from braidax.lifeline import LIFELINE, end_with
 
 LENGTH_BYTES = 8
 """Before each message: its length, little-endian."""
@@ -19,8 +18,8 @@ LENGTH_BYTES = 8
 class Birth:
     """What a rank is told first. It travels over the socket: nobody else on the machine sees the secret.
 
-    **Fields:** `rank`, `size`, `job`, `epoch`, `transport`: of the gang. `host`, `port`, `secret`: of its store.
-    `timeout_seconds`: how long the others may take to come.
+    **Fields:** `rank`, `size`, `job`, `epoch`, `transport`: of the gang. `store`: host, port and secret of its store.
+    `timeout_seconds`, `tuning`: as `connect` takes them.
     """
 
     rank: int
@@ -30,6 +29,7 @@ class Birth:
     transport: str
     store: tuple[str, int, bytes]
     timeout_seconds: float
+    tuning: Tuning
 
 
 def main(control: int) -> None:
@@ -51,6 +51,7 @@ def main(control: int) -> None:
             epoch=birth.epoch,
             transport=birth.transport,
             timeout_seconds=birth.timeout_seconds,
+            tuning=birth.tuning,
         )
         try:
             _send(connection, member.join())

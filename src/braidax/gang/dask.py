@@ -195,8 +195,7 @@ class _DaskRanks(Ranks):
         address = f"{_SCHEME}{workers[0]}#{name}-store"
         self._shelf = self._made(Shelf, workers[0], f"{name}-store")
         self._made_ranks = [
-            self._made(_Rank, worker, f"{name}-{rank}", address, rank, len(workers), *member)
-            for rank, worker in enumerate(workers)
+            self._made(_Rank, worker, f"{name}-{rank}", address, rank, member) for rank, worker in enumerate(workers)
         ]
         try:
             self._wait_until_made(deadline)

@@ -36,7 +36,9 @@ def read_hosts(path: str | Path) -> list[Host]:
             continue
         host = _host(words, f"{path}:{number}")
         if host.name in found:
-            raise ArgumentError(f"{path}:{number}: the host {host.name!r} is there twice; put all its devices in one line")
+            raise ArgumentError(
+                f"{path}:{number}: the host {host.name!r} is there twice; put all its devices in one line"
+            )
         found[host.name] = host
     if not found:
         raise ArgumentError(f"{path}: names no host; expected a line a host, such as node1 or node1: 0,1")

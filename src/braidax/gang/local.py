@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, final
 
+from braidax.comm import TcpStoreServer, Tuning
 from braidax.comm.environment import without_place
-from braidax.comm.stores.tcp_server import TcpStoreServer
+from braidax.comm.rendezvous import DEFAULT
 from braidax.errors import ArgumentError, GangError
 from braidax.gang.child import LENGTH_BYTES, Birth
 from braidax.gang.gang import Ended, Gang, Ranks
@@ -39,6 +40,7 @@ class _Options:
     environment: Mapping[str, str]
     log: TextIO | None
     timeout_seconds: float
+    tuning: Tuning
 
 
 @final
@@ -51,7 +53,8 @@ class LocalGang(Gang):
 
     **Arguments:** `size`: the number of ranks. `transport`: what carries their messages. `environment`: variables that
     each rank begins with, besides those of this process. `log`: where their lines go; None is `sys.stdout` and
-    `sys.stderr`. `timeout_seconds`: how long they may take to start and to meet.
+    `sys.stderr`. `timeout_seconds`: how long they may take to start and to meet, and at first how long each wait of the
+    communicator may take (`comm.timeout_seconds`). `tuning`: as `braidax.comm.connect` takes it.
 
     **Raises:** `ArgumentError` for values that cannot work.
     """
@@ -64,11 +67,12 @@ class LocalGang(Gang):
         environment: Mapping[str, str] | None = None,
         log: TextIO | None = None,
         timeout_seconds: float = 60.0,
+        tuning: Tuning = DEFAULT,
     ) -> None:
         super().__init__(size, job=f"local-{os.getpid()}-{secrets.token_hex(4)}")
         if not timeout_seconds > 0:
             raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
-        self._options = _Options(transport, dict(environment or {}), log, timeout_seconds)
+        self._options = _Options(transport, dict(environment or {}), log, timeout_seconds, tuning)
         self._secret = secrets.token_bytes(32)
         self._server: TcpStoreServer | None = None
 
@@ -79,13 +83,14 @@ class LocalGang(Gang):
         options = self._options
         births = [
             Birth(
-                rank,
-                self.size,
-                self.job,
-                epoch,
-                options.transport,
-                (_HOST, port, self._secret),
-                options.timeout_seconds,
+                rank=rank,
+                size=self.size,
+                job=self.job,
+                epoch=epoch,
+                transport=options.transport,
+                store=(_HOST, port, self._secret),
+                timeout_seconds=options.timeout_seconds,
+                tuning=options.tuning,
             )
             for rank in range(self.size)
         ]

@@ -17,8 +17,8 @@ from typing import Any, final
 
 import cloudpickle
 
-from braidax.comm import Communicator, connect
-from braidax.comm.stores.store import Store
+from braidax.comm import Communicator, Store, Tuning, connect
+from braidax.comm.rendezvous import DEFAULT
 from braidax.errors import Aborted, ArgumentError, CommError, GangError, PeerLost
 
 
@@ -47,12 +47,20 @@ class Member:
     """One rank of one epoch of a gang. One thread uses it.
 
     **Arguments:** `store`: where the ranks of the job meet; it is closed by `leave`. `rank`, `size`: of this process
-    and of the gang. `job`, `epoch`: of the gang. `transport`: what carries messages. `timeout_seconds`: how long the
-    others may take to come.
+    and of the gang. `job`, `epoch`: of the gang. `transport`, `timeout_seconds`, `tuning`: as `connect` takes them.
     """
 
     def __init__(
-        self, store: Store, *, rank: int, size: int, job: str, epoch: int, transport: str, timeout_seconds: float
+        self,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        job: str,
+        epoch: int,
+        transport: str,
+        timeout_seconds: float,
+        tuning: Tuning = DEFAULT,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -61,6 +69,7 @@ class Member:
         self._epoch = epoch
         self._transport = transport
         self._timeout_seconds = timeout_seconds
+        self._tuning = tuning
         self._comm: Communicator | None = None
 
     def join(self) -> bytes:
@@ -92,8 +101,8 @@ class Member:
             job=self._job,
             epoch=self._epoch,
             timeout_seconds=self._timeout_seconds,
+            tuning=self._tuning,
         )
-        self._comm.barrier()
         return self._comm.hosts[self._rank]
 
     def _call(self, call: bytes | bytearray) -> Any:
@@ -126,15 +135,14 @@ class Member:
             host = self._comm.hosts[self._rank]
             with contextlib.suppress(CommError):  # the others are gone already
                 self._comm.abort(what)
-        links = _chain(error)
         failure = Failure(
             rank=self._rank,
             where=f"rank {self._rank} (host {host}, pid {os.getpid()})",
             what=what,
             traceback="".join(traceback.format_exception(error)),
             time_seconds=seconds,
-            is_consequence=any(isinstance(link, PeerLost | Aborted) for link in links),
-            lost=next((link.rank for link in links if isinstance(link, PeerLost)), None),
+            is_consequence=is_consequence(error),
+            lost=next((link.rank for link in _chain(error) if isinstance(link, PeerLost)), None),
             error=_pickled(error),
         )
         return _dumps((failure, None))
@@ -162,6 +170,11 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def unpack_answer(answer: bytes | bytearray) -> tuple[Failure | None, Any]:
     """Returns what an answer holds: the failure, or None and the result."""
     return pickle.loads(answer)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Says whether an error came from the failure of another rank."""
+    return any(isinstance(link, PeerLost | Aborted) for link in _chain(error))
 
 
 def _dumps(value: Any) -> bytes:

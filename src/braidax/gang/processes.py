@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Literal, TextIO, final
 
-LIFELINE = "BRAIDAX_LIFELINE"
-"""The environment variable that holds a descriptor for `braidax.lifeline.end_with`."""
+from braidax.lifeline import LIFELINE
 
 LOG_LINES = 20
 """How many of the last lines of a process are kept."""
@@ -119,6 +118,7 @@ class Processes:
         self._grace_seconds = grace_seconds
         self._processes: list[_Process] = []
         self._unseen: list[Ending] = []
+        self._woken = False
         self._changed = threading.Condition()
         self._wake_read, self._wake_write = os.pipe()
         self._news_read, self._news_write = os.pipe()
@@ -139,16 +139,25 @@ class Processes:
         return self._news_read
 
     def wait(self, *, timeout_seconds: float | None) -> list[Ending]:
-        """Waits until a process has ended, and returns those that did and were not returned before; empty in the end.
+        """Waits until a process has ended, and returns those that did and were not returned before.
 
         **Arguments:** `timeout_seconds`: None waits for as long as all of them live.
+
+        **Returns:** how they ended, in order; nothing behind the limit, and when `wake` was called.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._unseen, timeout_seconds)
+            self._changed.wait_for(lambda: self._unseen or self._woken, timeout_seconds)
+            self._woken = False
             unseen, self._unseen = self._unseen, []
             if unseen:
                 os.read(self._news_read, len(unseen))
         return unseen
+
+    def wake(self) -> None:
+        """Lets the `wait` that is under way, or else the next one, return at once; any thread may call it."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def end(self, *, leave_seconds: float = 0.0) -> None:
         """Ends all processes and whatever they started: SIGTERM, then SIGKILL. A second call does nothing.

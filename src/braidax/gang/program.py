@@ -89,13 +89,13 @@ def shares_of_gpus(environ: Mapping[str, str], found: list[str], num: int, each:
         return [None] * num
     if each is None and len(found) % num:
         raise ArgumentError(
-            f"{len(found)} GPUs cannot be shared by {num} processes; take a number that divides them, say how many each "
-            "sees by devices_per_process=, or set JAX_PLATFORMS=cpu"
+            f"{len(found)} GPUs cannot be shared by {num} processes; take a number that divides them, say how many "
+            "each sees by devices_per_process=, or set JAX_PLATFORMS=cpu"
         )
     each = len(found) // num if each is None else each
     if each * num > len(found):
         raise ArgumentError(
-            f"devices_per_process={each}: {num} processes need {each * num} GPUs, and there are {len(found)}; take fewer, "
-            "or set JAX_PLATFORMS=cpu for virtual devices"
+            f"devices_per_process={each}: {num} processes need {each * num} GPUs, and there are {len(found)}; take "
+            "fewer, or set JAX_PLATFORMS=cpu for virtual devices"
         )
     return [",".join(found[place * each : (place + 1) * each]) for place in range(num)]

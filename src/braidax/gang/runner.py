@@ -1,7 +1,7 @@
 """What runs a program as a rank: `python -m braidax.gang.runner`, with arguments as `Program.command` gives them.
 
-It joins `jax.distributed`, if that is wanted, and then is `python SCRIPT`. A program that raises ends the process at once:
-JAX would wait at the exit for ranks that wait for this one.
+It joins `jax.distributed`, if that is wanted, and then is `python SCRIPT`. A program that raises ends the process at
+once: JAX would wait at the exit for ranks that wait for this one.
 """
 
 import contextlib
@@ -9,21 +9,28 @@ import os
 import runpy
 import socket
 import sys
-import time
-import traceback
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import NoReturn
 from urllib.parse import urlsplit
 
+from braidax.comm import Store, open_store
+from braidax.comm.stores.store import ScopedStore
 from braidax.errors import BraidaxError
+from braidax.gang.meeting import MEETING, hosting
+from braidax.gang.member import is_consequence
 from braidax.gang.program import Program
+from braidax.gang.routes import address_towards
 from braidax.lifeline import LIFELINE, end_with
 
-FAILED = "launch/failed"
-FIRST = "launch/first"
+NUM_FAILED = "launch/num-failed"
+FIRST_FAILED = "launch/first-failed"
+CONSEQUENCE = "launch/consequence"
 COORDINATOR = "launch/coordinator"
-"""Keys of the store: how many ranks have failed by themselves, which did first, and where JAX's coordinator is."""
+"""Keys of the store: how many ranks failed by themselves, which did first, which (behind a slash) only because another
+one did, and where JAX's coordinator is.
+"""
 
 _START_SECONDS = 300.0  # that the others may take to start, on slow disks and busy hosts
 
@@ -34,29 +41,30 @@ def main() -> None:
         end_with(int(os.environ.pop(LIFELINE)))
     program = Program.parse(sys.argv[1:])
     try:
-        if program.initialize == "jax":
-            initialize_jax(os.environ, program.devices_per_process)
-        run(program)
+        with hosting(os.environ):
+            if program.initialize == "jax":
+                initialize_jax(os.environ, program.devices_per_process)
+            run(program)
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        if code == 0:
+        if ended.code in (None, 0):
             raise
         if not isinstance(ended.code, int):
             sys.stderr.write(f"{ended.code}\n")
-        _leave(code, ended)
+        _leave(ended.code if isinstance(ended.code, int) else 1, ended)
     except BaseException as error:  # noqa: BLE001 (whatever the program raises)
-        sys.excepthook(type(error), error, _below_runner(error.__traceback__))
+        error.__traceback__ = _below_runner(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         _leave(130 if isinstance(error, KeyboardInterrupt) else 1, error)
 
 
 def run(program: Program) -> None:
     """Runs a program in this process, as `python` would."""
     if program.kind == "module":
-        sys.path.insert(0, os.getcwd())
-        sys.argv = ["-m", *program.arguments]
+        sys.path.insert(0, str(Path.cwd()))
+        sys.argv = [program.target, *program.arguments]
         runpy.run_module(program.target, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(program.target)))
+        sys.path.insert(0, str(Path(program.target).resolve().parent))
         sys.argv = [program.target, *program.arguments]
         runpy.run_path(program.target, run_name="__main__")
 
@@ -73,35 +81,61 @@ def initialize_jax(environ: Mapping[str, str], devices_per_process: int | None) 
         jax.config.update("jax_num_cpu_devices", devices_per_process)
     if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    with _open(environ) as store:
+    with scoped_store(environ) as store:
         if rank == 0:
-            address = _free_address(environ["BRAIDAX_STORE"])
+            address = _free_address(environ)
             store.set(COORDINATOR, address.encode())
         else:
             address = store.get(COORDINATOR, timeout_seconds=_START_SECONDS).decode()
     jax.distributed.initialize(address, size, rank, cluster_detection_method="deactivate")
 
 
-def report(error: BaseException, environ: Mapping[str, str]) -> None:
-    """Leaves in the store that this rank failed, unless it did so because another one did."""
-    from braidax.gang.member import is_consequence
+@contextlib.contextmanager
+def scoped_store(environ: Mapping[str, str], *, timeout_seconds: float = 60.0) -> Generator[Store, None, None]:
+    """Opens the store that `environ` names, for the keys of its job and epoch."""
+    secret = environ.get("BRAIDAX_SECRET")
+    with open_store(
+        environ["BRAIDAX_STORE"],
+        secret=None if secret is None else bytes.fromhex(secret),
+        timeout_seconds=timeout_seconds,
+    ) as store:
+        yield ScopedStore(store, job=environ["BRAIDAX_JOB"], epoch=int(environ["BRAIDAX_EPOCH"]))
 
-    if not is_consequence(error):
-        with contextlib.suppress(BraidaxError), _open(environ, timeout_seconds=2.0) as store:
-            if store.add(FAILED, 1) == 1:
-                store.set(FIRST, environ["BRAIDAX_RANK"].encode())
+
+def _free_address(environ: Mapping[str, str]) -> str:
+    """Returns a free port of this host, at the address by which it reaches the store: there others reach it too."""
+    host = environ.get("BRAIDAX_ADDRESS", "").partition(",")[0]
+    if not host:
+        host = address_towards(urlsplit(environ["BRAIDAX_STORE"]).hostname or socket.gethostname())
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _leave(code: int, error: BaseException) -> None:
+def _leave(code: int, error: BaseException) -> NoReturn:
+    """Ends the process, and leaves in the store whether it failed by itself."""
+    if MEETING not in os.environ:  # nobody would ask
+        with contextlib.suppress(BraidaxError, KeyError), scoped_store(os.environ, timeout_seconds=2.0) as store:
+            rank = os.environ["BRAIDAX_RANK"]
+            if is_consequence(error):
+                store.set(f"{CONSEQUENCE}/{rank}", b"")
+            elif store.add(NUM_FAILED, 1) == 1:
+                store.set(FIRST_FAILED, rank.encode())
     with contextlib.suppress(OSError, ValueError):  # nobody reads them any more
         sys.stdout.flush()
         sys.stderr.flush()
-    if "BRAIDAX_STORE" in os.environ:
-        report(error, os.environ)
     os._exit(code)
 
 
-def _open(environ: Mapping[str, str], *, timeout_seconds: float = 60.0) -> Any:
-    from braidax.comm import open_store
-    from braidax.comm.stores.store import ScopedStore
-    ...
+def _below_runner(traceback: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback from the program's own first line on."""
+    below = traceback
+    while below is not None and below.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        below = below.tb_next
+    return below or traceback
+
+
+if __name__ == "__main__":
+    main()

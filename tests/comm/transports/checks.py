@@ -266,7 +266,7 @@ def check_another_secret_is_refused(rank: Rank) -> None:
     if rank.rank == rank.size - 1:
         rank.world = World(rank.rank, rank.world.addresses, rank.world.hosts, bytes(32))
     with pytest.raises((HandshakeError, WaitTimeout)) as raised:
-        rank.connect(timeout_seconds=2.0)
+        rank.connect(timeout_seconds=0.8)
     if rank.rank == 0 and raised.type is HandshakeError:
         assert f"rank {rank.size - 1} (host host-{rank.size - 1})" in str(raised.value)
         assert "secret" in str(raised.value)
@@ -278,11 +278,11 @@ def check_a_missing_rank_is_named(rank: Rank) -> None:
     missing = rank.size - 1 if rank.size % 2 else 0
     began = time.monotonic()
     if rank.rank == missing:
-        time.sleep(1.2)  # it is there, and does not connect
+        time.sleep(0.6)  # it is there, and does not connect
         return
     with pytest.raises(WaitTimeout, match=rf"rank {missing} \(host host-{missing}\)"):
-        rank.connect(timeout_seconds=1.0)
-    assert 0.9 < time.monotonic() - began < 4
+        rank.connect(timeout_seconds=0.5)
+    assert 0.4 < time.monotonic() - began < 4
 
 
 CONNECTED = (

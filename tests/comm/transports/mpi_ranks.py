@@ -52,9 +52,10 @@ def break_mpi() -> None:
     rank = Rank(transport, World(0, [transport.address], hosts(1), SECRET))
     rank.connect()
     operations = [rank.receive(0, 1, bytearray(1 << 20)), rank.send(0, 2, bytearray(1 << 20))]
-    transport._comm.Free()
+    transport._mpi_ranks[0] = 7
+    operations.append(rank.send(0, 2, bytearray(1 << 20)))
+    operations += [rank.receive(0, 1, bytearray(1)), rank.send(0, 2, b"1")]
     transport.poll(0.0)
-    operations += [rank.receive(0, 1, bytearray(1)), rank.send(0, 2, b"1"), rank.send(0, 2, bytearray(1 << 20))]
     for operation in operations:
         say(type(operation.error).__name__, operation.error)
     rank.close()

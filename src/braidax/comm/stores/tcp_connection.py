@@ -12,7 +12,7 @@ from braidax.comm.stores.limits import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from braidax.comm.stores.tcp_frames import ANSWER, REQUEST
 from braidax.errors import HandshakeError
 
-_CHUNK_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 16  # more than a record of TLS holds, so that none is left where no selector sees it
 _TURN_BYTES = 1 << 20  # that are sent before other connections get their turn
 
 
@@ -67,10 +67,7 @@ class Connection:
             if not self.handshake.done:
                 self._shake()
             self._flush()
-            while self.handshake.done:
-                request = self._receive()
-                if request is not None or not self._has_more:
-                    return request
+            return self._receive()
         except (BlockingIOError, ssl.SSLWantReadError):
             pass
         except ssl.SSLWantWriteError:
@@ -86,11 +83,6 @@ class Connection:
             self._outgoing += (memoryview(head), memoryview(value))
         with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             self._flush()
-
-    @property
-    def _has_more(self) -> bool:
-        """Whether TLS holds bytes that no selector tells of."""
-        return self._tls is not None and self._tls.pending() > 0
 
     def _shake(self) -> None:
         while not self.handshake.done:

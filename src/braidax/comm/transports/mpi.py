@@ -83,6 +83,7 @@ class MpiTransport(Transport):
                 self._keep_for_ever((comm, request))
                 raise unreached(world, [rank for rank in range(world.size) if rank != world.rank], timeout_seconds)
             self._bell.wait(_SHORTEST_NAP_SECONDS)
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         self._comm = comm
         self._moved_at = time.monotonic()
 
@@ -281,6 +282,7 @@ class MpiTransport(Transport):
             self._comm.Free()
         else:
             self._keep_for_ever((self._requests, self._transfers, self._coming))
+        self._comm = None
         self._requests, self._transfers, self._coming = [], [], []
 
     def _keep_for_ever(self, kept: object) -> None:

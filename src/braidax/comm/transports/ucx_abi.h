@@ -15,8 +15,7 @@
 typedef int8_t ucs_status_t;
 typedef void *ucs_status_ptr_t;
 
-enum { UCS_OK = 0, UCS_INPROGRESS = 1, UCS_ERR_NO_MEMORY = -4, UCS_ERR_BUSY = -15, UCS_ERR_CANCELED = -16 };
-enum { UCS_ERR_CONNECTION_RESET = -25, UCS_ERR_LAST = -100 };
+enum { UCS_OK = 0, UCS_INPROGRESS = 1, UCS_ERR_CANCELED = -16, UCS_ERR_LAST = -100 };
 
 static inline int is_error(ucs_status_ptr_t pointer) { return (uintptr_t)pointer >= (uintptr_t)(intptr_t)UCS_ERR_LAST; }
 static inline ucs_status_t error_of(ucs_status_ptr_t pointer) { return (ucs_status_t)(intptr_t)pointer; }
@@ -38,7 +37,7 @@ enum {
     UCP_OP_ATTR_FIELD_DATATYPE = 1 << 3,
     UCP_OP_ATTR_FIELD_FLAGS = 1 << 4,
     UCP_OP_ATTR_FIELD_MEMORY_TYPE = 1 << 6,
-    UCP_OP_ATTR_FIELD_RECV_INFO = 1 << 7,
+    UCP_OP_ATTR_FLAG_NO_IMM_CMPL = 1 << 16,
 };
 
 typedef struct {
@@ -103,7 +102,6 @@ typedef struct {
     uint64_t datatype;
     void *user_data, *reply_buffer;
     int memory_type;
-    ucp_tag_recv_info_t *recv_info;
     uint64_t unused[8];
 } ucp_request_param_t;
 

@@ -45,7 +45,7 @@ typedef struct Request { /* a send or receive that UCX has not ended, or that Py
     Worker *worker;
     void *handle; /* UCX's, while it has not ended */
     unsigned peer;
-    int is_send, is_large;
+    int is_send, is_large, has_ended;
     ucs_status_t status;
     size_t num_bytes;
 } Request;
@@ -54,6 +54,7 @@ typedef struct {
     Worker *worker;
     void *endpoint;
     int is_lost, is_newly_lost;
+    ucs_status_t status; /* of the loss */
 } Peer;
 
 struct Worker {
@@ -99,7 +100,7 @@ static Request *new_request(Worker *self, PyObject *operation, unsigned peer, in
     request->handle = NULL;
     request->peer = peer;
     request->is_send = is_send;
-    request->is_large = 0;
+    request->is_large = request->has_ended = 0;
     request->num_bytes = 0;
     return request;
 }
@@ -118,13 +119,17 @@ static void free_request(Worker *self, Request *request) {
     }
 }
 
+static void count(Worker *self, Request *request, int change) {
+    self->num_sends += (size_t)(request->is_send ? change : 0);
+    self->num_large += (size_t)(request->is_large ? change : 0);
+}
+
 static void link_pending(Worker *self, Request *request) {
+    for (Py_ssize_t i = 0; i < request->num_views; i++) request->is_large |= request->views[i].len > LARGE_BYTES;
+    count(self, request, 1);
     request->next = self->pending;
     if (self->pending) self->pending->previous = request;
     self->pending = request;
-    for (Py_ssize_t i = 0; i < request->num_views; i++) request->is_large |= request->views[i].len > LARGE_BYTES;
-    self->num_sends += (size_t)request->is_send;
-    self->num_large += (size_t)request->is_large;
 }
 
 static void unlink_pending(Worker *self, Request *request) {
@@ -164,11 +169,12 @@ static int tell_ended(Worker *self) {
 
 static void ended(Request *request, ucs_status_t status) { /* the GIL may not be held */
     Worker *self = request->worker;
+    Peer *peer = &self->peers[request->peer];
     ucp_request_free(request->handle);
     request->handle = NULL;
-    request->status = status;
-    self->num_sends -= (size_t)request->is_send;
-    self->num_large -= (size_t)request->is_large;
+    request->status = status == UCS_ERR_CANCELED && peer->is_lost ? peer->status : status;
+    request->has_ended = 1;
+    count(self, request, -1);
     *self->ended_end = request;
     self->ended_end = &request->next_ended;
 }
@@ -187,7 +193,8 @@ static void on_received(void *handle, ucs_status_t status, const ucp_tag_recv_in
 
 static void on_lost(void *user_data, void *endpoint, ucs_status_t status) {
     Peer *peer = user_data;
-    (void)endpoint, (void)status;
+    (void)endpoint;
+    peer->status = status;
     peer->is_lost = peer->is_newly_lost = 1;
     peer->worker->has_newly_lost = 1;
 }
@@ -265,12 +272,16 @@ end:
     return status;
 }
 
-static PyObject *conclude(Worker *self, Request *request, ucs_status_ptr_t handle) {
-    if (handle && !is_error(handle)) {
+/* What UCX made of a request that it was given. */
+static PyObject *begun(Worker *self, Request *request, ucs_status_ptr_t handle) {
+    if (request->has_ended) { /* its callback was called at once */
+        if (self->ended == request && tell_ended(self) < 0) return NULL;
+    } else if (handle && !is_error(handle)) {
         request->handle = handle;
-        link_pending(self, request);
     } else {
         request->status = handle ? error_of(handle) : UCS_OK;
+        count(self, request, -1);
+        unlink_pending(self, request);
         if (tell(self, request) < 0) return NULL;
     }
     Py_RETURN_NONE;
@@ -295,10 +306,11 @@ static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_
         free_request(self, request);
         return NULL;
     }
-    ucs_status_ptr_t handle = (ucs_status_ptr_t)(intptr_t)UCS_ERR_CONNECTION_RESET;
+    link_pending(self, request);
+    ucs_status_ptr_t handle = (ucs_status_ptr_t)(intptr_t)self->peers[peer].status;
     if (!self->peers[peer].is_lost)
         handle = ucp_tag_send_nbx(self->peers[peer].endpoint, data, size, self->rank << TAG_BITS | tag, &param);
-    return conclude(self, request, handle);
+    return begun(self, request, handle);
 }
 
 static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
@@ -312,23 +324,20 @@ static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssi
         return NULL;
     }
     request->num_views = 1;
-    ucp_tag_recv_info_t info = {0, 0};
     ucp_request_param_t param;
+    /* UCX tells the length of a message that is too long in the callback only. */
     param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
-                         UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FIELD_RECV_INFO;
+                         UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
     param.cb.recv = on_received;
     param.user_data = request;
     param.datatype = UCP_DATATYPE_CONTIG_BYTE;
     param.memory_type = UCS_MEMORY_TYPE_HOST;
-    param.recv_info = &info;
+    link_pending(self, request);
     ucs_status_ptr_t handle = ucp_tag_recv_nbx(self->worker, request->one.buf, (size_t)request->one.len,
                                                (uint64_t)peer << TAG_BITS | tag, UINT64_MAX, &param);
-    request->num_bytes = info.length;
-    PyObject *result = conclude(self, request, handle);
-    if (result && handle && !is_error(handle) && self->peers[peer].is_lost) {
-        self->peers[peer].is_newly_lost = self->has_newly_lost = 1; /* canceled by the next poll, if nothing is there */
-    }
-    return result;
+    if (self->peers[peer].is_lost) /* canceled by the next poll, unless the message had come */
+        self->peers[peer].is_newly_lost = self->has_newly_lost = 1;
+    return begun(self, request, handle);
 }
 
 /* Progress */
@@ -400,6 +409,7 @@ static PyObject *worker_connect(Worker *self, PyObject *arguments) {
             status = ucp_ep_create(self->worker, &params, &self->peers[i].endpoint);
             if (status != UCS_OK) self->peers[i].endpoint = NULL;
             self->peers[i].is_lost = status != UCS_OK;
+            self->peers[i].status = status;
         }
         PyObject *number = address ? PyLong_FromLong(status) : NULL;
         if (!number || PyList_Append(statuses, number) < 0) Py_CLEAR(statuses);

@@ -8,7 +8,7 @@ from braidax.errors import HandshakeError, WaitTimeout
 
 def unreached(world: World, ranks: Sequence[int], seconds: float) -> WaitTimeout:
     """Returns the error of ranks that did not connect within a limit."""
-    listed = ", ".join(f"{world.describe(rank)} at {world.addresses[rank].decode()!r}" for rank in ranks)
+    listed = ", ".join(f"{world.describe(rank)} at {world.addresses[rank].decode('utf-8', 'replace')!r}" for rank in ranks)
     return WaitTimeout(
         f"{listed} did not connect to {world.describe(world.rank)} within {seconds:g} s; expected every rank to "
         "connect at about the same time: is it running?"

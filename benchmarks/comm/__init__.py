@@ -1,0 +1,1 @@
+"""Messages between host processes, ours beside what people use today: `python -m benchmarks.comm`."""

@@ -1,0 +1,125 @@
+"""The peers that move objects between workers: Ray through its object store, Dask as a task's dependency.
+
+As with messages, an array goes from one worker process to another one on the same host and back again, and what counts
+is half of that. All of them are warm. Ray and Dask let the receiver read the array where it lies; that is counted as
+received, although its pages are not mapped yet.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+Transfer = Callable[[int, int], float]
+"""Moves an array of so many bytes there and back so many times; returns seconds one way."""
+
+
+@contextmanager
+def ray_transfers(*, store_bytes: int) -> Generator[Mapping[str, Transfer]]:
+    """Two actors on a Ray of their own. **Arguments:** `store_bytes`: of shared memory that its object store takes."""
+    with ray_cluster(2, store_bytes=store_bytes) as ray:
+        holder = ray.remote(_Holder)
+        first, second = holder.remote(), holder.remote()
+        ray.get(second.echo.remote(b""))
+        yield {
+            "Ray, put and get": lambda num_bytes, count: ray.get(first.put_and_get.remote(second, num_bytes, count)),
+            "Ray, argument of a call": lambda num_bytes, count: ray.get(first.call.remote(second, num_bytes, count)),
+        }
+
+
+@contextmanager
+def dask_transfers() -> Generator[Mapping[str, Transfer]]:
+    """Two worker processes of Dask."""
+    with dask_cluster(2) as client:
+        here, there = sorted(client.nthreads())
+
+        def transfer(num_bytes: int, count: int) -> float:
+            array = client.submit(_array, num_bytes, workers=[here], pure=False)
+            client.submit(len, array, workers=[here], pure=False).result()
+            start = time.perf_counter()
+            for _ in range(count):
+                array = client.submit(_same, array, workers=[there], pure=False)
+                array = client.submit(_same, array, workers=[here], pure=False)
+            client.submit(len, array, workers=[here], pure=False).result()
+            return (time.perf_counter() - start) / count / 2
+
+        yield {"Dask, dependency of a task": transfer}
+
+
+@contextmanager
+def ray_cluster(num_cpus: int, *, store_bytes: int = 1 << 28) -> Generator[Any]:
+    """A Ray of this machine; yields its module."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+
+    ray.init(
+        num_cpus=num_cpus,
+        object_store_memory=store_bytes,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def dask_cluster(num_workers: int) -> Generator[Any]:
+    """A Dask of this machine with one thread a worker; yields its client."""
+    import dask
+    import distributed
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dask.config.set({"distributed.logging.distributed": "error"}))
+        cluster = distributed.LocalCluster(
+            n_workers=num_workers, threads_per_worker=1, processes=True, memory_limit=0, dashboard_address=None
+        )
+        stack.enter_context(cluster)
+        yield stack.enter_context(distributed.Client(cluster))
+
+
+class _Holder:
+    """An actor of Ray that sends arrays to another one, and sends back what it is sent."""
+
+    def put_and_get(self, other: Any, num_bytes: int, count: int) -> float:
+        import ray
+
+        array: Any = np.zeros(num_bytes, np.uint8)
+        ray.get(ray.get(other.echo_object.remote([ray.put(array)])))
+        start = time.perf_counter()
+        for _ in range(count):
+            (back,) = ray.get(other.echo_object.remote([ray.put(array)]))
+            array = ray.get(back)
+        return (time.perf_counter() - start) / count / 2
+
+    def call(self, other: Any, num_bytes: int, count: int) -> float:
+        import ray
+
+        array: Any = np.zeros(num_bytes, np.uint8)
+        ray.get(other.echo.remote(array))
+        start = time.perf_counter()
+        for _ in range(count):
+            array = ray.get(other.echo.remote(array))
+        return (time.perf_counter() - start) / count / 2
+
+    def echo(self, array: Any) -> Any:
+        return array
+
+    def echo_object(self, held: list[Any]) -> list[Any]:
+        import ray
+
+        return [ray.put(ray.get(held[0]))]
+
+
+def _array(num_bytes: int) -> Any:
+    return np.zeros(num_bytes, np.uint8)
+
+
+def _same(array: Any) -> Any:
+    return array

@@ -1,0 +1,121 @@
+"""How ranks that Slurm or mpirun started find a store: rank 0 serves one, and leaves word in a folder that all see.
+
+The word holds the store's address and a secret made for it, and only the user may read it. When all ranks are on one
+host, the folder is a private one in the temporary folder; otherwise it is in the user's cache folder, which the hosts
+of a cluster share as a rule; `BRAIDAX_MEETING` names another.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Generator, Mapping, MutableMapping
+from pathlib import Path
+
+from braidax.comm import TcpStoreServer, open_store
+from braidax.comm.environment import Place
+from braidax.errors import CommError, GangError, WaitTimeout
+
+MEETING = "BRAIDAX_MEETING"
+"""The environment variable that names the folder."""
+
+_START_SECONDS = 300.0  # that rank 0 may take to start, on slow disks and busy hosts
+_TRY_SECONDS = 5.0  # for one look whether a word is still true: an earlier job may have left it
+_PAUSE_SECONDS = 0.1
+
+
+def environment_of(place: Place, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of a rank that another program started; `hosting` adds the store.
+
+    **Raises:** `GangError` when ranks on several hosts have no name for their job.
+    """
+    on_one_host = place.local_size == place.size
+    job = place.job
+    if job is None and not on_one_host:
+        raise GangError(
+            f"rank {place.rank} was started by {place.origin}, which gives the job no name; set the environment "
+            "variable BRAIDAX_JOB to one, the same for all ranks and new for each job"
+        )
+    folder = environ.get(MEETING) or str(_private_folder() if on_one_host else _shared_folder(environ))
+    told = {
+        "BRAIDAX_RANK": str(place.rank),
+        "BRAIDAX_SIZE": str(place.size),
+        "BRAIDAX_JOB": job or f"mpi-{os.getppid()}",  # whoever started all of them
+        "BRAIDAX_EPOCH": str(place.epoch),
+        "BRAIDAX_TRANSPORT": environ.get("BRAIDAX_TRANSPORT", "tcp"),
+        MEETING: folder,
+    }
+    if place.local_rank is not None and place.local_size is not None:
+        told |= {"BRAIDAX_LOCAL_RANK": str(place.local_rank), "BRAIDAX_LOCAL_SIZE": str(place.local_size)}
+    return told
+
+
+@contextlib.contextmanager
+def hosting(environ: MutableMapping[str, str]) -> Generator[None, None, None]:
+    """Lets rank 0 serve a store as long as the block runs, and tells all ranks of it in `environ`.
+
+    It does nothing where a store is named already, or no folder to meet in.
+
+    **Raises:** `WaitTimeout` when rank 0 leaves no word.
+    """
+    if "BRAIDAX_STORE" in environ or MEETING not in environ:
+        yield
+        return
+    word = Path(environ[MEETING]) / f"{environ['BRAIDAX_JOB']}-{environ['BRAIDAX_EPOCH']}.json"
+    if environ["BRAIDAX_RANK"] != "0":
+        environ["BRAIDAX_STORE"], environ["BRAIDAX_SECRET"] = _found(word)
+        yield
+        return
+    secret = secrets.token_bytes(32)
+    on_one_host = environ.get("BRAIDAX_LOCAL_SIZE") == environ["BRAIDAX_SIZE"]
+    with TcpStoreServer(host="127.0.0.1" if on_one_host else "0.0.0.0", secret=secret) as server:
+        environ["BRAIDAX_STORE"], environ["BRAIDAX_SECRET"] = server.address, secret.hex()
+        _leave_word(word, server.address, secret.hex())
+        try:
+            yield
+        finally:
+            word.unlink(missing_ok=True)
+
+
+def _leave_word(word: Path, address: str, secret: str) -> None:
+    word.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, begun = tempfile.mkstemp(dir=word.parent)  # for this user only
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"store": address, "secret": secret}, file)
+    Path(begun).replace(word)
+
+
+def _found(word: Path) -> tuple[str, str]:
+    """Waits for a word of a store that is there, and returns its address and secret."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            next(word.parent.iterdir(), None)  # has a network file system look again
+            told = json.loads(word.read_text())
+            with contextlib.suppress(CommError, WaitTimeout):
+                open_store(told["store"], secret=bytes.fromhex(told["secret"]), timeout_seconds=_TRY_SECONDS).close()
+                return told["store"], told["secret"]
+        if time.monotonic() > deadline:
+            raise WaitTimeout(
+                f"{word}: rank 0 left no word of its store within {_START_SECONDS:g} s; do all hosts see this folder? "
+                f"If not, set {MEETING} to one that they share, or start with braidax launch --hosts"
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _private_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"braidax-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if state.st_uid != os.getuid() or not stat.S_ISDIR(state.st_mode) or state.st_mode & 0o077:
+        raise GangError(
+            f"{folder}: belongs to somebody else or is open to others; remove it, or set {MEETING} to another"
+        )
+    return folder
+
+
+def _shared_folder(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidax" / "meetings"

@@ -1,0 +1,77 @@
+"""What runs on each host of `braidax launch --hosts`: it starts that host's ranks, and ends them with its own input.
+
+The launching machine starts it over ssh. The first line of its input says what to start: arguments could be read by
+anybody on the host. Lines of ranks go out with their prefix, which begins with `[`; a line that begins with `{` tells
+of the first rank that failed.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from braidax.gang.processes import Command, Ending, Processes, print_lines
+
+GRACE_SECONDS = 5.0
+"""Between the signals that end the ranks of a host."""
+
+
+def order(commands: list[tuple[tuple[str, ...], dict[str, str], str]], folder: str) -> bytes:
+    """Returns what to write to the input of this program.
+
+    **Arguments:** `commands`: for each rank the arguments of Python, the variables besides those of the host, and the
+    prefix of its lines, which begins with `[`. `folder`: the working directory.
+    """
+    return json.dumps({"commands": commands, "folder": folder}).encode() + b"\n"
+
+
+def read_report(line: str) -> Ending | None:
+    """Returns how the first rank of a host failed, if a line tells that; `number` counts the ranks of that host."""
+    if not line.startswith("{"):
+        return None
+    told: dict[str, Any] = json.loads(line)
+    told["log"] = tuple(told["log"])
+    return Ending(**told)
+
+
+def main() -> None:
+    """Serves one order, and exits as the first rank that failed did."""
+    ordered = json.loads(sys.stdin.buffer.readline())
+    prefixes = [prefix for _, _, prefix in ordered["commands"]]
+    commands = [
+        Command((sys.executable, *arguments), {**os.environ, **environment}, ordered["folder"])
+        for arguments, environment, _ in ordered["commands"]
+    ]
+    processes = Processes(commands, write=print_lines(prefixes), grace_seconds=GRACE_SECONDS)
+    try:
+        failed = _first_failed(processes, len(commands))
+        if failed is not None:
+            with contextlib.suppress(OSError):
+                sys.stdout.write(json.dumps(asdict(failed)) + "\n")
+                sys.stdout.flush()
+    finally:
+        processes.end()
+    sys.exit(0 if failed is None else failed.exit_code)
+
+
+def _first_failed(processes: Processes, num_alive: int) -> Ending | None:
+    """Waits until a process failed, all have ended well or the input has ended."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(processes, selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while num_alive:
+            ready = {key.fileobj for key, _ in selector.select()}
+            for ending in processes.wait(timeout_seconds=0) if processes in ready else []:
+                if ending.status != 0:
+                    return ending
+                num_alive -= 1
+            if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
+                return None
+    return None
+
+
+if __name__ == "__main__":
+    main()

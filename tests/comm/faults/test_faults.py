@@ -1,0 +1,21 @@
+"""Drawn trials: whatever ranks do, when one of them dies, freezes or is cut off, all others learn which, in time."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.comm.faults.trials import Fault, run_trials
+
+FAULTS: list[Fault] = ["kill", "stop", "cut"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, tmp_path: Path) -> None:
+    assert len(run_trials(fault, range(10), tmp_path, num_crews=2)) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_so_it_is_in_many_trials(fault: Fault, tmp_path: Path) -> None:
+    assert len(run_trials(fault, range(1000, 1100), tmp_path, num_crews=3)) == 100

@@ -1,0 +1,84 @@
+"""Values on their way: what is packed is what is unpacked, however long head and body are."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from braidax.comm.messages import FIRST_BYTES, Unpacking, empty, pack, parts_of
+from braidax.errors import CommError
+
+DTYPES = [*map(np.dtype, "?bBhHiIlLefdFD"), np.dtype("U3"), np.dtype("S2"), np.dtype("M8[us]"), np.dtype("i4,f8")]
+
+
+def travel(value: Any) -> Any:
+    """Packs a value and unpacks it from the bytes of its messages."""
+    parcel = pack(*parts_of(value))
+    first = b"".join(parcel.first)
+    assert len(first) <= FIRST_BYTES
+    place = empty(FIRST_BYTES)
+    place[: len(first)] = np.frombuffer(first, np.uint8)
+    arriving = Unpacking(place)
+    assert arriving.num_bytes == len(first)
+    rest = b"".join(parcel.rest)
+    assert (arriving.rest is None) == (not parcel.rest)
+    if arriving.rest is not None:
+        assert arriving.rest.nbytes == len(rest)
+        arriving.rest[:] = np.frombuffer(rest, np.uint8)
+    return arriving.value()
+
+
+@given(st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0))))
+def test_arrays(array: Any) -> None:
+    found = travel(array)
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+@pytest.mark.parametrize("length", [0, 1, 8000, 8100, 8101, 8150, 8192, 8193, 100_000])
+def test_lengths_around_what_the_first_message_holds(length: int) -> None:
+    array = np.arange(length, dtype=np.uint8)
+    assert travel(array).tobytes() == array.tobytes()
+    assert bytes(travel(array.data)) == array.tobytes()
+    parts = [array.data, b"tail"]
+    assert list(map(bytes, travel(parts))) == list(map(bytes, parts))
+
+
+@given(st.lists(st.binary(max_size=50), max_size=4000))
+def test_lists_of_buffers(parts: list[bytes]) -> None:
+    assert list(map(bytes, travel(parts))) == parts
+
+
+def test_a_head_that_fits_in_no_first_message() -> None:
+    parts = [b"ab"] * 5000
+    assert list(map(bytes, travel(parts))) == parts
+    assert list(map(bytes, travel([bytes(1_000_000), *parts]))) == [bytes(1_000_000), *parts]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "int4", "float8_e5m2"])
+def test_dtypes_that_numpy_lacks(name: str) -> None:
+    array = np.arange(5).astype(getattr(ml_dtypes, name))
+    found = travel(array)
+    assert found.dtype == array.dtype
+    assert found.tobytes() == array.tobytes()
+
+
+def test_memory_is_not_copied() -> None:
+    array = np.arange(10_000)
+    parcel = pack(*parts_of(array))
+    assert np.shares_memory(np.frombuffer(parcel.rest[0], np.uint8), array)
+    strided = array[::2]
+    assert not np.shares_memory(np.frombuffer(pack(*parts_of(strided)).rest[0], np.uint8), array)
+
+
+def test_a_dtype_that_nobody_knows_is_an_error() -> None:
+    head, parts = parts_of(np.zeros(2, ml_dtypes.bfloat16))
+    parcel = pack(head, parts)
+    data = b"".join(parcel.first).replace(b"bfloat16", b"cfloat16")
+    place = empty(FIRST_BYTES)
+    place[: len(data)] = np.frombuffer(data, np.uint8)
+    with pytest.raises(CommError, match=r"announced an array of dtype={'name': 'cfloat16'} and shape=\(2,\)"):
+        Unpacking(place).value()

@@ -1,0 +1,262 @@
+"""Gangs on Dask, on real clusters of this machine: workers that are processes, and workers that are threads."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import distributed
+import pytest
+
+from braidax.comm.stores.store import Store
+from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
+from braidax.gang.dask import DaskGang, DaskStore
+from braidax.gang.shelf import Shelf
+from tests.gang import clusters
+
+
+def _cluster(**options: Any) -> Iterator[distributed.Client]:
+    """Starts a cluster; its client is not the default one, so that nothing finds it by chance."""
+    with (
+        distributed.LocalCluster(host="127.0.0.1", dashboard_address="127.0.0.1:0", **options) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[distributed.Client]:
+    yield from _cluster(n_workers=3, threads_per_worker=1, processes=True)
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[distributed.Client]:
+    yield from _cluster(n_workers=2, threads_per_worker=2, processes=False)
+
+
+@pytest.fixture
+def client(processes: distributed.Client) -> distributed.Client:
+    """A cluster with all its workers, whatever another test did to them."""
+    clusters.until(lambda: len(processes.nthreads()) == 3)
+    return processes
+
+
+@pytest.fixture
+def store(client: distributed.Client) -> Iterator[DaskStore]:
+    worker = max(client.nthreads())
+    with client.as_current():
+        shelf = client.submit(Shelf, actor=True, pure=False, workers=[worker])
+        distributed.wait(shelf, timeout=30)
+        with DaskStore(f"dask:{worker}#{shelf.key}") as opened:
+            yield opened
+        shelf.release()
+
+
+def _nothing_is_left(client: distributed.Client) -> None:
+    """Waits until a cluster knows no task, and its workers no actor and no thread of ours."""
+
+    def left(dask_worker: Any) -> tuple[int, list[str]]:
+        names = [thread.name for thread in threading.enumerate()]
+        return len(dask_worker.state.actors), [name for name in names if name.startswith("braidax")]
+
+    def tasks(dask_scheduler: Any) -> int:
+        return len(dask_scheduler.tasks)
+
+    clusters.until(lambda: client.run_on_scheduler(tasks) == 0)
+    clusters.until(lambda: all(each == (0, []) for each in client.run(left).values()))
+
+
+def test_results_come_in_rank_order_whoever_is_first(client: distributed.Client) -> None:
+    pids = client.run(os.getpid)
+    with DaskGang(client) as gang:
+        assert gang.size == 3
+        assert gang.workers == tuple(sorted(pids))
+        assert gang.run(clusters.backwards, 2.0) == [(0, 3, 12.0), (1, 3, 12.0), (2, 3, 12.0)]
+        assert gang.run(clusters.pid_of) == [pids[worker] for worker in sorted(pids)]
+    _nothing_is_left(client)
+
+
+def test_a_gang_takes_the_workers_it_may(client: distributed.Client) -> None:
+    first, *others = sorted(client.nthreads())
+    with DaskGang(client, workers=others) as gang:
+        assert gang.workers == tuple(others)
+        assert gang.run(clusters.backwards, 1.0) == [(0, 2, 3.0), (1, 2, 3.0)]
+    with DaskGang(client, 1) as gang:
+        assert gang.workers == (first,)
+        assert gang.run(clusters.backwards, 1.0) == [(0, 1, 1.0)]
+
+
+def test_ranks_in_one_process_are_ranks(threads: distributed.Client) -> None:
+    with DaskGang(threads) as gang, DaskGang(threads, 2) as other:
+        assert gang.run(clusters.pid_of) == [os.getpid()] * 2
+        assert gang.run(clusters.backwards, 2.0) == [(0, 2, 6.0), (1, 2, 6.0)]
+        with pytest.raises(RankFailed, match=r"rank 0 .*LookupError: nothing in rank 0"):
+            gang.run(clusters.fail_in_one, 0)
+        gang.restart()
+        assert gang.run(clusters.backwards, 1.0) == [(0, 2, 3.0), (1, 2, 3.0)]
+        assert other.run(clusters.backwards, 1.0) == [(0, 2, 3.0), (1, 2, 3.0)]
+    _nothing_is_left(threads)
+
+
+def test_an_error_names_the_rank_and_shows_where_it_was_raised(client: distributed.Client) -> None:
+    with DaskGang(client) as gang:
+        workers = gang.workers
+        with pytest.raises(
+            RankFailed, match=r"^rank 1 \(host .*, pid \d+\): LookupError: nothing in rank 1\n"
+        ) as caught:
+            gang.run(clusters.fail_in_one, 1)
+        assert caught.value.rank == 1
+        assert isinstance(caught.value.__cause__, LookupError)
+        assert 'raise LookupError(f"nothing in rank {rank}")' in caught.value.__notes__[0]
+        _nothing_is_left(client)
+        with pytest.raises(GangError, match="rank 1 failed: call restart"):
+            gang.run(clusters.pid_of)
+        gang.restart()
+        assert gang.epoch == 1
+        assert gang.workers == workers
+        assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+
+
+def test_a_killed_rank_is_named_and_the_others_keep_their_places(client: distributed.Client) -> None:
+    with DaskGang(client) as gang:
+        workers, pids = gang.workers, gang.run(clusters.pid_of)
+        begun = time.monotonic()
+        with pytest.raises(RankFailed) as caught:
+            gang.run(clusters.die_in_one, 1)
+        assert time.monotonic() - begun < 20
+        assert caught.value.rank == 1
+        assert str(caught.value).startswith(f"rank 1 (host {gang.hosts[1]}, pid {pids[1]}) ended without an answer")
+        assert workers[1] in str(caught.value)
+        gang.restart()  # as soon as the nanny has brought another worker
+        again = gang.run(clusters.pid_of)
+        assert (again[0], again[2]) == (pids[0], pids[2])
+        assert again[1] != pids[1]
+        assert (gang.workers[0], gang.workers[2]) == (workers[0], workers[2])
+        assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+    _nothing_is_left(client)
+
+
+def test_a_worker_that_only_the_scheduler_gives_up_is_named(client: distributed.Client) -> None:
+    with DaskGang(client) as gang, ThreadPoolExecutor(1) as pool:
+        lost, pid = gang.workers[2], gang.run(clusters.pid_of)[2]
+        running = pool.submit(gang.run, clusters.wait_for_one_another)
+
+        def give_up(dask_scheduler: Any) -> None:
+            dask_scheduler.remove_worker(address=lost, stimulus_id="test", close=False)
+
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            client.run_on_scheduler(give_up)
+            with pytest.raises(RankFailed, match=r"^rank 2 .* ended without an answer"):
+                running.result(30)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_that_takes_too_long_is_named_in_time(client: distributed.Client) -> None:
+    begun = time.monotonic()
+    with DaskGang(client) as gang:
+        with pytest.raises(WaitTimeout, match=r"ranks 0, 1, 2 of 3 .*timeout_seconds=0.3"):
+            gang.run(clusters.wait_for_one_another, timeout_seconds=0.3)
+        assert 0.3 <= time.monotonic() - begun < 15
+        gang.restart()
+        assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+
+
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_two_gangs_on_the_same_workers_do_not_wait_for_one_another(kind: str, request: pytest.FixtureRequest) -> None:
+    client: distributed.Client = request.getfixturevalue(kind)
+    worker = min(client.nthreads())
+    with client.as_current(), ThreadPoolExecutor(1) as pool, DaskGang(client) as one, DaskGang(client) as two:
+        shelf = client.submit(Shelf, actor=True, pure=False, workers=[worker])
+        distributed.wait(shelf, timeout=30)
+        store = DaskStore(f"dask:{worker}#{shelf.key}")
+        assert one.job != two.job
+        waiting = pool.submit(one.run, clusters.get_there, store.address, DaskStore, "go")
+        sums = two.run(clusters.add_there, store.address, DaskStore, 1)
+        assert sorted(sums) == [[number] for number in range(1, two.size + 1)]
+        store.set("go", b"on")
+        assert waiting.result(30) == [b"on"] * one.size
+
+
+def test_too_few_workers_are_counted(client: distributed.Client) -> None:
+    begun = time.monotonic()
+    with pytest.raises(GangError) as caught:
+        DaskGang(client, 4, timeout_seconds=0.3).start()
+    assert 0.3 <= time.monotonic() - begun < 10
+    assert str(caught.value) == (
+        "size=4 ranks need a worker each, and there are 3 after timeout_seconds=0.3: the Dask cluster at "
+        f"{client.scheduler.address} has 3 workers; add workers, or take fewer ranks"
+    )
+    with pytest.raises(GangError, match=r"there are none: .* has 3 workers, of which workers= allows 1; add workers"):
+        DaskGang(client, workers=["tcp://127.0.0.1:1"])
+
+
+def test_a_worker_that_starts_no_rank_is_named_in_time(client: distributed.Client) -> None:
+    frozen = sorted(client.nthreads())[1]
+    pid = client.run(os.getpid)[frozen]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(GangError, match="rank 1 was not started by its Dask worker in time"):
+            DaskGang(client, timeout_seconds=1.0).start()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    _nothing_is_left(client)
+
+
+def test_a_gang_that_cannot_meet_is_not_started(client: distributed.Client) -> None:
+    with pytest.raises(RankFailed, match="pigeon"):
+        DaskGang(client, transport="pigeon").start()
+    _nothing_is_left(client)
+
+
+def test_stop_without_a_client(client: distributed.Client) -> None:
+    with distributed.Client(client.scheduler.address, set_as_default=False) as other:
+        gang = DaskGang(other)
+        gang.start()
+        assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+    _nothing_is_left(client)
+    gang.stop()
+    gang.stop()
+
+
+def test_bad_options_are_named(client: distributed.Client) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"client='tcp://.*: expected a distributed.Client that is not asynchronous"
+    ):
+        DaskGang(client.scheduler.address)
+    with pytest.raises(ArgumentError, match="size=0: expected at least 1 rank"):
+        DaskGang(client, 0)
+    with pytest.raises(ArgumentError, match=r"timeout_seconds=0\.0: expected seconds > 0"):
+        DaskGang(client, timeout_seconds=0.0)
+
+
+@pytest.mark.parametrize("check", clusters.STORE_CHECKS, ids=lambda check: check.__name__)
+def test_the_store_keeps_the_contract(store: DaskStore, check: Callable[[Store], None]) -> None:
+    check(store)
+
+
+def test_the_store_between_processes(store: DaskStore, client: distributed.Client) -> None:
+    with DaskGang(client) as gang:
+        clusters.check_between_processes(store, DaskStore, gang)
+
+
+def test_a_store_outlives_its_users_and_not_its_worker(store: DaskStore, client: distributed.Client) -> None:
+    store.set("key", b"kept")
+    store.close()
+    with DaskStore(store.address) as other:
+        assert other.address == store.address
+        assert other.get("key", timeout_seconds=0) == b"kept"
+        client.restart_workers([store.address.removeprefix("dask:").partition("#")[0]])
+        with pytest.raises(CommError, match=r"dask:tcp://.* cannot be reached: .*is the worker alive\?"):
+            other.get("key", timeout_seconds=5)
+
+
+def test_a_store_that_cannot_be_opened(threads: distributed.Client) -> None:
+    with pytest.raises(ArgumentError, match="address='tcp://here:1': expected dask:WORKER#KEY"):
+        DaskStore("tcp://here:1")
+    with pytest.raises(CommError, match=r"dask:tcp://here:1#x cannot be opened: .*with client.as_current\(\)"):
+        DaskStore("dask:tcp://here:1#x")
