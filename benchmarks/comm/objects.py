@@ -14,20 +14,44 @@ from typing import Any
 
 import numpy as np
 
+RAY_NEAR = ("Ray, put and get", "Ray, argument of a call")
+RAY_FAR = ("Ray, put and get, two nodes", "Ray, argument of a call, two nodes")
+DASK = "Dask, dependency of a task"
+
 Transfer = Callable[[int, int], float]
 """Moves an array of so many bytes there and back so many times; returns seconds one way."""
 
 
 @contextmanager
 def ray_transfers(*, store_bytes: int) -> Generator[Mapping[str, Transfer]]:
-    """Two actors on a Ray of their own. **Arguments:** `store_bytes`: of shared memory that its object store takes."""
-    with ray_cluster(2, store_bytes=store_bytes) as ray:
-        holder = ray.remote(_Holder)
-        first, second = holder.remote(), holder.remote()
-        ray.get(second.echo.remote(b""))
+    """Actors on a Ray of two nodes, both on this machine, two on the first and one on the second.
+
+    Inside a node the object store is shared memory; between nodes an object travels over TCP from store to store.
+
+    **Arguments:** `store_bytes`: of shared memory that the object store of each node takes.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": store_bytes, "include_dashboard": False}
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "resources": {"first": 2}})
+        stack.callback(cluster.shutdown)
+        cluster.add_node(**node, resources={"second": 1})
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+        stack.callback(ray.shutdown)
+        holder: Any = ray.remote(_Holder)
+        source, near, far = [holder.options(resources={name: 1}).remote() for name in ("first", "first", "second")]
+        ray.get([source.echo.remote(b""), near.echo.remote(b""), far.echo.remote(b"")])
         yield {
-            "Ray, put and get": lambda num_bytes, count: ray.get(first.put_and_get.remote(second, num_bytes, count)),
-            "Ray, argument of a call": lambda num_bytes, count: ray.get(first.call.remote(second, num_bytes, count)),
+            name: lambda num_bytes, count, way=way, other=other: ray.get(way.remote(other, num_bytes, count))
+            for name, way, other in (
+                (RAY_NEAR[0], source.put_and_get, near),
+                (RAY_NEAR[1], source.call, near),
+                (RAY_FAR[0], source.put_and_get, far),
+                (RAY_FAR[1], source.call, far),
+            )
         }
 
 
@@ -47,7 +71,7 @@ def dask_transfers() -> Generator[Mapping[str, Transfer]]:
             client.submit(len, array, workers=[here], pure=False).result()
             return (time.perf_counter() - start) / count / 2
 
-        yield {"Dask, dependency of a task": transfer}
+        yield {DASK: transfer}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -55,16 +56,19 @@ def _launched(launcher: list[str], kind: str) -> float:
     with subprocess.Popen(
         command, env=environment_of(kind), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
+        limit = threading.Timer(_LIMIT_SECONDS, process.terminate)  # launchers end their ranks then
+        limit.start()
         try:
             assert process.stdout is not None
             for _ in range(SIZE):
                 if process.stdout.readline().strip() != _READY:
                     raise RuntimeError(f"{kind}: a rank ended before the first barrier; see what it wrote")
             seconds = time.perf_counter() - start
-            process.wait(_LIMIT_SECONDS)
+            process.wait()
             return seconds
         finally:
-            process.kill()
+            limit.cancel()
+            process.terminate()
 
 
 def _rank(kind: str) -> None:

@@ -21,7 +21,7 @@ from tests.gang import clusters
 def _cluster(**options: Any) -> Iterator[distributed.Client]:
     """Starts a cluster; its client is not the default one, so that nothing finds it by chance."""
     with (
-        distributed.LocalCluster(host="127.0.0.1", dashboard_address="127.0.0.1:0", **options) as cluster,
+        distributed.LocalCluster(dashboard_address="127.0.0.1:0", **options) as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
     ):
         yield client
@@ -52,7 +52,7 @@ def store(client: distributed.Client) -> Iterator[DaskStore]:
         distributed.wait(shelf, timeout=30)
         with DaskStore(f"dask:{worker}#{shelf.key}") as opened:
             yield opened
-        shelf.release()
+        client.cancel(shelf, force=True)
 
 
 def _nothing_is_left(client: distributed.Client) -> None:
@@ -144,8 +144,8 @@ def test_a_worker_that_only_the_scheduler_gives_up_is_named(client: distributed.
         lost, pid = gang.workers[2], gang.run(clusters.pid_of)[2]
         running = pool.submit(gang.run, clusters.wait_for_one_another)
 
-        def give_up(dask_scheduler: Any) -> None:
-            dask_scheduler.remove_worker(address=lost, stimulus_id="test", close=False)
+        async def give_up(dask_scheduler: Any) -> None:
+            await dask_scheduler.remove_worker(address=lost, stimulus_id="test", close=False)
 
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -180,6 +180,7 @@ def test_two_gangs_on_the_same_workers_do_not_wait_for_one_another(kind: str, re
         assert sorted(sums) == [[number] for number in range(1, two.size + 1)]
         store.set("go", b"on")
         assert waiting.result(30) == [b"on"] * one.size
+        client.cancel(shelf, force=True)
 
 
 def test_too_few_workers_are_counted(client: distributed.Client) -> None:

@@ -1,18 +1,19 @@
-"""The command line: `braidax train` and `braidax inspect`."""
+"""The command line: `braidax train`, `braidax launch` and `braidax inspect`.
+
+Each command imports what it needs when it is called: `launch` does not wait for JAX.
+"""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from braidax.cli.inspect import inspect
-from braidax.cli.machine import parse_mesh, parse_spec
-from braidax.cli.train import Settings, train
-from braidax.data import open as open_source
 from braidax.errors import BraidaxError
-from braidax.tasks.task import Task
+
+if TYPE_CHECKING:
+    from braidax.tasks.task import Task
 
 
 class _Commands(TyperGroup):
@@ -60,6 +61,9 @@ def _train(
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
+    from braidax.cli.machine import parse_mesh
+    from braidax.cli.train import Settings, train
+
     out = Path("runs") / task if out is None else out
     settings = Settings(
         out=out,
@@ -74,6 +78,37 @@ def _train(
     train(_task(task, out, data, preset, image_size), settings)
 
 
+@app.command(
+    "launch",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def _launch(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="Program to run; its arguments follow.", metavar="SCRIPT")],
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
+    processes: Annotated[int | None, typer.Option("--processes", "-n", min=1, help="How many to start.")] = None,
+    hosts: Annotated[Path | None, typer.Option(help="File with a line a host: name, or name: device,device.")] = None,
+    gang: Annotated[Literal["ray", "dask"] | None, typer.Option(help="Run in the ranks of Ray or Dask.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Of Dask, such as tcp://host:8786.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="How often to start all again when one has failed.")] = 0,
+    devices_per_process: Annotated[int | None, typer.Option(min=1, help="GPUs, or virtual CPU devices.")] = None,
+    initialize: Annotated[Literal["jax", "nothing"], typer.Option(help="What to join before SCRIPT begins.")] = "jax",
+    transport: Annotated[str, typer.Option(help="What carries messages: tcp, ucx or mpi.")] = "tcp",
+    ssh: Annotated[str, typer.Option(envvar="BRAIDAX_SSH", help="Command that reaches hosts.")] = "ssh",
+    address: Annotated[str | None, typer.Option(help="Of this machine, as the hosts reach it.")] = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter on the hosts.", show_default="this one")] = None,
+) -> None:
+    """Run a program in many processes that live and die together, joined to one jax.distributed."""
+    from braidax.cli.launch import Where, launch
+    from braidax.gang.over_ssh import Remote
+    from braidax.gang.program import Program
+
+    remote = Remote(ssh=ssh, address=address) if python is None else Remote(ssh=ssh, address=address, python=python)
+    program = Program(script, tuple(context.args), "module" if module else "script", initialize, devices_per_process)
+    where = Where(processes, hosts, gang, scheduler, remote)
+    launch(program, where, restarts=restarts, transport=transport)
+
+
 @app.command("inspect")
 def _inspect(
     path: Annotated[str, typer.Argument(help="A file or folder of samples, a pattern, or a URL.", metavar="PATH")],
@@ -84,12 +119,16 @@ def _inspect(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
 ) -> None:
     """Show what the loader would see: format, files, samples and, given a mesh, the layout of a batch."""
+    from braidax.cli.inspect import inspect
+    from braidax.cli.machine import parse_mesh, parse_spec
+    from braidax.data import open as open_source
+
     axes = None if mesh is None else parse_mesh(mesh)
     source = open_source(path, columns=None if columns is None else columns.split(","), split=split)
     inspect(source, mesh=axes, spec=parse_spec(spec), batch_size=batch_size, console=Console())
 
 
-def _task(name: str, out: Path, data: Path | None, preset: str | None, image_size: int | None) -> Task:
+def _task(name: str, out: Path, data: Path | None, preset: str | None, image_size: int | None) -> "Task":
     if name == "digits":
         from braidax.tasks.digits import digits
 

@@ -5,6 +5,7 @@ from braidax.comm.joining import from_environment as from_environment
 from braidax.comm.rendezvous import Tuning as Tuning
 from braidax.comm.rendezvous import connect as connect
 from braidax.comm.request import Request as Request
+from braidax.comm.sockets import Tls as Tls
 from braidax.comm.stores.file import FileStore as FileStore
 from braidax.comm.stores.memory import MemoryStore as MemoryStore
 from braidax.comm.stores.redis import RedisStore as RedisStore

@@ -33,35 +33,44 @@ class Group:
         self._num_collectives = 0
 
     def send(self, value: Value, dest: int, tag: int) -> Steps[None]:
+        """Returns the algorithm of `Communicator.send`."""
         return values.send(self._point(dest, "dest", tag), dest, value)
 
     def recv(self, source: int, tag: int) -> Steps[Value]:
+        """Returns the algorithm of `Communicator.recv`."""
         return values.receive(self._point(source, "source", tag), source)
 
     def barrier(self) -> Steps[None]:
+        """Returns the algorithm of `Communicator.barrier`."""
         return values.barrier(self._next())
 
     def broadcast(self, value: Value, root: int) -> Steps[Value]:
+        """Returns the algorithm of `Communicator.broadcast`."""
         self.check_rank(root, "root")
         return values.broadcast(self._next(), value, root)
 
     def gather(self, value: Value, root: int) -> Steps[list[Value]]:
+        """Returns the algorithm of `Communicator.gather`."""
         self.check_rank(root, "root")
         return values.gather(self._next(), value, root)
 
     def all_gather(self, value: Value) -> Steps[list[Value]]:
+        """Returns the algorithm of `Communicator.all_gather`."""
         return values.all_gather(self._next(), value)
 
     def reduce(self, array: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
+        """Returns the algorithm of `Communicator.reduce`."""
         self.check_rank(root, "root")
         _check_operands(array, operation)
         return reductions.reduce(self._next(), array, operation, root)
 
     def all_reduce(self, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
+        """Returns the algorithm of `Communicator.all_reduce`."""
         _check_operands(array, operation)
         return reductions.all_reduce(self._next(), array, operation)
 
     def reduce_scatter(self, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
+        """Returns the algorithm of `Communicator.reduce_scatter`."""
         _check_operands(array, operation)
         if not array.ndim or len(array) % self.size:
             raise ArgumentError(
@@ -70,6 +79,7 @@ class Group:
         return reductions.reduce_scatter(self._next(), array, operation)
 
     def all_to_all(self, parts: Sequence[Value]) -> Steps[list[Value]]:
+        """Returns the algorithm of `Communicator.all_to_all`."""
         if len(parts) != self.size:
             raise ArgumentError(f"parts= has {len(parts)} values: expected one for each of the {self.size} ranks")
         return values.all_to_all(self._next(), parts)

@@ -41,6 +41,7 @@ class Head:
 
     @property
     def num_bytes(self) -> int:
+        """Of all parts."""
         return sum(self.lengths)
 
 

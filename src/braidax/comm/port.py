@@ -38,6 +38,7 @@ class Port:
 
     @property
     def size(self) -> int:
+        """The number of members."""
         return len(self.ranks)
 
     def send(self, peer: int, *buffers: Buffer) -> Operation:

@@ -13,9 +13,10 @@ from typing import final
 from braidax.comm.communicator import Communicator, Counters
 from braidax.comm.group import Group
 from braidax.comm.progress import Progress
-from braidax.comm.sockets import host_id
+from braidax.comm.sockets import Tls, host_id
 from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.transports.named import make_transport
+from braidax.comm.transports.tcp import TcpTransport
 from braidax.comm.transports.transport import Transport, World
 from braidax.comm.watch import Watch
 from braidax.errors import ArgumentError, HandshakeError, WaitTimeout
@@ -30,12 +31,14 @@ class Tuning:
 
     **Arguments:** `peer_timeout_seconds`: a rank that says nothing for so long is lost; longer than any code of yours
     that keeps the GIL. `spin_seconds`: how long a wait keeps its core before it sleeps; 0 where ranks are more than
-    cores. `host`: instead of this host's name; ranks that give the same one count as being on one host.
+    cores. `host`: instead of this host's name; ranks that give the same one count as being on one host. `tls`: for the
+    connections of the transport named `tcp` and of the ring on which ranks watch one another.
     """
 
     peer_timeout_seconds: float = 60.0
     spin_seconds: float = 50e-6
     host: str | None = None
+    tls: Tls | None = None
 
     def __post_init__(self) -> None:
         if not self.peer_timeout_seconds > 0:
@@ -72,20 +75,10 @@ def connect(
     deadline = time.monotonic() + timeout_seconds
     scoped = ScopedStore(store, job=job, epoch=epoch)
     where = f"job={job!r}, epoch={epoch}, at {store.address}"
-    chosen = make_transport(transport) if isinstance(transport, str) else transport
-    watch = Watch(peer_timeout_seconds=tuning.peer_timeout_seconds)
+    chosen = _transport(transport, tuning)
+    watch = Watch(peer_timeout_seconds=tuning.peer_timeout_seconds, tls=tuning.tls)
     try:
-        card = _Card(
-            rank=rank,
-            size=size,
-            version=importlib.metadata.version("braidax"),
-            transport=chosen.name,
-            host=tuning.host or socket.gethostname(),
-            machine=tuning.host or host_id(),
-            pid=os.getpid(),
-            address=base64.b64encode(chosen.address).decode(),
-            watch=base64.b64encode(watch.address).decode(),
-        )
+        card = _card_of(rank, size, chosen, watch, tuning)
         try:
             cards, secret = _meet(scoped, card, where, deadline)
             worlds = _worlds(cards, rank, secret)
@@ -100,22 +93,22 @@ def connect(
         raise
     progress = Progress(chosen, watch, worlds.transport, spin_seconds=tuning.spin_seconds)
     machines = sorted({card.machine for card in cards})
-    group = Group(
-        progress,
-        number=0,
-        ranks=range(size),
-        rank=rank,
-        hosts=[machines.index(card.machine) for card in cards],
-    )
-    comm = Communicator(group, counters=Counters(), timeout_seconds=timeout_seconds)
+    hosts = [machines.index(card.machine) for card in cards]
+    group = Group(progress, number=0, ranks=range(size), rank=rank, hosts=hosts)
+    comm = Communicator(group, counters=Counters(), timeout_seconds=_left(deadline))
     try:
-        comm.timeout_seconds = _left(deadline)
         comm.barrier()
-        comm.timeout_seconds = timeout_seconds
     except BaseException:
         comm.close()
         raise
+    comm.timeout_seconds = timeout_seconds
     return comm
+
+
+def _transport(transport: str | Transport, tuning: Tuning) -> Transport:
+    if isinstance(transport, Transport):
+        return transport
+    return TcpTransport(tls=tuning.tls) if transport == "tcp" else make_transport(transport)
 
 
 @dataclass(frozen=True)
@@ -131,6 +124,20 @@ class _Card:
     pid: int
     address: str
     watch: str
+
+
+def _card_of(rank: int, size: int, transport: Transport, watch: Watch, tuning: Tuning) -> _Card:
+    return _Card(
+        rank=rank,
+        size=size,
+        version=importlib.metadata.version("braidax"),
+        transport=transport.name,
+        host=tuning.host or socket.gethostname(),
+        machine=tuning.host or host_id(),
+        pid=os.getpid(),
+        address=base64.b64encode(transport.address).decode(),
+        watch=base64.b64encode(watch.address).decode(),
+    )
 
 
 @dataclass(frozen=True)

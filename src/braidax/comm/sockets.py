@@ -4,12 +4,14 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import struct
 import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -21,9 +23,29 @@ from braidax.errors import ArgumentError, CommError, HandshakeError, PeerLost, W
 _HANDSHAKE_SECONDS = 10.0  # for one connection; a stranger who says nothing costs no more
 _DIAL_SECONDS = 5.0  # for one address of a host that has several
 _MAX_STRANGERS = 16  # connections whose handshake is under way at once
+_LOOK_SECONDS = 0.02  # how often the accepting thread looks whether all have come
+_AGAIN_SECONDS = 0.05  # before a peer's addresses are tried again
 _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"
 _UNACKED_SECONDS = 60.0  # bytes that the peer's kernel does not confirm for so long mean that it was cut off
+
+
+@final
+@dataclass(frozen=True)
+class Tls:
+    """Encrypts the connections between ranks. **Arguments:** `server`, `client`: for the two ends of each."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Who meets, what for, and until when (`time.monotonic` seconds)."""
+
+    world: World
+    purpose: bytes
+    deadline: float
 
 
 @final
@@ -31,16 +53,15 @@ class Listener:
     """A port at which peers of a world connect, and only they; it is closed by whoever made it.
 
     **Arguments:** `interfaces`: addresses of this host that peers on other hosts may use; by default those of all
-    interfaces that are up, or what the environment variable `BRAIDAX_ADDRESS` names, separated by commas.
+    interfaces that are up, or what the environment variable `BRAIDAX_ADDRESS` names, separated by commas. `tls`: wraps
+    the connections.
     """
 
-    def __init__(self, interfaces: Sequence[str] = ()) -> None:
+    def __init__(self, *, interfaces: Sequence[str] = (), tls: Tls | None = None) -> None:
+        self.tls = tls
         self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
-        places = {
-            "host": host_id(),
-            "port": self._socket.getsockname()[1],
-            "addresses": list(interfaces) or host_addresses(),
-        }
+        self._port: int = self._socket.getsockname()[1]
+        places = {"host": host_id(), "port": self._port, "addresses": list(interfaces) or host_addresses()}
         self.address = json.dumps(places).encode()
 
     def connect(
@@ -55,19 +76,18 @@ class Listener:
         **Raises:** `HandshakeError` for a peer that does not fit, `PeerLost` for one that is gone, `WaitTimeout` naming
         the ranks that did not connect, or cannot be reached.
         """
+        meeting = _Meeting(world, purpose, deadline)
         opened: dict[int, socket.socket] = {}
         stop = threading.Event()
         with ThreadPoolExecutor(1 + _MAX_STRANGERS, thread_name_prefix="braidax-accept") as executor:
-            accepting = executor.submit(
-                self._accept, executor, world, purpose, set(accepted), deadline=deadline, stop=stop
-            )
+            accepting = executor.submit(self._accept, executor, meeting, set(accepted), stop)
             try:
                 for rank in dialed:
-                    opened[rank] = dial(world, rank, purpose=purpose, deadline=deadline)
+                    opened[rank] = _dial(rank, self, meeting)
                 opened |= accepting.result()
             except BaseException:
                 stop.set()
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(CommError, WaitTimeout, OSError):
                     opened |= accepting.result()
                 for connection in opened.values():
                     connection.close()
@@ -75,43 +95,35 @@ class Listener:
         return opened
 
     def _accept(
-        self,
-        executor: ThreadPoolExecutor,
-        world: World,
-        purpose: bytes,
-        missing: set[int],
-        *,
-        deadline: float,
-        stop: threading.Event,
+        self, executor: ThreadPoolExecutor, meeting: _Meeting, missing: set[int], stop: threading.Event
     ) -> dict[int, socket.socket]:
         opened: dict[int, socket.socket] = {}
         lock = threading.Lock()
 
         def greet(connection: socket.socket) -> None:
-            rank = _greet(connection, world, purpose, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS))
+            peer = _greet(connection, self, meeting)
             with lock:
-                if rank is None or rank not in missing:
-                    connection.close()
-                else:
-                    opened[rank] = connection
-                    missing.discard(rank)
+                if peer is not None and peer[0] in missing:
+                    opened[peer[0]] = peer[1]
+                    missing.discard(peer[0])
+                elif peer is not None:
+                    peer[1].close()
 
-        self._socket.settimeout(0.02)
-        try:
-            while missing and not stop.is_set():
-                if time.monotonic() > deadline:
-                    listed = ", ".join(world.describe(rank) for rank in sorted(missing))
-                    raise WaitTimeout(
-                        f"{listed} did not connect to {world.describe(world.rank)} in time; expected the port "
-                        f"{self._socket.getsockname()[1]} to be reachable from there: look for a firewall, or name the "
-                        "address that others can reach in the environment variable BRAIDAX_ADDRESS"
-                    )
-                with contextlib.suppress(TimeoutError):
-                    executor.submit(greet, self._socket.accept()[0])
-        except BaseException:
-            for connection in opened.values():
-                connection.close()
-            raise
+        self._socket.settimeout(_LOOK_SECONDS)
+        while missing and not stop.is_set():
+            if time.monotonic() > meeting.deadline:
+                with lock:
+                    for connection in opened.values():
+                        connection.close()
+                    listed = ", ".join(meeting.world.describe(rank) for rank in sorted(missing))
+                    missing.clear()
+                raise WaitTimeout(
+                    f"{listed} did not connect to {meeting.world.describe(meeting.world.rank)} in time; expected the "
+                    f"port {self._port} to be reachable from there: look for a firewall, or name the address that "
+                    "others can reach in the environment variable BRAIDAX_ADDRESS"
+                )
+            with contextlib.suppress(TimeoutError):
+                executor.submit(greet, self._socket.accept()[0])
         return opened
 
     def close(self) -> None:
@@ -127,77 +139,92 @@ class Listener:
         self.close()
 
 
-def _greet(connection: socket.socket, world: World, purpose: bytes, deadline: float) -> int | None:
-    """Returns the rank at the other end, or None for a stranger, who is not told why."""
+def _greet(connection: socket.socket, listener: Listener, meeting: "_Meeting") -> tuple[int, socket.socket] | None:
+    """Returns the rank at the other end, and what to talk to it through; None for a stranger, who is not told why."""
+    opened = connection
     try:
+        if listener.tls is not None:
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            opened = listener.tls.server.wrap_socket(connection, server_side=True)
         payload = accept_handshake(
-            connection,
-            purpose=purpose,
-            secret=world.secret,
-            peer=f"the process at {_shown(connection)}",
-            deadline=deadline,
-            payload=_payload(world.rank),
+            opened,
+            purpose=meeting.purpose,
+            secret=meeting.world.secret,
+            peer=f"the process at {_shown(opened)}",
+            deadline=min(meeting.deadline, time.monotonic() + _HANDSHAKE_SECONDS),
+            payload=_payload(meeting.world.rank),
         )
     except (CommError, WaitTimeout, OSError):
+        opened.close()
         return None
-    _prepare(connection)
-    return int.from_bytes(payload, "big")
+    _prepare(opened)
+    return int.from_bytes(payload, "big"), opened
 
 
-def dial(world: World, rank: int, *, purpose: bytes, deadline: float) -> socket.socket:
-    """Connects to a peer's listener.
-
-    **Arguments:** `rank`: of the peer. `purpose`: of the connection. `deadline`: `time.monotonic` seconds.
-
-    **Returns:** a socket, `TCP_NODELAY` set. **Raises:** as `Listener.connect`.
-    """
+def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
+    """Connects to a peer, at whichever of its addresses answers."""
+    world = meeting.world
     places: dict[str, Any] = json.loads(world.addresses[rank])
-    addresses = [_LOOPBACK] if places["host"] == host_id() else [*places["addresses"]]
-    peer = world.describe(rank)
-    failures: list[str] = []
+    addresses: list[str] = [_LOOPBACK] if places["host"] == host_id() else [*places["addresses"]]
+    peer, port = world.describe(rank), places["port"]
+    failures: dict[str, str] = {}
     while True:
         for address in addresses:
-            left = deadline - time.monotonic()
+            left = meeting.deadline - time.monotonic()
             if left <= 0:
                 raise WaitTimeout(
-                    f"{peer} cannot be reached: {'; '.join(failures) or 'the limit passed'}; expected one of its "
-                    "addresses to answer: look for a firewall, or name the address that others can reach in the "
+                    f"{peer} cannot be reached: {'; '.join(failures.values()) or 'the limit passed'}; expected one of "
+                    "its addresses to answer: look for a firewall, or name the address that others can reach in the "
                     "environment variable BRAIDAX_ADDRESS there"
                 )
             try:
-                connection = socket.create_connection((address, places["port"]), timeout=min(left, _DIAL_SECONDS))
-            except ConnectionRefusedError as error:
-                failures = [*failures[-3:], f"{address}:{places['port']}: {error}"]
-                if len(addresses) == 1:
+                connection = socket.create_connection((address, port), timeout=min(left, _DIAL_SECONDS))
+            except OSError as error:
+                failures[address] = f"{address}:{port}: {error}"
+                if isinstance(error, ConnectionRefusedError) and len(addresses) == 1:
                     raise PeerLost(
-                        f"{peer} is lost: nobody listens at {address}:{places['port']} any more; "
-                        "look at its log for why it ended",
+                        f"{peer} is lost: nobody listens at {address}:{port} any more; see its log for why it ended",
                         rank,
                         world.hosts[rank],
                     ) from error
-            except OSError as error:
-                failures = [*failures[-3:], f"{address}:{places['port']}: {error}"]
             else:
-                try:
-                    payload = connect_handshake(
-                        connection,
-                        purpose=purpose,
-                        secret=world.secret,
-                        peer=f"{peer} at {address}:{places['port']}",
-                        deadline=deadline,
-                        payload=_payload(world.rank),
-                    )
-                    if payload != _payload(rank):
-                        raise HandshakeError(
-                            f"{peer} at {address}:{places['port']} is rank {int.from_bytes(payload, 'big')}; expected "
-                            f"rank {rank}: do two hosts have the same address?"
-                        )
-                except BaseException:
-                    connection.close()
-                    raise
-                _prepare(connection)
-                return connection
-        time.sleep(min(0.05, max(0.0, deadline - time.monotonic())))
+                return _meet(connection, rank, address, listener, meeting)
+        time.sleep(min(_AGAIN_SECONDS, max(0.0, meeting.deadline - time.monotonic())))
+
+
+def _meet(connection: socket.socket, rank: int, address: str, listener: Listener, meeting: "_Meeting") -> socket.socket:
+    """Proves to a peer who this is, and makes sure that it is who it should be."""
+    world, opened = meeting.world, connection
+    peer = f"{world.describe(rank)} at {address}"
+    try:
+        if listener.tls is not None:
+            connection.settimeout(max(1e-3, meeting.deadline - time.monotonic()))
+            name = address if listener.tls.client.check_hostname else None
+            opened = listener.tls.client.wrap_socket(connection, server_hostname=name)
+        payload = connect_handshake(
+            opened,
+            purpose=meeting.purpose,
+            secret=world.secret,
+            peer=peer,
+            deadline=meeting.deadline,
+            payload=_payload(world.rank),
+        )
+        if payload != _payload(rank):
+            raise HandshakeError(
+                f"{peer} is rank {int.from_bytes(payload, 'big')}; expected rank {rank}: do two hosts have the same "
+                "address? Name the one that others can reach in the environment variable BRAIDAX_ADDRESS"
+            )
+    except ssl.SSLError as error:
+        opened.close()
+        raise HandshakeError(
+            f"{peer} and this rank cannot agree on TLS: {error}; give all ranks tls= with certificates that the others "
+            "trust, or none"
+        ) from error
+    except BaseException:
+        opened.close()
+        raise
+    _prepare(opened)
+    return opened
 
 
 def host_id() -> str:
@@ -233,6 +260,10 @@ def host_addresses() -> list[str]:
             found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     outside = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
     return outside or [_LOOPBACK]
+
+
+WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+"""What a connection that does not block raises when it would, TLS or not; two of them are `OSError`s."""
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -26,33 +26,43 @@ class Starting:
         self._limit = limit
 
     def send(self, value: Value, dest: int, *, tag: int = 0) -> Request[None]:
+        """Begins `Communicator.send`."""
         return self._begin(self._group.send(value, dest, tag))
 
     def recv(self, source: int, *, tag: int = 0) -> Request[Value]:
+        """Begins `Communicator.recv`."""
         return self._begin(self._group.recv(source, tag))
 
     def barrier(self) -> Request[None]:
+        """Begins `Communicator.barrier`."""
         return self._begin(self._group.barrier())
 
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Request[Value]:
+        """Begins `Communicator.broadcast`."""
         return self._begin(self._group.broadcast(value, root))
 
     def gather(self, value: Value, *, root: int = 0) -> Request[list[Value]]:
+        """Begins `Communicator.gather`."""
         return self._begin(self._group.gather(value, root))
 
     def all_gather(self, value: Value) -> Request[list[Value]]:
+        """Begins `Communicator.all_gather`."""
         return self._begin(self._group.all_gather(value))
 
     def reduce(self, array: NDArray[Any], operation: np.ufunc = np.add, *, root: int = 0) -> Request[NDArray[Any]]:
+        """Begins `Communicator.reduce`."""
         return self._begin(self._group.reduce(array, operation, root))
 
     def all_reduce(self, array: NDArray[Any], operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+        """Begins `Communicator.all_reduce`."""
         return self._begin(self._group.all_reduce(array, operation))
 
     def reduce_scatter(self, array: NDArray[Any], operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+        """Begins `Communicator.reduce_scatter`."""
         return self._begin(self._group.reduce_scatter(array, operation))
 
     def all_to_all(self, parts: Sequence[Value]) -> Request[list[Value]]:
+        """Begins `Communicator.all_to_all`."""
         return self._begin(self._group.all_to_all(parts))
 
     def _begin(self, steps: Steps[T]) -> Request[T]:

@@ -12,13 +12,13 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Literal, final
 
-from braidax.comm.sockets import Listener
+from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls
 from braidax.comm.transports.transport import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
 
 _BEATS_PER_LIMIT = 5
 _LENGTH_BYTES = 4
-_MAX_NOTICE_BYTES = 1 << 16
+_MAX_REASON = 4096  # characters
 _MAX_UNSENT_BYTES = 1 << 16  # to a neighbor that reads nothing; beats are left out then
 _READ_BYTES = 1 << 16
 _BEAT = (0).to_bytes(_LENGTH_BYTES, "big")
@@ -48,18 +48,19 @@ class Notice:
 class Watch:
     """One rank's place in the ring. Nothing here waits but `connect`; the owner calls one method at a time.
 
-    **Arguments:** `peer_timeout_seconds`: a neighbor that says nothing for so long is lost.
+    **Arguments:** `peer_timeout_seconds`: a neighbor that says nothing for so long is lost. `tls`: wraps the
+    connections.
 
     **Fields:** `left`: the ranks that ended on purpose.
     """
 
-    def __init__(self, *, peer_timeout_seconds: float) -> None:
+    def __init__(self, *, peer_timeout_seconds: float, tls: Tls | None = None) -> None:
         if not peer_timeout_seconds > 0:
             raise ArgumentError(f"peer_timeout_seconds={peer_timeout_seconds!r}: expected seconds > 0")
         self.left: set[int] = set()
         self._limit = peer_timeout_seconds
         self._beat_seconds = peer_timeout_seconds / _BEATS_PER_LIMIT
-        self._listener = Listener()
+        self._listener = Listener(tls=tls)
         self._neighbors: list[_Neighbor] = []
         self._told: set[tuple[str, int]] = set()
         self._looked = self._beaten = time.monotonic()
@@ -132,7 +133,7 @@ class Watch:
                 lost = Notice("lost", neighbor.rank, how)
                 if neighbor.rank not in self.left and (lost.kind, lost.rank) not in self._told:
                     new.append(lost)
-                    self.tell(lost)  # the lost one as well: if it is only frozen, it will read why all went on without it
+                    self.tell(lost)  # the lost one too: if it was only frozen, it reads why
                 self._neighbors.remove(neighbor)
                 if selector is not None:
                     selector.unregister(neighbor.connection)
@@ -144,7 +145,7 @@ class Watch:
         self._told.add((notice.kind, notice.rank))
         if notice.kind == "left":
             self.left.add(notice.rank)
-        data = json.dumps(asdict(notice)).encode()[:_MAX_NOTICE_BYTES]
+        data = json.dumps({**asdict(notice), "reason": notice.reason[:_MAX_REASON]}).encode()
         for neighbor in self._neighbors:
             neighbor.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
@@ -175,7 +176,7 @@ class _Neighbor:
         self.unsent += data
         try:
             del self.unsent[: self.connection.send(self.unsent)]
-        except BlockingIOError:
+        except WOULD_BLOCK:
             pass
         except OSError:
             pass  # reading will say so, after what the neighbor may have told before it went
@@ -186,7 +187,7 @@ class _Neighbor:
                 self.heard = now
                 self.unread += data
             self.ended = "its process ended"
-        except BlockingIOError:
+        except WOULD_BLOCK:
             if self.unsent:
                 self.write(b"")
         except OSError as error:

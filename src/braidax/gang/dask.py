@@ -220,12 +220,13 @@ class _DaskRanks(Ranks):
 
     def end(self) -> None:
         actors, self._actors = self._actors, []
+        made, self._made_ranks = self._made_ranks, []
         with contextlib.suppress(OSError, RuntimeError):  # the client is closed, or the cluster is gone
             if actors:
                 self._client.sync(self._leave, actors)
-            for made in (*self._made_ranks, self._shelf):
-                made.release()
-        self._made_ranks = []
+            if made:
+                # By force: what stands for an actor counts as somebody who needs it, and lies in reference cycles.
+                self._client.cancel([*made, self._shelf], force=True)
 
     def _made(self, kind: type, worker: str, key: str, *args: Any) -> Any:
         options = {"workers": [worker], "allow_other_workers": False, "actor": True, "pure": False, "key": key}

@@ -79,7 +79,7 @@ def launch_here(
     if num_processes < 1:
         raise ArgumentError(f"{num_processes=}: expected at least 1")
     outside = {"PYTHONUNBUFFERED": "1", **without_place(os.environ)}
-    shares = shares_of_gpus(outside, _gpus(), num_processes, program.devices_per_process)
+    shares = shares_of_gpus(outside, find_gpus(), num_processes, program.devices_per_process)
     seats = [Seat(rank, num_processes, rank, num_processes, share) for rank, share in enumerate(shares)]
     job = Job.new(transport)
 
@@ -168,7 +168,7 @@ def first_failed(rank: int, status: int, told: dict[str, str]) -> int:
     return rank
 
 
-def _gpus() -> list[str]:
-    """Returns the numbers by which CUDA knows the GPUs that this process could use."""
+def find_gpus() -> list[str]:
+    """Returns the numbers by which CUDA knows the GPUs of this machine or container."""
     num_gpus = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").iterdir())
     return [str(number) for number in range(num_gpus)]

@@ -2,7 +2,7 @@
 
 The launching machine starts it over ssh. The first line of its input says what to start: arguments could be read by
 anybody on the host. Lines of ranks go out with their prefix, which begins with `[`; a line that begins with `{` tells
-of the first rank that failed.
+of a rank that failed. What ends then is decided by the launching machine.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def order(commands: list[tuple[tuple[str, ...], dict[str, str], str]], folder: s
 
 
 def read_report(line: str) -> Ending | None:
-    """Returns how the first rank of a host failed, if a line tells that; `number` counts the ranks of that host."""
+    """Returns how a rank failed, if a line tells that; its `number` counts the ranks of the host."""
     if not line.startswith("{"):
         return None
     told: dict[str, Any] = json.loads(line)
@@ -38,7 +38,7 @@ def read_report(line: str) -> Ending | None:
 
 
 def main() -> None:
-    """Serves one order, and exits as the first rank that failed did."""
+    """Serves one order until its ranks have ended or its input has; exits as the first rank that failed did."""
     ordered = json.loads(sys.stdin.buffer.readline())
     prefixes = [prefix for _, _, prefix in ordered["commands"]]
     commands = [
@@ -47,30 +47,34 @@ def main() -> None:
     ]
     processes = Processes(commands, write=print_lines(prefixes), grace_seconds=GRACE_SECONDS)
     try:
-        failed = _first_failed(processes, len(commands))
-        if failed is not None:
-            with contextlib.suppress(OSError):
-                sys.stdout.write(json.dumps(asdict(failed)) + "\n")
-                sys.stdout.flush()
+        failed = _serve(processes, len(commands))
     finally:
         processes.end()
     sys.exit(0 if failed is None else failed.exit_code)
 
 
-def _first_failed(processes: Processes, num_alive: int) -> Ending | None:
-    """Waits until a process failed, all have ended well or the input has ended."""
+def _serve(processes: Processes, num_alive: int) -> Ending | None:
+    """Reports the ranks that fail, until all have ended or the input has, and returns the first."""
+    first: Ending | None = None
     with selectors.DefaultSelector() as selector:
         selector.register(processes, selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
         while num_alive:
             ready = {key.fileobj for key, _ in selector.select()}
             for ending in processes.wait(timeout_seconds=0) if processes in ready else []:
-                if ending.status != 0:
-                    return ending
                 num_alive -= 1
+                if ending.status != 0:
+                    first = first or ending
+                    _report(ending)
             if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
-                return None
-    return None
+                break
+    return first
+
+
+def _report(ending: Ending) -> None:
+    with contextlib.suppress(OSError):  # the connection is gone, and so is the input
+        sys.stdout.write(json.dumps(asdict(ending)) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -189,8 +189,6 @@ STANCES: dict[str, Callable[[Communicator, int], None]] = {
     "all_to_all": waiting(lambda comm, victim: comm.all_to_all([np.zeros(1 << 20)] * comm.size)),
     "wait": waiting(lambda comm, victim: comm.start.recv(victim, tag=_NEVER).wait()),
     "wait of all_reduce": waiting(lambda comm, victim: comm.start.all_reduce(np.zeros(1 << 20)).wait()),
-}
-ENDS: dict[str, Callable[[Communicator, int], None]] = {
     "abort": abort,
     "abort and exit": abort_and_exit,
     "close": close,
@@ -200,5 +198,4 @@ ENDS: dict[str, Callable[[Communicator, int], None]] = {
 
 
 if __name__ == "__main__":
-    STANCES |= ENDS
     main()

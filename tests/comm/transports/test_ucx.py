@@ -234,7 +234,7 @@ def test_the_death_of_a_peer_is_survived(
     ranks.kill(1)
     ranks.tell(0)
     kinds, seconds = ranks.hear(0)
-    open("/tmp/ucx/death.txt","a").write(f"{death} {way} {kinds} {seconds}\n")
+
     ranks.processes[0].join(LIMIT_SECONDS)
     assert ranks.processes[0].exitcode == 0
     assert set(kinds.split()) <= {"PeerLost", "pending", "NoneType"}

@@ -2,6 +2,7 @@
 
 import selectors
 import socket
+import ssl
 import struct
 import time
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from braidax.comm.sockets import Listener
+from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls
 from braidax.comm.transports.transport import Buffer, Operation, Transport, World, too_long
 from braidax.errors import PeerLost
 
@@ -31,13 +32,14 @@ class TcpTransport(Transport):
     in the socket, which holds up its sender, until it is asked for or stands in the way of another that is.
 
     **Arguments:** `interfaces`: addresses of this host that peers on other hosts may use, such as `("10.0.0.5",)`; by
-    default those of all interfaces that are up.
+    default those of all interfaces that are up. `tls`: encrypts the connections.
     """
 
     name = "tcp"
 
-    def __init__(self, *, interfaces: Sequence[str] = ()) -> None:
-        self._listener = Listener(interfaces)
+    def __init__(self, *, interfaces: Sequence[str] = (), tls: Tls | None = None) -> None:
+        self._listener = Listener(interfaces=interfaces, tls=tls)
+        self._behind: set[_Link] = set()  # whose turn ended with bytes that TLS has read, and no selector sees
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, _Link] = {}
         self._world = World(0, (self._listener.address,), ("",), b"")
@@ -88,6 +90,8 @@ class TcpTransport(Transport):
             self._read(link)
 
     def poll(self, spin_seconds: float) -> None:
+        for link in list(self._behind):
+            self._read(link)
         for key, events in self._selector.select(0):
             link: _Link = key.data
             if events & selectors.EVENT_WRITE:
@@ -96,7 +100,7 @@ class TcpTransport(Transport):
                 self._read(link)
 
     def arm(self) -> bool:
-        return True
+        return not self._behind
 
     def fileno(self) -> int:
         return self._selector.fileno()  # type: ignore[attr-defined]
@@ -145,11 +149,11 @@ class TcpTransport(Transport):
         try:
             while link.outgoing:
                 first = link.outgoing[0]
-                first.cut(link.connection.sendmsg(first.parts[:_MAX_PARTS]))
+                first.cut(_write_some(link.connection, first.parts))
                 if not first.parts:
                     link.outgoing.popleft()
                     first.operation.finish()
-        except BlockingIOError:
+        except WOULD_BLOCK:
             pass
         except OSError as error:
             self._lose(link, f"the connection to it broke: {error}")
@@ -172,6 +176,7 @@ class TcpTransport(Transport):
     def _read(self, link: "_Link") -> None:
         """Reads what has come, but not for ever: others have their turn."""
         budget = _TURN_BYTES
+        self._behind.discard(link)
         try:
             while budget > 0 and not link.paused:
                 if link.message is not None:
@@ -180,7 +185,7 @@ class TcpTransport(Transport):
                     self._read_header(link)
                 else:
                     budget -= self._fill(link)
-        except BlockingIOError:
+        except WOULD_BLOCK:
             pass
         except OSError as error:
             self._lose(link, f"the connection to it broke: {error}")
@@ -188,6 +193,8 @@ class TcpTransport(Transport):
             self._lose(link, "it closed its communicator" if link.left else "its end of the connection was closed")
         if link.lost is None:
             self._listen(link)
+            if isinstance(link.connection, ssl.SSLSocket) and link.connection.pending() and not link.paused:
+                self._behind.add(link)
 
     def _fill(self, link: "_Link") -> int:
         """Reads many small messages at once."""
@@ -270,10 +277,18 @@ class TcpTransport(Transport):
         if link.watched:
             self._selector.unregister(link.connection)
             link.watched = 0
+        self._behind.discard(link)
         link.connection.close()
         link.outgoing.clear()
         link.posted.clear()
         link.message = None
+
+
+def _write_some(connection: socket.socket, parts: list[Buffer]) -> int:
+    """Returns how many bytes were taken of the first parts."""
+    if isinstance(connection, ssl.SSLSocket):
+        return connection.send(parts[0])
+    return connection.sendmsg(parts[:_MAX_PARTS])
 
 
 @dataclass(slots=True)

@@ -135,6 +135,7 @@ class World:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.addresses)
 
     def describe(self, peer: int) -> str:

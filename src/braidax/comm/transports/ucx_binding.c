@@ -53,7 +53,7 @@ typedef struct Request { /* a send or receive that UCX has not ended, or that Py
 typedef struct {
     Worker *worker;
     void *endpoint;
-    int is_lost, is_newly_lost;
+    int is_lost;
     ucs_status_t status; /* of the loss */
 } Peer;
 
@@ -195,18 +195,29 @@ static void on_lost(void *user_data, void *endpoint, ucs_status_t status) {
     Peer *peer = user_data;
     (void)endpoint;
     peer->status = status;
-    peer->is_lost = peer->is_newly_lost = 1;
+    peer->is_lost = 1;
     peer->worker->has_newly_lost = 1;
 }
 
-/* What a lost peer had sent is received first; then the receives that wait for it are canceled. */
+static ucs_status_ptr_t give_up_endpoint(Peer *peer) {
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = UCP_EP_CLOSE_FLAG_FORCE};
+    ucs_status_ptr_t handle = peer->endpoint ? ucp_ep_close_nbx(peer->endpoint, &param) : NULL;
+    peer->endpoint = NULL;
+    return is_error(handle) ? NULL : handle;
+}
+
+/* What lost peers had sent is received first; then all that waits for them is canceled. */
 static void cancel_lost(Worker *self) {
     for (int round = 0; round < DRAIN_ROUNDS && ucp_worker_progress(self->worker); round++) continue;
     self->has_newly_lost = 0;
+    for (unsigned i = 0; i < self->num_peers; i++) {
+        if (!self->peers[i].is_lost) continue;
+        ucs_status_ptr_t handle = give_up_endpoint(&self->peers[i]);
+        if (handle) ucp_request_free(handle);
+    }
     for (Request *request = self->pending; request; request = request->next)
-        if (!request->is_send && request->handle && self->peers[request->peer].is_newly_lost)
+        if (!request->is_send && request->handle && self->peers[request->peer].is_lost)
             ucp_request_cancel(self->worker, request->handle);
-    for (unsigned i = 0; i < self->num_peers; i++) self->peers[i].is_newly_lost = 0;
 }
 
 /* Sending and receiving */
@@ -335,8 +346,7 @@ static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssi
     link_pending(self, request);
     ucs_status_ptr_t handle = ucp_tag_recv_nbx(self->worker, request->one.buf, (size_t)request->one.len,
                                                (uint64_t)peer << TAG_BITS | tag, UINT64_MAX, &param);
-    if (self->peers[peer].is_lost) /* canceled by the next poll, unless the message had come */
-        self->peers[peer].is_newly_lost = self->has_newly_lost = 1;
+    if (self->peers[peer].is_lost) self->has_newly_lost = 1; /* the next poll cancels it, unless the message is there */
     return begun(self, request, handle);
 }
 
@@ -453,10 +463,10 @@ static void close_worker(Worker *self, double seconds) { /* without the GIL */
     for (Request *request = self->pending; request; request = request->next)
         if (request->handle && !request->is_send) ucp_request_cancel(self->worker, request->handle);
     if (handles) {
-        ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = UCP_EP_CLOSE_FLAG_FORCE};
-        for (unsigned i = 0; i < self->num_peers; i++)
-            handles[i] = self->peers[i].endpoint ? ucp_ep_close_nbx(self->peers[i].endpoint, &param) : NULL;
+        for (unsigned i = 0; i < self->num_peers; i++) handles[i] = give_up_endpoint(&self->peers[i]);
         progress_until(self, now() + FORCED_CLOSE_SECONDS, handles);
+        for (unsigned i = 0; i < self->num_peers; i++)
+            if (handles[i]) ucp_request_free(handles[i]);
         free(handles);
     }
     ucp_worker_destroy(self->worker);

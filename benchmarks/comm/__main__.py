@@ -1,0 +1,193 @@
+"""Messages between ranks on one host: ours over TCP and UCX, mpi4py, gloo, Ray's object store, Dask.
+
+Latency and bandwidth, all_to_all and all_reduce for 2 and 4 ranks, objects between workers, from start to first
+barrier, and what waiting costs. Each system has processes of its own; one measures while the others sleep.
+"""
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.comm.objects import DASK, RAY_FAR, RAY_NEAR, Transfer, dask_transfers, ray_transfers
+from benchmarks.comm.starting import LOCAL, starts
+from benchmarks.comm.tables import Comparison, named
+from benchmarks.comm.worlds import GLOO, MPI, SYSTEMS, TCP, UCX, UCX_TCP, World, Worlds
+from benchmarks.harness import Report, arguments, take_turns
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+PAIRS = ((TCP, (GLOO,)), (UCX, (MPI,)), (UCX_TCP, (GLOO,)))
+COMPARED_BYTES = 16 * MIB  # of vs_ray and vs_dask
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: full, or `--quick`."""
+
+    message_bytes: Sequence[int]
+    collective_bytes: Sequence[int]
+    object_bytes: Sequence[int]
+    rounds: int
+    start_rounds: int
+    seconds: float  # of one figure
+    idle_seconds: float
+
+    def rounds_of(self, num_bytes: int) -> int:
+        """Returns how often something is measured that takes its time."""
+        return min(self.rounds, 7 if num_bytes < 64 * MIB else 5 if num_bytes < GIB else 3)
+
+
+_SMALL = (8, KIB, 8 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
+FULL = Scale(
+    message_bytes=(*_SMALL, 256 * MIB, GIB),
+    collective_bytes=(*_SMALL, GIB),
+    object_bytes=(8, MIB, 16 * MIB, 256 * MIB),
+    rounds=7,
+    start_rounds=5,
+    seconds=0.1,
+    idle_seconds=3.0,
+)
+QUICK = Scale((8, MIB, 16 * MIB), (8, MIB), (16 * MIB,), rounds=2, start_rounds=1, seconds=0.03, idle_seconds=0.5)
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", metavar="CASE", nargs="*", choices=CASES, help=f"some of: {', '.join(CASES)}")
+    options = parser.parse_args()
+    scale, report = QUICK if options.quick else FULL, Report()
+    chosen = options.only or CASES
+    for size in (2, 4):
+        with Worlds(size) as worlds:
+            for name in chosen:
+                began = time.perf_counter()
+                CASES[name](report, scale, worlds)
+                _say(f"{name}, {size} ranks: {time.perf_counter() - began:.0f} s")
+    return report.finish(options)
+
+
+def _messages(report: Report, scale: Scale, worlds: Worlds) -> None:
+    """One message there and back again, between each pair of ranks at once."""
+    comparison = Comparison(f"messages, {worlds.size} ranks", "one way", PAIRS)
+    _measure(report, scale, worlds, comparison, "ping_pong", scale.message_bytes)
+    if worlds.size == 2:
+        large = [num_bytes for num_bytes in scale.message_bytes if num_bytes >= MIB]
+        report.at_least("ucx_bandwidth", min(comparison.ratio(num_bytes, UCX) for num_bytes in large), 0.9)
+        report.at_most("ucx_latency", 1 / comparison.ratio(8, UCX), 2)
+        report.at_least("tcp_bandwidth", min(comparison.ratio(num_bytes, TCP) for num_bytes in large), 0.9)
+
+
+def _all_to_all(report: Report, scale: Scale, worlds: Worlds) -> None:
+    """Each rank has something for each other one; `bytes` is all that one has."""
+    comparison = Comparison(f"all_to_all, {worlds.size} ranks", "time", PAIRS)
+    _measure(report, scale, worlds, comparison, "all_to_all", scale.collective_bytes)
+
+
+def _all_reduce(report: Report, scale: Scale, worlds: Worlds) -> None:
+    """The sum of float32 arrays."""
+    comparison = Comparison(f"all_reduce, {worlds.size} ranks", "time", PAIRS)
+    _measure(report, scale, worlds, comparison, "all_reduce", scale.collective_bytes)
+
+
+def _objects(report: Report, scale: Scale, worlds: Worlds) -> None:
+    """An array from a worker process to another one."""
+    if worlds.size != 2:
+        return
+    pairs = ((TCP, RAY_NEAR), (UCX, RAY_NEAR), (TCP, RAY_FAR), (TCP, (DASK,)), (UCX, (DASK,)))
+    comparison = Comparison("objects, 2 workers", "one way", pairs)
+    with ray_transfers(store_bytes=3 * GIB // 2) as ray, dask_transfers() as dask:
+        ours = {name: _asking(world, "ping_pong") for name, world in worlds.of([TCP, UCX]).items()}
+        for num_bytes in scale.object_bytes:
+            _turns(report, scale, comparison, {**ours, **ray, **dask}, num_bytes, seconds=3 * scale.seconds)
+    comparison.show()
+    report.at_least("vs_ray", comparison.ratio(COMPARED_BYTES, TCP, RAY_NEAR), 5)
+    report.at_least("vs_dask", comparison.ratio(COMPARED_BYTES, TCP, (DASK,)), 5)
+
+
+def _start(report: Report, scale: Scale, worlds: Worlds) -> None:
+    """From nothing to behind the first barrier."""
+    if worlds.size != 4:
+        return
+    with starts() as running:
+        figures = take_turns(running, rounds=scale.start_rounds)
+    for name, seconds in figures.items():
+        report.add("start, 4 ranks", name, "to the first barrier", "s", seconds)
+    report.at_most("start", statistics.median(figures[LOCAL]), 2)
+
+
+def _idle(report: Report, scale: Scale, worlds: Worlds) -> None:
+    """What ranks use that do nothing, and that wait for a message: the one that uses most."""
+    if worlds.size != 4:
+        return
+    running = worlds.of(list(SYSTEMS))
+    medians: dict[str, float] = {}
+    for loop, case in (("connected", "connected, 4 ranks"), ("receiving", "waiting for a message, 4 ranks")):
+        asked = {name: _idling(world, loop, scale.idle_seconds) for name, world in running.items()}
+        for name, shares in take_turns(asked, rounds=min(3, scale.rounds)).items():
+            median = report.add(case, name, "of a core", "%", [100 * share for share in shares])
+            medians[name] = max(median, medians.get(name, 0.0))
+    report.at_most("idle", max(medians[name] for name in (TCP, UCX, UCX_TCP)), 2)
+
+
+CASES: Mapping[str, Callable[[Report, Scale, Worlds], None]] = {
+    "messages": _messages,
+    "all_to_all": _all_to_all,
+    "all_reduce": _all_reduce,
+    "objects": _objects,
+    "idle": _idle,
+    "start": _start,
+}
+
+
+def _measure(
+    report: Report, scale: Scale, worlds: Worlds, comparison: Comparison, loop: str, sizes: Sequence[int]
+) -> None:
+    running = {name: _asking(world, loop) for name, world in worlds.of(list(SYSTEMS)).items()}
+    for num_bytes in sizes:
+        _turns(report, scale, comparison, running, num_bytes, seconds=scale.seconds)
+    comparison.show()
+
+
+def _turns(
+    report: Report,
+    scale: Scale,
+    comparison: Comparison,
+    running: Mapping[str, Transfer],
+    num_bytes: int,
+    *,
+    seconds: float,
+) -> None:
+    began = time.perf_counter()
+    steady = {name: _steady(run, num_bytes, seconds) for name, run in running.items()}
+    figures = take_turns(steady, rounds=scale.rounds_of(num_bytes))
+    comparison.add(report, num_bytes, figures)
+    medians = ", ".join(f"{name} {1e6 * statistics.median(values):,.1f}" for name, values in figures.items())
+    _say(f"  {comparison.title}, {named(num_bytes)}: {medians} us ({time.perf_counter() - began:.1f} s)")
+
+
+def _steady(run: Transfer, num_bytes: int, seconds: float) -> Callable[[], float]:
+    """Returns what measures for so many seconds, which it finds out how to by a first try."""
+    if num_bytes >= 64 * MIB:
+        return lambda: run(num_bytes, 1)
+    tried = run(num_bytes, 3)
+    count = int(min(max(2.0, seconds / max(tried, 1e-6) / 2), 20_000))
+    run(num_bytes, max(1, count // 4))
+    return lambda: run(num_bytes, count)
+
+
+def _asking(world: World, loop: str) -> Transfer:
+    return lambda num_bytes, count: max(world.ask(loop, num_bytes, count))
+
+
+def _idling(world: World, loop: str, seconds: float) -> Callable[[], float]:
+    return lambda: max(world.ask(loop, seconds))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())

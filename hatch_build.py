@@ -1,0 +1,70 @@
+"""Compiles the binding of UCX while braidax is built, where there is a compiler; braidax works without it."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = Path("src", "braidax", "comm", "transports")
+SOURCE = FOLDER / "ucx_binding.c"
+BUILT = FOLDER / "ucx_binding.abi3.so"
+TAG = "cp311-abi3"  # the stable interface of CPython: one binary for 3.11 and newer
+LIMIT_SECONDS = 120
+
+
+class BindingHook(BuildHookInterface[Any]):
+    """Compiles next to the source, from where editable installs import it and wheels take it."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compiles, and marks the wheel as one of this platform; or warns and leaves it pure."""
+        if self.target_name != "wheel" or not sys.platform.startswith("linux"):
+            return
+        root = Path(self.root)
+        (root / BUILT).unlink(missing_ok=True)
+        problem = compiled(root)
+        if problem is not None:
+            self.app.display_warning(f"braidax is installed without the transport 'ucx': {problem}")
+            return
+        build_data["artifacts"].append(f"/{BUILT.as_posix()}")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"{TAG}-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+def compiled(root: Path) -> str | None:
+    """Compiles the binding and returns None, or why it cannot be."""
+    compiler = (
+        shlex.split(os.environ.get("CC", "")) or [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
+    )
+    headers = sysconfig.get_path("include")
+    if not compiler:
+        return "there is no C compiler (on Debian and Ubuntu: apt install gcc python3-dev)"
+    if not Path(headers, "Python.h").exists():
+        return f"{headers} lacks Python.h (on Debian and Ubuntu: apt install python3-dev)"
+    unfinished = root / BUILT.with_suffix(f".{os.getpid()}")
+    options = [
+        "-std=gnu11",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        f"-I{headers}",
+        str(root / SOURCE),
+        "-o",
+        str(unfinished),
+        "-ldl",
+    ]
+    try:
+        subprocess.run([*compiler, *options], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
+        unfinished.replace(root / BUILT)  # a process that has loaded the old one keeps it
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{error}: {getattr(error, 'stderr', None) or ''}"
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return None

@@ -1,0 +1,106 @@
+"""What `braidax launch` does: a program in many processes, here, over ssh, on a gang, or where Slurm put this one."""
+
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NoReturn
+
+import typer
+
+from braidax.comm.environment import Place, rank_from_environment
+from braidax.errors import ArgumentError
+from braidax.gang.hosts import read_hosts
+from braidax.gang.launch import find_gpus, launch_here
+from braidax.gang.meeting import environment_of
+from braidax.gang.over_ssh import Remote, launch_over_ssh
+from braidax.gang.program import DEVICES, Program, shares_of_gpus
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where to run.
+
+    **Arguments:** `processes`: how many, here or on a gang. `hosts`: a file of hosts, see `read_hosts`. `gang`: whose
+    ranks run it. `scheduler`: the address of Dask's. `remote`: how to reach hosts.
+    """
+
+    processes: int | None = None
+    hosts: Path | None = None
+    gang: Literal["ray", "dask"] | None = None
+    scheduler: str | None = None
+    remote: Remote = field(default_factory=Remote)
+
+
+def launch(program: Program, where: Where, *, restarts: int = 0, transport: str = "tcp") -> NoReturn:
+    """Runs a program where it is said, and exits as the rank that failed first did.
+
+    Without anything said, this process becomes the rank that Slurm or mpirun started it as.
+
+    **Raises:** `ArgumentError` for places that do not go together; any error of braidax.
+    """
+    if where.hosts is not None and (where.processes is not None or where.gang is not None):
+        raise ArgumentError(
+            f"--hosts {where.hosts} says how many processes there are; leave out --processes and --gang"
+        )
+    place = rank_from_environment(os.environ)
+    started = place if place is not None and place.origin != "braidax" else None
+    if started is not None and started.size > 1 and (where.processes or where.hosts or where.gang):
+        raise ArgumentError(
+            f"{started.origin} has started {started.size} processes already, and each would start its own; leave out "
+            "--processes, --hosts and --gang"
+        )
+    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGHUP, _terminated)
+    if where.hosts is not None:
+        hosts = read_hosts(where.hosts)
+        code = launch_over_ssh(program, hosts, remote=where.remote, restarts=restarts, transport=transport)
+    elif where.gang is not None:
+        code = _launch_on_gang(program, where, restarts, transport)
+    elif where.processes is not None:
+        code = launch_here(program, where.processes, restarts=restarts, transport=transport)
+    elif started is not None:
+        _become(started, program, restarts)
+    else:
+        raise ArgumentError(
+            "--processes is not given: say how many processes to start, or on which --hosts; or let srun or mpirun "
+            "start `braidax launch`"
+        )
+    raise typer.Exit(code)
+
+
+def _launch_on_gang(program: Program, where: Where, restarts: int, transport: str) -> int:
+    from braidax.gang.on_gang import launch_on
+
+    if where.gang == "ray":
+        from braidax.gang.ray import RayGang
+
+        if where.processes is None:
+            raise ArgumentError("--gang ray needs --processes: say how many ranks to start")
+        return launch_on(RayGang(where.processes, transport=transport), program, restarts=restarts, transport=transport)
+    from braidax.gang.dask import DaskGang, open_client
+
+    with open_client(where.scheduler) as client:
+        gang = DaskGang(client, where.processes, transport=transport)
+        return launch_on(gang, program, restarts=restarts, transport=transport)
+
+
+def _become(place: Place, program: Program, restarts: int) -> NoReturn:
+    """Replaces this process by the rank that it was started as."""
+    if restarts:
+        raise ArgumentError(
+            f"--restarts {restarts}: {place.origin} has started this process, and starts it again or not"
+        )
+    os.environ.update({"PYTHONUNBUFFERED": "1", **environment_of(place, os.environ)})
+    if DEVICES not in os.environ and place.local_rank is not None and place.local_size is not None:
+        share = shares_of_gpus(os.environ, find_gpus(), place.local_size, program.devices_per_process)[place.local_rank]
+        os.environ.update({} if share is None else {DEVICES: share})
+    os.execv(sys.executable, [sys.executable, *program.command])
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends all ranks as Ctrl-C does, rather than leave them to be killed at once."""
+    signal.signal(number, signal.SIG_IGN)
+    raise typer.Exit(128 + number)

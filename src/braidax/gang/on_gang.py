@@ -1,0 +1,69 @@
+"""Launching on a gang: a program in the ranks of Ray or Dask."""
+
+import os
+from pathlib import Path
+from typing import TextIO
+
+from braidax.comm import Communicator, TcpStoreServer
+from braidax.comm.sockets import host_addresses
+from braidax.comm.stores.tcp_frames import url
+from braidax.errors import RankFailed
+from braidax.gang.gang import Gang
+from braidax.gang.launch import Failed, Job, repeated
+from braidax.gang.program import Program, Seat
+from braidax.gang.runner import initialize_jax, run
+
+
+def launch_on(
+    gang: Gang, program: Program, *, restarts: int = 0, transport: str = "tcp", log: TextIO | None = None
+) -> int:
+    """Runs a program in the ranks of a gang, which is started for it and stopped afterwards.
+
+    The program must be there on all hosts, in the folder of the same name. The lines of the ranks go where those of the
+    gang go.
+
+    **Arguments:** `restarts`, `transport`: as `launch_here` takes them. `log`: where it is told what failed; None is
+    `sys.stderr`.
+
+    **Returns:** the exit code of the rank that failed first in the last epoch: 1 unless it called `sys.exit` with
+    another; 0 if none failed. **Raises:** `GangError` when the gang cannot be started.
+    """
+    job = Job.new(transport)
+
+    def run_epoch(epoch: int) -> Failed | None:
+        if epoch:
+            gang.restart()
+        try:
+            gang.run(_run, program, job, epoch, str(Path.cwd()))
+        except RankFailed as failed:
+            cause = failed.__cause__
+            code = cause.code if isinstance(cause, SystemExit) and isinstance(cause.code, int) else 1
+            notes = getattr(failed, "__notes__", [])
+            return Failed(f"rank {failed.rank}", f"is reported so: {failed}", tuple(notes), code)
+        return None
+
+    with gang:
+        return repeated(run_epoch, restarts, log)
+
+
+def _run(comm: Communicator, program: Program, job: Job, epoch: int, folder: str) -> None:
+    """Runs the program as one rank, with what it would have been told by `braidax launch` in its environment."""
+    os.chdir(folder)
+    server = TcpStoreServer(host="0.0.0.0", secret=job.secret) if comm.rank == 0 else None
+    try:
+        store = ""
+        if server is not None:
+            address = "127.0.0.1" if len(set(comm.hosts)) == 1 else host_addresses()[0]
+            store = url(address, int(server.address.rpartition(":")[2]))
+        os.environ.update(job.environment(bytes(comm.broadcast(store.encode())).decode(), epoch))
+        local = [rank for rank in range(comm.size) if comm.hosts[rank] == comm.hosts[comm.rank]]
+        os.environ.update(Seat(comm.rank, comm.size, local.index(comm.rank), len(local)).environment)
+        if program.initialize == "jax":
+            initialize_jax(os.environ, program.devices_per_process)
+        run(program)
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    finally:
+        if server is not None:
+            server.close()
