@@ -6,6 +6,7 @@ received, although its pages are not mapped yet.
 """
 
 import contextlib
+import importlib
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-RAY_NEAR = ("Ray, put and get", "Ray, argument of a call")
-RAY_FAR = ("Ray, put and get, two nodes", "Ray, argument of a call, two nodes")
-DASK = "Dask, dependency of a task"
+RAY_NEAR = ("Ray put", "Ray call")
+RAY_FAR = ("Ray put, 2 nodes", "Ray call, 2 nodes")
+DASK = "Dask"
 
 Transfer = Callable[[int, int], float]
 """Moves an array of so many bytes there and back so many times; returns seconds one way."""
@@ -30,18 +31,16 @@ def ray_transfers(*, store_bytes: int) -> Generator[Mapping[str, Transfer]]:
 
     **Arguments:** `store_bytes`: of shared memory that the object store of each node takes.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-    from ray.cluster_utils import Cluster
-
+    ray = _ray()
+    cluster_of: Any = importlib.import_module("ray.cluster_utils").Cluster
     node = {"num_cpus": 2, "object_store_memory": store_bytes, "include_dashboard": False}
     with contextlib.ExitStack() as stack:
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "resources": {"first": 2}})
+        cluster = cluster_of(initialize_head=True, head_node_args={**node, "resources": {"first": 2}})
         stack.callback(cluster.shutdown)
         cluster.add_node(**node, resources={"second": 1})
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
         stack.callback(ray.shutdown)
-        holder: Any = ray.remote(_Holder)
+        holder = ray.remote(_Holder)
         source, near, far = [holder.options(resources={name: 1}).remote() for name in ("first", "first", "second")]
         ray.get([source.echo.remote(b""), near.echo.remote(b""), far.echo.remote(b"")])
         yield {
@@ -77,9 +76,7 @@ def dask_transfers() -> Generator[Mapping[str, Transfer]]:
 @contextmanager
 def ray_cluster(num_cpus: int, *, store_bytes: int = 1 << 28) -> Generator[Any]:
     """A Ray of this machine; yields its module."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-
+    ray = _ray()
     ray.init(
         num_cpus=num_cpus,
         object_store_memory=store_bytes,
@@ -96,9 +93,8 @@ def ray_cluster(num_cpus: int, *, store_bytes: int = 1 << 28) -> Generator[Any]:
 @contextmanager
 def dask_cluster(num_workers: int) -> Generator[Any]:
     """A Dask of this machine with one thread a worker; yields its client."""
-    import dask
-    import distributed
-
+    dask: Any = importlib.import_module("dask")
+    distributed: Any = importlib.import_module("distributed")
     with contextlib.ExitStack() as stack:
         stack.enter_context(dask.config.set({"distributed.logging.distributed": "error"}))
         cluster = distributed.LocalCluster(
@@ -139,6 +135,11 @@ class _Holder:
         import ray
 
         return [ray.put(ray.get(held[0]))]
+
+
+def _ray() -> Any:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    return importlib.import_module("ray")
 
 
 def _array(num_bytes: int) -> Any:

@@ -60,10 +60,14 @@ def _launched(launcher: list[str], kind: str) -> float:
         limit.start()
         try:
             assert process.stdout is not None
-            for _ in range(SIZE):
-                if process.stdout.readline().strip() != _READY:
+            missing = SIZE
+            while missing:
+                line = process.stdout.readline()
+                if not line:
                     raise RuntimeError(f"{kind}: a rank ended before the first barrier; see what it wrote")
+                missing -= line.strip() == _READY  # gloo writes lines of its own
             seconds = time.perf_counter() - start
+            process.stdout.read()
             process.wait()
             return seconds
         finally:

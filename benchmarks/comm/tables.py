@@ -15,16 +15,27 @@ Figures = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
+class Pair:
+    """One column of ratios. **Fields:** `ours`; `peers`: the fastest counts; `name`: of the peers."""
+
+    ours: str
+    peers: Sequence[str]
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.ours} / {self.name}"
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One table: how long each system takes, and how many times as fast ours are as peers.
 
-    **Fields:** `title`: of the table and of the rows of the report. `metric`: what the seconds are of. `pairs`: ours, and
-    peers of which the fastest counts, for each column of ratios.
+    **Fields:** `title`: of the table and of the rows of the report. `metric`: what the seconds are of.
     """
 
     title: str
     metric: str
-    pairs: Sequence[tuple[str, Sequence[str]]]
+    pairs: Sequence[Pair]
     lines: dict[int, Figures] = field(default_factory=dict[int, Figures])
 
     def add(self, report: Report, num_bytes: int, figures: Figures) -> None:
@@ -35,33 +46,30 @@ class Comparison:
             report.add(case, system, self.metric, "us", [1e6 * value for value in seconds])
             if num_bytes >= 1 << 20:
                 report.add(case, system, "bandwidth", "GB/s", [num_bytes / value / 1e9 for value in seconds])
-        for ours, peers in self.pairs:
-            if ours in figures:
-                report.add(case, f"{ours} / {' or '.join(peers)}", "times as fast", "x", self.ratios(num_bytes, ours))
+        for pair in self.pairs:
+            report.add(case, str(pair), "times as fast", "x", self._ratios(num_bytes, pair))
 
-    def ratios(self, num_bytes: int, ours: str, peers: Sequence[str] = ()) -> list[float]:
-        """Returns how many times as fast ours is as its fastest peer, in each round."""
-        figures = self.lines[num_bytes]
-        chosen = peers or next(peers for name, peers in self.pairs if name == ours)
-        best = min(chosen, key=lambda peer: statistics.median(figures[peer]))
-        return [peer / mine for peer, mine in zip(figures[best], figures[ours], strict=True)]
-
-    def ratio(self, num_bytes: int, ours: str, peers: Sequence[str] = ()) -> float:
-        """Returns the median of `ratios`."""
-        return statistics.median(self.ratios(num_bytes, ours, peers))
+    def ratio(self, num_bytes: int, pair: Pair) -> float:
+        """Returns how many times as fast ours is as its fastest peer: the median over the rounds."""
+        return statistics.median(self._ratios(num_bytes, pair))
 
     def show(self) -> None:
         """Prints the table: medians, in GB/s from 1 MiB on."""
         table = Table(title=f"{self.title}: {self.metric}, us; from 1 MiB on GB/s")
         systems = list(next(iter(self.lines.values()), {}))
-        for column in ("bytes", *systems, *(f"{ours} / {' or '.join(peers)}" for ours, peers in self.pairs)):
+        for column in ("bytes", *systems, *map(str, self.pairs)):
             table.add_column(column, justify="right")
         for num_bytes, figures in self.lines.items():
             medians = [statistics.median(figures[system]) for system in systems]
             shown = [num_bytes / value / 1e9 if num_bytes >= 1 << 20 else 1e6 * value for value in medians]
-            ratios = [self.ratio(num_bytes, ours) for ours, _ in self.pairs]
+            ratios = [self.ratio(num_bytes, pair) for pair in self.pairs]
             table.add_row(named(num_bytes), *(_short(value) for value in (*shown, *ratios)))
         Console(width=160).print(table)
+
+    def _ratios(self, num_bytes: int, pair: Pair) -> list[float]:
+        figures = self.lines[num_bytes]
+        best = min(pair.peers, key=lambda peer: statistics.median(figures[peer]))
+        return [peer / ours for peer, ours in zip(figures[best], figures[pair.ours], strict=True)]
 
 
 def named(num_bytes: int) -> str:

@@ -275,3 +275,23 @@ def test_more_than_two_gibibytes(transport: str) -> None:
         return [int(found[-1]), int(found[1 << 31])]
 
     assert results(2, exchange, transport=transport) == [[7, 3]] * 2
+
+
+def test_a_defect_of_a_transport_is_told() -> None:
+    def break_it(comm: Communicator) -> None:
+        progress = comm._progress
+
+        def poll(spin_seconds: float) -> None:
+            raise ZeroDivisionError("of a plug-in")
+
+        if comm.rank == 0:
+            progress._transport.poll = poll  # type: ignore[method-assign]
+            progress._wake_thread.ring()
+            progress._thread.join(30)
+            comm.barrier()
+        comm.recv(0)
+
+    told = outcomes(2, break_it)
+    for error in told:
+        assert isinstance(error, Aborted)
+        assert "its thread failed: ZeroDivisionError: of a plug-in" in str(error)

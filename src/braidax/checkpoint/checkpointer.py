@@ -9,9 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import jax
+
 from braidax.checkpoint import persist, restore
 from braidax.checkpoint.interval import Interval
-from braidax.checkpoint.snapshot import Held, Snapshot, hold
+from braidax.checkpoint.snapshot import Held, Snapshot, hold, is_shared
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from braidax.spans import Trace, span
 
@@ -35,6 +37,9 @@ class Checkpointer:
     the next call of any method.
 
     There is a thread only while a checkpoint is under way. A program that ends without `close` still finishes it.
+
+    In a job of several processes of JAX, all of them call the same methods, with one folder that all see. Process 0
+    alone writes a tree with arrays that all of them hold, each whole; the others return at once.
 
     **Arguments:** `path`: the folder of the checkpoints of one run; made if missing. `interval`: when one is due, such
     as `Every(100)`. `keep`: how many are kept, at least 1; the oldest goes when a newer one is durable.
@@ -75,7 +80,7 @@ class Checkpointer:
         """
         self._check()
         self.num_updates += 1
-        if self.interval.due(self.num_updates):
+        if self.interval.due(self.num_updates) and _writes(tree):
             self._settle()
             self._begin(tree)
 
@@ -84,10 +89,12 @@ class Checkpointer:
 
         **Arguments:** `tree`: as for `update`.
 
-        **Returns:** the folder of the checkpoint. **Raises:** as `update`.
+        **Returns:** the folder of the checkpoint, which process 0 writes. **Raises:** as `update`.
         """
         self._check()
         self._settle()
+        if not _writes(tree):
+            return self._folder
         pending = self._begin(tree)
         self._settle()
         return pending.committed.result()
@@ -176,8 +183,12 @@ class Checkpointer:
         obsolete = [skipped.path for skipped in self.skipped]
         committed = executor.submit(_persist, owned, trace, self.path, step, self.keep, obsolete)
         executor.shutdown(wait=False)
-        self._pending = _Pending(self.path / f"step-{step:08d}", executor, owned, committed)
+        self._pending = _Pending(self._folder, executor, owned, committed)
         return self._pending
+
+    @property
+    def _folder(self) -> Path:
+        return self.path / f"step-{self.num_updates:08d}"
 
     def _settle(self) -> None:
         pending = self._pending
@@ -207,6 +218,11 @@ class Checkpointer:
     def _skip(self, path: Path, error: CheckpointError) -> None:
         self.skipped.append(Skipped(path, str(error)))
         _logger.warning("skipped the checkpoint %s: %s", path, error)
+
+
+def _writes(tree: Any) -> bool:
+    """Says whether a tree is this process's to save."""
+    return not is_shared(tree) or jax.process_index() == 0
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,17 @@ def _load_leaf(reader: persist.Reader, entry: Entry, like: Any) -> Any:
         return array[()]
     # An array that was not committed to its device must not become so: it could no longer meet arrays on a mesh.
     sharding = None if isinstance(like, jax.Array) and not like.committed else like.sharding
+    if sharding is not None and not sharding.is_fully_addressable:
+        return _load_shared(array, entry, sharding)
     if entry.key_impl:
         return _jax.device_put(_jax.random.wrap_key_data(array, impl=entry.key_impl), sharding)
     return _jax.device_put(_weak(array) if like.weak_type else array, sharding)
+
+
+def _load_shared(array: np.ndarray, entry: Entry, sharding: Any) -> Any:
+    """Makes an array that other processes hold as well; each takes what its own devices need."""
+    placed = jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    return _jax.random.wrap_key_data(placed, impl=entry.key_impl) if entry.key_impl else placed
 
 
 def _weak(array: np.ndarray) -> Any:

@@ -134,6 +134,11 @@ class Held:
         return Snapshot(tuple(owned))
 
 
+def is_shared(tree: Any) -> bool:
+    """Says whether a tree has arrays that other processes hold as well, so that one process is enough to save it."""
+    return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
+
+
 def hold(tree: Any) -> Held:
     """Keeps a tree from changing; to be called before any of its arrays can be donated.
 
@@ -163,16 +168,17 @@ def _hold_leaf(leaf: Leaf, value: Any) -> "_Pieces | Owned":
             f"leaf {leaf.path!r} ({leaf}) is deleted, most likely donated to a jitted function: expected a live array; "
             "pass what that function returned"
         )
-    if not value.is_fully_addressable:
+    if not value.is_fully_addressable and not value.is_fully_replicated:
         raise CheckpointError(
-            f"leaf {leaf.path!r} ({leaf}) has shards on other processes: expected all of them on this one; "
-            "checkpoint from a single process"
+            f"leaf {leaf.path!r} ({leaf}) has shards on other processes: expected all of them on this one, or the same "
+            "on all; replicate it, or checkpoint from a single process"
         )
     key_impl = ""
     if leaf.kind == "key":
         key_impl = str(jax.random.key_impl(value))
         value = jax.random.key_data(value)
     shards = [shard for shard in value.addressable_shards if shard.replica_id == 0]
+    shards = shards if value.is_fully_addressable else value.addressable_shards[:1]  # each process has a replica
     views = _views([shard.data for shard in shards])
     pieces = [(shard.index, view) for shard, view in zip(shards, views, strict=True)]
     return _Pieces(leaf, key_impl, np.dtype(value.dtype), tuple(value.shape), pieces)

@@ -9,6 +9,7 @@ import jax
 import typer
 from jax.sharding import Mesh, PartitionSpec
 
+from braidax.comm.environment import rank_from_environment
 from braidax.errors import ArgumentError
 
 _DEFAULT_ON_CPU = {"data": 4, "model": 2}
@@ -54,10 +55,11 @@ def make_mesh(axes: Mapping[str, int] | None) -> Mesh:
     **Raises:** `ArgumentError` if the machine has not as many devices.
     """
     wanted = math.prod((axes or _DEFAULT_ON_CPU).values())
+    num_processes = _num_processes()
     if _FORCED not in os.environ.get("XLA_FLAGS", ""):
         # JAX may have started already, inside another program; then what it has is counted below.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", wanted)
+            jax.config.update("jax_num_cpu_devices", max(1, wanted // num_processes))
     devices = jax.devices()
     if axes is None:
         axes = _DEFAULT_ON_CPU if devices[0].platform == "cpu" else {"data": len(devices)}
@@ -68,7 +70,18 @@ def make_mesh(axes: Mapping[str, int] | None) -> Mesh:
             f"--mesh {shape} asks for {wanted} devices, but there are {len(devices)} of platform "
             f"{devices[0].platform!r}; ask for fewer, or set JAX_PLATFORMS=cpu to use virtual CPU devices"
         )
+    if num_processes > 1 and wanted != len(devices):
+        raise ArgumentError(
+            f"the mesh has {wanted} devices, and {num_processes} processes have {len(devices)}; take a --mesh of all of "
+            "them, of which each process has as many, or other --processes"
+        )
     return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices[:wanted])
+
+
+def _num_processes() -> int:
+    """Returns how many processes `braidax launch` has joined to this one, without starting JAX's backend."""
+    place = rank_from_environment(os.environ) if jax.distributed.is_initialized() else None
+    return 1 if place is None else place.size
 
 
 def describe_mesh(mesh: Mesh) -> str:

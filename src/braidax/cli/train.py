@@ -1,6 +1,6 @@
 """What `braidax train` does: a ready-made task, from files to accuracy."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,30 +53,32 @@ class _Run:
 def train(task: Task, settings: Settings) -> None:
     """Trains a task from where its folder says, and says how it went; Ctrl-C ends it with `typer.Exit(130)`.
 
+    Of several processes that train together, the first one says and writes everything.
+
     **Raises:** any error of braidax.
     """
     with ExitStack() as stack:
         run = _begin(task, settings, stack)
+        say = typer.echo if jax.process_index() == 0 else _nothing
         state = run.step.init(jax.random.key(settings.seed))
         num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        typer.echo(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}")
-        typer.echo(
+        say(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}")
+        say(
             f"{run.loader.num_samples:,} samples to train and {run.test.num_samples:,} to test, "
             f"{run.loader.epochs} epochs of {run.loader.batches_per_epoch:,} batches of {run.loader.batch_size:,}"
         )
         try:
             state = fit(run.step, state, run.loader, saver=run.saver, report=run.report, test=run.test)
         except KeyboardInterrupt:
-            typer.echo(
-                f"interrupted after step {run.saver.num_updates}; run the same command again to go on from there"
-            )
+            say(f"interrupted after step {run.saver.num_updates}; run the same command again to go on from there")
             raise typer.Exit(130) from None
         finally:
-            settings.trace.parent.mkdir(parents=True, exist_ok=True)
-            run.report.trace.save(settings.trace)
+            if jax.process_index() == 0:
+                settings.trace.parent.mkdir(parents=True, exist_ok=True)
+                run.report.trace.save(settings.trace)
         noted = run.report.noted
         accuracy = noted["test_accuracy"] if noted else evaluate(run.step, state, run.test)["accuracy"]
-        _summarize(run, accuracy, settings)
+        _summarize(run, accuracy, settings, say)
 
 
 def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
@@ -100,18 +102,25 @@ def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
         stack.enter_context(owner)
     trace = Trace(max_spans=_MAX_SPANS)
     loader.trace = saver.trace = trace
-    report = Report(metrics=settings.out / "metrics.jsonl", tensorboard=settings.tensorboard, trace=trace)
+    if jax.process_index() == 0:
+        report = Report(metrics=settings.out / "metrics.jsonl", tensorboard=settings.tensorboard, trace=trace)
+    else:
+        report = Report(show="nothing", trace=trace)
     return _Run(step, loader, test, saver, report)
 
 
-def _summarize(run: _Run, accuracy: float, settings: Settings) -> None:
+def _nothing(message: str) -> None:
+    pass
+
+
+def _summarize(run: _Run, accuracy: float, settings: Settings, say: Callable[[str], None]) -> None:
     pace = run.report.pace
     told = [f"test accuracy {100 * accuracy:.2f} %"]
     if pace.num_samples:
         told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
     else:
         told += ["no step was left to train"]
-    typer.echo("  ".join(told))
-    typer.echo(f"checkpoint  {settings.out / 'checkpoints'} (step {run.saver.num_updates})")
-    typer.echo(f"metrics     {settings.out / 'metrics.jsonl'}")
-    typer.echo(f"trace       {settings.trace} (open it in https://ui.perfetto.dev)")
+    say("  ".join(told))
+    say(f"checkpoint  {settings.out / 'checkpoints'} (step {run.saver.num_updates})")
+    say(f"metrics     {settings.out / 'metrics.jsonl'}")
+    say(f"trace       {settings.trace} (open it in https://ui.perfetto.dev)")

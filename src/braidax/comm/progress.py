@@ -6,6 +6,7 @@ sleeps otherwise. Nobody spins for longer than `spin_seconds`, and nobody sleeps
 """
 
 import contextlib
+import logging
 import os
 import selectors
 import threading
@@ -21,6 +22,7 @@ _FOLLOW_SECONDS = 0.005  # how often the thread looks whether callers still move
 _VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
 _THREAD_NAME = "braidax-comm"
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -306,23 +308,31 @@ class Progress:
             self._transport.close(timeout_seconds=timeout_seconds)
 
     def _run(self) -> None:
-        """The thread: listens to the watch, and moves messages while no caller does."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_thread.fileno(), selectors.EVENT_READ)
-            self._watch.register(selector)
-            while True:
-                with self._lock:
-                    self._hear(selector)
-                    if self.failure is not None:
-                        break
-                    called, seconds = self._serve(selector)
-                for call in called:
-                    call()
-                for key, _ in selector.select(seconds):
-                    if key.fd == self._wake_thread.fileno():
-                        self._wake_thread.silence()
-        with self._lock:
-            self._release(0.0)
+        try:
+            with selectors.DefaultSelector() as selector:
+                self._serve_until_failure(selector)
+        except Exception as error:  # noqa: BLE001 (a defect, of a plug-in perhaps: nobody may wait for what is gone)
+            _logger.exception("the thread that moves messages failed")
+            self.fail(Notice("aborted", self.world.rank, f"its thread failed: {type(error).__name__}: {error}"))
+        finally:
+            with self._lock:
+                self._release(0.0)
+
+    def _serve_until_failure(self, selector: selectors.BaseSelector) -> None:
+        """Listens to the watch, and moves messages while no caller does."""
+        selector.register(self._wake_thread.fileno(), selectors.EVENT_READ)
+        self._watch.register(selector)
+        while True:
+            with self._lock:
+                self._hear(selector)
+                if self.failure is not None:
+                    return
+                called, seconds = self._serve(selector)
+            for call in called:
+                call()
+            for key, _ in selector.select(seconds):
+                if key.fd == self._wake_thread.fileno():
+                    self._wake_thread.silence()
 
     def _hear(self, selector: selectors.BaseSelector) -> None:
         if self._released:

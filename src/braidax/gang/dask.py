@@ -308,6 +308,7 @@ class _Rank:
     def __init__(self, address: str, rank: int, member: Mapping[str, Any]) -> None:
         store = DaskStore(address)  # only in this thread does Dask know which worker this is
         self._member = Member(store, rank=rank, **member)
+        self._answer: Future[bytes] | None = None
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._member, self._tasks), name=f"braidax-rank-{rank}", daemon=True
@@ -328,12 +329,16 @@ class _Rank:
         return await self._done(functools.partial(self._member.call, call))
 
     async def leave(self, timeout_seconds: float) -> None:
-        """Lets the rank leave as soon as it does nothing else, and waits for that, up to a limit."""
+        """Lets the rank leave; if it is busy, its next message raises. Waits until it has left, up to a limit."""
+        is_busy = self._answer is not None and not self._answer.done()
         self._tasks.put(None)
+        if is_busy:
+            await asyncio.to_thread(_abort, self._member)
         await asyncio.to_thread(self._thread.join, timeout_seconds)
 
     async def _done(self, fn: Callable[[], bytes]) -> bytes:
         answer: Future[bytes] = Future()
+        self._answer = answer
         self._tasks.put((fn, answer))
         return await asyncio.wrap_future(answer)
 
@@ -350,6 +355,13 @@ def _serve(member: Member, tasks: "queue.SimpleQueue[_Task | None]") -> None:
                 answer.set_result(fn())
     finally:
         member.leave()
+
+
+def _abort(member: Member) -> None:
+    """Lets the next message of a rank raise."""
+    comm = member._comm  # pyright: ignore[reportPrivateUsage]
+    if comm is not None:
+        comm.abort("the gang has ended its ranks")
 
 
 async def _asked(actor: Any, method: str, *args: Any) -> Any:

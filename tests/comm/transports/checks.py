@@ -46,6 +46,16 @@ def check_scattered_buffers(rank: Rank) -> None:
         assert place == pattern(rank.left, sum(used)) + bytes(5)
 
 
+def check_order_behind_a_scattered_message(rank: Rank) -> None:
+    block = pattern(rank.rank, 64 * KIB)
+    sends = [rank.send(rank.right, 1, *[block] * 600), rank.send(rank.right, 1, b"behind it")]
+    place, behind = bytearray(600 * len(block)), bytearray(9)
+    receives = [rank.receive(rank.left, 1, place), rank.receive(rank.left, 1, behind)]
+    rank.wait(*sends, *receives)
+    assert place == pattern(rank.left, 64 * KIB) * 600
+    assert behind == b"behind it"
+
+
 def check_many_messages_in_another_order(rank: Rank) -> None:
     count = 1000
     tags = [(number * 7919 << 24) % MAX_TAG for number in range(count)]
@@ -288,6 +298,7 @@ def check_a_missing_rank_is_named(rank: Rank) -> None:
 CONNECTED = (
     check_sizes,
     check_scattered_buffers,
+    check_order_behind_a_scattered_message,
     check_many_messages_in_another_order,
     check_order_within_a_tag,
     check_unexpected_messages,

@@ -1,6 +1,7 @@
 """What is the in-process transport's alone: one copy, and the trouble that its hub makes."""
 
 import gc
+import select
 import threading
 import time
 import weakref
@@ -79,6 +80,26 @@ def test_a_poll_that_spins_waits_for_an_end() -> None:
     second.transport.poll(10.0)
     assert received.done
     assert time.monotonic() - began < 5
+    close(ranks)
+
+
+def test_a_rank_sleeps_only_when_nothing_has_come() -> None:
+    first, second = ranks = connected(Hub(), 2)
+
+    def is_readable() -> bool:
+        return bool(select.select([second.transport.fileno()], [], [], 0)[0])
+
+    second.transport.poll(0.0)
+    first.send(1, 1, b"1")
+    assert not second.transport.arm()  # it came before the sleep: nothing would ring
+    assert not is_readable()
+    second.transport.poll(0.0)
+    assert second.transport.arm()
+    assert not is_readable()
+    first.send(1, 1, b"1")
+    assert is_readable()
+    second.transport.poll(0.0)
+    assert not is_readable()
     close(ranks)
 
 

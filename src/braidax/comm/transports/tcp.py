@@ -1,9 +1,13 @@
 """Messages over TCP sockets: one for each pair of ranks, both ways."""
 
+import contextlib
+import fcntl
 import selectors
 import socket
 import ssl
 import struct
+import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +24,8 @@ _STAGE_BYTES = 1 << 16  # many small messages are read at once
 _KEEP_BYTES = 1 << 22  # of messages from one peer that nobody has asked for yet; more stay in the socket
 _MAX_PARTS = 512  # buffers handed to the kernel in one call
 _SMALL_BYTES = 1 << 16  # a message that is kept at once
+_LINGER_SECONDS = 0.0005
+_CLOSED = "it closed its communicator"
 _TURN_BYTES = 1 << 22  # read from one peer before others have their turn
 
 
@@ -68,8 +74,8 @@ class TcpTransport(Transport):
             self._send_to_self(tag, buffers, operation)
             return
         link = self._links[peer]
-        if link.lost is not None:
-            operation.fail(link.lost)
+        if link.lost is not None or link.mute is not None:
+            operation.fail(link.lost or link.mute)
             return
         header = memoryview(_HEADER.pack(tag, sum(map(len, buffers))))
         link.outgoing.append(_Outgoing([header, *filter(len, buffers)], operation))
@@ -116,10 +122,25 @@ class TcpTransport(Transport):
             while any(link.outgoing for link in links) and (left := deadline - time.monotonic()) > 0:
                 self._selector.select(left)
                 self.poll(0)
+            self._linger([link for link in links if link.lost is None], deadline)
         for link in self._links.values():
             self._drop(link)
         self._links = {}
         self._selector.close()
+
+    def _linger(self, links: Sequence["_Link"], deadline: float) -> None:
+        """Waits until the peers' kernels have what was sent: a close while something is unread takes the rest back."""
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.connection.shutdown(socket.SHUT_WR)
+        while True:
+            for link in links:
+                with contextlib.suppress(OSError):
+                    while link.connection.recv_into(link.stage):
+                        pass
+            if time.monotonic() > deadline or not any(_unconfirmed(link.connection) for link in links):
+                return
+            time.sleep(_LINGER_SECONDS)
 
     def _send_to_self(self, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
         link = self._links[self._world.rank]
@@ -156,9 +177,9 @@ class TcpTransport(Transport):
         except WOULD_BLOCK:
             pass
         except OSError as error:
-            self._lose(link, f"the connection to it broke: {error}")
-            return
-        self._listen(link)
+            self._mute(link, f"the connection to it broke: {error}")
+        if link.lost is None:
+            self._listen(link)
 
     def _listen(self, link: "_Link") -> None:
         """Asks to hear of what can be of use now: of room where something waits, of bytes where they may be read."""
@@ -188,9 +209,9 @@ class TcpTransport(Transport):
         except WOULD_BLOCK:
             pass
         except OSError as error:
-            self._lose(link, f"the connection to it broke: {error}")
+            self._lose(link, _CLOSED if link.left else f"the connection to it broke: {error}")
         except EOFError:
-            self._lose(link, "it closed its communicator" if link.left else "its end of the connection was closed")
+            self._lose(link, _CLOSED if link.left else "its end of the connection was closed")
         if link.lost is None:
             self._listen(link)
             if isinstance(link.connection, ssl.SSLSocket) and link.connection.pending() and not link.paused:
@@ -260,11 +281,23 @@ class TcpTransport(Transport):
         else:
             message.operation.finish(message.num_bytes)
 
+    def _mute(self, link: "_Link", how: str) -> None:
+        """Ends the sends to a peer that takes no more; what it sent before can still be read."""
+        if not link.paused:
+            self._read(link)  # whether it went on purpose
+        if link.lost is None:
+            link.mute = self._peer_lost(link, _CLOSED if link.left else how)
+            muted = [outgoing.operation for outgoing in link.outgoing]
+            link.outgoing.clear()
+            for operation in muted:
+                operation.fail(link.mute)
+
+    def _peer_lost(self, link: "_Link", how: str) -> PeerLost:
+        return PeerLost(f"{self._world.describe(link.rank)} is lost: {how}", link.rank, self._world.hosts[link.rank])
+
     def _lose(self, link: "_Link", how: str) -> None:
         """Ends all operations with a peer whose connection is gone."""
-        link.lost = PeerLost(
-            f"{self._world.describe(link.rank)} is lost: {how}", link.rank, self._world.hosts[link.rank]
-        )
+        link.lost = self._peer_lost(link, how)
         waiting = [posted.operation for kept in link.posted.values() for posted in kept]
         waiting += [outgoing.operation for outgoing in link.outgoing]
         if link.message is not None and link.message.operation is not None:
@@ -282,6 +315,16 @@ class TcpTransport(Transport):
         link.outgoing.clear()
         link.posted.clear()
         link.message = None
+
+
+def _unconfirmed(connection: socket.socket) -> bool:
+    """Returns whether the peer's kernel has yet to confirm bytes; False where that cannot be known."""
+    if sys.platform != "linux":
+        return False
+    try:
+        return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    except OSError:
+        return False
 
 
 def _write_some(connection: socket.socket, parts: list[Buffer]) -> int:
@@ -356,4 +399,5 @@ class _Link:
     paused: bool = False
     watched: int = 0
     left: bool = False
+    mute: PeerLost | None = None
     lost: PeerLost | None = None

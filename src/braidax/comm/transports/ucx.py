@@ -8,7 +8,7 @@ import select
 import struct
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,9 +55,6 @@ _MAGIC = b"braidax"
 _VERSION = 1
 _ADDRESS_PREFIX = b"braidax-ucx "
 
-_TRUNCATED = -9  # UCX's statuses
-_LOST = {-3, -6, -16, -17, -20, -23, -24, -25, *range(-59, -39), *range(-89, -59)}  # what the death of a peer looks like
-
 
 @dataclass(frozen=True)
 class UcxLibrary:
@@ -96,12 +93,10 @@ class UcxTransport(Transport):
         except OSError as error:
             raise CommError(
                 f"UCX {self.library.version} ({self.library.path}) cannot start: {error}; expected a transport that "
-                f"this machine has: mend UCX_TLS={os.environ.get('UCX_TLS', 'all')!r} and "
-                f"UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES', 'all')!r}"
+                f"this machine has: mend {_chosen()}"
             ) from error
         header = f"{self.library.version} {os.getpid()} "
         self._address = _ADDRESS_PREFIX + header.encode() + self._worker.address
-        self._describe = binding.describe
         # Half of the time of a small message would be ours otherwise.
         self.send = self._worker.send
         self.receive = self._worker.receive
@@ -115,14 +110,12 @@ class UcxTransport(Transport):
     def connect(self, world: World, *, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
         addresses = tuple(_raw_address(world, rank, self.library) for rank in range(world.size))
-        statuses = self._worker.connect(world.rank, addresses, partial(_fail, world, self._describe))
-        for rank, status in enumerate(statuses):
-            if status:
+        reasons = self._worker.connect(world.rank, addresses, partial(_fail, world))
+        for rank, reason in enumerate(reasons):
+            if reason:
                 raise HandshakeError(
-                    f"{world.describe(world.rank)} cannot reach {world.describe(rank)}: UCX says "
-                    f"{self._describe(status)!r}; expected a transport that both have: give all ranks the same "
-                    f"UCX_TLS (here {os.environ.get('UCX_TLS', 'all')!r}) and UCX_NET_DEVICES (here "
-                    f"{os.environ.get('UCX_NET_DEVICES', 'all')!r}) that fits their hosts"
+                    f"{world.describe(world.rank)} cannot reach {world.describe(rank)}: UCX says {reason!r}; expected a "
+                    f"transport that both have: mend {_chosen()}, the same on all ranks"
                 )
         self._greet(world, deadline, timeout_seconds)
 
@@ -181,27 +174,21 @@ class UcxTransport(Transport):
 
 
 def _fail(
-    world: World,
-    describe: Callable[[int], str],
-    operation: Operation,
-    peer: int,
-    status: int,
-    num_bytes: int,
-    capacity: int,
+    world: World, operation: Operation, peer: int, reason: str, is_lost: bool, num_bytes: int, capacity: int
 ) -> None:
     """Ends an operation that UCX ended with an error."""
-    if status == _TRUNCATED:
+    name = world.describe(peer)
+    if num_bytes > capacity:
         operation.fail(too_long(world, peer, num_bytes, capacity))
-    elif status in _LOST:
-        text = (
-            f"{world.describe(peer)} is lost: UCX says {describe(status)!r}; see what that rank wrote before it ended"
-        )
+    elif is_lost:
+        text = f"{name} is lost: UCX says {reason!r}; see what that rank wrote before it ended"
         operation.fail(PeerLost(text, peer, world.hosts[peer]))
     else:
+        me = world.describe(world.rank)
         operation.fail(
             CommError(
-                f"UCX could not move a message between {world.describe(world.rank)} and {world.describe(peer)}: "
-                f"{describe(status)!r}; set UCX_LOG_LEVEL=debug to see why"
+                f"UCX could not move a message between {me} and {name}: it says {reason!r}; set UCX_LOG_LEVEL=debug to "
+                "see why"
             )
         )
 
@@ -295,6 +282,10 @@ def _load(binding: ModuleType) -> UcxLibrary:
                 f"{_PURPOSE} cannot load the UCX of the module 'libucx': {error}; install it anew with: "
                 'pip install --force-reinstall "braidax[ucx]"'
             ) from error
+
+
+def _chosen() -> str:
+    return " and ".join(f"{name}={os.environ.get(name, 'all')!r}" for name in ("UCX_TLS", "UCX_NET_DEVICES"))
 
 
 def _settings() -> tuple[tuple[str, str], ...]:

@@ -15,10 +15,38 @@
 typedef int8_t ucs_status_t;
 typedef void *ucs_status_ptr_t;
 
-enum { UCS_OK = 0, UCS_INPROGRESS = 1, UCS_ERR_CANCELED = -16, UCS_ERR_LAST = -100 };
+enum {
+    UCS_OK = 0,
+    UCS_INPROGRESS = 1,
+    UCS_ERR_IO_ERROR = -3,
+    UCS_ERR_UNREACHABLE = -6,
+    UCS_ERR_MESSAGE_TRUNCATED = -9,
+    UCS_ERR_CANCELED = -16,
+    UCS_ERR_SHMEM_SEGMENT = -17,
+    UCS_ERR_TIMED_OUT = -20,
+    UCS_ERR_REJECTED = -23,
+    UCS_ERR_NOT_CONNECTED = -24,
+    UCS_ERR_CONNECTION_RESET = -25,
+    UCS_ERR_FIRST_LINK_FAILURE = -40, /* and below it all failures of links and endpoints */
+    UCS_ERR_LAST = -100,
+};
 
 static inline int is_error(ucs_status_ptr_t pointer) { return (uintptr_t)pointer >= (uintptr_t)(intptr_t)UCS_ERR_LAST; }
 static inline ucs_status_t error_of(ucs_status_ptr_t pointer) { return (ucs_status_t)(intptr_t)pointer; }
+
+/* What the death of a peer looks like, and nothing else. */
+static inline int is_loss(ucs_status_t status) {
+    switch (status) {
+    case UCS_ERR_IO_ERROR:
+    case UCS_ERR_UNREACHABLE:
+    case UCS_ERR_SHMEM_SEGMENT:
+    case UCS_ERR_TIMED_OUT:
+    case UCS_ERR_REJECTED:
+    case UCS_ERR_NOT_CONNECTED:
+    case UCS_ERR_CONNECTION_RESET: return 1;
+    default: return status <= UCS_ERR_FIRST_LINK_FAILURE;
+    }
+}
 
 enum { UCP_FEATURE_TAG = 1 << 0, UCP_FEATURE_WAKEUP = 1 << 4 };
 enum { UCP_PARAM_FIELD_FEATURES = 1 << 0, UCP_PARAM_FIELD_MT_WORKERS_SHARED = 1 << 5 };

@@ -138,6 +138,11 @@ static void unlink_pending(Worker *self, Request *request) {
     if (request->next) request->next->previous = request->previous;
 }
 
+static void lose(Worker *self, Peer *peer, ucs_status_t status) {
+    peer->status = status;
+    peer->is_lost = self->has_newly_lost = 1;
+}
+
 /* Tells Python of an end, and lets go of the request and its buffers. */
 static int tell(Worker *self, Request *request) {
     PyObject *result;
@@ -148,8 +153,11 @@ static int tell(Worker *self, Request *request) {
         result = num_bytes ? PyObject_CallMethodObjArgs(request->operation, finish_name, num_bytes, NULL) : NULL;
         Py_XDECREF(num_bytes);
     } else {
+        Peer *peer = &self->peers[request->peer];
+        if (!peer->is_lost && is_loss(request->status)) lose(self, peer, request->status); /* not all is told to on_lost */
         Py_ssize_t capacity = request->num_views ? request->views[0].len : 0;
-        result = PyObject_CallFunction(self->failed, "OIinn", request->operation, request->peer, (int)request->status,
+        result = PyObject_CallFunction(self->failed, "OIsOnn", request->operation, request->peer,
+                                       ucs_status_string(request->status), peer->is_lost ? Py_True : Py_False,
                                        (Py_ssize_t)request->num_bytes, capacity);
     }
     free_request(self, request);
@@ -187,16 +195,14 @@ static void on_sent(void *handle, ucs_status_t status, void *user_data) {
 static void on_received(void *handle, ucs_status_t status, const ucp_tag_recv_info_t *info, void *user_data) {
     Request *request = user_data;
     request->handle = handle;
-    request->num_bytes = info->length;
+    request->num_bytes = status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED ? info->length : 0;
     ended(request, status);
 }
 
 static void on_lost(void *user_data, void *endpoint, ucs_status_t status) {
     Peer *peer = user_data;
     (void)endpoint;
-    peer->status = status;
-    peer->is_lost = 1;
-    peer->worker->has_newly_lost = 1;
+    lose(peer->worker, peer, status);
 }
 
 static ucs_status_ptr_t give_up_endpoint(Peer *peer) {
@@ -403,8 +409,8 @@ static PyObject *worker_connect(Worker *self, PyObject *arguments) {
     self->failed = failed;
     self->rank = rank;
     self->num_peers = (unsigned)size;
-    PyObject *statuses = PyList_New(0);
-    for (Py_ssize_t i = 0; statuses && i < size; i++) {
+    PyObject *reasons = PyList_New(0);
+    for (Py_ssize_t i = 0; reasons && i < size; i++) {
         const char *address = PyBytes_AsString(PyTuple_GetItem(addresses, i));
         self->peers[i].worker = self;
         ucs_status_t status = UCS_OK;
@@ -421,11 +427,11 @@ static PyObject *worker_connect(Worker *self, PyObject *arguments) {
             self->peers[i].is_lost = status != UCS_OK;
             self->peers[i].status = status;
         }
-        PyObject *number = address ? PyLong_FromLong(status) : NULL;
-        if (!number || PyList_Append(statuses, number) < 0) Py_CLEAR(statuses);
-        Py_XDECREF(number);
+        PyObject *reason = address ? PyUnicode_FromString(status == UCS_OK ? "" : ucs_status_string(status)) : NULL;
+        if (!reason || PyList_Append(reasons, reason) < 0) Py_CLEAR(reasons);
+        Py_XDECREF(reason);
     }
-    return statuses;
+    return reasons;
 }
 
 static void progress_until(Worker *self, double deadline, ucs_status_ptr_t *handles) {
@@ -637,9 +643,8 @@ static PyObject *module_load(PyObject *module, PyObject *path) {
         if (!name) return NULL;
         void *loaded = dlopen(name, RTLD_NOW | RTLD_LOCAL);
         if (!loaded) return PyErr_Format(PyExc_OSError, "%s", dlerror());
-#define FIND(result, name, parameters)                                             \
-    if (!(*(void **)(&name) = dlsym(loaded, #name)))                               \
-        return PyErr_Format(PyExc_OSError, "%s has no " #name, PyUnicode_AsUTF8AndSize(path, NULL));
+#define FIND(result, found, parameters) \
+    if (!(*(void **)(&found) = dlsym(loaded, #found))) return PyErr_Format(PyExc_OSError, "%s lacks " #found, name);
         UCX_FUNCTIONS(FIND)
         library = loaded;
     }
@@ -650,16 +655,8 @@ static PyObject *module_load(PyObject *module, PyObject *path) {
     return Py_BuildValue("sIII", file, major, minor, release);
 }
 
-static PyObject *module_describe(PyObject *module, PyObject *status) {
-    (void)module;
-    long number = PyLong_AsLong(status);
-    if (number == -1 && PyErr_Occurred()) return NULL;
-    return PyUnicode_FromString(library ? ucs_status_string((ucs_status_t)number) : "");
-}
-
 static PyMethodDef module_methods[] = {
     {"load", module_load, METH_O, NULL},
-    {"describe", module_describe, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

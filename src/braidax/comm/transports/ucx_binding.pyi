@@ -7,9 +7,6 @@ from braidax.comm.transports.transport import Buffer, Operation
 def load(path: str, /) -> tuple[str, int, int, int]:
     """Loads UCX, once a process, and returns the path of libucp and its version. Raises `OSError`."""
 
-def describe(status: int, /) -> str:
-    """Returns a status in UCX's words."""
-
 class Worker:
     """A worker of UCX with a context of its own. Raises `OSError`; one caller at a time."""
 
@@ -17,11 +14,11 @@ class Worker:
 
     def __init__(self, settings: tuple[tuple[str, str], ...], /) -> None: ...
     def connect(
-        self, rank: int, addresses: tuple[bytes, ...], failed: Callable[[Operation, int, int, int, int], None], /
-    ) -> list[int]:
-        """Makes the endpoints and returns the status of each, 0 for a good one.
+        self, rank: int, addresses: tuple[bytes, ...], failed: Callable[[Operation, int, str, bool, int, int], None], /
+    ) -> list[str]:
+        """Makes the endpoints, and returns for each why it cannot be made, or nothing.
 
-        `failed` is called with operation, peer, status, length of the message, length of the buffer.
+        `failed` is called with operation, peer, reason, whether the peer is lost, lengths of message and buffer.
         """
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation, /) -> None: ...
