@@ -1,7 +1,7 @@
 """K-means over several processes, with NumPy and the communicator alone: no JAX, no MPI, nothing to install.
 
-    braidax launch --processes 4 --initialize nothing examples/kmeans.py
-    braidax launch --processes 4 --initialize nothing --transport ucx examples/kmeans.py
+braidax launch --processes 4 --initialize nothing examples/kmeans.py
+braidax launch --processes 4 --initialize nothing --transport ucx examples/kmeans.py
 """
 
 import numpy as np

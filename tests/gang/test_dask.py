@@ -248,15 +248,22 @@ def test_the_store_between_processes(store: DaskStore, client: distributed.Clien
         clusters.check_between_processes(store, DaskStore, gang)
 
 
-def test_a_store_outlives_its_users_and_not_its_worker(store: DaskStore, client: distributed.Client) -> None:
+@pytest.mark.parametrize("end", ["the gang's", "the worker's"])
+def test_a_store_outlives_its_users_and_not_its_gang(store: DaskStore, client: distributed.Client, end: str) -> None:
     store.set("key", b"kept")
     store.close()
     with DaskStore(store.address) as other:
         assert other.address == store.address
         assert other.get("key", timeout_seconds=0) == b"kept"
-        client.restart_workers([store.address.removeprefix("dask:").partition("#")[0]])
+        worker, _, key = store.address.removeprefix("dask:").partition("#")
+        if end == "the gang's":
+            client.cancel([distributed.Future(key, client)], force=True)
+        else:
+            client.restart_workers([worker])
+        begun = time.monotonic()
         with pytest.raises(CommError, match=r"dask:tcp://.* cannot be reached: .*is the worker alive\?"):
             other.get("key", timeout_seconds=5)
+        assert time.monotonic() - begun < 5
 
 
 def test_a_store_that_cannot_be_opened() -> None:

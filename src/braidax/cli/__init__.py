@@ -4,7 +4,7 @@ Each command imports what it needs when it is called: `launch` does not wait for
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -47,6 +47,7 @@ def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the trace
 
 @app.command("train")
 def _train(
+    context: typer.Context,
     task: Annotated[str, typer.Argument(help="What to train: digits or wide_resnet.", metavar="TASK")],
     data: Annotated[Path | None, typer.Option(help="For wide_resnet: CIFAR or MNIST as downloaded.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/TASK")] = None,
@@ -59,12 +60,17 @@ def _train(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     trace: Annotated[Path | None, typer.Option(help="Perfetto trace to write.", show_default="OUT/trace.json")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
+    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="How many train together.")] = 1,
+    restarts: Annotated[int, typer.Option(min=0, help="How often to go on when one of them has failed.")] = 0,
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
     from braidax.cli.machine import parse_mesh
     from braidax.cli.train import Settings, train
 
     out = Path("runs") / task if out is None else out
+    made = _task(task, out, data, preset, image_size)  # what is wrong with it is said once, and its data is there
+    if processes > 1:
+        _train_together(context, processes, restarts)
     settings = Settings(
         out=out,
         trace=out / "trace.json" if trace is None else trace,
@@ -75,7 +81,22 @@ def _train(
         seed=seed,
         checkpoint_every=checkpoint_every,
     )
-    train(_task(task, out, data, preset, image_size), settings)
+    train(made, settings)
+
+
+def _train_together(context: typer.Context, processes: int, restarts: int) -> NoReturn:
+    """Runs the same command in several processes that `braidax launch` starts."""
+    from braidax.cli.launch import Where, launch
+    from braidax.gang.program import Program
+
+    arguments: list[str] = []
+    for parameter in context.command.params:
+        value = context.params[parameter.name or ""]
+        if value is not None and parameter.name not in ("processes", "restarts"):
+            options = parameter.opts[:1] if parameter.param_type_name == "option" else []
+            arguments += [*options, str(value)]
+    program = Program("braidax.cli", ("train", *arguments), "module")
+    launch(program, Where(processes=processes), restarts=restarts)
 
 
 @app.command(

@@ -72,8 +72,8 @@ def make_mesh(axes: Mapping[str, int] | None) -> Mesh:
         )
     if num_processes > 1 and wanted != len(devices):
         raise ArgumentError(
-            f"the mesh has {wanted} devices, and {num_processes} processes have {len(devices)}; take a --mesh of all of "
-            "them, of which each process has as many, or other --processes"
+            f"the mesh has {wanted} devices, and {num_processes} processes have {len(devices)}; take a --mesh "
+            "of all of them, of which each process has as many, or other --processes"
         )
     return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices[:wanted])
 

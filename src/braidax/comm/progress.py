@@ -20,6 +20,7 @@ from braidax.errors import CommError, PeerLost, WaitTimeout
 
 _FOLLOW_SECONDS = 0.005  # how often the thread looks whether callers still move messages themselves
 _VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
+_LEADER_SECONDS = 1.0  # which a caller that moves messages has to hear that they are closed
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
 _THREAD_NAME = "braidax-comm"
 _logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class Progress:
                 self._fail(notice)
             failure = self.failure
             assert failure is not None
-        self._wake_thread.ring()
+            self._wake_thread.ring()
         return failure
 
     def close(self, *, timeout_seconds: float) -> None:
@@ -174,7 +175,8 @@ class Progress:
             self._wake_caller.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._leading, _LEADER_SECONDS)
             self._watch.close()
             for owned in (self._naps, self._wake_caller, self._wake_thread):
                 owned.close()
@@ -203,7 +205,7 @@ class Progress:
         if not isinstance(error, PeerLost) or error.rank in self._watch.left:
             return again(error)
         with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None, _VERDICT_SECONDS)
+            self._changed.wait_for(lambda: self.failure or error.rank in self._watch.left, _VERDICT_SECONDS)
         if self.failure is None and error.rank in self._watch.left:
             return again(error)
         return again(self.fail(Notice("lost", error.rank, "its connection ended")))
@@ -261,7 +263,7 @@ class Progress:
 
     def _hand_over(self) -> None:
         """Lets another caller, or else the thread, go on with what is left."""
-        if self._num_followers:
+        if self._num_followers or self._closed:
             self._changed.notify_all()
         elif self._then:
             self._wake_thread.ring()
@@ -311,7 +313,7 @@ class Progress:
         try:
             with selectors.DefaultSelector() as selector:
                 self._serve_until_failure(selector)
-        except Exception as error:  # noqa: BLE001 (a defect, of a plug-in perhaps: nobody may wait for what is gone)
+        except Exception as error:  # a defect, of a plug-in perhaps: nobody may wait for what is gone
             _logger.exception("the thread that moves messages failed")
             self.fail(Notice("aborted", self.world.rank, f"its thread failed: {type(error).__name__}: {error}"))
         finally:
@@ -340,6 +342,7 @@ class Progress:
         for notice in self._watch.look(selector):
             if notice.kind == "left":
                 self._left_at = time.monotonic()
+                self._changed.notify_all()
             elif self.failure is None:
                 self._fail(notice)
 
@@ -375,16 +378,17 @@ class _Alarm:
         return self._reader
 
     def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody listens any more
+        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
             os.write(self._writer, b"!")
 
     def silence(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
             os.read(self._reader, 4096)
 
     def close(self) -> None:
         os.close(self._reader)
         os.close(self._writer)
+        self._reader = self._writer = -1  # the numbers may soon be another file's
 
 
 def again(error: CommError) -> CommError:

@@ -1,6 +1,5 @@
 """Handwritten digits: 1,797 real 8×8 images that scikit-learn ships, so that nothing has to be downloaded."""
 
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def write_digits(folder: str | Path) -> tuple[Path, Path]:
         chosen = _stratified(labels, _NUM_TEST)
         Path(folder).mkdir(parents=True, exist_ok=True)
         for path, rows in ((train, ~chosen), (test, chosen)):
-            beside = path.with_name(f"{path.stem}.{secrets.token_hex(4)}.npz")  # other processes may do the same
+            beside = path.with_name(f"{path.stem}.new.npz")
             np.savez(beside, image=images[rows], label=labels[rows])
             beside.replace(path)
     return train, test

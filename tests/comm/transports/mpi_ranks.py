@@ -1,5 +1,6 @@
 """One rank under an MPI launcher: runs the checks that its arguments name, and prints how each went."""
 
+import signal
 import sys
 import time
 import traceback
@@ -11,6 +12,8 @@ from braidax.comm.transports.transport import World
 from braidax.errors import CommError
 from tests.comm.transports import checks
 from tests.comm.transports.worlds import SECRET, Rank, hosts, run
+
+LIMIT_SECONDS = 150  # a little more than the launcher's
 
 
 def say(*words: object) -> None:
@@ -72,7 +75,8 @@ def leave_nothing() -> None:
 
 
 def main() -> None:
-    """Does what the arguments say; one rank that fails ends all."""
+    """Does what the arguments say; one rank that fails ends all, and none outlives its limit, whatever the launcher does."""
+    signal.alarm(LIMIT_SECONDS)
     try:
         match sys.argv[1]:
             case "checks":

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
+import re
 import select
 import signal
 import sys
@@ -21,7 +22,7 @@ import pytest
 from braidax.comm.transports import ucx
 from braidax.comm.transports.transport import Operation, World
 from braidax.comm.transports.ucx import UcxTransport
-from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, PeerLost, WaitTimeout
+from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, WaitTimeout
 
 LIMIT_SECONDS = 60
 MIB = 1 << 20
@@ -171,6 +172,106 @@ def test_messages_of_any_size_arrive_exactly(way: str, together: Callable[..., R
         assert result == [(size, digest(content(size, 1 - rank))) for size in SIZES for _ in range(2)]
 
 
+def see_ways(rank: Rank) -> list[str]:
+    return rank.transport.transports(1 - rank.rank)
+
+
+def test_the_user_chooses_the_ways(together: Callable[..., Ranks]) -> None:
+    chosen = {name: together(see_ways, see_ways, environment=WAYS[name]).results() for name in ("tcp", "copies")}
+    assert all(way.startswith("tcp/") for ways in chosen["tcp"] for way in ways)
+    assert chosen["copies"] == [["posix/memory"]] * 2
+
+
+def send_in_order(rank: Rank) -> None:
+    sent = [rank.send(1, number % 2, content(size, number)) for number, size in enumerate(ORDERED)]
+    sent.append(rank.send(1, 5, b"all are on the way"))
+    assert rank.wait(*sent)
+
+
+def receive_late(rank: Rank) -> list[str]:
+    own = bytearray(3 * MIB)
+    to_itself = [rank.receive(1, 9, own), rank.send(1, 9, content(3 * MIB, 9))]
+    assert rank.wait(rank.receive(0, 5, bytearray(32)))  # now those of the other tags wait, unexpected
+    places = {number: bytearray(size) for number, size in enumerate(ORDERED)}
+    later = [number for number in places if number % 2], [number for number in places if not number % 2]
+    received = [rank.receive(0, number % 2, places[number]) for numbers in later for number in numbers]
+    assert rank.wait(*received, *to_itself)
+    return [*map(digest, places.values()), digest(own)]
+
+
+ORDERED = (100, 5000, 0, 90_000, 4 * MIB, 1, 2 * MIB, 200, 9000, 8)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_unexpected_messages_keep_their_order_in_each_tag(way: str, together: Callable[..., Ranks]) -> None:
+    expected = [digest(content(size, number)) for number, size in enumerate(ORDERED)]
+    results = together(send_in_order, receive_late, environment=WAYS[way]).results()
+    assert results[1] == [*expected, digest(content(3 * MIB, 9))]
+
+
+def send_too_much(rank: Rank) -> None:
+    sent = [rank.send(1, 3, content(size, size)) for size in (*TOO_LONG, 77)]
+    rank.wait(*sent)
+
+
+def receive_too_little(rank: Rank) -> tuple[list[str], int, str]:
+    received = [rank.receive(0, 3, bytearray(8)) for _ in TOO_LONG]
+    place = bytearray(100)
+    intact = rank.receive(0, 3, place)
+    assert rank.wait(*received, intact)
+    return (
+        [f"{type(operation.error).__name__}: {operation.error}" for operation in received],
+        intact.num_bytes,
+        digest(place[:77]),
+    )
+
+
+TOO_LONG = (9, 5000, 90_000, 3 * MIB)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_message_that_is_too_long_fails_alone(way: str, together: Callable[..., Ranks]) -> None:
+    errors, num_bytes, intact = together(send_too_much, receive_too_little, environment=WAYS[way]).results()[1]
+    for error, size in zip(errors, TOO_LONG, strict=True):
+        assert error.startswith(f"CommError: rank 0 (host host-0) sent {size:,} bytes where at most 8 were expected; ")
+    assert (num_bytes, intact) == (77, digest(content(77, 77)))
+
+
+# Sleep
+
+
+def sleep_until_woken(rank: Rank) -> tuple[bool, float, bool, int]:
+    place = bytearray(8)
+    received = rank.receive(1, 1, place)
+    while not rank.transport.arm():
+        rank.transport.poll(0)
+    begin = time.process_time()
+    early, _, _ = select.select([rank.transport.fileno()], [], [], 0.5)
+    used_seconds = time.process_time() - begin
+    while not rank.transport.arm():
+        rank.transport.poll(0)
+    rank.pipe.send(("asleep", None))
+    woken, _, _ = select.select([rank.transport.fileno()], [], [], LIMIT_SECONDS)
+    rank.wait(received)
+    return bool(early), used_seconds, bool(woken), received.num_bytes
+
+
+def send_when_told(rank: Rank) -> None:
+    rank.ask()
+    rank.wait(rank.send(0, 1, b"good day"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_sleeps_without_work_and_wakes_for_a_message(way: str, together: Callable[..., Ranks]) -> None:
+    ranks = together(sleep_until_woken, send_when_told, environment=WAYS[way])
+    ranks.hear(0)
+    ranks.tell(1)
+    early, used_seconds, woken, num_bytes = ranks.results()[0]
+    assert (woken, num_bytes) == (True, 8)
+    assert not early or way == "tcp"  # whose sockets may still have something to say of connecting
+    assert used_seconds < 0.1
+
+
 # A peer that dies
 
 
@@ -180,9 +281,16 @@ def send_much(rank: Rank) -> None:
     rank.wait(Operation(0))
 
 
-def receive_from_dead(rank: Rank) -> tuple[str, float]:
+def receive_from_dead(rank: Rank) -> tuple[list[str], float, bool]:
     rank.ask()
-    return survive(rank, [rank.receive(1, 1, bytearray(64 * MIB))])
+    return survive(rank, [], bytearray(64 * MIB))
+
+
+def receive_much(rank: Rank) -> tuple[list[str], float, bool]:
+    place = bytearray(64 * MIB)
+    received = rank.receive(1, 1, place)
+    rank.wait(received, seconds=0.001)
+    return survive(rank, [received], place)
 
 
 def be_silent(rank: Rank) -> None:
@@ -190,37 +298,35 @@ def be_silent(rank: Rank) -> None:
     rank.ask()
 
 
-def send_much_to_dead(rank: Rank) -> tuple[str, float]:
+def send_much_to_dead(rank: Rank) -> tuple[list[str], float, bool]:
     sent = rank.send(1, 1, content(64 * MIB, 0))
     rank.ask()
-    return survive(rank, [sent])
+    return survive(rank, [sent], bytearray(8))
 
 
-def flood_dead(rank: Rank) -> tuple[str, float]:
+def flood_dead(rank: Rank) -> tuple[list[str], float, bool]:
     rank.ask()
-    return survive(rank, [rank.send(1, 1, content(4096, number)) for number in range(2000)])
+    return survive(rank, [rank.send(1, 1, content(4096, number)) for number in range(1000)], bytearray(8))
 
 
-def receive_much(rank: Rank) -> tuple[str, float]:
-    received = rank.receive(1, 1, bytearray(64 * MIB))
-    rank.wait(received, seconds=0.001)
-    return survive(rank, [received])
-
-
-def survive(rank: Rank, operations: list[Operation]) -> tuple[str, float]:
-    """Returns what became of the operations, and how long it took to close."""
+def survive(rank: Rank, operations: list[Operation], place: bytearray) -> tuple[list[str], float, bool]:
+    """Returns what became of the operations, how long it took to close, and whether the place was left alone then."""
+    operations.append(rank.receive(1, 1, place))
     rank.wait(*operations, seconds=0.5)
-    kinds = {str(operation.error) if operation.done else "pending" for operation in operations}
+    ends = {"pending" if not operation.done else str(operation.error) for operation in operations}
     begin = time.monotonic()
     rank.transport.close(timeout_seconds=0)
-    return " ".join(sorted(kinds)), time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    before = digest(place)
+    rank.pipe.poll(0.05)
+    return sorted(ends), seconds, digest(place) == before
 
 
 DEATHS = {
-    "received": (receive_from_dead, send_much),
-    "receiving": (receive_much, send_much),
-    "sent": (send_much_to_dead, be_silent),
-    "flooded": (flood_dead, be_silent),
+    "before it is received": (receive_from_dead, send_much),
+    "while it is received": (receive_much, send_much),
+    "before it receives": (send_much_to_dead, be_silent),
+    "behind many messages": (flood_dead, be_silent),
 }
 
 
@@ -233,10 +339,171 @@ def test_the_death_of_a_peer_is_survived(
     ranks.hear(1)
     ranks.kill(1)
     ranks.tell(0)
-    kinds, seconds = ranks.hear(0)
-
+    ends, seconds, is_left_alone = ranks.hear(0)
     ranks.processes[0].join(LIMIT_SECONDS)
     assert ranks.processes[0].exitcode == 0
-    assert set(kinds.split()) <= {"PeerLost", "pending", "NoneType"}
+    assert all(end in ("pending", "None") or end.startswith("rank 1 (host host-1) is lost: UCX says ") for end in ends)
+    assert ("pending" in ends) <= (way != "tcp")
     assert seconds < 2
+    assert is_left_alone
     assert capfd.readouterr() == ("", "")
+
+
+def test_no_word_about_what_nobody_received(together: Callable[..., Ranks], capfd: pytest.CaptureFixture[str]) -> None:
+    together(send_unheard, send_unheard).results()
+    assert capfd.readouterr() == ("", "")
+
+
+def send_unheard(rank: Rank) -> None:
+    rank.wait(*(rank.send(1 - rank.rank, 1, bytes(100)) for _ in range(10)))
+    heard = rank.receive(1 - rank.rank, 2, bytearray(8))
+    rank.wait(heard, rank.send(1 - rank.rank, 2, b"done"))
+
+
+# Who does not fit
+
+
+def connect_alone(transport: UcxTransport, address: bytes, seconds: float = 0.1) -> None:
+    world = World(0, [transport.address, address], ["a", "b"], b"s" * 32)
+    transport.connect(world, timeout_seconds=seconds)
+
+
+@pytest.fixture
+def transport() -> Iterator[UcxTransport]:
+    made = UcxTransport()
+    yield made
+    made.close(timeout_seconds=0)
+
+
+def test_an_address_of_another_transport_is_refused(transport: UcxTransport) -> None:
+    with pytest.raises(
+        HandshakeError, match=r"rank 1 \(host b\) has the address b'tcp://b:9'; .* use the same transport"
+    ):
+        connect_alone(transport, b"tcp://b:9")
+
+
+def test_another_version_of_ucx_is_refused(transport: UcxTransport) -> None:
+    words = r"rank 1 \(host b\) has UCX 1\.2\.3, rank 0 \(host a\) UCX .*; expected the same .* BRAIDAX_UCX_LIBRARY"
+    with pytest.raises(HandshakeError, match=words):
+        connect_alone(transport, b"braidax-ucx 1.2.3 44 " + b"x" * 100)
+
+
+def test_a_rank_that_never_comes_is_named(transport: UcxTransport) -> None:
+    other = UcxTransport()
+    version = re.escape(other.library.version)
+    words = rf"rank 1 \(host b\) at UCX {version} of process {os.getpid()} did not connect to rank 0 .* within 0.1 s; "
+    with pytest.raises(WaitTimeout, match=words):
+        connect_alone(transport, other.address)
+    other.close(timeout_seconds=0)
+
+
+def test_ways_that_do_not_exist_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "pigeon")
+    with pytest.raises(
+        CommError, match=r"UCX .* cannot start: ucp_init: .*; .* mend UCX_TLS='pigeon' and UCX_NET_DEVICES"
+    ):
+        UcxTransport()
+
+
+def test_two_callers_at_once_are_refused(transport: UcxTransport) -> None:
+    transport.close(timeout_seconds=0)
+    with pytest.raises(RuntimeError, match="this rank's UCX is closed"):
+        transport.poll(0)
+
+
+# What is missing
+
+
+class NoUcx(ModuleType):
+    """A binding that finds no UCX, or one of a certain path."""
+
+    def __init__(self, *found: str) -> None:
+        super().__init__(BINDING)
+        self.found, self.tried = found, list[str]()
+
+    def load(self, path: str) -> tuple[str, int, int, int]:
+        self.tried.append("wheel" if "libucx" in path and Path(path).is_absolute() else path)
+        if self.tried[-1] not in self.found:
+            raise OSError(f"{path}: cannot open shared object file")
+        return path, 1, 99, 0
+
+
+@pytest.fixture
+def no_ucx(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NoUcx]:
+    def install(*found: str) -> NoUcx:
+        binding = NoUcx(*found)
+        monkeypatch.setitem(sys.modules, BINDING, binding)
+        return binding
+
+    monkeypatch.delenv("BRAIDAX_UCX_LIBRARY", raising=False)
+    return install
+
+
+def test_a_missing_library_is_named_with_its_extra(
+    no_ucx: Callable[..., NoUcx], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_ucx()
+    monkeypatch.setitem(sys.modules, "libucx", None)
+    words = r"the transport \"ucx\" needs the module 'libucx', .* install it with: pip install \"braidax\[ucx\]\""
+    with pytest.raises(MissingExtra, match=words):
+        UcxTransport()
+
+
+def test_a_broken_wheel_is_named(no_ucx: Callable[..., NoUcx]) -> None:
+    no_ucx()
+    words = r"cannot load the UCX of the module 'libucx': .*: pip install --force-reinstall \"braidax\[ucx\]\""
+    with pytest.raises(MissingExtra, match=words):
+        UcxTransport()
+
+
+def test_a_missing_binding_is_named_with_what_compiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, BINDING, None)
+    words = r"needs its binding in C, .*apt install gcc python3-dev\), then: pip install .* \"braidax\[ucx\]\""
+    with pytest.raises(MissingExtra, match=words):
+        UcxTransport()
+
+
+def test_other_systems_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(MissingExtra, match=r"the transport \"ucx\" runs on Linux only, .* use the transport 'tcp'"):
+        UcxTransport()
+
+
+def test_a_wrong_variable_is_named(no_ucx: Callable[..., NoUcx], monkeypatch: pytest.MonkeyPatch) -> None:
+    binding = no_ucx("wheel")
+    monkeypatch.setenv("BRAIDAX_UCX_LIBRARY", "nowhere.so")
+    with pytest.raises(
+        ArgumentError, match=r"BRAIDAX_UCX_LIBRARY='nowhere.so' cannot be loaded: .*libucp.so.0 of UCX 1.11"
+    ):
+        UcxTransport()
+    assert binding.tried == ["nowhere.so"]
+
+
+@pytest.mark.parametrize(
+    ("has_infiniband", "found", "tried"),
+    [
+        (True, "libucp.so.0", ["libucp.so.0"]),
+        (True, "wheel", ["libucp.so.0", "wheel"]),
+        (False, "wheel", ["wheel"]),
+        (False, "libucp.so.0", ["wheel", "libucp.so.0"]),
+    ],
+)
+def test_the_library_is_looked_for_in_order(
+    has_infiniband: bool,
+    found: str,
+    tried: list[str],
+    no_ucx: Callable[..., NoUcx],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ucx, "_INFINIBAND", tmp_path if has_infiniband else tmp_path / "none")
+    binding = no_ucx(found)
+    with pytest.raises(AttributeError, match="Worker"):  # which comes next, and which this binding lacks
+        UcxTransport()
+    assert binding.tried == tried
+
+
+def test_the_environment_is_left_as_it_was(transport: UcxTransport) -> None:
+    assert not [name for name in os.environ if name.startswith("UCX_")]
+    assert transport.library.version.count(".") == 2
+    assert Path(transport.library.path).name.startswith("libucp")

@@ -74,8 +74,8 @@ class TcpTransport(Transport):
             self._send_to_self(tag, buffers, operation)
             return
         link = self._links[peer]
-        if link.lost is not None or link.mute is not None:
-            operation.fail(link.lost or link.mute)
+        if (lost := link.lost or link.mute) is not None:
+            operation.fail(lost)
             return
         header = memoryview(_HEADER.pack(tag, sum(map(len, buffers))))
         link.outgoing.append(_Outgoing([header, *filter(len, buffers)], operation))

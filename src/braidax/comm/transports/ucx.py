@@ -114,8 +114,8 @@ class UcxTransport(Transport):
         for rank, reason in enumerate(reasons):
             if reason:
                 raise HandshakeError(
-                    f"{world.describe(world.rank)} cannot reach {world.describe(rank)}: UCX says {reason!r}; expected a "
-                    f"transport that both have: mend {_chosen()}, the same on all ranks"
+                    f"{world.describe(world.rank)} cannot reach {world.describe(rank)}: UCX says {reason!r}; expected "
+                    f"a transport that both have: mend {_chosen()}, the same on all ranks"
                 )
         self._greet(world, deadline, timeout_seconds)
 
