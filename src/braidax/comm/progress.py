@@ -392,7 +392,5 @@ class _Alarm:
 
 
 def again(error: CommError) -> CommError:
-    """Returns an error to raise once more, with a traceback of its own, caused by the first."""
-    copy = type(error)(*error.args)
-    copy.__cause__ = error
-    return copy
+    """Returns an error to raise once more, with a traceback of its own."""
+    return type(error)(*error.args)
