@@ -16,6 +16,7 @@ test: .venv/stamp-test  ## Lint, types, tests.
 
 bench: .venv/stamp-bench .venv-streaming/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS)
+	$(BIN)/python -m benchmarks.comm $(ARGS)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS)
 
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
@@ -32,16 +33,18 @@ clean:  ## Remove the environment, build outputs and caches; data, checkpoints a
 	$(PYTHON) -m venv --clear .venv
 	@touch $@
 
-# An install is repeated only when pyproject.toml has changed.
-.venv/stamp-demo: .venv/stamp-python pyproject.toml
+# An install is repeated only when pyproject.toml, or what is compiled while installing, has changed.
+COMPILED := hatch_build.py src/braidax/comm/transports/ucx_binding.c src/braidax/comm/transports/ucx_abi.h
+
+.venv/stamp-demo: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[tasks]'
 	@touch $@
 
-.venv/stamp-test: .venv/stamp-python pyproject.toml
+.venv/stamp-test: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[test]'
 	@touch $@
 
-.venv/stamp-bench: .venv/stamp-python pyproject.toml
+.venv/stamp-bench: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[bench]'
 	@touch $@
 

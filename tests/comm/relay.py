@@ -1,4 +1,4 @@
-"""A relay between ranks, in user space: it delays what they send each other, holds it up, loses it, or breaks it off."""
+"""A relay between ranks, in user space: it delays what they send each other, holds it up, loses it, or breaks off."""
 
 import base64
 import contextlib

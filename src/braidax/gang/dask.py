@@ -370,3 +370,23 @@ async def _asked(actor: Any, method: str, *args: Any) -> Any:
 
 def _distributed() -> Any:
     return import_extra("distributed", "dask", purpose="a gang on Dask")
+
+
+def open_client(address: str | None) -> Any:
+    """Returns a client of a Dask cluster, to be closed.
+
+    **Arguments:** `address`: of the scheduler, such as `tcp://host:8786`; None is what `DASK_SCHEDULER_ADDRESS` says.
+
+    **Raises:** `ArgumentError` when nobody says, `GangError` when the scheduler does not answer.
+    """
+    distributed = _distributed()
+    address = address or os.environ.get("DASK_SCHEDULER_ADDRESS")
+    if not address:
+        raise ArgumentError(
+            "address=None, and the environment variable DASK_SCHEDULER_ADDRESS is not set; expected the address of "
+            "Dask's scheduler in one of them (--scheduler), such as tcp://host:8786"
+        )
+    try:
+        return distributed.Client(address, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise GangError(f"{address}: no scheduler of Dask answers there ({error}); does it run?") from error

@@ -83,6 +83,15 @@ class Member:
         """
         return self._answer(lambda: self._call(call))
 
+    def abort(self, reason: str) -> None:
+        """Ends the epoch: the call under way raises `Aborted` at its next message, here and on all ranks.
+
+        Any thread may call it.
+        """
+        comm = self._comm
+        if comm is not None:
+            comm.abort(reason)
+
     def leave(self) -> None:
         """Leaves the other ranks and the store. A second call does nothing."""
         comm, self._comm = self._comm, None

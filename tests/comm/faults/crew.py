@@ -37,7 +37,6 @@ class Member:
                 stderr=errors,
             )
         self._heard = bytearray()
-        self._pid = 0
 
     @property
     def pid(self) -> int:
@@ -78,7 +77,7 @@ class Member:
         return self.log.read_text()[-_TAIL_CHARS:]
 
     def kill(self) -> None:
-        """Ends it as `kill -9` does, frozen or not."""
+        """Ends it as `kill -9` does, frozen or not; one that has ended only gives up its pipes."""
         self.process.kill()
         self.process.wait(10)
         self._close()
@@ -159,5 +158,4 @@ class Crew:
 
     def _end(self) -> None:
         for member in self._all:
-            if member.process.poll() is None:
-                member.kill()
+            member.kill()

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from tests.comm.relay import How, Relay
 Fault = Literal["kill", "stop", "cut"]
 
 PEER_TIMEOUT_SECONDS = 2.0
-SLACK_SECONDS = 3.0  # for a machine that has more to do than this
+SLACK_SECONDS = 5.0  # for a machine that has more to do than this
 AT_ONCE_SECONDS = 1.0  # for calls after the failure, and for closing
 MAX_SIZE = 5
 _JOIN_SECONDS = 30.0
@@ -24,6 +25,7 @@ _MAX_MOMENT_SECONDS = 0.4
 _REASONS = {
     "kill": r"its process ended|the connection to it broke|its connection ended",
     "stop": r"nothing came from it for 2 s, it is frozen or cut off",
+    "cut": r"its process ended|the connection to it broke|its connection ended|nothing came from it for 2 s",
 }
 
 
@@ -155,7 +157,8 @@ def check_lost(trial: Trial, rank: int, told: dict[str, Any], expected: list[int
     assert told["error"] == "PeerLost", about
     assert told["peer"] in expected, about
     assert told["host"] == trial.hosts[told["peer"]], about
-    assert told["text"].startswith(f"rank {told['peer']} (host {told['host']}) is lost: "), about
+    named = re.escape(f"rank {told['peer']} (host {told['host']})")
+    assert re.match(rf"{named} is lost: ({_REASONS[trial.fault]}).*; the epoch cannot go on", told["text"]), about
     check_after(told, "PeerLost", about)
 
 

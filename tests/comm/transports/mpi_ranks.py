@@ -75,7 +75,7 @@ def leave_nothing() -> None:
 
 
 def main() -> None:
-    """Does what the arguments say; one rank that fails ends all, and none outlives its limit, whatever the launcher does."""
+    """Does what the arguments say; one rank that fails ends all, and none outlives its limit."""
     signal.alarm(LIMIT_SECONDS)
     try:
         match sys.argv[1]:

@@ -2,12 +2,16 @@
 
 import contextlib
 import hashlib
+import importlib.util
+import itertools
 import multiprocessing
 import os
 import re
 import select
+import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,6 +28,7 @@ from braidax.comm.transports.transport import Operation, World
 from braidax.comm.transports.ucx import UcxTransport
 from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, WaitTimeout
 
+ROOT = Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 60
 MIB = 1 << 20
 BINDING = "braidax.comm.transports.ucx_binding"
@@ -146,7 +151,7 @@ SIZES = (0, 1, 8, 4096, MIB, 64 * MIB)
 def parts(data: bytes) -> list[bytes]:
     """Returns a message in scattered buffers, empty ones among them."""
     cuts = sorted({0, len(data) // 7, len(data) // 2, len(data)})
-    return [b"", *(data[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)), b""]
+    return [b"", *(data[begin:end] for begin, end in itertools.pairwise(cuts)), b""]
 
 
 def exchange(rank: Rank) -> list[tuple[int, str]]:
@@ -312,7 +317,7 @@ def flood_dead(rank: Rank) -> tuple[list[str], float, bool]:
 def survive(rank: Rank, operations: list[Operation], place: bytearray) -> tuple[list[str], float, bool]:
     """Returns what became of the operations, how long it took to close, and whether the place was left alone then."""
     operations.append(rank.receive(1, 1, place))
-    rank.wait(*operations, seconds=0.5)
+    rank.wait(*operations, seconds=0.3)
     ends = {"pending" if not operation.done else str(operation.error) for operation in operations}
     begin = time.monotonic()
     rank.transport.close(timeout_seconds=0)
@@ -405,10 +410,19 @@ def test_ways_that_do_not_exist_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         UcxTransport()
 
 
-def test_two_callers_at_once_are_refused(transport: UcxTransport) -> None:
+def test_a_closed_transport_says_so(transport: UcxTransport) -> None:
     transport.close(timeout_seconds=0)
     with pytest.raises(RuntimeError, match="this rank's UCX is closed"):
         transport.poll(0)
+
+
+def test_two_callers_at_once_are_refused(transport: UcxTransport) -> None:
+    other = threading.Thread(target=transport.poll, args=(5.0,), daemon=True)
+    other.start()
+    with pytest.raises(RuntimeError, match="UCX has one caller at a time"):
+        while other.is_alive():
+            transport.arm()
+    other.join(LIMIT_SECONDS)
 
 
 # What is missing
@@ -507,3 +521,36 @@ def test_the_environment_is_left_as_it_was(transport: UcxTransport) -> None:
     assert not [name for name in os.environ if name.startswith("UCX_")]
     assert transport.library.version.count(".") == 2
     assert Path(transport.library.path).name.startswith("libucp")
+
+
+# The build
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Any:
+    interface = ModuleType("hatchling.builders.hooks.plugin.interface")
+    interface.BuildHookInterface = list  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    for name in ("hatchling", "hatchling.builders", "hatchling.builders.hooks", "hatchling.builders.hooks.plugin"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_binding_is_compiled_or_it_is_said_why_not(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / build.FOLDER, tmp_path / build.FOLDER, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "no-such-compiler" in build.compiled(tmp_path)
+    assert not (tmp_path / build.BUILT).exists()
+    monkeypatch.setenv("CC", "cc -Wall -Wextra -Werror")
+    assert build.compiled(tmp_path) is None
+    assert (tmp_path / build.BUILT).stat().st_size > 10_000
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.compiled(tmp_path) == "there is no C compiler (on Debian and Ubuntu: apt install gcc python3-dev)"

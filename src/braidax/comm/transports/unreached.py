@@ -8,7 +8,8 @@ from braidax.errors import HandshakeError, WaitTimeout
 
 def unreached(world: World, ranks: Sequence[int], seconds: float) -> WaitTimeout:
     """Returns the error of ranks that did not connect within a limit."""
-    listed = ", ".join(f"{world.describe(rank)} at {world.addresses[rank].decode('utf-8', 'replace')!r}" for rank in ranks)
+    places = {rank: world.addresses[rank].decode("utf-8", "replace") for rank in ranks}
+    listed = ", ".join(f"{world.describe(rank)} at {place!r}" for rank, place in places.items())
     return WaitTimeout(
         f"{listed} did not connect to {world.describe(world.rank)} within {seconds:g} s; expected every rank to "
         "connect at about the same time: is it running?"
