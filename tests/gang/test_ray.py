@@ -171,7 +171,7 @@ def test_a_gang_that_cannot_meet_is_not_started(gang: RayGang) -> None:
         ({"num_cpus": -1}, "num_cpus=-1: expected a number >= 0"),
         ({"num_gpus": float("nan")}, "num_gpus=nan: expected a number >= 0"),
         ({"resources": {"TPU": -2.0}}, r"resources\['TPU'\]=-2.0: expected a number >= 0"),
-        ({"resources": {"GPU": 1.0}}, "expected no GPU there; use num_gpus="),
+        ({"resources": {"GPU": 1.0}}, "expected no GPU there; use num_cpus= and num_gpus="),
         ({"num_cpus": 0}, "num_cpus=0: expected that a rank takes something"),
         ({"timeout_seconds": 0.0}, "timeout_seconds=0.0: expected seconds > 0"),
     ],

@@ -7,8 +7,8 @@ import secrets
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from io import TextIOBase
 from pathlib import Path
-from typing import TextIO
 
 from braidax.comm import TcpStoreServer
 from braidax.comm.environment import without_place
@@ -66,7 +66,7 @@ class Job:
 
 
 def launch_here(
-    program: Program, num_processes: int, *, restarts: int = 0, transport: str = "tcp", log: TextIO | None = None
+    program: Program, num_processes: int, *, restarts: int = 0, transport: str = "tcp", log: TextIOBase | None = None
 ) -> int:
     """Runs a program in processes of this machine.
 
@@ -110,7 +110,7 @@ def launch_here(
         return repeated(run, restarts, log)
 
 
-def repeated(run: Callable[[int], Failed | None], restarts: int, log: TextIO | None) -> int:
+def repeated(run: Callable[[int], Failed | None], restarts: int, log: TextIOBase | None) -> int:
     """Runs epochs until one does not fail or there are enough, tells of each failure, and returns the exit code.
 
     **Arguments:** `run`: runs the epoch of this number. `restarts`: how many may follow the first.

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import TextIOBase
 from pathlib import Path
-from typing import TextIO, final
+from typing import final
 
 from braidax.comm import TcpStoreServer, Tuning
 from braidax.comm.environment import without_place
@@ -23,6 +24,7 @@ from braidax.gang.processes import Command, Processes, print_lines
 
 _HOST = "127.0.0.1"
 _LEAVE_SECONDS = 5.0  # an idle rank that does not leave by itself in that time is ended by force
+_GRACE_SECONDS = 2.0  # between the signals that end a busy one
 _LAST_WORDS_SECONDS = 2.0  # between the end of a rank's socket and that of its process
 _CODE = """
 import sys
@@ -38,7 +40,7 @@ class _Options:
 
     transport: str
     environment: Mapping[str, str]
-    log: TextIO | None
+    log: TextIOBase | None
     timeout_seconds: float
     tuning: Tuning
 
@@ -65,13 +67,15 @@ class LocalGang(Gang):
         *,
         transport: str = "tcp",
         environment: Mapping[str, str] | None = None,
-        log: TextIO | None = None,
+        log: TextIOBase | None = None,
         timeout_seconds: float = 60.0,
         tuning: Tuning = DEFAULT,
     ) -> None:
         super().__init__(size, job=f"local-{os.getpid()}-{secrets.token_hex(4)}")
         if not timeout_seconds > 0:
             raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
+        if tuning.tls is not None:
+            raise ArgumentError("tuning.tls: expected None; no message of a local gang leaves this machine")
         self._options = _Options(transport, dict(environment or {}), log, timeout_seconds, tuning)
         self._secret = secrets.token_bytes(32)
         self._server: TcpStoreServer | None = None
@@ -128,7 +132,7 @@ class _LocalRanks(Ranks):
                 arguments = (sys.executable, "-c", code, str(there.fileno()))
                 commands.append(Command(arguments, environment, folder, (there.fileno(),)))
             write = print_lines([f"[{birth.rank}] " for birth in births], options.log)
-            self._processes = Processes(commands, write=write)
+            self._processes = Processes(commands, write=write, grace_seconds=_GRACE_SECONDS)
             ours.pop_all()
 
     def call(self, call: bytes) -> None:

@@ -1,8 +1,8 @@
 """Launching on a gang: a program in the ranks of Ray or Dask."""
 
 import os
+from io import TextIOBase
 from pathlib import Path
-from typing import TextIO
 
 from braidax.comm import Communicator, TcpStoreServer
 from braidax.comm.sockets import host_addresses
@@ -15,7 +15,7 @@ from braidax.gang.runner import initialize_jax, run
 
 
 def launch_on(
-    gang: Gang, program: Program, *, restarts: int = 0, transport: str = "tcp", log: TextIO | None = None
+    gang: Gang, program: Program, *, restarts: int = 0, transport: str = "tcp", log: TextIOBase | None = None
 ) -> int:
     """Runs a program in the ranks of a gang, which is started for it and stopped afterwards.
 

@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import TextIOBase
 from pathlib import Path
-from typing import TextIO
 
 from braidax.comm import TcpStoreServer
 from braidax.comm.environment import without_place
@@ -55,7 +55,7 @@ def launch_over_ssh(
     remote: Remote,
     restarts: int = 0,
     transport: str = "tcp",
-    log: TextIO | None = None,
+    log: TextIOBase | None = None,
 ) -> int:
     """Runs a program on hosts: a process for each device that is named, or one on a host where none is.
 
@@ -93,7 +93,7 @@ def launch_over_ssh(
 class _Epoch:
     """What the hosts tell while an epoch runs."""
 
-    def __init__(self, hosts: Sequence[Host], seats: Sequence[Sequence[Seat]], log: TextIO | None) -> None:
+    def __init__(self, hosts: Sequence[Host], seats: Sequence[Sequence[Seat]], log: TextIOBase | None) -> None:
         self._hosts = hosts
         self._seats = seats
         self._reports: list[tuple[int, Ending]] = []

@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Literal, TextIO, final
+from io import TextIOBase
+from typing import IO, Literal, final
 
 from braidax.lifeline import LIFELINE
 
@@ -84,7 +85,7 @@ def describe_status(status: int) -> str:
     return f"was ended by signal {-status} ({name}){hint}"
 
 
-def print_lines(prefixes: Sequence[str], file: TextIO | None = None) -> Writer:
+def print_lines(prefixes: Sequence[str], file: TextIOBase | None = None) -> Writer:
     """Returns a writer that puts a prefix before each line, by the number of the process.
 
     **Arguments:** `file`: what is written to; None is the standard stream of the same name, whatever that is then.
@@ -149,7 +150,7 @@ class Processes:
             self._changed.wait_for(lambda: self._unseen or self._woken, timeout_seconds)
             self._woken = False
             unseen, self._unseen = self._unseen, []
-            if unseen:
+            if unseen and self._pipes:
                 os.read(self._news_read, len(unseen))
         return unseen
 
@@ -171,6 +172,7 @@ class Processes:
             self._wait_for_all(leave_seconds)
             for process in self._alive():
                 process.signal(signal.SIGTERM)
+                process.signal(signal.SIGCONT)  # one that is stopped would not hear of it
             self._wait_for_all(self._grace_seconds)
         finally:
             for process in self._processes:

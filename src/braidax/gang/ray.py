@@ -132,7 +132,7 @@ class RayGang(Gang):
         asked = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         for name, amount in (resources or {}).items():
             if name in ("CPU", "GPU"):
-                raise ArgumentError(f"resources={resources!r}: expected no {name} there; use num_{name.lower()}s=")
+                raise ArgumentError(f"resources={resources!r}: expected no {name} there; use num_cpus= and num_gpus=")
             asked[f"resources[{name!r}]"] = amount
         for name, amount in asked.items():
             if not amount >= 0:
@@ -147,7 +147,7 @@ class RayGang(Gang):
             raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
         self._options = _Options(transport, bundle, strategy, dict(environment or {}), timeout_seconds)
         self._ray = _ray()
-        self._owns_ray = False
+        self._started = ""  # the address of the cluster that this gang started
 
     def _begin(self, epoch: int) -> Ranks:
         if self._ray.is_initialized():
@@ -160,7 +160,7 @@ class RayGang(Gang):
                 f"ray.init() failed with RAY_ADDRESS={address!r}: {type(error).__name__}: {error}; connect to the "
                 "cluster before, with ray.init(address)"
             ) from error
-        self._owns_ray = True
+        self._started = self._cluster()
         try:
             return _RayRanks(self._ray, self._options, self._size, self._job, epoch)
         except BaseException:
@@ -168,9 +168,13 @@ class RayGang(Gang):
             raise
 
     def _close(self) -> None:
-        if self._owns_ray:
-            self._owns_ray = False
+        started, self._started = self._started, ""
+        if started and started == self._cluster():
             self._ray.shutdown()
+
+    def _cluster(self) -> str:
+        """Returns the address of the cluster that this process is connected to, if it is to any."""
+        return self._ray.get_runtime_context().gcs_address if self._ray.is_initialized() else ""
 
 
 class _RayRanks(Ranks):
@@ -218,17 +222,22 @@ class _RayRanks(Ranks):
         shelf, self._shelf = self._shelf, None
         if not self._ray.is_initialized():  # all of it went with the cluster, and Ray would begin a new one
             return
-        if actors and not owed:
-            leaving = [actor.leave.remote() for actor in actors]
-            self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
+        quietly = contextlib.suppress(Exception)  # Ray raises just that for actors of a cluster that is gone
+        with quietly:
+            if actors and not owed:
+                leaving = [actor.leave.remote() for actor in actors]
+                self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
         for actor in (*actors, shelf):
-            if actor is not None:
-                self._ray.kill(actor)
-        if actors:
-            ended = [actor.where.remote() for actor in actors]  # fails as soon as the actor is gone
-            self._ray.wait(ended, num_returns=len(ended), timeout=_GONE_SECONDS)
-        if group is not None:
-            self._ray.util.remove_placement_group(group)
+            with quietly:
+                if actor is not None:
+                    self._ray.kill(actor)
+        with quietly:
+            if actors:
+                ended = [actor.where.remote() for actor in actors]  # fails as soon as the actor is gone
+                self._ray.wait(ended, num_returns=len(ended), timeout=_GONE_SECONDS)
+        with quietly:
+            if group is not None:
+                self._ray.util.remove_placement_group(group)
 
     def _reserve(self, deadline: float) -> None:
         bundle, strategy = self._options.bundle, self._options.strategy

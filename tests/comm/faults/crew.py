@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -121,7 +121,7 @@ class Crew:
                 self._spares.append(self._start())
             self.members = [self._hired() for _ in range(size)]
         except BaseException:
-            self._end()
+            self.end()
             raise
 
     def replace(self, rank: int) -> None:
@@ -144,7 +144,7 @@ class Crew:
                 for member in [*self.members, *self._spares]:
                     member.leave()
         finally:
-            self._end()
+            self.end()
 
     def _start(self) -> Member:
         member = Member(self._folder / "store", self._folder / f"{len(self._all)}.log")
@@ -156,6 +156,38 @@ class Crew:
         member.hear("there", seconds=START_SECONDS)
         return member
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends all by force."""
         for member in self._all:
             member.kill()
+
+
+@final
+class Harbor:
+    """Lends one crew to test after test, since processes take long to start; after a failure, a fresh one.
+
+    **Arguments:** `folders`: makes a folder for each crew. `size`: of the crew.
+    """
+
+    def __init__(self, folders: Callable[[], Path], *, size: int) -> None:
+        self._folders = folders
+        self._size = size
+        self._stack = contextlib.ExitStack()
+        self._crew: Crew | None = None
+
+    @contextlib.contextmanager
+    def crew(self) -> Iterator[Crew]:
+        """Lends the crew, all of whose members wait to join."""
+        if self._crew is None:
+            self._crew = self._stack.enter_context(Crew(self._folders(), size=self._size, spares=1))
+        try:
+            yield self._crew
+        except BaseException:
+            self._crew.end()
+            self._crew = None
+            self._stack.pop_all()
+            raise
+
+    def close(self) -> None:
+        """Lets the crew go."""
+        self._stack.close()

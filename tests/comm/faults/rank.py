@@ -135,6 +135,13 @@ def idle(comm: Communicator, victim: int) -> None:
     """Calls nothing until the test says so."""
     say({"event": "ready"})
     sys.stdin.readline()
+    comm.recv((comm.rank + 1) % comm.size, tag=_NEVER)
+
+
+def late(comm: Communicator, victim: int) -> None:
+    """Comes to the barrier when the test says so."""
+    say({"event": "ready"})
+    sys.stdin.readline()
     comm.barrier()
 
 
@@ -172,6 +179,17 @@ def forget(comm: Communicator, victim: int) -> None:
     sys.exit(0)
 
 
+def large_all_reduce(comm: Communicator, victim: int) -> None:
+    """Sums 64 MiB, and says how long that took."""
+    array = np.arange(_LARGE_BYTES // 8, dtype=np.float64)
+    comm.barrier()
+    say({"event": "ready"})
+    began = time.monotonic()
+    found = comm.all_reduce(array + comm.rank)
+    say({"event": "took", "seconds": time.monotonic() - began})
+    np.testing.assert_array_equal(found, comm.size * array + sum(range(comm.size)))
+
+
 def _other(comm: Communicator, victim: int) -> int:
     """Returns a rank that is neither this one nor the victim, if there is one."""
     others = [rank for rank in range(comm.size) if rank not in (comm.rank, victim)]
@@ -189,6 +207,8 @@ STANCES: dict[str, Callable[[Communicator, int], None]] = {
     "all_to_all": waiting(lambda comm, victim: comm.all_to_all([np.zeros(1 << 20)] * comm.size)),
     "wait": waiting(lambda comm, victim: comm.start.recv(victim, tag=_NEVER).wait()),
     "wait of all_reduce": waiting(lambda comm, victim: comm.start.all_reduce(np.zeros(1 << 20)).wait()),
+    "late": late,
+    "large all_reduce": large_all_reduce,
     "abort": abort,
     "abort and exit": abort_and_exit,
     "close": close,

@@ -51,8 +51,8 @@ class Trial:
     delay_seconds: float
 
 
-WAITING = ["barrier", "all_reduce", "all_to_all", "recv", "recv of another", "recv_buffer", "send", "wait"]
-WAITING += ["wait of all_reduce", "idle"]
+ALONE = ["recv", "recv of another", "recv_buffer", "send", "wait", "idle"]
+TOGETHER = ["barrier", "all_reduce", "all_to_all", "wait of all_reduce"]  # one of them at a time: they must be the same
 
 
 def drawn(fault: Fault, seed: int, *, transport: str = "tcp") -> Trial:
@@ -60,7 +60,8 @@ def drawn(fault: Fault, seed: int, *, transport: str = "tcp") -> Trial:
     draw = random.Random(f"{fault} {seed}")
     size = draw.randint(2, MAX_SIZE)
     victim = draw.randrange(size)
-    stances = [draw.choice(WAITING) for _ in range(size)]
+    together = draw.choice(TOGETHER)
+    stances = [draw.choice([*ALONE, together, together]) for _ in range(size)]
     stances[victim] = "idle"
     return Trial(
         fault=fault,

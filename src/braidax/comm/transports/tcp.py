@@ -133,14 +133,10 @@ class TcpTransport(Transport):
         for link in links:
             with contextlib.suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
-        while True:
-            for link in links:
-                with contextlib.suppress(OSError):
-                    while link.connection.recv_into(link.stage):
-                        pass
-            if time.monotonic() > deadline or not any(_unconfirmed(link.connection) for link in links):
-                return
-            time.sleep(_LINGER_SECONDS)
+        lingering = list(links)
+        while lingering and time.monotonic() < deadline:
+            lingering = [link for link in lingering if _drained(link) and _unconfirmed(link.connection)]
+            time.sleep(_LINGER_SECONDS if lingering else 0)
 
     def _send_to_self(self, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
         link = self._links[self._world.rank]
@@ -325,6 +321,18 @@ def _unconfirmed(connection: socket.socket) -> bool:
         return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
     except OSError:
         return False
+
+
+def _drained(link: "_Link") -> bool:
+    """Reads, and drops, what still comes from a peer; returns False when the connection is gone."""
+    try:
+        while link.connection.recv_into(link.stage):
+            pass
+    except WOULD_BLOCK:
+        pass
+    except OSError:
+        return False
+    return True
 
 
 def _write_some(connection: socket.socket, parts: list[Buffer]) -> int:

@@ -48,6 +48,7 @@ _SETTINGS = {
     "TCP_TX_SEG_SIZE": "64k",  # eight times the default: twice the bandwidth
     "TCP_CONN_NB": "y",  # a connection attempt that nobody answers does not block
 }
+_TAKES_SETTINGS = (1, 18)  # older versions know those of their transports from the environment alone
 
 _HELLO = struct.Struct("<7sBII32s")  # magic, version, size, rank, proof
 _HELLO_TAG = MAX_TAG + 1
@@ -294,6 +295,9 @@ def _settings() -> tuple[tuple[str, str], ...]:
 
 def _loaded(binding: ModuleType, path: str) -> UcxLibrary:
     found, *version = binding.load(path)
+    if tuple(version) < _TAKES_SETTINGS:
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(f"UCX_{name}", value)
     return UcxLibrary(found, ".".join(map(str, version)))
 
 

@@ -1,0 +1,148 @@
+"""Processes: their lines, the first end, and how all end together."""
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from braidax.gang.processes import LOG_LINES, Command, Ending, Processes, Stream, describe_status, print_lines
+from tests.gang.programs import is_gone, wait_until_gone
+
+Start = Callable[..., Processes]
+
+
+class Lines(list[tuple[int, str, str]]):
+    """Keeps what is written."""
+
+    def write(self, number: int, stream: Stream, line: str) -> None:
+        self.append((number, stream, line))
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return Lines()
+
+
+@pytest.fixture
+def start(lines: Lines) -> Iterator[Start]:
+    """Returns a function that starts programs in Python, which are ended behind the test."""
+    started: list[Processes] = []
+
+    def begin(*codes: str, grace_seconds: float = 5.0, stdin: bytes | None = None) -> Processes:
+        commands = [Command((sys.executable, "-uc", code), dict(os.environ), stdin=stdin) for code in codes]
+        started.append(Processes(commands, write=lines.write, grace_seconds=grace_seconds))
+        return started[-1]
+
+    yield begin
+    for processes in started:
+        processes.end()
+
+
+def ends(processes: Processes, num: int) -> dict[int, Ending]:
+    """Waits until so many processes have ended."""
+    found: dict[int, Ending] = {}
+    while len(found) < num:
+        found |= {ending.number: ending for ending in processes.wait(timeout_seconds=30)}
+    return found
+
+
+def test_lines_are_whole_and_told_apart(start: Start, lines: Lines) -> None:
+    code = (
+        "import sys; "
+        "[print(part, end='', file=file) for part in ('a', 'b\\n', 'ä') for file in (sys.stdout, sys.stderr)]"
+    )
+    ends(start(code, "print('x' * 100_000)"), 2)
+    assert sorted(line for line in lines if line[0] == 0) == [
+        (0, "stderr", "ab"),
+        (0, "stderr", "ä"),
+        (0, "stdout", "ab"),
+        (0, "stdout", "ä"),
+    ]
+    assert "".join(line for number, _, line in lines if number == 1) == "x" * 100_000  # cut where it is too long
+
+
+def test_the_last_lines_are_kept(start: Start) -> None:
+    ending = ends(start("print(*range(100), sep='\\n'); raise SystemExit(7)"), 1)[0]
+    assert ending.log == tuple(str(number) for number in range(100 - LOG_LINES, 100))
+    assert (ending.status, ending.exit_code, ending.how) == (7, 7, "ended with exit status 7")
+
+
+def test_ends_are_told_in_their_order(start: Start) -> None:
+    waiting = "import os; os.read(0, 1)"
+    processes = start(waiting, "import os, signal; os.kill(os.getpid(), signal.SIGABRT)", stdin=b"")
+    (ending,) = processes.wait(timeout_seconds=30)
+    assert (ending.number, ending.status, ending.exit_code) == (1, -signal.SIGABRT, 128 + signal.SIGABRT)
+    assert ending.how == "was ended by signal 6 (SIGABRT)"
+    assert processes.wait(timeout_seconds=0) == []
+    processes.end(leave_seconds=30)
+    assert ends(processes, 1)[0].status == 0  # its input ended, and no signal was needed
+
+
+def test_a_process_reads_what_it_is_given_first(start: Start, lines: Lines) -> None:
+    processes = start("import sys; print(sys.stdin.readline()); sys.stdin.read()", stdin=b"hello\n")
+    processes.end(leave_seconds=30)
+    assert (0, "stdout", "hello") in lines
+
+
+def test_who_ignores_the_first_signal_is_killed_with_its_children(start: Start, lines: Lines) -> None:
+    code = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork(); "
+        "print(f'{os.getpid()}\\n', end=''); time.sleep(600)"
+    )
+    processes = start(code, grace_seconds=0.2)
+    while len(lines) < 2:
+        processes.wait(timeout_seconds=0.05)
+    pids = [int(line) for _, _, line in lines]
+    assert not any(is_gone(pid) for pid in pids)
+    processes.end()
+    assert ends(processes, 1)[0].status == -signal.SIGKILL
+    wait_until_gone(pids, seconds=5)
+
+
+def test_a_wait_can_be_ended_and_has_a_limit(start: Start) -> None:
+    processes = start("import time; time.sleep(600)")
+    assert processes.wait(timeout_seconds=0.01) == []
+    processes.wake()
+    assert processes.wait(timeout_seconds=None) == []
+
+
+def test_a_program_that_is_not_there_leaves_nothing_of_the_others() -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    there = Command((sys.executable, "-c", "import time; time.sleep(600)"), dict(os.environ))
+    with pytest.raises(FileNotFoundError):
+        Processes([there, Command(("not-a-program",), {})], write=print_lines(["", ""]))
+    assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_lines_get_a_prefix_and_go_where_they_can() -> None:
+    file = io.StringIO()
+    print_lines(["[0] ", "[1] "], file)(1, "stderr", "hello")
+    assert file.getvalue() == "[1] hello\n"
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_lines(["[0] "], narrow)(0, "stdout", "ä")
+    assert narrow.buffer.getvalue() == b"[0] \\xe4\n"
+
+
+def test_a_reader_that_is_gone_holds_nobody_up(start: Start, lines: Lines) -> None:
+    def gone(number: int, stream: Stream, line: str) -> None:
+        lines.write(number, stream, line)
+        raise BrokenPipeError
+
+    code = "print('x' * 1000 + '\\n' * 1000 * 200)"
+    processes = Processes([Command((sys.executable, "-c", code), dict(os.environ))], write=gone)
+    try:
+        assert ends(processes, 1)[0].status == 0
+    finally:
+        processes.end()
+    assert len(lines) == 1
+
+
+def test_signals_have_names() -> None:
+    assert describe_status(-signal.SIGKILL) == (
+        "was ended by signal 9 (SIGKILL), as the kernel does when memory runs out"
+    )
+    assert describe_status(-200) == "was ended by signal 200 (of no name)"

@@ -1,0 +1,57 @@
+"""The lifeline: whoever holds its end ends with the one who holds the other, in whatever state."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.gang.programs import is_gone, wait_until_gone
+
+CHILD = """
+import os, signal, subprocess, sys, time
+from braidax.lifeline import end_with
+end_with(int(sys.argv[1]))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) if sys.argv[2] == "group" else None
+print(child.pid if child else 0, flush=True)
+if sys.argv[2] == "busy":
+    while True:
+        (1 << 3_000_000) % 1_000_003 ** 3
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "stopped", "group"])
+def test_a_process_ends_with_its_parent(state: str) -> None:
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(reading), state],
+        pass_fds=[reading],
+        process_group=0 if state == "group" else None,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(reading)
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        if state == "stopped":
+            process.send_signal(signal.SIGSTOP)
+        assert process.poll() is None
+        os.close(writing)
+        assert process.wait(5) == -signal.SIGKILL
+        if child:
+            wait_until_gone([child], seconds=5)
+
+
+def test_one_that_does_not_lead_its_group_ends_alone() -> None:
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(reading), "idle"], pass_fds=[reading], stdout=subprocess.PIPE
+    ) as process:
+        os.close(reading)
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.close(writing)
+        process.wait(5)
+    assert not is_gone(os.getpid())  # the group is that of the tests
