@@ -31,7 +31,7 @@ class Ranks:
         self._threads: list[threading.Thread] = []
 
     def begin(self, store: Store, **given: Any) -> int:
-        """Lets one more rank join, and sum ones. **Returns:** its number, by which `outcomes` has the sum or the error."""
+        """Lets one more rank join, and sum ones. **Returns:** its number: `outcomes` has the sum or the error."""
         number = len(self._threads)
         given = {"timeout_seconds": 20.0, "tuning": HOSTS[given["rank"]], "job": "job", **given}
 
@@ -110,8 +110,8 @@ def test_a_rank_that_is_there_twice(ranks: Ranks) -> None:
     ranks.begin(store, rank=0, size=2)
     first, second = texts(ranks.end(), HandshakeError)
     words = (
-        f"rank 0 has joined job='job', epoch=0, at {store.address} before; expected each rank once: give another job its "
-        "own job=, and the same job, when it connects again, the next epoch="
+        f"rank 0 has joined job='job', epoch=0, at {store.address} before; expected each rank once: give another job "
+        "its own job=, and the same job, when it connects again, the next epoch="
     )
     assert second == words
     assert first == f"another rank could not join, and this epoch is over: HandshakeError in rank 0: {words}"
@@ -167,8 +167,8 @@ def test_ranks_that_never_come_are_named(ranks: Ranks) -> None:
     for text in ranks.end():
         assert isinstance(text, WaitTimeout | HandshakeError)
         assert (
-            f"ranks 1, 3, 4 of 5 did not join job='job', epoch=0, at {store.address} within timeout_seconds=; expected all "
-            "of them: look at their logs, and see that all use the same store, job, epoch and size"
+            f"ranks 1, 3, 4 of 5 did not join job='job', epoch=0, at {store.address} within timeout_seconds=; expected "
+            "all of them: look at their logs, and see that all use the same store, job, epoch and size"
         ) in str(text)
     assert all(0.9 < seconds < 6 for seconds in ranks.seconds.values())
 
@@ -311,5 +311,5 @@ def test_an_epoch_that_is_over_takes_nobody_back() -> None:
     store = MemoryStore()
     with connect(store, rank=0, size=1, job="job") as comm:
         assert isinstance(comm, Communicator)
-    with pytest.raises(HandshakeError, match="rank 0 has joined job='job', epoch=0, at memory:.* before; .* epoch="):
+    with pytest.raises(HandshakeError, match=r"rank 0 has joined job='job', epoch=0, at memory:.* before; .* epoch="):
         connect(store, rank=0, size=1, job="job")

@@ -98,11 +98,14 @@ class Listener:
         self, executor: ThreadPoolExecutor, meeting: _Meeting, missing: set[int], stop: threading.Event
     ) -> dict[int, socket.socket]:
         opened: dict[int, socket.socket] = {}
+        waiting: set[socket.socket] = set()  # for those that have yet to say who they are
         lock = threading.Lock()
 
-        def greet(connection: socket.socket) -> None:
+        def greet(connection: socket.socket, handle: socket.socket) -> None:
             peer = _greet(connection, self, meeting)
             with lock:
+                waiting.discard(handle)
+                handle.close()
                 if peer is not None and peer[0] in missing:
                     opened[peer[0]] = peer[1]
                     missing.discard(peer[0])
@@ -110,21 +113,29 @@ class Listener:
                     peer[1].close()
 
         self._socket.settimeout(_LOOK_SECONDS)
-        while missing and not stop.is_set():
-            if time.monotonic() > meeting.deadline:
-                with lock:
-                    for connection in opened.values():
-                        connection.close()
-                    listed = ", ".join(meeting.world.describe(rank) for rank in sorted(missing))
-                    missing.clear()
-                raise WaitTimeout(
-                    f"{listed} did not connect to {meeting.world.describe(meeting.world.rank)} in time; expected the "
-                    f"port {self._port} to be reachable from there: look for a firewall, or name the address that "
-                    "others can reach in the environment variable BRAIDAX_ADDRESS"
-                )
+        while missing and not stop.is_set() and time.monotonic() <= meeting.deadline:
             with contextlib.suppress(TimeoutError):
-                executor.submit(greet, self._socket.accept()[0])
-        return opened
+                connection = self._socket.accept()[0]
+                handle = connection.dup()
+                with lock:
+                    waiting.add(handle)
+                executor.submit(greet, connection, handle)
+        with lock:
+            absent = sorted(missing)
+            missing.clear()  # whoever comes now comes too late
+            for handle in waiting:  # nobody waits for what strangers may still say
+                with contextlib.suppress(OSError):
+                    handle.shutdown(socket.SHUT_RDWR)
+            if not absent or stop.is_set():
+                return opened
+            for connection in opened.values():
+                connection.close()
+        listed = ", ".join(meeting.world.describe(rank) for rank in absent)
+        raise WaitTimeout(
+            f"{listed} did not connect to {meeting.world.describe(meeting.world.rank)} in time; expected the port "
+            f"{self._port} to be reachable from there: look for a firewall, or name the address that others can reach "
+            "in the environment variable BRAIDAX_ADDRESS"
+        )
 
     def close(self) -> None:
         """Stops listening; connections stay. A second call does nothing."""

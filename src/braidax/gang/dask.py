@@ -106,8 +106,8 @@ class DaskGang(Gang):
 
     **Arguments:** `client`: a `distributed.Client` that is not asynchronous; the gang does not close it. `size`: the
     number of ranks, None for as many as there are workers. `workers`: the addresses of those that may be used, None for
-    all. `transport`: what carries the ranks' messages. `timeout_seconds`: how long workers may take to be there, the
-    ranks to start, and they to meet.
+    all. `transport`: what carries the ranks' messages. `timeout_seconds`: how long workers may take to be there and
+    to start the ranks, and they to meet; it is also the communicator's limit.
 
     **Raises:** `ArgumentError` for values that cannot work, `GangError` for `size=None` when there are no workers;
     `MissingExtra` without Dask. `start` raises `GangError` when there are too few workers.
@@ -333,7 +333,7 @@ class _Rank:
         is_busy = self._answer is not None and not self._answer.done()
         self._tasks.put(None)
         if is_busy:
-            await asyncio.to_thread(_abort, self._member)
+            await asyncio.to_thread(self._member.abort, "the gang has ended its ranks")
         await asyncio.to_thread(self._thread.join, timeout_seconds)
 
     async def _done(self, fn: Callable[[], bytes]) -> bytes:
@@ -355,13 +355,6 @@ def _serve(member: Member, tasks: "queue.SimpleQueue[_Task | None]") -> None:
                 answer.set_result(fn())
     finally:
         member.leave()
-
-
-def _abort(member: Member) -> None:
-    """Lets the next message of a rank raise."""
-    comm = member._comm  # pyright: ignore[reportPrivateUsage]
-    if comm is not None:
-        comm.abort("the gang has ended its ranks")
 
 
 async def _asked(actor: Any, method: str, *args: Any) -> Any:

@@ -110,7 +110,7 @@ class RayGang(Gang):
     Ray reserves for each rank. `resources`: other resources of Ray for each rank, such as `{"TPU": 4}`. `strategy`:
     how Ray spreads the ranks over hosts, in Ray's words; the default packs them on few, and spreads them where they do
     not fit. `environment`: variables that each rank begins with, besides those of Ray's own. `timeout_seconds`: how
-    long Ray may take to find room and to start the ranks, and they to meet.
+    long Ray may take to find room and to start the ranks, and they to meet; it is also the communicator's limit.
 
     **Raises:** `ArgumentError` for values that cannot work; `MissingExtra` without Ray. `start` raises `GangError` when
     the cluster has no room for all ranks.

@@ -48,8 +48,8 @@ class Member:
         self.process.stdin.write(json.dumps(what).encode() + b"\n")
         self.process.stdin.flush()
 
-    def hear(self, event: str, *, seconds: float) -> dict[str, Any]:
-        """Returns the next line, which must tell of an event, in time."""
+    def hear(self, event: str, *, seconds: float, skipped: str = "") -> dict[str, Any]:
+        """Returns the next line, which must tell of an event, in time. **Arguments:** `skipped`: may come before it."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + seconds
         while b"\n" not in self._heard:
@@ -62,6 +62,8 @@ class Member:
             self._heard += data
         line, _, self._heard = self._heard.partition(b"\n")
         told = json.loads(line)
+        if told["event"] == skipped:
+            return self.hear(event, seconds=deadline - time.monotonic())
         assert told["event"] == event, f"a rank should say {event!r}; it said {told}"
         return told
 

@@ -193,7 +193,9 @@ def check_goes_on(crew: Crew, relay: Relay | None, *, size: int) -> None:
         assert (told["error"], told["threads"], told["num_descriptors_left"]) == (None, [], 0), told
 
 
-def run_trials(fault: Fault, seeds: range, folder: Path, *, num_crews: int) -> list[dict[str, Any]]:
+def run_trials(
+    fault: Fault, seeds: range, folder: Path, *, num_crews: int, transport: str = "tcp"
+) -> list[dict[str, Any]]:
     """Runs trials of a fault, some at a time, and returns what happened; each is a line of the log.
 
     The log lies in the folder that the environment variable BRAIDAX_FAULT_LOG names, or in the given one.
@@ -208,8 +210,8 @@ def run_trials(fault: Fault, seeds: range, folder: Path, *, num_crews: int) -> l
         with Relay() as relay, Crew(mine, size=MAX_SIZE, spares=1) as crew:
             used = relay if fault == "cut" else None
             for seed in seeds[index::num_crews]:
-                happened.append(attempt(crew, used, drawn(fault, seed)))
-                with (logs / f"{fault}.jsonl").open("a") as log:
+                happened.append(attempt(crew, used, drawn(fault, seed, transport=transport)))
+                with (logs / f"{transport}-{fault}.jsonl").open("a") as log:
                     log.write(json.dumps(happened[-1]) + "\n")
             check_goes_on(crew, used, size=MAX_SIZE)
         return happened

@@ -216,10 +216,11 @@ def test_unexpected_messages_keep_their_order_in_each_tag(way: str, together: Ca
 
 def send_too_much(rank: Rank) -> None:
     sent = [rank.send(1, 3, content(size, size)) for size in (*TOO_LONG, 77)]
-    rank.wait(*sent)
+    rank.wait(*sent, rank.send(1, 5, b"all are on the way"))
 
 
 def receive_too_little(rank: Rank) -> tuple[list[str], int, str]:
+    assert rank.wait(rank.receive(0, 5, bytearray(32)))
     received = [rank.receive(0, 3, bytearray(8)) for _ in TOO_LONG]
     place = bytearray(100)
     intact = rank.receive(0, 3, place)

@@ -1,28 +1,23 @@
 """Messages over TCP sockets: one for each pair of ranks, both ways."""
 
 import contextlib
-import fcntl
 import selectors
 import socket
 import ssl
 import struct
-import sys
-import termios
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import final
 
 from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls
+from braidax.comm.transports.tcp_link import Link, Message, Outgoing, Posted, drained, unconfirmed, write_some
 from braidax.comm.transports.transport import Buffer, Operation, Transport, World, too_long
 from braidax.errors import PeerLost
 
 _HEADER = struct.Struct("<QQ")  # tag, length
 _BYE = 1 << 63  # as a tag: the peer closes on purpose
-_STAGE_BYTES = 1 << 16  # many small messages are read at once
 _KEEP_BYTES = 1 << 22  # of messages from one peer that nobody has asked for yet; more stay in the socket
-_MAX_PARTS = 512  # buffers handed to the kernel in one call
 _SMALL_BYTES = 1 << 16  # a message that is kept at once
 _LINGER_SECONDS = 0.0005
 _CLOSED = "it closed its communicator"
@@ -45,9 +40,9 @@ class TcpTransport(Transport):
 
     def __init__(self, *, interfaces: Sequence[str] = (), tls: Tls | None = None) -> None:
         self._listener = Listener(interfaces=interfaces, tls=tls)
-        self._behind: set[_Link] = set()  # whose turn ended with bytes that TLS has read, and no selector sees
+        self._behind: set[Link] = set()  # whose turn ended with bytes that TLS has read, and no selector sees
         self._selector = selectors.DefaultSelector()
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._world = World(0, (self._listener.address,), ("",), b"")
 
     @property
@@ -64,10 +59,10 @@ class TcpTransport(Transport):
             )
         for rank, connection in connections.items():
             connection.setblocking(False)
-            self._links[rank] = _Link(rank, connection)
+            self._links[rank] = Link(rank, connection)
             self._listen(self._links[rank])
         # Messages to itself are kept until they are received; there is nothing to write to.
-        self._links[world.rank] = _Link(world.rank, socket.socket())
+        self._links[world.rank] = Link(world.rank, socket.socket())
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
         if peer == self._world.rank:
@@ -78,7 +73,7 @@ class TcpTransport(Transport):
             operation.fail(lost)
             return
         header = memoryview(_HEADER.pack(tag, sum(map(len, buffers))))
-        link.outgoing.append(_Outgoing([header, *filter(len, buffers)], operation))
+        link.outgoing.append(Outgoing([header, *filter(len, buffers)], operation))
         if len(link.outgoing) == 1:
             self._write(link)
 
@@ -90,7 +85,7 @@ class TcpTransport(Transport):
         if link.lost is not None:
             operation.fail(link.lost)
             return
-        link.posted.setdefault(tag, deque()).append(_Posted(buffer, operation))
+        link.posted.setdefault(tag, deque()).append(Posted(buffer, operation))
         if link.paused:
             link.paused = False
             self._read(link)
@@ -99,7 +94,7 @@ class TcpTransport(Transport):
         for link in list(self._behind):
             self._read(link)
         for key, events in self._selector.select(0):
-            link: _Link = key.data
+            link: Link = key.data
             if events & selectors.EVENT_WRITE:
                 self._write(link)
             if events & selectors.EVENT_READ and not link.paused and link.lost is None:
@@ -117,7 +112,7 @@ class TcpTransport(Transport):
         links = [link for link in self._links.values() if link.lost is None and link.rank != self._world.rank]
         if timeout_seconds > 0:
             for link in links:
-                link.outgoing.append(_Outgoing([memoryview(_HEADER.pack(_BYE, 0))], Operation(link.rank)))
+                link.outgoing.append(Outgoing([memoryview(_HEADER.pack(_BYE, 0))], Operation(link.rank)))
                 self._write(link)
             while any(link.outgoing for link in links) and (left := deadline - time.monotonic()) > 0:
                 self._selector.select(left)
@@ -128,14 +123,14 @@ class TcpTransport(Transport):
         self._links = {}
         self._selector.close()
 
-    def _linger(self, links: Sequence["_Link"], deadline: float) -> None:
+    def _linger(self, links: Sequence[Link], deadline: float) -> None:
         """Waits until the peers' kernels have what was sent: a close while something is unread takes the rest back."""
         for link in links:
             with contextlib.suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
         lingering = list(links)
         while lingering and time.monotonic() < deadline:
-            lingering = [link for link in lingering if _drained(link) and _unconfirmed(link.connection)]
+            lingering = [link for link in lingering if drained(link) and unconfirmed(link.connection)]
             time.sleep(_LINGER_SECONDS if lingering else 0)
 
     def _send_to_self(self, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
@@ -150,7 +145,7 @@ class TcpTransport(Transport):
                 del link.posted[tag]
             self._take(link, link.kept[tag], tag, first.buffer, first.operation)
 
-    def _take(self, link: "_Link", kept: deque[Buffer], tag: int, buffer: Buffer, operation: Operation) -> None:
+    def _take(self, link: Link, kept: deque[Buffer], tag: int, buffer: Buffer, operation: Operation) -> None:
         """Ends a receive with a message that was kept for it."""
         message = kept.popleft()
         if not kept:
@@ -162,11 +157,11 @@ class TcpTransport(Transport):
         buffer[: len(message)] = message
         operation.finish(len(message))
 
-    def _write(self, link: "_Link") -> None:
+    def _write(self, link: Link) -> None:
         try:
             while link.outgoing:
                 first = link.outgoing[0]
-                first.cut(_write_some(link.connection, first.parts))
+                first.cut(write_some(link.connection, first.parts))
                 if not first.parts:
                     link.outgoing.popleft()
                     first.operation.finish()
@@ -177,7 +172,7 @@ class TcpTransport(Transport):
         if link.lost is None:
             self._listen(link)
 
-    def _listen(self, link: "_Link") -> None:
+    def _listen(self, link: Link) -> None:
         """Asks to hear of what can be of use now: of room where something waits, of bytes where they may be read."""
         wanted = (selectors.EVENT_WRITE if link.outgoing else 0) | (0 if link.paused else selectors.EVENT_READ)
         if wanted == link.watched:
@@ -190,7 +185,7 @@ class TcpTransport(Transport):
             self._selector.modify(link.connection, wanted, link)
         link.watched = wanted
 
-    def _read(self, link: "_Link") -> None:
+    def _read(self, link: Link) -> None:
         """Reads what has come, but not for ever: others have their turn."""
         budget = _TURN_BYTES
         self._behind.discard(link)
@@ -213,7 +208,7 @@ class TcpTransport(Transport):
             if isinstance(link.connection, ssl.SSLSocket) and link.connection.pending() and not link.paused:
                 self._behind.add(link)
 
-    def _fill(self, link: "_Link") -> int:
+    def _fill(self, link: Link) -> int:
         """Reads many small messages at once."""
         link.stage[: link.end - link.begin] = link.stage[link.begin : link.end]
         link.begin, link.end = 0, link.end - link.begin
@@ -223,7 +218,7 @@ class TcpTransport(Transport):
         link.end += count
         return count
 
-    def _read_header(self, link: "_Link") -> None:
+    def _read_header(self, link: Link) -> None:
         tag, num_bytes = _HEADER.unpack_from(link.stage, link.begin)
         if tag == _BYE:
             link.left = True
@@ -234,9 +229,9 @@ class TcpTransport(Transport):
             first = posted.popleft()
             if not posted:
                 del link.posted[tag]
-            message = _Message(tag, num_bytes, first.buffer, first.operation)
+            message = Message(tag, num_bytes, first.buffer, first.operation)
         elif link.posted or (num_bytes <= _SMALL_BYTES and link.kept_bytes + num_bytes <= _KEEP_BYTES):
-            message = _Message(tag, num_bytes, memoryview(bytearray(num_bytes)), None)
+            message = Message(tag, num_bytes, memoryview(bytearray(num_bytes)), None)
         else:
             link.paused = True  # until a receive is posted
             return
@@ -245,7 +240,7 @@ class TcpTransport(Transport):
         if not num_bytes:
             self._end_message(link, message)
 
-    def _read_body(self, link: "_Link", message: "_Message") -> int:
+    def _read_body(self, link: Link, message: Message) -> int:
         staged = min(link.end - link.begin, message.missing)
         place = message.place()
         if staged:
@@ -261,7 +256,7 @@ class TcpTransport(Transport):
             self._end_message(link, message)
         return count
 
-    def _end_message(self, link: "_Link", message: "_Message") -> None:
+    def _end_message(self, link: Link, message: Message) -> None:
         link.message = None
         if message.operation is None:
             link.kept.setdefault(message.tag, deque()).append(message.buffer)
@@ -277,7 +272,7 @@ class TcpTransport(Transport):
         else:
             message.operation.finish(message.num_bytes)
 
-    def _mute(self, link: "_Link", how: str) -> None:
+    def _mute(self, link: Link, how: str) -> None:
         """Ends the sends to a peer that takes no more; what it sent before can still be read."""
         if not link.paused:
             self._read(link)  # whether it went on purpose
@@ -288,10 +283,10 @@ class TcpTransport(Transport):
             for operation in muted:
                 operation.fail(link.mute)
 
-    def _peer_lost(self, link: "_Link", how: str) -> PeerLost:
+    def _peer_lost(self, link: Link, how: str) -> PeerLost:
         return PeerLost(f"{self._world.describe(link.rank)} is lost: {how}", link.rank, self._world.hosts[link.rank])
 
-    def _lose(self, link: "_Link", how: str) -> None:
+    def _lose(self, link: Link, how: str) -> None:
         """Ends all operations with a peer whose connection is gone."""
         link.lost = self._peer_lost(link, how)
         waiting = [posted.operation for kept in link.posted.values() for posted in kept]
@@ -302,7 +297,7 @@ class TcpTransport(Transport):
         for operation in waiting:
             operation.fail(link.lost)
 
-    def _drop(self, link: "_Link") -> None:
+    def _drop(self, link: Link) -> None:
         if link.watched:
             self._selector.unregister(link.connection)
             link.watched = 0
@@ -311,101 +306,3 @@ class TcpTransport(Transport):
         link.outgoing.clear()
         link.posted.clear()
         link.message = None
-
-
-def _unconfirmed(connection: socket.socket) -> bool:
-    """Returns whether the peer's kernel has yet to confirm bytes; False where that cannot be known."""
-    if sys.platform != "linux":
-        return False
-    try:
-        return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-    except OSError:
-        return False
-
-
-def _drained(link: "_Link") -> bool:
-    """Reads, and drops, what still comes from a peer; returns False when the connection is gone."""
-    try:
-        while link.connection.recv_into(link.stage):
-            pass
-    except WOULD_BLOCK:
-        pass
-    except OSError:
-        return False
-    return True
-
-
-def _write_some(connection: socket.socket, parts: list[Buffer]) -> int:
-    """Returns how many bytes were taken of the first parts."""
-    if isinstance(connection, ssl.SSLSocket):
-        return connection.send(parts[0])
-    return connection.sendmsg(parts[:_MAX_PARTS])
-
-
-@dataclass(slots=True)
-class _Posted:
-    """A receive that has no message yet."""
-
-    buffer: Buffer
-    operation: Operation
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """A message, the rest of which is to be written: never an empty part."""
-
-    parts: list[Buffer]
-    operation: Operation
-
-    def cut(self, num_bytes: int) -> None:
-        """Forgets what the kernel has taken."""
-        done = 0
-        for part in self.parts:
-            if num_bytes < len(part):
-                break
-            num_bytes -= len(part)
-            done += 1
-        del self.parts[:done]
-        if num_bytes:
-            self.parts[0] = self.parts[0][num_bytes:]
-
-
-@dataclass(slots=True)
-class _Message:
-    """A message that is being read: into its place, to be kept (no operation), or dropped where it is too long."""
-
-    tag: int
-    num_bytes: int
-    buffer: Buffer
-    operation: Operation | None
-    missing: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.missing = self.num_bytes
-
-    def place(self) -> Buffer:
-        """Returns where the next bytes go."""
-        if self.num_bytes > len(self.buffer):
-            return memoryview(bytearray(min(self.missing, _STAGE_BYTES)))
-        return self.buffer[self.num_bytes - self.missing : self.num_bytes]
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """One peer: its connection, what is on its way there, and what came from it."""
-
-    rank: int
-    connection: socket.socket
-    outgoing: deque[_Outgoing] = field(default_factory=deque)
-    posted: dict[int, deque[_Posted]] = field(default_factory=dict)
-    kept: dict[int, deque[Buffer]] = field(default_factory=dict)
-    kept_bytes: int = 0
-    stage: Buffer = field(default_factory=lambda: memoryview(bytearray(_STAGE_BYTES)))
-    begin: int = 0
-    end: int = 0
-    message: _Message | None = None
-    paused: bool = False
-    watched: int = 0
-    left: bool = False
-    mute: PeerLost | None = None
-    lost: PeerLost | None = None

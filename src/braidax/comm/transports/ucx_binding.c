@@ -326,7 +326,7 @@ static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_
     link_pending(self, request);
     ucs_status_ptr_t handle = (ucs_status_ptr_t)(intptr_t)self->peers[peer].status;
     if (!self->peers[peer].is_lost)
-        handle = ucp_tag_send_nbx(self->peers[peer].endpoint, data, size, self->rank << TAG_BITS | 1, &param);
+        handle = ucp_tag_send_nbx(self->peers[peer].endpoint, data, size, self->rank << TAG_BITS | tag, &param);
     return begun(self, request, handle);
 }
 

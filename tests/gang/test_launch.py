@@ -1,0 +1,179 @@
+"""Launching on this machine: a program is what `python` would make of it, and its processes end together."""
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from braidax.errors import ArgumentError
+from braidax.gang import launch
+from braidax.gang.program import Program
+from tests.gang.programs import wait_until_gone
+
+JOIN = """
+import os, signal, sys, time
+import numpy as np
+from braidax.comm import from_environment
+comm = from_environment()
+assert comm.all_reduce(np.ones(1))[0] == comm.size
+"""
+
+Launch = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Launch:
+    """Returns a function that launches the text of a script, without JAX, and returns exit code and lines."""
+
+    def run_script(text: str, *arguments: str, size: int = 2, restarts: int = 0) -> tuple[int, list[str]]:
+        script = tmp_path / "scripts" / "program.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(dedent(text))
+        log = io.StringIO()
+        program = Program(str(script), arguments, initialize="nothing")
+        code = launch.launch_here(program, size, restarts=restarts, log=log)
+        return code, log.getvalue().splitlines()
+
+    return run_script
+
+
+def test_a_script_sees_what_python_would_show_it(run: Launch, tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "beside.py").write_text("name = 'beside'\n")
+    text = JOIN + dedent("""
+        import beside
+        assert "jax" not in sys.modules
+        print(__name__, sys.argv[1:], __file__ == sys.argv[0], beside.name, comm.rank)
+        comm.close()
+        """)
+    code, lines = run(text, "--epochs", "3", size=3)
+    assert code == 0
+    assert sorted(lines) == [f"[{rank}] __main__ ['--epochs', '3'] True beside {rank}" for rank in range(3)]
+
+
+def test_a_module_runs_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inner.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    log = io.StringIO()
+    assert launch.launch_here(Program("package.inner", ("a",), "module", "nothing"), 1, log=log) == 0
+    assert log.getvalue() == "[0] __main__ package ['a']\n"
+
+
+def test_the_rank_that_raised_is_named_with_its_last_lines(run: Launch) -> None:
+    text = JOIN + dedent("""
+        with comm:
+            if comm.rank == 1:
+                raise ValueError("the value")
+            comm.barrier()
+        """)
+    code, lines = run(text, size=3)
+    assert code == 1
+    told = lines.index(next(line for line in lines if line.startswith("braidax launch: ")))
+    assert re.fullmatch(
+        r"braidax launch: rank 1 \(pid \d+\) failed first: it ended with exit status 1; the last lines that it wrote:",
+        lines[told],
+    )
+    assert lines[told + 1] == "Traceback (most recent call last):"  # from the program's own first line on
+    assert "program.py" in lines[told + 2]
+    assert lines[-1] == "ValueError: the value"
+    assert "[1] ValueError: the value" in lines
+    assert all(re.match(r"\[\d\] ", line) for line in lines[:told])
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [
+        ("sys.exit(7)", 7, "ended with exit status 7"),
+        ("sys.exit('no more')", 1, "ended with exit status 1; the last lines that it wrote:\nno more"),
+        ("os._exit(9)", 9, "ended with exit status 9"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by signal 9 (SIGKILL), as the kernel"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_first_that_failed(run: Launch, ending: str, code: int, told: str) -> None:
+    found, lines = run(JOIN + f"\nif comm.rank == 1:\n    {ending}\ncomm.barrier()\n")
+    text = "\n".join(lines)
+    assert found == code
+    assert "braidax launch: rank 1 (pid " in text
+    assert f"failed first: it {told}" in text
+
+
+def test_a_rank_that_ends_well_ends_nobody(run: Launch) -> None:
+    text = JOIN + dedent("""
+        pids = comm.all_gather(np.array(os.getpid()))
+        comm.close()
+        if comm.rank == 1:
+            while open(f"/proc/{pids[0]}/stat").read().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)
+            print("went on")
+        """)
+    assert run(text) == (0, ["[1] went on"])
+
+
+def test_all_start_again_under_the_next_epoch(run: Launch) -> None:
+    text = JOIN + dedent("""
+        print("epoch", os.environ["BRAIDAX_EPOCH"])
+        comm.barrier()
+        if comm.rank == 0 and os.environ["BRAIDAX_EPOCH"] != "2":
+            sys.exit(5)
+        comm.close()
+        """)
+    code, lines = run(text, restarts=2)
+    assert code == 0
+    assert [line for line in lines if line.startswith("[1] epoch")] == ["[1] epoch 0", "[1] epoch 1", "[1] epoch 2"]
+    assert "braidax launch: starts all again as epoch 2 (restart 2 of 2)" in lines
+    code, lines = run(text, restarts=1)
+    assert code == 5
+    assert sum("failed first" in line for line in lines) == 2
+
+
+def test_what_the_others_have_started_ends_too(run: Launch) -> None:
+    text = JOIN + dedent("""
+        if comm.rank == 0:
+            child = os.fork()
+            if child == 0:
+                time.sleep(600)
+            print("pids", child, os.getpid(), flush=True)
+        comm.barrier()
+        if comm.rank == 1:
+            sys.exit(1)
+        time.sleep(600)
+        """)
+    code, lines = run(text)
+    assert code == 1
+    pids = next(line for line in lines if line.startswith("[0] pids "))
+    wait_until_gone([int(pid) for pid in pids.split()[2:]], seconds=5)
+
+
+def test_each_process_sees_its_gpus(run: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_gpus", lambda: ["0", "1", "2", "3"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    code, lines = run("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    assert code == 0
+    assert sorted(lines) == ["[0] 0,1", "[1] 2,3"]
+
+
+def test_secrets_are_on_no_command_line(run: Launch) -> None:
+    text = """
+        import os
+        secret = os.environ["BRAIDAX_SECRET"]
+        print(len(secret), secret in open("/proc/self/cmdline").read())
+        """
+    assert run(text, size=1) == (0, ["[0] 64 False"])
+
+
+def test_wrong_numbers_are_told() -> None:
+    with pytest.raises(ArgumentError, match="num_processes=0: expected at least 1"):
+        launch.launch_here(Program("x.py"), 0)
+    with pytest.raises(ArgumentError, match="restarts=-1: expected 0 or more"):
+        launch.launch_here(Program("x.py"), 1, restarts=-1)
+
+
+def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
+    log = io.StringIO()
+    assert launch.launch_here(Program(str(tmp_path / "none.py"), initialize="nothing"), 1, log=log) == 1
+    assert "No such file or directory" in log.getvalue()
