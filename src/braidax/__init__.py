@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from braidax import checkpoint, data, errors, parallel
+    from braidax import checkpoint, comm, data, errors, gang, parallel
     from braidax.checkpoint import Checkpointer, Every
     from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
     from braidax.errors import BraidaxError
@@ -29,10 +29,12 @@ __all__ = [
     "Trace",
     "__version__",
     "checkpoint",
+    "comm",
     "data",
     "errors",
     "evaluate",
     "fit",
+    "gang",
     "mix",
     "open",
     "parallel",
@@ -43,7 +45,7 @@ __all__ = [
 
 # Where the names come from, imported at their first use: whoever needs only `braidax.comm` does not wait for JAX.
 _HOMES = {
-    "braidax": ("checkpoint", "data", "errors", "parallel"),
+    "braidax": ("checkpoint", "comm", "data", "errors", "gang", "parallel"),
     "braidax.checkpoint": ("Checkpointer", "Every"),
     "braidax.data": ("Cursor", "DataLoader", "mix", "open", "prefetch_to_device"),
     "braidax.errors": ("BraidaxError",),

@@ -1,7 +1,7 @@
 """Spans: seconds and bytes on a lane, and the trace that collects them.
 
-The engines record what they do as spans on the lanes `read`, `decode`, `host-to-device`, `wait`, `step` and
-`checkpoint`. A span goes to the trace that is active on the current thread; without one it costs a context-variable
+The engines record what they do as spans on the lanes `read`, `decode`, `host-to-device`, `wait`, `step`,
+`checkpoint` and `comm`. A span goes to the trace that is active on the current thread; without one it costs a context-variable
 look-up and nothing else.
 """
 
@@ -144,6 +144,6 @@ def _lane_rank(lane: str) -> int:
     return _LANES.index(lane) if lane in _LANES else len(_LANES)
 
 
-_LANES = ("step", "wait", "host-to-device", "read", "decode", "checkpoint")
+_LANES = ("step", "wait", "host-to-device", "read", "decode", "checkpoint", "comm")
 _active: ContextVar[Trace | None] = ContextVar("braidax_active_trace", default=None)
 _inner_seconds: ContextVar[list[float] | None] = ContextVar("braidax_inner_seconds", default=None)
