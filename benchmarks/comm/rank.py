@@ -10,9 +10,14 @@ from benchmarks.comm.endpoint import Endpoint
 from benchmarks.comm.loops import LOOPS
 
 
-def main(system: str, folder: Path, rank: int, size: int) -> None:
-    """Serves until the other side closes. **Arguments:** `rank`, `size`: -1 where a launcher knows them."""
-    endpoint = _joined(system, folder, rank, size)
+def main(kind: str, folder: Path, rank: int = -1, size: int = -1, core: int = -1) -> None:
+    """Serves until the other side closes.
+
+    **Arguments:** `rank`, `size`: -1 where a launcher knows them. `core`: to which it is bound, -1 for none.
+    """
+    if core >= 0:
+        os.sched_setaffinity(0, {core})
+    endpoint = _joined(kind, folder, rank, size)
     endpoint.barrier()
     with _control(folder) as control:
         control.send(endpoint.rank)
@@ -22,14 +27,14 @@ def main(system: str, folder: Path, rank: int, size: int) -> None:
         endpoint.close()
 
 
-def _joined(system: str, folder: Path, rank: int, size: int) -> Endpoint:
-    if system in ("tcp", "ucx"):
+def _joined(kind: str, folder: Path, rank: int, size: int) -> Endpoint:
+    if kind in ("tcp", "ucx"):
         from benchmarks.comm.ours import Ours
 
-        return Ours(system, folder, rank, size)
+        return Ours(kind, folder, rank, size)
     from benchmarks.comm.peers import Gloo, Mpi4py
 
-    return Gloo(folder, rank, size) if system == "gloo" else Mpi4py()
+    return Gloo(folder, rank, size) if kind == "gloo" else Mpi4py()
 
 
 def _control(folder: Path) -> Connection:
@@ -40,6 +45,6 @@ def _control(folder: Path) -> Connection:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
     except EOFError:  # the benchmark was ended; others may be in the middle of something
         os._exit(1)

@@ -27,9 +27,14 @@ _ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class System:
-    """What the ranks run. **Fields:** `kind`: as `rank.py` knows it. `environment`: besides `environment_of` that."""
+    """What the ranks run.
+
+    **Fields:** `kind`: as `rank.py` knows it. `bound`: each rank to a core of its own where these suffice, as `mpirun`
+    binds its own; without it the kernel may leave two ranks on one core. `environment`: besides `environment_of` that.
+    """
 
     kind: str
+    bound: bool = False
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -37,8 +42,8 @@ TCP, UCX, UCX_TCP, MPI, GLOO = "ours tcp", "ours ucx", "ours ucx, tcp", "mpi4py"
 
 SYSTEMS: Mapping[str, System] = {
     TCP: System("tcp"),
-    UCX: System("ucx"),
-    UCX_TCP: System("ucx", {"UCX_TLS": "tcp,self"}),
+    UCX: System("ucx", bound=True),
+    UCX_TCP: System("ucx", environment={"UCX_TLS": "tcp,self"}),
     MPI: System("mpi4py"),
     GLOO: System("gloo"),
 }
@@ -63,7 +68,7 @@ class World:
             self._listener.listen(size)
             system = SYSTEMS[name]
             environment = {**environment_of(system.kind), **system.environment}
-            for command in _commands(system.kind, self._folder, size):
+            for command in _commands(system, self._folder, size):
                 self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
         except BaseException:
             self.close()
@@ -174,8 +179,10 @@ def mpirun(size: int) -> list[str]:
     return [launcher, "-n", str(size), *([] if few else ["--oversubscribe", "--bind-to", "none"])]
 
 
-def _commands(kind: str, folder: Path, size: int) -> list[list[str]]:
-    rank = [sys.executable, "-m", "benchmarks.comm.rank", kind, str(folder)]
-    if kind == "mpi4py":
-        return [[*mpirun(size), *rank, "-1", "-1"]]
-    return [[*rank, str(number), str(size)] for number in range(size)]
+def _commands(system: System, folder: Path, size: int) -> list[list[str]]:
+    rank = [sys.executable, "-m", "benchmarks.comm.rank", system.kind, str(folder)]
+    if system.kind == "mpi4py":
+        return [[*mpirun(size), *rank]]
+    cores = sorted(os.sched_getaffinity(0))
+    bound = system.bound and size <= len(cores)
+    return [[*rank, str(number), str(size), *([str(cores[number])] if bound else [])] for number in range(size)]

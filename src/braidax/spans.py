@@ -1,7 +1,7 @@
 """Spans: seconds and bytes on a lane, and the trace that collects them.
 
-The engines record what they do as spans on the lanes `read`, `decode`, `host-to-device`, `wait`, `step`,
-`checkpoint` and `comm`. A span goes to the trace that is active on the current thread; without one it costs a context-variable
+The engines record what they do as spans on the lanes `read`, `decode`, `host-to-device`, `wait`, `step`, `checkpoint`
+and `comm`. A span goes to the trace that is active on the current thread; without one it costs a context-variable
 look-up and nothing else.
 """
 

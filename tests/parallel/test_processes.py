@@ -1,39 +1,25 @@
 """Two processes with four devices each compute what one with eight does."""
 
+import io
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import numpy as np
+import pytest
 
+from braidax.gang.launch import launch_here
+from braidax.gang.program import Program
 from tests.laws.tree import ROOT
 from tests.parallel.one_of_two import losses
 
 
-def test_two_processes_equal_one() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.one_of_two", str(rank), str(port)],
-            cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outcomes = [process.communicate(timeout=150) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(timeout=10)
+def test_two_processes_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    log = io.StringIO()
+    program = Program("tests.parallel.one_of_two", kind="module", devices_per_process=4)
+    assert launch_here(program, 2, log=log) == 0, log.getvalue()
     expected = losses()
-    for process, (out, errors) in zip(processes, outcomes, strict=True):
-        assert process.returncode == 0, errors
-        np.testing.assert_allclose(json.loads(out.splitlines()[-1]), expected, rtol=1e-5)
+    found = dict(line.split(" ", 1) for line in log.getvalue().splitlines() if line.endswith("]"))
+    assert set(found) == {"[0]", "[1]"}
+    for told in found.values():
+        np.testing.assert_allclose(json.loads(told), expected, rtol=1e-5)

@@ -47,7 +47,6 @@ def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the trace
 
 @app.command("train")
 def _train(
-    context: typer.Context,
     task: Annotated[str, typer.Argument(help="What to train: digits or wide_resnet.", metavar="TASK")],
     data: Annotated[Path | None, typer.Option(help="For wide_resnet: CIFAR or MNIST as downloaded.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/TASK")] = None,
@@ -70,7 +69,20 @@ def _train(
     out = Path("runs") / task if out is None else out
     made = _task(task, out, data, preset, image_size)  # what is wrong with it is said once, and its data is there
     if processes > 1:
-        _train_together(context, processes, restarts)
+        options = {
+            "--data": data,
+            "--out": out,
+            "--epochs": epochs,
+            "--batch-size": batch_size,
+            "--mesh": mesh,
+            "--preset": preset,
+            "--image-size": image_size,
+            "--seed": seed,
+            "--checkpoint-every": checkpoint_every,
+            "--trace": trace,
+            "--tensorboard": tensorboard,
+        }
+        _train_together(task, options, processes, restarts)
     settings = Settings(
         out=out,
         trace=out / "trace.json" if trace is None else trace,
@@ -84,28 +96,20 @@ def _train(
     train(made, settings)
 
 
-def _train_together(context: typer.Context, processes: int, restarts: int) -> NoReturn:
+def _train_together(task: str, options: dict[str, object], processes: int, restarts: int) -> NoReturn:
     """Runs the same command in several processes that `braidax launch` starts."""
     from braidax.cli.launch import Where, launch
     from braidax.gang.program import Program
 
-    arguments: list[str] = []
-    for parameter in context.command.params:
-        value = context.params[parameter.name or ""]
-        if value is not None and parameter.name not in ("processes", "restarts"):
-            options = parameter.opts[:1] if parameter.param_type_name == "option" else []
-            arguments += [*options, str(value)]
-    program = Program("braidax.cli", ("train", *arguments), "module")
+    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    program = Program("braidax.cli", ("train", task, *given), "module")
     launch(program, Where(processes=processes), restarts=restarts)
 
 
-@app.command(
-    "launch",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@app.command("launch", context_settings={"allow_interspersed_args": False})
 def _launch(
-    context: typer.Context,
-    script: Annotated[str, typer.Argument(help="Program to run; its arguments follow.", metavar="SCRIPT")],
+    script: Annotated[str, typer.Argument(help="Program to run.", metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Of SCRIPT.", metavar="ARGUMENTS")] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     processes: Annotated[int | None, typer.Option("--processes", "-n", min=1, help="How many to start.")] = None,
     hosts: Annotated[Path | None, typer.Option(help="File with a line a host: name, or name: device,device.")] = None,
@@ -125,7 +129,7 @@ def _launch(
     from braidax.gang.program import Program
 
     remote = Remote(ssh=ssh, address=address) if python is None else Remote(ssh=ssh, address=address, python=python)
-    program = Program(script, tuple(context.args), "module" if module else "script", initialize, devices_per_process)
+    program = Program(script, tuple(arguments or ()), "module" if module else "script", initialize, devices_per_process)
     where = Where(processes, hosts, gang, scheduler, remote)
     launch(program, where, restarts=restarts, transport=transport)
 

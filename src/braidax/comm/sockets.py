@@ -25,6 +25,8 @@ _DIAL_SECONDS = 5.0  # for one address of a host that has several
 _MAX_STRANGERS = 16  # connections whose handshake is under way at once
 _LOOK_SECONDS = 0.02  # how often the accepting thread looks whether all have come
 _AGAIN_SECONDS = 0.05  # before a peer's addresses are tried again
+_LINGER_SECONDS = 0.0005
+_DROPPED_BYTES = 1 << 16
 _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"
 _UNACKED_SECONDS = 60.0  # bytes that the peer's kernel does not confirm for so long mean that it was cut off
@@ -273,6 +275,38 @@ def host_addresses() -> list[str]:
     return outside or [_LOOPBACK]
 
 
+def linger(connections: Sequence[socket.socket], deadline: float) -> None:
+    """Waits until the peers' kernels have what was sent: a close while something is unread takes the rest back.
+
+    **Arguments:** `connections`: that do not block; nothing can be sent any more, and what comes is dropped.
+    `deadline`: `time.monotonic` seconds.
+    """
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+    dropped = bytearray(_DROPPED_BYTES)
+    lingering = list(connections)
+    while lingering and time.monotonic() < deadline:
+        lingering = [connection for connection in lingering if _is_awaited(connection, dropped)]
+        time.sleep(_LINGER_SECONDS if lingering else 0)
+
+
+def _is_awaited(connection: socket.socket, dropped: bytearray) -> bool:
+    """Reads what still comes, and returns whether the peer's kernel has yet to confirm bytes, and still can."""
+    try:
+        while connection.recv_into(dropped):
+            pass
+    except WOULD_BLOCK:
+        pass
+    except OSError:
+        return False
+    if sys.platform != "linux" or connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+        return False
+    import fcntl
+
+    return any(fcntl.ioctl(connection, _SIOCOUTQ, bytes(4)))
+
+
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """What a connection that does not block raises when it would, TLS or not; two of them are `OSError`s."""
 
@@ -295,4 +329,6 @@ def _shown(connection: socket.socket) -> str:
     return "an unknown address"
 
 
+_TCP_CLOSE = 7  # a state of Linux
+_SIOCOUTQ = 0x5411
 _SIOCGIFADDR = 0x8915

@@ -12,11 +12,12 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Literal, final
 
-from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls
+from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls, linger
 from braidax.comm.transports.transport import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
 
 _BEATS_PER_LIMIT = 5
+_LINGER_SECONDS = 0.25
 _LENGTH_BYTES = 4
 _MAX_REASON = 4096  # characters
 _MAX_UNSENT_BYTES = 1 << 16  # to a neighbor that reads nothing; beats are left out then
@@ -150,10 +151,12 @@ class Watch:
             neighbor.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
     def close(self) -> None:
-        """Closes the connections, once what was told is written as far as the kernel takes it."""
+        """Closes the connections, once the neighbors' kernels have what was told, or after a short while."""
         self._listener.close()
         for neighbor in self._neighbors:
             neighbor.write(b"")
+        linger([neighbor.connection for neighbor in self._neighbors], time.monotonic() + _LINGER_SECONDS)
+        for neighbor in self._neighbors:
             neighbor.connection.close()
         self._neighbors = []
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar, final
+from typing import Any, TypeVar, final
 
 from braidax.errors import ArgumentError, GangError, RankFailed, WaitTimeout
 from braidax.gang.member import Failure, pack_call, unpack_answer
@@ -15,6 +15,7 @@ from braidax.gang.member import Failure, pack_call, unpack_answer
 _OTHERS_SECONDS = 2.0  # that the other ranks have to answer when one has failed: one of them may have failed earlier
 
 Result = TypeVar("Result")
+_Kind = TypeVar("_Kind", bound="Gang")
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Gang(ABC):
             self._close()
 
     @final
-    def __enter__(self) -> Self:
+    def __enter__(self: _Kind) -> _Kind:
         if self._ranks is None:
             try:
                 self.start()

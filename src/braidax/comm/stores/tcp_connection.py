@@ -51,6 +51,7 @@ class Connection:
 
     @property
     def interest(self) -> int:
+        """What a selector should look for: room where something waits to be sent, bytes always."""
         writes = self._outgoing or self._wants_to_write
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
 

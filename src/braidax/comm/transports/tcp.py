@@ -1,6 +1,5 @@
 """Messages over TCP sockets: one for each pair of ranks, both ways."""
 
-import contextlib
 import selectors
 import socket
 import ssl
@@ -10,8 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
-from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls
-from braidax.comm.transports.tcp_link import Link, Message, Outgoing, Posted, drained, unconfirmed, write_some
+from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls, linger
+from braidax.comm.transports.tcp_link import Link, Message, Outgoing, Posted, write_some
 from braidax.comm.transports.transport import Buffer, Operation, Transport, World, too_long
 from braidax.errors import PeerLost
 
@@ -19,7 +18,6 @@ _HEADER = struct.Struct("<QQ")  # tag, length
 _BYE = 1 << 63  # as a tag: the peer closes on purpose
 _KEEP_BYTES = 1 << 22  # of messages from one peer that nobody has asked for yet; more stay in the socket
 _SMALL_BYTES = 1 << 16  # a message that is kept at once
-_LINGER_SECONDS = 0.0005
 _CLOSED = "it closed its communicator"
 _TURN_BYTES = 1 << 22  # read from one peer before others have their turn
 
@@ -117,21 +115,11 @@ class TcpTransport(Transport):
             while any(link.outgoing for link in links) and (left := deadline - time.monotonic()) > 0:
                 self._selector.select(left)
                 self.poll(0)
-            self._linger([link for link in links if link.lost is None], deadline)
+            linger([link.connection for link in links if link.lost is None], deadline)
         for link in self._links.values():
             self._drop(link)
         self._links = {}
         self._selector.close()
-
-    def _linger(self, links: Sequence[Link], deadline: float) -> None:
-        """Waits until the peers' kernels have what was sent: a close while something is unread takes the rest back."""
-        for link in links:
-            with contextlib.suppress(OSError):
-                link.connection.shutdown(socket.SHUT_WR)
-        lingering = list(links)
-        while lingering and time.monotonic() < deadline:
-            lingering = [link for link in lingering if drained(link) and unconfirmed(link.connection)]
-            time.sleep(_LINGER_SECONDS if lingering else 0)
 
     def _send_to_self(self, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
         link = self._links[self._world.rank]

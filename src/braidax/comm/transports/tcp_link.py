@@ -1,14 +1,10 @@
 """One connection of the TCP transport: what waits to be written, what waits to be read, and how both are done."""
 
-import fcntl
 import socket
 import ssl
-import sys
-import termios
 from collections import deque
 from dataclasses import dataclass, field
 
-from braidax.comm.sockets import WOULD_BLOCK
 from braidax.comm.transports.transport import Buffer, Operation
 from braidax.errors import PeerLost
 
@@ -16,7 +12,6 @@ STAGE_BYTES = 1 << 16
 """Many small messages are read at once."""
 
 _MAX_PARTS = 512  # buffers handed to the kernel in one call
-_TCP_CLOSE = 7  # a state of Linux
 
 
 @dataclass(slots=True)
@@ -73,38 +68,19 @@ class Link:
 
     rank: int
     connection: socket.socket
-    outgoing: deque[Outgoing] = field(default_factory=deque)
-    posted: dict[int, deque[Posted]] = field(default_factory=dict)
-    kept: dict[int, deque[Buffer]] = field(default_factory=dict)
-    kept_bytes: int = 0
-    stage: Buffer = field(default_factory=lambda: memoryview(bytearray(STAGE_BYTES)))
-    begin: int = 0
-    end: int = 0
-    message: Message | None = None
-    paused: bool = False
-    watched: int = 0
-    left: bool = False
-    mute: PeerLost | None = None
-    lost: PeerLost | None = None
-
-
-def unconfirmed(connection: socket.socket) -> int:
-    """Returns how many bytes the peer's kernel has yet to confirm, or can no longer: then none."""
-    if sys.platform != "linux" or connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
-        return 0
-    return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-
-
-def drained(link: Link) -> bool:
-    """Reads, and drops, what still comes from a peer; returns False when the connection is gone."""
-    try:
-        while link.connection.recv_into(link.stage):
-            pass
-    except WOULD_BLOCK:
-        pass
-    except OSError:
-        return False
-    return True
+    outgoing: deque[Outgoing] = field(default_factory=deque, init=False)
+    posted: dict[int, deque[Posted]] = field(default_factory=dict, init=False)
+    kept: dict[int, deque[Buffer]] = field(default_factory=dict, init=False)
+    kept_bytes: int = field(default=0, init=False)
+    stage: Buffer = field(default_factory=lambda: memoryview(bytearray(STAGE_BYTES)), init=False)
+    begin: int = field(default=0, init=False)
+    end: int = field(default=0, init=False)
+    message: Message | None = field(default=None, init=False)
+    paused: bool = field(default=False, init=False)
+    watched: int = field(default=0, init=False)
+    left: bool = field(default=False, init=False)
+    mute: PeerLost | None = field(default=None, init=False)
+    lost: PeerLost | None = field(default=None, init=False)
 
 
 def write_some(connection: socket.socket, parts: list[Buffer]) -> int:

@@ -1,0 +1,39 @@
+"""Loader, step and checkpointer together in two processes, one of which is killed: the run is that of one process."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from braidax.gang.launch import launch_here
+from braidax.gang.program import Program
+from tests.laws.tree import ROOT
+from tests.trained_together import train
+
+
+def test_a_run_of_two_processes_survives_a_death_and_equals_that_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    log = io.StringIO()
+    program = Program("tests.trained_together", (str(tmp_path / "two"), "9"), "module", devices_per_process=2)
+    assert launch_here(program, 2, restarts=1, log=log) == 0, log.getvalue()
+    assert re.search(r"rank 1 \(pid \d+\) failed first: it was ended by signal 9", log.getvalue())
+    ends = re.findall(r"\[\d\] (18 .*)", log.getvalue())
+    train(tmp_path / "one", None)
+    assert ends == [capsys.readouterr().out.strip()] * 2
+    found, expected = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("two", "one")
+    )
+    assert [line["step"] for line in found] == list(range(1, 19))
+    np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-5)
+    assert {path.name for path in (tmp_path / "two" / "checkpoints").iterdir()} == {
+        "step-00000014",
+        "step-00000016",
+        "step-00000018",
+    }
