@@ -48,12 +48,13 @@ class Scale:
     seconds: float  # of one figure
     idle_seconds: float
 
-    def rounds_of(self, num_bytes: int) -> int:
+    def rounds_of(self, num_bytes: int, num_ranks: int) -> int:
         """Returns how often something is measured that takes its time."""
-        return min(self.rounds, 7 if num_bytes < 64 * MIB else 5 if num_bytes < GIB else 3)
+        moved = num_bytes * num_ranks // 2
+        return min(self.rounds, 7 if moved < 64 * MIB else 5 if moved < GIB else 3 if moved == GIB else 2)
 
 
-_SMALL = (8, KIB, 8 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
+_SMALL = (8, KIB, 8 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 FULL = Scale(
     sizes=(2, 4),
     message_bytes=(*_SMALL, 256 * MIB, GIB),
@@ -115,7 +116,8 @@ def _objects(report: Report, scale: Scale, worlds: Worlds) -> None:
     with ray_transfers(store_bytes=3 * GIB // 2) as ray, dask_transfers() as dask:
         ours = {name: _asking(world, "ping_pong") for name, world in worlds.of([TCP, UCX]).items()}
         for num_bytes in scale.object_bytes:
-            _turns(report, scale, comparison, {**ours, **ray, **dask}, num_bytes, seconds=3 * scale.seconds)
+            running, rounds = {**ours, **ray, **dask}, scale.rounds_of(num_bytes, worlds.size)
+            _turns(report, comparison, running, num_bytes, rounds=rounds, seconds=3 * scale.seconds)
     comparison.show()
     report.at_least("vs_ray", comparison.ratio(COMPARED_BYTES, TCP_RAY), 5)
     report.at_least("vs_dask", comparison.ratio(COMPARED_BYTES, TCP_DASK), 5)
@@ -162,22 +164,23 @@ def _measure(
 ) -> None:
     running = {name: _asking(world, loop) for name, world in worlds.of(list(SYSTEMS)).items()}
     for num_bytes in sizes:
-        _turns(report, scale, comparison, running, num_bytes, seconds=scale.seconds)
+        rounds = scale.rounds_of(num_bytes, worlds.size)
+        _turns(report, comparison, running, num_bytes, rounds=rounds, seconds=scale.seconds)
     comparison.show()
 
 
 def _turns(
     report: Report,
-    scale: Scale,
     comparison: Comparison,
     running: Mapping[str, Transfer],
     num_bytes: int,
     *,
+    rounds: int,
     seconds: float,
 ) -> None:
     began = time.perf_counter()
     steady = {name: _steady(run, num_bytes, seconds) for name, run in running.items()}
-    figures = take_turns(steady, rounds=scale.rounds_of(num_bytes))
+    figures = take_turns(steady, rounds=rounds)
     comparison.add(report, num_bytes, figures)
     medians = ", ".join(f"{name} {1e6 * statistics.median(values):,.1f}" for name, values in figures.items())
     _say(f"  {comparison.title}, {named(num_bytes)}: {medians} us ({time.perf_counter() - began:.1f} s)")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.comm.endpoint import Endpoint, Operation
 
@@ -19,7 +20,7 @@ def ping_pong(endpoint: Endpoint, num_bytes: int, count: int) -> float:
     first, second = (send, receive) if endpoint.rank < peer else (receive, send)
     endpoint.barrier()
     _repeat(first, second, count=1 + count // 10)
-    _check(bool((array == min(endpoint.rank, peer)).all()), "the message came back as another one")
+    _check(_sample(array) == {min(endpoint.rank, peer)}, "the message came back as another one")
     endpoint.barrier()
     return _repeat(first, second, count=count) / count / 2
 
@@ -30,7 +31,7 @@ def all_to_all(endpoint: Endpoint, num_bytes: int, count: int) -> float:
     exchange = endpoint.all_to_all(parts)
     endpoint.barrier()
     for rank, part in enumerate(exchange()):
-        _check(bool((np.asarray(part) == rank).all()), f"what rank {rank} sent came as something else")
+        _check(_sample(np.asarray(part)) == {rank}, f"what rank {rank} sent came as something else")
     return _timed(endpoint, exchange, count)
 
 
@@ -40,7 +41,7 @@ def all_reduce(endpoint: Endpoint, num_bytes: int, count: int) -> float:
     reduce = endpoint.all_reduce(array)
     endpoint.barrier()
     total = endpoint.size * (endpoint.size + 1) / 2
-    _check(bool((reduce() == total).all()), f"the sum is not {total:g} everywhere")
+    _check(_sample(reduce()) == {total}, f"the sum is not {total:g} everywhere")
     array[:] = 0
     return _timed(endpoint, reduce, count)
 
@@ -91,6 +92,11 @@ def _share(wait: Operation) -> float:
     used, start = time.process_time(), time.perf_counter()
     wait()
     return (time.process_time() - used) / (time.perf_counter() - start)
+
+
+def _sample(array: NDArray[Any]) -> set[Any]:
+    """Returns the values of an array; of a large one those of some of its elements, the last one included."""
+    return set(np.unique(array[:: -max(1, array.size >> 18)]).tolist())
 
 
 def _check(holds: bool, what: str) -> None:

@@ -3,6 +3,7 @@
 Each command imports what it needs when it is called: `launch` does not wait for JAX.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -96,7 +97,7 @@ def _train(
     train(made, settings)
 
 
-def _train_together(task: str, options: dict[str, object], processes: int, restarts: int) -> NoReturn:
+def _train_together(task: str, options: Mapping[str, object], processes: int, restarts: int) -> NoReturn:
     """Runs the same command in several processes that `braidax launch` starts."""
     from braidax.cli.launch import Where, launch
     from braidax.gang.program import Program

@@ -16,6 +16,7 @@ def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_so_it_is_in_many_trials(fault: Fault, tmp_path: Path) -> None:
-    assert len(run_trials(fault, range(1000, 1100), tmp_path, num_crews=3)) == 100
+def test_so_it_is_in_many_trials(fault: Fault, transport: str, tmp_path: Path) -> None:
+    assert len(run_trials(fault, range(1000, 1100), tmp_path, num_crews=3, transport=transport)) == 100
