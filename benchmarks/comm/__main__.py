@@ -70,7 +70,7 @@ QUICK = Scale((2,), (8, MIB, 16 * MIB), (8, MIB), (16 * MIB,), rounds=2, start_r
 
 def main() -> int:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--only", metavar="CASE", nargs="*", help=f"some of: {', '.join([*CASES, *ALONE])}")
+    parser.add_argument("--only", metavar="CASE", nargs="*", choices=[*CASES, *ALONE], help="some of: %(choices)s")
     options = parser.parse_args()
     scale, report = QUICK if options.quick else FULL, Report()
     chosen = options.only or [*CASES, *ALONE]

@@ -59,6 +59,7 @@ def fail_on_1(comm: Communicator, how: str) -> None:
             raise ValueError("the value")
         comm.barrier()
     except Aborted as error:
+        sys.stdout.write("aborted\n")
         if how == "wrapped":
             raise RuntimeError("something else") from error
         if how == "hidden":

@@ -84,6 +84,22 @@ def test_the_rank_that_raised_is_named_with_its_last_lines(run: Launch) -> None:
     assert all(re.match(r"\[\d\] ", line) for line in lines[:told])
 
 
+def test_the_rank_that_raised_is_named_even_if_another_one_ends_first(run: Launch) -> None:
+    text = JOIN + dedent("""
+        pids = comm.all_gather(np.array(os.getpid()))
+        if comm.rank == 1:
+            comm.abort("of what comes")
+            while open(f"/proc/{pids[0]}/stat").read().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)
+            raise ValueError("the value")
+        comm.barrier()
+        """)
+    code, lines = run(text)
+    assert code == 1
+    assert any(line.startswith("braidax launch: rank 1 ") for line in lines)
+    assert lines[-1] == "ValueError: the value"
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "told"),
     [

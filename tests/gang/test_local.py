@@ -100,6 +100,13 @@ def test_the_first_failure_is_named_and_not_what_came_of_it(fresh: LocalGang, ho
     assert raised.value.rank == 1
 
 
+def test_the_others_do_not_wait_for_a_rank_that_raised() -> None:
+    log = io.StringIO()
+    with LocalGang(3, log=log) as gang, pytest.raises(RankFailed, match="ValueError: the value"):
+        gang.run(programs.fail_on_1, "raised")
+    assert sorted(log.getvalue().splitlines()) == ["[0] aborted", "[2] aborted"]
+
+
 def test_where_all_only_tell_of_others_the_first_is_named(fresh: LocalGang) -> None:
     def abort(comm: object) -> None:
         raise Aborted("on purpose")

@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 
 from braidax.comm.group import Group
 from braidax.comm.messages import Value, bytes_of
-from braidax.comm.port import MAX_GROUPS, MAX_NUMBER, Steps
+from braidax.comm.port import MAX_GROUPS, Steps
 from braidax.comm.request import run
 from braidax.comm.starting import Starting
 from braidax.comm.transports.transport import Operation
 from braidax.comm.watch import Notice
-from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
+from braidax.errors import ArgumentError, CommError, WaitTimeout
 from braidax.spans import Trace, span
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
+_POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Communicator:
         self.start = Starting(group, lambda: self.timeout_seconds)
         self._group = group
         self._first_tag = group.point_tag(0)
+        self._peers = dict(enumerate(group.ranks))
+        self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
         self._counters = counters
 
@@ -78,10 +81,12 @@ class Communicator:
 
         **Arguments:** `buffer`: a contiguous array or buffer. The others, and **Raises:** as `send`.
         """
-        if not 0 <= dest < self.size or not 0 <= tag <= MAX_NUMBER:  # a microsecond counts here
-            self._group.check_rank(dest, "dest")
-            self._group.point_tag(tag)
-        operation = self._progress.send_now(self._group.ranks[dest], self._first_tag | tag, (_flat(buffer),))
+        peer = self._peers.get(dest)  # a tenth of a microsecond counts here
+        if peer is None or tag:
+            peer, number = self._checked(dest, "dest", tag)
+        else:
+            number = self._first_tag
+        operation = self._send_now(peer, number, (_flat(buffer),))
         if not operation.done or operation.error is not None:
             self._wait("send_buffer", operation)
 
@@ -90,10 +95,12 @@ class Communicator:
 
         **Returns:** how many came. **Arguments, Raises:** as `send`; `CommError` for a message that is too long.
         """
-        if not 0 <= source < self.size or not 0 <= tag <= MAX_NUMBER:
-            self._group.check_rank(source, "source")
-            self._group.point_tag(tag)
-        operation = self._progress.receive_now(self._group.ranks[source], self._first_tag | tag, _flat(buffer))
+        peer = self._peers.get(source)
+        if peer is None or tag:
+            peer, number = self._checked(source, "source", tag)
+        else:
+            number = self._first_tag
+        operation = self._receive_now(peer, number, _flat(buffer))
         if not operation.done or operation.error is not None:
             self._wait("recv_buffer", operation)
         return operation.num_bytes
@@ -192,17 +199,21 @@ class Communicator:
         self.close()
 
     def _run(self, name: str, steps: Steps[T], num_bytes: int = 0) -> T:
+        """Runs an algorithm here; what fails in a collective ends the epoch, as others would wait in vain."""
         with self.trace.active(), span("comm", name, num_bytes=num_bytes):
             try:
                 return run(self._progress, steps, time.monotonic() + self.timeout_seconds)
             except WaitTimeout as error:
                 self._give_up(name, error)
                 raise
-            except PeerLost:
-                raise
             except CommError as error:
-                self.abort(f"{name} failed: {error}")
+                if name not in _POINT_TO_POINT:
+                    self.abort(f"{name} failed: {error}")
                 raise
+
+    def _checked(self, peer: int, name: str, tag: int) -> tuple[int, int]:
+        self._group.check_rank(peer, name)
+        return self._peers[peer], self._group.point_tag(tag)
 
     def _wait(self, name: str, operation: Operation) -> None:
         try:

@@ -7,13 +7,13 @@ sleeps otherwise. Nobody spins for longer than `spin_seconds`, and nobody sleeps
 
 import contextlib
 import logging
-import os
 import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import final
 
+from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.transport import Buffer, Operation, Transport, World
 from braidax.comm.watch import Notice, Watch
 from braidax.errors import CommError, PeerLost, WaitTimeout
@@ -40,6 +40,7 @@ class Progress:
         self.failure: CommError | None = None
         self.world = world
         self._transport = transport
+        self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
         self._watch = watch
         self._spin_seconds = spin_seconds
         self._lock = threading.Lock()  # guards the transport, the watch and all below
@@ -53,7 +54,7 @@ class Progress:
         self._ready: list[Operation] = []
         self._then: dict[Operation, Callable[[], None]] = {}
         self._left_at = 0.0  # when the latest rank left
-        self._wake_caller, self._wake_thread = _Alarm(), _Alarm()
+        self._wake_caller, self._wake_thread = Bell(), Bell()
         self._naps = selectors.DefaultSelector()  # of a caller
         self._naps.register(transport.fileno(), selectors.EVENT_READ)
         self._naps.register(self._wake_caller.fileno(), selectors.EVENT_READ)
@@ -64,8 +65,8 @@ class Progress:
         """Begins to send. **Arguments, Returns:** see `Transport.send`. **Raises:** the failure, if there is one."""
         operation = Operation(peer)
         with self._lock:
-            self._check()
-            self._transport.send(peer, tag, buffers, operation)
+            self.check()
+            self._begin_send(peer, tag, buffers, operation)
             if self._sleeping and not operation.done:
                 self._wake_caller.ring()
         return operation
@@ -74,8 +75,8 @@ class Progress:
         """Begins to receive. **Arguments, Returns:** see `Transport.receive`. **Raises:** the failure, if any."""
         operation = Operation(peer)
         with self._lock:
-            self._check()
-            self._transport.receive(peer, tag, buffer, operation)
+            self.check()
+            self._begin_receive(peer, tag, buffer, operation)
             if self._sleeping and not operation.done:
                 self._wake_caller.ring()
         return operation
@@ -84,9 +85,13 @@ class Progress:
         """As `send`, but moves it along at once, for a caller that has nothing else to do."""
         operation = Operation(peer)
         with self._lock:
-            self._check()
-            self._transport.send(peer, tag, buffers, operation)
-            called = self._hurry(operation)
+            if self.failure is not None:
+                raise again(self.failure)
+            self._begin_send(peer, tag, buffers, operation)
+            self._hurried = True
+            if operation.done:
+                return operation
+            called = self._hurry()
         for call in called:
             call()
         return operation
@@ -95,9 +100,13 @@ class Progress:
         """As `receive`, but moves it along at once, for a caller that has nothing else to do."""
         operation = Operation(peer)
         with self._lock:
-            self._check()
-            self._transport.receive(peer, tag, buffer, operation)
-            called = self._hurry(operation)
+            if self.failure is not None:
+                raise again(self.failure)
+            self._begin_receive(peer, tag, buffer, operation)
+            self._hurried = True
+            if operation.done:
+                return operation
+            called = self._hurry()
         for call in called:
             call()
         return operation
@@ -119,7 +128,7 @@ class Progress:
     def then(self, operations: Sequence[Operation], call: Callable[[], None]) -> None:
         """Calls a function once all operations have ended, on the thread of whoever notices."""
         with self._lock:
-            self._check()
+            self.check()
             missing = [operation for operation in operations if not operation.done]
             left = len(missing)
 
@@ -181,21 +190,19 @@ class Progress:
             for owned in (self._naps, self._wake_caller, self._wake_thread):
                 owned.close()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
         if self.failure is not None:
             raise again(self.failure)
 
-    def _hurry(self, operation: Operation) -> Sequence[Callable[[], None]]:
+    def _hurry(self) -> Sequence[Callable[[], None]]:
         """Saves a short wait the change of leaders. **Returns:** what is to be called."""
-        self._hurried = True
-        if operation.done:
-            return ()
         if self._leading:
             if self._sleeping:
                 self._wake_caller.ring()
             return ()
-        self._transport.poll(self._spin_seconds)
-        return self._ended()
+        self._poll(self._spin_seconds)
+        return self._ended() if self._ready or self._num_followers else ()
 
     def _judge(self, error: CommError) -> CommError:
         """Returns what to raise for an operation that failed.
@@ -214,7 +221,7 @@ class Progress:
         """Sleeps while another caller moves messages. **Returns:** False when the operations have ended meanwhile."""
         with self._changed:
             while not _all_done(operations):
-                self._check()
+                self.check()
                 if not self._leading:
                     self._leading = True
                     return True
@@ -232,8 +239,8 @@ class Progress:
         try:
             while True:
                 with self._lock:
-                    self._check()
-                    self._transport.poll(self._spin_seconds)
+                    self.check()
+                    self._poll(self._spin_seconds)
                     called = self._ended()
                     if _all_done(operations):
                         self._leading = self._sleeping = False
@@ -259,7 +266,7 @@ class Progress:
     def _nap(self, seconds: float) -> None:
         for key, _ in self._naps.select(seconds):
             if key.fd == self._wake_caller.fileno():
-                self._wake_caller.silence()
+                self._wake_caller.hush()
 
     def _hand_over(self) -> None:
         """Lets another caller, or else the thread, go on with what is left."""
@@ -334,7 +341,7 @@ class Progress:
                 call()
             for key, _ in selector.select(seconds):
                 if key.fd == self._wake_thread.fileno():
-                    self._wake_thread.silence()
+                    self._wake_thread.hush()
 
     def _hear(self, selector: selectors.BaseSelector) -> None:
         if self._released:
@@ -355,7 +362,7 @@ class Progress:
             return [], min(self._watch.pause_seconds, _FOLLOW_SECONDS)
         with contextlib.suppress(KeyError):  # it is registered
             selector.register(self._transport.fileno(), selectors.EVENT_READ)
-        self._transport.poll(0.0)
+        self._poll(0.0)
         called = self._ended()
         sleeps = self._transport.arm() and not called
         pause = self._watch.pause_seconds
@@ -364,31 +371,6 @@ class Progress:
 
 def _all_done(operations: Sequence[Operation]) -> bool:
     return all(operation.done for operation in operations)
-
-
-class _Alarm:
-    """A descriptor that can be made readable from any thread."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
-            os.write(self._writer, b"!")
-
-    def silence(self) -> None:
-        with contextlib.suppress(OSError):
-            os.read(self._reader, 4096)
-
-    def close(self) -> None:
-        os.close(self._reader)
-        os.close(self._writer)
-        self._reader = self._writer = -1  # the numbers may soon be another file's
 
 
 def again(error: CommError) -> CommError:

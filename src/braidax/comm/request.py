@@ -54,6 +54,7 @@ class Request(Generic[T]):
     def _advance(self) -> None:
         """Runs the algorithm until it has to wait; called by whoever noticed that it may go on, one at a time."""
         try:
+            self._progress.check()
             while True:
                 failed = next((item.error for item in self._operations if item.error is not None), None)
                 if failed is not None:
@@ -75,6 +76,7 @@ class Request(Generic[T]):
 
 def run(progress: Progress, steps: Steps[Any], deadline: float) -> Any:
     """Runs an algorithm on the caller's thread, and returns its result. **Raises:** as `Progress.wait`."""
+    progress.check()  # an algorithm for one rank never would
     try:
         while True:
             progress.wait(next(steps), deadline)

@@ -21,12 +21,12 @@ class Bell:
 
     def ring(self) -> None:
         """Makes the descriptor readable."""
-        with contextlib.suppress(BlockingIOError):  # it is rung often enough
+        with contextlib.suppress(OSError):  # it is rung often enough, or closed: nobody listens any more
             os.write(self._rung, b"!")
 
     def hush(self) -> None:
         """Makes the descriptor unreadable until the next ring."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
             os.read(self._heard, _MOST_BYTES)
 
     def wait(self, seconds: float) -> None:
@@ -38,6 +38,7 @@ class Bell:
         return self._heard
 
     def close(self) -> None:
-        """Gives up the descriptors; not twice."""
+        """Gives up the descriptors; not twice. Ringing does nothing then."""
         os.close(self._heard)
         os.close(self._rung)
+        self._heard = self._rung = -1  # the numbers may soon be another file's

@@ -20,14 +20,13 @@ class Operation:
     received. `ready`: where an ended operation that somebody wants to hear of puts itself.
     """
 
-    __slots__ = ("done", "error", "num_bytes", "peer", "ready")
+    done = False  # of the class, since making one is a good part of the time of a small message
+    error: CommError | None = None
+    num_bytes = 0
+    ready: "list[Operation] | None" = None
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
-        self.done = False
-        self.error: CommError | None = None
-        self.num_bytes = 0
-        self.ready: list[Operation] | None = None
 
     def finish(self, num_bytes: int = 0) -> None:
         """Ends the operation: the buffers of a send may be changed, those of a receive hold the message."""
