@@ -15,7 +15,7 @@ from tests.trained_together import train
 
 
 def test_a_run_of_two_processes_survives_a_death_and_equals_that_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -23,9 +23,10 @@ def test_a_run_of_two_processes_survives_a_death_and_equals_that_of_one(
     program = Program("tests.trained_together", (str(tmp_path / "two"), "9"), "module", devices_per_process=2)
     assert launch_here(program, 2, restarts=1, log=log) == 0, log.getvalue()
     assert re.search(r"rank 1 \(pid \d+\) failed first: it was ended by signal 9", log.getvalue())
-    ends = re.findall(r"\[\d\] (18 .*)", log.getvalue())
     train(tmp_path / "one", None)
-    assert ends == [capsys.readouterr().out.strip()] * 2
+    end = (tmp_path / "one" / "end-0").read_text()
+    assert end.startswith("18 ")
+    assert [(tmp_path / "two" / f"end-{rank}").read_text() for rank in range(2)] == [end, end]
     found, expected = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("two", "one")

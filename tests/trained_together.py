@@ -1,4 +1,4 @@
-"""A whole run in several processes: `braidax launch --module tests.trained_together FOLDER [STEP]` prints its losses.
+"""A whole run in several processes: `braidax launch --module tests.trained_together FOLDER [STEP]` trains.
 
 Rank 1 of the first epoch is killed before that step.
 """
@@ -55,7 +55,8 @@ def train(folder: Path, die_at: int | None) -> None:
         state = fit(
             step, step.init(jax.random.key(2)), loader, saver=saver, report=Report(show="nothing", metrics=metrics)
         )
-        sys.stdout.write(f"{saver.num_updates} {np.asarray(state.params['bias']):.6f} {saver.path.name}\n")
+        end = f"{saver.num_updates} {np.asarray(state.params['bias']):.6f}"
+        (folder / f"end-{jax.process_index()}").write_text(end)
 
 
 if __name__ == "__main__":

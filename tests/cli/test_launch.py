@@ -21,12 +21,13 @@ from tests.tasks.archives import write_mnist
 
 COMMAND = [sys.executable, "-m", "braidax.cli"]
 JAX = """
-import sys, jax, jax.numpy as jnp
+import sys, jax, jax.numpy as jnp, pathlib
 from jax.sharding import NamedSharding, PartitionSpec as P
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 whole = jax.make_array_from_callback((8,), NamedSharding(mesh, P("data")), lambda index: jnp.arange(8.0)[index])
 total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(whole)
-print(jax.process_index(), jax.process_count(), jax.device_count(), float(total), sys.argv[1:])
+seen = f"{jax.process_count()} {jax.device_count()} {float(total)} {sys.argv[1:]}"
+pathlib.Path(f"seen-{jax.process_index()}").write_text(seen)
 """
 
 
@@ -47,8 +48,8 @@ def test_a_program_is_joined_to_one_jax(tmp_path: Path) -> None:
     # What stands behind the program's name is its own.
     ended = run("launch", "-n", "2", "--devices-per-process", "4", "program.py", "--processes", "3", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    lines = [line for line in ended.stdout.splitlines() if "Gloo" not in line]
-    assert sorted(lines) == [f"[{rank}] {rank} 2 8 28.0 ['--processes', '3']" for rank in range(2)]
+    for rank in range(2):
+        assert (tmp_path / f"seen-{rank}").read_text() == "2 8 28.0 ['--processes', '3']"
 
 
 @pytest.mark.parametrize(
@@ -154,9 +155,7 @@ def test_processes_that_train_together_do_what_one_does(tmp_path: Path) -> None:
     together = [*train, "--processes", "2", "--out", "together"]
     ended = run(*together, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    lines = [line for line in ended.stdout.splitlines() if "Gloo" not in line]
-    assert all(line.startswith("[0] ") for line in lines)  # one of them speaks
-    assert "[0] 20 samples to train and 12 to test, 1 epochs of 2 batches of 8" in lines
+    assert ended.stdout.count("20 samples to train and 12 to test, 1 epochs of 2 batches of 8") == 1  # one speaks
     again = run(*together, folder=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "no step was left to train" in again.stdout  # both have restored what one of them wrote

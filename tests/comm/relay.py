@@ -260,7 +260,8 @@ def altered(card: bytes, replace: Replace) -> bytes:
     for name in ("address", "watch"):
         with contextlib.suppress(ValueError):  # no JSON: not an address of sockets
             places = json.loads(base64.b64decode(told[name]))
-            told[name] = base64.b64encode(json.dumps(replace(told["rank"], places)).encode()).decode()
+            altered_places = {**replace(told["rank"], places), "local": None}  # which no relay is in
+            told[name] = base64.b64encode(json.dumps(altered_places).encode()).decode()
     return json.dumps(told).encode()
 
 

@@ -285,7 +285,7 @@ def test_a_defect_of_a_transport_is_told() -> None:
             raise ZeroDivisionError("of a plug-in")
 
         if comm.rank == 0:
-            progress._transport.poll = poll  # type: ignore[method-assign]
+            progress._poll = poll
             progress._wake_thread.ring()
             progress._thread.join(30)
             comm.barrier()

@@ -18,7 +18,7 @@ from braidax.comm.transports.transport import Buffer, Operation, Transport, Worl
 from braidax.comm.watch import Notice, Watch
 from braidax.errors import CommError, PeerLost, WaitTimeout
 
-_FOLLOW_SECONDS = 0.005  # how often the thread looks whether callers still move messages themselves
+_FOLLOW_SECONDS = 0.005, 0.2  # how often the thread looks whether callers still move messages: first, and at last
 _VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
 _LEADER_SECONDS = 1.0  # which a caller that moves messages has to hear that they are closed
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
@@ -53,6 +53,7 @@ class Progress:
         self._released = False  # whether transport and watch are closed
         self._ready: list[Operation] = []
         self._then: dict[Operation, Callable[[], None]] = {}
+        self._follow_seconds = _FOLLOW_SECONDS[0]
         self._left_at = 0.0  # when the latest rank left
         self._wake_caller, self._wake_thread = Bell(), Bell()
         self._naps = selectors.DefaultSelector()  # of a caller
@@ -357,9 +358,11 @@ class Progress:
         """Moves messages if no caller does. **Returns:** what is to be called, and how long to sleep then."""
         if self._leading or (self._hurried and not self._then):
             self._hurried = False
+            self._follow_seconds = min(2 * self._follow_seconds, _FOLLOW_SECONDS[1])
             with contextlib.suppress(KeyError):
                 selector.unregister(self._transport.fileno())
-            return [], min(self._watch.pause_seconds, _FOLLOW_SECONDS)
+            return [], min(self._watch.pause_seconds, self._follow_seconds)
+        self._follow_seconds = _FOLLOW_SECONDS[0]
         with contextlib.suppress(KeyError):  # it is registered
             selector.register(self._transport.fileno(), selectors.EVENT_READ)
         self._poll(0.0)

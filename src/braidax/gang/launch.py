@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from io import TextIOBase
@@ -101,8 +102,9 @@ def launch_here(
             if failed is None:
                 return None
             first = first_failed(failed.number, failed.status, told)
-            if first not in endings:
-                look(LOOK_SECONDS)
+            deadline = time.monotonic() + LOOK_SECONDS
+            while first not in endings and (left := deadline - time.monotonic()) > 0:
+                look(left)
             ending = endings.get(first, failed)
             return Failed(f"rank {ending.number} (pid {ending.pid})", ending.how, ending.log, ending.exit_code)
 

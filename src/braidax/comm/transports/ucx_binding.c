@@ -23,7 +23,8 @@
 #define MAX_ROUNDS 4096          /* of progress without an end, when nobody asked to spin */
 #define YIELD_SECONDS 20e-6      /* of spinning in vain, before others on this core are let in between */
 #define DRAIN_ROUNDS 1000000     /* bounds what a lost peer had sent before */
-#define FORCED_CLOSE_SECONDS 0.5 /* bounds giving up endpoints; what is left goes with the worker */
+#define FORCED_CLOSE_SECONDS 0.5 /* bounds the end of copies that UCX cannot stop */
+#define IDLE_ROUNDS 1000         /* of progress in vain, besides one a request: nothing is copied any more */
 #define MAX_FREE_REQUESTS 256
 #define MAX_TRANSPORTS 16
 
@@ -60,13 +61,14 @@ typedef struct {
 struct Worker {
     PyObject_HEAD
     void *context, *worker;
-    int descriptor, is_busy, has_newly_lost;
+    int descriptor, is_busy, has_newly_lost, is_abandoned;
     uint64_t rank;
     unsigned num_peers;
     Peer *peers;
     PyObject *address, *failed;
     Request *pending, *ended, **ended_end, *freed;
-    size_t num_freed, num_sends, num_large; /* of the pending: sends, those whose copies take time */
+    size_t num_freed;
+    size_t num_unended, num_sends, num_large; /* with UCX: all, sends, those whose copies take time */
 };
 
 static double now(void) {
@@ -120,6 +122,7 @@ static void free_request(Worker *self, Request *request) {
 }
 
 static void count(Worker *self, Request *request, int change) {
+    self->num_unended += (size_t)change;
     self->num_sends += (size_t)(request->is_send ? change : 0);
     self->num_large += (size_t)(request->is_large ? change : 0);
 }
@@ -205,22 +208,19 @@ static void on_lost(void *user_data, void *endpoint, ucs_status_t status) {
     lose(peer->worker, peer, status);
 }
 
-static ucs_status_ptr_t give_up_endpoint(Peer *peer) {
+static void give_up_endpoint(Peer *peer) {
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = UCP_EP_CLOSE_FLAG_FORCE};
     ucs_status_ptr_t handle = peer->endpoint ? ucp_ep_close_nbx(peer->endpoint, &param) : NULL;
     peer->endpoint = NULL;
-    return is_error(handle) ? NULL : handle;
+    if (handle && !is_error(handle)) ucp_request_free(handle);
 }
 
 /* What lost peers had sent is received first; then all that waits for them is canceled. */
 static void cancel_lost(Worker *self) {
     for (int round = 0; round < DRAIN_ROUNDS && ucp_worker_progress(self->worker); round++) continue;
     self->has_newly_lost = 0;
-    for (unsigned i = 0; i < self->num_peers; i++) {
-        if (!self->peers[i].is_lost) continue;
-        ucs_status_ptr_t handle = give_up_endpoint(&self->peers[i]);
-        if (handle) ucp_request_free(handle);
-    }
+    for (unsigned i = 0; i < self->num_peers; i++)
+        if (self->peers[i].is_lost) give_up_endpoint(&self->peers[i]);
     for (Request *request = self->pending; request; request = request->next)
         if (!request->is_send && request->handle && self->peers[request->peer].is_lost)
             ucp_request_cancel(self->worker, request->handle);
@@ -454,10 +454,27 @@ static void progress_until(Worker *self, double deadline, ucs_status_ptr_t *hand
     }
 }
 
+/* Progresses a worker without endpoints until it copies nothing any more; returns whether that is so.
+ *
+ * A copy out of a peer's memory (CMA, KNEM) goes on, segment by segment, after its endpoint was given up, although UCX
+ * says at once that this is done; destroying the worker before its end aborts the process. A round copies a segment
+ * and counts it, or ends a copy that failed and counts nothing; so in vain may be one round a request. Requests that
+ * wait for a peer that does not answer need not end: destroying the worker ends them. */
+static int settle(Worker *self, double deadline) {
+    size_t num_idle = 0;
+    do {
+        for (int round = 0; round < ROUNDS_PER_LOOK; round++) {
+            num_idle = ucp_worker_progress(self->worker) ? 0 : num_idle + 1;
+            if (!self->num_unended || num_idle > self->num_unended + IDLE_ROUNDS) return 1;
+        }
+    } while (now() < deadline);
+    return 0;
+}
+
 static void close_worker(Worker *self, double seconds) { /* without the GIL */
     double deadline = now() + seconds;
-    ucs_status_ptr_t *handles = calloc(self->num_peers + 1, sizeof *handles);
-    if (seconds > 0 && handles) {
+    ucs_status_ptr_t *handles = seconds > 0 ? calloc(self->num_peers + 1, sizeof *handles) : NULL;
+    if (handles) {
         ucp_request_param_t param = {.op_attr_mask = 0};
         progress_until(self, deadline, NULL);
         for (unsigned i = 0; i < self->num_peers; i++)
@@ -465,21 +482,22 @@ static void close_worker(Worker *self, double seconds) { /* without the GIL */
         progress_until(self, deadline, handles);
         for (unsigned i = 0; i < self->num_peers; i++)
             if (handles[i]) ucp_request_free(handles[i]);
+        free(handles);
     }
     for (Request *request = self->pending; request; request = request->next)
         if (request->handle && !request->is_send) ucp_request_cancel(self->worker, request->handle);
-    if (handles) {
-        for (unsigned i = 0; i < self->num_peers; i++) handles[i] = give_up_endpoint(&self->peers[i]);
-        progress_until(self, now() + FORCED_CLOSE_SECONDS, handles);
-        for (unsigned i = 0; i < self->num_peers; i++)
-            if (handles[i]) ucp_request_free(handles[i]);
-        free(handles);
-    }
+    for (unsigned i = 0; i < self->num_peers; i++) give_up_endpoint(&self->peers[i]);
+    self->is_abandoned = !settle(self, now() + FORCED_CLOSE_SECONDS);
+    if (self->is_abandoned) return;
     ucp_worker_destroy(self->worker);
     ucp_cleanup(self->context);
 }
 
+/* A worker that still copies can neither be destroyed nor go on: it is abandoned. Without progress it writes no more.
+ * Its memory, its descriptors (UCX's own thread uses them), the requests and their buffers stay until the process
+ * ends: hardware may know them still. That takes gigabytes that were being received. */
 static void worker_end(Worker *self, double seconds) {
+    if (self->is_abandoned) return;
     if (self->worker) {
         self->is_busy = 1;
         Py_BEGIN_ALLOW_THREADS
@@ -490,6 +508,7 @@ static void worker_end(Worker *self, double seconds) {
         ucp_cleanup(self->context);
     }
     self->context = NULL;
+    if (self->is_abandoned) return;
     Request *request;
     while ((request = self->pending)) {
         self->pending = request->next;
@@ -569,6 +588,7 @@ static void worker_dealloc(Worker *self) {
     worker_end(self, 0);
     PyErr_Restore(kind, value, traceback);
     Py_CLEAR(self->address);
+    if (self->is_abandoned) return; /* UCX knows it still */
     PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }
