@@ -15,7 +15,8 @@ import pytest
 
 from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, Store, Tuning, connect
 from braidax.comm.handshake import connect_handshake
-from braidax.errors import ArgumentError, BraidaxError, HandshakeError, PeerLost, WaitTimeout
+from braidax.comm.transports.tcp import TcpTransport
+from braidax.errors import ArgumentError, BraidaxError, CommError, HandshakeError, PeerLost, WaitTimeout
 from tests.comm.relay import altered
 
 HOSTS = [Tuning(host=f"host-{rank}", peer_timeout_seconds=10.0) for rank in range(5)]
@@ -313,3 +314,32 @@ def test_an_epoch_that_is_over_takes_nobody_back() -> None:
         assert isinstance(comm, Communicator)
     with pytest.raises(HandshakeError, match=r"rank 0 has joined job='job', epoch=0, at memory:.* before; .* epoch="):
         connect(store, rank=0, size=1, job="job")
+
+
+def test_a_rank_that_gives_up_while_connecting_ends_the_wait_of_all() -> None:
+    """The third rank's transport fails after all have met: the others need not wait for it up to the limit."""
+
+    def fail(world: object, *, timeout_seconds: float) -> None:
+        raise CommError("no such device")
+
+    start = time.monotonic()
+    store = MemoryStore()
+    found: list[BaseException] = []
+
+    def join(rank: int) -> None:
+        transport = TcpTransport()
+        if rank == 2:
+            transport.connect = fail
+        try:
+            connect(store, rank=rank, size=3, transport=transport, timeout_seconds=60)
+        except BaseException as error:  # noqa: BLE001 (looked at below)
+            found.append(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert time.monotonic() - start < 20
+    assert len(found) == 3
+    assert all("no such device" in str(error) or isinstance(error, PeerLost) for error in found)

@@ -1,11 +1,13 @@
 """`connect`: ranks that know nothing but a store find one another."""
 
 import base64
+import contextlib
 import importlib.metadata
 import json
 import os
 import secrets
 import socket
+import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import final
@@ -19,7 +21,7 @@ from braidax.comm.transports.named import make_transport
 from braidax.comm.transports.tcp import TcpTransport
 from braidax.comm.transports.transport import Transport, World
 from braidax.comm.watch import Watch
-from braidax.errors import ArgumentError, HandshakeError, WaitTimeout
+from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
 
 _SLICE_SECONDS = 1.0  # how often a rank that waits looks whether another has given up
 
@@ -81,11 +83,12 @@ def connect(
         card = _card_of(rank, size, chosen, watch, tuning)
         try:
             cards, secret = _meet(scoped, card, where, deadline)
-            worlds = _worlds(cards, rank, secret)
+            worlds = _worlds(cards, rank, secret, _Check(scoped, watch))
             watch.connect(worlds.watch, timeout_seconds=_left(deadline))
             chosen.connect(worlds.transport, timeout_seconds=_left(deadline))
         except BaseException as error:
-            scoped.set("failure", f"{type(error).__name__} in rank {rank}: {error}".encode())
+            with contextlib.suppress(CommError, WaitTimeout):  # the store itself may be what failed
+                scoped.set("failure", f"{type(error).__name__} in rank {rank}: {error}".encode())
             raise
     except BaseException:
         watch.close()
@@ -222,12 +225,29 @@ def _card(data: bytes) -> _Card:
     return _Card(**json.loads(data))
 
 
-def _worlds(cards: list[_Card], rank: int, secret: bytes) -> _Worlds:
+class _Check:
+    """Raises when another rank has given up, or is lost, while connections are made."""
+
+    def __init__(self, store: ScopedStore, watch: Watch) -> None:
+        self.store = store
+        self._watch = watch
+        self._lock = threading.Lock()
+        self.world: World | None = None
+
+    def __call__(self) -> None:
+        with self._lock:
+            _check_failure(self.store)
+            for notice in self._watch.look():
+                if self.world is not None:
+                    raise notice.error(self.world)
+
+
+def _worlds(cards: list[_Card], rank: int, secret: bytes, check: _Check) -> _Worlds:
     hosts = [card.host for card in cards]
-    return _Worlds(
-        transport=World(rank, [base64.b64decode(card.address) for card in cards], hosts, secret),
-        watch=World(rank, [base64.b64decode(card.watch) for card in cards], hosts, secret),
-    )
+    addresses = ([base64.b64decode(item) for item in (card.address, card.watch)] for card in cards)
+    ours, watched = zip(*addresses, strict=True)
+    check.world = World(rank, ours, hosts, secret, check=check)
+    return _Worlds(check.world, World(rank, watched, hosts, secret, check=lambda: _check_failure(check.store)))
 
 
 def _left(deadline: float) -> float:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -25,6 +25,7 @@ from braidax.errors import ArgumentError, CommError, HandshakeError, PeerLost, W
 _HANDSHAKE_SECONDS = 10.0  # for one connection; a stranger who says nothing costs no more
 _DIAL_SECONDS = 5.0  # for one address of a host that has several
 _MAX_STRANGERS = 16  # connections whose handshake is under way at once
+_CHECK_SECONDS = 0.5  # how often it is asked whether the others have given up
 _LOOK_SECONDS = 0.02  # how often the accepting thread looks whether all have come
 _AGAIN_SECONDS = 0.05  # before a peer's addresses are tried again
 _LINGER_SECONDS = 0.0005
@@ -53,6 +54,14 @@ class _Meeting:
     world: World
     purpose: bytes
     deadline: float
+    _checked: list[float] = field(default_factory=lambda: [0.0])
+
+    def check(self) -> None:
+        """Raises when the others have given up; looks not too often."""
+        now = time.monotonic()
+        if now >= self._checked[0] + _CHECK_SECONDS:
+            self._checked[0] = now
+            self.world.check()
 
 
 @final
@@ -131,6 +140,7 @@ class Listener:
             listening.setblocking(False)
             asked.register(listening, selectors.EVENT_READ)
         while missing and not stop.is_set() and time.monotonic() <= meeting.deadline:
+            meeting.check()
             for key, _ in asked.select(_LOOK_SECONDS):
                 with contextlib.suppress(BlockingIOError):
                     connection = _accepted(key.fileobj)
@@ -210,6 +220,7 @@ def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
                     "its addresses to answer: look for a firewall, or name the address that others can reach in the "
                     "environment variable BRAIDAX_ADDRESS there"
                 )
+            meeting.check()
             try:
                 connection = _connected(address, port, min(left, _DIAL_SECONDS))
             except OSError as error:
@@ -221,7 +232,9 @@ def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
                         world.hosts[rank],
                     ) from error
             else:
-                return _meet(connection, rank, address, listener, meeting)
+                with contextlib.suppress(WaitTimeout):  # it may be too busy; the limit is looked at above
+                    return _meet(connection, rank, address, listener, meeting)
+                failures[address] = f"{_written(address, port)}: it did not finish the handshake"
         time.sleep(min(_AGAIN_SECONDS, max(0.0, meeting.deadline - time.monotonic())))
 
 
@@ -263,7 +276,7 @@ def _meet(connection: socket.socket, rank: int, address: str, listener: Listener
             purpose=meeting.purpose,
             secret=world.secret,
             peer=peer,
-            deadline=meeting.deadline,
+            deadline=min(meeting.deadline, time.monotonic() + _HANDSHAKE_SECONDS),
             payload=_payload(world.rank),
         )
         if payload != _payload(rank):

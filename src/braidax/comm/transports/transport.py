@@ -1,7 +1,7 @@
 """The contract of transports: what moves messages between ranks, with nothing known of collectives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from braidax.errors import CommError
@@ -123,14 +123,24 @@ class World:
     """The ranks that a transport connects.
 
     **Arguments:** `rank`: of this process. `addresses`: of each rank, by rank. `hosts`: the name of each rank's host.
-    `secret`: 32 bytes that only the ranks of this epoch of this job know; peers prove that they know it.
+    `secret`: 32 bytes that only the ranks of this epoch of this job know; peers prove that they know it. `check`: what
+    a `connect` that waits calls now and then, from any thread: raises when another rank has given up.
     """
 
-    def __init__(self, rank: int, addresses: Sequence[bytes], hosts: Sequence[str], secret: bytes) -> None:
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[bytes],
+        hosts: Sequence[str],
+        secret: bytes,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank = rank
         self.addresses = tuple(addresses)
         self.hosts = tuple(hosts)
         self.secret = secret
+        self.check = check
 
     @property
     def size(self) -> int:

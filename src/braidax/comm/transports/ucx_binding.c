@@ -458,14 +458,14 @@ static void progress_until(Worker *self, double deadline, ucs_status_ptr_t *hand
  *
  * A copy out of a peer's memory (CMA, KNEM) goes on, segment by segment, after its endpoint was given up, although UCX
  * says at once that this is done; destroying the worker before its end aborts the process. A round copies a segment
- * and counts it, or ends a copy that failed and counts nothing; so in vain may be one round a request. Requests that
- * wait for a peer that does not answer need not end: destroying the worker ends them. */
+ * and counts it, or ends a failed copy or the queue of a peer and counts nothing: so many rounds in vain may come in
+ * between, whether requests are left or not. Those that wait for a peer that does not answer end with the worker. */
 static int settle(Worker *self, double deadline) {
     size_t num_idle = 0;
     do {
         for (int round = 0; round < ROUNDS_PER_LOOK; round++) {
             num_idle = ucp_worker_progress(self->worker) ? 0 : num_idle + 1;
-            if (!self->num_unended || num_idle > self->num_unended + IDLE_ROUNDS) return 1;
+            if (num_idle > self->num_unended + IDLE_ROUNDS) return 1;
         }
     } while (now() < deadline);
     return 0;
