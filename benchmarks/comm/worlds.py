@@ -39,9 +39,12 @@ class System:
 
 
 TCP, UCX, UCX_TCP, MPI, GLOO = "ours tcp", "ours ucx", "ours ucx, tcp", "mpi4py", "gloo"
+DEFAULT = "ours default"  # the transport "tcp", which inside a host uses the kernel's own sockets
+TAKING_TURNS = (TCP, UCX, UCX_TCP, MPI, GLOO)
 
 SYSTEMS: Mapping[str, System] = {
-    TCP: System("tcp"),
+    TCP: System("tcp", environment={"BRAIDAX_ADDRESS": "127.0.0.1"}),  # TCP, even inside the host
+    DEFAULT: System("tcp"),
     UCX: System("ucx", bound=True),
     UCX_TCP: System("ucx", environment={"UCX_TLS": "tcp,self"}),
     MPI: System("mpi4py"),

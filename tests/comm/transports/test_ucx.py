@@ -355,6 +355,51 @@ def test_the_death_of_a_peer_is_survived(
     assert capfd.readouterr() == ("", "")
 
 
+# A peer that lives and does nothing
+
+
+def fall_silent(rank: Rank) -> None:
+    large = [rank.send(0, tag, content(LARGE, 0)) for tag in range(NUM_LARGE)]
+    rank.wait(rank.send(0, 99, b"all are on the way"))
+    rank.ask()
+    assert not any(operation.done for operation in large)
+
+
+def close_on_silent(rank: Rank) -> tuple[int, int, float, bool]:
+    rank.wait(rank.receive(1, 99, bytearray(32)))
+    places = [bytearray(LARGE) for _ in range(NUM_LARGE)]
+    received = [rank.receive(1, tag, place) for tag, place in enumerate([*places, bytearray(8)])]
+    flood = [rank.send(1, 1, content(size, 0)) for size in (8, 4096, 1 << 16, MIB) for _ in range(300)]
+    num_pending = [sum(not operation.done for operation in operations) for operations in (received, flood)]
+    begin = time.monotonic()
+    rank.transport.close(timeout_seconds=0)
+    seconds = time.monotonic() - begin
+    before = [*map(digest, places)]
+    UcxTransport().close(timeout_seconds=0)
+    rank.pipe.poll(0.05)
+    return num_pending[0], num_pending[1], seconds, [*map(digest, places)] == before
+
+
+LARGE, NUM_LARGE = 32 * MIB, 4
+SILENT_WAYS = {**WAYS, "copies that take too long": {"UCX_CMA_SEG_SIZE": "64"}}
+
+
+@pytest.mark.parametrize("way", SILENT_WAYS)
+def test_closing_does_not_wait_for_a_silent_peer(
+    way: str, together: Callable[..., Ranks], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = together(close_on_silent, fall_silent, environment=SILENT_WAYS[way])
+    num_receiving, num_sending, seconds, is_left_alone = ranks.hear(0)
+    ranks.processes[0].join(LIMIT_SECONDS)
+    assert ranks.processes[0].exitcode == 0
+    assert num_receiving == NUM_LARGE + 1
+    assert num_sending >= 300
+    assert seconds < 2
+    assert (seconds >= 0.5) == (way == "copies that take too long")
+    assert is_left_alone
+    assert capfd.readouterr() == ("", "")
+
+
 def test_no_word_about_what_nobody_received(together: Callable[..., Ranks], capfd: pytest.CaptureFixture[str]) -> None:
     together(send_unheard, send_unheard).results()
     assert capfd.readouterr() == ("", "")
