@@ -86,7 +86,11 @@ class Communicator:
             peer, number = self._checked(dest, "dest", tag)
         else:
             number = self._first_tag
-        operation = self._send_now(peer, number, (_flat(buffer),))
+        try:
+            view = memoryview(buffer).cast("B")
+        except (TypeError, ValueError):
+            view = _flat(buffer)
+        operation = self._send_now(peer, number, (view,))
         if not operation.done or operation.error is not None:
             self._wait("send_buffer", operation)
 
@@ -100,7 +104,11 @@ class Communicator:
             peer, number = self._checked(source, "source", tag)
         else:
             number = self._first_tag
-        operation = self._receive_now(peer, number, _flat(buffer))
+        try:
+            view = memoryview(buffer).cast("B")
+        except (TypeError, ValueError):
+            view = _flat(buffer)
+        operation = self._receive_now(peer, number, view)
         if not operation.done or operation.error is not None:
             self._wait("recv_buffer", operation)
         return operation.num_bytes
@@ -227,15 +235,12 @@ class Communicator:
 
 
 def _flat(buffer: Any) -> memoryview:
-    """Returns the bytes of a contiguous buffer, its own memory."""
-    try:
-        return memoryview(buffer).cast("B")
-    except (TypeError, ValueError):  # not contiguous, of no elements, or of a dtype that buffers do not know
-        if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
-            return bytes_of(cast("NDArray[Any]", buffer))
-        raise ArgumentError(
-            f"buffer= is a {type(buffer).__name__}: expected a contiguous NumPy array or buffer of bytes; copy it first"
-        ) from None
+    """Returns the bytes of an array that `memoryview` cannot cast: empty, or of a dtype that it does not know."""
+    if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+        return bytes_of(cast("NDArray[Any]", buffer))
+    raise ArgumentError(
+        f"buffer= is a {type(buffer).__name__}: expected a contiguous NumPy array or buffer of bytes; copy it first"
+    )
 
 
 def _num_bytes(value: Value) -> int:

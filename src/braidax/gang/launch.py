@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from io import TextIOBase
 from pathlib import Path
 
-from braidax.comm import TcpStoreServer
+from braidax.comm import Store, TcpStoreServer
 from braidax.comm.environment import without_place
 from braidax.errors import ArgumentError, GangError, WaitTimeout
 from braidax.gang.processes import Command, Ending, Processes, Writer, print_lines
 from braidax.gang.program import Program, Seat, shares_of_gpus
 from braidax.gang.runner import CONSEQUENCE, FIRST_FAILED, scoped_store
 
-LOOK_SECONDS = 2.0
-"""How long the rank that failed first may take to end, when another one ended because of it."""
+_LOOK_SECONDS = 2.0  # that the rank that failed may take to end, when another one ended because of it
+_PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,14 @@ def launch_here(
             def look(seconds: float | None) -> None:
                 endings.update({ending.number: ending for ending in processes.wait(timeout_seconds=seconds)})
 
-            while len(endings) < num_processes and not any(ending.status for ending in endings.values()):
+            def failed() -> list[tuple[int, int]]:
+                return [(ending.number, ending.status) for ending in endings.values() if ending.status]
+
+            while len(endings) < num_processes and not failed():
                 look(None)
-            failed = next((ending for ending in endings.values() if ending.status), None)
-            if failed is None:
+            if not failed():
                 return None
-            first = first_failed(failed.number, failed.status, told)
-            deadline = time.monotonic() + LOOK_SECONDS
-            while first not in endings and (left := deadline - time.monotonic()) > 0:
-                look(left)
-            ending = endings.get(first, failed)
+            ending = endings[first_failed(failed, look, told)]
             return Failed(f"rank {ending.number} (pid {ending.pid})", ending.how, ending.log, ending.exit_code)
 
     with TcpStoreServer(secret=job.secret) as server:
@@ -153,21 +151,44 @@ def started(
         processes.end(leave_seconds=leave_seconds)
 
 
-def first_failed(rank: int, status: int, told: dict[str, str]) -> int:
-    """Returns the rank that failed first, given the one that was seen to end first.
+def first_failed(
+    failed: Callable[[], Sequence[tuple[int, int]]], look: Callable[[float], object], told: dict[str, str]
+) -> int:
+    """Returns the rank that failed by itself, given that some have: those that it took along may have ended before.
 
-    **Arguments:** `status`: how that one ended. `told`: the variables of its epoch.
+    **Arguments:** `failed`: returns rank and status of those that have ended so, in order. `look`: waits up to so many
+    seconds for others. `told`: the variables of the epoch.
     """
-    if status < 0:  # by a signal, which is no consequence
-        return rank
+    deadline = time.monotonic() + _LOOK_SECONDS
     with scoped_store(told) as store:
-        seconds = 0.0
-        with contextlib.suppress(WaitTimeout):
-            store.get(f"{CONSEQUENCE}/{rank}", timeout_seconds=0.0)
-            seconds = LOOK_SECONDS
-        with contextlib.suppress(WaitTimeout):
-            return int(store.get(FIRST_FAILED, timeout_seconds=seconds))
-    return rank
+        while True:
+            ended = failed()
+            first, left = _blamed(ended, store), deadline - time.monotonic()
+            if first in [rank for rank, _ in ended]:
+                return first
+            if left <= 0:
+                return ended[0][0]
+            look(min(left, _PAUSE_SECONDS))
+
+
+def _blamed(ended: Sequence[tuple[int, int]], store: Store) -> int:
+    """Returns the rank to blame as far as is known, or -1 when all that have ended only say that another one failed."""
+    first = _value(store, FIRST_FAILED)
+    for rank, status in ended:
+        if status < 0:  # a signal is nobody else's fault
+            return rank
+        if first is not None:
+            return int(first)
+        if _value(store, f"{CONSEQUENCE}/{rank}") is None:
+            return rank
+    return -1
+
+
+def _value(store: Store, key: str) -> bytes | None:
+    try:
+        return store.get(key, timeout_seconds=0.0)
+    except WaitTimeout:
+        return None
 
 
 def find_gpus() -> list[str]:

@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import TextIOBase
@@ -15,7 +14,7 @@ from braidax.comm.environment import without_place
 from braidax.comm.stores.tcp_frames import url
 from braidax.errors import ArgumentError, GangError
 from braidax.gang.hosts import Host
-from braidax.gang.launch import LOOK_SECONDS, Failed, Job, first_failed, repeated, started
+from braidax.gang.launch import Failed, Job, first_failed, repeated, started
 from braidax.gang.processes import MAX_STDIN_BYTES, Command, Ending, Processes, Stream, print_lines
 from braidax.gang.program import Program, Seat
 from braidax.gang.remote import GRACE_SECONDS, order, read_report
@@ -126,22 +125,17 @@ class _Epoch:
                 num_alive -= 1
         if not self._reports:
             return None
-        number, report = self._reports[0]
-        first = first_failed(self._seats[number][report.number].rank, report.status, told)
-        deadline = time.monotonic() + LOOK_SECONDS
-        while first not in self._failed() and (left := deadline - time.monotonic()) > 0:
-            processes.wait(timeout_seconds=left)
-        failed = self._failed()
-        return failed.get(first) or next(iter(failed.values()))
+        first = first_failed(
+            lambda: [(self._rank(number, report), report.status) for number, report in list(self._reports)],
+            lambda seconds: processes.wait(timeout_seconds=seconds),
+            told,
+        )
+        number, report = next(each for each in self._reports if self._rank(*each) == first)
+        where = f"rank {first} (host {self._hosts[number].name}, pid {report.pid})"
+        return Failed(where, report.how, report.log, report.exit_code)
 
-    def _failed(self) -> dict[int, Failed]:
-        """Returns the ranks that hosts have reported, in the order of the reports."""
-        found: dict[int, Failed] = {}
-        for number, report in list(self._reports):
-            rank = self._seats[number][report.number].rank
-            where = f"rank {rank} (host {self._hosts[number].name}, pid {report.pid})"
-            found[rank] = Failed(where, report.how, report.log, report.exit_code)
-        return found
+    def _rank(self, number: int, report: Ending) -> int:
+        return self._seats[number][report.number].rank
 
 
 def _seats(hosts: Sequence[Host]) -> list[list[Seat]]:

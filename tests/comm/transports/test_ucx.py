@@ -359,7 +359,8 @@ def test_the_death_of_a_peer_is_survived(
 
 
 def fall_silent(rank: Rank) -> None:
-    large = [rank.send(0, tag, content(LARGE, 0)) for tag in range(NUM_LARGE)]
+    data = content(LARGE, 0)
+    large = [rank.send(0, tag, data) for tag in range(NUM_LARGE)]
     rank.wait(rank.send(0, 99, b"all are on the way"))
     rank.ask()
     assert not any(operation.done for operation in large)
@@ -369,7 +370,8 @@ def close_on_silent(rank: Rank) -> tuple[int, int, float, bool]:
     rank.wait(rank.receive(1, 99, bytearray(32)))
     places = [bytearray(LARGE) for _ in range(NUM_LARGE)]
     received = [rank.receive(1, tag, place) for tag, place in enumerate([*places, bytearray(8)])]
-    flood = [rank.send(1, 1, content(size, 0)) for size in (8, 4096, 1 << 16, MIB) for _ in range(300)]
+    data = [bytes(size) for size in (8, 4096, 1 << 16, MIB)]
+    flood = [rank.send(1, 1, each) for each in data for _ in range(300)]
     num_pending = [sum(not operation.done for operation in operations) for operations in (received, flood)]
     begin = time.monotonic()
     rank.transport.close(timeout_seconds=0)
@@ -380,8 +382,8 @@ def close_on_silent(rank: Rank) -> tuple[int, int, float, bool]:
     return num_pending[0], num_pending[1], seconds, [*map(digest, places)] == before
 
 
-LARGE, NUM_LARGE = 32 * MIB, 4
-SILENT_WAYS = {**WAYS, "copies that take too long": {"UCX_CMA_SEG_SIZE": "64"}}
+LARGE, NUM_LARGE = 16 * MIB, 4
+SILENT_WAYS = {**WAYS, "copies that take too long": {"UCX_CMA_SEG_SIZE": "16"}}
 
 
 @pytest.mark.parametrize("way", SILENT_WAYS)

@@ -76,7 +76,8 @@ class UcxTransport(Transport):
     UCX does not authenticate: ranks prove to one another that they know the secret, but whoever can reach a rank over
     the network, or runs as the same user, can send it messages. Use it in trusted networks. Over shared memory the
     death of a peer is not seen at once; and a peer may still read what this rank was sending when it closed without
-    time, changed or not: end the epoch on both sides.
+    time, changed or not: end the epoch on both sides. Closing amid gigabytes that are being received does not wait for
+    them: UCX's memory and descriptors then stay until the process ends, and so do the buffers.
 
     **Fields:** `library`: the UCX that is used.
 

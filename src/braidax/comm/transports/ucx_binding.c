@@ -21,7 +21,7 @@
 #define ROUNDS_PER_LOOK 32       /* at the clock */
 #define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
 #define MAX_ROUNDS 4096          /* of progress without an end, when nobody asked to spin */
-#define YIELD_SECONDS 20e-6      /* of spinning in vain, before others on this core are let in between */
+#define YIELD_SECONDS 5e-6       /* of spinning in vain, before others on this core are let in between */
 #define DRAIN_ROUNDS 1000000     /* bounds what a lost peer had sent before */
 #define FORCED_CLOSE_SECONDS 0.5 /* bounds the end of copies that UCX cannot stop */
 #define IDLE_ROUNDS 1000         /* of progress in vain, besides one a request: nothing is copied any more */
@@ -32,7 +32,7 @@
 UCX_FUNCTIONS(DECLARE)
 
 static void *library; /* UCX, once loaded; stays until the process ends, as UCX's own threads demand */
-static PyObject *finish_name;
+static PyObject *finish_name, *ready_name, *done_name, *num_bytes_name;
 
 typedef struct Worker Worker;
 
@@ -146,26 +146,44 @@ static void lose(Worker *self, Peer *peer, ucs_status_t status) {
     peer->is_lost = self->has_newly_lost = 1;
 }
 
+/* Does what Operation.finish does, which costs a call of Python's, unless somebody wants to hear of the end. */
+static int finish(PyObject *operation, size_t num_bytes) {
+    PyObject *ready = PyObject_GetAttr(operation, ready_name), *number = NULL, *result = NULL;
+    int failed = 0;
+    if (ready && (ready != Py_None || num_bytes)) number = PyLong_FromSize_t(num_bytes);
+    if (!ready || ((ready != Py_None || num_bytes) && !number)) {
+        failed = -1;
+    } else if (ready != Py_None) {
+        result = PyObject_CallMethodObjArgs(operation, finish_name, number, NULL);
+        failed = result ? 0 : -1;
+    } else {
+        if (number) failed = PyObject_SetAttr(operation, num_bytes_name, number);
+        if (!failed) failed = PyObject_SetAttr(operation, done_name, Py_True);
+    }
+    Py_XDECREF(ready);
+    Py_XDECREF(number);
+    Py_XDECREF(result);
+    return failed;
+}
+
 /* Tells Python of an end, and lets go of the request and its buffers. */
 static int tell(Worker *self, Request *request) {
-    PyObject *result;
-    if (request->status == UCS_OK && request->is_send) {
-        result = PyObject_CallMethodObjArgs(request->operation, finish_name, NULL);
-    } else if (request->status == UCS_OK) {
-        PyObject *num_bytes = PyLong_FromSize_t(request->num_bytes);
-        result = num_bytes ? PyObject_CallMethodObjArgs(request->operation, finish_name, num_bytes, NULL) : NULL;
-        Py_XDECREF(num_bytes);
+    int failed;
+    if (request->status == UCS_OK) {
+        failed = finish(request->operation, request->is_send ? 0 : request->num_bytes);
     } else {
         Peer *peer = &self->peers[request->peer];
         if (!peer->is_lost && is_loss(request->status)) lose(self, peer, request->status); /* not all is told to on_lost */
         Py_ssize_t capacity = request->num_views ? request->views[0].len : 0;
-        result = PyObject_CallFunction(self->failed, "OIsOnn", request->operation, request->peer,
-                                       ucs_status_string(request->status), peer->is_lost ? Py_True : Py_False,
-                                       (Py_ssize_t)request->num_bytes, capacity);
+        PyObject *result = PyObject_CallFunction(self->failed, "OIsOnn", request->operation, request->peer,
+                                                 ucs_status_string(request->status),
+                                                 peer->is_lost ? Py_True : Py_False,
+                                                 (Py_ssize_t)request->num_bytes, capacity);
+        failed = result ? 0 : -1;
+        Py_XDECREF(result);
     }
     free_request(self, request);
-    Py_XDECREF(result);
-    return result ? 0 : -1;
+    return failed;
 }
 
 static int tell_ended(Worker *self) {
@@ -461,14 +479,12 @@ static void progress_until(Worker *self, double deadline, ucs_status_ptr_t *hand
  * and counts it, or ends a failed copy or the queue of a peer and counts nothing: so many rounds in vain may come in
  * between, whether requests are left or not. Those that wait for a peer that does not answer end with the worker. */
 static int settle(Worker *self, double deadline) {
-    size_t num_idle = 0;
-    do {
-        for (int round = 0; round < ROUNDS_PER_LOOK; round++) {
-            num_idle = ucp_worker_progress(self->worker) ? 0 : num_idle + 1;
-            if (num_idle > self->num_unended + IDLE_ROUNDS) return 1;
-        }
-    } while (now() < deadline);
-    return 0;
+    for (size_t num_idle = 0; num_idle <= self->num_unended + IDLE_ROUNDS;) {
+        if (!ucp_worker_progress(self->worker)) num_idle++;
+        else if (now() < deadline) num_idle = 0;
+        else return 0;
+    }
+    return 1;
 }
 
 static void close_worker(Worker *self, double seconds) { /* without the GIL */
@@ -689,7 +705,10 @@ PyMODINIT_FUNC PyInit_ucx_binding(void) {
     if (!module) return NULL;
     PyObject *type = PyType_FromSpec(&worker_spec);
     finish_name = PyUnicode_InternFromString("finish");
-    if (!type || !finish_name || PyModule_AddObjectRef(module, "Worker", type) < 0) Py_CLEAR(module);
+    ready_name = PyUnicode_InternFromString("ready");
+    done_name = PyUnicode_InternFromString("done");
+    num_bytes_name = PyUnicode_InternFromString("num_bytes");
+    if (!type || !finish_name || !ready_name || !done_name || !num_bytes_name || PyModule_AddObjectRef(module, "Worker", type) < 0) Py_CLEAR(module);
     Py_XDECREF(type);
     return module;
 }
