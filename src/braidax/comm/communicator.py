@@ -59,6 +59,7 @@ class Communicator:
         self._group = group
         self._first_tag = group.point_tag(0)
         self._peers = dict(enumerate(group.ranks))
+        self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
         self._counters = counters
@@ -87,10 +88,9 @@ class Communicator:
         else:
             number = self._first_tag
         try:
-            view = memoryview(buffer).cast("B")
-        except (TypeError, ValueError):
-            view = _flat(buffer)
-        operation = self._send_now(peer, number, (view,))
+            operation = self._send_now(peer, number, (buffer if self._takes_arrays else memoryview(buffer).cast("B"),))
+        except (TypeError, ValueError, BufferError):
+            operation = self._send_now(peer, number, (_flat(buffer),))
         if not operation.done or operation.error is not None:
             self._wait("send_buffer", operation)
 
@@ -105,10 +105,9 @@ class Communicator:
         else:
             number = self._first_tag
         try:
-            view = memoryview(buffer).cast("B")
-        except (TypeError, ValueError):
-            view = _flat(buffer)
-        operation = self._receive_now(peer, number, view)
+            operation = self._receive_now(peer, number, buffer if self._takes_arrays else memoryview(buffer).cast("B"))
+        except (TypeError, ValueError, BufferError):
+            operation = self._receive_now(peer, number, _flat(buffer))
         if not operation.done or operation.error is not None:
             self._wait("recv_buffer", operation)
         return operation.num_bytes

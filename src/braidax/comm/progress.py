@@ -11,7 +11,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.transport import Buffer, Operation, Transport, World
@@ -33,7 +33,7 @@ class Progress:
     **Arguments:** `transport`, `watch`: connected; this owns both from now on. `world`: what they connect.
     `spin_seconds`: how long a caller that waits keeps a core before it sleeps.
 
-    **Fields:** `failure`: what ended the epoch, if anything did.
+    **Fields:** `failure`: what ended the epoch, if anything did. `takes_arrays`: see `Transport`.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
@@ -42,6 +42,7 @@ class Progress:
         self._transport = transport
         self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
         self._watch = watch
+        self.takes_arrays = transport.takes_arrays
         self._spin_seconds = spin_seconds
         self._lock = threading.Lock()  # guards the transport, the watch and all below
         self._changed = threading.Condition(self._lock)  # for callers that wait while another one moves messages
@@ -82,7 +83,7 @@ class Progress:
                 self._wake_caller.ring()
         return operation
 
-    def send_now(self, peer: int, tag: int, buffers: Sequence[Buffer]) -> Operation:
+    def send_now(self, peer: int, tag: int, buffers: Sequence[Any]) -> Operation:
         """As `send`, but moves it along at once, for a caller that has nothing else to do."""
         operation = Operation(peer)
         with self._lock:
@@ -97,7 +98,7 @@ class Progress:
             call()
         return operation
 
-    def receive_now(self, peer: int, tag: int, buffer: Buffer) -> Operation:
+    def receive_now(self, peer: int, tag: int, buffer: Any) -> Operation:
         """As `receive`, but moves it along at once, for a caller that has nothing else to do."""
         operation = Operation(peer)
         with self._lock:

@@ -58,6 +58,9 @@ class Transport(ABC):
     name: str
     """What users call it, such as `tcp`."""
 
+    takes_arrays: bool = False
+    """Whether `send` and `receive` take any C-contiguous buffer as it is, which saves the making of a view."""
+
     nap_seconds: float | None = None
     """Events that do not show at `fileno` are looked for after so long; None where all of them show."""
 

@@ -86,6 +86,7 @@ class UcxTransport(Transport):
     """
 
     name = "ucx"
+    takes_arrays = True
 
     def __init__(self) -> None:
         binding = _binding()

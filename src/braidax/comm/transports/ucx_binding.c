@@ -21,6 +21,15 @@
 #define ROUNDS_PER_LOOK 32       /* at the clock */
 #define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
 #define MAX_ROUNDS 4096          /* of progress without an end, when nobody asked to spin */
+#if defined(__x86_64__)
+#define REST() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define REST() __asm__ __volatile__("yield")
+#else
+#define REST() ((void)0)
+#endif
+#define TURNS_AT_REST 100          /* of a core that spins, so that one it shares its units with copies faster */
+#define LARGE_SECONDS 2e-3         /* of spinning at least, while a large message may be on its way: to wake costs more */
 #define YIELD_SECONDS 5e-6       /* of spinning in vain, before others on this core are let in between */
 #define DRAIN_ROUNDS 1000000     /* bounds what a lost peer had sent before */
 #define FORCED_CLOSE_SECONDS 0.5 /* bounds the end of copies that UCX cannot stop */
@@ -385,7 +394,10 @@ static void spin(Worker *self, double seconds) { /* without the GIL */
         if (seconds > 0 ? round % ROUNDS_PER_LOOK : moved && round < MAX_ROUNDS) continue;
         double passed = seconds > 0 ? now() - begin : 0;
         if (passed >= seconds) break;
-        if (passed > YIELD_SECONDS && !moved) sched_yield();
+        if (passed > YIELD_SECONDS && !moved) {
+            sched_yield();
+            for (int turn = 0; turn < TURNS_AT_REST; turn++) REST();
+        }
     }
 }
 
@@ -395,6 +407,7 @@ static PyObject *worker_poll(Worker *self, PyObject *argument) {
     if (seconds == -1 && PyErr_Occurred()) return NULL;
     if (!self->num_large)
         for (int round = 0; round < ROUNDS_WITH_GIL && !has_news(self); round++) ucp_worker_progress(self->worker);
+    if (self->num_large && seconds > 0 && seconds < LARGE_SECONDS) seconds = LARGE_SECONDS;
     if (!has_news(self) && (self->num_large || seconds > 0)) {
         self->is_busy = 1;
         Py_BEGIN_ALLOW_THREADS
