@@ -5,6 +5,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -17,10 +18,10 @@ from braidax.comm.environment import rank_from_environment
 COUNTS = (0, 1, 7, 1000, 3000, 100_000)  # of float64: nothing, inline, a body of its own, pipelines and rings
 
 
-def exercise(comm: Communicator) -> str:
-    """Asserts what all operations return, and returns a word."""
+def exercise(comm: Communicator, counts: Sequence[int] = COUNTS) -> str:
+    """Asserts what all operations return, for arrays of so many elements, and returns a word."""
     _point_to_point(comm)
-    for count in COUNTS:
+    for count in counts:
         _values(comm, count)
         _reductions(comm, count)
     _kinds(comm)

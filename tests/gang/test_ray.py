@@ -30,6 +30,10 @@ SETTINGS = {
 }
 
 
+# By JAX, where it runs already: Ray forks to start its processes, which then run another program.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="braidax-", dir="/tmp")  # the names of Ray's sockets must not be long
@@ -55,7 +59,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared(cluster: None) -> Iterator[RayGang]:
-    with RayGang(3, num_cpus=0.5) as gang:
+    with RayGang(3, num_cpus=0.5, timeout_seconds=200) as gang:  # Ray has never run on this machine before
         yield gang
 
 
@@ -244,7 +248,14 @@ def test_a_ray_of_its_own_is_ended_and_its_ranks_are_named_in_what_they_print() 
     mark = secrets.token_hex(16)
     folder = tempfile.mkdtemp(prefix="braidax-", dir="/tmp")
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **SETTINGS, "RAY_TMPDIR": folder, "BRAIDAX_MARK": mark, "PYTHONPATH": paths}
+    environment = {
+        **os.environ,
+        **SETTINGS,
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_TMPDIR": folder,
+        "BRAIDAX_MARK": mark,
+        "PYTHONPATH": paths,
+    }
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-c", SCRIPT]
     with subprocess.Popen(

@@ -347,6 +347,7 @@ def test_ipv6_and_all_addresses() -> None:
                 store.set("key", host.encode())
 
 
+@pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")  # by JAX, which the child does not use
 def test_a_forked_child_goes_its_own_way(server: TcpStoreServer) -> None:
     with client(server) as store:
         assert store.add("n", 1) == 1
