@@ -251,7 +251,7 @@ def test_a_ray_of_its_own_is_ended_and_its_ranks_are_named_in_what_they_print() 
     environment = {
         **os.environ,
         **SETTINGS,
-        "RAY_DEDUP_LOGS": "0",
+        "PYTHONUNBUFFERED": "1",  # Ray leaves what ranks write in the buffer of its driver
         "RAY_TMPDIR": folder,
         "BRAIDAX_MARK": mark,
         "PYTHONPATH": paths,
