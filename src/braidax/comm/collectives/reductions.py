@@ -4,6 +4,7 @@ All members get the same bits: every element is reduced in one order, once, or i
 operation.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,59 +15,64 @@ from braidax.comm.port import Port, Steps, scratch
 
 _SMALL_BYTES = 1 << 14  # up to here rounds count, beyond it bytes
 _PAIRWISE_BYTES = 1 << 20  # of a reduce_scatter whose blocks are exchanged directly
-_PIECE_BYTES = 1 << 19  # of a ring: one is reduced while the next is on its way
+_PIECE_BYTES = 1 << 19  # of a ring: one is reduced while the next ones are on their way
+_AHEAD = 4  # pieces that are received into memory of their own
 
 
 def all_reduce(port: Port, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
     """Returns the reduction of all members' arrays on every member."""
-    result = np.array(array, order="C", ndmin=1)
-    flat = result.reshape(-1)
+    own = _flat(array)
+    result = np.empty_like(own)
     groups = _by_host(port)
     if 1 < len(groups) < port.size:
-        yield from _two_levels(port, flat, operation, groups)
+        yield from _two_levels(port, own, result, operation, groups)
     else:
-        yield from _flat_all_reduce(port, flat, operation)
+        yield from _flat_all_reduce(port, own, result, operation)
     return result.reshape(np.shape(array))
 
 
 def reduce(port: Port, array: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
     """Returns the reduction of all members' arrays on the root, an empty array elsewhere."""
-    result = np.array(array, order="C", ndmin=1)
-    flat = result.reshape(-1)
-    if flat.nbytes <= _SMALL_BYTES or port.size == 1:
-        yield from _tree_reduce(port, flat, operation, root)
+    own = _flat(array)
+    if own.nbytes <= _SMALL_BYTES or port.size == 1:
+        result = own.copy()
+        yield from _tree_reduce(port, result, operation, root)
     else:
-        bounds = _bounds(flat.size, port.size)
-        yield from _ring_reduce_scatter(port, flat, operation, bounds)
-        yield from _collect(port, flat, bounds, root)
+        result, bounds = np.empty_like(own), _bounds(own.size, port.size)
+        yield from _ring_reduce_scatter(port, own, result, operation, bounds)
+        yield from _collect(port, result, bounds, root)
     return result.reshape(np.shape(array)) if port.rank == root else np.empty(0, result.dtype)
 
 
 def reduce_scatter(port: Port, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
     """Returns this member's block, of `size` equal ones along dim 0, of the reduction of all members' arrays."""
-    work = np.array(array, order="C")
-    flat = work.reshape(-1)
-    bounds = _bounds(flat.size, port.size)
-    if flat.nbytes <= _PAIRWISE_BYTES:
-        yield from _pairwise_reduce_scatter(port, flat, operation, bounds)
-    else:
-        yield from _ring_reduce_scatter(port, flat, operation, bounds)
+    own = _flat(array)
+    bounds = _bounds(own.size, port.size)
     begin, end = bounds[port.rank], bounds[port.rank + 1]
-    return flat[begin:end].copy().reshape(len(work) // port.size, *work.shape[1:])
-
-
-def _flat_all_reduce(port: Port, flat: NDArray[Any], operation: np.ufunc) -> Steps[None]:
-    if port.size == 1:
-        return
-    if flat.nbytes <= _SMALL_BYTES:
-        yield from _recursive_doubling(port, flat, operation)
+    if own.nbytes <= _PAIRWISE_BYTES or port.size == 1:
+        block = own[begin:end].copy()
+        yield from _pairwise_reduce_scatter(port, own, block, operation, bounds)
     else:
-        bounds = _bounds(flat.size, port.size)
-        yield from _ring_reduce_scatter(port, flat, operation, bounds)
-        yield from _ring_all_gather(port, flat, bounds)
+        result = np.empty_like(own)
+        yield from _ring_reduce_scatter(port, own, result, operation, bounds)
+        block = result[begin:end].copy()
+    return block.reshape(len(array) // port.size, *array.shape[1:])
 
 
-def _two_levels(port: Port, flat: NDArray[Any], operation: np.ufunc, groups: Sequence[Sequence[int]]) -> Steps[None]:
+def _flat_all_reduce(port: Port, own: NDArray[Any], result: NDArray[Any], operation: np.ufunc) -> Steps[None]:
+    """Reduces what is this member's own, which may be where the result goes."""
+    if own.nbytes <= _SMALL_BYTES or port.size == 1:
+        result[:] = own
+        yield from _recursive_doubling(port, result, operation)
+    else:
+        bounds = _bounds(own.size, port.size)
+        yield from _ring_reduce_scatter(port, own, result, operation, bounds)
+        yield from _ring_all_gather(port, result, bounds)
+
+
+def _two_levels(
+    port: Port, own: NDArray[Any], result: NDArray[Any], operation: np.ufunc, groups: Sequence[Sequence[int]]
+) -> Steps[None]:
     """Reduces inside hosts first, so that what crosses between them is as little as can be.
 
     With equally many members on all hosts, each reduces a share of its host's with its counterparts on the others.
@@ -74,17 +80,18 @@ def _two_levels(port: Port, flat: NDArray[Any], operation: np.ufunc, groups: Seq
     """
     mine = next(group for group in groups if port.rank in group)
     inside = port.among(mine)
-    if len({len(group) for group in groups}) == 1 and flat.nbytes > _SMALL_BYTES:
-        bounds = _bounds(flat.size, len(mine))
-        yield from _ring_reduce_scatter(inside, flat, operation, bounds)
-        share = flat[bounds[inside.rank] : bounds[inside.rank + 1]]
-        yield from _flat_all_reduce(port.among([group[inside.rank] for group in groups]), share, operation)
-        yield from _ring_all_gather(inside, flat, bounds)
+    if len({len(group) for group in groups}) == 1 and own.nbytes > _SMALL_BYTES:
+        bounds = _bounds(own.size, len(mine))
+        yield from _ring_reduce_scatter(inside, own, result, operation, bounds)
+        share = result[bounds[inside.rank] : bounds[inside.rank + 1]]
+        yield from _flat_all_reduce(port.among([group[inside.rank] for group in groups]), share, share, operation)
+        yield from _ring_all_gather(inside, result, bounds)
         return
-    yield from _tree_reduce(inside, flat, operation, 0)
+    result[:] = own
+    yield from _tree_reduce(inside, result, operation, 0)
     if inside.rank == 0:
-        yield from _flat_all_reduce(port.among([group[0] for group in groups]), flat, operation)
-    yield from _tree_broadcast(inside, flat)
+        yield from _flat_all_reduce(port.among([group[0] for group in groups]), result, result, operation)
+    yield from _tree_broadcast(inside, result)
 
 
 def _recursive_doubling(port: Port, flat: NDArray[Any], operation: np.ufunc) -> Steps[None]:
@@ -145,19 +152,31 @@ def _tree_broadcast(port: Port, flat: NDArray[Any]) -> Steps[None]:
             yield [port.send_array(port.rank + distance, flat)]
 
 
-def _ring_reduce_scatter(port: Port, flat: NDArray[Any], operation: np.ufunc, bounds: Sequence[int]) -> Steps[None]:
-    """Leaves block `rank` reduced on each member: blocks travel once around, and each member adds its own."""
+def _ring_reduce_scatter(
+    port: Port, own: NDArray[Any], result: NDArray[Any], operation: np.ufunc, bounds: Sequence[int]
+) -> Steps[None]:
+    """Leaves block `rank` of the result on each member: blocks travel once around, and each member adds its own.
+
+    The other blocks of the result hold what is not whole yet. `own` is read only, unless it is the result as well.
+    """
     after, before = (port.rank + 1) % port.size, (port.rank - 1) % port.size
+    places = [scratch(own, _PIECE_BYTES // own.itemsize + 1) for _ in range(_AHEAD)]
     for step in range(port.size - 1):
-        outgoing = _pieces(flat, bounds, (port.rank - step - 1) % port.size)
-        own = _pieces(flat, bounds, (port.rank - step - 2) % port.size)
-        places = [scratch(flat, piece.size) for piece in own]
-        receives = [port.receive_array(before, place) for place in places]
+        outgoing = _pieces(result if step else own, bounds, (port.rank - step - 1) % port.size)
+        block = (port.rank - step - 2) % port.size
+        mine, sums = _pieces(own, bounds, block), _pieces(result, bounds, block)
+        receives = deque(
+            port.receive_array(before, place[: piece.size]) for place, piece in zip(places, mine, strict=False)
+        )
         sends = [port.send_array(after, piece) for piece in outgoing]
-        for received, place, piece in zip(receives, places, own, strict=True):
+        for index, (piece, total) in enumerate(zip(mine, sums, strict=True)):
+            place = places[index % _AHEAD][: piece.size]
+            received = receives.popleft()
             yield [received]
             port.check_whole(received, place)
-            operation(place, piece, out=piece)
+            operation(place, piece, out=total)
+            if index + _AHEAD < len(mine):
+                receives.append(port.receive_array(before, place[: mine[index + _AHEAD].size]))
         yield sends
 
 
@@ -172,16 +191,18 @@ def _ring_all_gather(port: Port, flat: NDArray[Any], bounds: Sequence[int]) -> S
             port.check_whole(received, place)
 
 
-def _pairwise_reduce_scatter(port: Port, flat: NDArray[Any], operation: np.ufunc, bounds: Sequence[int]) -> Steps[None]:
-    own = flat[bounds[port.rank] : bounds[port.rank + 1]]
+def _pairwise_reduce_scatter(
+    port: Port, own: NDArray[Any], block: NDArray[Any], operation: np.ufunc, bounds: Sequence[int]
+) -> Steps[None]:
+    """Adds to a member's block what the others have for it."""
     peers = [peer for peer in range(port.size) if peer != port.rank]
-    places = {peer: scratch(flat, own.size) for peer in peers}
+    places = {peer: scratch(own, block.size) for peer in peers}
     receives = [port.receive_array(peer, places[peer]) for peer in peers]
-    sends = [port.send_array(peer, flat[bounds[peer] : bounds[peer + 1]]) for peer in peers]
+    sends = [port.send_array(peer, own[bounds[peer] : bounds[peer + 1]]) for peer in peers]
     yield [*receives, *sends]
     for received, peer in zip(receives, peers, strict=True):
         port.check_whole(received, places[peer])
-        operation(own, places[peer], out=own)
+        operation(block, places[peer], out=block)
 
 
 def _collect(port: Port, flat: NDArray[Any], bounds: Sequence[int], root: int) -> Steps[None]:
@@ -195,6 +216,11 @@ def _collect(port: Port, flat: NDArray[Any], bounds: Sequence[int], root: int) -
     yield receives
     for received, place in zip(receives, places, strict=True):
         port.check_whole(received, place)
+
+
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    """Returns the elements in row-major order: the array's own memory where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1)
 
 
 def _by_host(port: Port) -> list[list[int]]:
