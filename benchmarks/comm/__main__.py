@@ -89,7 +89,9 @@ def main() -> int:
 def _messages(report: Report, scale: Scale, worlds: Worlds) -> None:
     """One message there and back again, between each pair of ranks at once."""
     comparison = Comparison(f"messages, {worlds.size} ranks", "one way", PAIRS)
-    _measure(report, scale, worlds, comparison, "ping_pong", scale.message_bytes)
+    # Memory is now and then half as fast for a round, for whoever is at it: the claims need more rounds than the rest.
+    times = 3 if worlds.size == 2 else 1
+    _measure(report, scale, worlds, comparison, "ping_pong", scale.message_bytes, times=times)
     if worlds.size == 2:
         large = [num_bytes for num_bytes in scale.message_bytes if num_bytes >= MIB]
         report.at_least("ucx_bandwidth", min(comparison.ratio(num_bytes, UCX_MPI) for num_bytes in large), 0.9)
@@ -161,11 +163,18 @@ ALONE: Mapping[str, Callable[[Report, Scale], None]] = {"start": _start}
 
 
 def _measure(
-    report: Report, scale: Scale, worlds: Worlds, comparison: Comparison, loop: str, sizes: Sequence[int]
+    report: Report,
+    scale: Scale,
+    worlds: Worlds,
+    comparison: Comparison,
+    loop: str,
+    sizes: Sequence[int],
+    *,
+    times: int = 1,
 ) -> None:
     running = {name: _asking(world, loop) for name, world in worlds.of(list(TAKING_TURNS)).items()}
     for num_bytes in sizes:
-        rounds = scale.rounds_of(num_bytes, worlds.size)
+        rounds = times * scale.rounds_of(num_bytes, worlds.size)
         _turns(report, comparison, running, num_bytes, rounds=rounds, seconds=scale.seconds)
     comparison.show()
 
