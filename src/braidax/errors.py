@@ -7,6 +7,7 @@ BraidaxError
 ├── DataError                       data on disk, or from an object, is not usable
 │   ├── FormatError                 a file is missing, truncated or of no known format
 │   └── RecordError                 one record cannot be read, decoded or stacked
+├── ProcessFailed                   another process of the job cannot load its part of a batch
 ├── StateError                      state changed inside a traced function and was not returned
 ├── CheckpointError                 a checkpoint cannot be written or restored
 ├── CommError                       ranks cannot talk, or can no longer talk, to one another
@@ -48,6 +49,17 @@ class FormatError(DataError):
 
 class RecordError(DataError):
     """One record cannot be read, decoded, transformed or stacked."""
+
+
+class ProcessFailed(BraidaxError):
+    """Another process of the job cannot load its part of a batch; `process` is its index."""
+
+    def __init__(self, message: str, process: int) -> None:
+        super().__init__(message, process)
+        self.process = process
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class StateError(BraidaxError):

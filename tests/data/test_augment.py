@@ -18,7 +18,8 @@ from PIL import Image
 import braidax.data.sources as sources
 from braidax.data.augment import center_crop, flipped, random_crop, random_resized_crop
 from braidax.data.images.decoded import decoded
-from braidax.data.loader import DataLoader, Knobs
+from braidax.data.knobs import Knobs
+from braidax.data.loader import DataLoader
 from braidax.data.order import Cursor
 from braidax.data.sources.source import Source, source_at
 from braidax.data.transforms import mapped, normalized, resized

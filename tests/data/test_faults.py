@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from braidax.data import fetch
-from braidax.data.loader import DataLoader, Knobs
+from braidax.data.knobs import Knobs
+from braidax.data.loader import DataLoader
 from braidax.data.order import Cursor
 from braidax.data.processes import InProcesses, in_processes
 from braidax.data.sources.source import Source

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from braidax.data.fetch import Draw, Fetch
-from braidax.data.loader import DataLoader, Knobs
+from braidax.data.knobs import Knobs
+from braidax.data.loader import DataLoader
 from braidax.data.order import Cursor
 from braidax.data.sources.source import VARYING
 from braidax.errors import ArgumentError, BraidaxError, FormatError, RecordError, WaitTimeout

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from braidax.data import fetch
-from braidax.data.loader import DataLoader, Knobs
+from braidax.data.knobs import Knobs
+from braidax.data.loader import DataLoader
 from braidax.errors import RecordError
 from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
 

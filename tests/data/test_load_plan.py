@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.data.load_plan import ALIGNMENT, LoadPlan, plan_load, replicate_on_device
+from braidax.data.leaf_plan import ALIGNMENT
+from braidax.data.load_plan import LoadPlan, plan_load, replicate_on_device
 from braidax.data.slots import Slots
 from braidax.errors import ArgumentError, SpecError
 
@@ -87,11 +88,12 @@ def values_like(batch: Any, seed: int = 0) -> Any:
 
 
 def fill(plan: LoadPlan, memory: np.ndarray, whole: Any, max_rows: int = 7) -> None:
-    for start, stop in plan.row_ranges(max_rows):
-        rows = jax.tree.leaves(plan.rows(memory, start, stop))
-        for target, leaf in zip(rows, jax.tree.leaves(whole), strict=True):
+    for reading in plan.reads(max_rows):
+        for target, box, leaf in zip(plan.rows(memory, reading), reading.boxes, jax.tree.leaves(whole), strict=True):
+            assert target is not None
             assert target.flags.c_contiguous
-            target[...] = leaf[start:stop]
+            assert box is None or target.shape[1:] == tuple(stop - start for start, stop in box)
+            target[...] = leaf[reading.start : reading.stop]
 
 
 def assert_same(array: jax.Array, expected: np.ndarray, sharding: NamedSharding) -> None:
@@ -125,7 +127,7 @@ def test_every_shard_is_the_slice_that_numpy_takes(case: tuple[Any, Mesh, Any], 
     memory = Slots(plan.num_bytes, keep=1).take()
     memory[:] = 0xA5
     fill(plan, memory, whole, max_rows)
-    arrays = plan.arrays(memory)
+    arrays = plan.batch(plan.arrays(memory))
     assert jax.tree.structure(arrays) == jax.tree.structure(batch)
     shardings = expected_shardings(mesh, batch, specs)
     assert jax.tree.leaves(plan.shardings) == shardings
@@ -150,7 +152,7 @@ def test_the_way_of_accelerators_gives_the_same(case: tuple[Any, Mesh, Any]) -> 
 def test_ranges_of_rows_cover_the_batch_once(case: tuple[Any, Mesh, Any], max_rows: int) -> None:
     batch, mesh, specs = case
     plan = plan_load(batch, mesh, specs)
-    ranges = list(plan.row_ranges(max_rows))
+    ranges = [(reading.start, reading.stop) for reading in plan.reads(max_rows)]
     covered = [row for start, stop in ranges for row in range(start, stop)]
     assert covered == list(range(plan.batch_size))
     assert all(0 < stop - start <= max_rows for start, stop in ranges)
@@ -193,7 +195,7 @@ def test_contiguous_slices_are_not_copied(row_bytes: int, spec: P) -> None:
     plan, whole = plan_load(batch, mesh, spec), values_like(batch)
     memory = Slots(plan.num_bytes, keep=1).take()
     fill(plan, memory, whole)
-    array = plan.arrays(memory)["x"]
+    array = plan.batch(plan.arrays(memory))["x"]
     first = memory.ctypes.data
     for pointer in pointers(array).values():
         assert first <= pointer < first + plan.num_bytes
@@ -229,7 +231,7 @@ def test_a_slice_that_several_devices_hold_is_put_once() -> None:
     assert set(by_path["['part']"].copies) == set(by_path["['part']"].slices)
     memory = Slots(plan.num_bytes, keep=1).take()
     fill(plan, memory, values_like(batch))
-    arrays = plan.arrays(memory)
+    arrays = plan.batch(plan.arrays(memory))
     assert len(set(pointers(arrays["rows"]).values())) == 4
     assert len(set(pointers(arrays["part"]).values())) == 2
 
@@ -257,7 +259,7 @@ def test_arrays_keep_the_memory_alive() -> None:
     slots = Slots(plan.num_bytes, keep=2)
     memory = slots.take()
     memory.view(np.float32)[:] = 5
-    array = plan.arrays(memory)
+    array = plan.batch(plan.arrays(memory))
     del memory
     other = [slots.take() for _ in range(3)]
     for each in other:
@@ -278,7 +280,7 @@ def test_sizes_of_the_plan() -> None:
 def test_a_dim_of_size_zero() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     plan = plan_load({"x": jax.ShapeDtypeStruct((16, 0), np.float32)}, mesh, P("data"))
-    array = plan.arrays(Slots(plan.num_bytes, keep=1).take())["x"]
+    array = plan.batch(plan.arrays(Slots(plan.num_bytes, keep=1).take()))["x"]
     assert (array.shape, array.sharding.spec) == ((16, 0), P("data"))
 
 

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.data.loader import DataLoader, Knobs
+from braidax.data.knobs import Knobs
+from braidax.data.loader import DataLoader
 from braidax.data.order import Cursor
 from braidax.errors import ArgumentError, SpecError
 from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked

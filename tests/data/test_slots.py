@@ -12,8 +12,10 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from braidax.data.load_plan import ALIGNMENT, LoadPlan, plan_load
-from braidax.data.loader import DataLoader, Knobs
+from braidax.data.knobs import Knobs
+from braidax.data.leaf_plan import ALIGNMENT
+from braidax.data.load_plan import LoadPlan, plan_load
+from braidax.data.loader import DataLoader
 from braidax.data.slots import Slots
 
 ROWS = 8 * 64
@@ -34,7 +36,7 @@ def load(slots: Slots, plan: LoadPlan, value: float) -> tuple[dict[str, jax.Arra
     """Fills a slot with one value and returns its arrays and its address."""
     memory = slots.take()
     memory.view(np.float32)[:] = value
-    return plan.arrays(memory), memory.ctypes.data
+    return plan.batch(plan.arrays(memory)), memory.ctypes.data
 
 
 def free(slots: Slots) -> list[int]:

@@ -8,9 +8,9 @@ from braidax.data.depth import Bounds as Bounds
 from braidax.data.depth import Depth as Depth
 from braidax.data.draws import Draws as Draws
 from braidax.data.images.decoded import decoded as decoded
+from braidax.data.knobs import Knobs as Knobs
+from braidax.data.knobs import Stats as Stats
 from braidax.data.loader import DataLoader as DataLoader
-from braidax.data.loader import Knobs as Knobs
-from braidax.data.loader import Stats as Stats
 from braidax.data.measuring import Measured as Measured
 from braidax.data.measuring import Stamped as Stamped
 from braidax.data.mixture import mix as mix

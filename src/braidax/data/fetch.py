@@ -5,22 +5,23 @@ takes much longer than the others is done a second time, into memory of its own 
 The late one may still write into the batch's slot: so the slot is left to it, and the batch moves to another.
 """
 
+import contextlib
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.load_plan import LoadPlan
+from braidax.data.load_plan import LoadPlan, Reading
 from braidax.data.slots import Slots
-from braidax.data.sources.source import Source, prepare
+from braidax.data.sources.source import Box, Sliced, Source, prepare
 from braidax.data.threads import Threads
 from braidax.errors import BraidaxError, RecordError, WaitTimeout
 from braidax.spans import Trace, span
@@ -30,9 +31,11 @@ _READ_SECONDS = 1e-2  # what one read should take at most, where its rows can be
 _HEDGE_SECONDS = 0.05  # a read is never hedged earlier, unless told so
 _HEDGE_READS = 32  # nor before so many were seen
 _MAX_HEDGES = 8  # under way at once: a server that is slow for all must not get everything twice
+_VERDICT_SECONDS = 5.0  # which processes have, beyond the limit, to find out who kept them waiting
 _LATE_SECONDS = 1.0  # how long the end of a pass waits for reads whose hedges were first
 
 Draw = Callable[[], tuple[Source, NDArray[np.int64]]]
+_Rows = list[NDArray[Any] | None]
 
 
 class Fetch:
@@ -45,6 +48,7 @@ class Fetch:
 
     def __init__(self, plan: LoadPlan, *, threads: int, trace: Trace, hedge_seconds: float | None = None) -> None:
         self._plan = plan
+        self._local = np.flatnonzero(plan.local_rows())
         self._trace = trace
         self._slots = Slots(plan.num_bytes, keep=4)
         self._threads = Threads(threads, "braidax-read")
@@ -74,22 +78,20 @@ class Fetch:
     def result(self, batch: "Batch", *, timeout_seconds: float, what: str) -> Any:
         """Waits for a batch that was started, and hedges reads of it that take too long.
 
-        **Returns:** the PyTree of global arrays. **Raises:** what reading raised, or `WaitTimeout` that says `what` did
-        not come.
+        **Returns:** the load arrays. **Raises:** what reading raised, or `WaitTimeout` that says `what` did not come.
         """
         with self._trace.active(), span("wait"):
-            if batch.future.done():
-                return batch.future.result()
             deadline = time.monotonic() + timeout_seconds
-            with self._threads.awaited():
-                while (left := deadline - time.monotonic()) > 0:
-                    try:
-                        return batch.future.result(timeout=min(left, self._pace.hedge_seconds or left))
-                    except TimeoutError:
-                        if batch.future.done():
-                            raise
+            with self._threads.awaited() if not batch.future.done() else contextlib.nullcontext():
+                while not batch.future.done() and (left := deadline - time.monotonic()) > 0:
+                    done, _ = wait([batch.future], timeout=min(left, self._pace.hedge_seconds or left))
+                    if not done:
                         self._hedge(batch)
-            raise _timeout(what, timeout_seconds)
+            if not batch.future.done():
+                raise _timeout(what, timeout_seconds)
+            if batch.confirmed is not None:  # raises what this process raised, or another one
+                result_within(batch.confirmed, timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what)
+            return batch.future.result()
 
     def close(self, *, timeout_seconds: float) -> None:
         """Drops what has not begun, and waits for the reads under way.
@@ -111,12 +113,16 @@ class Fetch:
         try:
             batch.source, batch.indices = draw()
             batch.memory = self._slots.take()
-            prepare(batch.source, batch.indices)
+            if self._plan.form == "samples":
+                prepare(batch.source, batch.indices[self._local[: np.searchsorted(self._local, len(batch.indices))]])
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             batch.future.set_exception(raised)
             return
-        reads = [_Read(start, stop) for start, stop in self._plan.row_ranges(self._pace.num_rows)]
+        reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows)]
         batch.num_left, batch.reads = len(reads), reads
+        if not reads:  # this process has no device
+            self._finish(batch)
+            return
         if self._pace.hedge_seconds == 0:
             for read in reads:
                 self._mark(read)
@@ -143,33 +149,41 @@ class Fetch:
         if memory is None or read.is_done:
             return  # a hedge was here first
         read.began = time.monotonic()
-        error = self._attempt(batch, read, self._plan.rows(memory, read.start, read.stop))
-        self._pace.saw(read.stop - read.start, time.monotonic() - read.began)
+        error = self._attempt(batch, read, self._plan.rows(memory, read.reading))
+        self._pace.saw(read.reading.stop - read.reading.start, time.monotonic() - read.began)
         self._deliver(batch, read, error, None)
 
     def _fill_apart(self, batch: "Batch", read: "_Read") -> None:
-        rows = self._plan.empty_rows(read.start, read.stop)
+        rows = self._plan.empty_rows(read.reading)
         self._deliver(batch, read, self._attempt(batch, read, rows), rows)
 
-    def _attempt(self, batch: "Batch", read: "_Read", rows: Any) -> BaseException | None:
+    def _attempt(self, batch: "Batch", read: "_Read", rows: "_Rows") -> BaseException | None:
         """Reads rows into place; returns what it raised."""
-        wanted = batch.indices[read.start : read.stop]
+        start, stop, boxes = read.reading
+        wanted = batch.indices[start:stop]
         try:
-            if len(wanted) < read.stop - read.start:
-                for leaf in jax.tree.leaves(rows):
-                    leaf[len(wanted) :] = 0
-                rows = jax.tree.map(lambda leaf: leaf[: len(wanted)], rows)
+            if len(wanted) < stop - start:
+                for leaf in rows:
+                    if leaf is not None:
+                        leaf[len(wanted) :] = 0
+                rows = [None if leaf is None else leaf[: len(wanted)] for leaf in rows]
             if len(wanted):
-                with self._trace.active(), span("read", num_bytes=len(wanted) * self._plan.sample_bytes):
-                    read_samples(batch.source, wanted, rows)
+                num_bytes = sum(leaf.nbytes for leaf in rows if leaf is not None)
+                with self._trace.active(), span("read", num_bytes=num_bytes):
+                    if self._plan.form == "samples":
+                        read_samples(batch.source, wanted, jax.tree.unflatten(self._plan.structure, rows))
+                    else:
+                        read_slices(batch.source, wanted, boxes, rows)
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             return raised
         return None
 
     def _deliver(self, batch: "Batch", read: "_Read", error: BaseException | None, apart: Any) -> None:
         """Counts a read that ended; the last one sends the batch."""
-        if not batch.is_last(read, error, apart):
-            return
+        if batch.is_last(read, error, apart):
+            self._finish(batch)
+
+    def _finish(self, batch: "Batch") -> None:
         try:
             if batch.error is not None:
                 raise batch.error
@@ -182,14 +196,15 @@ class Fetch:
     def _settled(self, batch: "Batch") -> NDArray[np.uint8]:
         """Returns the memory of a batch in which nobody writes any more."""
         assert batch.memory is not None, "a batch keeps its memory until it is sent"
-        hedged = [read for read in batch.reads if read.apart is not None]
+        hedged = [(read.reading, read.apart) for read in batch.reads if read.apart is not None]
         if not hedged:
             return batch.memory
         memory = self._slots.take()
         np.copyto(memory, batch.memory)
-        for read in hedged:
-            rows = self._plan.rows(memory, read.start, read.stop)
-            jax.tree.map(np.copyto, rows, read.apart)
+        for reading, apart in hedged:
+            for place, rows in zip(self._plan.rows(memory, reading), apart, strict=True):
+                if place is not None and rows is not None:
+                    np.copyto(place, rows)
         return memory
 
     def _send(self, memory: NDArray[np.uint8]) -> Any:
@@ -199,15 +214,14 @@ class Fetch:
 
 @dataclass(eq=False)
 class _Read:
-    """Rows `[start, stop)` of a batch: when reading began, attempts that ended, the rows of a hedge that was first."""
+    """What one read brings: when it began, attempts that ended, the rows of a hedge that was first."""
 
-    start: int
-    stop: int
+    reading: Reading
     began: float = math.inf
     is_hedged: bool = False
     is_done: bool = False
     num_ended: int = 0
-    apart: Any = None
+    apart: "_Rows | None" = None
 
     @property
     def is_late(self) -> bool:
@@ -217,15 +231,16 @@ class _Read:
 
 @dataclass(eq=False)
 class Batch:
-    """A batch under way: the future of its arrays, and the reads that are left."""
+    """A batch under way: the future of its load arrays, that of other processes having theirs, the reads left."""
 
     future: "Future[Any]" = field(default_factory=Future[Any])
+    confirmed: "Future[None] | None" = None
     source: Any = None
     indices: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     memory: NDArray[np.uint8] | None = None
-    reads: list[_Read] = field(default_factory=list[_Read])
-    num_left: int = 0
-    error: BaseException | None = None
+    reads: list[_Read] = field(default_factory=list[_Read], init=False)
+    num_left: int = field(default=0, init=False)
+    error: BaseException | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_last(self, read: _Read, error: BaseException | None, apart: Any) -> bool:
@@ -273,8 +288,20 @@ class _Pace:
 
 def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:
     """Reads samples into place; whatever a source raises becomes a braidax error that names the records."""
-    try:
+    with _naming(source, indices):
         source.read(indices, out)
+
+
+def read_slices(source: Source, indices: NDArray[np.int64], boxes: Sequence[Box | None], out: Sequence[Any]) -> None:
+    """Reads parts of samples into place, as `read_samples`. **Arguments:** as of `Sliced.read_slices`."""
+    with _naming(source, indices):
+        cast(Sliced, source).read_slices(indices, boxes, out)
+
+
+@contextlib.contextmanager
+def _naming(source: Source, indices: NDArray[np.int64]) -> Generator[None]:
+    try:
+        yield
     except BraidaxError:
         raise
     except Exception as error:

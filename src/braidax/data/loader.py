@@ -3,11 +3,9 @@
 import contextlib
 import functools
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,14 +15,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from braidax.data.depth import Depth
+from braidax.data.explain import Explanation, explain
 from braidax.data.fetch import Batch, Fetch
+from braidax.data.knobs import Knobs, Stats
+from braidax.data.like import devices_of, specs_like
 from braidax.data.load_plan import LoadPlan, plan_load
+from braidax.data.load_sharding import device_grid
 from braidax.data.order import Cursor, Order, Remainder
-from braidax.data.processes import in_processes
-from braidax.data.sharding_specs import resolve_shardings, shared_batch_parts
+from braidax.data.processes.in_processes import InProcesses, in_processes
+from braidax.data.sharding_specs import resolve_shardings, shared_batch_parts, stacked
 from braidax.data.skipping import skipping
 from braidax.data.sources import open as open_source
-from braidax.data.sources.source import Source, batch_spec, is_varying, source_at
+from braidax.data.sources.source import Sliced, Source, batch_spec, is_varying, source_at
+from braidax.data.together import agreeing, meeting
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 
@@ -37,53 +40,6 @@ _LEDGER = "skipped.jsonl"
 
 OnError = Literal["raise", "skip"]
 Workers = Literal["threads", "processes"]
-
-
-@dataclass(frozen=True)
-class Knobs:
-    """What may change while a loader runs.
-
-    **Fields:** `threads`: that read, decode and transform. `prefetch`: batches in flight ahead of the one in use. None
-    for either leaves it to `loader.depth`, which adapts it. `timeout_seconds`: the longest wait for one batch.
-    `max_bytes`: of batches in flight, which holds `prefetch` down to 1 at least. `hedge_seconds`: when a read that is
-    waited for is done a second time; None: when it takes much longer than the others; 0: always; infinity: never.
-    """
-
-    threads: int | None = None
-    prefetch: int | None = None
-    timeout_seconds: float = 300.0
-    max_bytes: int = 1 << 30
-    hedge_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("threads", "prefetch"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ArgumentError(f"{name}={number!r} is not a positive integer; None lets the loader adapt it")
-        if not 0 < self.timeout_seconds < threading.TIMEOUT_MAX:
-            raise ArgumentError(f"timeout_seconds={self.timeout_seconds!r} is not a finite, positive number of seconds")
-        if self.max_bytes < 1:
-            raise ArgumentError(f"max_bytes={self.max_bytes!r} is not a positive number of bytes")
-        if self.hedge_seconds is not None and not self.hedge_seconds >= 0:
-            raise ArgumentError(f"hedge_seconds={self.hedge_seconds!r} is not a number of seconds from 0 on, or None")
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Where a loader's time went, and what moved, since the loader was made or its `trace` was set.
-
-    **Fields:** `seconds`: `"wait"`, of the consumer for batches; and summed over the threads `"read"`, for fetching
-    bytes, `"decode"`, for decoding and transforming, `"collate"`, for putting samples together, `"transfer"`, for
-    sending batches to the devices. `num_bytes`: by the same names. `num_batches`: handed out. `num_hedges`: reads done
-    a second time in the latest pass. `threads`, `prefetch`: at present.
-    """
-
-    seconds: Mapping[str, float]
-    num_bytes: Mapping[str, int]
-    num_batches: int
-    num_hedges: int
-    threads: int
-    prefetch: int
 
 
 class DataLoader:
@@ -101,17 +57,23 @@ class DataLoader:
     `"mask"`, bool `[batch_size]`, true for real samples. `on_error`: `"skip"` replaces records that cannot be read and
     lists them in `skipped.jsonl` in the current folder, 100 at most; `skipping` has options. `workers`: what reads;
     `"processes"` is for user code in the source that holds the GIL, see `in_processes`. `knobs`: threads, prefetch and
-    limits.
+    limits. `microbatches`: makes every leaf a stack of so many microbatches, `[microbatches, batch, …]`, of which
+    `specs` describe one. `like`: a compiled step, whose input shardings stand in for `mesh`, `specs` and `batch_size`.
 
-    **Raises:** `FormatError`, `SpecError`, `ArgumentError` before anything is read; while iterating, `RecordError` at
-    the batch that holds the record, and `WaitTimeout`.
+    Under `jax.distributed` every process makes the same loader and goes through it: each reads its part, nothing of any
+    size is read twice, and what several need is exchanged between devices (`explain` tells). They begin and end epochs
+    together, and an error on one of them is raised on all.
+
+    **Raises:** `FormatError`, `SpecError`, `ArgumentError` before anything is read, also where processes were given
+    different things; while iterating, `RecordError` at the batch that holds the record, `ProcessFailed` where another
+    process raised, and `WaitTimeout`.
     """
 
     def __init__(
         self,
         source: Source | str | Path | Any,
-        mesh: Mesh | None,
-        specs: Any,
+        mesh: Mesh | None = None,
+        specs: Any = None,
         *,
         batch_size: int | None = None,
         seed: int | None = 0,
@@ -120,30 +82,47 @@ class DataLoader:
         on_error: OnError = "raise",
         workers: Workers = "threads",
         knobs: Knobs | None = None,
+        microbatches: int | None = None,
+        like: Any = None,
     ) -> None:
-        if epochs is not None and epochs < 1:
-            raise ArgumentError(f"epochs={epochs!r} is not a positive integer; None runs for ever")
-        if workers not in ("threads", "processes"):
-            raise ArgumentError(f"workers={workers!r} is not 'threads' or 'processes'")
-        opened: Source = source if isinstance(source, Source) else open_source(source)
-        _check_fixed(opened)
         self._knobs = knobs or Knobs()
         limit = self._knobs.timeout_seconds
-        self._processes = in_processes(opened, timeout_seconds=limit) if workers == "processes" else None
-        self.source: Source = _skipping(self._processes or opened, on_error)
-        if batch_size is None:
-            batch_size = _default_batch_size(len(self.source), shared_batch_parts(mesh, specs), remainder)
-        self._order = Order(len(self.source), batch_size, remainder)
-        specs, mask_spec = _split_mask(self.source.sample_spec, specs, remainder)
-        self._plan = plan_load(batch_spec(self.source.sample_spec, batch_size), mesh, specs)
-        self._mask = _mask_sharding(self._plan, mesh, mask_spec) if remainder == "pad" else None
+        self._processes: InProcesses | None = None
+        self._fetch: Fetch | None = None
+        self._running: object = None  # the iteration that owns the cursor
+        self._together = meeting(devices_of(mesh, specs, like))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            with agreeing(self._together, timeout_seconds=limit) as facts:
+                _check(epochs, workers, microbatches)
+                opened: Source = source if isinstance(source, Source) else open_source(source)
+                _check_fixed(opened)
+                if workers == "processes":
+                    self._processes = in_processes(opened, timeout_seconds=limit)
+                self.source: Source = _skipping(self._processes or opened, on_error)
+                if like is not None:
+                    specs, batch_size = _like(like, self.source, mesh, specs, batch_size, microbatches)
+                if batch_size is None:
+                    parts = shared_batch_parts(mesh, specs) * (microbatches or 1)
+                    batch_size = _default_batch_size(len(self.source), parts, remainder)
+                self._order = Order(len(self.source), batch_size, remainder)
+                specs, mask_spec = _split_mask(self.source.sample_spec, specs, remainder)
+                self._plan = plan_load(
+                    batch_spec(self.source.sample_spec, batch_size),
+                    mesh,
+                    specs,
+                    reads="once",
+                    cut_dims=self.source.cut_dims if isinstance(self.source, Sliced) else None,
+                    microbatches=microbatches,
+                )
+                self._mask = _mask_sharding(self._plan, mesh, mask_spec) if remainder == "pad" else None
+                self.cursor = Cursor(seed)
+                facts.update(self._facts(epochs, remainder))
+            undo.pop_all()
         self._source_at = functools.lru_cache(maxsize=4)(functools.partial(source_at, self.source))
         self.epochs = epochs
         self.trace = Trace()
         self.depth = Depth()
-        self.cursor = Cursor(seed)
-        self._fetch: Fetch | None = None
-        self._running: object = None  # the iteration that owns the cursor
 
     @property
     def batch_size(self) -> int:
@@ -204,6 +183,10 @@ class DataLoader:
             cursor = self._order.after(cursor)
         return coming
 
+    def explain(self) -> Explanation:
+        """Returns what each process reads of a batch, and how the leaves get to their devices; reads nothing."""
+        return explain(self._plan)
+
     def __iter__(self) -> Iterator[Any]:
         end = None if self.epochs is None else (self._cursor.epoch // self.epochs + 1) * self.epochs
         self._running = own = object()
@@ -223,31 +206,52 @@ class DataLoader:
         """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
         knobs = self._knobs
         fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=knobs.hedge_seconds)
+        rounds = None if self._together is None else self._together.begin(str(self._cursor), knobs.timeout_seconds)
         coming: deque[tuple[Cursor, Cursor, Batch]] = deque()
+        made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
+        num_made = 2 if self._plan.reshard.members else 1
         ahead = self._cursor
         self._fetch, self._moved = fetch, False
         try:
             while True:
                 fetch.resize(threads=self._threads, prefetch=self._prefetch)
-                while len(coming) <= self._prefetch and (end is None or ahead.epoch < end):
+                while len(coming) + len(made) < self._prefetch + num_made and (end is None or ahead.epoch < end):
                     start, ahead = ahead, self._order.after(ahead)
-                    coming.append((start, ahead, fetch.start(functools.partial(self._draw, start))))
+                    batch = fetch.start(functools.partial(self._draw, start))
+                    batch.confirmed = None if rounds is None else rounds.confirm(batch.future)
+                    coming.append((start, ahead, batch))
                     if self._order.begins_window(start):
                         fetch.run(self._order.look_ahead, start)
-                if not coming:
+                while coming and len(made) < num_made:
+                    start, after, batch = coming.popleft()
+                    made.append((after, self._made(fetch, start, batch)))
+                if not made:
                     return
-                start, after, batch = coming.popleft()
-                what = f"the batch at {start} of {type(self.source).__name__}"
-                begun = time.perf_counter()
-                arrays = fetch.result(batch, timeout_seconds=self._knobs.timeout_seconds, what=what)
-                self.depth.saw(wait_seconds=time.perf_counter() - begun)
+                after, arrays = made.popleft()
+                if isinstance(arrays, BraidaxError):
+                    raise arrays
                 self._cursor = after
-                yield arrays if self._mask is None else self._masked(arrays, self._mask, self._order.num_valid(start))
+                yield arrays
         except WaitTimeout:
             fetch.abandon()
             raise
         finally:
+            if rounds is not None:
+                rounds.close()
             fetch.close(timeout_seconds=self._knobs.timeout_seconds)
+
+    def _made(self, fetch: Fetch, cursor: Cursor, batch: Batch) -> Any:
+        """Returns the batch at a cursor as the step takes it, or the error to raise in its place."""
+        what = f"the batch at {cursor} of {type(self.source).__name__}"
+        begun = time.perf_counter()
+        try:
+            loaded = fetch.result(batch, timeout_seconds=self._knobs.timeout_seconds, what=what)
+        except BraidaxError as error:
+            return error
+        self.depth.saw(wait_seconds=time.perf_counter() - begun)
+        with self.trace.active():
+            arrays = self._plan.batch(loaded)
+        return arrays if self._mask is None else self._masked(arrays, self._mask, self._order.num_valid(cursor))
 
     def _draw(self, cursor: Cursor) -> tuple[Source, NDArray[np.int64]]:
         return self._source_at(cursor.seed, cursor.epoch), self._order.indices(cursor)
@@ -274,8 +278,24 @@ class DataLoader:
             prefetch=self._prefetch,
         )
 
+    def _facts(self, epochs: int | None, remainder: Remainder) -> dict[str, str]:
+        """Returns what all processes must mean alike, by what to call it."""
+        leaves = self._plan.leaves
+        found = {
+            "the number of samples": f"{self.num_samples:,}",
+            "the samples": ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.sample_shape)}" for leaf in leaves),
+            "batch_size=": str(self.batch_size),
+            "remainder=": remainder,
+            "epochs=": str(epochs),
+        }
+        for leaf in leaves:
+            mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
+            ids = ",".join(str(device.id) for device in device_grid(mesh).flat)
+            found[f"the sharding of leaf {leaf.path}"] = f"{spec} on the mesh {dict(mesh.shape)} of the devices {ids}"
+        return found
+
     def _masked(self, batch: Any, sharding: NamedSharding, num_valid: int) -> Any:
-        mask = np.arange(self.batch_size) < num_valid
+        mask = (np.arange(self.batch_size) < num_valid).reshape(self._plan.leaves[0].outer_shape)
         array = jax.make_array_from_callback(mask.shape, sharding, lambda index: mask[index], dtype=np.bool_)
         return {**batch, _MASK: array}
 
@@ -310,6 +330,26 @@ def _skipping(source: Source, on_error: OnError) -> Source:
     if on_error not in ("raise", "skip"):
         raise ArgumentError(f"on_error={on_error!r} is not 'raise' or 'skip'")
     return skipping(source, ledger=_LEDGER) if on_error == "skip" else source
+
+
+def _check(epochs: int | None, workers: str, microbatches: int | None) -> None:
+    for name, number, none in (("epochs", epochs, "runs for ever"), ("microbatches", microbatches, "splits nothing")):
+        if number is not None and number < 1:
+            raise ArgumentError(f"{name}={number!r} is not a positive integer; None {none}")
+    if workers not in ("threads", "processes"):
+        raise ArgumentError(f"workers={workers!r} is not 'threads' or 'processes'")
+
+
+def _like(
+    like: Any, source: Source, mesh: Mesh | None, specs: Any, batch_size: int | None, microbatches: int | None
+) -> tuple[Any, int]:
+    if mesh is not None or specs is not None:
+        raise ArgumentError("like= was given beside mesh= or specs=; expected one or the other: leave the others out")
+    lead = 0 if microbatches is None else 1
+    specs, found = specs_like(like, source.sample_spec, lead=lead)
+    if batch_size not in (None, found):
+        raise ArgumentError(f"batch_size={batch_size}, but the step of like= was compiled for {found}; leave it out")
+    return specs, found
 
 
 def _check_fixed(source: Source) -> None:
@@ -350,5 +390,9 @@ def _split_mask(sample_spec: Any, specs: Any, remainder: Remainder) -> tuple[Any
 def _mask_sharding(plan: LoadPlan, mesh: Mesh | None, spec: Any) -> NamedSharding:
     """The sharding of the mask: the user's, or else as the batch dim of the first leaf."""
     first = plan.leaves[0].sharding
-    chosen = spec if spec is not None else NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))
-    return resolve_shardings(jax.ShapeDtypeStruct((plan.batch_size,), np.bool_), mesh, chosen)[0]
+    outer = plan.leaves[0].outer_shape
+    if spec is None:
+        spec = NamedSharding(first.mesh, PartitionSpec(*first.spec[: len(outer)]))
+    elif len(outer) > 1:
+        _, spec = stacked(None, spec, outer[0])
+    return resolve_shardings(jax.ShapeDtypeStruct(outer, np.bool_), mesh, spec)[0]

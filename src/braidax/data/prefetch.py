@@ -99,7 +99,7 @@ class _Sender:
         memory = slots.take()
         for leaf_plan, leaf in zip(plan.leaves, leaves, strict=True):
             leaf_plan.fill(memory, leaf)
-        return plan.arrays(memory)
+        return plan.batch(plan.arrays(memory))
 
 
 def _as_array(leaf: Any) -> NDArray[Any]:

@@ -45,6 +45,27 @@ def shared_batch_parts(mesh: Mesh | None, specs: Any) -> int:
     return math.lcm(1, *(batch_parts(spec, mesh) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)))
 
 
+def stacked(batch_spec: Any, specs: Any, microbatches: int) -> tuple[Any, Any]:
+    """Returns the spec of a batch, and shardings, with a dim of microbatches before the others.
+
+    **Raises:** `SpecError` for a batch that cannot be split into so many.
+    """
+
+    def split(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if leaf.shape[0] % microbatches:
+            raise SpecError(
+                f"batch_size={leaf.shape[0]} is not divisible by microbatches={microbatches}; use a multiple of it"
+            )
+        return jax.ShapeDtypeStruct((microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:]), leaf.dtype)
+
+    def moved(spec: Any) -> Any:
+        if isinstance(spec, NamedSharding):
+            return NamedSharding(spec.mesh, PartitionSpec(None, *spec.spec), memory_kind=spec.memory_kind)
+        return PartitionSpec(None, *spec) if isinstance(spec, PartitionSpec) else spec
+
+    return jax.tree.map(split, batch_spec), jax.tree.map(moved, specs, is_leaf=_is_spec)
+
+
 def _is_spec(value: Any) -> bool:
     return isinstance(value, (PartitionSpec, NamedSharding)) or value is None
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.load_plan import ALIGNMENT
+from braidax.data.leaf_plan import ALIGNMENT
 
 
 class Slots:

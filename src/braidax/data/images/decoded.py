@@ -1,15 +1,16 @@
 """Sources whose images were bytes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from braidax.data.around import Around, check_size, leaf_spec
 from braidax.data.images.decode import Choose, Decode, check_decode, compile_kernels, decode_images, image_size
-from braidax.data.sources.source import Indices, Source, allocate, is_varying
+from braidax.data.sources.source import Box, Indices, Sliced, Source, allocate, is_varying
 from braidax.errors import ArgumentError
 
 Name = Callable[[int], str]
@@ -51,7 +52,8 @@ def decode_leaf(source: Source, leaf: str, size: tuple[int, int] | None, decode:
     else:
         check_size(size)
         first = size
-    return DecodedSource(source, leaf, (first[0], first[1]), Decoding(decode, name, resizes=size is not None))
+    kind = DecodedSlices if isinstance(source, Sliced) and type(source.sample_spec) is dict else DecodedSource
+    return kind(source, leaf, (first[0], first[1]), Decoding(decode, name, resizes=size is not None))
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,15 @@ class DecodedSource(Around):
         """Reads samples, and of each image the crop that `choose` chooses."""
         payloads = np.empty(len(indices), object)
         self.source.read(indices, {**out, self.leaf: payloads})
+        self._decode(indices, payloads, out[self.leaf], choose)
+
+    def _decode(
+        self, indices: Indices, payloads: NDArray[Any], images: NDArray[np.uint8], choose: Choose | None
+    ) -> None:
+        """Decodes the bytes of some samples' images, an object array `[n]`, into place."""
         decode_images(
             payloads.tolist(),
-            out[self.leaf],
+            images,
             where=lambda place: self.decoding.name(int(indices[place])),
             choose=choose,
             decode=self.decoding.decode,
@@ -104,6 +112,27 @@ class DecodedSource(Around):
     def cropping(self, size: tuple[int, int]) -> "DecodedSource":
         """Returns itself with crops of another size, of which `read_crops` is told where they are."""
         return replace(self, size=size, decoding=replace(self.decoding, resizes=True, crops=True))
+
+
+@dataclass(frozen=True)
+class DecodedSlices(DecodedSource, Sliced):
+    """The same around a source that can leave out leaves: an image that is not wanted is neither read nor decoded."""
+
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """Those of the source inside; of the images 0."""
+        return cast(Sliced, self.source).cut_dims
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Reads leaves, and decodes the images if they are wanted."""
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self.sample_spec)]
+        place = paths.index((jax.tree_util.DictKey(self.leaf),))
+        images, inner_boxes, inner = out[place], list(boxes), list(out)
+        if images is not None:
+            inner_boxes[place], inner[place] = (), np.empty(len(indices), object)
+        cast(Sliced, self.source).read_slices(indices, inner_boxes, inner)
+        if images is not None:
+            self._decode(indices, cast("NDArray[Any]", inner[place]), images, None)
 
 
 def encoded(source: Source, leaf: str) -> DecodedSource | None:

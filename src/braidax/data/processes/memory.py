@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.load_plan import ALIGNMENT
+from braidax.data.leaf_plan import ALIGNMENT
 from braidax.data.sources.source import is_varying
 
 

@@ -19,7 +19,7 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.load_plan import ALIGNMENT
+from braidax.data.leaf_plan import ALIGNMENT
 from braidax.data.processes.memory import nameless_file
 from braidax.errors import ArgumentError, FormatError
 

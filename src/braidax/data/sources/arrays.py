@@ -1,11 +1,12 @@
 """Arrays that lie row by row in memory or in a file: `.npy`, `.npz`, and whatever else can be seen as such."""
 
 import ast
+import functools
 import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +15,15 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sources.memory import Mapped
-from braidax.data.sources.source import Indices, Source, check_indices, gather, loader_dtype
+from braidax.data.sources.memory import Mapped, gather_held
+from braidax.data.sources.record_layout import RecordLayout, read_boxes
+from braidax.data.sources.source import Box, Indices, Sliced, Source, check_indices, gather, loader_dtype
 from braidax.errors import ArgumentError, FormatError
 
 NPY_MAGIC = b"\x93NUMPY"
 
 
-class ArraySource(Source):
+class ArraySource(Source, Sliced):
     """Samples that are the rows of arrays, in memory or memory-mapped.
 
     **Arguments:** `leaves`: name → `[num_samples, *sample_shape]`. `where`: the file or object, for errors. `facts`:
@@ -52,6 +54,9 @@ class ArraySource(Source):
             name: jax.ShapeDtypeStruct(array.shape[1:], loader_dtype(array.dtype, where=where, leaf=name))
             for name, array in self._leaves.items()
         }
+        self._layouts = {
+            name: RecordLayout(self._leaves[name].shape[1:], self._leaves[name].dtype) for name in sorted(self._leaves)
+        }
 
     @property
     def sample_spec(self) -> Any:
@@ -61,12 +66,22 @@ class ArraySource(Source):
     def __len__(self) -> int:
         return self._num_samples
 
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """All dims of each leaf."""
+        return [layout.cut_dims(gap_bytes=0) for layout in self._layouts.values()]
+
     def read(self, indices: Indices, out: Any) -> None:
         """Copies rows into place: one vectorised copy per leaf."""
+        boxes = [layout.whole for layout in self._layouts.values()]
+        self.read_slices(indices, boxes, [out[name] for name in self._layouts])
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Copies parts of rows into place: one vectorised copy per leaf, which touches nothing else of the array."""
         check_indices(indices, self._num_samples, where=self._where)
-        for name, array in self._leaves.items():
-            with self._reading(name, indices):
-                gather(array, indices, out[name], where=self._where, leaf=name)
+        for name, box, target in zip(self._layouts, boxes, out, strict=True):
+            if box is not None and target is not None:
+                self._read_leaf(name, indices, box, target)
 
     def prepare(self, indices: Indices) -> None:
         """Asks the kernel ahead for the bytes of these samples, while the disk is what reads wait for."""
@@ -90,6 +105,20 @@ class ArraySource(Source):
             if (place := self._places[name]) is not None
         }
         return _source_again, (kept, views, self._where, self._facts, self._mapped)
+
+    def _read_leaf(self, name: str, indices: Indices, box: Box, target: NDArray[Any]) -> None:
+        array, place, layout = self._leaves[name], self._places[name], self._layouts[name]
+        if box == layout.whole or not array.flags.c_contiguous:
+            part = array[(slice(None), *(slice(start, stop) for start, stop in box))]
+            with self._reading(name, indices):
+                gather(part, indices, target, where=self._where, leaf=name)
+            return
+        if self._mapped is None or place is None:
+            copy, first = functools.partial(gather_held, array.reshape(-1).view(np.uint8)), 0
+        else:
+            copy, first = self._mapped.gather, place
+        starts = first + indices * layout.num_bytes
+        read_boxes(copy, starts, box, target, layout=layout, records=indices, where=self._where, leaf=name)
 
     def _reading(self, name: str, indices: Indices) -> AbstractContextManager[None]:
         return nullcontext() if self._mapped is None else self._mapped.reading(*self._rows(name, indices))

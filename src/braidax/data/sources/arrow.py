@@ -13,7 +13,7 @@ from braidax.data.sources.columns import RAGGED, Leaf, with_lengths
 from braidax.data.sources.direct import DirectLeaf, direct_leaf
 from braidax.data.sources.huggingface import is_huggingface, read_folder, selected
 from braidax.data.sources.memory import Fetched, Mapped, Memory
-from braidax.data.sources.source import Indices, Source, check_indices, listed
+from braidax.data.sources.source import Box, Indices, Sliced, Source, check_indices, listed
 from braidax.data.sources.tables import arrow, arrow_ipc, column_of, leaves_of, list_lengths
 from braidax.data.storage import Files, LocalFiles
 from braidax.errors import ArgumentError, FormatError, RecordError
@@ -24,7 +24,7 @@ SUFFIXES = frozenset({".arrow", ".feather", ".ipc"})
 _BUCKETS_PER_BATCH = 4
 
 
-class ArrowSource(Source):
+class ArrowSource(Source, Sliced):
     """Records gathered straight from the buffers of uncompressed batches, mapped into memory or fetched by ranges.
 
     **Arguments:** `memory`: holds the files. `layouts`: theirs; every batch holds records. `leaves`: what is read, with
@@ -36,6 +36,7 @@ class ArrowSource(Source):
     ) -> None:
         self._memory = memory
         self._leaves = list(leaves)
+        self._sorted = sorted(leaves, key=lambda direct: direct.leaf.name)  # as in a PyTree
         self._facts = dict(facts)
         rows = [[batch.num_rows for batch in layout.batches] for layout in layouts]
         self._batches = _Starts([count for counts in rows for count in counts])
@@ -53,17 +54,19 @@ class ArrowSource(Source):
     def __len__(self) -> int:
         return int(self._files[-1])
 
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """Of lists of numbers that have one length, their dims; of all else 0."""
+        return [direct.cut_dims(self._memory) for direct in self._sorted]
+
     def read(self, indices: Indices, out: Any) -> None:
         """Gathers records: one vectorised copy per leaf, however many batches and files they lie in."""
-        check_indices(indices, len(self), where=f"{self._memory.names[0]} ({len(self._memory.names)} file(s))")
-        batches, rows = self._batches.locate(indices)
-        for direct in self._leaves:
-            target = out[direct.leaf.name]
-            try:
-                direct.read(self._memory, batches, rows, target, records=indices, where=self._memory.names[0])
-            except RecordError:
-                self._name_the_file(direct, batches, rows, target, indices)
-                raise
+        self._read(indices, [(direct, None, out[direct.leaf.name]) for direct in self._leaves])
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Gathers parts of records likewise; leaves that are not wanted are not touched."""
+        every = zip(self._sorted, boxes, out, strict=True)
+        self._read(indices, [part for part in every if part[1] is not None])
 
     def prepare(self, indices: Indices) -> None:
         """Asks for the bytes of records ahead: of a local disk while it is what reads wait for, of a store always."""
@@ -81,15 +84,32 @@ class ArrowSource(Source):
             "record batches": f"{len(self._batches):,}, not compressed: {kind}",
         }
 
+    def _read(self, indices: Indices, parts: Sequence[tuple[DirectLeaf, Box | None, NDArray[Any] | None]]) -> None:
+        check_indices(indices, len(self), where=f"{self._memory.names[0]} ({len(self._memory.names)} file(s))")
+        batches, rows = self._batches.locate(indices)
+        for direct, box, target in parts:
+            assert target is not None, "a leaf that is wanted has a place"
+            try:
+                direct.read(self._memory, batches, rows, target, box=box, records=indices, where=self._memory.names[0])
+            except RecordError:
+                self._name_the_file(direct, box, batches, rows, target, indices)
+                raise
+
     def _name_the_file(
-        self, direct: DirectLeaf, batches: Indices, rows: Indices, target: NDArray[Any], indices: Indices
+        self,
+        direct: DirectLeaf,
+        box: Box | None,
+        batches: Indices,
+        rows: Indices,
+        target: NDArray[Any],
+        indices: Indices,
     ) -> None:
         """Reads one record after another: the one that raises is named by its file and its number there."""
         file = np.searchsorted(self._files, indices, side="right") - 1
         for place in range(len(indices)):
             one = slice(place, place + 1)
             records, where = (indices - self._files[file])[one], self._memory.names[int(file[place])]
-            direct.read(self._memory, batches[one], rows[one], target[one], records=records, where=where)
+            direct.read(self._memory, batches[one], rows[one], target[one], box=box, records=records, where=where)
 
 
 class _Starts:

@@ -22,11 +22,11 @@ from braidax.data.sources.columns import (
     with_lengths,
 )
 from braidax.data.sources.memory import Memory, Places
-from braidax.data.sources.source import Indices, narrow
+from braidax.data.sources.record_layout import RecordLayout, read_boxes
+from braidax.data.sources.source import Box, Indices
 from braidax.errors import FormatError
 
 _GROUP = 1 << 12  # batches whose offsets are looked at together
-_NARROWED_BYTES = 1 << 18  # as stored, of the values that are narrowed at once
 
 
 class DirectLeaf:
@@ -57,12 +57,27 @@ class DirectLeaf:
         self._offset_dtype = np.dtype("<i8" if is_large else "<i4")
         self._nulls = nulls
 
+    def cut_dims(self, memory: Memory) -> int:
+        """Returns along how many dims of a record parts can be read: of numbers, where lists have one length."""
+        if self._offsets is not None or self.leaf.kind == "bit":
+            return 0
+        return self._layout.cut_dims(gap_bytes=memory.gap_bytes)
+
     def read(
-        self, memory: Memory, batches: Indices, rows: Indices, out: NDArray[Any], *, records: Indices, where: str
+        self,
+        memory: Memory,
+        batches: Indices,
+        rows: Indices,
+        out: NDArray[Any],
+        *,
+        box: Box | None = None,
+        records: Indices,
+        where: str,
     ) -> None:
         """Copies records into place.
 
-        **Arguments:** `batches`, `rows`: int64 `[n]`, where the records are. `records`, `where`: for errors.
+        **Arguments:** `batches`, `rows`: int64 `[n]`, where the records are. `box`: the part of each; all of it by
+        default. `records`, `where`: for errors.
 
         **Raises:** `RecordError` for a record that is null or does not fit; `FormatError` for a file that changed.
         """
@@ -70,17 +85,14 @@ class DirectLeaf:
         if self._offsets is not None:
             places, lengths = self._spans(memory, batches, rows, where)
             fill_pieces(self.leaf, memory.slices(places, lengths), out, records=records, where=where)
-        elif self.leaf.kind == "bit":
-            self._read_bits(memory, self._base[batches] + rows * self._stride, out)
-        elif self.leaf.stored == out.dtype:
-            memory.gather(self._base[batches] + rows * self._stride, _bytes(out))
-        else:
-            step = max(1, _NARROWED_BYTES // max(1, self._stride))
-            for start in range(0, len(rows), step):
-                part = slice(start, start + step)
-                values = memory.take(self._base[batches[part]] + rows[part] * self._stride, self._stride)
-                stored = values.view(self.leaf.stored).reshape(out[part].shape)
-                narrow(stored, out[part], records[part], where=where, leaf=self.leaf.name)
+            return
+        starts = self._base[batches] + rows * self._stride
+        if self.leaf.kind == "bit":
+            self._read_bits(memory, starts, out)
+            return
+        layout = self._layout
+        box = layout.whole if box is None else box
+        read_boxes(memory.gather, starts, box, out, layout=layout, records=records, where=where, leaf=self.leaf.name)
 
     def prepare(self, memory: Memory, batches: Indices, rows: Indices) -> None:
         """Asks for the bytes of records ahead; of a varying leaf, for their offsets."""
@@ -91,6 +103,10 @@ class DirectLeaf:
             memory.prepare((self._base[batches] + rows * self._stride) // 8, np.full(len(rows), self._stride // 8 + 2))
         else:
             memory.prepare(self._base[batches] + rows * self._stride, np.full(len(rows), self._stride))
+
+    @property
+    def _layout(self) -> RecordLayout:
+        return RecordLayout(self.leaf.shape, self.leaf.stored)
 
     def _spans(self, memory: Memory, batches: Indices, rows: Indices, where: str) -> tuple[Places, Places]:
         """Returns place and number of bytes of each record of a varying leaf."""
@@ -116,7 +132,7 @@ class DirectLeaf:
         packed = memory.take(first, width)
         bits = np.unpackbits(packed, axis=1, bitorder="little").view(np.bool_)
         chosen = (places - first * 8)[:, None] + np.arange(self._stride)
-        out.reshape(len(places), -1)[:] = np.take_along_axis(bits, chosen, axis=1)
+        out.reshape(len(places), self._stride)[:] = np.take_along_axis(bits, chosen, axis=1)
 
     def _refuse_nulls(self, batches: Indices, rows: Indices, records: Indices, where: str) -> None:
         if self._nulls.size:
@@ -289,7 +305,3 @@ class _Ragged(NamedTuple):
     first: NDArray[np.int64]
     last: NDArray[np.int64]
     pieces: list[NDArray[Any]]
-
-
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return array.reshape(len(array), -1).view(np.uint8) if array.size else np.empty((len(array), 0), np.uint8)

@@ -11,7 +11,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from braidax.data.sources.arrays import npy_layout
 from braidax.data.sources.memory import Fetched, Mapped, Memory
-from braidax.data.sources.source import Indices, Source, check_indices, listed, loader_dtype, narrow
+from braidax.data.sources.record_layout import RecordLayout, read_boxes
+from braidax.data.sources.source import Box, Indices, Sliced, Source, check_indices, listed, loader_dtype
 from braidax.data.sources.tokens import token_layout
 from braidax.data.storage.files import Files, Ranges
 from braidax.data.storage.local import LocalFiles
@@ -28,7 +29,7 @@ class Run(NamedTuple):
     num_records: int
 
 
-class FixedSource(Source):
+class FixedSource(Source, Sliced):
     """Samples that are records of one width, one behind the other in each file.
 
     Where a record lies is computed: nothing is read or stored before it is asked for.
@@ -53,8 +54,7 @@ class FixedSource(Source):
         self._memory: Memory = Mapped(files.names) if isinstance(files, LocalFiles) else Fetched(files)
         self._runs = list(runs)
         self._leaf = leaf
-        self._stored = dtype
-        self._width = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        self._layout = RecordLayout(shape, dtype)
         self._origins = self._memory.origins + np.array([run.offset for run in runs], np.int64)
         self._starts = np.cumsum([0, *(run.num_records for run in runs)], dtype=np.int64)
         self._facts = dict(facts)
@@ -64,7 +64,7 @@ class FixedSource(Source):
         self._spec = jax.ShapeDtypeStruct(shape, loader_dtype(dtype, where=files.names[0], leaf=leaf))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = {"leaf": self._leaf, "dtype": self._stored, "shape": self._spec.shape, "facts": self._facts}
+        given = {"leaf": self._leaf, **self._layout._asdict(), "facts": self._facts}
         return functools.partial(FixedSource, **given), (self._files, self._runs)
 
     @property
@@ -75,21 +75,36 @@ class FixedSource(Source):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """All dims of the leaf; where ranges are fetched, those along which a cut saves fetching."""
+        return [self._layout.cut_dims(gap_bytes=self._memory.gap_bytes)]
+
     def read(self, indices: Indices, out: Any) -> None:
         """Copies the records of a window: one vectorised gather, or one fetch of all their ranges."""
+        self.read_slices(indices, [self._layout.whole], [out[self._leaf]])
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Copies parts of records likewise: no other bytes are asked for."""
         check_indices(indices, len(self), where=self._where)
-        target: NDArray[Any] = out[self._leaf]
-        same = self._stored == target.dtype
-        values = target if same else np.empty(target.shape, self._stored)
-        if values.size:
-            self._memory.gather(self._places(indices), values.reshape(len(indices), -1).view(np.uint8))
-        if not same:
-            narrow(values, target, indices, where=self._where, leaf=self._leaf)
+        (box,), (target,) = boxes, out
+        if box is None or target is None:
+            return
+        read_boxes(
+            self._memory.gather,
+            self._places(indices),
+            box,
+            target,
+            layout=self._layout,
+            records=indices,
+            where=self._where,
+            leaf=self._leaf,
+        )
 
     def prepare(self, indices: Indices) -> None:
         """Asks the storage to fetch these records ahead."""
         inside = indices[(indices >= 0) & (indices < len(self))]
-        self._memory.prepare(self._places(inside), np.full(len(inside), self._width, np.int64))
+        self._memory.prepare(self._places(inside), np.full(len(inside), self._layout.num_bytes, np.int64))
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""
@@ -97,12 +112,12 @@ class FixedSource(Source):
             **self._facts,
             "files": listed([name.rpartition("/")[2] for name in self._memory.names]),
             "samples": f"{len(self):,}",
-            "bytes": f"{len(self) * self._width:,}",
+            "bytes": f"{len(self) * self._layout.num_bytes:,}",
         }
 
     def _places(self, indices: Indices) -> Indices:
         file = np.searchsorted(self._starts, indices, side="right") - 1
-        return self._origins[file] + (indices - self._starts[file]) * self._width
+        return self._origins[file] + (indices - self._starts[file]) * self._layout.num_bytes
 
 
 def open_npy_files(files: Files) -> FixedSource:

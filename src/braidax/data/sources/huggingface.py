@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sources.source import Indices, Source, check_indices, prepare
+from braidax.data.sources.source import Box, Indices, Sliced, Source, check_indices, prepare
 from braidax.data.sources.tables import arrow, arrow_ipc
 from braidax.errors import ArgumentError, FormatError
 
@@ -82,7 +82,7 @@ def selected(source: Source, folder: Folder) -> Source:
             f"{folder.indices[0]}: selects record {int(rows.max())} of {len(source)}; it belongs to other files: save "
             "the dataset again"
         )
-    return _Selected(source, rows)
+    return (_SelectedSlices if isinstance(source, Sliced) else _Selected)(source, rows)
 
 
 class _Selected(Source):
@@ -100,8 +100,7 @@ class _Selected(Source):
         return len(self._rows)
 
     def read(self, indices: Indices, out: Any) -> None:
-        check_indices(indices, len(self), where="the indices mapping")
-        self._source.read(self._rows[indices].astype(np.int64), out)
+        self._source.read(self._found(indices), out)
 
     def prepare(self, indices: Indices) -> None:
         prepare(self._source, self._rows[indices].astype(np.int64))
@@ -109,6 +108,21 @@ class _Selected(Source):
     def describe(self) -> Mapping[str, str]:
         stored = f"{len(self):,} of {len(self._source):,} stored, selected by an indices mapping"
         return {**self._source.describe(), "samples": f"{len(self):,}", "indices": stored}
+
+    def _found(self, indices: Indices) -> Indices:
+        check_indices(indices, len(self), where="the indices mapping")
+        return self._rows[indices].astype(np.int64)
+
+
+class _SelectedSlices(_Selected, Sliced):
+    """Some of the samples of a source that can be read in part."""
+
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        return cast(Sliced, self._source).cut_dims
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        cast(Sliced, self._source).read_slices(self._found(indices), boxes, out)
 
 
 def _cache_folder(path: Path, split: str | None) -> Folder:

@@ -2,16 +2,16 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.images.decode import Decode
-from braidax.data.sources.source import VARYING, Indices, Source, check_indices, listed
+from braidax.data.sources.source import VARYING, Box, Indices, Sliced, Source, check_indices, listed
 from braidax.data.storage.local import ReadAhead, ask_ahead
 from braidax.errors import ArgumentError, FormatError, RecordError
 from braidax.spans import span
@@ -19,7 +19,7 @@ from braidax.spans import span
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
 
 
-class ImageFolder(Source):
+class ImageFolder(Source, Sliced):
     """Images decoded on demand as `{"image": uint8 [H, W, 3] RGB, "label": int32 []}`.
 
     Gray images become RGB, transparency is dropped, and an Exif orientation is applied, so that images stand upright.
@@ -60,6 +60,15 @@ class ImageFolder(Source):
         """Reads, decodes and resizes images into place; the GIL is dropped meanwhile."""
         self.decodes.read(indices, out)
 
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """0 for each leaf: an image that is not wanted is neither read nor decoded."""
+        return cast(Sliced, self.decodes).cut_dims
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Reads the images, or the labels, or both."""
+        cast(Sliced, self.decodes).read_slices(indices, boxes, out)
+
     def prepare(self, indices: Indices) -> None:
         """Asks the kernel to bring files into its page cache, where a read has waited for the disk lately."""
         self.decodes.prepare(indices)
@@ -69,7 +78,7 @@ class ImageFolder(Source):
         return self.decodes.describe()
 
 
-class EncodedFolder(Source):
+class EncodedFolder(Source, Sliced):
     """The files of an image folder as they are: `"image"`, bytes, and `"label"`.
 
     **Arguments:** `files`, `labels`, `facts`: as those of `ImageFolder`.
@@ -97,17 +106,30 @@ class EncodedFolder(Source):
         """Returns how errors call a record."""
         return f"{self._files[record]}, record {record}"
 
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """0 for each leaf."""
+        return [0] * len(self.sample_spec)
+
     def read(self, indices: Indices, out: Any) -> None:
         """Reads whole files."""
+        names = sorted(self.sample_spec)
+        self.read_slices(indices, [()] * len(names), [out[name] for name in names])
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Reads whole files, or only the labels, which opens none."""
         check_indices(indices, len(self._files), where=self._facts["folder"])
-        with self._ahead.watch(len(indices)):
-            if self._ahead.is_cold:
-                self.prepare(indices)
-            with span("read", "image folder"):
-                for row, record in enumerate(indices.tolist()):
-                    out["image"][row] = self._bytes(record)
-        if self._labels is not None:
-            np.take(self._labels, indices, out=out["label"], mode="clip")
+        wanted = dict(zip(sorted(self.sample_spec), out, strict=True))
+        images, labels = wanted["image"], wanted.get("label")
+        if images is not None:
+            with self._ahead.watch(len(indices)):
+                if self._ahead.is_cold:
+                    self.prepare(indices)
+                with span("read", "image folder"):
+                    for row, record in enumerate(indices.tolist()):
+                        images[row] = self._bytes(record)
+        if self._labels is not None and labels is not None:
+            np.take(self._labels, indices, out=labels, mode="clip")
 
     def prepare(self, indices: Indices) -> None:
         """Asks the kernel to bring files into its page cache, where a read has waited for the disk lately."""

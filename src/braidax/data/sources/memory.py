@@ -25,7 +25,9 @@ from braidax.errors import FormatError
 
 Places = NDArray[np.int64]
 
+_FETCHED_GAP_BYTES = 1 << 15  # storage fetches ranges that lie closer together as one
 _GATHERED_BYTES = 1 << 19  # what one call of NumPy gathers: it fits into a core's cache on its way to `out`
+_ON_GRID_BYTES = 1 << 6  # records of at least this, on one grid, are items of a contiguous array: copied only once
 _PAGE_BYTES = 1 << 12
 _ASKED_BYTES = 1 << 17  # the kernel cuts longer wishes down to its read-ahead, in silence
 _QUIET_WINDOWS = 8
@@ -55,6 +57,11 @@ class Memory(Protocol):
     @property
     def origins(self) -> Places:
         """The place of each file's first byte, int64 `[files]`."""
+        ...
+
+    @property
+    def gap_bytes(self) -> int:
+        """Ranges that lie no further apart are read as one, so that nothing is saved by leaving out what is between."""
         ...
 
     def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
@@ -133,6 +140,10 @@ class Mapped(Memory):
     def origins(self) -> Places:
         return self._origins
 
+    @property
+    def gap_bytes(self) -> int:
+        return 0
+
     def expect(self, states: Sequence[tuple[int, int, int]]) -> None:
         """Checks that the files are those that had these states. **Raises:** `FormatError` naming one that is not."""
         self._states = [_State(*state) for state in states]
@@ -154,10 +165,7 @@ class Mapped(Memory):
         if not out.size:
             return
         with self.reading(places, np.int64(width)):
-            records, rows = self._as_records(width), out.view(f"V{width}")[:, 0]
-            step = max(1, _GATHERED_BYTES // width)
-            for start in range(0, len(places), step):
-                rows[start : start + step] = records[places[start : start + step]]
+            _gather_records(self._as_records(width), places, out)
 
     def take(self, places: Places, width: int) -> NDArray[np.uint8]:
         if not width:
@@ -259,6 +267,27 @@ class Mapped(Memory):
         self._as_records(1)[np.maximum((starts + within) * _PAGE_BYTES, 0)]
 
 
+def gather_held(data: NDArray[np.uint8], places: Places, out: NDArray[np.uint8]) -> None:
+    """Copies bytes as `Memory.gather` does, but from an array in memory, uint8 `[bytes]`, contiguous."""
+    width = out.shape[1]
+    if out.size:
+        _gather_records(np.ndarray((len(data) - width + 1,), f"V{width}", data, 0, (1,)), places, out)
+
+
+def _gather_records(records: NDArray[Any], places: Places, out: NDArray[np.uint8]) -> None:
+    """Copies the records at some places; `records`: `[n]`, one of `out`'s width at each byte."""
+    width = out.shape[1]
+    rows = out.view(f"V{width}")[:, 0]
+    if width >= _ON_GRID_BYTES:
+        phases = places % width
+        if (phases == phases[0]).all():
+            np.take(records[phases[0] :: width], places // width, out=rows, mode="clip")
+            return
+    step = max(1, _GATHERED_BYTES // width)
+    for start in range(0, len(places), step):
+        rows[start : start + step] = records[places[start : start + step]]
+
+
 def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -288,6 +317,10 @@ class Fetched(Memory):
     @property
     def origins(self) -> Places:
         return self._origins
+
+    @property
+    def gap_bytes(self) -> int:
+        return _FETCHED_GAP_BYTES
 
     def gather(self, places: Places, out: NDArray[np.uint8]) -> None:
         if out.size:

@@ -82,6 +82,32 @@ class Prepared(Protocol):
         ...
 
 
+Box = tuple[tuple[int, int], ...]
+"""A part of a sample: `(start, stop)` of every dim."""
+
+
+@runtime_checkable
+class Sliced(Protocol):
+    """A source that reads some leaves, or parts of them, for so much less work than whole samples."""
+
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """For each leaf, in PyTree order: along how many dims of a sample parts can be read, from the first one on.
+
+        0 means that the leaf is read whole, or left out.
+        """
+        ...
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Reads parts of samples into place.
+
+        **Arguments:** `indices`: as those of `Source.read`. `boxes`: for each leaf, in PyTree order, which part of a
+        sample; None for a leaf that is not wanted. `out`: for each leaf a C-contiguous array `[n, *sizes of the box]`,
+        or None. **Raises:** as `Source.read`.
+        """
+        ...
+
+
 def source_at(source: Source, seed: int | None, epoch: int) -> Source:
     """Returns a source as it is in an epoch: itself, unless it is redrawn in each."""
     return source.at(seed, epoch) if isinstance(source, Redrawn) else source

@@ -1,0 +1,219 @@
+"""Load sharding and target sharding: how a leaf is cut so that no two processes read the same part of it.
+
+A mesh axis *crosses* when devices along it belong to different processes. What the target sharding replicates along a
+crossing axis is cut along it instead, by rows: every process reads a piece, and the devices put the whole together
+(see `reshard`). Where a source reads whole records only, all its leaves are cut by the same rows. Planning looks at
+nothing but the mesh, so that each process knows what every other one reads.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+SMALL_BYTES = 1 << 16
+"""What has less than this in a batch may be read by several processes."""
+
+Axes = tuple[str, ...]
+
+
+class Target(NamedTuple):
+    """A leaf of a batch. **Fields:** its path, `jax.ShapeDtypeStruct` and the `NamedSharding` that it is to have."""
+
+    path: str
+    spec: jax.ShapeDtypeStruct
+    sharding: NamedSharding
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole leaf."""
+        return math.prod(self.spec.shape) * np.dtype(self.spec.dtype).itemsize
+
+    def axes(self, dim: int) -> Axes:
+        """The mesh axes along which a dim is split."""
+        spec = self.sharding.spec
+        entry = spec[dim] if dim < len(spec) else None
+        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How one leaf of a batch is loaded: as an array of its own, of which the devices make the target.
+
+    The rows of a batch, or of each microbatch, are cut into `num_parts` equal parts, and each of these into
+    `num_pieces` of `piece_rows` rows, the last ones of a part shorter or empty where the rows do not suffice. The load
+    array holds the pieces one behind the other, short ones filled up.
+
+    **Fields:** `sharding`, `shape`: of the load array. `lead`: dims before that of the rows: 1 with microbatches.
+    `num_rows`: of a microbatch. `why`: in words, for people; empty where the load array is the target itself.
+    """
+
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+    lead: int
+    num_rows: int
+    num_parts: int
+    num_pieces: int
+    piece_rows: int
+    why: str
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a part."""
+        return self.num_rows // self.num_parts
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the load array has rows that hold nothing."""
+        return self.num_pieces * self.piece_rows != self.part_rows
+
+    def rows_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns the rows of a microbatch, `[start, stop)`, that a stretch of the load array within a part holds."""
+        if not self.is_padded:
+            return start, stop
+        part, first = divmod(start, self.num_pieces * self.piece_rows)
+        begin = part * self.part_rows
+        return begin + min(first, self.part_rows), begin + min(first + stop - start, self.part_rows)
+
+
+class _Cut(NamedTuple):
+    """The rows of a leaf are cut into parts along some axes, and these into pieces along others."""
+
+    parts: Axes
+    pieces: Axes
+
+
+def load_shardings(targets: Sequence[Target], *, lead: int = 0, cut_dims: Sequence[int] | None = None) -> list[Loading]:
+    """Returns how each leaf is loaded so that nothing is read twice, small leaves aside.
+
+    **Arguments:** `targets`: the leaves. `lead`: 1 where a dim of microbatches comes before the rows. `cut_dims`: for
+    each leaf along how many dims of a sample, from the first one on, the source can read parts; None for a source that
+    reads whole records.
+    """
+    if cut_dims is None:
+        return _by_records(targets, lead)
+    cuts = [_cut(target, lead, depth) for target, depth in zip(targets, cut_dims, strict=True)]
+    exchanged = {
+        frozenset(device_grid(target.sharding.mesh).flat)
+        for target, cut in zip(targets, cuts, strict=True)
+        if cut.pieces and target.num_bytes >= SMALL_BYTES
+    }
+    loadings: list[Loading] = []
+    for target, cut in zip(targets, cuts, strict=True):
+        if cut.pieces and frozenset(device_grid(target.sharding.mesh).flat) not in exchanged:
+            loadings.append(as_target(target, lead, why="small: every process that holds it reads it"))
+        else:
+            loadings.append(_loading(target, lead, cut))
+    return loadings
+
+
+def as_target(target: Target, lead: int, *, why: str = "") -> Loading:
+    """Returns the loading of a leaf of which every process reads what its devices hold."""
+    parts = math.prod(target.sharding.mesh.shape[axis] for axis in target.axes(lead))
+    shape = tuple(target.spec.shape)
+    num_rows = shape[lead]
+    return Loading(target.sharding, shape, lead, num_rows, parts, 1, num_rows // parts, why)
+
+
+def device_grid(mesh: Mesh | AbstractMesh) -> NDArray[Any]:
+    """Returns the devices in the shape of the mesh."""
+    devices: Any = mesh.devices
+    return devices
+
+
+@functools.lru_cache(maxsize=64)
+def process_indices(mesh: Mesh) -> NDArray[np.int64]:
+    """Returns the process of each device, in the shape of the mesh."""
+    flat = np.fromiter((device.process_index for device in device_grid(mesh).flat), np.int64)
+    return flat.reshape(device_grid(mesh).shape)
+
+
+@functools.lru_cache(maxsize=64)
+def crossing_axes(mesh: Mesh) -> frozenset[str]:
+    """Returns the axes along which the process changes, somewhere in the mesh."""
+    processes = process_indices(mesh)
+    return frozenset(
+        name
+        for number, name in enumerate(mesh.axis_names)
+        if (processes != processes.take([0], axis=number)).any()
+    )  # fmt: skip
+
+
+def part_indices(sharding: NamedSharding, num_dims: int) -> list[NDArray[np.int64]]:
+    """Returns for each dim which of its parts every device holds, each in the shape of the mesh."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    numbers = np.indices(device_grid(mesh).shape, sparse=True)
+    places = dict(zip(mesh.axis_names, numbers, strict=True))
+    found: list[NDArray[np.int64]] = []
+    for dim in range(num_dims):
+        entry = sharding.spec[dim] if dim < len(sharding.spec) else None
+        part: Any = np.int64(0)
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            part = part * mesh.shape[axis] + places[axis]
+        found.append(np.broadcast_to(part, device_grid(mesh).shape))
+    return found
+
+
+def _by_records(targets: Sequence[Target], lead: int) -> list[Loading]:
+    """Cuts all leaves of a mesh by the rows of its largest one: a record is read once, with all its leaves."""
+    loadings: dict[int, Loading] = {}
+    for mesh in dict.fromkeys(target.sharding.mesh for target in targets):
+        members = [number for number, target in enumerate(targets) if target.sharding.mesh == mesh]
+        largest = max((targets[number] for number in members), key=lambda target: target.num_bytes)
+        cut = _cut(largest, lead, 0)
+        is_small = sum(targets[number].num_bytes for number in members) < SMALL_BYTES
+        for number in members:
+            if is_small or not crossing_axes(mesh):
+                why = "small: every process that holds it reads it" if _cut(targets[number], lead, 0).pieces else ""
+                loadings[number] = as_target(targets[number], lead, why=why)
+            else:
+                loadings[number] = _loading(targets[number], lead, cut)
+    return [loadings[number] for number in range(len(targets))]
+
+
+def _cut(target: Target, lead: int, depth: int) -> _Cut:
+    """Returns how rows are to be cut for each part of a leaf to be on one process, the first dims of samples aside."""
+    mesh, parts = target.sharding.mesh, target.axes(lead)
+    kept = {*parts, *(axis for dim in range(lead + 1, lead + 1 + depth) for axis in target.axes(dim))}
+    crossing = crossing_axes(mesh)
+    return _Cut(parts, tuple(axis for axis in mesh.axis_names if axis in crossing and axis not in kept))
+
+
+def _loading(target: Target, lead: int, cut: _Cut) -> Loading:
+    mesh, shape = target.sharding.mesh, tuple(target.spec.shape)
+    sizes = mesh.shape
+    num_parts = math.prod(sizes[axis] for axis in cut.parts)
+    num_pieces = math.prod(sizes[axis] for axis in cut.pieces)
+    part_rows = shape[lead] // num_parts
+    order = cut.parts + cut.pieces
+    # What devices of one process share out among them needs no exchange when it is shared out already.
+    local = tuple(axis for axis in target.axes(lead) if axis not in order)
+    if part_rows % (num_pieces * math.prod(sizes[axis] for axis in local)) == 0:
+        order += local
+        num_pieces *= math.prod(sizes[axis] for axis in local)
+    inner = [tuple(axis for axis in target.axes(dim) if axis not in order) for dim in range(lead + 1, len(shape))]
+    if order == target.axes(lead) and inner == [target.axes(dim) for dim in range(lead + 1, len(shape))]:
+        return as_target(target, lead)
+    piece_rows = -(-part_rows // num_pieces)
+    loaded = (*shape[:lead], num_parts * num_pieces * piece_rows, *shape[lead + 1 :])
+    sharding = NamedSharding(automatic(mesh), PartitionSpec(*[None] * lead, order, *(axes or None for axes in inner)))
+    cut_along = ", ".join(axis for axis in order if axis not in target.axes(lead))
+    why = f"rows are cut along {cut_along}, read once and put together on the devices" if cut_along else (
+        "rows are cut in the order of the largest leaf, and put in order on the devices"
+    )  # fmt: skip
+    return Loading(sharding, loaded, lead, shape[lead], num_parts, num_pieces, piece_rows, why)
+
+
+@functools.lru_cache(maxsize=64)
+def automatic(mesh: Mesh) -> Mesh:
+    """Returns the mesh with automatic axes: how load arrays are exchanged is the compiler's business."""
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

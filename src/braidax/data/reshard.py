@@ -1,0 +1,88 @@
+"""From load arrays to the arrays that a step takes: each process gives what it has read, the devices exchange it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from braidax.data.load_sharding import Loading, automatic, device_grid
+from braidax.spans import span
+
+
+class Exchanged(NamedTuple):
+    """A leaf: how it is loaded; dtype, shape and sharding of its target."""
+
+    loading: Loading
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    target: NamedSharding
+
+
+class Reshard:
+    """Puts load arrays together: one compiled program for all leaves of the same devices, none where nothing is cut.
+
+    A call is a collective where processes share leaves: all of them call in the same order, on the thread that runs the
+    steps. Whoever has no device of a leaf gets an array without shards.
+    """
+
+    def __init__(self, leaves: Sequence[Exchanged]) -> None:
+        self._leaves = list(leaves)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, leaf in enumerate(leaves):
+            if leaf.loading.sharding is not leaf.target:
+                groups.setdefault(tuple(device.id for device in device_grid(leaf.target.mesh).flat), []).append(number)
+        self._programs = [(members, _program([leaves[number] for number in members])) for members in groups.values()]
+        # XLA on CPU may run programs of different device sets in another order on another process, which gloo aborts.
+        platforms = {device.platform for leaf in leaves for device in device_grid(leaf.target.mesh).flat}
+        self._one_at_a_time = len(self._programs) > 1 and "cpu" in platforms
+
+    @property
+    def members(self) -> list[int]:
+        """The numbers of the leaves that are exchanged."""
+        return [number for members, _ in self._programs for number in members]
+
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the targets of load arrays, in order."""
+        made = list(arrays)
+        for members, program in self._programs:
+            if self._leaves[members[0]].target.addressable_devices:
+                with span("reshard", num_bytes=sum(arrays[number].nbytes for number in members)):
+                    found = program([arrays[number] for number in members])
+                if self._one_at_a_time:
+                    jax.block_until_ready(found)
+                for number, array in zip(members, found, strict=True):
+                    made[number] = _with_sharding(array, self._leaves[number].target)
+            else:
+                for number in members:
+                    leaf = self._leaves[number]
+                    made[number] = jax.make_array_from_single_device_arrays(
+                        leaf.shape, leaf.target, [], dtype=leaf.dtype
+                    )
+        return made
+
+
+def _program(leaves: Sequence[Exchanged]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    def together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return [_without_padding(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+
+    shardings = [NamedSharding(automatic(leaf.target.mesh), leaf.target.spec) for leaf in leaves]
+    return jax.jit(together, out_shardings=shardings)
+
+
+def _without_padding(array: jax.Array, leaf: Exchanged) -> jax.Array:
+    loading = leaf.loading
+    if not loading.is_padded:
+        return array
+    before, after = leaf.shape[: loading.lead], leaf.shape[loading.lead + 1 :]
+    parts = array.reshape(*before, loading.num_parts, loading.num_pieces * loading.piece_rows, *after)
+    return jax.lax.slice_in_dim(parts, 0, loading.part_rows, axis=loading.lead + 1).reshape(leaf.shape)
+
+
+def _with_sharding(array: jax.Array, target: NamedSharding) -> jax.Array:
+    """Returns the same array on the mesh of the target, whose axes need not be automatic."""
+    if array.sharding == target:
+        return array
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
