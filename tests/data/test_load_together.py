@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from braidax.data import load_sharding
 from braidax.data.loader import DataLoader
+from braidax.data.order import Cursor
 from braidax.gang import LocalGang
 from tests.data.jax_gang import RUN_SECONDS, Case, LeafCase, jax_gang
+from tests.data.numbered import Numbers
 
 NUM_DEVICES = 8
 
@@ -146,3 +150,65 @@ def check(case: Case, told: list[dict[str, Any]]) -> None:
 @given(case=cases())
 def test_every_shard_is_right_and_nothing_is_read_twice(gang: LocalGang, case: Case) -> None:
     check(case, gang.run(load, case, timeout_seconds=RUN_SECONDS))
+
+
+def placed(comm: Any, cursor: Cursor, batch_size: int, form: str, num_batches: int) -> list[dict[str, Any]]:
+    """Returns for each batch from a cursor on where it left the cursor, and the rows of this process's devices."""
+    devices = np.array(jax.devices())
+    mesh, specs = {
+        "data": (Mesh(devices, ("data",)), P("data")),
+        "whole": (Mesh(devices, ("data",)), P()),
+        "model": (Mesh(devices.reshape(2, 4), ("data", "model")), P("data")),
+        "turned": (Mesh(devices[::-1].reshape(4, 2), ("data", "model")), {"x": P("model", None), "id": P("data")}),
+    }[form]
+    found: list[dict[str, Any]] = []
+    load_sharding.SMALL_BYTES = 1
+    with DataLoader(Numbers(150), mesh, specs, batch_size=batch_size, seed=5, epochs=None) as loader:
+        loader.cursor = cursor
+        for batch in loader:
+            ids = {
+                (shard.index[0].indices(batch_size)[:2]): np.asarray(shard.data)
+                for shard in batch["id"].addressable_shards
+            }
+            found.append({"cursor": tuple(loader.cursor), "ids": ids})
+            if len(found) == num_batches:
+                break
+    return found
+
+
+def whole_batches(told: list[list[dict[str, Any]]], batch_size: int) -> list[tuple[Any, list[int]]]:
+    """Puts together what the processes hold."""
+    batches: list[tuple[Any, list[int]]] = []
+    for parts in zip(*told, strict=True):
+        ids = np.full(batch_size, -1)
+        for part in parts:
+            for (start, stop), values in part["ids"].items():
+                assert (ids[start:stop] == -1).all() or (ids[start:stop] == values).all()
+                ids[start:stop] = values
+        assert len({part["cursor"] for part in parts}) == 1
+        batches.append((parts[0]["cursor"], ids.tolist()))
+    return batches
+
+
+@pytest.mark.parametrize("form", ["data", "whole", "model", "turned"])
+def test_a_cursor_goes_on_anywhere_with_the_same_batches(gang: LocalGang, form: str) -> None:
+    """Written by one process with one device, read by several with several, by any strategy, over the epoch's end."""
+    alone: list[tuple[Any, list[int]]] = []
+    with DataLoader(Numbers(150), jax.make_mesh((1,), ("data",)), P(), batch_size=16, seed=5, epochs=None) as loader:
+        for batch in loader:
+            alone.append((tuple(loader.cursor), np.asarray(batch["id"]).tolist()))
+            if len(alone) == 12:
+                break
+    told = gang.run(placed, Cursor(*alone[3][0]), 16, form, 8, timeout_seconds=RUN_SECONDS)
+    assert whole_batches(told, 16) == alone[4:]
+
+
+def test_a_cursor_goes_on_with_batches_of_another_size(gang: LocalGang) -> None:
+    """Counted in samples: the next sample is the first that was not consumed."""
+    order = DataLoader(Numbers(150), jax.make_mesh((1,), ("data",)), P(), batch_size=1, seed=5)
+    samples = [int(index) for (index,) in order.peek(150)]
+    told = gang.run(placed, Cursor(5, 0, 40), 24, "model", 4, timeout_seconds=RUN_SECONDS)
+    assert whole_batches(told, 24) == [
+        ((5, 0, position + 24) if position < 112 else (5, 1, 0), samples[position : position + 24])
+        for position in (40, 64, 88, 112)
+    ]

@@ -143,6 +143,7 @@ def _inspect(
     mesh: Annotated[str | None, typer.Option(help="Show batches on this mesh, such as data=4,model=2.")] = None,
     spec: Annotated[str, typer.Option(help="Mesh axes per dim of a batch: data, or data+model,-.")] = "data",
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Plan for a mesh over so many, simulated.")] = None,
 ) -> None:
     """Show what the loader would see: format, files, samples and, given a mesh, the layout of a batch."""
     from braidax.cli.inspect import inspect
@@ -151,7 +152,7 @@ def _inspect(
 
     axes = None if mesh is None else parse_mesh(mesh)
     source = open_source(path, columns=None if columns is None else columns.split(","), split=split)
-    inspect(source, mesh=axes, spec=parse_spec(spec), batch_size=batch_size, console=Console())
+    inspect(source, mesh=axes, spec=parse_spec(spec), batch_size=batch_size, processes=processes, console=Console())
 
 
 def _task(name: str, out: Path, data: Path | None, preset: str | None, image_size: int | None) -> "Task":

@@ -10,17 +10,24 @@ from rich.console import Console
 from rich.table import Table
 
 from braidax.cli.machine import describe_mesh, make_mesh
-from braidax.data import DataLoader, Source
+from braidax.data import DataLoader, Source, simulated_mesh
 from braidax.data.sources.source import allocate, is_varying
 
 
 def inspect(
-    source: Source, *, mesh: Mapping[str, int] | None, spec: PartitionSpec, batch_size: int | None, console: Console
+    source: Source,
+    *,
+    mesh: Mapping[str, int] | None,
+    spec: PartitionSpec,
+    batch_size: int | None,
+    processes: int | None,
+    console: Console,
 ) -> None:
     """Prints format, files and samples of a source and, given a mesh, how its batches would lie on the devices.
 
     **Arguments:** `source`: what `braidax.open` returned. `mesh`: size of each axis by name. `spec`: of every
-    leaf of a batch. `batch_size`: samples in a global batch; the loader's default if `None`.
+    leaf of a batch. `batch_size`: samples in a global batch; the loader's default if `None`. `processes`: among which
+    the devices of the mesh are dealt, all of them simulated; None for those of this machine.
 
     **Raises:** `SpecError` for a batch that does not fit the mesh, `ArgumentError` for leaves of varying size, which
     cannot be in one.
@@ -28,9 +35,10 @@ def inspect(
     console.print(_facts(source))
     console.print(_sample(source))
     if mesh is not None:
-        devices = make_mesh(mesh)
+        devices = make_mesh(mesh) if processes is None else simulated_mesh(mesh, num_processes=processes)
         with DataLoader(source, devices, spec, batch_size=batch_size) as loader:
             console.print(_batch(loader, describe_mesh(devices)))
+            console.print(loader.explain())
 
 
 def _facts(source: Source) -> Table:

@@ -7,6 +7,8 @@ from braidax.data.augment import random_resized_crop as random_resized_crop
 from braidax.data.depth import Bounds as Bounds
 from braidax.data.depth import Depth as Depth
 from braidax.data.draws import Draws as Draws
+from braidax.data.explain import Explanation as Explanation
+from braidax.data.explain import simulated_mesh as simulated_mesh
 from braidax.data.images.decoded import decoded as decoded
 from braidax.data.knobs import Knobs as Knobs
 from braidax.data.knobs import Stats as Stats

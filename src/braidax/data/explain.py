@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from braidax.data.leaf_plan import LeafPlan
 from braidax.data.load_plan import LoadPlan
 from braidax.data.load_sharding import part_indices, process_indices
+from braidax.errors import ArgumentError
+
+_RANGES = 8  # shown of processes that read the same
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,36 @@ def explain(plan: LoadPlan) -> Explanation:
     return Explanation(leaves, {process: int(records[process]) for process in present}, plan.batch_size)
 
 
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """What a plan needs to know of a device."""
+
+    id: int
+    process_index: int
+    platform: str = "simulated"
+    device_kind: str = "simulated"
+
+
+def simulated_mesh(axes: Mapping[str, int], *, num_processes: int) -> Mesh:
+    """Returns a mesh of devices that are not there, to plan for: a loader on it can `explain`, but load nothing.
+
+    **Arguments:** `axes`: size of each mesh axis by name. `num_processes`: among which the devices are dealt in order,
+    equally many to each.
+
+    **Raises:** `ArgumentError` when they cannot be.
+    """
+    num_devices = math.prod(axes.values())
+    if num_processes < 1 or num_devices % num_processes:
+        raise ArgumentError(
+            f"num_processes={num_processes}: expected a positive number that divides the {num_devices} devices of "
+            f"{dict(axes)}; choose one that does"
+        )
+    each = num_devices // num_processes
+    devices = np.array([SimulatedDevice(number, number // each) for number in range(num_devices)], dtype=object)
+    kinds = (AxisType.Auto,) * len(axes)
+    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=kinds)
+
+
 def _held(leaf: LeafPlan, depth: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns what is read of a leaf: int64 `[n, 3]`, process, first and last row; and the numbers of each sample."""
     loading = leaf.loading
@@ -114,8 +147,10 @@ def _held(leaf: LeafPlan, depth: int) -> tuple[NDArray[np.int64], NDArray[np.int
     cut = spec.shard_shape(loading.shape)[first : first + depth]
     volume = math.prod(cut) * math.prod(whole[depth:])
     part, piece = np.divmod(distinct[:, 1], loading.num_pieces)
-    begin = part * loading.part_rows + np.minimum(piece * loading.piece_rows, loading.part_rows)
-    end = part * loading.part_rows + np.minimum((piece + 1) * loading.piece_rows, loading.part_rows)
+    place, between = np.divmod(piece, loading.stride)
+    begin = part * loading.part_rows + np.minimum(place * loading.piece_rows, loading.part_rows)
+    end = part * loading.part_rows + np.minimum((place + 1) * loading.piece_rows, loading.part_rows)
+    end = np.where(between, begin, end)
     moved = np.arange(math.prod(loading.shape[: loading.lead])) * loading.num_rows
     rows = np.stack(
         [
@@ -147,4 +182,5 @@ def _ranges(numbers: Sequence[int]) -> str:
             found[-1][1] = number
         else:
             found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found[:_RANGES])
+    return shown if len(found) <= _RANGES else f"{shown}, … ({len(numbers):,} in all)"

@@ -15,13 +15,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from braidax.data.load_sharding import Loading, Target
+from braidax.data.load_sharding import Bounds, Loading, Target, local_slices
 
 ALIGNMENT = 64  # bytes: at such addresses JAX on CPU takes host memory as it is, without a copy
 
 _SMALL = 1 << 14  # bytes: a slice up to this size is read with its neighbors and then moved to an aligned place
-
-Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every dim
 
 
 class Place(NamedTuple):
@@ -145,9 +143,7 @@ class Layout:
         self._is_plain = self._num_micro == 1 and not loading.lead and not loading.is_padded
         self.offset = offset
         self._rows: list[Place] = []
-        self._slices: dict[Bounds, list[Any]] = {}
-        for device, index in loading.sharding.addressable_devices_indices_map(loading.shape).items():
-            self._slices.setdefault(bounds_of(index, loading.shape), []).append(device)
+        self._slices = local_slices(loading.sharding, loading.shape)
         self._sample = tuple(target.spec.shape)[loading.lead + 1 :]
         self._depth = depth
 

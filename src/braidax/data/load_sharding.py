@@ -21,6 +21,8 @@ SMALL_BYTES = 1 << 16
 """What has less than this in a batch may be read by several processes."""
 
 Axes = tuple[str, ...]
+Bounds = tuple[tuple[int, int], ...]
+"""`(start, stop)` of every dim."""
 
 
 class Target(NamedTuple):
@@ -47,8 +49,9 @@ class Loading:
     """How one leaf of a batch is loaded: as an array of its own, of which the devices make the target.
 
     The rows of a batch, or of each microbatch, are cut into `num_parts` equal parts, and each of these into
-    `num_pieces` of `piece_rows` rows, the last ones of a part shorter or empty where the rows do not suffice. The load
-    array holds the pieces one behind the other, short ones filled up.
+    `num_pieces` of `piece_rows` rows. Where the rows do not suffice the last pieces are shorter or empty, and where
+    they are few only every `stride`-th piece holds rows: so they are dealt to all processes. The load array holds the
+    pieces one behind the other, filled up.
 
     **Fields:** `sharding`, `shape`: of the load array. `lead`: dims before that of the rows: 1 with microbatches.
     `num_rows`: of a microbatch. `why`: in words, for people; empty where the load array is the target itself.
@@ -62,6 +65,7 @@ class Loading:
     num_pieces: int
     piece_rows: int
     why: str
+    stride: int = 1
 
     @property
     def part_rows(self) -> int:
@@ -74,12 +78,14 @@ class Loading:
         return self.num_pieces * self.piece_rows != self.part_rows
 
     def rows_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns the rows of a microbatch, `[start, stop)`, that a stretch of the load array within a part holds."""
+        """Returns the rows of a microbatch, `[start, stop)`, that a piece of the load array holds."""
         if not self.is_padded:
             return start, stop
-        part, first = divmod(start, self.num_pieces * self.piece_rows)
-        begin = part * self.part_rows
-        return begin + min(first, self.part_rows), begin + min(first + stop - start, self.part_rows)
+        part, piece = divmod(start // self.piece_rows, self.num_pieces)
+        place, between = divmod(piece, self.stride)
+        first = part * self.part_rows + min(place * self.piece_rows, self.part_rows)
+        last = part * self.part_rows + min((place + 1) * self.piece_rows, self.part_rows)
+        return first, first if between else last
 
 
 class _Cut(NamedTuple):
@@ -147,8 +153,7 @@ def crossing_axes(mesh: Mesh) -> frozenset[str]:
 
 def part_indices(sharding: NamedSharding, num_dims: int) -> list[NDArray[np.int64]]:
     """Returns for each dim which of its parts every device holds, each in the shape of the mesh."""
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
+    mesh = _mesh(sharding)
     numbers = np.indices(device_grid(mesh).shape, sparse=True)
     places = dict(zip(mesh.axis_names, numbers, strict=True))
     found: list[NDArray[np.int64]] = []
@@ -159,6 +164,24 @@ def part_indices(sharding: NamedSharding, num_dims: int) -> list[NDArray[np.int6
             part = part * mesh.shape[axis] + places[axis]
         found.append(np.broadcast_to(part, device_grid(mesh).shape))
     return found
+
+
+def local_slices(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Bounds, list[Any]]:
+    """Returns the distinct slices of an array that this process's devices hold, and each one's devices."""
+    here = process_indices(_mesh(sharding)) == jax.process_index()
+    sizes = sharding.shard_shape(shape)
+    parts = np.stack([part[here] for part in part_indices(sharding, len(shape))], axis=1)
+    found: dict[Bounds, list[Any]] = {}
+    for device, part in zip(device_grid(sharding.mesh)[here], parts.tolist(), strict=True):
+        bounds = tuple((number * size, (number + 1) * size) for number, size in zip(part, sizes, strict=True))
+        found.setdefault(bounds, []).append(device)
+    return found
+
+
+def _mesh(sharding: NamedSharding) -> Mesh:
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return mesh
 
 
 def _by_records(targets: Sequence[Target], lead: int) -> list[Loading]:
@@ -208,7 +231,11 @@ def _loading(target: Target, lead: int, cut: _Cut) -> Loading:
     why = f"rows are cut along {cut_along}, read once and put together on the devices" if cut_along else (
         "rows are cut in the order of the largest leaf, and put in order on the devices"
     )  # fmt: skip
-    return Loading(sharding, loaded, lead, shape[lead], num_parts, num_pieces, piece_rows, why)
+    num_filled = -(-part_rows // piece_rows)
+    stride = max(
+        step for step in range(1, num_pieces + 1) if num_pieces % step == 0 and num_pieces // step >= num_filled
+    )
+    return Loading(sharding, loaded, lead, shape[lead], num_parts, num_pieces, piece_rows, why, stride)
 
 
 @functools.lru_cache(maxsize=64)
