@@ -145,8 +145,12 @@ def exchanging(rank: int) -> None:
     """The same where devices exchange: the batch that fails is loaded a step ahead, and raised in its place."""
     from braidax.data import load_sharding
 
+    small = load_sharding.SMALL_BYTES
     load_sharding.SMALL_BYTES = 1
-    failing(rank, P())
+    try:
+        failing(rank, P())
+    finally:
+        load_sharding.SMALL_BYTES = small
 
 
 def test_an_error_found_ahead_is_raised_in_its_place(gang: LocalGang) -> None:
@@ -174,6 +178,39 @@ def stopping(rank: int) -> None:
 
 def test_a_pass_may_be_left_and_begun_anew(gang: LocalGang) -> None:
     assert [kind for kind, _, _ in told(gang, stopping)] == [""] * 3
+
+
+class Diverging(Numbers):
+    """Its record 30 is another one on one host."""
+
+    def __init__(self, num_samples: int, shift: float) -> None:
+        super().__init__(num_samples)
+        self._shift = shift
+
+    def read(self, indices: np.ndarray, out: Any) -> None:
+        super().read(indices, out)
+        out["x"][indices == 30, 2] += self._shift
+
+
+def diverging(rank: int, every: int | None, shift: float) -> None:
+    source = Diverging(96, shift if rank == 1 else 0.0)
+    with DataLoader(source, mesh(), P(), batch_size=12, seed=None, knobs=KNOBS, checksum_every=every) as loader:
+        for _ in loader:
+            position = loader.cursor.position
+            if shift == 0.0 or every is None:
+                continue
+            assert position <= 48, "batch 2 holds record 30; two batches later it is known"
+
+
+def test_replicas_that_differ_are_found(gang: LocalGang) -> None:
+    for kind, text, _ in told(gang, diverging, 2, 0.25):
+        assert kind == "DataError"
+        assert text.startswith("batch 2 of this pass: leaf ['x'][0:12, 0:6] differs between process 0, 2 and process 1")
+
+
+@pytest.mark.parametrize(("every", "shift"), [(1, 0.0), (2, 0.0), (None, 0.25)])
+def test_replicas_that_agree_or_are_not_compared_pass(gang: LocalGang, every: int | None, shift: float) -> None:
+    assert [(kind, text) for kind, text, _ in told(gang, diverging, every, shift)] == [("", "")] * 3
 
 
 def outsider(rank: int) -> None:

@@ -5,13 +5,13 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from braidax.data.depth import Depth
@@ -19,21 +19,22 @@ from braidax.data.explain import Explanation, explain
 from braidax.data.fetch import Batch, Fetch
 from braidax.data.knobs import Knobs, Stats
 from braidax.data.like import devices_of, specs_like
-from braidax.data.load_plan import LoadPlan, plan_load
+from braidax.data.load_plan import plan_load
 from braidax.data.load_sharding import device_grid
+from braidax.data.masks import MASK, Mask, split_mask
 from braidax.data.order import Cursor, Order, Remainder
 from braidax.data.processes.in_processes import InProcesses, in_processes
-from braidax.data.sharding_specs import resolve_shardings, shared_batch_parts, stacked
+from braidax.data.replicas import Replicas
+from braidax.data.sharding_specs import shared_batch_parts
 from braidax.data.skipping import skipping
 from braidax.data.sources import open as open_source
 from braidax.data.sources.source import Sliced, Source, batch_spec, is_varying, source_at
-from braidax.data.together import agreeing, meeting
+from braidax.data.together import Rounds, Together, agreeing, meeting
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 
 _log = logging.getLogger("braidax")
 _DEFAULT_BATCH_SIZE = 128
-_MASK = "mask"
 _LANES = {"wait": "wait", "read": "read", "decode": "decode", "collate": "collate", "transfer": "host-to-device"}
 
 _LEDGER = "skipped.jsonl"
@@ -59,6 +60,7 @@ class DataLoader:
     `"processes"` is for user code in the source that holds the GIL, see `in_processes`. `knobs`: threads, prefetch and
     limits. `microbatches`: makes every leaf a stack of so many microbatches, `[microbatches, batch, …]`, of which
     `specs` describe one. `like`: a compiled step, whose input shardings stand in for `mesh`, `specs` and `batch_size`.
+    `checksum_every`: after so many batches the processes compare what they hold copies of; None: never.
 
     Under `jax.distributed` every process makes the same loader and goes through it: each reads its part, nothing of any
     size is read twice, and what several need is exchanged between devices (`explain` tells). They begin and end epochs
@@ -84,6 +86,7 @@ class DataLoader:
         knobs: Knobs | None = None,
         microbatches: int | None = None,
         like: Any = None,
+        checksum_every: int | None = None,
     ) -> None:
         self._knobs = knobs or Knobs()
         limit = self._knobs.timeout_seconds
@@ -94,7 +97,7 @@ class DataLoader:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             with agreeing(self._together, timeout_seconds=limit) as facts:
-                _check(epochs, workers, microbatches)
+                _check(workers, epochs=epochs, microbatches=microbatches, checksum_every=checksum_every)
                 opened: Source = source if isinstance(source, Source) else open_source(source)
                 _check_fixed(opened)
                 if workers == "processes":
@@ -106,7 +109,9 @@ class DataLoader:
                     parts = shared_batch_parts(mesh, specs) * (microbatches or 1)
                     batch_size = _default_batch_size(len(self.source), parts, remainder)
                 self._order = Order(len(self.source), batch_size, remainder)
-                specs, mask_spec = _split_mask(self.source.sample_spec, specs, remainder)
+                mask_spec = None
+                if remainder == "pad":
+                    specs, mask_spec = split_mask(self.source.sample_spec, specs)
                 self._plan = plan_load(
                     batch_spec(self.source.sample_spec, batch_size),
                     mesh,
@@ -115,11 +120,12 @@ class DataLoader:
                     cut_dims=self.source.cut_dims if isinstance(self.source, Sliced) else None,
                     microbatches=microbatches,
                 )
-                self._mask = _mask_sharding(self._plan, mesh, mask_spec) if remainder == "pad" else None
+                self._mask = Mask(self._plan, mesh, mask_spec) if remainder == "pad" else None
                 self.cursor = Cursor(seed)
                 facts.update(self._facts(epochs, remainder))
             undo.pop_all()
         self._source_at = functools.lru_cache(maxsize=4)(functools.partial(source_at, self.source))
+        self._checksum_every = checksum_every
         self.epochs = epochs
         self.trace = Trace()
         self.depth = Depth()
@@ -142,7 +148,7 @@ class DataLoader:
     @property
     def shardings(self) -> Any:
         """The PyTree of `NamedSharding` that batches have."""
-        return self._plan.shardings if self._mask is None else {**self._plan.shardings, _MASK: self._mask}
+        return self._plan.shardings if self._mask is None else {**self._plan.shardings, MASK: self._mask.sharding}
 
     @property
     def cursor(self) -> Cursor:
@@ -206,7 +212,7 @@ class DataLoader:
         """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
         knobs = self._knobs
         fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=knobs.hedge_seconds)
-        rounds = None if self._together is None else self._together.begin(str(self._cursor), knobs.timeout_seconds)
+        rounds = None if self._together is None else self._begin(self._together, knobs.timeout_seconds)
         coming: deque[tuple[Cursor, Cursor, Batch]] = deque()
         made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
         num_made = 2 if self._plan.reshard.members else 1
@@ -224,14 +230,16 @@ class DataLoader:
                         fetch.run(self._order.look_ahead, start)
                 while coming and len(made) < num_made:
                     start, after, batch = coming.popleft()
-                    made.append((after, self._made(fetch, start, batch)))
+                    made.append((after, self._made(fetch, rounds, start, batch)))
                 if not made:
-                    return
+                    break
                 after, arrays = made.popleft()
                 if isinstance(arrays, BraidaxError):
                     raise arrays
                 self._cursor = after
                 yield arrays
+            if rounds is not None:
+                rounds.finish()
         except WaitTimeout:
             fetch.abandon()
             raise
@@ -240,18 +248,24 @@ class DataLoader:
                 rounds.close()
             fetch.close(timeout_seconds=self._knobs.timeout_seconds)
 
-    def _made(self, fetch: Fetch, cursor: Cursor, batch: Batch) -> Any:
+    def _begin(self, together: Together, timeout_seconds: float) -> Rounds:
+        replicas = None if self._checksum_every is None else Replicas(self._plan, self._checksum_every)
+        return together.begin(str(self._cursor), timeout_seconds, replicas)
+
+    def _made(self, fetch: Fetch, rounds: Rounds | None, cursor: Cursor, batch: Batch) -> Any:
         """Returns the batch at a cursor as the step takes it, or the error to raise in its place."""
         what = f"the batch at {cursor} of {type(self.source).__name__}"
         begun = time.perf_counter()
         try:
             loaded = fetch.result(batch, timeout_seconds=self._knobs.timeout_seconds, what=what)
+            self.depth.saw(wait_seconds=time.perf_counter() - begun)
+            with self.trace.active():
+                arrays = self._plan.batch(loaded)
+            if rounds is not None:
+                rounds.check(arrays)
         except BraidaxError as error:
             return error
-        self.depth.saw(wait_seconds=time.perf_counter() - begun)
-        with self.trace.active():
-            arrays = self._plan.batch(loaded)
-        return arrays if self._mask is None else self._masked(arrays, self._mask, self._order.num_valid(cursor))
+        return arrays if self._mask is None else self._mask.added(arrays, self._order.num_valid(cursor))
 
     def _draw(self, cursor: Cursor) -> tuple[Source, NDArray[np.int64]]:
         return self._source_at(cursor.seed, cursor.epoch), self._order.indices(cursor)
@@ -294,11 +308,6 @@ class DataLoader:
             found[f"the sharding of leaf {leaf.path}"] = f"{spec} on the mesh {dict(mesh.shape)} of the devices {ids}"
         return found
 
-    def _masked(self, batch: Any, sharding: NamedSharding, num_valid: int) -> Any:
-        mask = (np.arange(self.batch_size) < num_valid).reshape(self._plan.leaves[0].outer_shape)
-        array = jax.make_array_from_callback(mask.shape, sharding, lambda index: mask[index], dtype=np.bool_)
-        return {**batch, _MASK: array}
-
     def close(self) -> None:
         """Ends a `for` that is under way: its threads are joined, batches in flight are dropped, processes ended.
 
@@ -332,10 +341,11 @@ def _skipping(source: Source, on_error: OnError) -> Source:
     return skipping(source, ledger=_LEDGER) if on_error == "skip" else source
 
 
-def _check(epochs: int | None, workers: str, microbatches: int | None) -> None:
-    for name, number, none in (("epochs", epochs, "runs for ever"), ("microbatches", microbatches, "splits nothing")):
+def _check(workers: str, **numbers: int | None) -> None:
+    none = {"epochs": "runs for ever", "microbatches": "splits nothing", "checksum_every": "compares nothing"}
+    for name, number in numbers.items():
         if number is not None and number < 1:
-            raise ArgumentError(f"{name}={number!r} is not a positive integer; None {none}")
+            raise ArgumentError(f"{name}={number!r} is not a positive integer; None {none[name]}")
     if workers not in ("threads", "processes"):
         raise ArgumentError(f"workers={workers!r} is not 'threads' or 'processes'")
 
@@ -370,29 +380,3 @@ def _default_batch_size(num_samples: int, parts: int, remainder: Remainder) -> i
         size = max(num_samples // parts, 1) * parts
     _log.warning("DataLoader: batch_size was not given; using %d (a multiple of the %d parts of dim 0)", size, parts)
     return size
-
-
-def _split_mask(sample_spec: Any, specs: Any, remainder: Remainder) -> tuple[Any, Any]:
-    """Takes the spec of the mask, if the user gave one, out of the specs of the batch."""
-    if remainder == "drop":
-        return specs, None
-    if not isinstance(sample_spec, Mapping) or _MASK in sample_spec:
-        raise ArgumentError(
-            f"remainder='pad' adds the leaf {_MASK!r} to every batch, so samples must be mappings without one, got "
-            f"{jax.tree.structure(sample_spec)}; return a dict from a transform, or use remainder='drop'"
-        )
-    if isinstance(specs, Mapping) and _MASK in specs:
-        rest = {name: spec for name, spec in cast(Mapping[str, Any], specs).items() if name != _MASK}
-        return rest, specs[_MASK]
-    return specs, None
-
-
-def _mask_sharding(plan: LoadPlan, mesh: Mesh | None, spec: Any) -> NamedSharding:
-    """The sharding of the mask: the user's, or else as the batch dim of the first leaf."""
-    first = plan.leaves[0].sharding
-    outer = plan.leaves[0].outer_shape
-    if spec is None:
-        spec = NamedSharding(first.mesh, PartitionSpec(*first.spec[: len(outer)]))
-    elif len(outer) > 1:
-        _, spec = stacked(None, spec, outer[0])
-    return resolve_shardings(jax.ShapeDtypeStruct(outer, np.bool_), mesh, spec)[0]

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import jax
 from jax.errors import JaxRuntimeError
 
+from braidax.data.replicas import Replicas, Sums, compare, told
 from braidax.data.threads import Threads
 from braidax.errors import ArgumentError, BraidaxError, ProcessFailed, WaitTimeout
 from braidax.program.coordination import CoordinationClient, coordination_client
@@ -27,6 +28,7 @@ from braidax.program.coordination import CoordinationClient, coordination_client
 _SLICE_SECONDS = 0.5  # of a wait inside JAX, which neither Ctrl-C nor `close` can end
 _GRACE_SECONDS = 2.0  # which others have to say that they too waited in vain
 _NUMBERS: Counter[str] = Counter()  # of loaders made by the same processes, which they make in the same order
+_VERDICT_BATCHES = 2  # after which a comparison has to be over
 _FINE = b"fine"
 
 
@@ -113,16 +115,19 @@ class Together:
         """Drops what was said at a place that all have left."""
         self._client.key_value_delete(f"{self._prefix}/{name}/")
 
-    def begin(self, cursor: str, timeout_seconds: float) -> "Rounds":
+    def begin(self, cursor: str, timeout_seconds: float, replicas: Replicas | None = None) -> "Rounds":
         """Begins a pass over the data.
 
-        **Arguments:** `cursor`: where it begins, in words. `timeout_seconds`: of the wait for one batch.
+        **Arguments:** `cursor`: where it begins, in words. `timeout_seconds`: of the wait for one batch. `replicas`:
+        what is compared of batches, if anything is.
 
         **Raises:** as `meet`.
         """
         number = next(self._num_passes)
         self.meet(f"pass-{number}/start", {"where they begin": cursor}, timeout_seconds=timeout_seconds)
-        return Rounds(self, number, timeout_seconds)
+        if number:
+            self.forget(f"pass-{number - 1}")
+        return Rounds(self, number, timeout_seconds, replicas)
 
     def _tell(self, name: str, verdict: bytes) -> None:
         try:
@@ -185,7 +190,10 @@ def agreeing(together: Together | None, *, timeout_seconds: float) -> Generator[
 class Rounds:
     """One pass: a round for each batch, in order. **Arguments:** as of `Together.begin`, and the pass's number."""
 
-    def __init__(self, together: Together, number: int, timeout_seconds: float) -> None:
+    def __init__(self, together: Together, number: int, timeout_seconds: float, replicas: Replicas | None) -> None:
+        self._replicas = replicas
+        self._num_checked = 0
+        self._comparisons: deque[tuple[int, Future[None]]] = deque()
         self._together = together
         self._number = number
         self._rounds = itertools.count()
@@ -198,6 +206,37 @@ class Rounds:
         **Arguments:** `local`: this process's part.
         """
         return self._threads.submit(self._confirm, next(self._rounds), local)
+
+    def check(self, batch: Any) -> None:
+        """Begins to compare the replicas in the next batch, if it is its turn; raises what an earlier one showed.
+
+        That is raised some batches later, on all processes at the same one: nobody waits for a device.
+
+        **Raises:** `DataError` as `replicas.compare`; as `Together.arrive`.
+        """
+        number, self._num_checked = self._num_checked, self._num_checked + 1
+        if self._comparisons and self._comparisons[0][0] <= number - _VERDICT_BATCHES:
+            self._settle()
+        if self._replicas is not None and number % self._replicas.every == 0:
+            sums = self._replicas.sums(batch)
+            self._comparisons.append((number, self._threads.submit(self._compare, number, sums)))
+
+    def finish(self) -> None:
+        """Waits for the comparisons that are under way. **Raises:** as `check`."""
+        while self._comparisons:
+            self._settle()
+
+    def _settle(self) -> None:
+        number, comparison = self._comparisons.popleft()
+        try:
+            comparison.result(timeout=self._timeout_seconds + 2 * _GRACE_SECONDS)
+        except TimeoutError as error:
+            if comparison.done():
+                raise
+            raise WaitTimeout(
+                f"the checksums of batch {number} of this pass did not come within {self._timeout_seconds:g} s; a "
+                "device that computes them does not answer: does every process run the same steps?"
+            ) from error
 
     def close(self) -> None:
         """Stops asking; a question under way is left alone."""
@@ -214,6 +253,13 @@ class Rounds:
         self._together.arrive(name, deadline=max(deadline, time.monotonic() + 1.0))
         if number:
             self._together.forget(f"pass-{self._number}/{number - 1}")
+
+    def _compare(self, number: int, sums: Sums) -> None:
+        name = f"pass-{self._number}/sums-{number}"
+        messages = self._together.gather(name, told(sums), deadline=time.monotonic() + self._timeout_seconds)
+        compare(messages, f"batch {number} of this pass")
+        if self._replicas is not None and number:
+            self._together.forget(f"pass-{self._number}/sums-{number - self._replicas.every}")
 
 
 def _said(error: BaseException) -> str:
