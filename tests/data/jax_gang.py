@@ -91,8 +91,7 @@ class Counting(Source):
         self._spec = spec
         self._num_samples = num_samples
         self._lock = threading.Lock()
-        self.num_bytes = dict.fromkeys(sorted(spec), 0)
-        self.records: list[int] = []
+        self.forget()
 
     @property
     def sample_spec(self) -> Any:
@@ -100,6 +99,11 @@ class Counting(Source):
 
     def __len__(self) -> int:
         return self._num_samples
+
+    def forget(self) -> None:
+        """Begins to count anew."""
+        self.num_bytes = dict.fromkeys(sorted(self._spec), 0)
+        self.records: list[int] = []
 
     def values(self, name: str, indices: Any) -> Any:
         """Returns whole samples of a leaf, `[n, *shape]`."""

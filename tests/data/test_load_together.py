@@ -42,6 +42,7 @@ def load(comm: Any, case: Case) -> dict[str, Any]:
         microbatches=case.microbatches,
         remainder=case.remainder,
     ) as loader:
+        source.forget()  # what was read to measure what to do with small leaves
         explained = loader.explain()
         coming = loader.peek(loader.batches_per_epoch)
         num_batches = 0

@@ -213,6 +213,37 @@ def test_replicas_that_agree_or_are_not_compared_pass(gang: LocalGang, every: in
     assert [(kind, text) for kind, text, _ in told(gang, diverging, every, shift)] == [("", "")] * 3
 
 
+class Slow(Counting):
+    """Takes its time for each sample."""
+
+    def __init__(self, num_samples: int, seconds: float) -> None:
+        super().__init__({"leaf0": jax.ShapeDtypeStruct((4,), np.int32)}, num_samples)
+        self._seconds = seconds
+
+    def read(self, indices: np.ndarray, out: Any) -> None:
+        time.sleep(self._seconds * len(indices))
+        super().read(indices, out)
+
+
+def choosing(rank: int, seconds: float, redundancy: float) -> None:
+    """A batch of 12 x 16 bytes that all processes hold."""
+    source = Slow(36, seconds)
+    with DataLoader(source, mesh(), P(), batch_size=12, knobs=KNOBS) as loader:
+        assert loader.explain().redundancy == redundancy
+        source.forget()
+        for indices, batch in zip(loader.peek(3), loader, strict=True):
+            for shard in batch["leaf0"].addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), source.values("leaf0", indices))
+    assert len(source.records) == 36 * redundancy / 3
+
+
+@pytest.mark.parametrize(("seconds", "redundancy"), [(0.05, 1.0), (0.0, 3.0)])
+def test_small_leaves_are_exchanged_where_reading_them_again_is_slow(
+    gang: LocalGang, seconds: float, redundancy: float
+) -> None:
+    assert [(kind, text) for kind, text, _ in told(gang, choosing, seconds, redundancy)] == [("", "")] * 3
+
+
 def outsider(rank: int) -> None:
     """A mesh of the first two processes: the third makes the same loader, and its arrays have no shards."""
     devices = Mesh(np.array(jax.devices())[:4], ("data",))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from braidax.data.leaf_plan import Bounds, Layout, LeafPlan, key_of
-from braidax.data.load_sharding import Target, as_target, load_shardings
+from braidax.data.load_sharding import SMALL, Small, Target, as_target, load_shardings
 from braidax.data.reshard import Exchanged, Reshard
 from braidax.data.sharding_specs import resolve_shardings, stacked
 from braidax.errors import ArgumentError
@@ -55,6 +55,11 @@ class LoadPlan:
     def sample_bytes(self) -> int:
         """Bytes of one sample over all leaves."""
         return sum(math.prod(leaf.sample_shape) * leaf.dtype.itemsize for leaf in self.leaves)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether several processes read the same small leaf."""
+        return any(leaf.loading.why == SMALL for leaf in self.leaves)
 
     def reads(self, max_rows: int) -> Iterator[Reading]:
         """Yields what is to be read: at most `max_rows` each, in one piece in every leaf that needs it."""
@@ -115,6 +120,7 @@ def plan_load(
     reads: Literal["once", "held"] = "held",
     cut_dims: Sequence[int] | None = None,
     microbatches: int | None = None,
+    small: Small = "again",
 ) -> LoadPlan:
     """Returns the load plan of a batch.
 
@@ -122,7 +128,7 @@ def plan_load(
     `PartitionSpec`s refer to. `specs`: a PyTree of `PartitionSpec` or `NamedSharding`, or a prefix of one. `reads`:
     `"held"`: every process has what its devices hold; `"once"`: nothing is had by two processes. `cut_dims`: as in
     `load_shardings`. `microbatches`: how many the arrays are to be stacks of, `[microbatches, batch, ...]`, where
-    `specs` describe one; None for arrays `[batch, ...]`.
+    `specs` describe one; None for arrays `[batch, ...]`. `small`: as in `load_shardings`.
 
     **Raises:** `SpecError` if specs, mesh and batch do not fit; `ArgumentError` for a dtype that JAX would truncate and
     for a batch without leaves.
@@ -140,7 +146,7 @@ def plan_load(
     ]
     lead = 0 if microbatches is None else 1
     if reads == "once":
-        loadings = load_shardings(targets, lead=lead, cut_dims=cut_dims)
+        loadings = load_shardings(targets, lead=lead, cut_dims=cut_dims, small=small)
     else:
         loadings = [as_target(target, lead) for target in targets]
     depths = [0] * len(targets) if cut_dims is None else cut_dims

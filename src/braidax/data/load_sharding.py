@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 SMALL_BYTES = 1 << 16
 """What has less than this in a batch may be read by several processes."""
+
+SMALL = "small: every process that holds it reads it"
+"""Why nothing is exchanged."""
 
 Axes = tuple[str, ...]
 Bounds = tuple[tuple[int, int], ...]
@@ -95,25 +98,32 @@ class _Cut(NamedTuple):
     pieces: Axes
 
 
-def load_shardings(targets: Sequence[Target], *, lead: int = 0, cut_dims: Sequence[int] | None = None) -> list[Loading]:
+Small = Literal["again", "once"]
+"""What becomes of small leaves: read by all that hold them, or once, and exchanged."""
+
+
+def load_shardings(
+    targets: Sequence[Target], *, lead: int = 0, cut_dims: Sequence[int] | None = None, small: Small = "again"
+) -> list[Loading]:
     """Returns how each leaf is loaded so that nothing is read twice, small leaves aside.
 
     **Arguments:** `targets`: the leaves. `lead`: 1 where a dim of microbatches comes before the rows. `cut_dims`: for
     each leaf along how many dims of a sample, from the first one on, the source can read parts; None for a source that
-    reads whole records.
+    reads whole records. `small`: of leaves that are small, and share no devices with a large one that is exchanged.
     """
+    large_bytes = SMALL_BYTES if small == "again" else 0
     if cut_dims is None:
-        return _by_records(targets, lead)
+        return _by_records(targets, lead, large_bytes)
     cuts = [_cut(target, lead, depth) for target, depth in zip(targets, cut_dims, strict=True)]
     exchanged = {
         frozenset(device_grid(target.sharding.mesh).flat)
         for target, cut in zip(targets, cuts, strict=True)
-        if cut.pieces and target.num_bytes >= SMALL_BYTES
+        if cut.pieces and target.num_bytes >= large_bytes
     }
     loadings: list[Loading] = []
     for target, cut in zip(targets, cuts, strict=True):
         if cut.pieces and frozenset(device_grid(target.sharding.mesh).flat) not in exchanged:
-            loadings.append(as_target(target, lead, why="small: every process that holds it reads it"))
+            loadings.append(as_target(target, lead, why=SMALL))
         else:
             loadings.append(_loading(target, lead, cut))
     return loadings
@@ -184,17 +194,17 @@ def _mesh(sharding: NamedSharding) -> Mesh:
     return mesh
 
 
-def _by_records(targets: Sequence[Target], lead: int) -> list[Loading]:
+def _by_records(targets: Sequence[Target], lead: int, large_bytes: int) -> list[Loading]:
     """Cuts all leaves of a mesh by the rows of its largest one: a record is read once, with all its leaves."""
     loadings: dict[int, Loading] = {}
     for mesh in dict.fromkeys(target.sharding.mesh for target in targets):
         members = [number for number, target in enumerate(targets) if target.sharding.mesh == mesh]
         largest = max((targets[number] for number in members), key=lambda target: target.num_bytes)
         cut = _cut(largest, lead, 0)
-        is_small = sum(targets[number].num_bytes for number in members) < SMALL_BYTES
+        is_small = sum(targets[number].num_bytes for number in members) < large_bytes
         for number in members:
             if is_small or not crossing_axes(mesh):
-                why = "small: every process that holds it reads it" if _cut(targets[number], lead, 0).pieces else ""
+                why = SMALL if _cut(targets[number], lead, 0).pieces else ""
                 loadings[number] = as_target(targets[number], lead, why=why)
             else:
                 loadings[number] = _loading(targets[number], lead, cut)

@@ -27,6 +27,7 @@ from braidax.data.processes.in_processes import InProcesses, in_processes
 from braidax.data.replicas import Replicas
 from braidax.data.sharding_specs import shared_batch_parts
 from braidax.data.skipping import skipping
+from braidax.data.small_leaves import quicker
 from braidax.data.sources import open as open_source
 from braidax.data.sources.source import Sliced, Source, batch_spec, is_varying, source_at
 from braidax.data.together import Rounds, Together, agreeing, meeting
@@ -112,7 +113,8 @@ class DataLoader:
                 mask_spec = None
                 if remainder == "pad":
                     specs, mask_spec = split_mask(self.source.sample_spec, specs)
-                self._plan = plan_load(
+                plan = functools.partial(
+                    plan_load,
                     batch_spec(self.source.sample_spec, batch_size),
                     mesh,
                     specs,
@@ -120,9 +122,13 @@ class DataLoader:
                     cut_dims=self.source.cut_dims if isinstance(self.source, Sliced) else None,
                     microbatches=microbatches,
                 )
+                self._plan = plan()
                 self._mask = Mask(self._plan, mesh, mask_spec) if remainder == "pad" else None
                 self.cursor = Cursor(seed)
                 facts.update(self._facts(epochs, remainder))
+            if self._together is not None and self._plan.reads_again:
+                deadline = time.monotonic() + limit
+                self._plan = quicker(self._plan, plan(small="once"), self.source, self._together, deadline=deadline)
             undo.pop_all()
         self._source_at = functools.lru_cache(maxsize=4)(functools.partial(source_at, self.source))
         self._checksum_every = checksum_every
