@@ -1,6 +1,7 @@
 """Processes of one `jax.distributed`, and a source that counts: what tests of loading together share."""
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Generator, Sequence
@@ -20,7 +21,12 @@ RUN_SECONDS = 120.0
 @contextlib.contextmanager
 def jax_gang(num_processes: int, devices_per_process: int) -> Generator[LocalGang]:
     """Ranks that are the processes of one `jax.distributed`."""
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PJRT_NPROC": str(max(os.cpu_count() or 1, 2 * devices_per_process)),  # see gang/runner.py
+    }
     with LocalGang(num_processes, environment=environment) as gang:
         gang.run(_join, devices_per_process, timeout_seconds=RUN_SECONDS)
         yield gang

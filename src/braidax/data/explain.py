@@ -146,10 +146,11 @@ def _held(leaf: LeafPlan, depth: int) -> tuple[NDArray[np.int64], NDArray[np.int
     whole, spec = leaf.sample_shape, loading.sharding
     cut = spec.shard_shape(loading.shape)[first : first + depth]
     volume = math.prod(cut) * math.prod(whole[depth:])
-    part, piece = np.divmod(distinct[:, 1], loading.num_pieces)
-    place, between = np.divmod(piece, loading.stride)
-    begin = part * loading.part_rows + np.minimum(place * loading.piece_rows, loading.part_rows)
-    end = part * loading.part_rows + np.minimum((place + 1) * loading.piece_rows, loading.part_rows)
+    _, num_pieces, num_rows, stride = loading.pieces
+    part, piece = np.divmod(distinct[:, 1], num_pieces)
+    place, between = np.divmod(piece, stride)
+    begin = part * loading.part_rows + np.minimum(place * num_rows, loading.part_rows)
+    end = part * loading.part_rows + np.minimum((place + 1) * num_rows, loading.part_rows)
     end = np.where(between, begin, end)
     moved = np.arange(math.prod(loading.shape[: loading.lead])) * loading.num_rows
     rows = np.stack(

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.load_plan import LoadPlan, Reading
+from braidax.data.near import cores_near
 from braidax.data.slots import Slots
-from braidax.data.sources.source import Box, Sliced, Source, prepare
+from braidax.data.sources.source import Box, PreparedSlices, Sliced, Source, prepare
 from braidax.data.threads import Threads
 from braidax.errors import BraidaxError, RecordError, WaitTimeout
 from braidax.spans import Trace, span
@@ -51,7 +52,8 @@ class Fetch:
         self._local = np.flatnonzero(plan.local_rows())
         self._trace = trace
         self._slots = Slots(plan.num_bytes, keep=4)
-        self._threads = Threads(threads, "braidax-read")
+        devices = {device for leaf in plan.leaves for near in leaf.slices.values() for device in near}
+        self._threads = Threads(threads, "braidax-read", cores=cores_near(devices))
         self._pace = _Pace(max(1, _READ_BYTES // max(plan.sample_bytes, 1)), hedge_seconds)
         self._hedged: deque[_Read] = deque(maxlen=1024)
         self.num_hedges = 0
@@ -113,7 +115,9 @@ class Fetch:
         try:
             batch.source, batch.indices = draw()
             batch.memory = self._slots.take()
-            if self._plan.form == "samples":
+            if self._plan.form == "slices":
+                self._prepare_slices(batch.source, batch.indices)
+            else:
                 prepare(batch.source, batch.indices[self._local[: np.searchsorted(self._local, len(batch.indices))]])
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             batch.future.set_exception(raised)
@@ -130,6 +134,11 @@ class Fetch:
         for read in reads[1:]:
             self._threads.run(self._fill, batch, read)
         self._fill(batch, reads[0])
+
+    def _prepare_slices(self, source: Source, indices: NDArray[np.int64]) -> None:
+        if isinstance(source, PreparedSlices):
+            for start, stop, boxes in self._plan.reads(self._plan.batch_size):
+                source.prepare_slices(indices[start:stop], boxes)
 
     def _hedge(self, batch: "Batch") -> None:
         late = time.monotonic() - self._pace.hedge_seconds

@@ -47,47 +47,57 @@ class Target(NamedTuple):
         return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+class Pieces(NamedTuple):
+    """How the rows of a batch, or of each microbatch, are cut.
+
+    Into `num_parts` equal parts, and each of these into `num_pieces` of `num_rows` rows. Where the rows do not suffice
+    the last pieces are shorter or empty, and where they are few only every `stride`-th piece holds rows: so they are
+    dealt to all processes.
+    """
+
+    num_parts: int
+    num_pieces: int
+    num_rows: int
+    stride: int = 1
+
+
 @dataclass(frozen=True)
 class Loading:
     """How one leaf of a batch is loaded: as an array of its own, of which the devices make the target.
 
-    The rows of a batch, or of each microbatch, are cut into `num_parts` equal parts, and each of these into
-    `num_pieces` of `piece_rows` rows. Where the rows do not suffice the last pieces are shorter or empty, and where
-    they are few only every `stride`-th piece holds rows: so they are dealt to all processes. The load array holds the
-    pieces one behind the other, filled up.
+    The load array holds the pieces one behind the other, filled up.
 
     **Fields:** `sharding`, `shape`: of the load array. `lead`: dims before that of the rows: 1 with microbatches.
-    `num_rows`: of a microbatch. `why`: in words, for people; empty where the load array is the target itself.
+    `num_rows`: of a microbatch. `pieces`: how they are cut. `why`: in words, for people; empty where the load array is
+    the target itself.
     """
 
     sharding: NamedSharding
     shape: tuple[int, ...]
     lead: int
     num_rows: int
-    num_parts: int
-    num_pieces: int
-    piece_rows: int
+    pieces: Pieces
     why: str
-    stride: int = 1
 
     @property
     def part_rows(self) -> int:
         """Rows of a part."""
-        return self.num_rows // self.num_parts
+        return self.num_rows // self.pieces.num_parts
 
     @property
     def is_padded(self) -> bool:
         """Whether the load array has rows that hold nothing."""
-        return self.num_pieces * self.piece_rows != self.part_rows
+        return self.pieces.num_pieces * self.pieces.num_rows != self.part_rows
 
     def rows_of(self, start: int, stop: int) -> tuple[int, int]:
         """Returns the rows of a microbatch, `[start, stop)`, that a piece of the load array holds."""
         if not self.is_padded:
             return start, stop
-        part, piece = divmod(start // self.piece_rows, self.num_pieces)
-        place, between = divmod(piece, self.stride)
-        first = part * self.part_rows + min(place * self.piece_rows, self.part_rows)
-        last = part * self.part_rows + min((place + 1) * self.piece_rows, self.part_rows)
+        _, num_pieces, num_rows, stride = self.pieces
+        part, piece = divmod(start // num_rows, num_pieces)
+        place, between = divmod(piece, stride)
+        first = part * self.part_rows + min(place * num_rows, self.part_rows)
+        last = part * self.part_rows + min((place + 1) * num_rows, self.part_rows)
         return first, first if between else last
 
 
@@ -134,7 +144,7 @@ def as_target(target: Target, lead: int, *, why: str = "") -> Loading:
     parts = math.prod(target.sharding.mesh.shape[axis] for axis in target.axes(lead))
     shape = tuple(target.spec.shape)
     num_rows = shape[lead]
-    return Loading(target.sharding, shape, lead, num_rows, parts, 1, num_rows // parts, why)
+    return Loading(target.sharding, shape, lead, num_rows, Pieces(parts, 1, num_rows // parts), why)
 
 
 def device_grid(mesh: Mesh | AbstractMesh) -> NDArray[Any]:
@@ -245,7 +255,7 @@ def _loading(target: Target, lead: int, cut: _Cut) -> Loading:
     stride = max(
         step for step in range(1, num_pieces + 1) if num_pieces % step == 0 and num_pieces // step >= num_filled
     )
-    return Loading(sharding, loaded, lead, shape[lead], num_parts, num_pieces, piece_rows, why, stride)
+    return Loading(sharding, loaded, lead, shape[lead], Pieces(num_parts, num_pieces, piece_rows, stride), why)
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,14 +113,9 @@ class DataLoader:
                 mask_spec = None
                 if remainder == "pad":
                     specs, mask_spec = split_mask(self.source.sample_spec, specs)
+                form, cut_dims = batch_spec(self.source.sample_spec, batch_size), _cut_dims(self.source)
                 plan = functools.partial(
-                    plan_load,
-                    batch_spec(self.source.sample_spec, batch_size),
-                    mesh,
-                    specs,
-                    reads="once",
-                    cut_dims=self.source.cut_dims if isinstance(self.source, Sliced) else None,
-                    microbatches=microbatches,
+                    plan_load, form, mesh, specs, reads="once", cut_dims=cut_dims, microbatches=microbatches
                 )
                 self._plan = plan()
                 self._mask = Mask(self._plan, mesh, mask_spec) if remainder == "pad" else None
@@ -354,6 +349,10 @@ def _check(workers: str, **numbers: int | None) -> None:
             raise ArgumentError(f"{name}={number!r} is not a positive integer; None {none[name]}")
     if workers not in ("threads", "processes"):
         raise ArgumentError(f"workers={workers!r} is not 'threads' or 'processes'")
+
+
+def _cut_dims(source: Source) -> Sequence[int] | None:
+    return source.cut_dims if isinstance(source, Sliced) else None
 
 
 def _like(

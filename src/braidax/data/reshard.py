@@ -76,10 +76,11 @@ def _without_padding(array: jax.Array, leaf: Exchanged) -> jax.Array:
     if not loading.is_padded:
         return array
     before, after = leaf.shape[: loading.lead], leaf.shape[loading.lead + 1 :]
-    num_filled, dim = loading.num_pieces // loading.stride, loading.lead + 1
-    pieces = array.reshape(*before, loading.num_parts, num_filled, loading.stride, loading.piece_rows, *after)
+    num_parts, num_pieces, num_rows, stride = loading.pieces
+    num_filled, dim = num_pieces // stride, loading.lead + 1
+    pieces = array.reshape(*before, num_parts, num_filled, stride, num_rows, *after)
     filled = jax.lax.index_in_dim(pieces, 0, axis=dim + 1, keepdims=False)
-    parts = filled.reshape(*before, loading.num_parts, num_filled * loading.piece_rows, *after)
+    parts = filled.reshape(*before, num_parts, num_filled * num_rows, *after)
     return jax.lax.slice_in_dim(parts, 0, loading.part_rows, axis=dim).reshape(leaf.shape)
 
 

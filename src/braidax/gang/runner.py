@@ -32,6 +32,7 @@ COORDINATOR = "launch/coordinator"
 one did, and where JAX's coordinator is.
 """
 
+_THREADS_PER_DEVICE = 2
 _START_SECONDS = 300.0  # that the others may take to start, on slow disks and busy hosts
 
 
@@ -81,6 +82,10 @@ def initialize_jax(environ: Mapping[str, str], devices_per_process: int | None) 
         jax.config.update("jax_num_cpu_devices", devices_per_process)
     if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # XLA on CPU launches steps and runs collectives on one pool: when steps run ahead, a pool of as few threads as
+    # cores is full of those that wait for a peer, and what the peer waits for gets none.
+    threads = max(os.cpu_count() or 1, _THREADS_PER_DEVICE * (devices_per_process or 1))
+    os.environ.setdefault("PJRT_NPROC", str(threads))
     with scoped_store(environ) as store:
         if rank == 0:
             address = _free_address(environ)

@@ -74,6 +74,13 @@ class ArrowSource(Source, Sliced):
         for direct in self._leaves:
             direct.prepare(self._memory, batches, rows)
 
+    def prepare_slices(self, indices: Indices, boxes: Sequence[Box | None]) -> None:
+        """Asks for the bytes of parts of records ahead."""
+        batches, rows = self._batches.locate(indices)
+        for direct, box in zip(self._sorted, boxes, strict=True):
+            if box is not None:
+                direct.prepare(self._memory, batches, rows, box)
+
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples, columns and record batches."""
         kind = "memory-mapped" if isinstance(self._memory, Mapped) else "read by ranges"

@@ -94,15 +94,17 @@ class DirectLeaf:
         box = layout.whole if box is None else box
         read_boxes(memory.gather, starts, box, out, layout=layout, records=records, where=where, leaf=self.leaf.name)
 
-    def prepare(self, memory: Memory, batches: Indices, rows: Indices) -> None:
-        """Asks for the bytes of records ahead; of a varying leaf, for their offsets."""
+    def prepare(self, memory: Memory, batches: Indices, rows: Indices, box: Box | None = None) -> None:
+        """Asks for the bytes of records ahead; of a varying leaf, for their offsets. **Arguments:** as `read`."""
         if self._offsets is not None:
             width = self._offset_dtype.itemsize
             memory.prepare(self._offsets[batches] + rows * width, np.full(len(rows), 2 * width))
         elif self.leaf.kind == "bit":
             memory.prepare((self._base[batches] + rows * self._stride) // 8, np.full(len(rows), self._stride // 8 + 2))
         else:
-            memory.prepare(self._base[batches] + rows * self._stride, np.full(len(rows), self._stride))
+            runs = self._layout.runs(self._layout.whole if box is None else box)
+            places = ((self._base[batches] + rows * self._stride)[:, None] + runs.offsets).reshape(-1)
+            memory.prepare(places, np.full(len(places), runs.num_bytes))
 
     @property
     def _layout(self) -> RecordLayout:

@@ -103,8 +103,15 @@ class FixedSource(Source, Sliced):
 
     def prepare(self, indices: Indices) -> None:
         """Asks the storage to fetch these records ahead."""
-        inside = indices[(indices >= 0) & (indices < len(self))]
-        self._memory.prepare(self._places(inside), np.full(len(inside), self._layout.num_bytes, np.int64))
+        self.prepare_slices(indices, [self._layout.whole])
+
+    def prepare_slices(self, indices: Indices, boxes: Sequence[Box | None]) -> None:
+        """Asks the storage to fetch parts of records ahead."""
+        inside, (box,) = indices[(indices >= 0) & (indices < len(self))], boxes
+        if box is not None:
+            runs = self._layout.runs(box)
+            places = (self._places(inside)[:, None] + runs.offsets).reshape(-1)
+            self._memory.prepare(places, np.full(len(places), runs.num_bytes, np.int64))
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""

@@ -108,6 +108,15 @@ class Sliced(Protocol):
         ...
 
 
+@runtime_checkable
+class PreparedSlices(Protocol):
+    """A source that can fetch parts of samples ahead."""
+
+    def prepare_slices(self, indices: Indices, boxes: Sequence[Box | None]) -> None:
+        """Says that parts of samples will be read soon, as `Sliced.read_slices` is given them; returns at once."""
+        ...
+
+
 def source_at(source: Source, seed: int | None, epoch: int) -> Source:
     """Returns a source as it is in an epoch: itself, unless it is redrawn in each."""
     return source.at(seed, epoch) if isinstance(source, Redrawn) else source
