@@ -1,0 +1,281 @@
+"""One batch on 4 processes x 2 devices: ours, one process that loads for all, and the rules of Alpa, Grain, MaxText.
+
+Photographs and token sequences from files, each with data parallelism, a model axis over processes, sequences cut over
+processes, two stages. Counted: records decoded, bytes read, bytes sent. Timed: until a batch is ready on all devices,
+and a training loop. What each system delivers is compared with the files, number by number, before it is timed.
+"""
+
+import contextlib
+import io
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Report, arguments, take_turns
+from benchmarks.parax import rank
+from benchmarks.parax.broadcast import ray_actor
+from benchmarks.parax.cases import DEVICES_EACH, NUM_PROCESSES, Case, write
+from benchmarks.parax.planning import plan_seconds
+from benchmarks.parax.rank import ALPA, JAX, MAXTEXT, OURS, RAY, Counts
+from braidax.gang import LocalGang
+
+_LIMIT_SECONDS = 120.0  # of one call of the processes
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+_CASES = {
+    "photos": ("data", "data_model", "stages"),
+    "small photos": ("data_model",),
+    "tokens": ("data", "data_model", "sequence", "stages"),
+}
+CASES = {f"{data}, {strategy}": (data, strategy) for data, strategies in _CASES.items() for strategy in strategies}
+_PLAN = "plan_4096"
+_CLAIMED = ("photos, data", "photos, data_model")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: full, or `--quick`.
+
+    **Fields:** `cases`; `in_loop`: those that are also timed in a training loop; by data `batch_sizes`, and
+    `num_batches` of one figure; `rounds`, `loop_rounds`: figures of a system.
+    """
+
+    cases: Sequence[str]
+    in_loop: Sequence[str]
+    num_photos: int
+    num_sequences: int
+    batch_sizes: Mapping[str, int]
+    num_batches: Mapping[str, int]
+    rounds: int
+    loop_rounds: int
+
+
+FULL = Scale(
+    cases=list(CASES),
+    in_loop=("photos, data", "photos, data_model", "tokens, sequence"),
+    num_photos=128,
+    num_sequences=4096,
+    batch_sizes={"photos": 64, "small photos": 64, "tokens": 256},
+    num_batches={"photos": 6, "small photos": 12, "tokens": 25},
+    rounds=5,
+    loop_rounds=3,
+)
+QUICK = Scale(
+    cases=("photos, data", "photos, data_model", "photos, stages", "tokens, sequence"),
+    in_loop=("photos, data_model",),
+    num_photos=32,
+    num_sequences=512,
+    batch_sizes={"photos": 16, "small photos": 16, "tokens": 256},
+    num_batches={"photos": 2, "small photos": 2, "tokens": 4},
+    rounds=1,
+    loop_rounds=1,
+)
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", metavar="CASE", nargs="*", choices=[*CASES, _PLAN], help="some of: %(choices)s")
+    parser.add_argument("--inputs", metavar="FOLDER", help="keep the generated inputs here and use them again")
+    parser.add_argument("--threads", type=int, default=1, help="that read and decode, per process (%(default)s)")
+    options = parser.parse_args()
+    scale, report = QUICK if options.quick else FULL, Report()
+    chosen = options.only or [*scale.cases, _PLAN]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.inputs or scratch)
+        write(folder, num_photos=scale.num_photos, num_sequences=scale.num_sequences)
+        cases = [
+            Case(data, strategy, str(folder), scale.batch_sizes[data], options.threads)
+            for data, strategy in (CASES[name] for name in chosen if name in CASES)
+        ]
+        if cases:
+            _measure(report, scale, cases)
+    if _PLAN in chosen:
+        _plan(report, scale)
+    return report.finish(options)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one case.
+
+    **Fields:** `needed_bytes`: what has to come to ours from other processes in an epoch. `counts`: by system, of all
+    processes. `seconds`, `loops`: by system, a batch each. `exchange_seconds`: of ours.
+    """
+
+    case: Case
+    needed_bytes: int
+    counts: Mapping[str, Counts]
+    seconds: Mapping[str, Sequence[float]]
+    loops: Mapping[str, Sequence[float]]
+    exchange_seconds: Sequence[float]
+
+    def times(self, peer: str) -> float:
+        """Returns how many times as fast as a peer ours is: the median over the rounds."""
+        return statistics.median(
+            theirs / mine for theirs, mine in zip(self.seconds[peer], self.seconds[OURS], strict=True)
+        )
+
+
+def _measure(report: Report, scale: Scale, cases: Sequence[Case]) -> None:
+    with ray_actor() as address, _processes() as ask:
+        ask(rank.join, DEVICES_EACH, ask.port, address)
+        found = {case.name: _case(report, scale, case, ask) for case in cases}
+    report.at_most("redundancy", max(_redundancy(one) for one in found.values()), 1)
+    if "photos, data_model" in found:
+        replicated = found["photos, data_model"]
+        report.at_least("alpa", replicated.times(ALPA), 1.8)
+        if replicated.loops:
+            share = statistics.median(replicated.exchange_seconds) / statistics.median(replicated.loops[OURS])
+            report.at_most("reshard", 100 * share, 5)
+    claimed = [found[name] for name in _CLAIMED if name in found]
+    if claimed:
+        report.at_most("broadcast_bytes", max(_sent_share(one) for one in claimed), 1 / NUM_PROCESSES)
+        report.at_least("broadcast", min(min(one.times(RAY), one.times(JAX)) for one in claimed), 1.8)
+    needed = [one for one in found.values() if one.needed_bytes]
+    if needed:
+        report.at_most("sent_over_needed", max(one.counts[OURS].sent_bytes / one.needed_bytes for one in needed), 1.02)
+
+
+def _case(report: Report, scale: Scale, case: Case, ask: "_Asking") -> Found:
+    """Checks, counts and times all systems."""
+    _say(f"{case.name} …")
+    counts: dict[str, Counts] = {}
+    for system in rank.SYSTEMS:
+        _check(case, system, ask)
+        counts[system] = _count(report, case, system, ask)
+    num_batches = scale.num_batches[case.data]
+    seconds = _turns(case, ask, num_batches, None, scale.rounds)
+    _rates(report, case, "to ready arrays", seconds)
+    loops: Mapping[str, Sequence[float]] = {}
+    exchange: Sequence[float] = []
+    if case.name in scale.in_loop:
+        baseline = min(statistics.median(seconds[system]) for system in (RAY, JAX))
+        iterations = _iterations(case, ask, baseline)
+        loops = _turns(case, ask, num_batches, iterations, scale.loop_rounds)
+        _rates(report, case, "in a training loop", loops)
+        exchange = [max(one) for one in zip(*ask(rank.exchange_seconds, case, 2 * scale.rounds), strict=True)]
+        report.add(case.name, OURS, "exchange alone", "ms", [1e3 * value for value in exchange])
+        report.add(case.name, "step alone", "time", "ms", [1e3 * max(ask(rank.step_seconds, case, iterations, 4))])
+    needed = case.num_batches * sum(ask(rank.needed_bytes, case, OURS))
+    ask(rank.forget)
+    return Found(case, needed, counts, seconds, loops, exchange)
+
+
+def _check(case: Case, system: str, ask: "_Asking") -> None:
+    """Raises unless one batch holds what the files do: one record in each row, the same on all devices, none twice."""
+    rows: dict[int, set[int]] = {}
+    for found in ask(rank.found_records, case, system):
+        for row, records in found.items():
+            rows.setdefault(row, set()).update(records)
+    held = [records for _, records in sorted(rows.items())]
+    distinct = set[int]().union(*held)
+    if sorted(rows) != list(range(case.batch_size)) or any(len(records) != 1 for records in held) or -1 in distinct:
+        raise RuntimeError(f"{case.name}, {system}: rows are {rows}, expected one record of the files for each")
+    if len(distinct) != case.batch_size:
+        raise RuntimeError(f"{case.name}, {system}: {case.batch_size} rows hold {len(distinct)} different records")
+    records = [one for (one,) in held]
+    if system == OURS and any(records != drawn for drawn in ask(rank.drawn_records, case)):
+        raise RuntimeError(f"{case.name}, {system}: rows hold {records}, not what the loader says that it draws")
+    if wrong := [found for found in ask(rank.num_wrong, case, system, records) if found]:
+        raise RuntimeError(f"{case.name}, {system}: numbers that differ from the files, by process: {wrong}")
+
+
+def _count(report: Report, case: Case, system: str, ask: "_Asking") -> Counts:
+    total = Counts(*(sum(values) for values in zip(*ask(rank.counted, case, system, ask.port), strict=True)))
+    num_batches = case.num_batches
+    report.add(case.name, system, "records read, a batch", "", [total.records / num_batches])
+    report.add(case.name, system, "bytes read, a batch", "MB", [total.read_bytes / num_batches / 1e6])
+    report.add(case.name, system, "sent, a batch", "MB", [_sent(total) / num_batches / 1e6])
+    report.add(case.name, system, "said, a batch", "KB", [total.told_bytes / num_batches / 1e3])
+    if system in (OURS, MAXTEXT):
+        needed = sum(ask(rank.needed_bytes, case, system))
+        report.add(case.name, system, "needed from others, a batch", "MB", [needed / 1e6])
+    return total
+
+
+def _turns(case: Case, ask: "_Asking", num_batches: int, iterations: int | None, rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds that a batch takes, by system."""
+
+    def turn(system: str) -> Callable[[], float]:
+        return lambda: max(ask(rank.timed, case, system, num_batches, iterations))
+
+    figures = take_turns({system: turn(system) for system in rank.SYSTEMS}, rounds=rounds)
+    medians = ", ".join(f"{system} {1e3 * statistics.median(values):.1f}" for system, values in figures.items())
+    _say(f"  {'ready' if iterations is None else 'loop'}: {medians} ms")
+    return figures
+
+
+def _iterations(case: Case, ask: "_Asking", target_seconds: float) -> int:
+    """Returns how many products of matrices make a step of about that long."""
+    few, many = (max(ask(rank.step_seconds, case, iterations, 2)) for iterations in (1, 17))
+    return max(1, round((target_seconds - few) / max((many - few) / 16, 1e-6)))
+
+
+def _rates(report: Report, case: Case, metric: str, seconds: Mapping[str, Sequence[float]]) -> None:
+    for system, values in seconds.items():
+        report.add(case.name, system, metric, "samples/s", [case.batch_size / value for value in values])
+
+
+def _redundancy(found: Found) -> float:
+    """Returns bytes that ours has read in an epoch, over those of all records."""
+    return found.counts[OURS].read_bytes / found.case.source().num_bytes
+
+
+def _sent(counts: Counts) -> float:
+    return counts.sent_bytes + counts.received_bytes
+
+
+def _sent_share(found: Found) -> float:
+    """Returns the bytes of samples that ours has to send, over those that the baseline sends that sends fewer.
+
+    Both without what the protocols add; `sent_over_needed` says that ours sends no more than it has to.
+    """
+    return found.needed_bytes / min(_sent(found.counts[system]) for system in (RAY, JAX))
+
+
+def _plan(report: Report, scale: Scale) -> None:
+    seconds = [plan_seconds(number) for number in range(2 * scale.rounds + 1)]
+    median = report.add("plan, 4096 devices", OURS, "time", "s", seconds)
+    report.at_most("plan_4096", median, 1)
+
+
+class _Asking:
+    """Lets all processes do something.
+
+    **Arguments:** `gang`: has them. `port`: for JAX's coordination service.
+    """
+
+    def __init__(self, gang: LocalGang, port: int) -> None:
+        self._gang = gang
+        self.port = port
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Returns what each process returned."""
+        return self._gang.run(fn, *args, timeout_seconds=_LIMIT_SECONDS)
+
+
+@contextlib.contextmanager
+def _processes() -> Generator[_Asking]:
+    """The processes; what they print is shown only if something goes wrong."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    log = io.StringIO()
+    try:
+        with LocalGang(NUM_PROCESSES, environment=_ENVIRONMENT, log=log) as gang:
+            yield _Asking(gang, port)
+    except BaseException:
+        _say(log.getvalue())
+        raise
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
