@@ -173,7 +173,8 @@ def stopping(rank: int) -> None:
         loader.cursor = Cursor(0, 3, 36)
         assert sum(1 for _ in loader) == 2
         assert loader.cursor == Cursor(0, 4, 0)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("braidax-read")]
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in threads if name.startswith(("braidax-read", "braidax-together"))]
 
 
 def test_a_pass_may_be_left_and_begun_anew(gang: LocalGang) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
@@ -25,7 +26,8 @@ from braidax.data.threads import Threads
 from braidax.errors import ArgumentError, BraidaxError, ProcessFailed, WaitTimeout
 from braidax.program.coordination import CoordinationClient, coordination_client
 
-_SLICE_SECONDS = 0.5  # of a wait inside JAX, which neither Ctrl-C nor `close` can end
+_SLICE_SECONDS = 0.1  # of a wait inside JAX, which neither Ctrl-C nor `close` can end
+_CLOSE_SECONDS = 5.0  # which a thread that waits there, or for a device, has to end
 _GRACE_SECONDS = 2.0  # which others have to say that they too waited in vain
 _NUMBERS: Counter[str] = Counter()  # of loaders made by the same processes, which they make in the same order
 _VERDICT_BATCHES = 2  # after which a comparison has to be over
@@ -75,36 +77,44 @@ class Together:
                     "process the same arguments and the same files"
                 )
 
-    def gather(self, name: str, value: bytes, *, deadline: float) -> dict[int, bytes]:
-        """Returns what every process gave under a name that is used once."""
+    def gather(
+        self, name: str, value: bytes, *, deadline: float, stop: threading.Event | None = None
+    ) -> dict[int, bytes]:
+        """Returns what every process gave under a name that is used once. **Arguments, Raises:** as `arrive`."""
         folder = f"{self._prefix}/{name}"
         self._client.key_value_set_bytes(f"{folder}/said/{self.process}", value)
-        self.arrive(name, deadline=deadline)
+        self.arrive(name, deadline=deadline, stop=stop)
         said = self._client.key_value_dir_get_bytes(f"{folder}/said/")
         return {int(key.rpartition("/")[2]): value for key, value in said}
 
-    def arrive(self, name: str, *, deadline: float) -> None:
+    def arrive(self, name: str, *, deadline: float, stop: threading.Event | None = None) -> bool:
         """Returns once all processes have come to a place that is come to once.
 
-        **Arguments:** `deadline`: `time.monotonic` seconds.
+        **Arguments:** `deadline`: `time.monotonic` seconds. `stop`: ends the wait as the deadline does.
+
+        **Returns:** whether this process came last.
 
         **Raises:** `ProcessFailed` naming one that failed there, `WaitTimeout` naming those that did not come.
         """
         folder = f"{self._prefix}/{name}"
         try:
-            if self._client.key_value_increment(f"{folder}/count", 1) == len(self.processes):
+            is_last = self._client.key_value_increment(f"{folder}/count", 1) == len(self.processes)
+            if is_last:
                 self._tell(name, _FINE)
-            verdict = self._verdict(folder, deadline)
+            verdict = self._verdict(folder, deadline, stop or threading.Event())
         except JaxRuntimeError as error:
             raise BraidaxError(
                 f"process {self.process} cannot talk to JAX's coordination service any more ({_first_line(error)}): "
                 "process 0, or another one, has ended; its log says why"
             ) from error
+        if stop is not None and stop.is_set():
+            return False
         if verdict is None:
             self._late(name)
         if verdict != _FINE:
             failed: dict[str, Any] = json.loads(verdict)
             raise ProcessFailed(f"process {failed['process']} failed: {failed['error']}", failed["process"])
+        return is_last
 
     def fail(self, name: str, error: BaseException) -> None:
         """Tells all that come to a place that this process failed there."""
@@ -136,8 +146,8 @@ class Together:
             if "ALREADY_EXISTS" not in str(error):
                 raise
 
-    def _verdict(self, folder: str, deadline: float) -> bytes | None:
-        while (left := deadline - time.monotonic()) > 0:
+    def _verdict(self, folder: str, deadline: float, stop: threading.Event) -> bytes | None:
+        while not stop.is_set() and (left := deadline - time.monotonic()) > 0:
             try:
                 limit = math.ceil(1000 * min(left, _SLICE_SECONDS))
                 return self._client.blocking_key_value_get_bytes(f"{folder}/verdict", limit)
@@ -199,6 +209,7 @@ class Rounds:
         self._rounds = itertools.count()
         self._timeout_seconds = timeout_seconds
         self._threads = Threads(1, "braidax-together")
+        self._stop = threading.Event()
 
     def confirm(self, local: "Future[Any]") -> "Future[None]":
         """Returns the future of all processes having read their part of the next batch.
@@ -239,24 +250,40 @@ class Rounds:
             ) from error
 
     def close(self) -> None:
-        """Stops asking; a question under way is left alone."""
-        self._threads.abandon()
+        """Stops asking: the thread ends, also where others have not answered. **Raises:** `WaitTimeout`."""
+        self._stop.set()
+        self._threads.close(timeout_seconds=_CLOSE_SECONDS)
 
     def _confirm(self, number: int, local: "Future[Any]") -> None:
         deadline = time.monotonic() + self._timeout_seconds
         name = f"pass-{self._number}/{number}"
         try:
-            local.result(timeout=self._timeout_seconds)
+            self._await(local, deadline)
         except BaseException as error:
             self._together.fail(name, error)
             raise
-        self._together.arrive(name, deadline=max(deadline, time.monotonic() + 1.0))
-        if number:
+        if self._stop.is_set():
+            return
+        is_last = self._together.arrive(name, deadline=max(deadline, time.monotonic() + 1.0), stop=self._stop)
+        if is_last and number:  # all have left the round before
             self._together.forget(f"pass-{self._number}/{number - 1}")
+
+    def _await(self, local: "Future[Any]", deadline: float) -> None:
+        """Waits for this process's part, or until `close`. **Raises:** what it raised; `TimeoutError`."""
+        while not self._stop.is_set():
+            try:
+                local.result(timeout=min(_SLICE_SECONDS, max(0.0, deadline - time.monotonic())))
+                return
+            except TimeoutError:
+                if local.done() or time.monotonic() >= deadline:
+                    raise
 
     def _compare(self, number: int, sums: Sums) -> None:
         name = f"pass-{self._number}/sums-{number}"
-        messages = self._together.gather(name, told(sums), deadline=time.monotonic() + self._timeout_seconds)
+        deadline = time.monotonic() + self._timeout_seconds
+        messages = self._together.gather(name, told(sums), deadline=deadline, stop=self._stop)
+        if self._stop.is_set():
+            return
         compare(messages, f"batch {number} of this pass")
         if self._replicas is not None and number:
             self._together.forget(f"pass-{self._number}/sums-{number - self._replicas.every}")
