@@ -31,6 +31,12 @@ class _Reading:
         """What this process has read so far."""
         return self._source.tally
 
+    def _held(self) -> tuple[list[str], int, int]:
+        """Returns the leaves that devices of this process hold something of, and the first and the last of its rows."""
+        held = {name: held_rows(sharding, self._shape(name)) for name, sharding in self.shardings.items()}
+        first, last = next(rows for rows in held.values() if rows is not None)
+        return [name for name, rows in held.items() if rows is not None], first, last
+
     def _shape(self, name: str) -> tuple[int, ...]:
         return (self._case.batch_size, *self._source.sample_spec[name].shape)
 
@@ -66,9 +72,7 @@ class Alpa(_Reading):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, case.shardings())
-        held = {name: held_rows(sharding, self._shape(name)) for name, sharding in self.shardings.items()}
-        self._leaves = [name for name, rows in held.items() if rows is not None]
-        self._first, self._last = next(rows for rows in held.values() if rows is not None)
+        self._leaves, self._first, self._last = self._held()
 
     def batches(self, epochs: int | None) -> Generator[Arrays]:
         """As `System.batches`, in order."""
@@ -94,9 +98,7 @@ class Grain(_Reading):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, case.shardings())
-        held = {name: held_rows(sharding, self._shape(name)) for name, sharding in self.shardings.items()}
-        self._leaves = [name for name, rows in held.items() if rows is not None]
-        self._first, self._last = next(rows for rows in held.values() if rows is not None)
+        self._leaves, self._first, self._last = self._held()
 
     def batches(self, epochs: int | None) -> Generator[Arrays]:
         """As `System.batches`, globally shuffled by Grain."""

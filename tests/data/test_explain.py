@@ -1,5 +1,8 @@
 """What the loader says it will do, on meshes that are not there."""
 
+import contextlib
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -7,9 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.data import DataLoader, Explanation, simulated_mesh
-from braidax.data.explain import explain
+from braidax.data.explain import SimulatedDevice, explain
+from braidax.data.fetch import Fetch
 from braidax.data.load_plan import plan_load
 from braidax.errors import ArgumentError
+from braidax.spans import Trace
 from tests.data.jax_gang import Counting, CountingSliced
 
 TOKENS = {"leaf0": jax.ShapeDtypeStruct((512,), np.int32), "leaf1": jax.ShapeDtypeStruct((), np.int32)}
@@ -93,6 +98,33 @@ def test_thousands_of_devices() -> None:
         found = explain(plan)
         assert found.redundancy == 1
         assert found.records == dict.fromkeys(range(512), 16)
+
+
+class Announced(CountingSliced):
+    """Takes note of what is announced."""
+
+    def prepare_slices(self, indices: np.ndarray, boxes: Any) -> None:
+        self.announced.append((indices.tolist(), list(boxes)))
+
+    @property
+    def announced(self) -> list[Any]:
+        return self.__dict__.setdefault("_announced", [])
+
+
+def test_what_a_process_reads_in_part_is_announced_before() -> None:
+    """On the other half of a sequence's devices nobody is here: this process fetches its part of the rows alone."""
+    devices = np.array([*jax.devices()[:2], SimulatedDevice(100, 1), SimulatedDevice(101, 1)], dtype=object)
+    mesh = jax.sharding.Mesh(devices.reshape(2, 2), ("seq", "data"))
+    form = {"leaf0": jax.ShapeDtypeStruct((8, 512), np.int32), "leaf1": jax.ShapeDtypeStruct((8,), np.int32)}
+    plan = plan_load(form, mesh, {"leaf0": P("data", "seq"), "leaf1": P("data")}, reads="once", cut_dims=[1, 0])
+    source = Announced(TOKENS, 64)
+    fetch = Fetch(plan, threads=1, trace=Trace())
+    batch = fetch.start(lambda: (source, np.arange(20, 28)))
+    with contextlib.suppress(Exception):  # arrays of devices that are not there cannot be made
+        batch.future.result(timeout=60)
+    fetch.close(timeout_seconds=60)
+    assert source.announced == [(list(range(20, 28)), [((0, 256),), ()])]
+    assert sorted(source.records) == list(range(20, 28))
 
 
 def test_it_is_told_in_words() -> None:

@@ -1,5 +1,6 @@
 """Shardings taken from a compiled step: the argument that looks like a batch says how batches are to be made."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,9 +81,4 @@ def _batch_size(infos: Any, sample_spec: Any, lead: int) -> int | None:
         if info.shape[lead + 1 :] != leaf.shape or info.dtype != leaf.dtype or len(info.shape) < lead + 1:
             return None
         sizes.add(tuple(info.shape[: lead + 1]))
-    if len(sizes) != 1:
-        return None
-    size = 1
-    for dim in sizes.pop():
-        size *= dim
-    return size
+    return math.prod(sizes.pop()) if len(sizes) == 1 else None

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from braidax.data.leaf_plan import bounds_of
 from braidax.data.load_plan import LoadPlan
 from braidax.data.load_sharding import Bounds, part_indices, process_indices
 from braidax.errors import DataError
@@ -40,7 +41,7 @@ class Replicas:
         for number in self._shared:
             shape = arrays[number].shape
             for shard in arrays[number].addressable_shards:
-                bounds = tuple(part.indices(size)[:2] for part, size in zip(shard.index, shape, strict=True))
+                bounds = bounds_of(shard.index, shape)
                 if (self._paths[number], bounds) not in found:
                     found[self._paths[number], bounds] = self._checksum(shard.data)
         return [(path, bounds, value) for (path, bounds), value in found.items()]

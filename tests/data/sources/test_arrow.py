@@ -336,6 +336,20 @@ def test_cold_files_are_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked
 
 
+def test_parts_of_records_are_announced_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pa.table({"x": pa.array([[row] * 512 for row in range(50)], pa.list_(pa.int32(), 512)), "a": range(50)})
+    source = open_arrow(stream(tmp_path / "a.arrow", table, 10))
+    assert isinstance(source, ArrowSource)
+    asked: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr(
+        source._memory, "prepare", lambda places, lengths: asked.append((int(np.ptp(places)), lengths.tolist()))
+    )
+    source.prepare_slices(np.array([3, 4]), [None, ((128, 384),)])  # leaves in the order of their names: a, x
+    assert asked == [(2048, [1024, 1024])]
+    source.prepare_slices(np.array([3, 4]), [(), None])
+    assert asked[1] == (8, [8, 8])
+
+
 def test_files_that_cannot_be_mapped_are_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, write in enumerate((stream, uncompressed, lz4)):
         table = pa.table({name: column for name, column in columns().items() if name != "missing"})

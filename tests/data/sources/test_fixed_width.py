@@ -121,6 +121,17 @@ def test_records_are_asked_for_ahead(tmp_path: Path) -> None:
     assert [field.tolist() for field in remote.asked[0]] == [[1, 0], [128 + 4, 128], [4, 4]]
 
 
+def test_parts_of_records_are_asked_for_ahead(tmp_path: Path) -> None:
+    remote = Remote(saved(tmp_path, np.arange(12, dtype="i4").reshape(3, 2, 2), np.zeros((3, 2, 2), "i4")))
+    source = open_npy_files(remote)
+    source.prepare_slices(np.array([4, 0, 9]), [((1, 2), (0, 2))])
+    assert [field.tolist() for field in remote.asked[0]] == [[1, 0], [128 + 16 + 8, 128 + 8], [8, 8]]
+    source.prepare_slices(np.array([1]), [((0, 2), (1, 2))])
+    assert [field.tolist() for field in remote.asked[1]] == [[0, 0], [128 + 16 + 4, 128 + 16 + 12], [4, 4]]
+    source.prepare_slices(np.array([1]), [None])
+    assert len(remote.asked) == 2
+
+
 class Endless(Remote):
     """A file of a thousand million records of which there is only the beginning."""
 

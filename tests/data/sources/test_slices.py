@@ -36,27 +36,12 @@ from tests.data.sources import files
 from tests.data.sources.reading import assert_equal, read, spoil
 from tests.data.sources.test_array_record import written as write_array_record
 from tests.data.sources.test_arrow import columns, stream, uncompressed
+from tests.data.sources.test_fixed_width import Remote as Unmapped
 from tests.data.storage.faulty_server import serving
 
 
-class Store(Files):
-    """Local files that do not say so, as if they were in an object store; they count what they are asked for."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._files = LocalFiles(paths)
-        self.asked: list[Any] = []
-
-    @property
-    def names(self) -> Any:
-        return self._files.names
-
-    @property
-    def sizes(self) -> Any:
-        return self._files.sizes
-
-    @property
-    def stamps(self) -> Any:
-        return self._files.stamps
+class Store(Unmapped):
+    """Local files as if they were in an object store; they count what is read of them."""
 
     def read(self, ranges: Any) -> Any:
         self.asked.append(ranges)
@@ -91,7 +76,7 @@ def npy_fortran(path: Path) -> Source:
 
 def npz(path: Path) -> Source:
     leaves = {"x": values(11, 3, 2, dtype="f8"), "id": np.arange(11), "flags": values(11, 5, dtype="?")}
-    np.savez(path / "a.npz", **leaves)  # type: ignore[arg-type]
+    np.savez(path / "a.npz", **leaves)
     return sources.open(path / "a.npz")
 
 
@@ -122,7 +107,7 @@ def npy_paths(path: Path) -> list[Path]:
 def token_files(path: Path, kind: type[Files]) -> Source:
     for number in range(2):
         values(50 + number, dtype="u2").tofile(path / f"{number}.bin")
-    return open_token_files(kind(sorted(path.glob("*.bin"))), sequence_length=9)  # type: ignore[call-arg]
+    return open_token_files(kind(sorted(path.glob("*.bin"))), sequence_length=9)
 
 
 ARROW = ["x", "flags", "tokens", "fixed", "nested", "ragged", "text", "digest", "struct.p", "many_flags"]
