@@ -135,30 +135,34 @@ class Listener:
                 elif peer is not None:
                     peer[1].close()
 
-        asked = selectors.DefaultSelector()
-        for listening in self._sockets:
-            listening.setblocking(False)
-            asked.register(listening, selectors.EVENT_READ)
-        while missing and not stop.is_set() and time.monotonic() <= meeting.deadline:
-            meeting.check()
-            for key, _ in asked.select(_LOOK_SECONDS):
-                with contextlib.suppress(BlockingIOError):
-                    connection = _accepted(key.fileobj)
-                    handle = connection.dup()
-                    with lock:
-                        waiting.add(handle)
-                    executor.submit(greet, connection, handle)
-        asked.close()
-        with lock:
-            absent = sorted(missing)
-            missing.clear()  # whoever comes now comes too late
-            for handle in waiting:  # nobody waits for what strangers may still say
-                with contextlib.suppress(OSError):
-                    handle.shutdown(socket.SHUT_RDWR)
-            if not absent or stop.is_set():
-                return opened
-            for connection in opened.values():
-                connection.close()
+        absent: list[int] = sorted(missing)
+        with selectors.DefaultSelector() as asked:
+            for listening in self._sockets:
+                listening.setblocking(False)
+                asked.register(listening, selectors.EVENT_READ, listening)
+            try:
+                while missing and not stop.is_set() and time.monotonic() <= meeting.deadline:
+                    meeting.check()
+                    for key, _ in asked.select(_LOOK_SECONDS):
+                        with contextlib.suppress(BlockingIOError):
+                            connection: socket.socket = key.data.accept()[0]
+                            connection.setblocking(True)
+                            handle = connection.dup()
+                            with lock:
+                                waiting.add(handle)
+                            executor.submit(greet, connection, handle)
+                absent = sorted(missing)
+            finally:
+                with lock:
+                    missing.clear()  # whoever comes now comes too late
+                    for handle in waiting:  # nobody waits for what strangers may still say
+                        with contextlib.suppress(OSError):
+                            handle.shutdown(socket.SHUT_RDWR)
+                    if absent:
+                        for connection in opened.values():
+                            connection.close()
+        if not absent:
+            return opened
         listed = ", ".join(meeting.world.describe(rank) for rank in absent)
         raise WaitTimeout(
             f"{listed} did not connect to {meeting.world.describe(meeting.world.rank)} in time; expected the port "
@@ -195,10 +199,10 @@ def _greet(connection: socket.socket, listener: Listener, meeting: "_Meeting") -
             deadline=min(meeting.deadline, time.monotonic() + _HANDSHAKE_SECONDS),
             payload=_payload(meeting.world.rank),
         )
+        _prepare(opened)
     except (CommError, WaitTimeout, OSError):
         opened.close()
         return None
-    _prepare(opened)
     return int.from_bytes(payload, "big"), opened
 
 
@@ -240,12 +244,6 @@ def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
 
 def _written(address: str, port: int) -> str:
     return f"the local socket @{address[1:]}" if address.startswith(_LOCAL) else f"{address}:{port}"
-
-
-def _accepted(listening: Any) -> socket.socket:
-    connection: socket.socket = listening.accept()[0]
-    connection.setblocking(True)
-    return connection
 
 
 def _connected(address: str, port: int, seconds: float) -> socket.socket:

@@ -1,0 +1,60 @@
+"""What a listener leaves behind when the others give up."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from braidax.comm.sockets import Listener
+from braidax.comm.transports.transport import World
+from braidax.errors import HandshakeError
+
+
+def num_selectors() -> int:
+    """Returns how many selectors this process has open."""
+    links = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(str(link.readlink()))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return links.count("anon_inode:[eventpoll]")
+
+
+def test_who_has_come_is_let_go_when_another_gives_up() -> None:
+    connected = threading.Event()
+
+    def check() -> None:
+        if connected.is_set():
+            raise HandshakeError("rank 2 could not join")
+
+    with Listener(interfaces=["127.0.0.1"]) as ours, Listener(interfaces=["127.0.0.1"]) as theirs:
+        addresses, hosts, secret = [ours.address, theirs.address, b""], ["a"] * 3, b"s" * 32
+        before = num_selectors()
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            world = World(0, addresses, hosts, secret, check=check)
+            try:
+                ours.connect(world, purpose=b"test", dialed=[], accepted=[1, 2], deadline=float("inf"))
+            except HandshakeError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        world = World(1, addresses, hosts, secret, check=lambda: None)
+        opened = theirs.connect(world, purpose=b"test", dialed=[0], accepted=[], deadline=float("inf"))
+        connected.set()
+        waiting.join(30)
+        with opened[0] as connection:
+            connection.settimeout(30)
+            assert connection.recv(1) == b""
+        assert [str(error) for error in errors] == ["rank 2 could not join"]
+        assert num_selectors() == before  # though the error, with its frames, is still here
+
+
+def test_none_come_is_an_error_that_names_them() -> None:
+    with Listener(interfaces=["127.0.0.1"]) as ours:
+        world = World(0, [ours.address, b""], ["a", "b"], b"s" * 32, check=lambda: None)
+        with pytest.raises(Exception, match=r"rank 1 .*did not connect to rank 0 .*in time"):
+            ours.connect(world, purpose=b"test", dialed=[], accepted=[1], deadline=0.0)
