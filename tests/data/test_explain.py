@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.data import DataLoader, Explanation, simulated_mesh
@@ -51,6 +51,35 @@ def test_a_model_axis_inside_processes_changes_nothing() -> None:
     found = explained({"data": 4, "model": 2}, 4, P("data"))
     assert [leaf.why for leaf in found.leaves] == ["", ""]
     assert found.records == dict.fromkeys(range(4), 16)
+
+
+def cpu_mesh(shape: tuple[int, ...], processes: list[int], names: tuple[str, ...] = ("data", "model")) -> Mesh:
+    devices = [SimulatedDevice(number, process, platform="cpu") for number, process in enumerate(processes)]
+    return Mesh(np.array(devices, dtype=object).reshape(shape), names)
+
+
+def exchanging(mesh: Mesh, *specs: P) -> list[int] | None:
+    """Returns the ids of the devices that exchange the first leaf, in order; None for those of the mesh itself."""
+    spec = {str(number): jax.ShapeDtypeStruct((64, 1024), np.int32) for number in range(len(specs))}
+    cut_dims = [1] * len(specs)
+    plan = plan_load(spec, mesh, dict(zip(spec, specs, strict=True)), reads="once", cut_dims=cut_dims)
+    assert explain(plan).redundancy == 1
+    found = plan.leaves[0].loading.sharding.mesh
+    return None if found.devices.shape == mesh.devices.shape else [device.id for device in found.devices.flat]
+
+
+def test_cpu_devices_of_a_process_that_hold_the_same_exchange_it_once() -> None:
+    two_each = [0, 0, 1, 1, 2, 2, 3, 3]
+    mesh = cpu_mesh((2, 4), two_each)
+    assert exchanging(mesh, P("data")) == [0, 2, 4, 6]
+    assert exchanging(mesh, P("data"), P()) == [0, 2, 4, 6]
+    assert exchanging(mesh, P()) == [0, 2, 4, 6]
+    assert exchanging(mesh, P(), P(None, "model")) is None  # their other leaf differs
+    assert exchanging(cpu_mesh((2, 4), [0, 0, 1, 1, 2, 2, 2, 3]), P("data")) is None  # no runs of one length
+    assert exchanging(cpu_mesh((2, 4), [0, 1, 0, 1, 2, 3, 2, 3]), P("data")) is None  # no runs
+    assert exchanging(cpu_mesh((2, 4), [0] * 4 + [1] * 4), P()) == [0, 4]
+    assert exchanging(cpu_mesh((2, 2, 2), two_each, ("a", "b", "c")), P("a")) == [0, 2, 4, 6]
+    assert exchanging(simulated_mesh({"data": 2, "model": 4}, num_processes=4), P("data")) is None  # not on CPU
 
 
 def test_a_sequence_is_cut_where_the_source_can_and_by_rows_where_it_cannot() -> None:

@@ -114,15 +114,29 @@ def test_a_read_that_fails_twice_has_failed(mesh: Mesh) -> None:
 
 def test_a_slow_source_is_read_in_smaller_pieces() -> None:
     pace = fetch._Pace(1000, None)
-    assert pace.num_rows == 1000
+    assert pace.num_rows(1) == 1000
     pace.saw(100, 1e-4)
-    assert pace.num_rows == 1000
+    assert pace.num_rows(1) == 1000
     for _ in range(200):
         pace.saw(1, 0.004)
-    assert pace.num_rows == 2
+    assert pace.num_rows(1) == 2
     for _ in range(200):
         pace.saw(1, 1.0)
-    assert pace.num_rows == 1
+    assert pace.num_rows(1) == 1
+    assert pace.num_rows(7) == 7
+    assert fetch._Pace(5, None).num_rows(7) == 5
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, [8, 8]), (3, [2, 2, 3, 3, 3, 3])])
+def test_it_is_cut_no_finer_than_threads_need(
+    threads: int, expected: list[int], mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_READ_SECONDS", 0.0)  # every source is slow
+    sizes: list[int] = []
+    knobs = Knobs(threads=threads, prefetch=1)
+    source = Numbers(16, lambda indices: sizes.append(len(indices)))
+    assert len(list(DataLoader(source, mesh, P(), batch_size=16, seed=None, knobs=knobs))) == 1
+    assert sorted(sizes) == expected
 
 
 def test_when_a_read_counts_as_a_straggler() -> None:

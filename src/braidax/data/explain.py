@@ -141,7 +141,7 @@ def _held(leaf: LeafPlan, depth: int) -> tuple[NDArray[np.int64], NDArray[np.int
     loading = leaf.loading
     parts = part_indices(loading.sharding, len(loading.shape))
     first = loading.lead + 1
-    columns = [process_indices(leaf.sharding.mesh), *parts[loading.lead : first + depth]]
+    columns = [process_indices(loading.sharding.mesh), *parts[loading.lead : first + depth]]
     distinct = np.unique(np.stack([column.ravel() for column in columns], axis=1), axis=0)
     whole, spec = leaf.sample_shape, loading.sharding
     cut = spec.shard_shape(loading.shape)[first : first + depth]

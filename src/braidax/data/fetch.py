@@ -1,6 +1,6 @@
 """Fetching: threads fill the slots of coming batches, in any order, and send each full slot to its devices.
 
-A batch is cut into reads. Reads of a slow source are cut smaller, so that more of them are under way at once. One that
+A batch is cut into reads. Reads of a slow source are cut smaller, until there are some for every thread. One that
 takes much longer than the others is done a second time, into memory of its own (a hedge); whichever is first counts.
 The late one may still write into the batch's slot: so the slot is left to it, and the batch moves to another.
 """
@@ -29,6 +29,7 @@ from braidax.spans import Trace, span
 
 _READ_BYTES = 1 << 21  # what one read fills at most: enough to drown the cost of a task, small enough to spread
 _READ_SECONDS = 1e-2  # what one read should take at most, where its rows can be cut
+_READS_EACH = 2  # of a batch, for each thread: more spread no better, and each costs some tenths of a millisecond
 _HEDGE_SECONDS = 0.05  # a read is never hedged earlier, unless told so
 _HEDGE_READS = 32  # nor before so many were seen
 _MAX_HEDGES = 8  # under way at once: a server that is slow for all must not get everything twice
@@ -122,7 +123,8 @@ class Fetch:
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             batch.future.set_exception(raised)
             return
-        reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows)]
+        least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
+        reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows(least))]
         batch.num_left, batch.reads = len(reads), reads
         if not reads:  # this process has no device
             self._finish(batch)
@@ -289,10 +291,9 @@ class _Pace:
             seen = sorted(self._seconds)
             self.hedge_seconds = max(_HEDGE_SECONDS, 1.5 * seen[int(0.99 * len(seen))])
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that one read should have."""
-        return max(1, min(self._max_rows, int(_READ_SECONDS / max(self._row_seconds, 1e-9))))
+    def num_rows(self, least: int) -> int:
+        """Returns how many rows one read should have. **Arguments:** `least`: as far as memory allows."""
+        return max(1, min(self._max_rows, max(least, int(_READ_SECONDS / max(self._row_seconds, 1e-9)))))
 
 
 def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:

@@ -125,6 +125,7 @@ def load_shardings(
     if cut_dims is None:
         return _by_records(targets, lead, large_bytes)
     cuts = [_cut(target, lead, depth) for target, depth in zip(targets, cut_dims, strict=True)]
+    meshes = _load_meshes(targets)
     exchanged = {
         frozenset(device_grid(target.sharding.mesh).flat)
         for target, cut in zip(targets, cuts, strict=True)
@@ -135,7 +136,7 @@ def load_shardings(
         if cut.pieces and frozenset(device_grid(target.sharding.mesh).flat) not in exchanged:
             loadings.append(as_target(target, lead, why=SMALL))
         else:
-            loadings.append(_loading(target, lead, cut))
+            loadings.append(_loading(target, lead, cut, meshes[target.sharding.mesh]))
     return loadings
 
 
@@ -207,7 +208,7 @@ def _mesh(sharding: NamedSharding) -> Mesh:
 def _by_records(targets: Sequence[Target], lead: int, large_bytes: int) -> list[Loading]:
     """Cuts all leaves of a mesh by the rows of its largest one: a record is read once, with all its leaves."""
     loadings: dict[int, Loading] = {}
-    for mesh in dict.fromkeys(target.sharding.mesh for target in targets):
+    for mesh, load_mesh in _load_meshes(targets).items():
         members = [number for number, target in enumerate(targets) if target.sharding.mesh == mesh]
         largest = max((targets[number] for number in members), key=lambda target: target.num_bytes)
         cut = _cut(largest, lead, 0)
@@ -217,7 +218,7 @@ def _by_records(targets: Sequence[Target], lead: int, large_bytes: int) -> list[
                 why = SMALL if _cut(targets[number], lead, 0).pieces else ""
                 loadings[number] = as_target(targets[number], lead, why=why)
             else:
-                loadings[number] = _loading(targets[number], lead, cut)
+                loadings[number] = _loading(targets[number], lead, cut, load_mesh)
     return [loadings[number] for number in range(len(targets))]
 
 
@@ -229,8 +230,8 @@ def _cut(target: Target, lead: int, depth: int) -> _Cut:
     return _Cut(parts, tuple(axis for axis in mesh.axis_names if axis in crossing and axis not in kept))
 
 
-def _loading(target: Target, lead: int, cut: _Cut) -> Loading:
-    mesh, shape = target.sharding.mesh, tuple(target.spec.shape)
+def _loading(target: Target, lead: int, cut: _Cut, mesh: Mesh) -> Loading:
+    shape = tuple(target.spec.shape)
     sizes = mesh.shape
     num_parts = math.prod(sizes[axis] for axis in cut.parts)
     num_pieces = math.prod(sizes[axis] for axis in cut.pieces)
@@ -246,7 +247,7 @@ def _loading(target: Target, lead: int, cut: _Cut) -> Loading:
         return as_target(target, lead)
     piece_rows = -(-part_rows // num_pieces)
     loaded = (*shape[:lead], num_parts * num_pieces * piece_rows, *shape[lead + 1 :])
-    sharding = NamedSharding(automatic(mesh), PartitionSpec(*[None] * lead, order, *(axes or None for axes in inner)))
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * lead, order, *(axes or None for axes in inner)))
     cut_along = ", ".join(axis for axis in order if axis not in target.axes(lead))
     why = f"rows are cut along {cut_along}, read once and put together on the devices" if cut_along else (
         "rows are cut in the order of the largest leaf, and put in order on the devices"
@@ -258,9 +259,37 @@ def _loading(target: Target, lead: int, cut: _Cut) -> Loading:
     return Loading(sharding, loaded, lead, shape[lead], Pieces(num_parts, num_pieces, piece_rows, stride), why)
 
 
+def _load_meshes(targets: Sequence[Target]) -> dict[Any, Mesh]:
+    """Returns for each mesh that of its load arrays."""
+    meshes: dict[Any, Mesh] = {}
+    for mesh in dict.fromkeys(target.sharding.mesh for target in targets):
+        members = [target for target in targets if target.sharding.mesh == mesh]
+        used = {axis for target in members for dim in range(len(target.spec.shape)) for axis in target.axes(dim)}
+        meshes[mesh] = _load_mesh(mesh, frozenset(used))
+    return meshes
+
+
 @functools.lru_cache(maxsize=64)
-def automatic(mesh: Mesh) -> Mesh:
-    """Returns the mesh with automatic axes: how load arrays are exchanged is the compiler's business."""
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+def _load_mesh(mesh: Mesh, used: frozenset[str]) -> Mesh:
+    """Returns the mesh on which load arrays are exchanged. **Arguments:** `used`: the axes that targets are split over.
+
+    Its axes are automatic: how to exchange is the compiler's business. CPU devices of one process that hold the same
+    are there once, and the others take theirs from it: collectives on CPU send to each device as if it were far.
+    """
+    devices, processes = device_grid(mesh), process_indices(mesh)
+    if all(device.platform == "cpu" for device in devices.flat):
+        for number, name in enumerate(mesh.axis_names):
+            if name not in used:
+                kept = np.arange(0, devices.shape[number], _run_length(processes, number))
+                devices, processes = devices.take(kept, axis=number), processes.take(kept, axis=number)
+    elif all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _run_length(processes: NDArray[np.int64], axis: int) -> int:
+    """Returns in how long runs along an axis, all of the same length, devices belong to one process."""
+    size = processes.shape[axis]
+    lengths = (length for length in range(size, 0, -1) if size % length == 0)
+    firsts = ((length, np.arange(size) // length * length) for length in lengths)
+    return next(length for length, first in firsts if (processes == processes.take(first, axis=axis)).all())

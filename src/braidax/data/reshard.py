@@ -1,13 +1,13 @@
 """From load arrays to the arrays that a step takes: each process gives what it has read, the devices exchange it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from braidax.data.load_sharding import Loading, automatic, device_grid
+from braidax.data.load_sharding import Loading, device_grid, local_slices
 from braidax.spans import span
 
 
@@ -32,8 +32,10 @@ class Reshard:
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, leaf in enumerate(leaves):
             if leaf.loading.sharding is not leaf.target:
-                groups.setdefault(tuple(device.id for device in device_grid(leaf.target.mesh).flat), []).append(number)
+                devices = device_grid(leaf.loading.sharding.mesh).flat
+                groups.setdefault(tuple(device.id for device in devices), []).append(number)
         self._programs = [(members, _program([leaves[number] for number in members])) for members in groups.values()]
+        self._holders = {number: _holders(leaves[number]) for members in groups.values() for number in members}
         # XLA on CPU may run programs of different device sets in another order on another process, which gloo aborts.
         platforms = {device.platform for leaf in leaves for device in device_grid(leaf.target.mesh).flat}
         self._one_at_a_time = len(self._programs) > 1 and "cpu" in platforms
@@ -53,7 +55,7 @@ class Reshard:
                 if self._one_at_a_time:
                     jax.block_until_ready(found)
                 for number, array in zip(members, found, strict=True):
-                    made[number] = _with_sharding(array, self._leaves[number].target)
+                    made[number] = _on_all(array, self._leaves[number].target, self._holders[number])
             else:
                 for number in members:
                     leaf = self._leaves[number]
@@ -67,7 +69,7 @@ def _program(leaves: Sequence[Exchanged]) -> Callable[[Sequence[jax.Array]], Seq
     def together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         return [_without_padding(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
 
-    shardings = [NamedSharding(automatic(leaf.target.mesh), leaf.target.spec) for leaf in leaves]
+    shardings = [NamedSharding(leaf.loading.sharding.mesh, leaf.target.spec) for leaf in leaves]
     return jax.jit(together, out_shardings=shardings)
 
 
@@ -84,9 +86,27 @@ def _without_padding(array: jax.Array, leaf: Exchanged) -> jax.Array:
     return jax.lax.slice_in_dim(parts, 0, loading.part_rows, axis=dim).reshape(leaf.shape)
 
 
-def _with_sharding(array: jax.Array, target: NamedSharding) -> jax.Array:
-    """Returns the same array on the mesh of the target, whose axes need not be automatic."""
+def _holders(leaf: Exchanged) -> dict[Any, Any]:
+    """Returns for each local device of the target which device has its part when leaves have been exchanged."""
+    exchanged = local_slices(NamedSharding(leaf.loading.sharding.mesh, leaf.target.spec), leaf.shape)
+    return {
+        device: device if device in exchanged[bounds] else exchanged[bounds][0]
+        for bounds, devices in local_slices(leaf.target, leaf.shape).items()
+        for device in devices
+    }
+
+
+def _on_all(array: jax.Array, target: NamedSharding, holders: Mapping[Any, Any]) -> jax.Array:
+    """Returns the array on all devices of the target, whose axes need not be automatic.
+
+    Devices that do not have their part are on CPU, see `load_sharding`: they use the memory of the one that has it.
+    That waits for the exchange, which on CPU the caller has waited for already where a process has one device in it.
+    """
     if array.sharding == target:
         return array
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
+    shards: dict[Any, Any] = {shard.device: shard.data for shard in array.addressable_shards}
+    others = [device for device, holder in holders.items() if device != holder]
+    views = [np.asarray(shards[holders[device]]) for device in others]
+    shards.update(zip(others, jax.device_put(views, others), strict=True))
+    parts = [shards[device] for device in holders]
+    return jax.make_array_from_single_device_arrays(array.shape, target, parts, dtype=array.dtype)

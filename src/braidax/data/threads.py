@@ -33,6 +33,8 @@ class Threads:
     leaves them where their creator runs. Linux places memory at the NUMA node of the core that touches it first: so a
     slot that these threads take and fill lies near these cores. What they start themselves, such as the thread pool of
     a decoder, stays on these cores too.
+
+    **Fields:** `num_threads`: those of the queue; for reading only.
     """
 
     def __init__(self, num_threads: int, name: str, *, cores: frozenset[int] | None = None) -> None:
@@ -42,17 +44,17 @@ class Threads:
         self._cores = cores
         self._names = itertools.count()
         self._threads: list[threading.Thread] = []
-        self._num_threads = 0
+        self.num_threads = 0
         self._at_exit = weakref.finalize(self, _stop_and_join, self._work, self._threads, _EXIT_SECONDS)
         self.resize(num_threads)
 
     def resize(self, num_threads: int) -> None:
         """Starts threads, or lets some end when they have worked off what is queued before."""
-        for _ in range(self._num_threads, num_threads):
+        for _ in range(self.num_threads, num_threads):
             self._start(_work_off, self._work, self._awaited)
-        for _ in range(num_threads, self._num_threads):
+        for _ in range(num_threads, self.num_threads):
             self._work.put(None)
-        self._num_threads = num_threads
+        self.num_threads = num_threads
 
     def run_apart(self, work: Callable[..., None], *arguments: Any) -> None:
         """Runs a call on a thread of its own, for when those of the queue may all hang."""
