@@ -52,7 +52,8 @@ class Case:
             return Counted(bx.open(f"{self.folder}/tokens.npz"), self.heavy, None)
         path = Path(self.folder) / self.data
         sizes = np.array([file.stat().st_size for file in sorted(path.rglob("*.jpg"))], np.int64)
-        return Counted(bx.open(str(path), image_size=(SIZE, SIZE)), self.heavy, sizes)
+        # Every pixel is decoded, as other loaders do; at a reduced scale it is a quarter less work.
+        return Counted(bx.open(str(path), image_size=(SIZE, SIZE), decode="exact"), self.heavy, sizes)
 
     @property
     def num_batches(self) -> int:

@@ -31,7 +31,7 @@ SYSTEMS: Mapping[str, Callable[[Case], System]] = {
     GRAIN: Grain,
     MAXTEXT: MaxText,
 }
-_WARMUP = PREFETCH + 1  # batches: more than are loaded ahead
+_WARMUP = 3 * PREFETCH  # batches: until what is loaded ahead is in memory that was used before
 
 
 class Counts(NamedTuple):

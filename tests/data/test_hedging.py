@@ -139,6 +139,15 @@ def test_it_is_cut_no_finer_than_threads_need(
     assert sorted(sizes) == expected
 
 
+def test_batches_are_read_one_after_another(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_READ_SECONDS", 0.0)
+    seen: list[int] = []
+    knobs = Knobs(threads=1, prefetch=3)
+    source = Numbers(64, lambda indices: seen.extend(indices))
+    assert len(list(DataLoader(source, mesh, P(), batch_size=16, seed=None, knobs=knobs))) == 4
+    assert seen == list(range(64))
+
+
 def test_when_a_read_counts_as_a_straggler() -> None:
     pace = fetch._Pace(8, None)
     for number in range(31):

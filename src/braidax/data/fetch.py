@@ -133,9 +133,11 @@ class Fetch:
             for read in reads:
                 self._mark(read)
                 self._threads.run(self._fill_apart, batch, read)
-        for read in reads[1:]:
+        if len(reads) == 1:
+            self._fill(batch, reads[0])
+            return
+        for read in reads:  # all behind those of batches that began before: these are wanted first
             self._threads.run(self._fill, batch, read)
-        self._fill(batch, reads[0])
 
     def _prepare_slices(self, source: Source, indices: NDArray[np.int64]) -> None:
         if isinstance(source, PreparedSlices):

@@ -99,8 +99,9 @@ class Together:
         folder = f"{self._prefix}/{name}"
         try:
             is_last = self._client.key_value_increment(f"{folder}/count", 1) == len(self.processes)
-            if is_last:
+            if is_last:  # so nobody has failed here: that one would not have been counted
                 self._tell(name, _FINE)
+                return True
             verdict = self._verdict(folder, deadline, stop or threading.Event())
         except JaxRuntimeError as error:
             raise BraidaxError(
@@ -114,7 +115,7 @@ class Together:
         if verdict != _FINE:
             failed: dict[str, Any] = json.loads(verdict)
             raise ProcessFailed(f"process {failed['process']} failed: {failed['error']}", failed["process"])
-        return is_last
+        return False
 
     def fail(self, name: str, error: BaseException) -> None:
         """Tells all that come to a place that this process failed there."""
