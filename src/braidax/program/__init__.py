@@ -1,10 +1,23 @@
 """Traced single-device programs: what every strategy transforms, and the only place that touches JAX's internals."""
 
+from .batch_dims import find_batch_dims as find_batch_dims
+from .bodies import Body as Body
+from .bodies import Path as Path
+from .bodies import bodies as bodies
+from .bodies import equation_at as equation_at
+from .costs import Cost as Cost
+from .costs import cost_of as cost_of
 from .execute import compile_on as compile_on
 from .marks import mark_gradient as mark_gradient
 from .names import difference as difference
 from .names import join as join
 from .names import named_leaves as named_leaves
+from .prune import reads_argument as reads_argument
+from .rewrite import Rule as Rule
+from .rewrite import evaluate as evaluate
+from .rows import Lookup as Lookup
+from .rows import RowProgram as RowProgram
+from .rows import without_tables as without_tables
 from .split import Origin as Origin
 from .split import Part as Part
 from .split import Split as Split
@@ -14,3 +27,7 @@ from .trace import call_watched as call_watched
 from .trace import spec_of as spec_of
 from .trace import specs_of as specs_of
 from .trace import trace as trace
+from .uses import LeafUses as LeafUses
+from .uses import RowRead as RowRead
+from .uses import Use as Use
+from .uses import find_uses as find_uses
