@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
-from braidax.parallel.plan import follow, make_plan, shardings_of
+from braidax.parallel.plan import follow, make_plan, shardings_of, variables_of
 from tests.parallel.models import init, make_mesh
 
 
 def plan() -> bx.Plan:
     variables = jax.eval_shape(init, jax.random.key(0))
-    return make_plan(make_mesh(), {"data": bx.DataParallel()}, variables, root="params", microbatches=2)
+    return make_plan(make_mesh(), {"data": bx.DataParallel()}, variables_of(variables, "params"), microbatches=2)
 
 
 def test_it_says_what_and_why() -> None:
@@ -66,7 +66,9 @@ def test_a_placement_unknown_to_this_version_is_refused() -> None:
 
 
 def test_keys_are_counted_by_their_data() -> None:
-    made = make_plan(make_mesh(), {}, {"key": jax.eval_shape(lambda: jax.random.key(0))}, root="", microbatches=1)
+    made = make_plan(
+        make_mesh(), {}, variables_of({"key": jax.eval_shape(lambda: jax.random.key(0))}, ""), microbatches=1
+    )
     assert (made.variables[0].path, made.variables[0].num_bytes, made.batch_axes) == ("key", 8, ())
     assert "split over nothing" in str(made)
 

@@ -1,30 +1,35 @@
-"""The first state: parameters, variables and optimizer state, traced from one key."""
+"""What a run begins with: parameters and variables, traced from one key."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, named_leaves, trace
 
 from .arrays import strong
 from .loss import Loss
-from .state import State
 
 
-def trace_init(init: Callable[..., Any], optimizer: optax.GradientTransformation, loss: Loss) -> Program:
-    """Traces `key -> State`.
+class Born(NamedTuple):
+    """What `init` makes, and the key of the state."""
+
+    params: Any
+    variables: Any
+    key: Any
+
+
+def trace_init(init: Callable[..., Any], loss: Loss) -> Program:
+    """Traces `key -> Born`.
 
     **Arguments:** `init`: `init(key) -> params`, or `(params, variables)` when the loss asks for `variables`.
 
-    **Returns:** the program; its `out_specs` tell everything about the state. **Raises:** `ArgumentError` naming a leaf
-    that cannot be trained.
+    **Returns:** the program. **Raises:** `ArgumentError` naming a leaf that cannot be trained.
     """
 
-    def make(key: Any) -> State:
+    def make(key: Any) -> Born:
         init_key, state_key = jax.random.split(key)
         made = init(init_key)
         variables: Any = {}
@@ -36,8 +41,7 @@ def trace_init(init: Callable[..., Any], optimizer: optax.GradientTransformation
                 )
             made, variables = made
         _check_leaves(made, variables)
-        params, variables = strong(made), strong(variables)
-        return State(jnp.zeros((), jnp.int32), params, strong(optimizer.init(params)), variables, state_key)
+        return Born(strong(made), strong(variables), state_key)
 
     return trace(make, jax.eval_shape(lambda: jax.random.key(0)))
 

@@ -9,11 +9,15 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError
 from braidax.program import specs_of
 
+from .arithmetic import Whole, traced_loss
 from .initial import trace_init
 from .loss import Loss
-from .plan import make_plan
+from .placements import Rows
+from .plan import make_plan, variables_of
+from .rows import RowOptimizer, recognized, row_optimizer
 from .step import Step
-from .strategies import Strategy, check_strategies
+from .strategies import Hybrid, Strategy, batch_axes, check_strategies, shard_batch
+from .tables import WithTables, row_reads
 from .train_step import TrainStep
 
 
@@ -92,6 +96,27 @@ def _parallelize_loss(
     if microbatches < 1:
         raise ArgumentError(f"microbatches is {microbatches}, expected a whole number of at least 1")
     batch = specs_of(batch)
-    initial = trace_init(init, optimizer, loss)
-    plan = make_plan(mesh, strategies, initial.out_specs.params, root="params", microbatches=microbatches)
-    return Step(loss, optimizer, initial, mesh, plan, batch)
+    batch_shardings = shard_batch(mesh, batch_axes(mesh, strategies), batch, microbatches=microbatches)
+    born = trace_init(init, loss)
+    params: Any = born.out_specs.params
+    of_rows: RowOptimizer | None = None
+    if any(isinstance(strategy, Hybrid) for strategy in strategies.values()):
+        of_rows, no_rows = _rows_of(optimizer)
+        reads = row_reads(traced_loss(loss, born.out_specs, batch, microbatches), microbatches=microbatches)
+        variables = reads.variables("params", no_rows)
+    else:
+        variables = variables_of(params, "params")
+    plan = make_plan(mesh, strategies, variables, microbatches=microbatches)
+    if of_rows is not None and any(isinstance(p, Rows) for v in plan.variables for p in v.placements):
+        arithmetic = WithTables(loss, optimizer, of_rows, born, mesh, plan, batch)
+    else:
+        arithmetic = Whole(loss, optimizer, born, mesh, plan, batch)
+    return Step(arithmetic, mesh, plan, batch, batch_shardings)
+
+
+def _rows_of(optimizer: optax.GradientTransformation) -> tuple[RowOptimizer | None, str]:
+    """Returns what moves rows as the optimizer would, or why there is no such thing."""
+    try:
+        return recognized(optimizer) or row_optimizer(optimizer), ""
+    except ArgumentError as error:
+        return None, str(error)

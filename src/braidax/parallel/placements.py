@@ -33,4 +33,22 @@ class Replicated:
         return "replicated"
 
 
-PLACEMENTS: Mapping[str, type[Replicated]] = {"Replicated": Replicated}
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a table are split over the axis; those that a step touches are exchanged, and their gradients.
+
+    The table is stored as `[ceil(V / N), N, D]`, so that row `id` is on device `id mod N`.
+    """
+
+    def split(self, spec: PartitionSpec, axis: str) -> PartitionSpec:
+        """Returns the layout of the stored table, split on its dim 1 over this axis, too."""
+        over = spec[1] if len(spec) > 1 else None
+        axes = () if over is None else (over,) if isinstance(over, str) else tuple(over)
+        return PartitionSpec(None, (*axes, axis))
+
+    def __str__(self) -> str:
+        """`rows`."""
+        return "rows"
+
+
+PLACEMENTS: Mapping[str, type[Replicated] | type[Rows]] = {"Replicated": Replicated, "Rows": Rows}

@@ -2,20 +2,18 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
 from braidax.program import named_leaves
 
 from .placements import PLACEMENTS, Placement, Replicated
-from .strategies import Strategy, batch_axes
+from .strategies import Strategy, Variable, batch_axes, num_bytes
 
 
 @dataclass(frozen=True)
@@ -97,29 +95,41 @@ class Plan:
         return same.pop() if len(same) == 1 else ", ".join(sorted(told))
 
 
-def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], variables: Any, *, root: str, microbatches: int) -> Plan:
-    """Lets every strategy place every variable.
-
-    **Arguments:** `variables`: PyTree of `jax.ShapeDtypeStruct`. `root`: what their names start with.
-    """
+def make_plan(
+    mesh: Mesh, strategies: Mapping[str, Strategy], variables: Sequence[Variable], *, microbatches: int
+) -> Plan:
+    """Lets every strategy place every variable."""
     axes = tuple(
         PlannedAxis(name, mesh.shape[name], repr(strategies[name]) if name in strategies else None)
         for name in mesh.axis_names
     )
+    over = batch_axes(mesh, strategies)
+    num_parts = math.prod(mesh.shape[axis] for axis in over) * microbatches
     planned: list[PlannedVariable] = []
-    for path, spec in named_leaves(variables, root):
+    for variable in variables:
         placements: list[Placement] = []
         reasons: list[str] = []
         for axis in mesh.axis_names:
-            placement, why = strategies[axis].place(path, spec) if axis in strategies else (Replicated(), "")
+            placement, why = strategies[axis].place(variable, num_parts) if axis in strategies else (Replicated(), "")
             placements.append(placement)
             reasons.append(f"{axis}: {why or 'no strategy'}")
+        spec = variable.spec
         planned.append(
             PlannedVariable(
-                path, tuple(spec.shape), str(spec.dtype), _num_bytes(spec), tuple(placements), "; ".join(reasons)
+                variable.path,
+                tuple(spec.shape),
+                str(spec.dtype),
+                num_bytes(spec),
+                tuple(placements),
+                "; ".join(reasons),
             )
         )
-    return Plan(axes, batch_axes(mesh, strategies), microbatches, tuple(planned))
+    return Plan(axes, over, microbatches, tuple(planned))
+
+
+def variables_of(tree: Any, root: str) -> list[Variable]:
+    """Returns the variables of a PyTree of specs, of whose uses nothing is known; `root` is what names start with."""
+    return [Variable(path, spec) for path, spec in named_leaves(tree, root)]
 
 
 def shardings_of(plan: Plan, mesh: Mesh, variables: Any) -> Any:
@@ -158,12 +168,6 @@ def follow(variables: Any, shardings: Any, state: Any, otherwise: NamedSharding)
         return otherwise
 
     return jax.tree_util.tree_map_with_path(choose, state)
-
-
-def _num_bytes(spec: jax.ShapeDtypeStruct) -> int:
-    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
-        spec = jax.eval_shape(jax.random.key_data, spec)
-    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
 
 def _variable_from(entry: dict[str, Any]) -> PlannedVariable:

@@ -4,16 +4,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.program import Program, compile_on, difference, specs_of, trace
+from braidax.program import compile_on, difference, specs_of
 
-from .accumulate import accumulated_gradients_of, gradients_of
-from .arrays import adopt, place, strong
-from .loss import Loss
-from .plan import Plan, follow, shardings_of
+from .arithmetic import Arithmetic
+from .arrays import adopt, place
+from .plan import Plan
 from .state import State
 from .strategies import shard_batch
 
@@ -32,28 +30,43 @@ class Step:
     state can be copied while it runs; the second takes over the memory of the old state.
     """
 
-    def __init__(
-        self, loss: Loss, optimizer: optax.GradientTransformation, initial: Program, mesh: Mesh, plan: Plan, batch: Any
-    ) -> None:
-        specs: State = initial.out_specs
+    def __init__(self, arithmetic: Arithmetic, mesh: Mesh, plan: Plan, batch: Any, batch_shardings: Any) -> None:
         self.plan = plan
         self.mesh = mesh
-        self._loss, self._optimizer = loss, optimizer
-        self._state_specs, self._batch_specs = specs, batch
+        self._arithmetic = arithmetic
+        self._state_specs: State = arithmetic.initial.out_specs
+        self._batch_specs = batch
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self.batch_shardings = shard_batch(mesh, plan.batch_axes, batch, microbatches=plan.microbatches)
-        params = shardings_of(plan, mesh, specs.params)
-        self.state_shardings = State(
-            step=self._replicated,
-            params=params,
-            opt_state=follow(specs.params, params, specs.opt_state, self._replicated),
-            variables=jax.tree.map(lambda _: self._replicated, specs.variables),
-            key=self._replicated,
+        self.batch_shardings = batch_shardings
+        self.state_shardings = held = arithmetic.state_shardings
+        self._gradients = compile_on(
+            mesh,
+            arithmetic.gradients,
+            in_shardings=(*self._read, self.batch_shardings),
+            out_shardings=(arithmetic.gradient_shardings, held.variables, self._replicated),
         )
-        self._gradients = self._compile_gradients()
-        self._apply = self._compile_apply()
-        self._init = compile_on(mesh, initial, in_shardings=(self._replicated,), out_shardings=self.state_shardings)
+        # The gradients are not donated: the old state already gives its memory to every output.
+        self._apply = compile_on(
+            mesh,
+            arithmetic.apply,
+            in_shardings=(held.step, held.params, held.opt_state, arithmetic.gradient_shardings),
+            out_shardings=(held.step, held.params, held.opt_state),
+            donate=(0, 1, 2),
+        )
+        self._init = compile_on(
+            mesh, arithmetic.initial, in_shardings=(self._replicated,), out_shardings=self.state_shardings
+        )
         self._evaluations: dict[Any, tuple[Any, Any]] = {}
+        self._settled: Any = None
+
+    @property
+    def _read(self) -> tuple[Any, ...]:
+        """The shardings of what gradients and evaluations read of a state."""
+        return self._readable(self.state_shardings)
+
+    def _readable(self, state: State) -> tuple[Any, ...]:
+        held = self._arithmetic.held(state.opt_state)
+        return state.params, held, state.variables, state.key, state.step
 
     def init(self, key: jax.Array) -> State:
         """Makes the first state, every leaf born on the devices that hold it.
@@ -86,7 +99,7 @@ class Step:
         if message := difference(self._batch_specs, _canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
-        gradients, variables, metrics = self._gradients(state.params, state.variables, state.key, state.step, batch)
+        gradients, variables, metrics = self._gradients(*self._readable(state), batch)
         if before_apply is not None:
             before_apply()
         step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients)
@@ -105,10 +118,30 @@ class Step:
         form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
         if form not in self._evaluations:
             shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
-            self._evaluations[form] = (self._compile_evaluation(specs, shardings), shardings)
+            evaluation = compile_on(
+                self.mesh,
+                self._arithmetic.evaluate(specs),
+                in_shardings=(*self._read, shardings),
+                out_shardings=self._replicated,
+            )
+            self._evaluations[form] = (evaluation, shardings)
         evaluation, shardings = self._evaluations[form]
         state, batch = place(state, self.state_shardings), place(batch, shardings)
-        return evaluation(state.params, state.variables, state.key, state.step, batch)
+        return evaluation(*self._readable(state), batch)
+
+    def settled(self, state: State) -> State:
+        """Returns a state in which no row lags behind; the one given stays as it is.
+
+        An optimizer such as Adam moves all rows of a table at each step; a step that exchanges rows moves those that it
+        does not touch when they are next read. Who reads a state otherwise, to export it, say, settles it first.
+
+        **Arguments:** `state`: of this step. **Returns:** the state of single-device training, in this step's form.
+        """
+        self._check_state(state)
+        if self._settled is None:
+            held = self.state_shardings
+            self._settled = compile_on(self.mesh, self._arithmetic.settled, in_shardings=(held,), out_shardings=held)
+        return self._settled(place(state, self.state_shardings))
 
     def lower(self) -> Lowered:
         """Lowers both functions for inspection, from shapes alone.
@@ -116,65 +149,10 @@ class Step:
         **Returns:** `Lowered(gradients, apply)`; `.compile().memory_analysis()` tells what each needs.
         """
         state = self._state_specs
+        read = (*self._readable(state), self._batch_specs)
         return Lowered(
-            self._gradients.lower(state.params, state.variables, state.key, state.step, self._batch_specs),
-            self._apply.lower(state.step, state.params, state.opt_state, state.params),
-        )
-
-    def _compile_gradients(self) -> Any:
-        state, microbatches = self._state_specs, self.plan.microbatches
-        micro = jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct((spec.shape[0] // microbatches, *spec.shape[1:]), spec.dtype),
-            self._batch_specs,
-        )
-        program = self._loss.trace(state.params, state.variables, state.key, micro, train=True)
-
-        def gradients(params: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
-            key = jax.random.fold_in(key, step)
-            if microbatches == 1:
-                return gradients_of(program, params, variables, key, batch)
-            return accumulated_gradients_of(program, params, variables, key, batch, microbatches=microbatches)
-
-        held = self.state_shardings
-        return compile_on(
-            self.mesh,
-            gradients,
-            in_shardings=(held.params, held.variables, held.key, held.step, self.batch_shardings),
-            out_shardings=(held.params, held.variables, self._replicated),
-        )
-
-    def _compile_apply(self) -> Any:
-        specs, held = self._state_specs, self.state_shardings
-
-        def apply(step: Any, params: Any, opt_state: Any, gradients: Any) -> Any:
-            updates, opt_state = self._optimizer.update(gradients, opt_state, params)
-            return step + 1, strong(optax.apply_updates(params, updates)), strong(opt_state)
-
-        program = trace(apply, specs.step, specs.params, specs.opt_state, specs.params)
-        if message := difference((specs.step, specs.params, specs.opt_state), program.out_specs, "state"):
-            raise ArgumentError(f"optimizer.update returns another state than optimizer.init made: {message}")
-        # The gradients are not donated: the old state already gives its memory to every output.
-        return compile_on(
-            self.mesh,
-            program,
-            in_shardings=(held.step, held.params, held.opt_state, held.params),
-            out_shardings=(held.step, held.params, held.opt_state),
-            donate=(0, 1, 2),
-        )
-
-    def _compile_evaluation(self, batch: Any, shardings: Any) -> Any:
-        state, held = self._state_specs, self.state_shardings
-        program = self._loss.trace(state.params, state.variables, state.key, batch, train=False)
-
-        def evaluate(params: Any, variables: Any, key: Any, step: Any, batch: Any) -> dict[str, Any]:
-            loss, (metrics, _) = program(params, variables, jax.random.fold_in(key, step), batch)
-            return {"loss": loss, **metrics}
-
-        return compile_on(
-            self.mesh,
-            evaluate,
-            in_shardings=(held.params, held.variables, held.key, held.step, shardings),
-            out_shardings=self._replicated,
+            self._gradients.lower(*read),
+            self._apply.lower(state.step, state.params, state.opt_state, self._gradients.eval_shape(*read)[0]),
         )
 
     def _check_state(self, state: Any) -> None:

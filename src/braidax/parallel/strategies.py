@@ -1,16 +1,34 @@
 """Strategies: what one mesh axis is for."""
 
+import fnmatch
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError, SpecError
-from braidax.program import named_leaves
+from braidax.program import LeafUses, named_leaves
 
-from .placements import Placement, Replicated
+from .placements import Placement, Replicated, Rows
+
+
+@dataclass(frozen=True)
+class Variable:
+    """What a strategy is told of a variable.
+
+    **Fields:** `path`, `spec`: its name, global shape and dtype. `uses`: how the loss uses it; None where that is not
+    known. `no_rows`: why its rows cannot be exchanged though it is used by rows only; "" if they can.
+    """
+
+    path: str
+    spec: jax.ShapeDtypeStruct
+    uses: LeafUses | None = None
+    no_rows: str = ""
 
 
 @runtime_checkable
@@ -22,8 +40,11 @@ class Strategy(Protocol):
         """Whether samples are divided among the devices along the axis."""
         ...
 
-    def place(self, path: str, spec: jax.ShapeDtypeStruct) -> tuple[Placement, str]:
-        """Returns the placement of the variable `path` on the axis, and why."""
+    def place(self, variable: Variable, num_parts: int) -> tuple[Placement, str]:
+        """Returns the placement of a variable on the axis, and why.
+
+        **Arguments:** `num_parts`: among how many devices the batch is divided, along all axes.
+        """
         ...
 
 
@@ -39,9 +60,80 @@ class DataParallel:
         """True."""
         return True
 
-    def place(self, path: str, spec: jax.ShapeDtypeStruct) -> tuple[Placement, str]:
+    def place(self, variable: Variable, num_parts: int) -> tuple[Placement, str]:
         """Returns `Replicated` for every variable."""
         return Replicated(), "data parallel: gradient all-reduced"
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Divides the samples like `DataParallel`, and decides for each variable how its gradient is synchronized.
+
+    A table that the loss reads by rows only is split by `Rows`, and the rows that a step touches are exchanged, where
+    that moves fewer bytes than its whole gradient; everything else is replicated and its gradient all-reduced
+    (Parallax, EuroSys 2019, section 3).
+
+    **Arguments:** `overrides`: placements by pattern of the variable's path, such as `{"params/embed*": Replicated()}`
+    (`fnmatch`); the first that matches counts.
+    """
+
+    overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
+
+    @property
+    def splits_batch(self) -> bool:
+        """True."""
+        return True
+
+    def place(self, variable: Variable, num_parts: int) -> tuple[Placement, str]:
+        """Returns `Rows` where that is possible and moves fewer bytes, else `Replicated`.
+
+        **Raises:** `ArgumentError` when an override asks for rows of what is not read by rows.
+        """
+        cannot = _why_no_rows(variable)
+        for pattern, placement in self.overrides.items():
+            if fnmatch.fnmatchcase(variable.path, pattern):
+                if isinstance(placement, Rows) and cannot:
+                    raise ArgumentError(
+                        f"overrides[{pattern!r}] asks for the rows of {variable.path}, and these cannot be exchanged: "
+                        f"{cannot}; leave it out, or give Replicated()"
+                    )
+                return placement, f"hybrid: by overrides[{pattern!r}]"
+        if cannot:
+            return Replicated(), f"hybrid: {cannot}: gradient all-reduced"
+        assert variable.uses is not None, "what is not known to be read by rows is replicated"
+        moved, whole = rows_bytes(variable.uses, num_parts), 2 * num_bytes(variable.spec)
+        told = f"{variable.uses.why}; a device sends {_in_words(moved)} a step by rows, {_in_words(whole)} all-reduced"
+        return (Rows() if moved < whole else Replicated()), f"hybrid: {told}"
+
+
+def _why_no_rows(variable: Variable) -> str:
+    if variable.uses is None:
+        return "how it is used is not known of a decorated step"
+    if variable.uses.verdict != "sparse":
+        return variable.uses.why
+    return variable.no_rows
+
+
+def rows_bytes(uses: LeafUses, num_parts: int) -> int:
+    """Returns an upper bound of the bytes that a device sends in a step to exchange the rows of a table.
+
+    For each of its `n` ids the number, the row, and its gradient: `n (4 + 2 D b)`. Ids that come up twice are sent
+    once, but how many do is not known here.
+    """
+    num_ids = -(-sum(use.rows.num_ids for use in uses.uses if use.rows is not None) // num_parts)
+    return num_ids * (4 + 2 * num_bytes(uses.spec) // max(uses.spec.shape[0], 1))
+
+
+def _in_words(count: int) -> str:
+    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")) if count >= pair[0]), (1, "bytes"))
+    return f"{count / unit:.3g} {name}"
+
+
+def num_bytes(spec: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of an array."""
+    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
+        spec = jax.eval_shape(jax.random.key_data, spec)
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
 
 def check_strategies(mesh: Mesh, strategies: Mapping[str, Any]) -> None:

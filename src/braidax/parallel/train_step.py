@@ -23,7 +23,7 @@ from braidax.program import (
 )
 
 from .arrays import adopt, place
-from .plan import Plan, make_plan, shardings_of
+from .plan import Plan, make_plan, shardings_of, variables_of
 from .strategies import Strategy, batch_axes, shard_batch
 
 
@@ -85,7 +85,7 @@ class TrainStep:
     def plan(self, state: Any, batch: Any) -> Plan:
         """Returns the plan for a state and a batch, given as arrays or as `jax.ShapeDtypeStruct`."""
         self.batch_shardings(batch)
-        return make_plan(self.mesh, self.strategies, specs_of(state), root="state", microbatches=1)
+        return make_plan(self.mesh, self.strategies, variables_of(specs_of(state), "state"), microbatches=1)
 
     def batch_shardings(self, batch: Any) -> Any:
         """Returns the PyTree of `NamedSharding` that batches like `batch` (arrays or specs) should come with."""
@@ -103,7 +103,7 @@ class TrainStep:
 
     def _make_form(self, state: Any, batch: Any) -> _Form:
         batch_shardings = self.batch_shardings(batch)
-        plan = make_plan(self.mesh, self.strategies, specs_of(state), root="state", microbatches=1)
+        plan = make_plan(self.mesh, self.strategies, variables_of(specs_of(state), "state"), microbatches=1)
         state_shardings = shardings_of(plan, self.mesh, state)
         program = trace(self._checked, state, batch)
         new_state, metrics = program.out_specs

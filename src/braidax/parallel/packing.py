@@ -1,0 +1,185 @@
+"""How the ids of a loss are laid out for exchanges: tables of equal width and dtype travel together."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from braidax.program import Lookup, RowProgram
+
+from .rows import (
+    Exchange,
+    Pushed,
+    Route,
+    RowOptimizer,
+    RowState,
+    from_stored,
+    plan_exchange,
+    pull_rows,
+    push_rows,
+    route_ids,
+    to_stored,
+    update_rows,
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A variable that is stored by rows.
+
+    **Fields:** `name`: of its leaf. `spec`: as the loss has it, `[V, ...]`. `axes`: what its rows are split over.
+    `num_shards`: over how many devices. `optimizer`: moves its rows.
+    """
+
+    name: str
+    spec: jax.ShapeDtypeStruct
+    axes: tuple[str, ...]
+    num_shards: int
+    optimizer: RowOptimizer
+
+    def stored(self, table: jax.Array) -> jax.Array:
+        """Returns the table, `[V, ...]`, as it is stored: `[ceil(V / N), N, ...]`, numbers as rows of one."""
+        return to_stored(table if table.ndim > 1 else table[:, None], self.num_shards)
+
+    def whole(self, stored: jax.Array) -> jax.Array:
+        """Undoes `stored`."""
+        return from_stored(stored, self.spec.shape[0]).reshape(self.spec.shape)
+
+
+class Trip(NamedTuple):
+    """What `apply` needs of an exchange: the way of the rows, and their gradients."""
+
+    route: Route
+    pushed: Pushed
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tables that are exchanged together, by number, and for each of them the numbers of its lookups."""
+
+    tables: tuple[int, ...]
+    lookups: tuple[tuple[int, ...], ...]
+    exchange: Exchange
+
+
+class Packing:
+    """The exchanges of one program.
+
+    **Arguments:** `tables`: all that the program has lookups of. `program`: without them. `microbatches`: how many
+    pieces, each with its own ids; 1 has no dim for them.
+    """
+
+    def __init__(self, tables: Sequence[Table], program: RowProgram, mesh: Mesh, *, microbatches: int = 1) -> None:
+        self._tables = tuple(tables)
+        self._lookups = program.lookups
+        self._lead = () if microbatches == 1 else (microbatches,)
+        together: dict[Any, list[int]] = {}
+        for number, table in enumerate(self._tables):
+            if any(lookup.name == table.name for lookup in self._lookups):
+                width = math.prod(table.spec.shape[1:])
+                together.setdefault((table.axes, width, str(table.spec.dtype)), []).append(number)
+        self.groups = [self._group(numbers, mesh) for numbers in together.values()]
+
+    def _group(self, numbers: Sequence[int], mesh: Mesh) -> _Group:
+        tables = [self._tables[number] for number in numbers]
+        lookups = [
+            tuple(at for at, lookup in enumerate(self._lookups) if lookup.name == table.name) for table in tables
+        ]
+        num_ids = [
+            sum(self._num_ids(self._lookups[at], table.num_shards) for at in members)
+            for table, members in zip(tables, lookups, strict=True)
+        ]
+        exchange = plan_exchange(
+            mesh.shape, tables[0].axes, num_rows=[table.spec.shape[0] for table in tables], num_ids=num_ids
+        )
+        return _Group(tuple(numbers), tuple(lookups), exchange)
+
+    def pull(
+        self, ids: Sequence[jax.Array], tables: Mapping[str, jax.Array], states: Mapping[str, RowState]
+    ) -> tuple[tuple[jax.Array, ...], list[Route], jax.Array]:
+        """Fetches the rows of all lookups.
+
+        **Arguments:** `ids`: of each lookup. `tables`, `states`: by name, in their stored form.
+
+        **Returns:** the rows of each lookup; the route of each group; the largest number of rounds.
+        """
+        rows: dict[int, jax.Array] = {}
+        routes: list[Route] = []
+        rounds = [jnp.zeros((), jnp.int32)]
+        for group in self.groups:
+            packed = [self._pack(members, ids, group.exchange.num_shards, filler=-1) for members in group.lookups]
+            route = route_ids(group.exchange, packed)
+            members = [self._tables[number] for number in group.tables]
+            pulled = pull_rows(
+                group.exchange,
+                route,
+                [tables[table.name] for table in members],
+                like=packed,
+                states=[states[table.name] for table in members],
+                optimizers=[table.optimizer for table in members],
+            )
+            routes.append(route)
+            rounds.append(pulled.num_rounds)
+            for table, lookups, found in zip(members, group.lookups, pulled.rows, strict=True):
+                rows |= self._unpack(lookups, found.reshape(*found.shape[:2], *table.spec.shape[1:]))
+        return tuple(rows[at] for at in range(len(self._lookups))), routes, jnp.max(jnp.stack(rounds))
+
+    def push(self, routes: Sequence[Route], gradients: Sequence[jax.Array]) -> list[Trip]:
+        """Sums the gradients of rows where the rows are. **Arguments:** `gradients`: of each lookup's rows."""
+        trips: list[Trip] = []
+        for group, route in zip(self.groups, routes, strict=True):
+            packed = [self._pack(members, gradients, group.exchange.num_shards, filler=0) for members in group.lookups]
+            trips.append(Trip(route, push_rows(group.exchange, route, packed)))
+        return trips
+
+    def update(
+        self, trips: Sequence[Trip], tables: Mapping[str, jax.Array], states: Mapping[str, RowState]
+    ) -> tuple[dict[str, jax.Array], dict[str, RowState]]:
+        """Moves the touched rows of all tables, in place where these are donated. **Arguments:** as of `pull`."""
+        tables, states = dict(tables), dict(states)
+        for group, trip in zip(self.groups, trips, strict=True):
+            members = [self._tables[number] for number in group.tables]
+            names = [table.name for table in members]
+            moved, held = update_rows(
+                group.exchange,
+                trip.route,
+                trip.pushed,
+                [tables[name] for name in names],
+                [states[name] for name in names],
+                optimizers=[table.optimizer for table in members],
+            )
+            tables |= dict(zip(names, moved, strict=True))
+            states |= dict(zip(names, held, strict=True))
+        return tables, states
+
+    def _num_ids(self, lookup: Lookup, num_shards: int) -> int:
+        *lengths, num_ids = (*self._lead, *lookup.ids.shape)
+        return -(-num_ids // num_shards) * math.prod(lengths)
+
+    def _pack(self, lookups: Sequence[int], arrays: Sequence[jax.Array], num_shards: int, *, filler: int) -> jax.Array:
+        """Lays what belongs to ids `[*lengths, n, ...]` device by device: `[N, m, ...]`."""
+        packed: list[jax.Array] = []
+        for at in lookups:
+            num_lengths = len(self._lead) + len(self._lookups[at].ids.shape) - 1
+            array = jnp.moveaxis(arrays[at], num_lengths, 0)
+            missing = -array.shape[0] % num_shards
+            if missing:
+                array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=filler)
+            rest = array.shape[1 + num_lengths :]
+            packed.append(array.reshape(num_shards, self._num_ids(self._lookups[at], num_shards), *rest))
+        return jnp.concatenate(packed, axis=1) if len(packed) > 1 else packed[0]
+
+    def _unpack(self, lookups: Sequence[int], packed: jax.Array) -> dict[int, jax.Array]:
+        """Undoes `_pack`."""
+        num_shards, found, start = packed.shape[0], dict[int, jax.Array](), 0
+        for at in lookups:
+            *lengths, num_ids = (*self._lead, *self._lookups[at].ids.shape)
+            size = self._num_ids(self._lookups[at], num_shards)
+            part = packed[:, start : start + size].reshape(-1, *lengths, *packed.shape[2:])[:num_ids]
+            found[at] = jnp.moveaxis(part, 0, len(lengths))
+            start += size
+        return found

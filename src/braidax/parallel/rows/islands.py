@@ -1,0 +1,283 @@
+"""Exchanging rows of tables in a global view: every function is a `shard_map` island of a jitted program."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from braidax.errors import ArgumentError
+
+from . import travel
+from .exchange import Exchange
+from .layout import island, stored_spec
+from .optimizers import RowOptimizer, RowState
+from .route import Route, make_route
+
+
+class Pulled(NamedTuple):
+    """Rows on the devices that use them.
+
+    **Fields:** `rows`: per table `[*ids.shape, ...]`, zero where an id is nothing. `num_rounds`: int32 scalar, 1 unless
+    the room was too small.
+    """
+
+    rows: tuple[jax.Array, ...]
+    num_rounds: jax.Array
+
+
+class Pushed(NamedTuple):
+    """Row gradients on the devices that own the rows; never a whole table.
+
+    **Fields:** `sums`: `[N * m, D]`, summed over all that used the row, for `route.first.rows`. `left`: the gradients
+    `[N * n, D]` as they came, for rounds that may follow.
+    """
+
+    sums: jax.Array
+    left: jax.Array
+
+
+def route_ids(exchange: Exchange, ids: Sequence[jax.Array], *, mode: Literal["clip", "drop"] = "drop") -> Route:
+    """Agrees on which rows travel where; ids are exchanged here, once, for pulls and pushes alike.
+
+    **Arguments:** `ids`: for each table, integers `[B, ...]`, dim 0 split over the axes of the exchange; −1 is
+    nothing. `mode`: "drop" makes nothing of ids out of range too, "clip" takes the nearest row (−1 stays nothing).
+
+    **Returns:** the `Route`, split like the ids. **Raises:** `ArgumentError` when `ids` are not as planned.
+    """
+    _check_ids(exchange, ids)
+
+    def local(*ids: jax.Array) -> Route:
+        flat = [_in_range(x.reshape(-1), size, mode) for x, size in zip(ids, exchange.num_rows, strict=True)]
+        return make_route(exchange, jnp.concatenate(flat))
+
+    split = _split(exchange)
+    return _island(exchange, local, (split,) * len(ids), split)(*ids)
+
+
+def pull_rows(
+    exchange: Exchange,
+    route: Route,
+    tables: Sequence[jax.Array],
+    *,
+    like: Sequence[jax.Array],
+    states: Sequence[RowState] | None = None,
+    optimizers: Sequence[RowOptimizer] | None = None,
+) -> Pulled:
+    """Fetches the rows of all ids from their owners, those of several tables of equal width in one exchange.
+
+    **Arguments:** `tables`: in their stored form. `like`: the ids, or arrays of their shapes. `states`, `optimizers`:
+    for optimizers that also move rows without a gradient: rows are read as such an optimizer would have left them.
+
+    **Returns:** `Pulled`. **Raises:** `ArgumentError` when the tables do not fit one exchange.
+    """
+    _check_tables(exchange, tables)
+    settles = [optimizer.settle for optimizer in optimizers] if optimizers else [None] * len(tables)
+    kept = tuple(states) if states else (RowState((), ()),) * len(tables)
+    shapes = [(x.shape[0] // exchange.num_shards, *x.shape[1:]) for x in like]
+
+    def local(route: Route, tables: Any, states: Any) -> Any:
+        def read(table: int, rows: jax.Array) -> jax.Array:
+            values = _take(tables[table], rows)
+            settle = settles[table]
+            if settle is None:
+                return values
+            held = jax.tree.map(lambda leaf: _take(leaf, rows), states[table].rows)
+            return settle(values, held, states[table].shared)[0]
+
+        rows, num_rounds = travel.pull(exchange, route, read)
+        parts = travel.pieces(rows, exchange.hops[0].num_inputs)
+        shaped = zip(parts, shapes, tables, strict=True)
+        return tuple(part.reshape(shape + table.shape[2:]) for part, shape, table in shaped), num_rounds
+
+    split = _split(exchange)
+    specs = (split, stored_spec(exchange.axes), _state_specs(exchange))
+    rows, num_rounds = _island(exchange, local, specs, (split, PartitionSpec()))(route, tuple(tables), kept)
+    return Pulled(rows, num_rounds)
+
+
+def push_rows(exchange: Exchange, route: Route, gradients: Sequence[jax.Array]) -> Pushed:
+    """Brings the gradients of pulled rows to the owners of the rows, and sums those of the same row.
+
+    **Arguments:** `gradients`: per table, in the shapes of the pulled rows.
+    """
+
+    def local(route: Route, gradients: Any) -> Pushed:
+        sizes = zip(gradients, exchange.hops[0].num_inputs, strict=True)
+        left = jnp.concatenate([gradient.reshape(size, -1) for gradient, size in sizes if size])
+        return Pushed(travel.push(exchange, route.first, left), left)
+
+    split = _split(exchange)
+    return _island(exchange, local, (split, split), split)(route, tuple(gradients))
+
+
+def squared_norm(exchange: Exchange, route: Route, pushed: Pushed) -> jax.Array:
+    """Computes the sum of squares of the tables' gradients, exactly as if they were dense: a scalar.
+
+    Together with the sum over dense leaves, its root is the global norm.
+    """
+
+    def local(route: Route, pushed: Pushed) -> jax.Array:
+        def visit(total: jax.Array, rows: jax.Array, sums: jax.Array) -> jax.Array:
+            for size, part, own in zip(exchange.local_rows, *_by_table(exchange, rows, sums), strict=True):
+                total = total + jnp.sum(jnp.where((part < size)[:, None], jnp.square(own), 0))
+            return total
+
+        zero = jnp.zeros((), pushed.sums.dtype)
+        return jax.lax.psum(travel.fold(exchange, route, pushed.sums, pushed.left, visit, zero), exchange.axes)
+
+    split = _split(exchange)
+    return _island(exchange, local, (split, split), PartitionSpec())(route, pushed)
+
+
+def update_rows(
+    exchange: Exchange,
+    route: Route,
+    pushed: Pushed,
+    tables: Sequence[jax.Array],
+    states: Sequence[RowState],
+    *,
+    optimizers: Sequence[RowOptimizer],
+    scale: jax.Array | float | None = None,
+) -> tuple[tuple[jax.Array, ...], tuple[RowState, ...]]:
+    """Applies the optimizers to the touched rows, in place where tables and states are donated.
+
+    **Arguments:** `tables`, `states`: in their stored form. `optimizers`: one for each table. `scale`: what gradients
+    are multiplied by first, such as the factor of a clipped norm.
+
+    **Returns:** the new tables and states.
+    """
+    _check_tables(exchange, tables)
+
+    def local(route: Route, pushed: Pushed, tables: Any, states: Any, scale: Any) -> Any:
+        def visit(carry: Any, rows: jax.Array, sums: jax.Array) -> Any:
+            sums = sums if scale is None else sums * scale.astype(sums.dtype)
+            tables, held, _ = carry
+            parts = zip(optimizers, *_by_table(exchange, rows, sums), tables, held, states, strict=True)
+            moved = [
+                _move(optimizer, at, own, table, rows, old.shared) for optimizer, at, own, table, rows, old in parts
+            ]
+            return tuple(zip(*moved, strict=True))
+
+        carry = (tables, tuple(state.rows for state in states), tuple(state.shared for state in states))
+        tables, rows, shared = travel.fold(exchange, route, pushed.sums, pushed.left, visit, carry)
+        return tables, tuple(RowState(*pair) for pair in zip(rows, shared, strict=True))
+
+    split, stored, whole = _split(exchange), stored_spec(exchange.axes), PartitionSpec()
+    specs = (split, split, stored, _state_specs(exchange), whole)
+    factor = None if scale is None else jnp.asarray(scale)
+    island = _island(exchange, local, specs, (stored, _state_specs(exchange)))
+    return island(route, pushed, tuple(tables), tuple(states), factor)
+
+
+def settle_rows(
+    axes: tuple[str, ...], table: jax.Array, state: RowState, *, optimizer: RowOptimizer, block: int = 4096
+) -> tuple[jax.Array, RowState]:
+    """Brings every row of a table to where the dense optimizer would have it by now, for a checkpoint or an evaluation.
+
+    **Arguments:** `axes`: the mesh axes that the table is split over. `table`, `state`: in their stored form.
+    `block`: how many rows of a device at a time.
+
+    **Returns:** table and state; what was given, when the optimizer moves touched rows only.
+    """
+    settle = optimizer.settle
+    if settle is None:
+        return table, state
+
+    def local(table: jax.Array, state: RowState) -> Any:
+        num_rows = table.shape[0]
+
+        def some(number: jax.Array, carry: Any) -> Any:
+            rows = number * block + jnp.arange(min(block, num_rows), dtype=jnp.int32)
+            values, held = carry
+            new, kept = settle(_take(values, rows), jax.tree.map(lambda leaf: _take(leaf, rows), held), state.shared)
+            return jax.tree.map(lambda leaf, new: _put(leaf, rows, new), (values, held), (new, kept))
+
+        table, held = jax.lax.fori_loop(0, -(-num_rows // block), some, (table, state.rows))
+        return table, RowState(held, state.shared)
+
+    specs = (stored_spec(axes), RowState(stored_spec(axes), PartitionSpec()))
+    return island(axes, local, specs, specs)(table, state)
+
+
+def _move(
+    optimizer: RowOptimizer, rows: jax.Array, gradients: jax.Array, table: jax.Array, held: Any, shared: Any
+) -> tuple[jax.Array, Any, Any]:
+    """One table's touched rows: gather, update, scatter back. What is beyond the table is dropped."""
+    taken = jax.tree.map(lambda leaf: _take(leaf, rows), held)
+    moves, taken, shared = optimizer.update(gradients, _take(table, rows), taken, shared)
+    moves = moves.astype(table.dtype).reshape(-1, *table.shape[1:])
+    table = table.at[rows].add(moves, mode="drop", unique_indices=True)
+    return table, jax.tree.map(lambda leaf, new: _put(leaf, rows, new), held, taken), shared
+
+
+def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of a device's part `[R, 1, ...]` of a stored array, as `[m, D]`; of `[R, 1]`, one number a row, as `[m]`."""
+    # The part is never reshaped: the compiler would copy it, for the sake of a layout that is the same in memory.
+    filler = 0 if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.iinfo(leaf.dtype).max  # the last step of no row
+    taken = leaf.at[rows].get(mode="fill", fill_value=filler)
+    return taken.reshape(rows.shape[0], math.prod(leaf.shape[1:])) if leaf.ndim > 2 else taken.reshape(-1)
+
+
+def _put(leaf: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
+    new = new.astype(leaf.dtype).reshape(-1, *leaf.shape[1:])
+    return leaf.at[rows].set(new, mode="drop", unique_indices=True)
+
+
+def _by_table(exchange: Exchange, rows: jax.Array, sums: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+    return travel.pieces(rows, exchange.num_owned), travel.pieces(sums, exchange.num_owned)
+
+
+def _in_range(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
+    if mode == "clip":
+        return jnp.where(ids == -1, -1, jnp.clip(ids, 0, num_rows - 1)).astype(jnp.int32)
+    return jnp.where((ids >= 0) & (ids < num_rows), ids, -1).astype(jnp.int32)
+
+
+def _split(exchange: Exchange) -> PartitionSpec:
+    return PartitionSpec(exchange.axes)
+
+
+def _state_specs(exchange: Exchange) -> Any:
+    return (RowState(stored_spec(exchange.axes), PartitionSpec()),) * len(exchange.num_rows)
+
+
+def _island(exchange: Exchange, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    found = [sizes.get(axis, 0) for axis in exchange.axes]
+    if math.prod(found) != exchange.num_shards:
+        raise ArgumentError(
+            f"the exchange is planned for {exchange.num_shards} devices along axes={exchange.axes}, and the mesh in "
+            f"use has {dict(sizes)}: plan it with the sizes of that mesh, and call this within jax.set_mesh(mesh)"
+        )
+    return island(exchange.axes, local, in_specs, out_specs)
+
+
+def _check_ids(exchange: Exchange, ids: Sequence[jax.Array]) -> None:
+    planned = exchange.hops[0].num_inputs
+    given = [x.size / exchange.num_shards for x in ids]
+    if list(planned) != given:
+        raise ArgumentError(
+            f"ids of the shapes {[x.shape for x in ids]} are {given} ids a device, and the exchange is planned for "
+            f"num_ids={planned}: plan one for these shapes"
+        )
+    for x in ids:
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ArgumentError(f"ids are {x.dtype}, expected integers such as int32: ids.astype(int)")
+
+
+def _check_tables(exchange: Exchange, tables: Sequence[jax.Array]) -> None:
+    expected = [(rows, exchange.num_shards) for rows in exchange.local_rows]
+    if [table.shape[:2] for table in tables] != expected:
+        raise ArgumentError(
+            f"tables have the shapes {[table.shape for table in tables]}, and the exchange is planned for stored "
+            f"tables of {expected} rows: bring them into that form with to_stored, or plan for their num_rows"
+        )
+    widths = {(math.prod(table.shape[2:]), table.dtype.name) for table in tables}
+    if len(widths) > 1:
+        raise ArgumentError(
+            f"tables have the widths and dtypes {sorted(widths)}, and one exchange carries equal ones: pull those of "
+            f"each width with their own exchange"
+        )

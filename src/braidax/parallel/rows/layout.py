@@ -1,0 +1,106 @@
+"""How a row-sharded table is stored: `[ceil(V / N), N, ...]`, split on dim 1, so that row `id` is on `id mod N`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from braidax.errors import ArgumentError
+
+
+def stored_shape(shape: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
+    """Returns the shape in which a table is stored.
+
+    **Arguments:** `shape`: of the table, `[V, ...]`. `num_shards`: N, over how many devices its rows are split.
+
+    **Returns:** `[ceil(V / N), N, ...]`. Rows from V on are padding: zero, and never looked up.
+    **Raises:** `ArgumentError` when the table has no rows, or N is not positive.
+    """
+    if not shape or shape[0] < 1 or num_shards < 1:
+        raise ArgumentError(
+            f"a table of shape={shape} cannot be split by rows over num_shards={num_shards}: expected [V, ...] with at "
+            f"least one row, and at least one shard"
+        )
+    return (-(-shape[0] // num_shards), num_shards, *shape[1:])
+
+
+def stored_spec(axes: tuple[str, ...]) -> PartitionSpec:
+    """Returns the layout of a stored table, and of every state leaf that has its rows, over the mesh axes `axes`."""
+    return PartitionSpec(None, axes)
+
+
+def stored_sharding(mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:
+    """Returns the sharding of a stored table on a mesh."""
+    return NamedSharding(mesh, stored_spec(axes))
+
+
+def to_stored(table: jax.Array, num_shards: int) -> jax.Array:
+    """Brings a table `[V, ...]` into its stored form, padded with zeros.
+
+    A checkpoint holds the padded table, whose bytes are those of the stored form in row-major order; so the form for
+    another N, or a dense one, is this of what `from_stored` gives.
+    """
+    shape = stored_shape(table.shape, num_shards)
+    padding = shape[0] * num_shards - table.shape[0]
+    padded = jnp.pad(table, [(0, padding)] + [(0, 0)] * (table.ndim - 1)) if padding else table
+    return padded.reshape(shape)
+
+
+def from_stored(stored: jax.Array, num_rows: int) -> jax.Array:
+    """Brings a stored table back to `[V, ...]`.
+
+    **Arguments:** `stored`: `[R, N, ...]`. `num_rows`: V. **Raises:** `ArgumentError` when it holds fewer rows.
+    """
+    if stored.ndim < 2 or math.prod(stored.shape[:2]) < num_rows:
+        raise ArgumentError(
+            f"stored has the shape {stored.shape}, which does not hold num_rows={num_rows}: expected [R, N, ...] with "
+            f"R * N rows, of which the last are padding"
+        )
+    return stored.reshape(-1, *stored.shape[2:])[:num_rows]
+
+
+def init_stored(
+    init: Callable[[jax.Array], jax.Array], key: jax.Array, *, mesh: Mesh, axes: tuple[str, ...]
+) -> jax.Array:
+    """Makes a table in its stored form, each row born on the device that owns it.
+
+    The values are those of `init(key)` on one device. Whatever `init` does element by element (JAX's random numbers
+    too) is divided among the devices by the table's width, and an all-to-all brings the rows to their owners: temporary
+    memory is three or four times a device's share. Tables narrower than N may be whole on each device for a moment, as
+    is what the compiler cannot divide, such as an orthogonal matrix.
+
+    **Arguments:** `init`: `key -> [V, ...]`. `key`: from `jax.random.key`. `mesh`, `axes`: what to split the rows over.
+
+    **Returns:** the stored table, split over `axes`.
+    """
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    table: jax.Array = stored_init(init, mesh=mesh, axes=axes, num_shards=num_shards)(key)
+    return table
+
+
+def stored_init(init: Callable[[jax.Array], jax.Array], *, mesh: Mesh, axes: tuple[str, ...], num_shards: int) -> Any:
+    """Returns the jitted function behind `init_stored`: `key -> stored table`; its memory can be analyzed."""
+    sharding = stored_sharding(mesh, axes)
+
+    def spread(key: jax.Array) -> jax.Array:
+        # Left alone, the compiler would make the whole table on every device: it sees no division through the reshape.
+        table = init(key)
+        by_width = table.ndim > 1 and table.shape[-1] >= num_shards
+        spec = PartitionSpec(*[None] * (table.ndim - 1), axes) if by_width else PartitionSpec(axes)
+        return to_stored(jax.lax.with_sharding_constraint(table, spec), num_shards)
+
+    def make(key: jax.Array) -> jax.Array:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            made: Any = jax.sharding.auto_axes(spread, out_sharding=sharding)
+            return made(key)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def island(axes: tuple[str, ...], local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Makes a function that runs on each device's part, by hand along `axes` and automatic along other axes."""
+    mapped: Any = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+    return mapped

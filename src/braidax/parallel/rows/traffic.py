@@ -1,0 +1,28 @@
+"""How many bytes each device sends in a step to keep one table in step with the others, by each way to do so."""
+
+from .exchange import Exchange
+
+ID_BYTES = 4
+
+
+def all_reduce_bytes(num_rows: int, row_bytes: int, num_shards: int) -> float:
+    """A dense gradient around a ring: `2 (N - 1) / N * V * D * b`."""
+    return 2 * (num_shards - 1) / num_shards * num_rows * row_bytes
+
+
+def all_gather_bytes(num_ids: int, row_bytes: int, num_shards: int) -> float:
+    """Ids and row gradients of everybody to everybody: `(N - 1) * n * (i + D b)`."""
+    return float((num_shards - 1) * num_ids * (ID_BYTES + row_bytes))
+
+
+def exchange_bytes(exchange: Exchange, row_bytes: int) -> tuple[float, ...]:
+    """Ids, rows and row gradients to the owners and back, for each hop: `(P - 1) * slots * (i + 2 D b)`.
+
+    **Arguments:** `exchange`: with a single round, which is what it is planned for. `row_bytes`: `D * b`.
+    """
+    return tuple(float((hop.num_peers - 1) * hop.num_slots * (ID_BYTES + 2 * row_bytes)) for hop in exchange.hops)
+
+
+def replicated_bytes(num_hot: int, row_bytes: int, num_shards: int) -> float:
+    """The dense gradient of hot rows around a ring."""
+    return all_reduce_bytes(num_hot, row_bytes, num_shards)

@@ -1,0 +1,82 @@
+"""Pulling rows and pushing their gradients along a route. For use inside a `shard_map` over the exchange's axes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .exchange import Exchange, starts
+from .route import Round, Route, next_round, swap
+
+Read = Callable[[int, jax.Array], jax.Array]  # (table, local rows [m]) -> their values [m, D]; 0 beyond the table
+Visit = Callable[[Any, jax.Array, jax.Array], Any]  # (carry, local rows [m], gradients [m, D]) -> carry
+
+
+def pieces(array: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Cuts dim 0 into consecutive pieces."""
+    return [array[start : start + size] for start, size in zip(starts(sizes), sizes, strict=True)]
+
+
+def pull(exchange: Exchange, route: Route, read: Read) -> tuple[jax.Array, jax.Array]:
+    """Fetches the row of each of a device's ids from its owner.
+
+    **Returns:** `[n, D]`, zero where an id is −1, and the number of rounds, an int32 scalar.
+    """
+    rows = _pull_round(exchange, route.first, read)
+
+    def go_on(state: tuple[Any, ...]) -> jax.Array:
+        return state[1][0]
+
+    def again(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, _, until, num_rounds = state
+        current = next_round(exchange, route, until)
+        # A slot holds no id in two rounds, so that adding puts each row in its place.
+        return rows + _pull_round(exchange, current, read), current.more, current.until, num_rounds + 1
+
+    start = (rows, route.first.more, route.first.until, jnp.ones((), jnp.int32))
+    rows, _, _, num_rounds = jax.lax.while_loop(go_on, again, start)
+    return rows, num_rounds
+
+
+def push(exchange: Exchange, current: Round, gradients: jax.Array) -> jax.Array:
+    """Sums the gradients of a round at the owners of their rows.
+
+    **Arguments:** `gradients`: `[n, D]`, one for each of the device's ids. **Returns:** `[m, D]`, as `current.rows`.
+    """
+    for hop, slots, places in zip(exchange.hops, current.slots, current.places, strict=True):
+        num_slots = hop.num_peers * hop.num_slots
+        sent = jnp.zeros((num_slots, gradients.shape[1]), gradients.dtype).at[slots].add(gradients, mode="drop")
+        received = swap(hop, sent.reshape(hop.num_peers, hop.num_slots, -1)).reshape(num_slots, -1)
+        gradients = jnp.zeros_like(received).at[places].add(received, mode="drop")
+    return gradients
+
+
+def fold(exchange: Exchange, route: Route, first: jax.Array, gradients: jax.Array, visit: Visit, carry: Any) -> Any:
+    """Shows the owner every touched row with its whole gradient, once, however many rounds that takes.
+
+    **Arguments:** `first`: what `push` gave for the first round. `gradients`: `[n, D]`, for rounds that may follow.
+    `visit`: takes and returns the carry. **Returns:** the last carry.
+    """
+    carry = visit(carry, route.first.rows, first)
+
+    def go_on(state: tuple[Any, ...]) -> jax.Array:
+        return state[1][0]
+
+    def again(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        carry, _, until = state
+        current = next_round(exchange, route, until)
+        return visit(carry, current.rows, push(exchange, current, gradients)), current.more, current.until
+
+    return jax.lax.while_loop(go_on, again, (carry, route.first.more, route.first.until))[0]
+
+
+def _pull_round(exchange: Exchange, current: Round, read: Read) -> jax.Array:
+    parts = zip(range(len(exchange.num_rows)), pieces(current.rows, exchange.num_owned), strict=True)
+    values = jnp.concatenate([read(table, rows) for table, rows in parts if rows.size])
+    for hop, slots, places in reversed(list(zip(exchange.hops, current.slots, current.places, strict=True))):
+        sent = values.at[places].get(mode="fill", fill_value=0)
+        received = swap(hop, sent.reshape(hop.num_peers, hop.num_slots, -1))
+        values = received.reshape(np.prod(received.shape[:2]), -1).at[slots].get(mode="fill", fill_value=0)
+    return values

@@ -1,0 +1,108 @@
+"""Which optimizers may be applied to rows alone, and what the others are told."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from braidax.errors import ArgumentError
+from braidax.parallel import rows
+from tests.parallel.rows.training import Case, on_mesh
+
+SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
+ELEMENTWISE = {
+    "sgd": optax.sgd(SCHEDULE, 0.9, nesterov=True),
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(SCHEDULE),
+    "nadam": optax.nadam(1e-3),
+    "amsgrad": optax.amsgrad(1e-3),
+    "adagrad": optax.adagrad(0.1),
+    "rmsprop": optax.rmsprop(1e-3, centered=True, momentum=0.9),
+    "lion": optax.lion(1e-3),
+    "adamax": optax.adamax(1e-3),
+    "clipped": optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-0.1)),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE),
+    "finite": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+}
+MIXING = {
+    "global norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "reduce_sum|dot_general"),
+    "lamb": (optax.lamb(1e-3), "mixes rows"),
+    "adafactor": (optax.adafactor(1e-3), "mixes rows|keeps a state of shape"),
+    "block norm": (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "reduce_sum|mixes rows"),
+    "noise": (optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)), "mixes rows|keeps a state"),
+    "centralized": (optax.chain(optax.centralize(), optax.sgd(0.1)), "mixes rows"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if name != "finite"])
+def test_elementwise_ones_are_taken(name: str) -> None:
+    rows.check_elementwise(ELEMENTWISE[name])
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_those_that_mix_rows_are_refused(name: str) -> None:
+    optimizer, words = MIXING[name]
+    with pytest.raises(ArgumentError, match=words):
+        rows.row_optimizer(optimizer)
+
+
+def test_a_scalar_made_of_all_gradients_is_refused() -> None:
+    def update(gradients: Any, state: Any, params: Any) -> Any:
+        return gradients, gradients[0, 0]
+
+    with pytest.raises(ArgumentError, match="mixes rows"):
+        rows.check_elementwise(optax.GradientTransformation(lambda params: jnp.zeros(()), update))
+
+
+def test_an_optimizer_for_another_structure_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="cannot be applied to one array of rows"):
+        rows.check_elementwise(optax.multi_transform({"a": optax.sgd(0.1)}, {"x": "a", "y": "a"}))
+
+
+def test_lazy_weight_decay_is_refused() -> None:
+    with pytest.raises(ArgumentError, match='never had a gradient, as weight decay does, and mode="lazy"'):
+        rows.row_optimizer(optax.adamw(1e-3), mode="lazy")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rests"),
+    [(optax.sgd(0.1), True), (optax.adagrad(0.1), True), (optax.sgd(0.1, 0.9), False), (optax.adam(1e-3), False)],
+)
+def test_missed_steps_are_counted_only_where_rows_move(optimizer: Any, rests: bool) -> None:
+    assert (rows.row_optimizer(optimizer).settle is None) == rests
+    assert rows.row_optimizer(optimizer, mode="lazy").settle is None
+
+
+def test_lazy_adam_and_row_wise_adagrad() -> None:
+    """Against NumPy: touched rows only, with the step number of all; one accumulator a row."""
+    case = Case(num_rows=(37, 37), width=(6,), id_shapes=((16, 3),) * 2)
+    pair = [rows.row_optimizer(optax.adam(0.1), mode="lazy"), rows.row_adagrad(0.1, initial=0.2)]
+    got, states, _ = on_mesh(case, pair, num_steps=4)
+    tables, mu, nu = [t.copy() for t in case.tables()], np.zeros((37, 6), np.float32), np.zeros((37, 6), np.float32)
+    accumulator = np.full(37, 0.2, np.float32)
+    for seed in range(4):
+        dense = [_dense_gradient(case, tables, seed, which) for which in range(2)]
+        touched = [np.unique(ids[ids >= 0]) for ids in case.batch(seed)[0]]
+        at, gradient = touched[0], dense[0][touched[0]]
+        mu[at], nu[at] = 0.9 * mu[at] + 0.1 * gradient, 0.999 * nu[at] + 0.001 * gradient**2
+        corrected = mu[at] / (1 - 0.9 ** (seed + 1)), nu[at] / (1 - 0.999 ** (seed + 1))
+        tables[0][at] -= 0.1 * corrected[0] / (np.sqrt(corrected[1]) + 1e-8)
+        at, gradient = touched[1], dense[1][touched[1]]
+        accumulator[at] += (gradient**2).mean(1)
+        tables[1][at] -= 0.1 * gradient / np.sqrt(accumulator[at] + 1e-7)[:, None]
+    np.testing.assert_allclose(got[0], tables[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[1], tables[1], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(np.asarray(states[1].rows).reshape(-1)[:37], accumulator, rtol=1e-5)
+
+
+def _dense_gradient(case: Case, tables: list[np.ndarray], seed: int, which: int) -> np.ndarray:
+    ids, targets = (each[which] for each in case.batch(seed))
+    known = (ids >= 0)[..., None]
+    distance = np.tanh(tables[which][np.maximum(ids, 0)] * known - targets)
+    gradient = 3 * 2 * distance * (1 - distance**2) * known / distance.size
+    dense = np.zeros_like(tables[which])
+    np.add.at(dense, ids[ids >= 0], gradient[ids >= 0])
+    return dense

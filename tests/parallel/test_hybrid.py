@@ -1,0 +1,320 @@
+"""Hybrid steps: tables are exchanged by rows, and every number is that of single-device training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import braidax.parallel as bx
+from braidax.errors import ArgumentError
+from tests.parallel.models import assert_close, copied, make_mesh, single_device, specs
+
+BATCH, LENGTH, ROWS, WIDTH = 16, 5, 203, 6  # no mesh divides the rows
+OPTIMIZERS: dict[str, optax.GradientTransformation] = {
+    "sgd": optax.sgd(0.3),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adagrad": optax.adagrad(0.3),
+    "adam": optax.adam(3e-2),
+    "adamw": optax.adamw(3e-2, weight_decay=0.1),
+    "rmsprop": optax.rmsprop(1e-2),
+}
+HYBRID = {"data": bx.Hybrid()}
+
+
+def make_batch(seed: int = 0) -> dict[str, np.ndarray]:
+    """Ids that repeat, one that all samples share, and bags of several lengths."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, ROWS, (BATCH, LENGTH)).astype(np.int32)
+    ids[:, 0] = 7
+    return {
+        "ids": ids,
+        "length": random.integers(1, LENGTH + 1, BATCH).astype(np.int32),
+        "target": random.normal(size=BATCH).astype(np.float32),
+    }
+
+
+def init(key: jax.Array) -> Any:
+    keys = jax.random.split(key, 4)
+    return {
+        "table": jax.random.normal(keys[0], (ROWS, WIDTH)),
+        "other": jax.random.normal(keys[1], (5 * ROWS, WIDTH)),
+        "narrow": jax.random.normal(keys[2], (ROWS,)),
+        "kernel": jax.random.normal(keys[3], (WIDTH, WIDTH)) / 3,
+    }
+
+
+def pooled(params: Any, batch: Any, key: jax.Array) -> Any:
+    """Two tables of one width, a bag of ragged lengths, dropout."""
+    kept = jnp.arange(LENGTH) < batch["length"][:, None]
+    bag = jnp.where(kept[..., None], params["table"][batch["ids"]], 0).sum(1) / batch["length"][:, None]
+    hidden = jnp.tanh(bag @ params["kernel"]) + jnp.take(params["other"], 3 * batch["ids"][:, 1], axis=0)
+    hidden = hidden * jax.random.bernoulli(key, 0.8, hidden.shape)
+    losses = (hidden.sum(-1) - batch["target"]) ** 2
+    return losses.mean(), {"hidden": hidden.mean()}
+
+
+def scanned(params: Any, batch: Any, key: jax.Array) -> Any:
+    """A recurrent network that looks its table up at each step of a scan, within a checkpoint."""
+
+    @jax.checkpoint
+    def step(state: jax.Array, ids: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(state @ params["kernel"] + params["table"][ids]), None
+
+    state, _ = jax.lax.scan(step, jnp.zeros((len(batch["ids"]), WIDTH)), batch["ids"].T)
+    return ((state.sum(-1) - batch["target"]) ** 2).mean(), {}
+
+
+def sampled(params: Any, batch: Any, key: jax.Array) -> Any:
+    """Sampled softmax: some rows are drawn by the key, for all samples alike; and a table of numbers."""
+    classes = jax.random.randint(key, (24,), 0, 5 * ROWS)
+    state = jnp.tanh(params["table"][batch["ids"][:, 1]] @ params["kernel"])
+    true = (state * params["other"][batch["ids"][:, 2]]).sum(-1) + params["narrow"][batch["ids"]].mean(1)
+    logits = jnp.concatenate([true[:, None], state @ params["other"][classes].T], 1)
+    return -jax.nn.log_softmax(logits)[:, 0].mean(), {}
+
+
+LOSSES: dict[str, Callable[..., Any]] = {"pooled": pooled, "scanned": scanned, "sampled": sampled}
+
+
+def as_plain(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def plain(params: Any, variables: Any, key: jax.Array, batch: Any) -> Any:
+        value, metrics = loss(params, batch, key)
+        return value, (metrics, variables)
+
+    return plain
+
+
+def make_step(loss: Any, optimizer: Any, mesh: Mesh | str = "8 explicit", **options: Any) -> bx.Step:
+    options = {"init": init, "batch": specs(make_batch()), "strategies": HYBRID, **options}
+    mesh = make_mesh(mesh) if isinstance(mesh, str) else mesh
+    return bx.parallelize(loss, optimizer, mesh, options.pop("strategies"), **options)
+
+
+def placed(step: bx.Step) -> dict[str, set[str]]:
+    return {variable.path: {str(placement) for placement in variable.placements} for variable in step.plan.variables}
+
+
+def as_dense(step: bx.Step, params: Any) -> Any:
+    """Parameters in the shapes that the loss has them in, as NumPy arrays."""
+
+    def whole(variable: bx.PlannedVariable, leaf: jax.Array) -> np.ndarray:
+        return np.asarray(leaf).reshape(-1, *variable.shape[1:])[: variable.shape[0]]
+
+    leaves, structure = jax.tree.flatten(params)
+    return structure.unflatten(map(whole, step.plan.variables, leaves))
+
+
+def assert_as_on_one_device(step: bx.Step, loss: Any, optimizer: Any, *, num_updates: int = 10) -> None:
+    state, batches = step.init(jax.random.key(3)), [make_batch(seed) for seed in range(num_updates)]
+    first = copied(bx.State(state.step, as_dense(step, state.params), (), {}, state.key))
+    begun = bx.State(0, first.params, optimizer.init(jax.tree.map(jnp.asarray, first.params)), {}, state.key)
+    expected, _, expected_metrics = single_device(as_plain(loss), optimizer, begun, batches)
+    for batch, expects in zip(batches, expected_metrics, strict=True):
+        state, metrics = step.update(state, batch)
+        assert metrics.pop("row_rounds") >= 1
+        assert_close(copied(metrics), copied(expects), atol=1e-5)
+    # What evaluation reads is what dense training would have by now, also of rows that no batch has touched lately.
+    evaluated = step.evaluate(state, batches[0])
+    on_one = as_plain(loss)(expected, {}, jax.random.fold_in(state.key, num_updates), batches[0])
+    np.testing.assert_allclose(evaluated["loss"], on_one[0], rtol=2e-5, atol=1e-5)
+    touched = as_dense(step, step.settled(state).params)
+    assert_close(touched, copied(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer(optimizer: str) -> None:
+    step = make_step(pooled, OPTIMIZERS[optimizer])
+    assert placed(step) == {
+        "params/kernel": {"replicated"},
+        "params/narrow": {"replicated"},
+        "params/other": {"rows"},
+        "params/table": {"rows"},
+    }
+    assert_as_on_one_device(step, pooled, OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize(
+    ("loss", "mesh", "strategies"),
+    [
+        ("pooled", "4x2 explicit", HYBRID),
+        ("pooled", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}),
+        ("pooled", "4x2 explicit", {"data": bx.Hybrid(), "model": bx.Hybrid()}),
+        ("scanned", "8 auto", HYBRID),
+        ("scanned", "4x2 explicit", {"data": bx.Hybrid(), "model": bx.Hybrid()}),
+        ("sampled", "8 explicit", HYBRID),
+        ("sampled", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}),
+    ],
+)
+def test_every_loss_on_every_mesh(loss: str, mesh: str, strategies: Any) -> None:
+    step = make_step(LOSSES[loss], OPTIMIZERS["adagrad"], mesh, strategies=strategies)
+    assert placed(step)["params/table"] >= {"rows"}
+    assert_as_on_one_device(step, LOSSES[loss], OPTIMIZERS["adagrad"], num_updates=4)
+
+
+def test_one_device_moves_only_rows_too() -> None:
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    step = make_step(pooled, OPTIMIZERS["adagrad"], mesh)
+    assert placed(step)["params/other"] == {"rows"}
+    assert_as_on_one_device(step, pooled, OPTIMIZERS["adagrad"], num_updates=3)
+
+
+@pytest.mark.parametrize("loss", ["scanned", "sampled"])
+def test_microbatches(loss: str) -> None:
+    def accumulated(params: Any, batch: Any, key: jax.Array) -> Any:
+        parts = [
+            LOSSES[loss](params, jax.tree.map(lambda leaf, at=at: leaf[at::2], batch), jax.random.fold_in(key, at))
+            for at in range(2)
+        ]
+        return jax.tree.map(lambda *values: sum(values) / 2, *parts)
+
+    step = make_step(LOSSES[loss], OPTIMIZERS["adagrad"], microbatches=2)
+    state, batches = step.init(jax.random.key(3)), [make_batch(seed) for seed in range(3)]
+    begun = bx.State(0, as_dense(step, state.params), (), {}, state.key)
+    begun = bx.State(
+        0, begun.params, OPTIMIZERS["adagrad"].init(jax.tree.map(jnp.asarray, begun.params)), {}, state.key
+    )
+    expected, _, _ = single_device(as_plain(accumulated), OPTIMIZERS["adagrad"], begun, batches)
+    for batch in batches:
+        state, _ = step.update(state, batch)
+    assert_close(as_dense(step, state.params), copied(expected), atol=1e-5)
+
+
+def test_tables_are_born_and_kept_in_parts() -> None:
+    step = make_step(pooled, OPTIMIZERS["adam"])
+    state = step.init(jax.random.key(0))
+    for name in ("table", "other"):
+        num_rows = -(-state.params[name].size // (8 * WIDTH))
+        assert state.params[name].shape == (num_rows, 8, WIDTH)
+        assert {shard.data.shape for shard in state.params[name].addressable_shards} == {(num_rows, 1, WIDTH)}
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state["rows"]["table"]) if leaf.ndim == 3]
+    assert len(moments) == 2
+    assert all({shard.data.shape[1] for shard in moment.addressable_shards} == {1} for moment in moments)
+
+
+def test_memory_does_not_grow_with_the_table() -> None:
+    def temporary_bytes(num_rows: int) -> int:
+        def large(key: jax.Array) -> Any:
+            return {**init(key), "other": jax.random.normal(key, (num_rows, WIDTH))}
+
+        lowered = make_step(pooled, OPTIMIZERS["adagrad"], init=large).lower()
+        return sum(one.compile().memory_analysis().temp_size_in_bytes for one in lowered)
+
+    assert temporary_bytes(400_000) <= temporary_bytes(40_000) + 1024
+
+
+def test_an_update_compiles_once() -> None:
+    step = make_step(pooled, OPTIMIZERS["adagrad"])
+    state = step.init(jax.random.key(0))
+    with jax.log_compiles(False):
+        for seed in range(3):
+            state, _ = step.update(state, make_batch(seed))
+    assert step._gradients._cache_size() == step._apply._cache_size() == 1
+
+
+# Verdicts
+
+
+def tied(params: Any, batch: Any) -> Any:
+    state = params["table"][batch["ids"][:, 0]] @ params["kernel"]
+    return -jax.nn.log_softmax(state @ params["table"].T)[:, 0].mean()
+
+
+def chained(params: Any, batch: Any) -> Any:
+    scores = params["table"][batch["ids"][:, 0]] @ params["kernel"]
+    return (params["other"][jnp.argmax(scores, -1)] ** 2).mean()
+
+
+def test_what_is_also_used_whole_is_dense_and_says_where() -> None:
+    step = make_step(tied, OPTIMIZERS["sgd"])
+    assert placed(step)["params/table"] == {"replicated"}
+    why = next(v.why for v in step.plan.variables if v.path == "params/table")
+    assert "gathered by rows" in why
+    assert "its gradient is dense" in why
+    assert "test_hybrid.py:" in why
+
+
+def test_ids_that_parameters_decide_are_dense() -> None:
+    step = make_step(chained, OPTIMIZERS["sgd"])
+    assert placed(step)["params/other"] == {"replicated"}
+    assert placed(step)["params/table"] == {"rows"}
+    assert "its ids are computed from parameters" in next(
+        v.why for v in step.plan.variables if v.path == "params/other"
+    )
+
+
+def test_a_small_table_is_all_reduced() -> None:
+    def small(key: jax.Array) -> Any:
+        return {**init(key), "narrow": jnp.zeros(3)}
+
+    def loss(params: Any, batch: Any) -> Any:
+        return (params["narrow"][batch["ids"] % 3].sum(1) - params["table"][batch["ids"]].sum((1, 2))).mean()
+
+    step = make_step(loss, OPTIMIZERS["sgd"], init=small)
+    assert placed(step)["params/narrow"] == {"replicated"}
+    assert placed(step)["params/table"] == {"rows"}
+
+
+def test_an_optimizer_that_mixes_elements_keeps_all_dense() -> None:
+    step = make_step(pooled, optax.lamb(1e-3))
+    assert placed(step)["params/table"] == {"replicated"}
+    assert "optimizer is not elementwise" in step.plan.variables[-1].why
+
+
+def test_overrides() -> None:
+    strategies = {"data": bx.Hybrid({"params/t*": bx.Replicated(), "params/o*": bx.Rows()})}
+    step = make_step(pooled, OPTIMIZERS["sgd"], strategies=strategies)
+    assert placed(step)["params/table"] == {"replicated"}
+    assert placed(step)["params/other"] == {"rows"}
+    with pytest.raises(
+        ArgumentError, match=r"overrides\['\*/kernel'\] asks for the rows of params/kernel.*dot_general"
+    ):
+        make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid({"*/kernel": bx.Rows()})})
+
+
+def test_the_plan_survives_json() -> None:
+    plan = make_step(pooled, OPTIMIZERS["sgd"]).plan
+    assert bx.Plan.from_json(plan.to_json()) == plan
+
+
+def test_evaluation_may_use_a_table_whole() -> None:
+    def loss(params: Any, batch: Any, train: bool) -> Any:
+        state = params["table"][batch["ids"][:, 0]]
+        return (state**2).mean() if train else (state @ params["other"].T).mean()
+
+    step = make_step(loss, OPTIMIZERS["adam"], strategies={"data": bx.Hybrid({"params/other": bx.Replicated()})})
+    state = step.init(jax.random.key(0))
+    dense = as_dense(step, state.params)
+    got = step.evaluate(state, make_batch())["loss"]
+    expected = (dense["table"][make_batch()["ids"][:, 0]] @ dense["other"].T).mean()
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+    def other(params: Any, batch: Any, train: bool) -> Any:
+        state = params["table"][batch["ids"][:, 0]]
+        return (state**2).mean() if train else (params["table"] ** 2).mean()
+
+    step = make_step(other, OPTIMIZERS["adam"])
+    state = step.init(jax.random.key(0))
+    for seed in range(2):
+        state, _ = step.update(state, make_batch(seed))
+    whole = as_dense(step, step.settled(state).params)["table"]
+    np.testing.assert_allclose(step.evaluate(state, make_batch())["loss"], (whole**2).mean(), rtol=1e-5)
+
+
+def test_a_module_of_flax() -> None:
+    class Bag(linen.Module):
+        @linen.compact
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            return linen.Dense(1)(linen.Embed(ROWS, WIDTH)(ids).mean(1))[:, 0]
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
+        return ((Bag().apply(params, batch["ids"]) - batch["target"]) ** 2).mean(), {}
+
+    step = make_step(loss, OPTIMIZERS["adam"], init=lambda key: Bag().init(key, jnp.zeros((BATCH, LENGTH), jnp.int32)))
+    assert placed(step)["params/params/Embed_0/embedding"] == {"rows"}
+    assert_as_on_one_device(step, loss, OPTIMIZERS["adam"], num_updates=3)
