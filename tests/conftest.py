@@ -19,6 +19,9 @@ importlib.import_module("tests.annotations")  # --jaxtyping-packages looks it up
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
 
+# What is compiled runs for a moment: compiling quickly saves a third of the suite. Child processes compile in full.
+jax.config.update("jax_disable_most_optimizations", True)
+
 hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.load_profile("ci" if IN_CI else "local")

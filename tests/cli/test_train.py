@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ COMMAND = [sys.executable, "-c", "from braidax.cli import main; main()"]
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
+    jax.devices()  # all that the tests have: a command would start as few as its mesh needs
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
     return result.exit_code, result.output
 
@@ -80,9 +82,9 @@ def test_cifar_100_trains_from_its_archive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["train", "walking"], 2, "'walking' is no task; there are digits and wide_resnet"),
-        (["train", "wide_resnet"], 2, "wide_resnet needs the path"),
-        (["train", "digits", "--preset", "tiny"], 2, "digits bring their own data and model"),
+        (["train", "walking"], 2, "'walking' is no task; there are digits, wide_resnet, resnet"),
+        (["train", "wide_resnet"], 2, "wide_resnet needs the path of its data"),
+        (["train", "digits", "--preset", "tiny"], 2, "tiny: digits leaves no such choice"),
         (["train", "digits", "--mesh", "4x2"], 2, "such as data=4,model=2"),
         (["train", "digits", "--epochs", "0"], 2, "--epochs"),
         (["train", "digits", "--batch-size", "12"], 1, "error: batch"),
@@ -98,6 +100,38 @@ def test_wrong_input_is_named_without_a_traceback(
     assert exit_code == code
     assert message in " ".join(output.split())
     assert "Traceback" not in output
+
+
+def test_a_language_model_trains_with_its_tables_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    code, output = run("plan", "lm1b", "--preset", "tiny", "--mesh", "data=2")
+    assert code == 0, output
+    assert re.search(r"params/embedding +2000×16 +float32 +128,000 +rows +data: hybrid: gathered by rows", output)
+    assert re.search(r"params/lstm/kernel .* replicated .* used whole by", output)
+    code, output = run("plan", "lm1b", "--preset", "tiny", "--mesh", "data=2", "--json")
+    assert {v["placements"][0]["placement"] for v in json.loads(output)["variables"]} == {
+        "Rows",
+        "Replicated",
+    }
+    arguments = [
+        "train",
+        "lm1b",
+        "--preset",
+        "tiny",
+        "--out",
+        tmp_path / "run",
+        "--mesh",
+        "data=2",
+        "--batch-size",
+        "512",
+    ]
+    code, output = run(*arguments)
+    assert code == 0, output
+    perplexity = re.search(r"test perplexity ([\d.]+) ", output)
+    assert perplexity is not None
+    assert float(perplexity[1]) < 2000
+    code, again = run(*arguments)
+    assert f"test perplexity {perplexity[1]}  no step was left to train" in again
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

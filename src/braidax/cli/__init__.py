@@ -1,20 +1,17 @@
-"""The command line: `braidax train`, `braidax launch` and `braidax inspect`.
+"""The command line: `braidax train`, `braidax plan`, `braidax launch` and `braidax inspect`.
 
 Each command imports what it needs when it is called: `launch` does not wait for JAX.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 from braidax.errors import BraidaxError
-
-if TYPE_CHECKING:
-    from braidax.tasks.task import Task
 
 
 class _Commands(TyperGroup):
@@ -33,6 +30,10 @@ class _Commands(TyperGroup):
             raise typer.Exit(130) from error
 
 
+_TASK_HELP = "digits, wide_resnet, resnet, inception_v3, lm1b, bert or dlrm."
+_DATA_HELP = "The task's data as downloaded; most have some of their own."
+_PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
+
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -48,14 +49,14 @@ def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the trace
 
 @app.command("train")
 def _train(
-    task: Annotated[str, typer.Argument(help="What to train: digits or wide_resnet.", metavar="TASK")],
-    data: Annotated[Path | None, typer.Option(help="For wide_resnet: CIFAR or MNIST as downloaded.")] = None,
+    task: Annotated[str, typer.Argument(help=_TASK_HELP, metavar="TASK")],
+    data: Annotated[Path | None, typer.Option(help=_DATA_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/TASK")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the samples.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
-    preset: Annotated[str | None, typer.Option(help="For wide_resnet: full, small or tiny.")] = None,
-    image_size: Annotated[int | None, typer.Option(min=1, help="For wide_resnet: height and width in pixels.")] = None,
+    preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters and of the shuffle.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     trace: Annotated[Path | None, typer.Option(help="Perfetto trace to write.", show_default="OUT/trace.json")] = None,
@@ -65,10 +66,12 @@ def _train(
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
     from braidax.cli.machine import parse_mesh
+    from braidax.cli.tasks import make_task
     from braidax.cli.train import Settings, train
 
     out = Path("runs") / task if out is None else out
-    made = _task(task, out, data, preset, image_size)  # what is wrong with it is said once, and its data is there
+    # What is wrong with it is said once, and its data is there.
+    made = make_task(task, out, path=data, preset=preset, image_size=image_size)
     if processes > 1:
         options = {
             "--data": data,
@@ -105,6 +108,27 @@ def _train_together(task: str, options: Mapping[str, object], processes: int, re
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     program = Program("braidax.cli", ("train", task, *given), "module")
     launch(program, Where(processes=processes), restarts=restarts)
+
+
+@app.command("plan")
+def _plan(
+    task: Annotated[str, typer.Argument(help=_TASK_HELP, metavar="TASK")],
+    data: Annotated[Path | None, typer.Option(help=_DATA_HELP)] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
+    preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show what becomes of each variable of a task, and why; nothing is computed."""
+    from braidax.cli.machine import parse_mesh
+    from braidax.cli.tasks import make_task
+    from braidax.cli.train import make_step
+
+    made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
+    axes = None if mesh is None else parse_mesh(mesh)
+    plan = make_step(made, axes, batch_size=batch_size or made.batch_size, num_steps=1).plan
+    typer.echo(plan.to_json() if json else str(plan))
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})
@@ -153,21 +177,3 @@ def _inspect(
     axes = None if mesh is None else parse_mesh(mesh)
     source = open_source(path, columns=None if columns is None else columns.split(","), split=split)
     inspect(source, mesh=axes, spec=parse_spec(spec), batch_size=batch_size, processes=processes, console=Console())
-
-
-def _task(name: str, out: Path, data: Path | None, preset: str | None, image_size: int | None) -> "Task":
-    if name == "digits":
-        from braidax.tasks.digits import digits
-
-        given = {"--data": data, "--preset": preset, "--image-size": image_size}
-        for option, value in given.items():
-            if value is not None:
-                raise typer.BadParameter(f"{value}: digits bring their own data and model", param_hint=option)
-        return digits(out / "data")
-    if name == "wide_resnet":
-        from braidax.tasks.wide_resnet import wide_resnet
-
-        if data is None:
-            raise typer.BadParameter("wide_resnet needs the path of CIFAR or MNIST as downloaded", param_hint="--data")
-        return wide_resnet(data, preset=preset or "full", image_size=image_size)
-    raise typer.BadParameter(f"{name!r} is no task; there are digits and wide_resnet", param_hint="TASK")

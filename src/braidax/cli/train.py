@@ -12,7 +12,7 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.cli.machine import describe_mesh, make_mesh
 from braidax.data import DataLoader
 from braidax.loop import evaluate, fit
-from braidax.parallel import DataParallel, Step, parallelize
+from braidax.parallel import Hybrid, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
 from braidax.tasks.task import Task
@@ -76,23 +76,17 @@ def train(task: Task, settings: Settings) -> None:
             if jax.process_index() == 0:
                 settings.trace.parent.mkdir(parents=True, exist_ok=True)
                 run.report.trace.save(settings.trace)
-        noted = run.report.noted
-        accuracy = noted["test_accuracy"] if noted else evaluate(run.step, state, run.test)["accuracy"]
-        _summarize(run, accuracy, settings, say)
+        noted = {name.removeprefix("test_"): value for name, value in run.report.noted.items()}
+        metrics = noted or {name: float(value) for name, value in evaluate(run.step, state, run.test).items()}
+        _summarize(run, task.tell(metrics), settings, say)
 
 
 def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
     batch_size = settings.batch_size or task.batch_size
     epochs = settings.epochs or task.epochs
-    mesh = make_mesh(settings.mesh)
-    step = parallelize(
-        task.loss,
-        task.optimizer(len(task.train) // batch_size * epochs),
-        mesh,
-        {axis: DataParallel() for axis in mesh.axis_names},
-        init=task.init,
-        batch=task.train.batch_spec(batch_size),
-    )
+    num_steps = len(task.train) // batch_size * epochs
+    step = make_step(task, settings.mesh, batch_size=batch_size, num_steps=num_steps)
+    mesh = step.mesh
     loader = DataLoader(
         task.train, mesh, step.batch_shardings, batch_size=batch_size, seed=settings.seed, epochs=epochs
     )
@@ -109,13 +103,24 @@ def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
     return _Run(step, loader, test, saver, report)
 
 
+def make_step(task: Task, axes: Mapping[str, int] | None, *, batch_size: int, num_steps: int) -> Step:
+    """Makes the step of a task, its samples split over all axes of a mesh, tables by rows where that is less.
+
+    **Arguments:** `axes`: as of `make_mesh`. `num_steps`: of the whole run.
+    """
+    mesh = make_mesh(axes)
+    strategies = {axis: Hybrid() for axis in mesh.axis_names}
+    batch = task.train.batch_spec(batch_size)
+    return parallelize(task.loss, task.optimizer(num_steps), mesh, strategies, init=task.init, batch=batch)
+
+
 def _nothing(message: str) -> None:
     pass
 
 
-def _summarize(run: _Run, accuracy: float, settings: Settings, say: Callable[[str], None]) -> None:
+def _summarize(run: _Run, result: str, settings: Settings, say: Callable[[str], None]) -> None:
     pace = run.report.pace
-    told = [f"test accuracy {100 * accuracy:.2f} %"]
+    told = [f"test {result}"]
     if pace.num_samples:
         told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
     else:

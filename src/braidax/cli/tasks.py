@@ -1,0 +1,35 @@
+"""Which tasks there are, and what the command line asks them for."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from braidax.tasks.task import Task
+
+TASKS = ("digits", "wide_resnet", "resnet", "inception_v3", "lm1b", "bert", "dlrm")
+"""Each is a function of that name in a module of that name."""
+
+_OPTIONS = {"path": "--data", "preset": "--preset", "image_size": "--image-size"}
+
+
+def make_task(name: str, out: Path, *, path: Path | None, preset: str | None, image_size: int | None) -> "Task":
+    """Returns a task with what was asked for; digits are kept in the folder of the run.
+
+    **Raises:** `typer.BadParameter` for what is no task, and for an option that the task does not know or lacks.
+    """
+    if name not in TASKS:
+        raise typer.BadParameter(f"{name!r} is no task; there are {', '.join(TASKS)}", param_hint="TASK")
+    make: Any = getattr(import_module(f"braidax.tasks.{name}"), name)
+    known = inspect.signature(make).parameters
+    options = {"path": path, "preset": preset, "image_size": image_size}
+    given = {option: value for option, value in options.items() if value is not None}
+    for option, value in given.items():
+        if option not in known:
+            raise typer.BadParameter(f"{value}: {name} leaves no such choice", param_hint=_OPTIONS[option])
+    if "path" in known and known["path"].default is inspect.Parameter.empty and path is None:
+        raise typer.BadParameter(f"{name} needs the path of its data as downloaded", param_hint="--data")
+    return make(out / "data") if "folder" in known else make(**given)
