@@ -17,6 +17,8 @@ test: .venv/stamp-test  ## Lint, types, tests.
 bench: .venv/stamp-bench .venv-streaming/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS)
 	$(BIN)/python -m benchmarks.comm $(ARGS)
+	$(BIN)/python -m benchmarks.parax $(ARGS)
+	$(BIN)/python -m benchmarks.parallax $(ARGS)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS)
 
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
