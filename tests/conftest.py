@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -15,6 +16,9 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 THREAD_SECONDS = 10.0
 
 importlib.import_module("tests.annotations")  # --jaxtyping-packages looks it up as an attribute of `tests`
+
+# Who starts the suite behind a shell's "&" has it ignore Ctrl-C, and so would every program that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)

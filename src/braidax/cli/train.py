@@ -12,7 +12,7 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.cli.machine import describe_mesh, make_mesh
 from braidax.data import DataLoader
 from braidax.loop import evaluate, fit
-from braidax.parallel import Hybrid, Step, parallelize
+from braidax.parallel import DataParallel, Hybrid, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
 from braidax.tasks.task import Task
@@ -106,10 +106,13 @@ def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
 def make_step(task: Task, axes: Mapping[str, int] | None, *, batch_size: int, num_steps: int) -> Step:
     """Makes the step of a task, its samples split over all axes of a mesh, tables by rows where that is less.
 
+    Where processes train together, tables stay whole: checkpoints hold what every process has.
+
     **Arguments:** `axes`: as of `make_mesh`. `num_steps`: of the whole run.
     """
     mesh = make_mesh(axes)
-    strategies = {axis: Hybrid() for axis in mesh.axis_names}
+    strategy = Hybrid() if jax.process_count() == 1 else DataParallel()
+    strategies = dict.fromkeys(mesh.axis_names, strategy)
     batch = task.train.batch_spec(batch_size)
     return parallelize(task.loss, task.optimizer(num_steps), mesh, strategies, init=task.init, batch=batch)
 

@@ -43,7 +43,12 @@ CASES: dict[str, tuple[tuple[str, ...], Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("overflow", "aggregated")  # the other meshes are those of test_hybrid.py, in a whole step
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_updates_equal_one_device(name: str) -> None:
     """A table for each optimizer, all of them in one exchange."""
     names, case = CASES[name]
