@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What is compiled runs for a moment: compiling quickly saves a third of the suite. Child processes compile in full.
+# What is compiled here runs for a moment, so it is compiled quickly; child processes compile in full.
 jax.config.update("jax_disable_most_optimizations", True)
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=30)

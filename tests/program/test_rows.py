@@ -171,7 +171,9 @@ def test_with_the_batch_first_no_rows_move() -> None:
     """Ids lie time by batch: laid flat batch first, each device keeps the rows of its own samples."""
 
     def loss(params: Any, batch: Any) -> Any:
-        step = lambda hidden, row: (jnp.tanh(hidden @ params["weight"] + row), None)  # noqa: E731
+        def step(hidden: Any, row: Any) -> Any:
+            return jnp.tanh(hidden @ params["weight"] + row), None
+
         return (jax.lax.scan(step, jnp.zeros((16, 6)), params["table"][batch.T])[0] ** 2).mean()
 
     params, batch = {"table": draw(V, 6), "weight": draw(6, 6)}, draw_ids(16, 3)

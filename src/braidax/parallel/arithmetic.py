@@ -66,11 +66,17 @@ class Arithmetic(Protocol):
 class Whole:
     """The arithmetic in which every variable, and its gradient, is one array.
 
-    **Arguments:** `born`: traced `key -> Born`. `batch`: PyTree of specs.
+    **Arguments:** `born`: traced `key -> Born`. `program`: the loss, as `traced_loss` gives it.
     """
 
     def __init__(
-        self, loss: Loss, optimizer: optax.GradientTransformation, born: Program, mesh: Mesh, plan: Plan, batch: Any
+        self,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        born: Program,
+        program: Program,
+        mesh: Mesh,
+        plan: Plan,
     ) -> None:
         self._loss, self._optimizer = loss, optimizer
         self._microbatches = plan.microbatches
@@ -92,7 +98,7 @@ class Whole:
             variables=jax.tree.map(lambda _: replicated, self._specs.variables),
             key=replicated,
         )
-        self._program = traced_loss(loss, self._specs, batch, self._microbatches)
+        self._program = program
         self._apply = self._traced_apply()
 
     def held(self, opt_state: Any) -> Any:
@@ -149,9 +155,9 @@ def check_same_state(expected: Any, got: Any) -> None:
         raise ArgumentError(f"optimizer.update returns another state than optimizer.init made: {message}")
 
 
-def traced_loss(loss: Loss, specs: State | Born, batch: Any, microbatches: int) -> Program:
-    """Traces a loss for training on one microbatch. **Arguments:** `specs`: what it is given, `batch`: all of it."""
+def traced_loss(loss: Loss, born: Born, batch: Any, microbatches: int) -> Program:
+    """Traces a loss for training on one microbatch. **Arguments:** `born`, `batch`: PyTrees of specs."""
     micro = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct((spec.shape[0] // microbatches, *spec.shape[1:]), spec.dtype), batch
     )
-    return loss.trace(specs.params, specs.variables, specs.key, micro, train=True)
+    return loss.trace(born.params, born.variables, born.key, micro, train=True)

@@ -98,19 +98,17 @@ def _parallelize_loss(
     batch = specs_of(batch)
     batch_shardings = shard_batch(mesh, batch_axes(mesh, strategies), batch, microbatches=microbatches)
     born = trace_init(init, loss)
-    params: Any = born.out_specs.params
-    of_rows: RowOptimizer | None = None
-    if any(isinstance(strategy, Hybrid) for strategy in strategies.values()):
-        of_rows, no_rows = _rows_of(optimizer)
-        reads = row_reads(traced_loss(loss, born.out_specs, batch, microbatches), microbatches=microbatches)
-        variables = reads.variables("params", no_rows)
-    else:
-        variables = variables_of(params, "params")
-    plan = make_plan(mesh, strategies, variables, microbatches=microbatches)
+    program = traced_loss(loss, born.out_specs, batch, microbatches)
+    if not any(isinstance(strategy, Hybrid) for strategy in strategies.values()):
+        plan = make_plan(mesh, strategies, variables_of(born.out_specs.params, "params"), microbatches=microbatches)
+        return Step(Whole(loss, optimizer, born, program, mesh, plan), mesh, plan, batch, batch_shardings)
+    of_rows, no_rows = _rows_of(optimizer)
+    reads = row_reads(program, microbatches=microbatches)
+    plan = make_plan(mesh, strategies, reads.variables("params", no_rows), microbatches=microbatches)
     if of_rows is not None and any(isinstance(p, Rows) for v in plan.variables for p in v.placements):
-        arithmetic = WithTables(loss, optimizer, of_rows, born, mesh, plan, batch)
+        arithmetic = WithTables(loss, optimizer, of_rows, born, program, mesh, plan, reads=reads)
     else:
-        arithmetic = Whole(loss, optimizer, born, mesh, plan, batch)
+        arithmetic = Whole(loss, optimizer, born, program, mesh, plan)
     return Step(arithmetic, mesh, plan, batch, batch_shardings)
 
 

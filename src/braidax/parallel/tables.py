@@ -24,7 +24,7 @@ from braidax.program import (
 )
 
 from .accumulate import all_gradients_of, microbatches_of
-from .arithmetic import Evaluate, applied, check_same_state, traced_loss
+from .arithmetic import Evaluate, applied, check_same_state
 from .arrays import strong
 from .initial import Born
 from .loss import Loss
@@ -45,7 +45,7 @@ class WithTables:
     A state then holds `[ceil(V / N), N, ...]` in their place, and as `opt_state` a dict: `"dense"`, of the optimizer
     for all other variables, and `"rows"`, a `RowState` for each table by name.
 
-    **Arguments:** as of `Whole`; `row_optimizer`: moves the rows of all tables.
+    **Arguments:** as of `Whole`; `row_optimizer`: moves the rows of all tables. `reads`: of the program.
     """
 
     def __init__(
@@ -54,9 +54,11 @@ class WithTables:
         optimizer: optax.GradientTransformation,
         row_optimizer: RowOptimizer,
         born: Program,
+        program: Program,
         mesh: Mesh,
         plan: Plan,
-        batch: Any,
+        *,
+        reads: "RowReads",
     ) -> None:
         self._loss, self._optimizer, self._mesh = loss, optimizer, mesh
         self._microbatches = plan.microbatches
@@ -64,8 +66,7 @@ class WithTables:
         self._tables = _tables_of(plan, self._born.params, mesh, row_optimizer)
         self.initial = trace(lambda key: self._first(born(key)), *born.in_specs)
         self._specs: State = self.initial.out_specs
-        program = traced_loss(loss, self._born, batch, self._microbatches)
-        rows = _without(program, [uses for uses in find_uses(program) if uses.name in self._tables])
+        rows = _without(program, [reads.sparse[name] for name in self._tables])
         self._ids, self._fed = rows.ids, rows.fed()
         self._packing = Packing(list(self._tables.values()), rows, mesh, microbatches=self._microbatches)
         self.state_shardings = self._shardings(plan)

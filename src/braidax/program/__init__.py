@@ -7,6 +7,7 @@ from .bodies import bodies as bodies
 from .bodies import equation_at as equation_at
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
+from .elementwise import ELEMENTWISE as ELEMENTWISE
 from .execute import compile_on as compile_on
 from .marks import mark_gradient as mark_gradient
 from .names import difference as difference

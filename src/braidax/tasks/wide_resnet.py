@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from braidax.data import Source
 from braidax.data import open as open_source
 from braidax.errors import ArgumentError
+from braidax.tasks.image_data import count_classes
 from braidax.tasks.resnet_model import WideResNet
 from braidax.tasks.task import Task, image_task
 
@@ -31,17 +31,10 @@ def wide_resnet(path: str | Path, *, preset: str = "full", image_size: int | Non
     if image_size is not None and image_size < 1:
         raise ArgumentError(f"image_size={image_size} must be a positive number of pixels, such as 224")
     original = open_source(path, split="train")
-    num_classes = _num_classes(original, path)
+    num_classes = count_classes(original, path)
     gray = original.sample_spec["image"].shape[-1] == 1
     size = image_size or (_GRAY_SIZE if gray else _COLOR_SIZE)
     train, test = (open_source(path, split=split, image_size=(size, size)) for split in ("train", "test"))
     stage_sizes, num_filters = _SHAPES[preset]
     model = WideResNet(num_classes, stage_sizes=stage_sizes, num_filters=num_filters)
     return image_task(model, train, test, batch_size=64, epochs=10, learning_rate=1e-3)
-
-
-def _num_classes(source: Source, path: str | Path) -> int:
-    number = source.describe().get("classes", "").partition(":")[0]  # "10", or "3: cat, dog, owl"
-    if not number.isdecimal() or "image" not in source.sample_spec:
-        raise ArgumentError(f"path={str(path)!r} holds {source.sample_spec}; expected images with classes, as in CIFAR")
-    return int(number)

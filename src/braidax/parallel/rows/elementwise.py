@@ -7,15 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from braidax.errors import ArgumentError
+from braidax.program import ELEMENTWISE
 
-# Of these, each output element depends on the elements at its place only.
-ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos",
-    "div", "eq", "erf", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not",
-    "optimization_barrier", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin",
-    "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-}  # fmt: skip
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -93,7 +86,7 @@ def _through(equation: Any, marked: list[bool]) -> tuple[list[bool], list[str]]:
         outputs = [any(column) for column in zip(*(found for found, _ in results), strict=True)]
         return outputs, [*(["cond on elements"] if marked[0] else []), *(m for _, mixed in results for m in mixed)]
     shapes = {variable.aval.shape for variable in equation.outvars}
-    if name in ELEMENTWISE and shapes <= {(), SHAPE}:
+    if equation.primitive in ELEMENTWISE and shapes <= {(), SHAPE}:
         operands = {atom.aval.shape for atom, mark in zip(equation.invars, marked, strict=True) if mark}
         return outputs, [] if operands <= shapes else [name]
     if name == "broadcast_in_dim" and all(atom.aval.shape in ((), SHAPE) for atom in equation.invars):
