@@ -18,10 +18,10 @@ from typing import Any
 
 from benchmarks.harness import Report, arguments, take_turns
 from benchmarks.parax import rank
-from benchmarks.parax.broadcast import ray_actor
+from benchmarks.parax.broadcast import Cluster, ray_actor
 from benchmarks.parax.cases import DEVICES_EACH, NUM_PROCESSES, Case, write
 from benchmarks.parax.planning import plan_seconds
-from benchmarks.parax.rank import ALPA, JAX, MAXTEXT, OURS, RAY, Counts
+from benchmarks.parax.rank import ALPA, JAX, MAXTEXT, OURS, RAY, RAY_THREADS, Counts
 from braidax.gang import LocalGang
 
 _LIMIT_SECONDS = 120.0  # of one call of the processes
@@ -60,7 +60,7 @@ FULL = Scale(
     num_photos=128,
     num_sequences=4096,
     batch_sizes={"photos": 64, "small photos": 64, "tokens": 256},
-    num_batches={"photos": 8, "small photos": 16, "tokens": 25},
+    num_batches={"photos": 6, "small photos": 16, "tokens": 25},
     rounds=5,
     loop_rounds=3,
 )
@@ -121,8 +121,8 @@ class Found:
 
 
 def _measure(report: Report, scale: Scale, cases: Sequence[Case]) -> None:
-    with ray_actor() as address, _processes() as ask:
-        ask(rank.join, DEVICES_EACH, ask.port, address)
+    with ray_actor() as ray, _processes(ray) as ask:
+        ask(rank.join, DEVICES_EACH, ask.port, ray.address)
         found = {case.name: _case(report, scale, case, ask) for case in cases}
     report.at_most("redundancy", max(_redundancy(one) for one in found.values()), 1)
     if "photos, data_model" in found:
@@ -201,7 +201,7 @@ def _turns(case: Case, ask: "_Asking", num_batches: int, iterations: int | None,
     """Returns the seconds that a batch takes, by system."""
 
     def turn(system: str) -> Callable[[], float]:
-        return lambda: max(ask(rank.timed, case, system, num_batches, iterations))
+        return lambda: max(ask.alone(system, rank.timed, case, system, num_batches, iterations))
 
     figures = take_turns({system: turn(system) for system in rank.SYSTEMS}, rounds=rounds)
     medians = ", ".join(f"{system} {1e3 * statistics.median(values):.1f}" for system, values in figures.items())
@@ -246,20 +246,26 @@ def _plan(report: Report, scale: Scale) -> None:
 class _Asking:
     """Lets all processes do something.
 
-    **Arguments:** `gang`: has them. `port`: for JAX's coordination service.
+    **Arguments:** `gang`: has them. `port`: for JAX's coordination service. `ray`: rests while others are measured.
     """
 
-    def __init__(self, gang: LocalGang, port: int) -> None:
+    def __init__(self, gang: LocalGang, port: int, ray: Cluster) -> None:
         self._gang = gang
         self.port = port
+        self._ray = ray
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Returns what each process returned."""
         return self._gang.run(fn, *args, timeout_seconds=_LIMIT_SECONDS)
 
+    def alone(self, system: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """As a call, while nothing runs that the system does not use."""
+        with contextlib.nullcontext() if system in (RAY, RAY_THREADS) else self._ray.resting():
+            return self(fn, *args)
+
 
 @contextlib.contextmanager
-def _processes() -> Generator[_Asking]:
+def _processes(ray: Cluster) -> Generator[_Asking]:
     """The processes; what they print is shown only if something goes wrong."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -267,7 +273,7 @@ def _processes() -> Generator[_Asking]:
     log = io.StringIO()
     try:
         with LocalGang(NUM_PROCESSES, environment=_ENVIRONMENT, log=log) as gang:
-            yield _Asking(gang, port)
+            yield _Asking(gang, port, ray)
     except BaseException:
         _say(log.getvalue())
         raise

@@ -22,10 +22,11 @@ from braidax.data.load_plan import plan_load
 from braidax.data.sources.source import allocate
 
 OURS, RAY, JAX, ALPA, GRAIN, MAXTEXT = "ours", "broadcast Ray", "broadcast JAX", "Alpa", "Grain", "MaxText"
+RAY_THREADS = "broadcast Ray, 4 x threads"
 SYSTEMS: Mapping[str, Callable[[Case], System]] = {
     OURS: Ours,
     RAY: ThroughRay,
-    "broadcast Ray, 4 x threads": lambda case: ThroughRay(case, NUM_PROCESSES * case.threads),
+    RAY_THREADS: lambda case: ThroughRay(case, NUM_PROCESSES * case.threads),
     JAX: ThroughJax,
     ALPA: Alpa,
     GRAIN: Grain,

@@ -1,6 +1,6 @@
 """What a step computes, before it is compiled: the contract, and the form in which every variable is whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
@@ -21,6 +21,9 @@ from .state import State
 Evaluate = Callable[[Any, Any, Any, Any, Any, Any], dict[str, Any]]
 """`(params, held, variables, key, step, batch) -> metrics`."""
 
+OUT_OF_RANGE = "row_ids_out_of_range"
+"""The metric, int32 `[tables]`, that tells how many ids no row has; a step looks at it and keeps it to itself."""
+
 
 @runtime_checkable
 class Arithmetic(Protocol):
@@ -39,6 +42,11 @@ class Arithmetic(Protocol):
     @property
     def gradient_shardings(self) -> Any:
         """Of what `gradients` gives first, or a prefix of it."""
+        ...
+
+    @property
+    def watched(self) -> Sequence[tuple[str, int]]:
+        """Names and rows of the tables whose ids out of range are counted in `OUT_OF_RANGE`; empty if none are."""
         ...
 
     def held(self, opt_state: Any) -> Any:
@@ -100,6 +108,11 @@ class Whole:
         )
         self._program = program
         self._apply = self._traced_apply()
+
+    @property
+    def watched(self) -> Sequence[tuple[str, int]]:
+        """None."""
+        return ()
 
     def held(self, opt_state: Any) -> Any:
         """Returns nothing."""

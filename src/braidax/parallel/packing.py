@@ -3,14 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from braidax.program import Lookup, RowProgram
+from braidax.program import OUT_OF_RANGE, Lookup, RowProgram
 
+from .hot_tables import HotTable, hot_moved, hot_sums
 from .rows import (
     Exchange,
     Pushed,
@@ -18,10 +19,12 @@ from .rows import (
     RowOptimizer,
     RowState,
     from_stored,
+    join_rows,
     plan_exchange,
     pull_rows,
     push_rows,
     route_ids,
+    split_hot,
     to_stored,
     update_rows,
 )
@@ -32,7 +35,8 @@ class Table:
     """A variable that is stored by rows.
 
     **Fields:** `name`: of its leaf. `spec`: as the loss has it, `[V, ...]`. `axes`: what its rows are split over.
-    `num_shards`: over how many devices. `optimizer`: moves its rows.
+    `num_shards`: over how many devices. `optimizer`: moves its rows. `aggregate`: as of `plan_exchange`. `hot`: ids
+    of rows that are replicated, ascending. `num_unique`: how many different ids a device is expected to have in a step.
     """
 
     name: str
@@ -40,6 +44,9 @@ class Table:
     axes: tuple[str, ...]
     num_shards: int
     optimizer: RowOptimizer
+    aggregate: Literal["inner", "none"] = "none"
+    hot: tuple[int, ...] = ()
+    num_unique: int | None = None
 
     def stored(self, table: jax.Array) -> jax.Array:
         """Returns the table, `[V, ...]`, as it is stored: `[ceil(V / N), N, ...]`, numbers as rows of one."""
@@ -51,10 +58,38 @@ class Table:
 
 
 class Trip(NamedTuple):
-    """What `apply` needs of an exchange: the way of the rows, and their gradients."""
+    """What `apply` needs of an exchange: the way of the rows, their gradients, and those of hot rows by table."""
 
     route: Route
     pushed: Pushed
+    hot: dict[str, jax.Array]
+
+
+class Held(NamedTuple):
+    """What tables have beside their stored rows, by name: states of their optimizers, and the hot rows of some."""
+
+    rows: dict[str, RowState]
+    hot: dict[str, HotTable]
+
+
+class Way(NamedTuple):
+    """How the ids of a group go: the route of the cold ones, and by table the place of each among the hot ones."""
+
+    route: Route
+    hot: dict[str, jax.Array]
+
+
+class Pull(NamedTuple):
+    """Rows that have come.
+
+    **Fields:** `rows`: of each lookup. `ways`: of each group. `num_rounds`: the largest number of rounds.
+    `out_of_range`: int32 `[tables]`, how many ids no row has, where they were marked.
+    """
+
+    rows: tuple[jax.Array, ...]
+    ways: list[Way]
+    num_rounds: jax.Array
+    out_of_range: jax.Array
 
 
 @dataclass(frozen=True)
@@ -81,8 +116,19 @@ class Packing:
         for number, table in enumerate(self._tables):
             if any(lookup.name == table.name for lookup in self._lookups):
                 width = math.prod(table.spec.shape[1:])
-                together.setdefault((table.axes, width, str(table.spec.dtype)), []).append(number)
+                alike = (table.axes, table.aggregate, width, str(table.spec.dtype))
+                together.setdefault(alike, []).append(number)
         self.groups = [self._group(numbers, mesh) for numbers in together.values()]
+
+    def trip_shardings(self, mesh: Mesh) -> list[Any]:
+        """Returns the shardings of the trips that `push` gives, or prefixes of them."""
+        replicated = NamedSharding(mesh, PartitionSpec())
+        shardings: list[Any] = []
+        for group in self.groups:
+            split = NamedSharding(mesh, PartitionSpec(group.exchange.axes))
+            hot = [self._tables[number].name for number in group.tables if self._tables[number].hot]
+            shardings.append(Trip(split, split, dict.fromkeys(hot, replicated)))  # pyright: ignore[reportArgumentType]
+        return shardings
 
     def _group(self, numbers: Sequence[int], mesh: Mesh) -> _Group:
         tables = [self._tables[number] for number in numbers]
@@ -93,58 +139,78 @@ class Packing:
             sum(self._num_ids(self._lookups[at], table.num_shards) for at in members)
             for table, members in zip(tables, lookups, strict=True)
         ]
+        unique = [
+            count if table.num_unique is None else min(count, table.num_unique)
+            for table, count in zip(tables, num_ids, strict=True)
+        ]
         exchange = plan_exchange(
-            mesh.shape, tables[0].axes, num_rows=[table.spec.shape[0] for table in tables], num_ids=num_ids
+            mesh.shape,
+            tables[0].axes,
+            num_rows=[table.spec.shape[0] for table in tables],
+            num_ids=num_ids,
+            num_unique=unique,
+            aggregate=tables[0].aggregate,
         )
         return _Group(tuple(numbers), tuple(lookups), exchange)
 
-    def pull(
-        self, ids: Sequence[jax.Array], tables: Mapping[str, jax.Array], states: Mapping[str, RowState]
-    ) -> tuple[tuple[jax.Array, ...], list[Route], jax.Array]:
-        """Fetches the rows of all lookups.
-
-        **Arguments:** `ids`: of each lookup. `tables`, `states`: by name, in their stored form.
-
-        **Returns:** the rows of each lookup; the route of each group; the largest number of rounds.
-        """
+    def pull(self, ids: Sequence[jax.Array], tables: Mapping[str, jax.Array], held: Held) -> Pull:
+        """Fetches the rows of all lookups. **Arguments:** `ids`: of each lookup. `tables`: by name, as stored."""
         rows: dict[int, jax.Array] = {}
-        routes: list[Route] = []
+        ways: list[Way] = []
         rounds = [jnp.zeros((), jnp.int32)]
+        wrong = {table.name: jnp.zeros((), jnp.int32) for table in self._tables}
         for group in self.groups:
-            packed = [self._pack(members, ids, group.exchange.num_shards, filler=-1) for members in group.lookups]
-            route = route_ids(group.exchange, packed)
             members = [self._tables[number] for number in group.tables]
+            packed = [self._pack(lookups, ids, group.exchange.num_shards, filler=-1) for lookups in group.lookups]
+            wrong |= {
+                table.name: jnp.sum(x == OUT_OF_RANGE, dtype=jnp.int32)
+                for table, x in zip(members, packed, strict=True)
+            }
+            hot: dict[str, jax.Array] = {}
+            for at, table in enumerate(members):
+                if table.hot:
+                    hot[table.name], packed[at] = split_hot(packed[at], jnp.asarray(table.hot, jnp.int32))
+            route = route_ids(group.exchange, packed)
             pulled = pull_rows(
                 group.exchange,
                 route,
                 [tables[table.name] for table in members],
                 like=packed,
-                states=[states[table.name] for table in members],
+                states=[held.rows[table.name] for table in members],
                 optimizers=[table.optimizer for table in members],
             )
-            routes.append(route)
+            ways.append(Way(route, hot))
             rounds.append(pulled.num_rounds)
             for table, lookups, found in zip(members, group.lookups, pulled.rows, strict=True):
-                rows |= self._unpack(lookups, found.reshape(*found.shape[:2], *table.spec.shape[1:]))
-        return tuple(rows[at] for at in range(len(self._lookups))), routes, jnp.max(jnp.stack(rounds))
+                found = found.reshape(*found.shape[:2], *table.spec.shape[1:])
+                if table.hot:
+                    found = join_rows(hot[table.name], held.hot[table.name].values, found)
+                rows |= self._unpack(lookups, found)
+        of_lookups = tuple(rows[at] for at in range(len(self._lookups)))
+        return Pull(of_lookups, ways, jnp.max(jnp.stack(rounds)), jnp.stack(list(wrong.values())))
 
-    def push(self, routes: Sequence[Route], gradients: Sequence[jax.Array]) -> list[Trip]:
+    def push(self, ways: Sequence[Way], gradients: Sequence[jax.Array]) -> list[Trip]:
         """Sums the gradients of rows where the rows are. **Arguments:** `gradients`: of each lookup's rows."""
         trips: list[Trip] = []
-        for group, route in zip(self.groups, routes, strict=True):
+        for group, way in zip(self.groups, ways, strict=True):
             packed = [self._pack(members, gradients, group.exchange.num_shards, filler=0) for members in group.lookups]
-            trips.append(Trip(route, push_rows(group.exchange, route, packed)))
+            hot: dict[str, jax.Array] = {}
+            for number, gradient in zip(group.tables, packed, strict=True):
+                table = self._tables[number]
+                if table.hot:
+                    hot[table.name] = hot_sums(table.axes, way.hot[table.name], gradient, num_hot=len(table.hot))
+            trips.append(Trip(way.route, push_rows(group.exchange, way.route, packed), hot))
         return trips
 
     def update(
-        self, trips: Sequence[Trip], tables: Mapping[str, jax.Array], states: Mapping[str, RowState]
-    ) -> tuple[dict[str, jax.Array], dict[str, RowState]]:
+        self, trips: Sequence[Trip], tables: Mapping[str, jax.Array], held: Held
+    ) -> tuple[dict[str, jax.Array], Held]:
         """Moves the touched rows of all tables, in place where these are donated. **Arguments:** as of `pull`."""
-        tables, states = dict(tables), dict(states)
+        tables, states, hot = dict(tables), dict(held.rows), dict(held.hot)
         for group, trip in zip(self.groups, trips, strict=True):
             members = [self._tables[number] for number in group.tables]
             names = [table.name for table in members]
-            moved, held = update_rows(
+            moved, kept = update_rows(
                 group.exchange,
                 trip.route,
                 trip.pushed,
@@ -153,8 +219,11 @@ class Packing:
                 optimizers=[table.optimizer for table in members],
             )
             tables |= dict(zip(names, moved, strict=True))
-            states |= dict(zip(names, held, strict=True))
-        return tables, states
+            states |= dict(zip(names, kept, strict=True))
+            for table in members:
+                if table.hot:
+                    hot[table.name] = hot_moved(table.optimizer, hot[table.name], trip.hot[table.name])
+        return tables, Held(states, hot)
 
     def _num_ids(self, lookup: Lookup, num_shards: int) -> int:
         *lengths, num_ids = (*self._lead, *lookup.ids.shape)

@@ -14,9 +14,9 @@ from .initial import trace_init
 from .loss import Loss
 from .placements import Rows
 from .plan import make_plan, variables_of
-from .rows import RowOptimizer, recognized, row_optimizer
+from .row_options import row_options
 from .step import Step
-from .strategies import Hybrid, Strategy, batch_axes, check_strategies, shard_batch
+from .strategies import DataParallel, Hybrid, Strategy, batch_axes, check_strategies, shard_batch
 from .tables import WithTables, row_reads
 from .train_step import TrainStep
 
@@ -99,22 +99,30 @@ def _parallelize_loss(
     batch_shardings = shard_batch(mesh, batch_axes(mesh, strategies), batch, microbatches=microbatches)
     born = trace_init(init, loss)
     program = traced_loss(loss, born.out_specs, batch, microbatches)
-    if not any(isinstance(strategy, Hybrid) for strategy in strategies.values()):
+    if _whole(strategies):
         plan = make_plan(mesh, strategies, variables_of(born.out_specs.params, "params"), microbatches=microbatches)
-        return Step(Whole(loss, optimizer, born, program, mesh, plan), mesh, plan, batch, batch_shardings)
-    of_rows, no_rows = _rows_of(optimizer)
-    reads = row_reads(program, microbatches=microbatches)
-    plan = make_plan(mesh, strategies, reads.variables("params", no_rows), microbatches=microbatches)
-    if of_rows is not None and any(isinstance(p, Rows) for v in plan.variables for p in v.placements):
-        arithmetic = WithTables(loss, optimizer, of_rows, born, program, mesh, plan, reads=reads)
     else:
-        arithmetic = Whole(loss, optimizer, born, program, mesh, plan)
-    return Step(arithmetic, mesh, plan, batch, batch_shardings)
+        options, reads = row_options(optimizer, strategies), row_reads(program, microbatches=microbatches)
+        plan = make_plan(mesh, strategies, reads.variables("params", options), microbatches=microbatches)
+        if any(isinstance(p, Rows) for v in plan.variables for p in v.placements):
+            arithmetic = WithTables(loss, optimizer, options, born, program, mesh, plan, reads=reads)
+            return Step(arithmetic, mesh, plan, batch, batch_shardings, compiler_options=_compiler_options(strategies))
+    arithmetic = Whole(loss, optimizer, born, program, mesh, plan)
+    return Step(arithmetic, mesh, plan, batch, batch_shardings, compiler_options=_compiler_options(strategies))
 
 
-def _rows_of(optimizer: optax.GradientTransformation) -> tuple[RowOptimizer | None, str]:
-    """Returns what moves rows as the optimizer would, or why there is no such thing."""
-    try:
-        return recognized(optimizer) or row_optimizer(optimizer), ""
-    except ArgumentError as error:
-        return None, str(error)
+def _whole(strategies: Mapping[str, Strategy]) -> bool:
+    """Whether no strategy can ask for rows, so that nobody has to know how variables are used."""
+    return all(isinstance(strategy, DataParallel) and not strategy.overrides for strategy in strategies.values())
+
+
+def _compiler_options(strategies: Mapping[str, Strategy]) -> dict[str, Any]:
+    """Returns the options of the compiler that strategies ask for, for the gradients."""
+    asked = {
+        strategy.combine_bytes
+        for strategy in strategies.values()
+        if isinstance(strategy, DataParallel | Hybrid) and strategy.combine_bytes is not None
+    }
+    if len(asked) > 1:
+        raise ArgumentError(f"combine_bytes is {sorted(asked)}: expected the same in all strategies, or said once")
+    return {"xla_gpu_all_reduce_combine_threshold_bytes": asked.pop()} if asked else {}

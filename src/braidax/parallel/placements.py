@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from jax.sharding import PartitionSpec
+
+from braidax.errors import ArgumentError
 
 
 @runtime_checkable
@@ -38,7 +40,21 @@ class Rows:
     """The rows of a table are split over the axis; those that a step touches are exchanged, and their gradients.
 
     The table is stored as `[ceil(V / N), N, D]`, so that row `id` is on device `id mod N`.
+
+    **Arguments:** `aggregate`: with "inner", rows of a table over several axes are aggregated along the last of them
+    before they cross the others: inside a host before they leave it; "auto": where the others join processes and the
+    last does not. `hot`: ids of rows that most devices use in each step, ascending: they are replicated, and
+    their gradient is all-reduced. Both may be said on any axis of the table.
     """
+
+    aggregate: Literal["auto", "inner", "none"] = "auto"
+    hot: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if list(self.hot) != sorted(set(self.hot)) or min(self.hot, default=0) < 0:
+            raise ArgumentError(f"hot={self.hot}: expected ids of rows, 0 or more, ascending, none twice")
+        if self.aggregate not in ("auto", "inner", "none"):
+            raise ArgumentError(f'aggregate={self.aggregate!r}: expected "auto", "inner" or "none"')
 
     def split(self, spec: PartitionSpec, axis: str) -> PartitionSpec:
         """Returns the layout of the stored table, split on its dim 1 over this axis, too."""
@@ -47,8 +63,9 @@ class Rows:
         return PartitionSpec(None, (*axes, axis))
 
     def __str__(self) -> str:
-        """`rows`."""
-        return "rows"
+        """`rows`, and what is special about them."""
+        aggregated = ", aggregated" if self.aggregate == "inner" else ""
+        return f"rows{aggregated}{f', {len(self.hot)} hot' if self.hot else ''}"
 
 
 PLACEMENTS: Mapping[str, type[Replicated] | type[Rows]] = {"Replicated": Replicated, "Rows": Rows}

@@ -173,7 +173,7 @@ def follow(variables: Any, shardings: Any, state: Any, otherwise: NamedSharding)
 def _variable_from(entry: dict[str, Any]) -> PlannedVariable:
     placements: list[Placement] = []
     for fields in entry["placements"]:
-        options = dict(fields)
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}  # pyright: ignore
         placements.append(PLACEMENTS[options.pop("placement")](**options))
     fields: dict[str, Any] = {**entry, "shape": tuple(entry["shape"]), "placements": tuple(placements)}
     return PlannedVariable(**fields)

@@ -1,6 +1,6 @@
 """`Step`: a loss and an optimizer on a mesh, as two jitted functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +9,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from braidax.errors import ArgumentError
 from braidax.program import compile_on, difference, specs_of
 
-from .arithmetic import Arithmetic
+from .arithmetic import OUT_OF_RANGE, Arithmetic
 from .arrays import adopt, place
+from .id_watch import IdWatch
 from .plan import Plan
 from .state import State
 from .strategies import shard_batch
@@ -30,7 +31,16 @@ class Step:
     state can be copied while it runs; the second takes over the memory of the old state.
     """
 
-    def __init__(self, arithmetic: Arithmetic, mesh: Mesh, plan: Plan, batch: Any, batch_shardings: Any) -> None:
+    def __init__(
+        self,
+        arithmetic: Arithmetic,
+        mesh: Mesh,
+        plan: Plan,
+        batch: Any,
+        batch_shardings: Any,
+        *,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.plan = plan
         self.mesh = mesh
         self._arithmetic = arithmetic
@@ -44,6 +54,7 @@ class Step:
             arithmetic.gradients,
             in_shardings=(*self._read, self.batch_shardings),
             out_shardings=(arithmetic.gradient_shardings, held.variables, self._replicated),
+            compiler_options=compiler_options,
         )
         # The gradients are not donated: the old state already gives its memory to every output.
         self._apply = compile_on(
@@ -58,6 +69,8 @@ class Step:
         )
         self._evaluations: dict[Any, tuple[Any, Any]] = {}
         self._settled: Any = None
+        self._ids = IdWatch(arithmetic.watched)
+        self._num_updates = 0
 
     @property
     def _read(self) -> tuple[Any, ...]:
@@ -93,9 +106,11 @@ class Step:
 
         **Returns:** the new state and the metrics: `loss` and what the loss returns as aux.
 
-        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for.
+        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for. `DataError` when
+        an earlier batch had ids out of range, with `Hybrid(out_of_range="raise")`; the state given is then still valid.
         """
         self._check_state(state)
+        self._ids.check()
         if message := difference(self._batch_specs, _canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
@@ -103,7 +118,13 @@ class Step:
         if before_apply is not None:
             before_apply()
         step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients)
-        return State(step, params, opt_state, variables, state.key), metrics
+        self._num_updates += 1
+        return State(step, params, opt_state, variables, state.key), self._looked_at(metrics, "update")
+
+    def _looked_at(self, metrics: dict[str, Any], what: str) -> dict[str, Any]:
+        if OUT_OF_RANGE in metrics:
+            self._ids.add(f"the batch of {what} {self._num_updates} of this step", metrics.pop(OUT_OF_RANGE))
+        return metrics
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
         """Computes the metrics of a batch with `train=False`; the state is neither changed nor given up.
@@ -114,6 +135,7 @@ class Step:
         **Returns:** the metrics: `loss` and what the loss returns as aux.
         """
         self._check_state(state)
+        self._ids.check()
         specs = _canonical(batch)
         form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
         if form not in self._evaluations:
@@ -127,7 +149,7 @@ class Step:
             self._evaluations[form] = (evaluation, shardings)
         evaluation, shardings = self._evaluations[form]
         state, batch = place(state, self.state_shardings), place(batch, shardings)
-        return evaluation(*self._readable(state), batch)
+        return self._looked_at(evaluation(*self._readable(state), batch), "an evaluation behind update")
 
     def settled(self, state: State) -> State:
         """Returns a state in which no row lags behind; the one given stays as it is.
@@ -138,6 +160,7 @@ class Step:
         **Arguments:** `state`: of this step. **Returns:** the state of single-device training, in this step's form.
         """
         self._check_state(state)
+        self._ids.check(late=1)
         if self._settled is None:
             held = self.state_shardings
             self._settled = compile_on(self.mesh, self._arithmetic.settled, in_shardings=(held,), out_shardings=held)

@@ -3,8 +3,8 @@
 import fnmatch
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from braidax.errors import ArgumentError, SpecError
 from braidax.program import LeafUses, named_leaves
 
 from .placements import Placement, Replicated, Rows
+from .rows import RowOptimizer
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,23 @@ class Strategy(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DataParallel:
     """Divides the samples of a batch among the devices along the axis; every variable is replicated.
 
     The loss keeps its meaning over the global batch; gradients are all-reduced.
+
+    **Arguments:** `overrides`, `combine_bytes`: as of `Hybrid`.
     """
+
+    overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
+    combine_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_combine_bytes(self.combine_bytes)
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
     @property
     def splits_batch(self) -> bool:
@@ -61,11 +73,12 @@ class DataParallel:
         return True
 
     def place(self, variable: Variable, num_parts: int) -> tuple[Placement, str]:
-        """Returns `Replicated` for every variable."""
-        return Replicated(), "data parallel: gradient all-reduced"
+        """Returns `Replicated`, unless an override says otherwise. **Raises:** as `Hybrid.place`."""
+        replicated = Replicated(), "data parallel: gradient all-reduced"
+        return _overridden(self.overrides, variable, "data parallel") or replicated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Hybrid:
     """Divides the samples like `DataParallel`, and decides for each variable how its gradient is synchronized.
 
@@ -74,10 +87,26 @@ class Hybrid:
     (Parallax, EuroSys 2019, section 3).
 
     **Arguments:** `overrides`: placements by pattern of the variable's path, such as `{"params/embed*": Replicated()}`
-    (`fnmatch`); the first that matches counts.
+    (`fnmatch`); the first that matches counts. `row_optimizers`: what moves the rows of tables, by pattern, such as
+    `{"params/embed*": row_adagrad(0.1)}`; the optimizer of the step moves all others. `out_of_range`: what becomes of
+    ids that no row has. "as jax": what the loss says (`jnp.take(mode=…)`: clipped, filled or promised not to come),
+    the same on every device. "raise": `DataError` some updates later. `combine_bytes`: all-reduces are put
+    together up to this size, the `bucket_cap` of other frameworks; None leaves it to the compiler (GPUs; the
+    CPU's always makes one).
     """
 
     overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
+    row_optimizers: Mapping[str, RowOptimizer] = field(default_factory=dict[str, RowOptimizer])
+    out_of_range: Literal["as jax", "raise"] = "as jax"
+    combine_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_combine_bytes(self.combine_bytes)
+        if self.out_of_range not in ("as jax", "raise"):
+            raise ArgumentError(f'out_of_range={self.out_of_range!r}: expected "as jax" or "raise"')
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
     @property
     def splits_batch(self) -> bool:
@@ -89,21 +118,43 @@ class Hybrid:
 
         **Raises:** `ArgumentError` when an override asks for rows of what is not read by rows.
         """
-        cannot = _why_no_rows(variable)
-        for pattern, placement in self.overrides.items():
-            if fnmatch.fnmatchcase(variable.path, pattern):
-                if isinstance(placement, Rows) and cannot:
-                    raise ArgumentError(
-                        f"overrides[{pattern!r}] asks for the rows of {variable.path}, and these cannot be exchanged: "
-                        f"{cannot}; leave it out, or give Replicated()"
-                    )
-                return placement, f"hybrid: by overrides[{pattern!r}]"
-        if cannot:
+        if overridden := _overridden(self.overrides, variable, "hybrid"):
+            return overridden
+        if cannot := _why_no_rows(variable):
             return Replicated(), f"hybrid: {cannot}: gradient all-reduced"
         assert variable.uses is not None, "what is not known to be read by rows is replicated"
         moved, whole = rows_bytes(variable.uses, num_parts), 2 * num_bytes(variable.spec)
         told = f"{variable.uses.why}; a device sends {_in_words(moved)} a step by rows, {_in_words(whole)} all-reduced"
         return (Rows() if moved < whole else Replicated()), f"hybrid: {told}"
+
+
+def _overridden(overrides: Mapping[str, Placement], variable: Variable, name: str) -> tuple[Placement, str] | None:
+    """Returns the placement that the first matching pattern asks for, and why; None where no pattern matches."""
+    for pattern, placement in overrides.items():
+        if fnmatch.fnmatchcase(variable.path, pattern):
+            if isinstance(placement, Rows) and (cannot := _why_no_rows(variable)):
+                raise ArgumentError(
+                    f"overrides[{pattern!r}] asks for the rows of {variable.path}, and these cannot be exchanged: "
+                    f"{cannot}; leave it out, or give Replicated()"
+                )
+            return placement, f"{name}: by overrides[{pattern!r}]"
+    return None
+
+
+def _shown(strategy: DataParallel | Hybrid) -> str:
+    """The constructor's call, with what differs from its defaults; of row optimizers, what they are for."""
+    defaults = type(strategy)()
+    told: list[str] = []
+    for one in fields(strategy):
+        value = getattr(strategy, one.name)
+        if value != getattr(defaults, one.name):
+            told.append(f"{one.name}={[*value] if one.name == 'row_optimizers' else value!r}")
+    return f"{type(strategy).__name__}({', '.join(told)})"
+
+
+def _check_combine_bytes(combine_bytes: int | None) -> None:
+    if combine_bytes is not None and combine_bytes < 0:
+        raise ArgumentError(f"combine_bytes={combine_bytes}: expected a size in bytes, such as 25 << 20, or None")
 
 
 def _why_no_rows(variable: Variable) -> str:

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from braidax.errors import ArgumentError
 from braidax.program import (
     LeafUses,
     Program,
@@ -24,14 +26,16 @@ from braidax.program import (
 )
 
 from .accumulate import all_gradients_of, microbatches_of
-from .arithmetic import Evaluate, applied, check_same_state
+from .arithmetic import OUT_OF_RANGE, Evaluate, applied, check_same_state
 from .arrays import strong
+from .hot_tables import hot_table, with_hot_rows
 from .initial import Born
 from .loss import Loss
-from .packing import Packing, Table
+from .packing import Held, Packing, Pull, Table
 from .placements import Rows
 from .plan import Plan, follow, shardings_of
-from .rows import RowOptimizer, RowState, settle_rows, stored_sharding
+from .row_options import OutOfRange, RowOptions
+from .rows import RowState, settle_rows, stored_sharding
 from .state import State
 from .strategies import Variable
 
@@ -43,16 +47,16 @@ class WithTables:
     """The arithmetic in which the variables that a plan places by `Rows` are tables.
 
     A state then holds `[ceil(V / N), N, ...]` in their place, and as `opt_state` a dict: `"dense"`, of the optimizer
-    for all other variables, and `"rows"`, a `RowState` for each table by name.
+    for all other variables, `"rows"`, a `RowState` for each table by name, and `"hot"`, the hot rows of some.
 
-    **Arguments:** as of `Whole`; `row_optimizer`: moves the rows of all tables. `reads`: of the program.
+    **Arguments:** as of `Whole`; `options`: how rows move. `reads`: of the program.
     """
 
     def __init__(
         self,
         loss: Loss,
         optimizer: optax.GradientTransformation,
-        row_optimizer: RowOptimizer,
+        options: RowOptions,
         born: Program,
         program: Program,
         mesh: Mesh,
@@ -63,75 +67,98 @@ class WithTables:
         self._loss, self._optimizer, self._mesh = loss, optimizer, mesh
         self._microbatches = plan.microbatches
         self._born: Born = born.out_specs
-        self._tables = _tables_of(plan, self._born.params, mesh, row_optimizer)
+        self._options = options
+        self._tables = _tables_of(plan, self._born.params, mesh, options)
         self.initial = trace(lambda key: self._first(born(key)), *born.in_specs)
         self._specs: State = self.initial.out_specs
-        rows = _without(program, [reads.sparse[name] for name in self._tables])
+        rows = _without(program, [reads.sparse[name] for name in self._tables], options.out_of_range)
         self._ids, self._fed = rows.ids, rows.fed()
         self._packing = Packing(list(self._tables.values()), rows, mesh, microbatches=self._microbatches)
         self.state_shardings = self._shardings(plan)
         dense, _ = self._parted(self.state_shardings.params)
-        trips = [NamedSharding(mesh, PartitionSpec(group.exchange.axes)) for group in self._packing.groups]
-        self.gradient_shardings = (dense, trips)
+        self.gradient_shardings = (dense, self._packing.trip_shardings(mesh))
         self._apply_dense = self._traced_apply()
 
-    def held(self, opt_state: Any) -> Any:
+    @property
+    def watched(self) -> Sequence[tuple[str, int]]:
+        """The tables whose ids are counted where they are out of range, and their rows."""
+        if self._options.out_of_range != "raise":
+            return ()
+        return [(join("params", name), table.spec.shape[0]) for name, table in self._tables.items()]
+
+    def held(self, opt_state: Any) -> Held:
         """Returns the states of the tables, by which rows that lag behind are brought up when they are read."""
-        return opt_state["rows"]
+        return Held(opt_state["rows"], opt_state["hot"])
 
     def gradients(self, params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
         """Pulls rows, computes the loss, pushes the rows' gradients; `row_rounds` is a metric: 1 unless room lacked."""
         key = jax.random.fold_in(key, step)
         dense, tables = self._parted(params)
-        rows, routes, num_rounds = self._packing.pull(self._ids_of(dense, variables, key, batch), tables, held)
+        pulled = self._packing.pull(self._ids_of(dense, variables, key, batch), tables, held)
         gradients, of_rows, variables, metrics = all_gradients_of(
-            self._fed, dense, variables, key, batch, rows, microbatches=self._microbatches
+            self._fed, dense, variables, key, batch, pulled.rows, microbatches=self._microbatches
         )
-        trips = self._packing.push(routes, of_rows)
-        return (gradients, trips), variables, {**metrics, "row_rounds": num_rounds}
+        trips = self._packing.push(pulled.ways, of_rows)
+        return (gradients, trips), variables, self._told(metrics, pulled, row_rounds=pulled.num_rounds)
+
+    def _told(self, metrics: dict[str, Any], pulled: Pull, **more: Any) -> dict[str, Any]:
+        counts = {OUT_OF_RANGE: pulled.out_of_range} if self.watched else {}
+        return {**metrics, **more, **counts}
 
     def apply(self, step: Any, params: Any, opt_state: Any, gradients: Any) -> Any:
         """Updates the tables' touched rows, and everything else by the optimizer."""
         of_dense, trips = gradients
         dense, tables = self._parted(params)
         dense, of_optimizer = self._apply_dense(dense, opt_state["dense"], of_dense)
-        tables, states = self._packing.update(trips, tables, opt_state["rows"])
-        return step + 1, self._joined(dense, tables), {"dense": of_optimizer, "rows": states}
+        tables, held = self._packing.update(trips, tables, self.held(opt_state))
+        return step + 1, self._joined(dense, tables), {"dense": of_optimizer, **held._asdict()}
 
     def evaluate(self, batch: Any) -> Evaluate:
         """Traces the loss with `train=False`; tables that it then needs whole are made whole for it."""
         born = self._born
         program = self._loss.trace(born.params, born.variables, born.key, batch, train=False)
         read = row_reads(program)
-        tables = [table for name, table in self._tables.items() if name in read.sparse]
-        rows = _without(program, [read.sparse[table.name] for table in tables])
-        packing, fed = Packing(tables, rows, self._mesh), rows.fed()
+        rows = _without(
+            program, [read.sparse[name] for name in self._tables if name in read.sparse], self._options.out_of_range
+        )
+        packing, fed = Packing(list(self._tables.values()), rows, self._mesh), rows.fed()
 
         def metrics(params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> dict[str, Any]:
             key = jax.random.fold_in(key, step)
             dense, stored = self._parted(params)
-            whole = {name: self._whole(name, stored[name], held[name]) for name in stored if name not in read.sparse}
+            whole = {name: self._whole(name, stored[name], held) for name in stored if name not in read.sparse}
             dense = self._joined(dense, whole)
-            found, _, _ = packing.pull(rows.ids(dense, variables, key, batch), stored, held)
-            loss, (metrics, _) = fed(dense, variables, key, batch, found)
-            return {"loss": loss, **metrics}
+            pulled = packing.pull(rows.ids(dense, variables, key, batch), stored, held)
+            loss, (metrics, _) = fed(dense, variables, key, batch, pulled.rows)
+            return self._told({"loss": loss, **metrics}, pulled)
 
         return metrics
 
     def settled(self, state: State) -> State:
-        """Brings up the rows that lag behind."""
+        """Brings up the rows that lag behind, and writes hot rows to where their tables have them."""
         dense, tables = self._parted(state.params)
-        states = dict(state.opt_state["rows"])
-        for name, table in self._tables.items():
-            tables[name], states[name] = settle_rows(table.axes, tables[name], states[name], optimizer=table.optimizer)
+        held = self.held(state.opt_state)
+        states = dict(held.rows)
+        for name in self._tables:
+            tables[name], states[name] = self._settled(name, tables[name], held)
         opt_state = {**state.opt_state, "rows": states}
         return replace(state, params=self._joined(dense, tables), opt_state=opt_state)
+
+    def _settled(self, name: str, stored: jax.Array, held: Held) -> tuple[jax.Array, RowState]:
+        table = self._tables[name]
+        stored, state = settle_rows(table.axes, stored, held.rows[name], optimizer=table.optimizer)
+        return with_hot_rows(table.axes, stored, state, table.hot, held.hot[name]) if table.hot else (stored, state)
 
     def _first(self, born: Born) -> State:
         dense, tables = self._parted(born.params)
         stored = {name: self._tables[name].stored(value) for name, value in tables.items()}
         states = {name: table.optimizer.init(stored[name]) for name, table in self._tables.items()}
-        opt_state = {"dense": strong(self._optimizer.init(dense)), "rows": strong(states)}
+        hot = {
+            name: hot_table(stored[name], table.hot, table.spec.shape[1:], table.optimizer)
+            for name, table in self._tables.items()
+            if table.hot
+        }
+        opt_state = {"dense": strong(self._optimizer.init(dense)), "rows": strong(states), "hot": strong(hot)}
         return State(jnp.zeros((), jnp.int32), self._joined(dense, stored), opt_state, born.variables, born.key)
 
     def _shardings(self, plan: Plan) -> State:
@@ -148,7 +175,9 @@ class WithTables:
             for name, state in specs.opt_state["rows"].items()
         }
         variables = jax.tree.map(lambda _: replicated, specs.variables)
-        return State(replicated, params, {"dense": of_dense, "rows": of_rows}, variables, replicated)
+        of_hot = jax.tree.map(lambda _: replicated, specs.opt_state["hot"])
+        opt_state = {"dense": of_dense, "rows": of_rows, "hot": of_hot}
+        return State(replicated, params, opt_state, variables, replicated)
 
     def _traced_apply(self) -> Program:
         dense, opt_state = self._parted(self._specs.params)[0], self._specs.opt_state["dense"]
@@ -178,11 +207,9 @@ class WithTables:
         values = [tables.get(name) if name in self._tables else next(leaves) for name in names]
         return jax.tree.unflatten(jax.tree.structure(self._born.params), values)
 
-    def _whole(self, name: str, stored: jax.Array, state: RowState) -> jax.Array:
+    def _whole(self, name: str, stored: jax.Array, held: Held) -> jax.Array:
         """A table as the loss has it, for an evaluation that needs more than some of its rows."""
-        table = self._tables[name]
-        settled, _ = settle_rows(table.axes, stored, state, optimizer=table.optimizer)
-        return table.whole(settled)
+        return self._tables[name].whole(self._settled(name, stored, held)[0])
 
 
 class RowReads(NamedTuple):
@@ -194,13 +221,16 @@ class RowReads(NamedTuple):
     uses: tuple[LeafUses, ...]
     sparse: Mapping[str, LeafUses]
 
-    def variables(self, root: str, no_rows: str) -> list[Variable]:
-        """Returns what strategies are told. **Arguments:** `no_rows`: why no rows can be exchanged, or ""."""
+    def variables(self, root: str, options: RowOptions) -> list[Variable]:
+        """Returns what strategies are told. **Arguments:** `options`: how rows move, or why they cannot be moved."""
         late = "its ids are computed from parameters, so that they are not known before"
-        return [
-            Variable(join(root, uses.name), uses.spec, uses, no_rows or ("" if uses.name in self.sparse else late))
-            for uses in self.uses
-        ]
+
+        def variable(uses: LeafUses) -> Variable:
+            path = join(root, uses.name)
+            no_rows = options.no_rows(path) or ("" if uses.name in self.sparse else late)
+            return Variable(path, uses.spec, uses, no_rows)
+
+        return [variable(uses) for uses in self.uses]
 
 
 def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
@@ -222,19 +252,53 @@ def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
     return RowReads(uses, sparse)
 
 
-def _without(program: Program, tables: Sequence[LeafUses]) -> RowProgram:
+def _without(program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange) -> RowProgram:
     """Takes tables out of a traced loss; ids are laid flat sample by sample, so that none leaves its device."""
     paths = [use.path for uses in tables for use in uses.uses]
     dims = find_batch_dims(program, paths, arguments=(_BATCH,))
-    return without_tables(program, tables, leading={path: found[1] or 0 for path, found in dims.items()})
+    leading = {path: found[1] or 0 for path, found in dims.items()}
+    return without_tables(
+        program, tables, leading=leading, out_of_range="mark" if out_of_range == "raise" else "as read"
+    )
 
 
-def _tables_of(plan: Plan, params: Any, mesh: Mesh, optimizer: RowOptimizer) -> dict[str, Table]:
+def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict[str, Table]:
     tables: dict[str, Table] = {}
     for planned, (name, spec) in zip(plan.variables, named_leaves(params), strict=True):
         pairs = zip(plan.axes, planned.placements, strict=True)
-        axes = tuple(axis.name for axis, placement in pairs if isinstance(placement, Rows))
-        if axes:
+        over = {axis.name: placement for axis, placement in pairs if isinstance(placement, Rows)}
+        if over:
+            axes, hot = tuple(over), tuple(sorted({id for placement in over.values() for id in placement.hot}))
+            if hot and hot[-1] >= spec.shape[0]:
+                raise ArgumentError(
+                    f"hot of Rows for {planned.path} names the row {hot[-1]}, and it has {spec.shape[0]} rows: "
+                    f"expected ids below that"
+                )
             num_shards = math.prod(mesh.shape[axis] for axis in axes)
-            tables[name] = Table(name, spec, axes, num_shards, optimizer)
+            optimizer = options.optimizer(planned.path)
+            assert optimizer is not None, "rows are placed only where something moves them"
+            tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), hot)
     return tables
+
+
+def _aggregate(over: Mapping[str, Rows], mesh: Mesh) -> Literal["inner", "none"]:
+    """Whether rows are aggregated along the last axis: as asked, or where the others join processes and it does not."""
+    *outer, inner = over
+    asked = {placement.aggregate for placement in over.values()} - {"auto"}
+    if len(asked) > 1:
+        raise ArgumentError(f"aggregate of Rows is {sorted(asked)} on the axes {[*over]}: expected the same on all")
+    if asked == {"inner"} and not outer:
+        raise ArgumentError(
+            f'aggregate="inner" of Rows needs a table over two axes at least, and it is over {[*over]}: give Hybrid to '
+            f'both axes, or aggregate="none"'
+        )
+    if asked:
+        return asked.pop()  # pyright: ignore[reportReturnType]
+    return "inner" if any(_crosses(mesh, axis) for axis in outer) and not _crosses(mesh, inner) else "none"
+
+
+def _crosses(mesh: Mesh, axis: str) -> bool:
+    """Whether devices along an axis belong to several processes."""
+    devices: Any = mesh.devices
+    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(devices)
+    return bool(np.ptp(processes, axis=mesh.axis_names.index(axis)).any())

@@ -16,6 +16,7 @@ from .names import named_leaves as named_leaves
 from .prune import reads_argument as reads_argument
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate
+from .rows import OUT_OF_RANGE as OUT_OF_RANGE
 from .rows import Lookup as Lookup
 from .rows import RowProgram as RowProgram
 from .rows import without_tables as without_tables

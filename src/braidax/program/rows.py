@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from .prune import prune
 from .rewrite import Rule, evaluate
 from .trace import Program, trace
 from .uses import LeafUses, RowRead
+
+OUT_OF_RANGE = -2
+"""An id that no row has, where it was asked for."""
 
 # Stands for a lookup while a program is taken apart; a rule always replaces it before anything is computed.
 _lookup_p = Primitive("braidax_lookup")
@@ -131,12 +134,14 @@ def without_tables(
     *,
     argument: int = 0,
     leading: Mapping[Path, int] | None = None,
+    out_of_range: Literal["as read", "mark"] = "as read",
 ) -> RowProgram:
     """Takes tables out of a program, so that it reads their rows only.
 
     **Arguments:** `tables`: of `find_uses(program, argument)`, those with the verdict sparse that shall go. `argument`:
     which argument holds them. `leading`: for the path of a use, which dim of its ids comes first when they are laid
     flat: the one that is split over devices, `find_batch_dims(program, [path])[path][1]`. Dim 0 where nothing is said.
+    `out_of_range`: with "mark", ids that no row has are `OUT_OF_RANGE`, whatever the mode of the read.
 
     **Returns:** the `RowProgram`. **Raises:** `ArgumentError` for a table with another verdict.
     """
@@ -148,7 +153,7 @@ def without_tables(
             )
     reads = [(table, use.path, use.rows) for table in tables for use in table.uses if use.rows is not None]
     rules = {
-        path: Rule(_opening(index, table, read, (leading or {}).get(path, 0)))
+        path: Rule(_opening(index, table, read, (leading or {}).get(path, 0), out_of_range == "mark"))
         for index, (table, path, read) in enumerate(reads)
     }
     gone = {positions[table.name] for table in tables}
@@ -203,7 +208,7 @@ def _ids_program(opened: Program, num_lookups: int, argument: int) -> tuple[Prog
     return Program(closed, opened.in_specs, specs), late
 
 
-def _opening(index: int, table: LeafUses, read: RowRead, leading: int) -> Any:
+def _opening(index: int, table: LeafUses, read: RowRead, leading: int, marked: bool) -> Any:
     """The rule that turns one gather into a lookup of its rows in the table's own dtype, then does the rest."""
     num_rows, row = table.spec.shape[0], tuple(table.spec.shape[1:])
 
@@ -212,6 +217,7 @@ def _opening(index: int, table: LeafUses, read: RowRead, leading: int) -> Any:
         ids = jnp.moveaxis(ids, leading, 0) if leading else ids
         moved = ids.shape
         ids, inside = _in_range(ids.reshape(-1), num_rows, absent=read.out_of_range == "fill")
+        ids = jnp.where(inside, ids, OUT_OF_RANGE) if marked else ids
         rows = _lookup_p.bind(ids, index=index, row=row, dtype=table.spec.dtype)
         for cast in read.casts:
             rows = cast.primitive.bind(rows, **cast.params)

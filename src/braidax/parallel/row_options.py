@@ -1,0 +1,55 @@
+"""What a user's optimizer and strategies say of the tables of a step."""
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import optax
+
+from braidax.errors import ArgumentError
+
+from .rows import RowOptimizer, recognized, row_optimizer
+from .strategies import Hybrid, Strategy
+
+OutOfRange = Literal["as jax", "raise"]
+
+
+class RowOptions(NamedTuple):
+    """How rows move, and what becomes of ids that no row has.
+
+    **Fields:** `default`: moves rows as the optimizer would, or None, and then `why` not. `by_pattern`: row optimizers
+    by pattern of a variable's path; the first that matches counts. `out_of_range`: see `Hybrid`.
+    """
+
+    default: RowOptimizer | None
+    why: str
+    by_pattern: Mapping[str, RowOptimizer]
+    out_of_range: OutOfRange
+
+    def optimizer(self, path: str) -> RowOptimizer | None:
+        """Returns what moves the rows of a variable, or None."""
+        matching = (found for pattern, found in self.by_pattern.items() if fnmatch.fnmatchcase(path, pattern))
+        return next(matching, self.default)
+
+    def no_rows(self, path: str) -> str:
+        """Returns why the rows of a variable cannot be moved; "" if they can."""
+        return "" if self.optimizer(path) is not None else self.why
+
+
+def row_options(optimizer: optax.GradientTransformation, strategies: Mapping[str, Strategy]) -> RowOptions:
+    """Gathers the options. **Raises:** `ArgumentError` where strategies contradict each other."""
+    hybrids = {axis: strategy for axis, strategy in strategies.items() if isinstance(strategy, Hybrid)}
+    by_pattern: dict[str, Any] = {}
+    for axis, strategy in hybrids.items():
+        for pattern, moved in strategy.row_optimizers.items():
+            if by_pattern.setdefault(pattern, moved) != moved:
+                raise ArgumentError(
+                    f"strategies[{axis!r}] gives row_optimizers[{pattern!r}] and another axis gives it otherwise: "
+                    f"expected one optimizer for a table; say it once"
+                )
+    raising = any(strategy.out_of_range == "raise" for strategy in hybrids.values())
+    try:
+        default, why = recognized(optimizer) or row_optimizer(optimizer), ""
+    except ArgumentError as error:
+        default, why = None, str(error)
+    return RowOptions(default, why, by_pattern, "raise" if raising else "as jax")

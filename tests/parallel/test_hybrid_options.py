@@ -1,0 +1,202 @@
+"""Hybrid steps with what may be said of tables: hot rows, aggregation inside hosts, own optimizers, wrong ids."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import braidax.parallel as bx
+from braidax.errors import ArgumentError, DataError
+from braidax.parallel.id_watch import LATE_UPDATES
+from braidax.parallel.rows import row_adagrad
+from braidax.program import compile_on
+from tests.parallel.models import copied
+from tests.parallel.test_hybrid import (
+    HYBRID,
+    OPTIMIZERS,
+    ROWS,
+    as_dense,
+    assert_as_on_one_device,
+    init,
+    make_batch,
+    make_step,
+    placed,
+    pooled,
+    sampled,
+)
+
+HOT = bx.Hybrid({"params/table": bx.Rows(hot=(3, 7, 200)), "params/other": bx.Rows(hot=(21,))})
+TABLES = ("table", "other", "narrow")
+INNER = {f"params/{name}": bx.Rows(aggregate="inner") for name in TABLES}
+BOTH = {"data": bx.Hybrid(INNER), "model": bx.Hybrid()}
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_hot_rows_are_replicated_and_change_nothing(optimizer: str) -> None:
+    step = make_step(pooled, OPTIMIZERS[optimizer], strategies={"data": HOT})
+    assert placed(step)["params/table"] == {"rows, 3 hot"}
+    assert_as_on_one_device(step, pooled, OPTIMIZERS[optimizer], num_updates=4)
+
+
+def test_hot_rows_leave_the_exchange() -> None:
+    def num_exchanged(strategy: bx.Hybrid) -> int:
+        step = make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": strategy})
+        arithmetic: Any = step._arithmetic
+        packing = arithmetic._packing
+        state = step.init(jax.random.key(0))
+        ids = {"table": 7, "other": 21}
+        packed = [jnp.full(lookup.ids.shape, ids[lookup.name]) for lookup in packing._lookups]
+
+        def rows(tables: Any, held: Any) -> jax.Array:
+            return packing.pull(packed, tables, held).ways[0].route.first.rows
+
+        split = NamedSharding(step.mesh, PartitionSpec("data"))
+        shardings = step.state_shardings
+        tables, of_tables = ({name: tree[name] for name in ids} for tree in (state.params, shardings.params))
+        held, of_held = arithmetic.held(state.opt_state), arithmetic.held(shardings.opt_state)
+        found = compile_on(step.mesh, rows, in_shardings=(of_tables, of_held), out_shardings=split)(tables, held)
+        return int((np.asarray(found) < -(-ROWS // 8)).sum())
+
+    assert num_exchanged(bx.Hybrid({"params/table": bx.Rows(), "params/other": bx.Rows()})) == 2
+    assert num_exchanged(HOT) == 0
+
+
+@pytest.mark.parametrize("mesh", ["4x2 explicit", "4x2 auto"])
+def test_rows_aggregated_inside_hosts(mesh: str) -> None:
+    step = make_step(sampled, OPTIMIZERS["adagrad"], mesh, strategies=BOTH)
+    groups = step._arithmetic._packing.groups  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    assert [[hop.axes for hop in group.exchange.hops] for group in groups] == [[("model",), ("data",)]] * len(groups)
+    assert_as_on_one_device(step, sampled, OPTIMIZERS["adagrad"], num_updates=4)
+
+
+def test_a_row_optimizer_of_ones_own() -> None:
+    strategies = {"data": bx.Hybrid(row_optimizers={"params/table": row_adagrad(0.2)})}
+    step = make_step(pooled, OPTIMIZERS["sgd"], strategies=strategies)
+    state, batch = step.init(jax.random.key(3)), make_batch()
+    begun, key = as_dense(step, state.params), jax.random.fold_in(copied(state.key), 0)
+    gradient = jax.grad(lambda params: pooled(params, batch, key)[0])(jax.tree.map(jnp.asarray, begun))["table"]
+    state, _ = step.update(state, batch)
+    sums = 0.1 + np.square(gradient).mean(1)
+    expected = begun["table"] - 0.2 * gradient / np.sqrt(sums + 1e-7)[:, None]
+    np.testing.assert_allclose(as_dense(step, state.params)["table"], expected, rtol=2e-5, atol=1e-6)
+    # The others move as the step's optimizer says, and one that mixes elements leaves only them dense.
+    step = make_step(pooled, optax.lamb(1e-3), strategies=strategies)
+    assert placed(step)["params/table"] == {"rows"}
+    assert placed(step)["params/other"] == {"replicated"}
+
+
+def test_data_parallel_may_be_overridden_too() -> None:
+    step = make_step(pooled, OPTIMIZERS["adagrad"], strategies={"data": bx.DataParallel({"params/table": bx.Rows()})})
+    assert placed(step)["params/table"] == {"rows"}
+    assert placed(step)["params/other"] == {"replicated"}
+    assert_as_on_one_device(step, pooled, OPTIMIZERS["adagrad"], num_updates=2)
+
+
+# Ids out of range
+
+
+def clipped(params: Any, batch: Any, key: jax.Array) -> Any:
+    return (jnp.take(params["table"], batch["ids"], axis=0, mode="clip") ** 2).sum(-1).mean(), {}
+
+
+def filled(params: Any, batch: Any, key: jax.Array) -> Any:
+    return (jnp.take(params["table"], batch["ids"], axis=0, mode="fill", fill_value=0) ** 2).sum(-1).mean(), {}
+
+
+def with_wrong_ids(seed: int = 0) -> dict[str, np.ndarray]:
+    batch = make_batch(seed)
+    batch["ids"][2, 1:3] = ROWS, ROWS + 50
+    return batch
+
+
+@pytest.mark.parametrize("loss", [clipped, filled])
+def test_ids_out_of_range_mean_what_the_loss_says(loss: Any) -> None:
+    step = make_step(loss, OPTIMIZERS["sgd"])
+    state = step.init(jax.random.key(0))
+    begun = jax.tree.map(jnp.asarray, as_dense(step, state.params))
+    expected, gradient = jax.value_and_grad(lambda params: loss(params, with_wrong_ids(), copied(state.key))[0])(begun)
+    state, metrics = step.update(state, with_wrong_ids())
+    assert set(metrics) == {"loss", "row_rounds"}
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    moved = begun["table"] - 0.3 * gradient["table"]
+    np.testing.assert_allclose(as_dense(step, state.params)["table"], moved, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [clipped, filled])
+def test_ids_out_of_range_raise_some_updates_later(loss: Any) -> None:
+    step = make_step(loss, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(out_of_range="raise")})
+    state = step.init(jax.random.key(0))
+    state, metrics = step.update(state, make_batch())
+    assert set(metrics) == {"loss", "row_rounds"}
+    state, _ = step.update(state, with_wrong_ids())
+    for _ in range(LATE_UPDATES - 1):
+        state, _ = step.update(state, make_batch())
+    expected = rf"the batch of update 2 of this step has ids out of range: 2 for params/table of {ROWS} rows; .*mode="
+    with pytest.raises(DataError, match=expected):
+        step.update(state, make_batch())
+    step.update(state, make_batch())  # the state is still valid
+
+
+def test_settling_looks_at_all_ids() -> None:
+    step = make_step(clipped, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(out_of_range="raise")})
+    state, _ = step.update(step.init(jax.random.key(0)), with_wrong_ids())
+    with pytest.raises(DataError, match="the batch of update 1 "):
+        step.settled(state)
+    step.evaluate(state, with_wrong_ids())
+    with pytest.raises(DataError, match="the batch of an evaluation behind update 1 "):
+        step.settled(state)
+
+
+# Options that cannot work
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_options_that_are_none() -> None:
+    with pytest.raises(ArgumentError, match=r'aggregate=.outer.: expected "auto", "inner" or "none"'):
+        bx.Rows(aggregate="outer")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ArgumentError, match=r'out_of_range=.drop.: expected "as jax" or "raise"'):
+        bx.Hybrid(out_of_range="drop")  # pyright: ignore[reportArgumentType]
+
+
+def test_options_that_cannot_work() -> None:
+    with pytest.raises(ArgumentError, match=r"hot=\(3, 2\): expected ids of rows.*ascending"):
+        bx.Rows(hot=(3, 2))
+    with pytest.raises(ArgumentError, match="combine_bytes=-1: expected a size in bytes"):
+        bx.DataParallel(combine_bytes=-1)
+    with pytest.raises(ArgumentError, match=f"hot of Rows for params/table names the row 900, and it has {ROWS} rows"):
+        make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid({"*/table": bx.Rows(hot=(900,))})})
+    with pytest.raises(ArgumentError, match='aggregate="inner" of Rows needs a table over two axes'):
+        make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid({"*/table": bx.Rows(aggregate="inner")})})
+    with pytest.raises(ArgumentError, match=r"row_optimizers\['\*'\] and another axis gives it otherwise"):
+        two = {axis: bx.Hybrid(row_optimizers={"*": row_adagrad(0.1)}) for axis in ("data", "model")}
+        make_step(pooled, OPTIMIZERS["sgd"], "4x2 auto", strategies=two)
+    with pytest.raises(ArgumentError, match=r"combine_bytes is \[1, 2\]: expected the same in all strategies"):
+        two = {"data": bx.Hybrid(combine_bytes=1), "model": bx.DataParallel(combine_bytes=2)}
+        make_step(pooled, OPTIMIZERS["sgd"], "4x2 auto", strategies=two)
+
+
+def test_the_combine_threshold_reaches_the_compiler() -> None:
+    step = make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(combine_bytes=1 << 20)})
+    _, metrics = step.update(step.init(jax.random.key(0)), make_batch())
+    assert np.isfinite(metrics["loss"])
+    with pytest.raises(Exception, match="no_such_option"):
+        jax.jit(lambda x: x, compiler_options={"no_such_option": 1})(1.0)  # so an unknown one would have been told
+
+
+def test_strategies_show_what_they_were_given() -> None:
+    assert repr(bx.DataParallel()) == "DataParallel()"
+    assert repr(bx.Hybrid(combine_bytes=0)) == "Hybrid(combine_bytes=0)"
+    shown = repr(bx.Hybrid({"a*": bx.Replicated()}, row_optimizers={"b*": row_adagrad(0.1)}, out_of_range="raise"))
+    assert shown == "Hybrid(overrides={'a*': Replicated()}, row_optimizers=['b*'], out_of_range='raise')"
+
+
+def test_the_plan_of_options_survives_json() -> None:
+    plan = make_step(sampled, OPTIMIZERS["sgd"], "4x2 auto", strategies=BOTH).plan
+    assert bx.Plan.from_json(plan.to_json()) == plan
+    plan = make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": HOT}, init=init).plan
+    assert bx.Plan.from_json(plan.to_json()) == plan
+    assert make_step(pooled, OPTIMIZERS["sgd"], strategies=HYBRID).plan != plan
