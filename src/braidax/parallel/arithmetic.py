@@ -69,6 +69,18 @@ class Arithmetic(Protocol):
         """Returns a state in which nothing is put off: each variable is what single-device training has."""
         ...
 
+    def dense_specs(self) -> State:
+        """Of a state in the form of single-device training. **Raises:** `ArgumentError` when there is none."""
+        ...
+
+    def to_dense(self, state: State) -> State:
+        """Returns a state as single-device training has it."""
+        ...
+
+    def from_dense(self, state: State) -> State:
+        """Undoes `to_dense`."""
+        ...
+
 
 @final
 class Whole:
@@ -142,6 +154,18 @@ class Whole:
         return metrics
 
     def settled(self, state: State) -> State:
+        """Returns the state as it is."""
+        return state
+
+    def dense_specs(self) -> State:
+        """Of every state."""
+        return self._specs
+
+    def to_dense(self, state: State) -> State:
+        """Returns the state as it is."""
+        return state
+
+    def from_dense(self, state: State) -> State:
         """Returns the state as it is."""
         return state
 

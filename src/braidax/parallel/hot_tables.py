@@ -9,17 +9,21 @@ from .rows import RowOptimizer, RowState, hot_gradient, store_hot
 
 
 class HotTable(NamedTuple):
-    """The hot rows of a table, `[H, ...]`, and what the optimizer keeps of them, as of a stored table `[H, 1, D]`."""
+    """The hot rows of a table, `[H, ...]`, and what the optimizer keeps of them, as of a stored table `[H, 1, ...]`."""
 
     values: jax.Array
     state: RowState
 
 
-def hot_table(stored: jax.Array, ids: tuple[int, ...], row: tuple[int, ...], optimizer: RowOptimizer) -> HotTable:
-    """Takes the hot rows of a stored table that no step has moved yet. **Arguments:** `row`: the shape of a row."""
+def hot_table(stored: jax.Array, state: RowState, ids: tuple[int, ...], row: tuple[int, ...]) -> HotTable:
+    """Takes hot rows out of a stored table none of whose rows lags behind. **Arguments:** `row`: the shape of a row."""
     at = jnp.asarray(ids, jnp.int32)
-    values = stored[at // stored.shape[1], at % stored.shape[1]]
-    return HotTable(values.reshape(-1, *row), optimizer.init(values.reshape(len(ids), 1, -1)))
+
+    def take(leaf: jax.Array) -> jax.Array:
+        return leaf[at // leaf.shape[1], at % leaf.shape[1]]
+
+    kept = jax.tree.map(lambda leaf: take(leaf)[:, None], state.rows)
+    return HotTable(take(stored).reshape(-1, *row), RowState(kept, state.shared))
 
 
 def with_hot_rows(

@@ -1,6 +1,7 @@
 """`State`: everything that an update changes."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ class State:
 
     `step`: int32 scalar, updates done. `params`, `opt_state`: PyTrees. `variables`: what the loss changes besides
     (BatchNorm statistics), `{}` when it asks for none. `key`: the PRNG key that the keys of all steps come from.
+    `tables`: of the leaves that are stored by rows, `[ceil(V / N), N, ...]`, the path and V.
     """
 
     step: Any
@@ -20,3 +22,9 @@ class State:
     opt_state: Any
     variables: Any
     key: Any
+    tables: tuple[tuple[str, int], ...] = field(default=(), metadata={"static": True})
+
+    @property
+    def padded_rows(self) -> Mapping[str, int]:
+        """`tables` as a checkpoint asks for them, so that they can be restored to another N."""
+        return dict(self.tables)

@@ -1,6 +1,7 @@
 """`Step`: a loss and an optimizer on a mesh, as two jitted functions."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,7 @@ class Step:
             mesh, arithmetic.initial, in_shardings=(self._replicated,), out_shardings=self.state_shardings
         )
         self._evaluations: dict[Any, tuple[Any, Any]] = {}
-        self._settled: Any = None
+        self._conversions: dict[Callable[[State], State], Any] = {}
         self._ids = IdWatch(arithmetic.watched)
         self._num_updates = 0
 
@@ -119,7 +120,8 @@ class Step:
             before_apply()
         step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients)
         self._num_updates += 1
-        return State(step, params, opt_state, variables, state.key), self._looked_at(metrics, "update")
+        state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
+        return state, self._looked_at(metrics, "update")
 
     def _looked_at(self, metrics: dict[str, Any], what: str) -> dict[str, Any]:
         if OUT_OF_RANGE in metrics:
@@ -161,10 +163,37 @@ class Step:
         """
         self._check_state(state)
         self._ids.check(late=1)
-        if self._settled is None:
-            held = self.state_shardings
-            self._settled = compile_on(self.mesh, self._arithmetic.settled, in_shardings=(held,), out_shardings=held)
-        return self._settled(place(state, self.state_shardings))
+        return self._converted(self._arithmetic.settled, state, self.state_shardings, self.state_shardings)
+
+    def to_dense(self, state: State) -> State:
+        """Returns a state as single-device training has it, and `parallelize` with `DataParallel`.
+
+        Tables are `[V, ...]` and whole on every device; `opt_state` is that of `optimizer.init`. What was trained by
+        rows is exported that way, or trained on otherwise: `other.from_dense(step.to_dense(state))`.
+
+        **Arguments:** `state`: of this step. **Raises:** `ArgumentError` when a row optimizer of one's own has no such
+        form.
+        """
+        self._check_state(state)
+        self._ids.check(late=1)
+        replicated = jax.tree.map(lambda _: self._replicated, self._arithmetic.dense_specs())
+        return self._converted(self._arithmetic.to_dense, state, self.state_shardings, replicated)
+
+    def from_dense(self, state: State) -> State:
+        """Returns the state of this step from one that single-device training, or `to_dense`, has.
+
+        **Raises:** as `to_dense`; `ArgumentError` when the state is not like that of these parameters and optimizer.
+        """
+        specs = self._arithmetic.dense_specs()
+        if message := difference(specs, state, "state"):
+            raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")
+        replicated = jax.tree.map(lambda _: self._replicated, specs)
+        return self._converted(self._arithmetic.from_dense, state, replicated, self.state_shardings)
+
+    def _converted(self, convert: Callable[[State], State], state: State, given: Any, wanted: Any) -> State:
+        if convert not in self._conversions:
+            self._conversions[convert] = compile_on(self.mesh, convert, in_shardings=(given,), out_shardings=wanted)
+        return self._conversions[convert](place(state, given))
 
     def lower(self) -> Lowered:
         """Lowers both functions for inspection, from shapes alone.

@@ -1,5 +1,6 @@
 """The arithmetic of a step with tables: their rows are pulled before the loss, and pushed back as gradients."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,8 @@ from braidax.program import (
 from .accumulate import all_gradients_of, microbatches_of
 from .arithmetic import OUT_OF_RANGE, Evaluate, applied, check_same_state
 from .arrays import strong
-from .hot_tables import hot_table, with_hot_rows
+from .dense_form import Form, form_of, joined_state, parted_state
+from .hot_tables import HotTable, hot_table, with_hot_rows
 from .initial import Born
 from .loss import Loss
 from .packing import Held, Packing, Pull, Table
@@ -69,6 +71,7 @@ class WithTables:
         self._born: Born = born.out_specs
         self._options = options
         self._tables = _tables_of(plan, self._born.params, mesh, options)
+        self._stored = tuple(path for table in self._tables.values() for path in _stored_leaves(table))
         self.initial = trace(lambda key: self._first(born(key)), *born.in_specs)
         self._specs: State = self.initial.out_specs
         rows = _without(program, [reads.sparse[name] for name in self._tables], options.out_of_range)
@@ -149,17 +152,58 @@ class WithTables:
         stored, state = settle_rows(table.axes, stored, held.rows[name], optimizer=table.optimizer)
         return with_hot_rows(table.axes, stored, state, table.hot, held.hot[name]) if table.hot else (stored, state)
 
+    def to_dense(self, state: State) -> State:
+        """Settles, and joins tables and what is kept of them with the rest."""
+        state = self.settled(state)
+        dense, stored = self._parted(state.params)
+        whole = self._joined(dense, {name: table.whole(stored[name]) for name, table in self._tables.items()})
+        states, of_dense = state.opt_state["rows"], state.opt_state["dense"]
+        opt_state = joined_state(self._form, self._dense_specs.opt_state, of_dense, states, self._tables)
+        return replace(state, params=whole, opt_state=opt_state, tables=())
+
+    def from_dense(self, state: State) -> State:
+        """Undoes `to_dense`."""
+        dense, tables = self._parted(state.params)
+        stored = {name: self._tables[name].stored(value) for name, value in tables.items()}
+        of_dense, states = parted_state(self._form, state.opt_state, self._specs.opt_state["dense"], self._tables)
+        opt_state = {"dense": of_dense, "rows": states, "hot": self._hot(stored, states)}
+        return replace(state, params=self._joined(dense, stored), opt_state=opt_state, tables=self._stored)
+
+    def dense_specs(self) -> State:
+        """Of the state in the form of single-device training."""
+        odd = [name for name, table in self._tables.items() if table.optimizer.going_on is None]
+        if odd:
+            raise ArgumentError(
+                f"row_optimizers moves {odd} in a way that is no dense optimizer's, so that single-device training has "
+                f"no such state: save and restore this step's own"
+            )
+        return self._dense_specs
+
+    @functools.cached_property
+    def _dense_specs(self) -> State:
+        params = self._born.params
+        opt_state = jax.eval_shape(lambda params: strong(self._optimizer.init(params)), params)
+        return replace(self._specs, params=params, opt_state=opt_state, tables=())
+
+    @functools.cached_property
+    def _form(self) -> Form:
+        return form_of(self._optimizer)
+
     def _first(self, born: Born) -> State:
         dense, tables = self._parted(born.params)
         stored = {name: self._tables[name].stored(value) for name, value in tables.items()}
         states = {name: table.optimizer.init(stored[name]) for name, table in self._tables.items()}
-        hot = {
-            name: hot_table(stored[name], table.hot, table.spec.shape[1:], table.optimizer)
+        of_dense = strong(self._optimizer.init(dense))
+        opt_state = {"dense": of_dense, "rows": strong(states), "hot": strong(self._hot(stored, states))}
+        step, params = jnp.zeros((), jnp.int32), self._joined(dense, stored)
+        return State(step, params, opt_state, born.variables, born.key, self._stored)
+
+    def _hot(self, stored: Mapping[str, jax.Array], states: Mapping[str, RowState]) -> dict[str, HotTable]:
+        return {
+            name: hot_table(stored[name], states[name], table.hot, table.spec.shape[1:])
             for name, table in self._tables.items()
             if table.hot
         }
-        opt_state = {"dense": strong(self._optimizer.init(dense)), "rows": strong(states), "hot": strong(hot)}
-        return State(jnp.zeros((), jnp.int32), self._joined(dense, stored), opt_state, born.variables, born.key)
 
     def _shardings(self, plan: Plan) -> State:
         specs, mesh = self._specs, self._mesh
@@ -177,7 +221,7 @@ class WithTables:
         variables = jax.tree.map(lambda _: replicated, specs.variables)
         of_hot = jax.tree.map(lambda _: replicated, specs.opt_state["hot"])
         opt_state = {"dense": of_dense, "rows": of_rows, "hot": of_hot}
-        return State(replicated, params, opt_state, variables, replicated)
+        return State(replicated, params, opt_state, variables, replicated, self._stored)
 
     def _traced_apply(self) -> Program:
         dense, opt_state = self._parted(self._specs.params)[0], self._specs.opt_state["dense"]
@@ -279,6 +323,13 @@ def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict
             assert optimizer is not None, "rows are placed only where something moves them"
             tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), hot)
     return tables
+
+
+def _stored_leaves(table: Table) -> list[tuple[str, int]]:
+    """Returns the paths in a state of the leaves that have a table's rows, and how many rows it has."""
+    kept = jax.eval_shape(lambda: table.optimizer.init(table.stored(jnp.zeros(table.spec.shape, table.spec.dtype))))
+    paths = [path for path, _ in named_leaves(kept.rows, join("opt_state/rows", f"{table.name}/rows"))]
+    return [(path, table.spec.shape[0]) for path in (join("params", table.name), *paths)]
 
 
 def _aggregate(over: Mapping[str, Rows], mesh: Mesh) -> Literal["inner", "none"]:

@@ -66,7 +66,11 @@ def momentum(learning_rate: LearningRate, decay: float = 0.9, *, nesterov: bool 
         direction = gradients + decay * trace if nesterov else trace
         return settled - rate(step) * direction - values, MomentumRows(trace, rows.last + 1), step + 1
 
-    return RowOptimizer(init, update, settle)
+    def going_on(arrays: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]) -> RowState:
+        step = scalars[0] if scalars else jnp.zeros((), jnp.int32)  # a constant rate needs no count
+        return RowState(MomentumRows(arrays[0], _seen(arrays[0], step)), step)
+
+    return RowOptimizer(init, update, settle, going_on)
 
 
 def adam(
@@ -116,7 +120,11 @@ def adam(
         moves = settled - rate(step) * (direction + weight_decay * settled) - values
         return moves, AdamRows(mu, nu, rows.last + 1), step + 1
 
-    return RowOptimizer(init, update, settle)
+    def going_on(arrays: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]) -> RowState:
+        mu, nu = arrays
+        return RowState(AdamRows(mu, nu, _seen(mu, scalars[0])), scalars[0])
+
+    return RowOptimizer(init, update, settle, going_on)
 
 
 class _Missing(NamedTuple):
@@ -216,6 +224,10 @@ def _missed(last: jax.Array, step: jax.Array) -> jax.Array:
 
 def _never(table: jax.Array) -> jax.Array:
     return jnp.zeros(table.shape[:2], jnp.int32)
+
+
+def _seen(table: jax.Array, step: jax.Array) -> jax.Array:
+    return jnp.full(table.shape[:2], step, jnp.int32)
 
 
 def _schedule(learning_rate: LearningRate) -> Callable[[Any], jax.Array]:

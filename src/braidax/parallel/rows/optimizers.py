@@ -29,12 +29,15 @@ class RowOptimizer(NamedTuple):
     **Fields:** `init(table) -> RowState`, for a stored table. `update(gradients, values, rows, shared) -> (moves, rows,
     shared)`: for touched rows, `[m, D]` each, or `[m]` where there is one number a row; `moves` are added to the
     values. `settle(values, rows, shared) -> (values, rows)`: rows as they would be had every step moved them, and what
-    is kept of them, or None where only touched rows ever move.
+    is kept of them, or None where only touched rows ever move. `going_on(arrays, scalars) -> RowState`: what is kept of
+    a table that a dense optimizer has moved so far, from the leaves of its state: those like the (stored) table, and
+    the scalars, each in their order; None where it stands for no dense optimizer.
     """
 
     init: Callable[[jax.Array], RowState]
     update: Callable[[jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
     settle: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]] | None = None
+    going_on: Callable[[tuple[jax.Array, ...], tuple[jax.Array, ...]], RowState] | None = None
 
 
 def row_optimizer(optimizer: optax.GradientTransformation, *, mode: Literal["exact", "lazy"] = "exact") -> RowOptimizer:
@@ -56,7 +59,9 @@ def row_optimizer(optimizer: optax.GradientTransformation, *, mode: Literal["exa
             'out: use mode="exact", or an optimizer without weight decay'
         )
     if mode == "lazy" or not (_moves(optimizer, num_touched=0) or _moves(optimizer, num_touched=3)):
-        return RowOptimizer(lambda table: _init(optimizer, table), lambda *given: _touch(optimizer, *given))
+        return RowOptimizer(
+            lambda table: _init(optimizer, table), lambda *given: _touch(optimizer, *given), going_on=RowState
+        )
     return _replayed(optimizer)
 
 
@@ -132,7 +137,12 @@ def _replayed(optimizer: optax.GradientTransformation) -> RowOptimizer:
         moves, rows, own = step(gradients, settled, rows, own)
         return settled + moves - values, (rows, own, jnp.full_like(last, shared + 1)), shared + 1
 
-    return RowOptimizer(init, update, settle)
+    def going_on(arrays: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]) -> RowState:
+        num_rows = arrays[0].shape[:2] if arrays else ()
+        own = tuple(jnp.full(num_rows, leaf) for leaf in scalars)
+        return RowState((arrays, own, jnp.zeros(num_rows, jnp.int32)), jnp.zeros((), jnp.int32))
+
+    return RowOptimizer(init, update, settle, going_on)
 
 
 def _moves(optimizer: optax.GradientTransformation, *, num_touched: int) -> bool:
