@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,17 +10,22 @@ import pytest
 from braidax.gang.launch import launch_here
 from braidax.gang.program import Program
 from tests.laws.tree import ROOT
+from tests.parallel.hybrid_of_two import numbers
 from tests.parallel.one_of_two import losses
 
 
-def test_two_processes_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "expected"), [("one_of_two", losses), ("hybrid_of_two", numbers)])
+def test_two_processes_equal_one(
+    module: str, expected: Callable[[], list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     log = io.StringIO()
-    program = Program("tests.parallel.one_of_two", kind="module", devices_per_process=4)
+    program = Program(f"tests.parallel.{module}", kind="module", devices_per_process=4)
     assert launch_here(program, 2, log=log) == 0, log.getvalue()
-    expected = losses()
+    wanted = expected()
     found = dict(line.split(" ", 1) for line in log.getvalue().splitlines() if line.endswith("]"))
     assert set(found) == {"[0]", "[1]"}
     for told in found.values():
-        np.testing.assert_allclose(json.loads(told), expected, rtol=1e-5)
+        np.testing.assert_allclose(json.loads(told), wanted, rtol=1e-5)

@@ -159,7 +159,7 @@ def _check_combine_bytes(combine_bytes: int | None) -> None:
 
 def _why_no_rows(variable: Variable) -> str:
     if variable.uses is None:
-        return "how it is used is not known of a decorated step"
+        return "no gradient uses it"
     if variable.uses.verdict != "sparse":
         return variable.uses.why
     return variable.no_rows

@@ -1,7 +1,7 @@
 """`TrainStep`: a whole single-device training step on a mesh, cut in two where its gradients are."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,11 +10,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError, StateError
 from braidax.program import (
+    LeafUses,
     Part,
     Program,
     call_watched,
     compile_on,
     difference,
+    find_uses,
     named_leaves,
     spec_of,
     specs_of,
@@ -25,6 +27,11 @@ from braidax.program import (
 from .arrays import adopt, place
 from .plan import Plan, make_plan, shardings_of, variables_of
 from .strategies import Strategy, batch_axes, shard_batch
+
+_DECORATED = (
+    "by rows in the gradients of a decorated step, whose optimizer moves it whole; give the loss and the optimizer to "
+    "parallelize, and its rows are exchanged"
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class TrainStep:
     def plan(self, state: Any, batch: Any) -> Plan:
         """Returns the plan for a state and a batch, given as arrays or as `jax.ShapeDtypeStruct`."""
         self.batch_shardings(batch)
-        return make_plan(self.mesh, self.strategies, variables_of(specs_of(state), "state"), microbatches=1)
+        state, batch = specs_of(state), specs_of(batch)
+        return self._plan(state, trace(self._checked, state, batch))
 
     def batch_shardings(self, batch: Any) -> Any:
         """Returns the PyTree of `NamedSharding` that batches like `batch` (arrays or specs) should come with."""
@@ -103,9 +111,8 @@ class TrainStep:
 
     def _make_form(self, state: Any, batch: Any) -> _Form:
         batch_shardings = self.batch_shardings(batch)
-        plan = make_plan(self.mesh, self.strategies, variables_of(specs_of(state), "state"), microbatches=1)
-        state_shardings = shardings_of(plan, self.mesh, state)
         program = trace(self._checked, state, batch)
+        state_shardings = shardings_of(self._plan(specs_of(state), program), self.mesh, state)
         new_state, metrics = program.out_specs
         if message := difference(specs_of(state), new_state, "state"):
             raise StateError(f"{self._name} returned another state than it was given: {message}")
@@ -113,6 +120,11 @@ class TrainStep:
         outputs = [*jax.tree.leaves(state_shardings), *(self._replicated for _ in jax.tree.leaves(metrics))]
         run, donated = _two_jits(program, self.mesh, inputs, outputs, len(jax.tree.leaves(state)))
         return _Form(state_shardings, batch_shardings, run, donated, jax.tree.structure(program.out_specs))
+
+    def _plan(self, state: Any, program: Program) -> Plan:
+        known = zip(variables_of(state, "state"), _uses(program), strict=True)
+        variables = [replace(variable, uses=uses, no_rows=_DECORATED) for variable, uses in known]
+        return make_plan(self.mesh, self.strategies, variables, microbatches=1)
 
     def _checked(self, state: Any, batch: Any) -> Any:
         def new_state(result: Any) -> Any:
@@ -132,6 +144,20 @@ def _check_leaves(state: Any, batch: Any) -> None:
                 f"{path} is {leaf!r}, expected an array: keep what is not an array out of state and batch "
                 f"(equinox: eqx.partition the model and eqx.combine it in the step)"
             )
+
+
+def _uses(program: Program) -> list[LeafUses | None]:
+    """Returns how the gradients of a whole step use each leaf of its state, None where they do not.
+
+    What is read by rows is still kept whole: its optimizer is part of the step, and moves all of it.
+    """
+    split = split_at_marks(program)
+    specs = jax.tree.leaves(program.in_specs)
+    needed = tuple(specs[i] for i in split.gradient_inputs)
+    outputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in split.gradients.closed.out_avals]
+    found = find_uses(Program(split.gradients.closed, (needed,), outputs))
+    uses = dict(zip(split.gradient_inputs, found, strict=True))
+    return [uses.get(i) for i in range(len(jax.tree.leaves(program.in_specs[0])))]
 
 
 def _two_jits(
