@@ -1,4 +1,5 @@
 import logging
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,23 +12,21 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import Checkpointer, Every, checkpointer, persist
-from braidax.checkpoint.manifest import DATA_FILE, MANIFEST_FILE
+from braidax.checkpoint import Checkpointer, Every, Skipped, checkpointer, persist, reading, restore
+from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.checkpoint.snapshot import Held, Snapshot
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from braidax.spans import Trace
+from tests.checkpoint.saving import commit, names, read_all
 
 LIMIT = 30.0
+DATA_FILE, MANIFEST_FILE = data_file(0), manifest_file(0)
 
 
 class Cursor(NamedTuple):
     seed: int
     epoch: int
     position: int
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
 
 
 class Gate:
@@ -49,9 +48,9 @@ class Gate:
 def persist_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate, commit = Gate(), persist.commit
 
-    def held_back(root: Path, snapshot: Snapshot, step: int) -> Path:
+    def held_back(*arguments: Any) -> Path:
         gate.pass_through()
-        return commit(root, snapshot, step)
+        return commit(*arguments)
 
     monkeypatch.setattr(persist, "commit", held_back)
     yield gate
@@ -72,7 +71,7 @@ def snapshot_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def fail_commit(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def failing(root: Path, snapshot: Snapshot, step: int) -> Path:
+    def failing(*arguments: Any) -> Path:
         raise error
 
     monkeypatch.setattr(persist, "commit", failing)
@@ -109,7 +108,7 @@ def test_save_is_durable_when_it_returns(tmp_path: Path) -> None:
         saver.update({"x": 1})
         folder = saver.save({"x": 2})
         assert folder == tmp_path / "step-00000001"
-        assert Checkpointer(tmp_path, Every(1)).restore({"x": 0}) == {"x": 2}
+        assert restore(tmp_path, {"x": 0}).tree == {"x": 2}
         assert saver.save({"x": 3}) == tmp_path / "step-00000001-1"
         assert saver.restore({"x": 0}) == {"x": 3}
     assert names(tmp_path) == ["step-00000001-1"]
@@ -139,13 +138,8 @@ def test_what_is_donated_at_once_is_saved_bit_for_bit(tmp_path: Path, waits: boo
             for _ in range(3):
                 state = step(state)
     for number, want in enumerate(wanted, start=1):
-        folder = tmp_path / f"step-{number:08d}"
-        manifest = persist.read_manifest(folder)
-        with persist.reader(folder, manifest) as reader:
-            for entry in manifest.entries:
-                assert entry.tensor is not None
-                got = reader.read(entry, entry.tensor)
-                assert got.tobytes() == want[entry.leaf.path].tobytes(), (number, entry.leaf.path)
+        for path, got in read_all(tmp_path / f"step-{number:08d}").items():
+            assert got.tobytes() == want[path].tobytes(), (number, path)
 
 
 def test_update_returns_while_the_snapshot_is_copied_and_wait_does_not(tmp_path: Path, snapshot_gate: Gate) -> None:
@@ -182,7 +176,7 @@ def test_one_checkpoint_is_under_way_at_a_time(tmp_path: Path, persist_gate: Gat
         for x in (3, 4):
             saver.update({"x": x})
     assert names(tmp_path) == ["step-00000002", "step-00000006"]
-    assert Checkpointer(tmp_path, Every(1)).restore({"x": 0}) == {"x": 4}
+    assert restore(tmp_path, {"x": 0}).tree == {"x": 4}
 
 
 @pytest.mark.parametrize("call", ["update", "wait", "save", "restore", "close"])
@@ -259,7 +253,7 @@ def test_invalid_checkpoints_are_skipped_and_reported(tmp_path: Path, caplog: py
         assert len(names(tmp_path)) == 5
         saver.update({"step": 3, "x": jnp.zeros(4)})
     assert names(tmp_path) == ["step-00000002", "step-00000003-1"]
-    assert Checkpointer(tmp_path, Every(1)).restore(like)["step"] == 3
+    assert restore(tmp_path, like).tree["step"] == 3
 
 
 def test_nothing_but_invalid_checkpoints_is_an_error(tmp_path: Path) -> None:
@@ -292,6 +286,115 @@ def test_restore_finishes_what_is_under_way_first(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, Every(1)) as saver:
         saver.update({"x": 1})
         assert saver.restore({"x": 0}) == {"x": 1}
+
+
+def test_a_folder_is_one_runs_until_it_is_closed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.save({"x": 1})
+        with pytest.raises(CheckpointError, match="saves its checkpoints here: expected one open Checkpointer"):
+            Checkpointer(tmp_path, Every(1))
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        assert saver.restore({"x": 0}) == {"x": 1}
+    Checkpointer(tmp_path, Every(1))  # nobody has it, so nobody keeps the folder
+    Checkpointer(tmp_path, Every(1)).close()
+
+
+def test_a_part_is_restored_and_the_count_goes_on(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(3)) as saver:
+        for step in range(3):
+            saver.update({"params": {"w": jnp.full(2, step)}, "n": step})
+        assert saver.restore({"params": {"w": jnp.zeros(2)}, "n": 7}, only=("n",))["n"] == 2
+        got = saver.restore({"params": {"w": jnp.zeros(2, jnp.int32)}, "n": 7}, only=("params/*",))
+        assert got["n"] == 7
+        np.testing.assert_array_equal(got["params"]["w"], [2, 2])
+        assert saver.num_updates == 3
+
+
+def test_steps_and_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
+    metrics = [5.0, 1.0, float("nan"), 2.0, jnp.float32(1.5), np.float64(3.0), None, 9, 8]
+    with Checkpointer(tmp_path, Every(1), keep=1, keep_every=4, keep_best=2) as saver:
+        for step, metric in enumerate(metrics, start=1):
+            saver.update({"step": step}, metric=metric)
+    assert [int(name[5:]) for name in names(tmp_path)] == [2, 4, 5, 8, 9]
+    with Checkpointer(tmp_path, Every(1), keep=1, keep_best=2) as saver:
+        saver.restore({"step": 0})
+        saver.save({"step": 0}, metric=0.5)  # instead of the one of this step
+    assert names(tmp_path) == ["step-00000002", "step-00000009-1"]
+
+
+@pytest.mark.parametrize("metric", [np.zeros(3), "0.5", jnp.zeros((1, 2))])
+def test_a_metric_is_a_number(tmp_path: Path, metric: Any) -> None:
+    with (
+        Checkpointer(tmp_path, Every(1)) as saver,
+        pytest.raises(ArgumentError, match=r"metric=.*expected a number or"),
+    ):
+        saver.update({"x": 1}, metric=metric)
+
+
+def test_nobody_waits_for_a_metric(tmp_path: Path, snapshot_gate: Gate) -> None:
+    class Late(np.ndarray):
+        waited = threading.Event()
+
+        def __float__(self) -> float:
+            self.waited.set()
+            return 2.0
+
+    metric = np.zeros(()).view(Late)
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.update({"x": 1}, metric=metric)
+        assert not Late.waited.is_set()
+        snapshot_gate.open()
+    assert reading.read_manifest(tmp_path / "step-00000001").about.metric == 2.0
+
+
+def test_host_memory_is_used_again(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.save({"x": jnp.ones(1 << 16)})
+        before = saver._memory._kept
+        saver.save({"x": jnp.zeros(1 << 16)})
+        assert saver._memory._kept is before
+    np.testing.assert_array_equal(restore(tmp_path, {"x": jnp.ones(1 << 16)}).tree["x"], np.zeros(1 << 16))
+
+
+def test_what_is_removed_while_it_is_read_gives_way_to_what_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, {"x": 1}, 1)
+    read_content, reads = reading.read_content, list[str]()
+
+    def replaced(folder: Path) -> Any:
+        reads.append(folder.name)
+        if len(reads) == 1:
+            commit(tmp_path, {"x": 2}, 2)
+            shutil.rmtree(folder)
+        return read_content(folder)
+
+    monkeypatch.setattr("braidax.checkpoint.restoring.read_content", replaced)
+    got = restore(tmp_path, {"x": 0})
+    assert (got.tree, got.skipped, reads) == ({"x": 2}, (), ["step-00000001", "step-00000002"])
+
+
+def test_another_format_is_an_error_and_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.update({"x": 1})
+        with monkeypatch.context() as later:
+            saver.wait()
+            later.setattr("braidax.checkpoint.manifest._FORMAT", 3)
+            saver.save({"x": 2})
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        with pytest.raises(
+            CheckpointError, match=r"is of format 3, written by braidax .*expected format 2: read it with"
+        ):
+            saver.restore({"x": 0})
+        assert saver.skipped == []
+
+
+def test_a_reader_sees_what_was_skipped(tmp_path: Path) -> None:
+    damaged(tmp_path)
+    got = restore(tmp_path, {"step": 0, "x": jnp.zeros(4)})
+    assert (got.step, got.path) == (2, tmp_path / "step-00000002")
+    assert all(isinstance(skipped, Skipped) for skipped in got.skipped)
+    assert [skipped.path.name for skipped in got.skipped] == ["step-00000005", "step-00000004", "step-00000003"]
 
 
 def test_spans_say_where_the_time_went(tmp_path: Path) -> None:
@@ -343,6 +446,9 @@ def test_there_is_a_thread_only_while_a_checkpoint_is_under_way(tmp_path: Path) 
     ("arguments", "message"),
     [
         ({"keep": 0}, "keep=0: expected a whole number >= 1"),
+        ({"keep_every": 0}, "keep_every=0: expected a whole number >= 1, or None"),
+        ({"keep_best": -1}, "keep_best=-1: expected a whole number >= 0"),
+        ({"limit_bytes_per_second": 0.0}, "limit_bytes_per_second=0.0: expected bytes > 0, or None"),
         ({"timeout_seconds": 0.0}, "timeout_seconds=0.0: expected"),
     ],
 )

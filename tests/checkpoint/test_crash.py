@@ -1,6 +1,7 @@
 """What is left on disk, and what a program's end looks like, when nobody closes anything."""
 
-import random
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,25 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braidax.checkpoint import Checkpointer, Every
+from braidax.checkpoint import Checkpointer, Every, restore
+from tests.checkpoint.crashing import SHAPES, advance, begin
+from tests.laws.tree import ROOT
 
 LIMIT = 60
-
-LOOP = """
-import sys
-import jax.numpy as jnp
-from braidax.checkpoint import Checkpointer, Every
-
-like = {"step": 0, "leaves": [jnp.zeros((64, 1024)) for _ in range(4)]}
-saver = Checkpointer(sys.argv[1], Every(1), keep=2)
-state = saver.restore(like)
-print("restored", state["step"], saver.skipped, flush=True)
-while True:
-    step = state["step"] + 1
-    state = {"step": step, "leaves": [jnp.full((64, 1024), step, jnp.float32) for _ in range(4)]}
-    saver.update(state)
-    print(step, flush=True)
-"""
 
 DIE = """
 import os, signal, sys
@@ -37,7 +24,7 @@ import jax.numpy as jnp
 from braidax.checkpoint import Checkpointer, Every
 
 name, countdown = sys.argv[2], int(sys.argv[3])
-owner = Path if name in ("rename", "unlink", "rmdir") else os
+owner = Path if name == "rename" else os
 original = getattr(owner, name)
 
 def deadly(*arguments, **keywords):
@@ -64,33 +51,51 @@ saver.update({"x": jnp.arange(4_000_000)})
 """
 
 
+def crash(folder: Path, seeds: range, log: Path) -> None:
+    """Kills a run at a moment that each seed decides, and compares what is left with a run that nobody kills."""
+    like = (0, {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+    expected, reached, durable = begin(), 0, 0
+    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.crashing", str(folder)]
+    with (
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery,
+        log.open("w") as lines,
+    ):
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        for seed in seeds:
+            nursery.stdin.write(json.dumps({"seed": seed, "num_processes": 1 + seed % 2}) + "\n")
+            nursery.stdin.flush()
+            found = json.loads(nursery.stdout.readline())
+            assert {found["statuses"][process] for process in found["killed"]} == {-signal.SIGKILL}, found
+            with Checkpointer(folder, Every(1)) as saver:
+                assert not list(folder.glob(".step*"))
+                step, state = saver.restore(like)
+                assert saver.skipped == [], found
+            lines.write(json.dumps(found | {"restored": step}) + "\n")
+            # The update before the last one was durable before the last one returned.
+            assert step >= max(durable, found["last"] - 1), found
+            durable = step
+            while reached < step:
+                reached += 1
+                expected = {name: advance(array, reached) for name, array in expected.items()}
+            for name, array in state.items():
+                assert array.tobytes() == expected[name].tobytes(), (found, name)
+        nursery.stdin.close()
+        assert nursery.wait(LIMIT) == 0
+
+
 def test_kill_at_any_moment_loses_no_finished_checkpoint(tmp_path: Path) -> None:
-    like = {"step": 0, "leaves": [jnp.zeros((64, 1024)) for _ in range(4)]}
-    moments = random.Random(0)
-    durable = 0
-    for _ in range(5):
-        with subprocess.Popen([sys.executable, "-c", LOOP, tmp_path], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line.startswith("restored ")
-            assert line.endswith("[]\n"), line
-            assert int(line.split()[1]) >= durable
-            printed = 0
-            # The moment: after some updates, plus a part of one.
-            for _ in range(moments.randrange(2, 12)):
-                printed = int(process.stdout.readline())
-            sum(range(moments.randrange(500_000)))
-            process.send_signal(signal.SIGKILL)
-            process.wait(LIMIT)
-        with Checkpointer(tmp_path, Every(1)) as saver:
-            assert not list(tmp_path.glob(".*"))
-            got = saver.restore(like)
-            assert saver.skipped == []
-        # The update before the last one was durable before the last one returned.
-        durable = got["step"]
-        assert durable >= printed - 1
-        for leaf in got["leaves"]:
-            np.testing.assert_array_equal(leaf, np.full((64, 1024), durable, np.float32))
+    crash(tmp_path / "run", range(8), tmp_path / "log.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_kill_at_many_moments_loses_no_finished_checkpoint(tmp_path: Path) -> None:
+    log = Path(os.environ.get("BRAIDAX_CRASH_LOG", tmp_path / "log.jsonl"))
+    crash(tmp_path / "run", range(1000, 1320), log)
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(found) == 320
+    assert {tuple(line["killed"]) for line in found} == {(0,), (1,), (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,7 @@ def test_death_at_each_point_of_a_commit(tmp_path: Path, name: str, count: int, 
     died = subprocess.run([sys.executable, "-c", DIE, tmp_path, name, str(count)], timeout=LIMIT)
     assert died.returncode == -signal.SIGKILL
     with Checkpointer(tmp_path, Every(1)) as saver:
-        assert not list(tmp_path.glob(".*"))
+        assert not list(tmp_path.glob(".step*"))
         got = saver.restore(like)
         assert saver.skipped == []
     assert got["step"] == step
@@ -126,5 +131,5 @@ def test_a_program_that_just_ends_finishes_its_checkpoint(tmp_path: Path, end: s
     )
     assert ended.returncode == status, ended.stderr
     assert ("mine" in ended.stderr) if status == 1 else (ended.stderr == "")
-    got = Checkpointer(tmp_path, Every(1)).restore({"x": jnp.zeros(4_000_000, jnp.int32)})
+    got = restore(tmp_path, {"x": jnp.zeros(4_000_000, jnp.int32)}).tree
     np.testing.assert_array_equal(got["x"], np.arange(4_000_000))

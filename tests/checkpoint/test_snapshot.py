@@ -8,8 +8,13 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import snapshot
-from braidax.checkpoint.snapshot import Leaf, describe, hold, named_leaves
+from braidax.checkpoint.leaves import Leaf, describe, named_leaves
+from braidax.checkpoint.snapshot import Memory, Snapshot, hold
 from braidax.errors import CheckpointError
+
+
+def arrays(taken: Snapshot) -> dict[str, np.ndarray]:
+    return {piece.name: piece.array for piece in taken.pieces}
 
 
 class Position(NamedTuple):
@@ -84,17 +89,28 @@ def test_shards_are_assembled(spec: P) -> None:
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     want = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
     taken = hold({"x": jax.device_put(want, NamedSharding(mesh, spec))}).copy()
-    np.testing.assert_array_equal(taken.arrays["x"], want)
+    np.testing.assert_array_equal(arrays(taken)["x"], want)
     assert taken.num_bytes == want.nbytes
 
 
 def test_replicas_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     views = snapshot._views
-    monkeypatch.setattr(snapshot, "_views", lambda arrays: (counts.append(len(arrays)), views(arrays))[1])
+    monkeypatch.setattr(snapshot, "_views", lambda cuts: (counts.append(len(cuts)), views(cuts))[1])
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     hold([jax.device_put(np.ones((8, 8)), NamedSharding(mesh, spec)) for spec in (P(), P("b"), P("a", "b"))])
     assert counts == [1, 2, 8]
+
+
+def test_memory_is_used_again() -> None:
+    memory = Memory()
+    first = hold({"x": jnp.arange(1024.0), "n": np.arange(5)}, memory).copy()
+    second = hold({"x": jnp.ones(1000), "n": np.zeros(5, np.int64)}, memory).copy()
+    assert np.shares_memory(first.memory, second.memory)
+    np.testing.assert_array_equal(arrays(second)["x"], np.ones(1000))
+    np.testing.assert_array_equal(arrays(second)["n"], np.zeros(5))
+    third = hold({"x": jnp.ones(2000)}, memory).copy()
+    assert not np.shares_memory(second.memory, third.memory)
 
 
 def test_a_snapshot_owns_its_memory() -> None:
@@ -102,8 +118,8 @@ def test_a_snapshot_owns_its_memory() -> None:
     held = hold({"array": array, "numpy": numpy})
     numpy[:] = -1
     taken = held.copy()
-    assert not np.shares_memory(taken.arrays["array"], np.asarray(array))
-    np.testing.assert_array_equal(taken.arrays["numpy"], np.arange(4))
+    assert not np.shares_memory(arrays(taken)["array"], np.asarray(array))
+    np.testing.assert_array_equal(arrays(taken)["numpy"], np.arange(4))
 
 
 def test_once_it_is_copied_a_tree_can_be_donated_in_place() -> None:
@@ -119,10 +135,10 @@ def test_once_it_is_copied_a_tree_can_be_donated_in_place() -> None:
 def test_dtypes_keep_their_bits(dtype: str) -> None:
     x = jnp.arange(16).astype(dtype).reshape(4, 4)
     taken = hold([x, x[0, 1], x[:0]]).copy()
-    for name, want in zip(taken.arrays, [x, x[0, 1], x[:0]], strict=True):
-        assert taken.arrays[name].dtype == np.dtype(dtype)
-        assert taken.arrays[name].shape == want.shape
-        assert taken.arrays[name].tobytes() == np.asarray(want).tobytes()
+    for name, want in zip(arrays(taken), [x, x[0, 1], x[:0]], strict=True):
+        assert arrays(taken)[name].dtype == np.dtype(dtype)
+        assert arrays(taken)[name].shape == want.shape
+        assert arrays(taken)[name].tobytes() == np.asarray(want).tobytes()
 
 
 def test_staging_through_pinned_memory_survives_donation() -> None:
@@ -136,6 +152,15 @@ def test_staging_through_pinned_memory_survives_donation() -> None:
         for _ in range(3):
             x = step(x)
         np.testing.assert_array_equal(np.asarray(staged), want)
+
+
+def test_a_part_is_cut_on_its_device_whatever_mesh_is_set() -> None:
+    mesh = jax.make_mesh((8,), ("a",))
+    x = jax.device_put(np.arange(32.0).reshape(8, 4), jax.devices()[3])
+    with jax.set_mesh(mesh):
+        (staged,) = snapshot._staged([snapshot._cut(x, (slice(2, 4), slice(0, 4)))])
+    assert (staged.sharding.memory_kind, staged.devices()) == ("pinned_host", {jax.devices()[3]})
+    np.testing.assert_array_equal(np.asarray(staged), np.arange(8.0, 16.0).reshape(2, 4))
 
 
 def test_what_lies_in_host_memory_already_is_copied_at_once() -> None:

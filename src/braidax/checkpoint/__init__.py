@@ -1,6 +1,22 @@
 """Checkpoints that are taken behind the training step, durable once they exist, and verified when read."""
 
-from braidax.checkpoint.checkpointer import Checkpointer, Skipped
-from braidax.checkpoint.interval import Every, Interval
+from braidax.checkpoint.adaptive import Adaptive
+from braidax.checkpoint.checkpointer import Checkpointer
+from braidax.checkpoint.interval import Every, Interval, Spacing, Verdict
+from braidax.checkpoint.leaves import PaddedRows
+from braidax.checkpoint.preempt import Preemption
+from braidax.checkpoint.restoring import Restored, Skipped, restore
 
-__all__ = ["Checkpointer", "Every", "Interval", "Skipped"]
+__all__ = [
+    "Adaptive",
+    "Checkpointer",
+    "Every",
+    "Interval",
+    "PaddedRows",
+    "Preemption",
+    "Restored",
+    "Skipped",
+    "Spacing",
+    "Verdict",
+    "restore",
+]

@@ -1,31 +1,31 @@
 """`Checkpointer`: checkpoints of a PyTree behind the training step."""
 
-import logging
+import json
 import os
-from collections.abc import Collection
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 
-from braidax.checkpoint import persist, restore
-from braidax.checkpoint.interval import Interval
-from braidax.checkpoint.snapshot import Held, Snapshot, hold, is_shared
+from braidax.checkpoint import folders, persist, restoring
+from braidax.checkpoint.interval import Interval, Spacing
+from braidax.checkpoint.persist import Order, Part
+from braidax.checkpoint.processes import Processes, all_processes
+from braidax.checkpoint.restoring import Skipped
+from braidax.checkpoint.retention import Retention
+from braidax.checkpoint.snapshot import Held, Memory, Snapshot, hold
+from braidax.checkpoint.writing import checksums_of
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from braidax.spans import Trace, span
 
 THREAD_NAME = "braidax-checkpoint"
-_logger = logging.getLogger(__name__)
-
-
-class Skipped(NamedTuple):
-    """A checkpoint that was not restored: its `path`, and the `reason`."""
-
-    path: Path
-    reason: str
 
 
 class Checkpointer:
@@ -38,65 +38,114 @@ class Checkpointer:
 
     There is a thread only while a checkpoint is under way. A program that ends without `close` still finishes it.
 
-    In a job of several processes of JAX, all of them call the same methods, with one folder that all see. Process 0
-    alone writes a tree with arrays that all of them hold, each whole; the others return at once.
+    In a job of several processes of JAX all of them make one, and call the same methods of it with the same trees; the
+    folder is one that all see. Each writes what it owns; a checkpoint exists once all have, and fails on all if one
+    fails. NumPy arrays and Python numbers are those of process 0.
 
-    **Arguments:** `path`: the folder of the checkpoints of one run; made if missing. `interval`: when one is due, such
-    as `Every(100)`. `keep`: how many are kept, at least 1; the oldest goes when a newer one is durable.
-    `timeout_seconds`: the limit of every wait.
+    **Arguments:** `path`: the folder of the checkpoints of one run, made if missing and locked until `close`.
+    `interval`: when one is due, such as `Every(100)` or `Adaptive()`. `keep`: how many of the newest stay, at least 1;
+    an older one goes when a newer one is durable. `keep_every`: those of steps that are multiples of it stay as well.
+    `keep_best`: how many of those with the lowest `metric` stay as well. `limit_bytes_per_second`: how fast each
+    process writes at most; may be set at any time. `timeout_seconds`: the limit of every wait.
 
-    **Raises:** `CheckpointError` when `path` is no folder that this process may write to.
+    **Raises:** `CheckpointError` when `path` is no folder that this process may write to, or is another run's.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], interval: Interval, *, keep: int = 3, timeout_seconds: float = 600.0
+        self,
+        path: str | os.PathLike[str],
+        interval: Interval,
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        limit_bytes_per_second: float | None = None,
+        timeout_seconds: float = 600.0,
     ) -> None:
         if keep < 1:
             raise ArgumentError(f"keep={keep!r}: expected a whole number >= 1; the newest checkpoint is always kept")
+        if keep_every is not None and keep_every < 1:
+            raise ArgumentError(f"keep_every={keep_every!r}: expected a whole number >= 1, or None")
+        if keep_best < 0:
+            raise ArgumentError(f"keep_best={keep_best!r}: expected a whole number >= 0")
+        if limit_bytes_per_second is not None and not limit_bytes_per_second > 0:
+            raise ArgumentError(f"limit_bytes_per_second={limit_bytes_per_second!r}: expected bytes > 0, or None")
         if not timeout_seconds > 0:
             raise ArgumentError(f"timeout_seconds={timeout_seconds!r}: expected seconds > 0")
         self.path = Path(path).absolute()
         self.interval = interval
-        self.keep = keep
-        self.timeout_seconds = timeout_seconds
+        self.limit_bytes_per_second = limit_bytes_per_second
         self.trace = Trace()
         self.skipped: list[Skipped] = []
         self.num_updates = 0
+        self._retention = Retention(keep, keep_every, keep_best)
+        self._memory = Memory()
         self._pending: _Pending | None = None
-        self._continues = False
+        self._spacing: Spacing | None = None
         self._closed = False
-        persist.prepare(self.path)
+        self._num_restored = 0
+        self._num_attempts: Counter[int] = Counter()  # to save a step, since the last restore
+        self._processes = all_processes(timeout_seconds)
+        self._lock, self._earlier = _occupy(self.path, self._processes)
 
-    def update(self, tree: Any) -> None:
+    @property
+    def timeout_seconds(self) -> float:
+        """The limit of every wait; may be set at any time."""
+        return self._processes.timeout_seconds
+
+    @timeout_seconds.setter
+    def timeout_seconds(self, seconds: float) -> None:
+        self._processes.timeout_seconds = seconds
+
+    @property
+    def spacing(self) -> Spacing:
+        """What spaces the checkpoints since the last `restore`: says how far apart and why, can be paused and set."""
+        if self._spacing is None:
+            announcements = self._processes.announcements(f"due-{self._num_restored}")
+            self._spacing = self.interval.start(self.num_updates, announcements=announcements)
+        return self._spacing
+
+    def update(self, tree: Any, *, metric: Any = None) -> None:
         """Counts an update of the state, and takes a checkpoint if one is due; called once after every step.
 
         After this the arrays may be donated at once; where a snapshot is still being copied, the runtime then copies
         instead. To spare that memory, let the next step call `wait` before it donates.
 
-        **Arguments:** `tree`: a PyTree of `jax.Array`, typed PRNG keys, NumPy arrays and Python numbers.
+        **Arguments:** `tree`: a PyTree of `jax.Array`, typed PRNG keys, NumPy arrays and Python numbers. `metric`: how
+        good it is, lower is better, a number or a scalar array, which nobody waits for here; for `keep_best`.
 
-        **Raises:** `CheckpointError` when an earlier checkpoint failed, a leaf cannot be saved, or the folder has
-        checkpoints of a run that was not restored. `WaitTimeout` when the previous one takes too long.
+        **Raises:** `CheckpointError` when an earlier checkpoint failed (one that is due is begun nevertheless), a leaf
+        cannot be saved, or the folder has checkpoints of a run that was not restored. `WaitTimeout` when the previous
+        one takes too long.
         """
-        self._check()
+        self._check_open()
+        spacing = self.spacing
         self.num_updates += 1
-        if self.interval.due(self.num_updates) and _writes(tree):
-            self._settle()
-            self._begin(tree)
+        failure = self._failure()
+        if spacing.due(self.num_updates):
+            begun = time.perf_counter()
+            failure = self._settle() or failure
+            self._begin(tree, metric)
+            spacing.began()
+            spacing.stalled(time.perf_counter() - begun)
+        if failure is not None:
+            raise failure
 
-    def save(self, tree: Any) -> Path:
+    def save(self, tree: Any, *, metric: Any = None) -> Path:
         """Takes a checkpoint now, whether or not one is due; it is durable when this returns.
 
-        **Arguments:** `tree`: as for `update`.
+        **Arguments:** as of `update`.
 
-        **Returns:** the folder of the checkpoint, which process 0 writes. **Raises:** as `update`.
+        **Returns:** the folder of the checkpoint. **Raises:** as `update`.
         """
-        self._check()
-        self._settle()
-        if not _writes(tree):
-            return self._folder
-        pending = self._begin(tree)
-        self._settle()
+        self._check_open()
+        failure = self._settle()
+        if failure is not None:
+            raise failure
+        pending = self._begin(tree, metric)
+        failure = self._settle()
+        if failure is not None:
+            raise failure
         return pending.committed.result()
 
     def wait(self) -> None:
@@ -104,48 +153,49 @@ class Checkpointer:
 
         **Raises:** `CheckpointError` when it failed, `WaitTimeout` at the limit.
         """
+        self._check_open()
+        failure = None
         if self._pending is not None:
+            begun = time.perf_counter()
             if self._outcome(self._pending.owned, "copying") is not None:
-                self._settle()
-            self._check()
+                failure = self._settle()
+            self.spacing.stalled(time.perf_counter() - begun)
+        failure = failure or self._failure()
+        if failure is not None:
+            raise failure
 
-    def restore(self, like: Any) -> Any:
+    def restore(self, like: Any, *, only: Sequence[str] | None = None) -> Any:
         """Restores the newest checkpoint that verifies, and goes on counting updates where it stood.
 
         Invalid ones are skipped, logged as warnings and listed in `skipped`; the next durable checkpoint replaces them.
 
         **Arguments:** `like`: a PyTree with the structure, shapes, dtypes and shardings to restore to; its arrays may
-        be `jax.ShapeDtypeStruct` with a sharding, on any mesh.
+        be `jax.ShapeDtypeStruct` with a sharding, on any mesh. `only`: patterns of the paths to restore, such as
+        `("params/*",)`, in which `*` stands for anything; other leaves stay those of `like`. All by default.
 
         **Returns:** a tree like `like`, or `like` itself when there is no checkpoint. **Raises:** `CheckpointError`
         when the newest valid one does not match `like`, or when there are checkpoints and none is valid.
         """
-        self._check()
-        self._settle()
-        self.skipped = []
-        for found in persist.checkpoints(self.path):
-            try:
-                manifest = persist.read_manifest(found.path)
-            except CheckpointError as error:
-                self._skip(found.path, error)
-                continue
-            restore.match(found.path, manifest, like)
-            try:
-                tree = restore.load(found.path, manifest, like)
-            except CheckpointError as error:
-                self._skip(found.path, error)
-                continue
-            self.num_updates = manifest.step
-            self._continues = True
-            return tree
-        if self.skipped:
+        self._check_open()
+        failure = self._settle()
+        if failure is not None:
+            raise failure
+        self._num_restored += 1
+        self._num_attempts.clear()
+        self._spacing = None
+        name = f"restore-{self._num_restored}"
+        found, self.skipped = restoring.newest(self.path, like, only, self._processes, name)
+        if found is None and self.skipped:
             reasons = "; ".join(skipped.reason for skipped in self.skipped)
             raise CheckpointError(
                 f"{self.path}: none of its {len(self.skipped)} checkpoints is valid: {reasons}; "
                 "mend them, or move them away to start anew"
             )
-        self._continues = True
-        return like
+        self._earlier = ""
+        if found is None:
+            return like
+        self.num_updates = found.step
+        return found.tree
 
     def close(self) -> None:
         """Finishes the checkpoint under way; the checkpointer cannot be used afterwards. A second call does nothing.
@@ -153,7 +203,11 @@ class Checkpointer:
         **Raises:** `CheckpointError` when it failed, `WaitTimeout` at the limit; it then still goes on.
         """
         self._closed = True
-        self._settle()
+        failure = self._settle()
+        if self._lock is not None:
+            self._lock.close()
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -163,47 +217,59 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"{self.path}: this Checkpointer is closed; make a new one")
-        if self._pending is not None and self._pending.committed.done():
-            self._settle()
 
-    def _begin(self, tree: Any) -> "_Pending":
-        if not self._continues and (found := persist.checkpoints(self.path)):
+    def _begin(self, tree: Any, metric: Any) -> "_Pending":
+        if self._earlier:
             raise CheckpointError(
-                f"{self.path}: has checkpoints of an earlier run, the newest {found[0].path.name}, "
+                f"{self.path}: has checkpoints of an earlier run, the newest {self._earlier}, "
                 "which a new one would mix with; call restore(like) first to go on from it, or give another path"
             )
-        self._continues = True
-        held = hold(tree)
-        trace, step = self.trace, self.num_updates
-        executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
-        owned = executor.submit(_take, held, trace)
+        step = self.num_updates
+        self._num_attempts[step] += 1
+        name = f"save-{self._num_restored}-{step}-{self._num_attempts[step]}"
+        processes, retention = self._processes, self._retention
+        order = Order(self.path, step, name, _number(metric), self.limit_bytes_per_second)
+        try:
+            held = hold(tree, self._memory, process=processes.index, num_processes=processes.count)
+        except BaseException as error:
+            persist.give_up(order, error, processes)
+            raise
         obsolete = [skipped.path for skipped in self.skipped]
-        committed = executor.submit(_persist, owned, trace, self.path, step, self.keep, obsolete)
+        executor = ThreadPoolExecutor(2, thread_name_prefix=THREAD_NAME)
+        owned = executor.submit(_take, held, self.trace)
+        # While a program ends, nothing more can be submitted.
+        part = Part(owned, executor.submit(lambda: checksums_of(owned.result())))
+        work = _Work(order, processes, retention, obsolete, self._lock)
+        committed = executor.submit(_persist, part, self.trace, work)
         executor.shutdown(wait=False)
-        self._pending = _Pending(self._folder, executor, owned, committed)
+        self._pending = _Pending(order.folder, executor, owned, committed)
         return self._pending
 
-    @property
-    def _folder(self) -> Path:
-        return self.path / f"step-{self.num_updates:08d}"
+    def _failure(self) -> Exception | None:
+        """Returns what went wrong with a checkpoint that is over, once."""
+        return self._settle() if self._pending is not None and self._pending.committed.done() else None
 
-    def _settle(self) -> None:
+    def _settle(self) -> Exception | None:
+        """Waits for the checkpoint under way, and returns what went wrong with it."""
         pending = self._pending
         if pending is None:
-            return
+            return None
         error = self._outcome(pending.committed, "writing")
         pending.executor.shutdown()
         self._pending = None
-        if isinstance(error, CheckpointError):
-            raise error
-        if error is not None:
-            raise CheckpointError(
-                f"{pending.folder}: the checkpoint failed: {error!r}; expected arrays whose computation "
-                "succeeded, and memory for a copy of them on the host. Earlier checkpoints are untouched"
-            ) from error
+        if self._spacing is not None:
+            self._spacing.ended()
+        if error is None or isinstance(error, CheckpointError | WaitTimeout):
+            return error
+        failure = CheckpointError(
+            f"{pending.folder}: the checkpoint failed: {error!r}; expected arrays whose computation "
+            "succeeded, and memory for a copy of them on the host. Earlier checkpoints are untouched"
+        )
+        failure.__cause__ = error
+        return failure
 
     def _outcome(self, future: "Future[Any]", doing: str) -> BaseException | None:
         assert self._pending is not None
@@ -215,15 +281,6 @@ class Checkpointer:
                 f"{self.timeout_seconds:g}: expected it to end; look at the disk, or raise the limit"
             ) from error
 
-    def _skip(self, path: Path, error: CheckpointError) -> None:
-        self.skipped.append(Skipped(path, str(error)))
-        _logger.warning("skipped the checkpoint %s: %s", path, error)
-
-
-def _writes(tree: Any) -> bool:
-    """Says whether a tree is this process's to save."""
-    return not is_shared(tree) or jax.process_index() == 0
-
 
 @dataclass(frozen=True)
 class _Pending:
@@ -233,16 +290,71 @@ class _Pending:
     committed: "Future[Path]"
 
 
+@dataclass(frozen=True)
+class _Work:
+    order: Order
+    processes: Processes
+    retention: Retention
+    obsolete: Collection[Path]
+    lock: folders.Lock | None  # which lasts as long as somebody writes
+
+
 def _take(held: Held, trace: Trace) -> Snapshot:
     with trace.active(), span("checkpoint", "snapshot", num_bytes=held.num_bytes):
         return held.copy()
 
 
-def _persist(
-    owned: "Future[Snapshot]", trace: Trace, root: Path, step: int, keep: int, obsolete: Collection[Path]
-) -> Path:
-    snapshot = owned.result()
-    with trace.active(), span("checkpoint", "persist", num_bytes=snapshot.num_bytes):
-        path = persist.commit(root, snapshot, step)
-        persist.retain(root, keep, obsolete)
+def _persist(part: Part, trace: Trace, work: _Work) -> Path:
+    num_bytes = 0 if part.owned.exception() is not None else part.owned.result().num_bytes
+    with trace.active(), span("checkpoint", "persist", num_bytes=num_bytes):
+        path = persist.commit(work.order, part, work.processes)
+        if work.processes.index == 0:
+            work.retention.apply(work.order.root, work.obsolete)
         return path
+
+
+def _occupy(root: Path, processes: Processes) -> tuple[folders.Lock | None, str]:
+    """Takes a folder for this run, on all processes. **Returns:** the lock of process 0, and the newest checkpoint."""
+    locks: list[folders.Lock] = []
+    failure: CheckpointError | None = None
+
+    def start() -> str:
+        locks.append(folders.occupy(root))
+        earlier = [found.path.name for found in folders.checkpoints(root)]
+        return json.dumps({"token": locks[0].token, "earlier": earlier[0] if earlier else ""})
+
+    def judge(said: Any) -> str:
+        for process, words in said.items():
+            if words:
+                raise CheckpointError(f"process {process}: {words}")
+        return ""
+
+    try:
+        told = json.loads(processes.lead("open", start))
+        if processes.index:
+            try:
+                folders.check_occupied(root, told["token"])
+            except CheckpointError as error:
+                failure = error
+        processes.conclude("opened", "" if failure is None else str(failure), judge)
+    except BaseException:
+        for lock in locks:
+            lock.close()
+        if failure is not None:
+            raise failure from None
+        raise
+    return locks[0] if locks else None, told["earlier"]
+
+
+def _number(metric: Any) -> Callable[[], float | None]:
+    """Returns how to get the number that a metric is, later and on another thread."""
+    if metric is None:
+        return lambda: None
+    if np.ndim(metric) or not isinstance(metric, int | float | np.generic | np.ndarray | jax.Array):
+        raise ArgumentError(
+            f"metric={type(metric).__name__} of shape {np.shape(metric)}: expected a number or a scalar array, lower "
+            "is better; give its mean, or the negative of what is to be high"
+        )
+    if isinstance(metric, jax.Array) and not metric.is_fully_addressable:
+        metric = metric.addressable_data(0)  # a replica
+    return lambda: float(metric)

@@ -1,20 +1,21 @@
-"""What is in a checkpoint: the manifest, and the header that makes its arrays a valid safetensors file."""
+"""What is in a checkpoint: the manifests, and the headers that make each process's arrays a valid safetensors file."""
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import xxhash
 
-from braidax.checkpoint.snapshot import Leaf
+from braidax.checkpoint.leaves import Leaf
 from braidax.errors import CheckpointError
 
-DATA_FILE = "arrays-00000.safetensors"
-MANIFEST_FILE = "manifest.json"
-_FORMAT = 1
+CHUNK_BYTES = 4 * 2**20
+"""How much of a tensor one checksum is for: what is read of it at least."""
+
+_FORMAT = 2
 
 _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
@@ -37,6 +38,20 @@ _SAFETENSORS_DTYPES = {
 }
 
 
+class OtherFormat(CheckpointError):
+    """A checkpoint was written by a version of braidax that this one cannot read: it is not invalid."""
+
+
+def data_file(process: int) -> str:
+    """Returns the name of the file with the arrays that a process wrote."""
+    return f"arrays-{process:05d}.safetensors"
+
+
+def manifest_file(process: int) -> str:
+    """Returns the name of a process's manifest; that of process 0 describes the tree as well."""
+    return f"manifest-{process:05d}.json" if process else "manifest.json"
+
+
 class Stored(NamedTuple):
     """How safetensors sees a dtype: its `name` there, dims to `append` to the shape, `alignment` in bytes."""
 
@@ -51,14 +66,21 @@ def stored_as(dtype: np.dtype[Any]) -> Stored:
     return Stored(name, (), dtype.itemsize) if name else Stored("U8", (dtype.itemsize,), 1)
 
 
-def safetensors_header(arrays: Mapping[str, np.ndarray]) -> bytes:
+def safetensors_header(arrays: Iterable[tuple[str, np.ndarray]]) -> bytes:
     """Returns the bytes that stand before the arrays in a safetensors file.
 
-    **Arguments:** `arrays`: by name, in the order in which they are written, without gaps.
+    **Arguments:** `arrays`: with their names, in the order in which they are written, without gaps.
+
+    **Raises:** `CheckpointError` when two have one name.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "braidax"}}
     offset = 0
-    for name, array in arrays.items():
+    for name, array in arrays:
+        if name in header:
+            raise CheckpointError(
+                f"leaf {name!r}: its path is also the name of a part of another leaf; expected a name of its own for "
+                "every tensor; rename a key"
+            )
         stored = stored_as(array.dtype)
         header[name] = {
             "dtype": stored.name,
@@ -73,70 +95,122 @@ def safetensors_header(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where an array lies in the data file: `offset` and `num_bytes`, NumPy `dtype`, `shape`, xxh3-64 `checksum`."""
+    """Where a part of a leaf lies in a data file.
 
+    **Arguments:** `name`: in that file. `path`: of the leaf. `start`: where the part begins in the leaf. `shape`: of
+    the part. `offset`, `num_bytes`: in the file. `checksums`: xxh3-64 of each chunk of it.
+    """
+
+    name: str
+    path: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
     offset: int
     num_bytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    checksum: str
+    checksums: tuple[str, ...]
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> "Tensor":
+        """Reads what `dataclasses.asdict` and JSON made of a tensor."""
+        values: dict[str, Any] = {
+            name: tuple(cast(Any, value)) if isinstance(value, list) else value for name, value in content.items()
+        }
+        return Tensor(**values)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One leaf of a checkpoint: either a `tensor`, with `key_impl` for typed PRNG keys, or a Python `number`."""
+    """One leaf of a checkpoint.
+
+    **Arguments:** `leaf`: what it is. `dtype`, `shape`: of what is stored of an array: for typed PRNG keys that of
+    their data. `number`: the Python number. `key_impl`: the kind of PRNG keys. `padded_rows`: V of a table that is
+    stored as `[ceil(V / N), N, ...]`.
+    """
 
     leaf: Leaf
-    tensor: Tensor | None = None
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
     number: bool | int | float | None = None
     key_impl: str = ""
+    padded_rows: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as JSON values; floats in hexadecimal, which is exact and knows infinities."""
         content: dict[str, Any] = {"path": self.leaf.path, "kind": self.leaf.kind}
-        if self.tensor:
-            content |= {"dtype": self.leaf.dtype, "shape": list(self.leaf.shape)}
-            content["tensor"] = dataclasses.asdict(self.tensor) | {"shape": list(self.tensor.shape)}
-            return content | ({"key_impl": self.key_impl} if self.key_impl else {})
-        return content | {"number": self.number.hex() if isinstance(self.number, float) else self.number}
+        if not self.leaf.dtype:
+            return content | {"number": self.number.hex() if isinstance(self.number, float) else self.number}
+        content |= {"dtype": self.leaf.dtype, "shape": list(self.leaf.shape)}
+        if self.key_impl:
+            content |= {"key_impl": self.key_impl, "data_dtype": self.dtype, "data_shape": list(self.shape)}
+        return content | ({} if self.padded_rows is None else {"padded_rows": self.padded_rows})
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Entry":
         """The inverse of `to_json`."""
         leaf = Leaf(content["path"], content["kind"], content.get("dtype", ""), tuple(content.get("shape", ())))
-        if "tensor" in content:
-            tensor = Tensor(**content["tensor"] | {"shape": tuple(content["tensor"]["shape"])})
-            return Entry(leaf, tensor=tensor, key_impl=content.get("key_impl", ""))
-        number = content["number"]
-        return Entry(leaf, number=float.fromhex(number) if leaf.kind == "float" else number)
+        if not leaf.dtype:
+            number = content["number"]
+            return Entry(leaf, number=float.fromhex(number) if leaf.kind == "float" else number)
+        return Entry(
+            leaf,
+            content.get("data_dtype", leaf.dtype),
+            tuple(content.get("data_shape", leaf.shape)),
+            key_impl=content.get("key_impl", ""),
+            padded_rows=content.get("padded_rows"),
+        )
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """The file of all arrays: `num_bytes` in all, `header_bytes` of them before the first array, and their checksum."""
+    """The arrays of one process.
+
+    **Arguments:** `num_bytes`: of the file, `header_bytes` of them before the first array, and `header_checksum` of
+    those. `chunk_bytes`: how much of a tensor one checksum is for.
+    """
 
     num_bytes: int
     header_bytes: int
     header_checksum: str
-    name: str = DATA_FILE
+    chunk_bytes: int
+
+
+class About(NamedTuple):
+    """What the manifests of one checkpoint agree in.
+
+    **Fields:** `step`: how many updates the tree has seen. `token`: of this checkpoint alone. `num_processes`: that
+    wrote it. `metric`: of the tree, lower is better. `version`: of braidax.
+    """
+
+    step: int
+    token: str
+    num_processes: int
+    metric: float | None
+    version: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint in words: the `step`, the `version` of braidax that wrote it, the `data` file, the `entries`."""
+    """What one process wrote: its `tensors`, in its `data` file; that of process 0 has all `entries` of the tree."""
 
-    step: int
-    version: str
+    about: About
+    process: int
     data: DataFile
+    tensors: tuple[Tensor, ...]
     entries: tuple[Entry, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as JSON values, with a checksum over the rest."""
+        metric = self.about.metric
         content: dict[str, Any] = {
             "format": _FORMAT,
-            "braidax": self.version,
-            "step": self.step,
+            "braidax": self.about.version,
+            "step": self.about.step,
+            "metric": None if metric is None else metric.hex(),
+            "token": self.about.token,
+            "num_processes": self.about.num_processes,
+            "process": self.process,
             "data": dataclasses.asdict(self.data),
+            "tensors": [dataclasses.asdict(tensor) for tensor in self.tensors],
             "leaves": [entry.to_json() for entry in self.entries],
         }
         return content | {"checksum": _checksum(content)}
@@ -147,7 +221,7 @@ class Manifest:
 
         **Arguments:** `text`: the JSON. `name`: the file, for errors.
 
-        **Raises:** `CheckpointError` when it is not what was written, or of another format.
+        **Raises:** `CheckpointError` when it is not what was written; `OtherFormat`.
         """
         try:
             parsed = json.loads(text)
@@ -158,13 +232,23 @@ class Manifest:
         if checksum is None or checksum != _checksum(content):
             raise CheckpointError(f"{name}: does not match its own checksum: it was changed")
         if content["format"] != _FORMAT:
-            raise CheckpointError(
+            raise OtherFormat(
                 f"{name}: is of format {content['format']}, written by braidax {content['braidax']}; expected format "
-                f"{_FORMAT}: read it with that version"
+                f"{_FORMAT}: read it with that version, or give another path"
             )
+        metric = content["metric"]
+        about = About(
+            content["step"],
+            content["token"],
+            content["num_processes"],
+            None if metric is None else float.fromhex(metric),
+            content["braidax"],
+        )
+        tensors = tuple(Tensor.from_json(tensor) for tensor in content["tensors"])
         entries = tuple(Entry.from_json(leaf) for leaf in content["leaves"])
-        return Manifest(content["step"], content["braidax"], DataFile(**content["data"]), entries)
+        return Manifest(about, content["process"], DataFile(**content["data"]), tensors, entries)
 
 
 def _checksum(content: Any) -> str:
+    # Tuples and lists are one to JSON.
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -1,195 +1,230 @@
-"""From devices to host memory: what the leaves of a tree are, and a copy of them that nobody else can change.
+"""From devices to host memory: a copy of what this process writes of a tree, that nobody else can change.
 
 A snapshot has two halves. `hold` runs on the caller's thread, before the caller can donate the arrays: from then on
 the runtime keeps their content, because it never hands out memory that somebody still reads. `Held.copy` may run on
-any thread, and gives host memory of our own.
+any thread, and gives host memory of our own: that of the snapshot before, in the order of the file.
 """
 
+import functools
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
+from braidax.checkpoint.boxes import Box, box_of, extents, overlap, volume, whole, within
+from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves, padded_rows
+from braidax.checkpoint.manifest import Entry, stored_as
+from braidax.checkpoint.ownership import Placed, Shares, ownership
+from braidax.checkpoint.padding import check_stored
 from braidax.errors import CheckpointError
-
-Kind = Literal["array", "key", "bool", "int", "float"]
-Index = tuple[slice, ...]
 
 # JAX leaves some of itself unannotated.
 _jax: Any = jax
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """What one leaf of a tree is.
+class Piece(NamedTuple):
+    """A part of a leaf on the host.
 
-    **Arguments:** `path`: where it stands, such as `params/dense/kernel`. `kind`: an array of JAX or NumPy, an array of
-    typed PRNG keys, or a Python number. `dtype`: its name; empty for a Python number. `shape`: the global one.
+    **Fields:** `name`: of the tensor in the file. `path`: of the leaf. `start`: where the part begins in it. `array`:
+    its content, C-contiguous; of PRNG keys their data.
     """
 
+    name: str
     path: str
-    kind: Kind
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}" if self.dtype else f"a Python {self.kind}"
-
-
-@dataclass(frozen=True)
-class Owned:
-    """One leaf on the host, owned by the snapshot.
-
-    **Arguments:** `leaf`: what it is. `value`: a C-contiguous array, for PRNG keys that of their data; or the Python
-    number. `key_impl`: for PRNG keys, the name of their implementation.
-    """
-
-    leaf: Leaf
-    value: Any
-    key_impl: str = ""
+    start: tuple[int, ...]
+    array: np.ndarray
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A tree on the host: `leaves` in the order of the tree, `num_bytes` in their arrays."""
+    """What one process writes of a tree.
 
-    leaves: tuple[Owned, ...]
+    **Arguments:** `entries`: all leaves, in the order of the tree. `pieces`: in the order of the file. `memory`: their
+    bytes, one behind the other. `digest`: of the tree and of who writes what; the same on all processes.
+    """
+
+    entries: tuple[Entry, ...]
+    pieces: tuple[Piece, ...]
+    memory: np.ndarray
+    digest: str
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays by path."""
-        return {owned.leaf.path: owned.value for owned in self.leaves if owned.leaf.dtype}
+        """Bytes of all pieces."""
+        return self.memory.nbytes
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by path, in the order of the tree.
+class Memory:
+    """Host memory that one snapshot after another uses; it grows to the largest."""
 
-    **Raises:** `CheckpointError` where two leaves have one path, or a path is one that files reserve.
-    """
-    leaves: dict[str, Any] = {}
-    for path, leaf in _jax.tree_util.tree_leaves_with_path(tree):
-        name = _jax.tree_util.keystr(path, simple=True, separator="/") or "."
-        if name in leaves or name == "__metadata__":
-            reason = "taken by another leaf" if name in leaves else "reserved by safetensors"
-            raise CheckpointError(
-                f"leaf {name!r}: this path is {reason}; expected one of its own for every leaf; rename a key"
-            )
-        leaves[name] = leaf
-    return leaves
+    def __init__(self) -> None:
+        self._kept = np.empty(0, np.uint8)
 
-
-def describe(path: str, leaf: Any) -> Leaf:
-    """Returns what a leaf is; it may be abstract (`jax.ShapeDtypeStruct`).
-
-    **Raises:** `CheckpointError` for what cannot be in a checkpoint.
-    """
-    if isinstance(leaf, jax.core.Tracer):
-        raise CheckpointError(
-            f"leaf {path!r} is a tracer: expected a concrete array; call the checkpointer outside of jit and grad"
-        )
-    if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
-        return Leaf(path, "bool" if isinstance(leaf, bool) else "int" if isinstance(leaf, int) else "float")
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
-        array: Any = cast(Any, leaf)
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return Leaf(path, "key", str(array.dtype), tuple(array.shape))
-        dtype = np.dtype(array.dtype)
-        if dtype.isnative and (dtype.kind in "biufc" or getattr(ml_dtypes, dtype.name, None) is dtype.type):
-            return Leaf(path, "array", dtype.name, tuple(array.shape))
-        raise CheckpointError(
-            f"leaf {path!r} has the dtype {dtype!r}: expected booleans or numbers in native byte order; "
-            "convert it, or leave it out of the tree"
-        )
-    raise CheckpointError(
-        f"leaf {path!r} is of type {type(leaf).__name__}: expected a jax.Array, a NumPy array or a Python number; "
-        "convert it, or leave it out of the tree"
-    )
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Returns so many bytes, `uint8[num_bytes]`; what was taken before is overwritten."""
+        if len(self._kept) < num_bytes:
+            self._kept = np.empty(0, np.uint8)  # the old goes before the new comes
+            self._kept = np.empty(num_bytes, np.uint8)
+        return self._kept[:num_bytes]
 
 
 class Held:
-    """The leaves of a tree, kept from changing but not yet copied. Made by `hold`."""
+    """What a process writes of a tree, kept from changing but not yet copied. Made by `hold`."""
 
-    def __init__(self, leaves: list["_Pieces | Owned"]) -> None:
-        self._leaves = leaves
-        self.num_bytes = sum(
-            leaf.num_bytes if isinstance(leaf, _Pieces) else getattr(leaf.value, "nbytes", 0) for leaf in leaves
-        )
+    def __init__(self, snapshot: Snapshot, sources: "list[list[_Copy]]") -> None:
+        self._snapshot = snapshot
+        self._sources = sources
+        self.num_bytes = snapshot.num_bytes
 
     def copy(self) -> Snapshot:
         """Copies everything to host memory of our own, and lets go of the tree, leaf by leaf; works once."""
-        self._leaves.reverse()
-        owned: list[Owned] = []
-        while self._leaves:
-            leaf = self._leaves.pop()
-            owned.append(leaf.copy() if isinstance(leaf, _Pieces) else leaf)
-        return Snapshot(tuple(owned))
+        self._sources.reverse()
+        while self._sources:
+            for destination, source in self._sources.pop():
+                np.copyto(_plain(destination), _plain(np.asarray(source)))
+        return self._snapshot
 
 
-def is_shared(tree: Any) -> bool:
-    """Says whether a tree has arrays that other processes hold as well, so that one process is enough to save it."""
-    return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
-
-
-def hold(tree: Any) -> Held:
-    """Keeps a tree from changing; to be called before any of its arrays can be donated.
+def hold(tree: Any, memory: Memory | None = None, *, process: int = 0, num_processes: int = 1) -> Held:
+    """Keeps what a process writes of a tree from changing; to be called before any of its arrays can be donated.
 
     On CPU, where a device array can be read in place, it waits until the arrays are computed; elsewhere copies to
     pinned host memory are started and not waited for. NumPy arrays, which anybody may write to, are copied at once.
 
-    **Arguments:** `tree`: a PyTree of `jax.Array`, NumPy arrays and Python numbers.
+    **Arguments:** `tree`: a PyTree of `jax.Array`, NumPy arrays and Python numbers. `memory`: to copy to; that of an
+    earlier snapshot is overwritten. `process`: this one, of `num_processes` that call this with the same tree.
 
     **Returns:** the held tree. **Raises:** `CheckpointError` naming the leaf that cannot be in a checkpoint.
     """
-    leaves = [(describe(path, leaf), leaf) for path, leaf in named_leaves(tree).items()]
-    return Held([_hold_leaf(leaf, value) for leaf, value in leaves])
+    values = named_leaves(tree)
+    leaves = [describe(path, value) for path, value in values.items()]
+    entries = _entries(leaves, list(values.values()), padded_rows(tree))
+    placed = tuple(_placed(entry, value, num_processes) for entry, value in zip(entries, values.values(), strict=True))
+    shares, digest = _shares(tuple(leaves), placed)
+    pieces, content = _lay_out(entries, [share.get(process, []) for share in shares], memory or Memory())
+    by_path: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_path.setdefault(piece.path, []).append(piece)
+    sources = [_hold_leaf(values[path], own) for path, own in by_path.items()]
+    return Held(Snapshot(entries, pieces, content, digest), sources)
 
 
-def _hold_leaf(leaf: Leaf, value: Any) -> "_Pieces | Owned":
-    if not leaf.dtype:
-        return Owned(leaf, value)
-    if not isinstance(value, jax.Array):
+class _Copy(NamedTuple):
+    destination: np.ndarray
+    source: Any
+
+
+def _entries(leaves: Sequence[Leaf], values: Sequence[Any], num_rows: dict[str, int]) -> tuple[Entry, ...]:
+    entries: list[Entry] = []
+    for leaf, value in zip(leaves, values, strict=True):
+        if not leaf.dtype:
+            entries.append(Entry(leaf, number=value))
+            continue
         if isinstance(value, jax.ShapeDtypeStruct):
             raise CheckpointError(
                 f"leaf {leaf.path!r} is a jax.ShapeDtypeStruct, which has no content: expected an array; "
                 "save the state, not its description"
             )
-        return Owned(leaf, np.array(value, order="C"))
-    if value.is_deleted():
-        raise CheckpointError(
-            f"leaf {leaf.path!r} ({leaf}) is deleted, most likely donated to a jitted function: expected a live array; "
-            "pass what that function returned"
-        )
-    if not value.is_fully_addressable and not value.is_fully_replicated:
-        raise CheckpointError(
-            f"leaf {leaf.path!r} ({leaf}) has shards on other processes: expected all of them on this one, or the same "
-            "on all; replicate it, or checkpoint from a single process"
-        )
-    key_impl = ""
-    if leaf.kind == "key":
-        key_impl = str(jax.random.key_impl(value))
-        value = jax.random.key_data(value)
-    shards = [shard for shard in value.addressable_shards if shard.replica_id == 0]
-    shards = shards if value.is_fully_addressable else value.addressable_shards[:1]  # each process has a replica
-    views = _views([shard.data for shard in shards])
-    pieces = [(shard.index, view) for shard, view in zip(shards, views, strict=True)]
-    return _Pieces(leaf, key_impl, np.dtype(value.dtype), tuple(value.shape), pieces)
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise CheckpointError(
+                f"leaf {leaf.path!r} ({leaf}) is deleted, most likely donated to a jitted function: expected a live "
+                "array; pass what that function returned"
+            )
+        if leaf.kind == "key":
+            dtype, shape = key_data_spec(value)
+            entries.append(Entry(leaf, dtype.name, shape, key_impl=str(jax.random.key_impl(value))))
+        else:
+            entries.append(Entry(leaf, leaf.dtype, leaf.shape, padded_rows=num_rows.get(leaf.path)))
+    check_stored(entries, num_rows)
+    return tuple(entries)
 
 
-def _views(arrays: list[jax.Array]) -> list[Any]:
+def _placed(entry: Entry, value: Any, num_processes: int) -> Placed:
+    """Returns how a leaf lies, keys by their data; what is on no common mesh each process has for itself."""
+    if not entry.leaf.dtype:
+        return Placed((0,), 1, None)
+    is_common = num_processes > 1 and isinstance(value, jax.Array) and value.committed
+    itemsize = np.dtype(entry.dtype).itemsize * int(np.prod(entry.shape[len(entry.leaf.shape) :], dtype=np.int64))
+    return Placed(entry.leaf.shape, itemsize, value.sharding if is_common else None)
+
+
+@functools.lru_cache(maxsize=16)
+def _shares(leaves: tuple[Leaf, ...], placed: tuple[Placed, ...]) -> tuple[tuple[Shares, ...], str]:
+    """Returns who writes what, and a digest of it; what may be a process's own business is not in the digest."""
+    shares = ownership(placed)
+    common = [sorted(share.items()) if len(share) > 1 else None for share in shares]
+    return shares, hashlib.blake2b(repr((leaves, common)).encode(), digest_size=8).hexdigest()
+
+
+def _lay_out(
+    entries: Sequence[Entry], boxes: Sequence[list[Box]], memory: Memory
+) -> tuple[tuple[Piece, ...], np.ndarray]:
+    """Lays the pieces of a process out in memory: wide elements first, as safetensors does, so that all are aligned."""
+    wanted: list[tuple[int, str, Box, Entry]] = []
+    for entry, own in zip(entries, boxes, strict=True):
+        if entry.leaf.dtype:
+            inner = whole(entry.shape[len(entry.leaf.shape) :])
+            alignment = stored_as(np.dtype(entry.dtype)).alignment
+            wanted += [(-alignment, entry.leaf.path, (*box, *inner), entry) for box in own]
+    wanted.sort(key=lambda item: item[:3])
+    num_bytes = sum(np.dtype(entry.dtype).itemsize * volume(box) for *_, box, entry in wanted)
+    content = memory.take(num_bytes)
+    pieces: list[Piece] = []
+    offset = 0
+    for _, path, box, entry in wanted:
+        array: np.ndarray = np.ndarray(extents(box), np.dtype(entry.dtype), buffer=content.data, offset=offset)
+        name = path if box == whole(entry.shape) else f"{path}[{','.join(f'{a}:{b}' for a, b in box)}]"
+        pieces.append(Piece(name, path, tuple(start for start, _ in box), array))
+        offset += array.nbytes
+    return tuple(pieces), content
+
+
+def _hold_leaf(value: Any, pieces: Sequence[Piece]) -> list[_Copy]:
+    if not isinstance(value, jax.Array):
+        for piece in pieces:
+            box = tuple((start, start + size) for start, size in zip(piece.start, piece.array.shape, strict=True))
+            np.copyto(_plain(piece.array), _plain(np.asarray(value))[within(box, whole(np.shape(value)))])
+        return []
+    num_dims = len(value.shape)
+    shards: dict[Box, Any] = {}
+    indices = value.sharding.addressable_devices_indices_map(value.shape)
+    data = {shard.device: shard.data for shard in value.addressable_shards}
+    for device, index in indices.items():
+        shards.setdefault(box_of(index or (), value.shape), data[device])
+    destinations: list[np.ndarray] = []
+    cuts: list[tuple[Any, tuple[slice, ...] | None]] = []
+    for piece in pieces:
+        box = tuple((a, a + size) for a, size in zip(piece.start[:num_dims], piece.array.shape, strict=False))
+        for held, shard in shards.items():
+            part = overlap(box, held)
+            if part is not None:
+                destinations.append(piece.array[(*within(part, box), ...)])
+                cuts.append((_key_data(shard), None if part == held else within(part, held)))
+    return [_Copy(*pair) for pair in zip(destinations, _views(cuts), strict=True)]
+
+
+def _key_data(array: Any) -> jax.Array:
+    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+
+
+def _views(cuts: Sequence[tuple[Any, tuple[slice, ...] | None]]) -> list[Any]:
     # A view of a CPU array makes XLA copy instead of donate. No other device's memory can be read in place; there a
     # transfer that has been issued is ordered by the runtime before any later donation.
-    if all(device.platform == "cpu" for array in arrays for device in array.devices()):
-        return [np.asarray(array) for array in arrays]
-    return _staged(arrays)
+    if all(device.platform == "cpu" for array, _ in cuts for device in array.devices()):
+        return [np.asarray(array)[... if index is None else (*index, ...)] for array, index in cuts]
+    return _staged([_cut(array, index) for array, index in cuts])
+
+
+def _cut(array: jax.Array, index: tuple[slice, ...] | None) -> jax.Array:
+    """Returns a part of an array that is on one device, where no mesh has a say."""
+    if index is None:
+        return array
+    with _jax.set_mesh(None):
+        return array[index]
 
 
 def _staged(arrays: list[jax.Array]) -> list[Any]:
@@ -200,25 +235,6 @@ def _staged(arrays: list[jax.Array]) -> list[Any]:
             return [np.array(array) for array in arrays]
         targets.append(jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
     return _jax.device_put(arrays, targets)
-
-
-@dataclass
-class _Pieces:
-    leaf: Leaf
-    key_impl: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    pieces: list[tuple[Index, Any]]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
-
-    def copy(self) -> Owned:
-        whole = np.empty(self.shape, self.dtype)
-        for index, piece in self.pieces:
-            np.copyto(_plain(whole)[(*index, ...)], _plain(np.asarray(piece)))
-        return Owned(self.leaf, whole, self.key_impl)
 
 
 def _plain(array: np.ndarray) -> np.ndarray:

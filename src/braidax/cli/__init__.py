@@ -120,7 +120,7 @@ def _plan(
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show what becomes of each variable of a task, and why; nothing is computed."""
+    """Show what becomes of each variable of a task, and why; of the model nothing is computed."""
     from braidax.cli.machine import parse_mesh
     from braidax.cli.tasks import make_task
     from braidax.cli.train import make_step

@@ -1,8 +1,9 @@
 """What `braidax train` does: a ready-made task, from files to accuracy."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -12,12 +13,13 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.cli.machine import describe_mesh, make_mesh
 from braidax.data import DataLoader
 from braidax.loop import evaluate, fit
-from braidax.parallel import DataParallel, Hybrid, Step, parallelize
+from braidax.parallel import Hybrid, Rows, Step, Strategy, Touched, measure_touched, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
 from braidax.tasks.task import Task
 
 _MAX_SPANS = 200_000
+_COUNTED_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,32 @@ def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
 def make_step(task: Task, axes: Mapping[str, int] | None, *, batch_size: int, num_steps: int) -> Step:
     """Makes the step of a task, its samples split over all axes of a mesh, tables by rows where that is less.
 
-    Where processes train together, tables stay whole: checkpoints hold what every process has.
+    How much of them a step touches is counted in a few batches first.
 
     **Arguments:** `axes`: as of `make_mesh`. `num_steps`: of the whole run.
     """
-    mesh = make_mesh(axes)
-    strategy = Hybrid() if jax.process_count() == 1 else DataParallel()
-    strategies = dict.fromkeys(mesh.axis_names, strategy)
-    batch = task.train.batch_spec(batch_size)
-    return parallelize(task.loss, task.optimizer(num_steps), mesh, strategies, init=task.init, batch=batch)
+    mesh, batch, optimizer = make_mesh(axes), task.train.batch_spec(batch_size), task.optimizer(num_steps)
+
+    def step(strategy: Strategy) -> Step:
+        return parallelize(
+            task.loss, optimizer, mesh, dict.fromkeys(mesh.axis_names, strategy), init=task.init, batch=batch
+        )
+
+    first = step(Hybrid())
+    if not any(isinstance(placement, Rows) for one in first.plan.variables for placement in one.placements):
+        return first
+    return step(Hybrid(touched=_touched(task, first, batch_size)))
+
+
+def _touched(task: Task, step: Step, batch_size: int) -> dict[str, Touched]:
+    """Counts the rows of tables that a few batches touch.
+
+    Hot rows are left out: which ones there are depends on the mesh, and a run goes on on any.
+    """
+    with DataLoader(task.train, step.mesh, step.batch_shardings, batch_size=batch_size, seed=0, epochs=1) as loader:
+        batches = list(itertools.islice(loader, _COUNTED_BATCHES))
+    measured = measure_touched(task.loss, init=task.init, batches=batches, num_parts=step.mesh.size)
+    return {path: replace(touched, hot=()) for path, touched in measured.tables.items()}
 
 
 def _nothing(message: str) -> None:

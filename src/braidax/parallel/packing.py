@@ -25,6 +25,7 @@ from .rows import (
     push_rows,
     route_ids,
     split_hot,
+    squared_norm,
     to_stored,
     update_rows,
 )
@@ -36,7 +37,7 @@ class Table:
 
     **Fields:** `name`: of its leaf. `spec`: as the loss has it, `[V, ...]`. `axes`: what its rows are split over.
     `num_shards`: over how many devices. `optimizer`: moves its rows. `aggregate`: as of `plan_exchange`. `hot`: ids
-    of rows that are replicated, ascending. `num_unique`: how many different ids a device is expected to have in a step.
+    of rows that are replicated, ascending. `num_unique`: as of `plan_exchange`.
     """
 
     name: str
@@ -140,7 +141,7 @@ class Packing:
             for table, members in zip(tables, lookups, strict=True)
         ]
         unique = [
-            count if table.num_unique is None else min(count, table.num_unique)
+            count if table.num_unique is None else table.num_unique
             for table, count in zip(tables, num_ids, strict=True)
         ]
         exchange = plan_exchange(
@@ -202,10 +203,26 @@ class Packing:
             trips.append(Trip(way.route, push_rows(group.exchange, way.route, packed), hot))
         return trips
 
+    def squared_norm(self, trips: Sequence[Trip]) -> jax.Array:
+        """Returns the sum of the squares of all row gradients, as if they were dense: a float32 scalar."""
+        total = jnp.zeros((), jnp.float32)
+        for group, trip in zip(self.groups, trips, strict=True):
+            total += squared_norm(group.exchange, trip.route, trip.pushed).astype(jnp.float32)
+            total += sum(jnp.sum(jnp.square(sums[:, :-1].astype(jnp.float32))) for sums in trip.hot.values())
+        return total
+
     def update(
-        self, trips: Sequence[Trip], tables: Mapping[str, jax.Array], held: Held
+        self,
+        trips: Sequence[Trip],
+        tables: Mapping[str, jax.Array],
+        held: Held,
+        *,
+        scale: jax.Array | None = None,
     ) -> tuple[dict[str, jax.Array], Held]:
-        """Moves the touched rows of all tables, in place where these are donated. **Arguments:** as of `pull`."""
+        """Moves the touched rows of all tables, in place where these are donated.
+
+        **Arguments:** as of `pull`; `scale`: what gradients are multiplied by first.
+        """
         tables, states, hot = dict(tables), dict(held.rows), dict(held.hot)
         for group, trip in zip(self.groups, trips, strict=True):
             members = [self._tables[number] for number in group.tables]
@@ -217,12 +234,13 @@ class Packing:
                 [tables[name] for name in names],
                 [states[name] for name in names],
                 optimizers=[table.optimizer for table in members],
+                scale=scale,
             )
             tables |= dict(zip(names, moved, strict=True))
             states |= dict(zip(names, kept, strict=True))
             for table in members:
                 if table.hot:
-                    hot[table.name] = hot_moved(table.optimizer, hot[table.name], trip.hot[table.name])
+                    hot[table.name] = hot_moved(table.optimizer, hot[table.name], trip.hot[table.name], scale=scale)
         return tables, Held(states, hot)
 
     def _num_ids(self, lookup: Lookup, num_shards: int) -> int:

@@ -13,7 +13,7 @@ from braidax.errors import ArgumentError
 from braidax.program import named_leaves
 
 from .placements import PLACEMENTS, Placement, Replicated
-from .strategies import Strategy, Variable, batch_axes, num_bytes
+from .strategies import Hybrid, Strategy, Variable, batch_axes, num_bytes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,11 @@ class PlannedAxis:
 
 @dataclass(frozen=True)
 class PlannedVariable:
-    """One variable: global `shape`, `num_bytes` of all of it, its `placements` (one per mesh axis), and `why`."""
+    """One variable.
+
+    **Fields:** its `path`, global `shape`, `dtype`, `num_bytes` of all of it, its `placements` (one per mesh axis), and
+    `why`. `alpha`: the part of its rows that a step touches, where that was measured.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -35,6 +39,7 @@ class PlannedVariable:
     num_bytes: int
     placements: tuple[Placement, ...]
     why: str
+    alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,13 @@ class Plan:
         mesh = ", ".join(f"{a.name}={a.size} ({a.strategy or 'no strategy: replicated'})" for a in self.axes)
         split = " × ".join(self.batch_axes) or "nothing: every device sees all samples"
         total = sum(variable.num_bytes for variable in self.variables)
-        rows = [("variable", "shape", "dtype", "bytes", "placement", "why")]
+        rows = [("variable", "shape", "dtype", "bytes", "alpha", "placement", "why")]
         for v in self.variables:
             shape = "×".join(str(size) for size in v.shape) or "scalar"
-            rows.append((v.path, shape, v.dtype, f"{v.num_bytes:,}", self._placement_of(v), v.why))
+            alpha = "" if v.alpha is None else f"{100 * v.alpha:.3g} %"
+            rows.append((v.path, shape, v.dtype, f"{v.num_bytes:,}", alpha, self._placement_of(v), v.why))
+        if not any(variable.alpha is not None for variable in self.variables):
+            rows = [(*row[:4], *row[5:]) for row in rows]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         head = [f"mesh          {mesh}", f"batch         split over {split}, microbatches={self.microbatches}"]
@@ -104,7 +112,8 @@ def make_plan(
         for name in mesh.axis_names
     )
     over = batch_axes(mesh, strategies)
-    num_parts = math.prod(mesh.shape[axis] for axis in over) * microbatches
+    num_parts = math.prod(mesh.shape[axis] for axis in over)
+    hybrids = [strategy for strategy in strategies.values() if isinstance(strategy, Hybrid)]
     planned: list[PlannedVariable] = []
     for variable in variables:
         placements: list[Placement] = []
@@ -122,6 +131,7 @@ def make_plan(
                 num_bytes(spec),
                 tuple(placements),
                 "; ".join(reasons),
+                next((one.touched[variable.path].alpha for one in hybrids if variable.path in one.touched), None),
             )
         )
     return Plan(axes, over, microbatches, tuple(planned))
@@ -173,7 +183,9 @@ def follow(variables: Any, shardings: Any, state: Any, otherwise: NamedSharding)
 def _variable_from(entry: dict[str, Any]) -> PlannedVariable:
     placements: list[Placement] = []
     for fields in entry["placements"]:
-        options = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}  # pyright: ignore
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }  # pyright: ignore
         placements.append(PLACEMENTS[options.pop("placement")](**options))
     fields: dict[str, Any] = {**entry, "shape": tuple(entry["shape"]), "placements": tuple(placements)}
     return PlannedVariable(**fields)

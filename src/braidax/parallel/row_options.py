@@ -8,8 +8,9 @@ import optax
 
 from braidax.errors import ArgumentError
 
-from .rows import RowOptimizer, recognized, row_optimizer
+from .rows import Clipping, RowOptimizer, recognized, row_optimizer, split_clipping
 from .strategies import Hybrid, Strategy
+from .touched import Touched
 
 OutOfRange = Literal["as jax", "raise"]
 
@@ -18,13 +19,16 @@ class RowOptions(NamedTuple):
     """How rows move, and what becomes of ids that no row has.
 
     **Fields:** `default`: moves rows as the optimizer would, or None, and then `why` not. `by_pattern`: row optimizers
-    by pattern of a variable's path; the first that matches counts. `out_of_range`: see `Hybrid`.
+    by pattern of a variable's path; the first that matches counts. `out_of_range`, `touched`: see `Hybrid`. `clipping`:
+    of the optimizer, where it clips by the norm of all gradients.
     """
 
     default: RowOptimizer | None
     why: str
     by_pattern: Mapping[str, RowOptimizer]
     out_of_range: OutOfRange
+    touched: Mapping[str, Touched]
+    clipping: Clipping | None
 
     def optimizer(self, path: str) -> RowOptimizer | None:
         """Returns what moves the rows of a variable, or None."""
@@ -48,8 +52,11 @@ def row_options(optimizer: optax.GradientTransformation, strategies: Mapping[str
                     f"expected one optimizer for a table; say it once"
                 )
     raising = any(strategy.out_of_range == "raise" for strategy in hybrids.values())
+    touched = {path: found for strategy in hybrids.values() for path, found in strategy.touched.items()}
+    clipping = split_clipping(optimizer)
+    moved = optimizer if clipping is None else clipping.inner
     try:
-        default, why = recognized(optimizer) or row_optimizer(optimizer), ""
+        default, why = recognized(moved) or row_optimizer(moved), ""
     except ArgumentError as error:
         default, why = None, str(error)
-    return RowOptions(default, why, by_pattern, "raise" if raising else "as jax")
+    return RowOptions(default, why, by_pattern, "raise" if raising else "as jax", touched, clipping)

@@ -16,6 +16,8 @@ from braidax.program import LeafUses, named_leaves
 
 from .placements import Placement, Replicated, Rows
 from .rows import RowOptimizer
+from .touched import Touched, all_reduced_bytes, num_hot_rows
+from .touched import rows_bytes as measured_rows_bytes
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ class Variable:
 
     **Fields:** `path`, `spec`: its name, global shape and dtype. `uses`: how the loss uses it; None where that is not
     known. `no_rows`: why its rows cannot be exchanged though it is used by rows only; "" if they can.
+    `microbatches`: of how many times the loss an update consists.
     """
 
     path: str
     spec: jax.ShapeDtypeStruct
     uses: LeafUses | None = None
     no_rows: str = ""
+    microbatches: int = 1
 
 
 @runtime_checkable
@@ -44,7 +48,7 @@ class Strategy(Protocol):
     def place(self, variable: Variable, num_parts: int) -> tuple[Placement, str]:
         """Returns the placement of a variable on the axis, and why.
 
-        **Arguments:** `num_parts`: among how many devices the batch is divided, along all axes.
+        **Arguments:** `num_parts`: among how many devices a batch is divided, along all axes.
         """
         ...
 
@@ -88,7 +92,9 @@ class Hybrid:
 
     **Arguments:** `overrides`: placements by pattern of the variable's path, such as `{"params/embed*": Replicated()}`
     (`fnmatch`); the first that matches counts. `row_optimizers`: what moves the rows of tables, by pattern, such as
-    `{"params/embed*": row_adagrad(0.1)}`; the optimizer of the step moves all others. `out_of_range`: what becomes of
+    `{"params/embed*": row_adagrad(0.1)}`; the optimizer of the step moves all others. `touched`: what `measure_touched`
+    has counted of tables, by path; where it is given it decides in place of the upper bound that is known without data,
+    and the room for rows follows it. `out_of_range`: what becomes of
     ids that no row has. "as jax": what the loss says (`jnp.take(mode=…)`: clipped, filled or promised not to come),
     the same on every device. "raise": `DataError` some updates later. `combine_bytes`: all-reduces are put
     together up to this size, the `bucket_cap` of other frameworks; None leaves it to the compiler (GPUs; the
@@ -97,6 +103,7 @@ class Hybrid:
 
     overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
     row_optimizers: Mapping[str, RowOptimizer] = field(default_factory=dict[str, RowOptimizer])
+    touched: Mapping[str, Touched] = field(default_factory=dict[str, Touched])
     out_of_range: Literal["as jax", "raise"] = "as jax"
     combine_bytes: int | None = None
 
@@ -123,9 +130,18 @@ class Hybrid:
         if cannot := _why_no_rows(variable):
             return Replicated(), f"hybrid: {cannot}: gradient all-reduced"
         assert variable.uses is not None, "what is not known to be read by rows is replicated"
-        moved, whole = rows_bytes(variable.uses, num_parts), 2 * num_bytes(variable.spec)
-        told = f"{variable.uses.why}; a device sends {_in_words(moved)} a step by rows, {_in_words(whole)} all-reduced"
-        return (Rows() if moved < whole else Replicated()), f"hybrid: {told}"
+        touched, hot, seen = self.touched.get(variable.path), (), ""
+        if touched is None:
+            moved, whole = rows_bytes(variable, num_parts), 2 * num_bytes(variable.spec)
+        else:
+            row_bytes = num_bytes(variable.spec) // variable.spec.shape[0]
+            num_hot = num_hot_rows(touched, row_bytes)
+            hot, seen = tuple(sorted(touched.hot_ids[:num_hot])), f"; {touched}"
+            moved = round(measured_rows_bytes(touched, row_bytes, num_hot=num_hot))
+            whole = round(all_reduced_bytes(touched, row_bytes))
+        told = f"a device sends {_in_words(moved)} a step by rows, {_in_words(whole)} all-reduced"
+        placement = Rows(hot=hot) if moved < whole else Replicated()
+        return placement, f"hybrid: {variable.uses.why}{seen}; {told}"
 
 
 def _overridden(overrides: Mapping[str, Placement], variable: Variable, name: str) -> tuple[Placement, str] | None:
@@ -142,13 +158,15 @@ def _overridden(overrides: Mapping[str, Placement], variable: Variable, name: st
 
 
 def _shown(strategy: DataParallel | Hybrid) -> str:
-    """The constructor's call, with what differs from its defaults; of row optimizers, what they are for."""
-    defaults = type(strategy)()
-    told: list[str] = []
+    """The constructor's call, with what differs from its defaults; of optimizers and counts, what they are for."""
+    defaults, told = type(strategy)(), list[str]()
     for one in fields(strategy):
         value = getattr(strategy, one.name)
         if value != getattr(defaults, one.name):
-            told.append(f"{one.name}={[*value] if one.name == 'row_optimizers' else value!r}")
+            shown = (
+                {"row_optimizers": [*value], "touched": f"{len(value)} tables"} if isinstance(value, Mapping) else {}
+            )
+            told.append(f"{one.name}={shown.get(one.name, value)!r}")
     return f"{type(strategy).__name__}({', '.join(told)})"
 
 
@@ -165,14 +183,15 @@ def _why_no_rows(variable: Variable) -> str:
     return variable.no_rows
 
 
-def rows_bytes(uses: LeafUses, num_parts: int) -> int:
+def rows_bytes(variable: Variable, num_parts: int) -> int:
     """Returns an upper bound of the bytes that a device sends in a step to exchange the rows of a table.
 
     For each of its `n` ids the number, the row, and its gradient: `n (4 + 2 D b)`. Ids that come up twice are sent
     once, but how many do is not known here.
     """
-    num_ids = -(-sum(use.rows.num_ids for use in uses.uses if use.rows is not None) // num_parts)
-    return num_ids * (4 + 2 * num_bytes(uses.spec) // max(uses.spec.shape[0], 1))
+    assert variable.uses is not None
+    num_ids = sum(use.rows.num_ids for use in variable.uses.uses if use.rows is not None) * variable.microbatches
+    return -(-num_ids // num_parts) * (4 + 2 * num_bytes(variable.spec) // max(variable.spec.shape[0], 1))
 
 
 def _in_words(count: int) -> str:

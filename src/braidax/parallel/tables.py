@@ -40,6 +40,10 @@ from .row_options import OutOfRange, RowOptions
 from .rows import RowState, settle_rows, stored_sharding
 from .state import State
 from .strategies import Variable
+from .touched import Touched, expected_unique
+
+LATE = "its ids are computed from parameters, so that they are not known before"
+"""Why the rows of a variable cannot be exchanged though it is read by rows only."""
 
 _BATCH = 3  # the argument of a traced loss that is the batch
 
@@ -74,7 +78,7 @@ class WithTables:
         self._stored = tuple(path for table in self._tables.values() for path in _stored_leaves(table))
         self.initial = trace(lambda key: self._first(born(key)), *born.in_specs)
         self._specs: State = self.initial.out_specs
-        rows = _without(program, [reads.sparse[name] for name in self._tables], options.out_of_range)
+        rows = without_rows(program, [reads.sparse[name] for name in self._tables], options.out_of_range)
         self._ids, self._fed = rows.ids, rows.fed()
         self._packing = Packing(list(self._tables.values()), rows, mesh, microbatches=self._microbatches)
         self.state_shardings = self._shardings(plan)
@@ -112,8 +116,13 @@ class WithTables:
         """Updates the tables' touched rows, and everything else by the optimizer."""
         of_dense, trips = gradients
         dense, tables = self._parted(params)
+        scale = None
+        if self._options.clipping is not None:
+            squared_norm = optax.tree.norm(of_dense, squared=True) + self._packing.squared_norm(trips)
+            scale = self._options.clipping.factor(squared_norm)
+            of_dense = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), of_dense)
         dense, of_optimizer = self._apply_dense(dense, opt_state["dense"], of_dense)
-        tables, held = self._packing.update(trips, tables, self.held(opt_state))
+        tables, held = self._packing.update(trips, tables, self.held(opt_state), scale=scale)
         return step + 1, self._joined(dense, tables), {"dense": of_optimizer, **held._asdict()}
 
     def evaluate(self, batch: Any) -> Evaluate:
@@ -121,7 +130,7 @@ class WithTables:
         born = self._born
         program = self._loss.trace(born.params, born.variables, born.key, batch, train=False)
         read = row_reads(program)
-        rows = _without(
+        rows = without_rows(
             program, [read.sparse[name] for name in self._tables if name in read.sparse], self._options.out_of_range
         )
         packing, fed = Packing(list(self._tables.values()), rows, self._mesh), rows.fed()
@@ -225,7 +234,9 @@ class WithTables:
 
     def _traced_apply(self) -> Program:
         dense, opt_state = self._parted(self._specs.params)[0], self._specs.opt_state["dense"]
-        program = trace(lambda *given: applied(self._optimizer, *given), dense, opt_state, dense)
+        clipping = self._options.clipping
+        moved = self._optimizer if clipping is None else clipping.inner
+        program = trace(lambda *given: applied(moved, *given), dense, opt_state, dense)
         check_same_state((dense, opt_state), program.out_specs)
         return program
 
@@ -260,19 +271,20 @@ class RowReads(NamedTuple):
     """How a loss reads its parameters.
 
     **Fields:** `uses`: of each leaf. `sparse`: by name, of those whose rows can be fetched before the loss is computed.
+    `microbatches`: of how many times the loss an update consists.
     """
 
     uses: tuple[LeafUses, ...]
     sparse: Mapping[str, LeafUses]
+    microbatches: int
 
     def variables(self, root: str, options: RowOptions) -> list[Variable]:
         """Returns what strategies are told. **Arguments:** `options`: how rows move, or why they cannot be moved."""
-        late = "its ids are computed from parameters, so that they are not known before"
 
         def variable(uses: LeafUses) -> Variable:
             path = join(root, uses.name)
-            no_rows = options.no_rows(path) or ("" if uses.name in self.sparse else late)
-            return Variable(path, uses.spec, uses, no_rows)
+            no_rows = options.no_rows(path) or ("" if uses.name in self.sparse else LATE)
+            return Variable(path, uses.spec, uses, no_rows, self.microbatches)
 
         return [variable(uses) for uses in self.uses]
 
@@ -293,10 +305,10 @@ def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
         if not late:
             break
         sparse = {name: found for name, found in sparse.items() if name not in late}
-    return RowReads(uses, sparse)
+    return RowReads(uses, sparse, microbatches)
 
 
-def _without(program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange) -> RowProgram:
+def without_rows(program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange) -> RowProgram:
     """Takes tables out of a traced loss; ids are laid flat sample by sample, so that none leaves its device."""
     paths = [use.path for uses in tables for use in uses.uses]
     dims = find_batch_dims(program, paths, arguments=(_BATCH,))
@@ -321,8 +333,20 @@ def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict
             num_shards = math.prod(mesh.shape[axis] for axis in axes)
             optimizer = options.optimizer(planned.path)
             assert optimizer is not None, "rows are placed only where something moves them"
-            tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), hot)
+            num_unique = _num_unique(options.touched.get(planned.path), planned.path, num_shards)
+            tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), hot, num_unique)
     return tables
+
+
+def _num_unique(touched: Touched | None, path: str, num_shards: int) -> int | None:
+    if touched is None:
+        return None
+    if touched.num_parts != num_shards:
+        raise ArgumentError(
+            f"touched of {path} was counted for num_parts={touched.num_parts}, and its rows are split over "
+            f"{num_shards} devices: measure it with num_parts={num_shards}"
+        )
+    return expected_unique(touched)
 
 
 def _stored_leaves(table: Table) -> list[tuple[str, int]]:

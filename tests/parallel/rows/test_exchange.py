@@ -161,10 +161,21 @@ def test_room_is_the_mean_times_the_slack() -> None:
     assert exchange.hops[0].capacities == (25,)
 
 
+def test_room_for_what_is_not_known_is_five_deviations_over_the_mean() -> None:
+    def room(num_shards: int, num_ids: int, **options: list[int]) -> tuple[int, ...]:
+        exchange = rows.plan_exchange({"data": num_shards}, ("data",), num_rows=[10**6], num_ids=[num_ids], **options)
+        return exchange.hops[0].capacities
+
+    assert room(8, 80) == (26,)  # 10 + 5 · √10
+    assert room(64, 2560) == (72,)
+    assert room(8, 8000) == (1250,)  # a quarter is more
+    assert room(8, 80, num_unique=[80]) == (13,)  # known
+
+
 def test_a_table_without_ids_is_left_alone() -> None:
     """On an explicit mesh without `compile_on`, with narrow ids and a narrow dtype."""
     mesh, table = make_mesh("8 explicit"), jnp.ones((37, 3), jnp.bfloat16) * jnp.arange(37, dtype=jnp.bfloat16)[:, None]
-    exchange = rows.plan_exchange({"data": 8}, ("data",), num_rows=[37, 37], num_ids=[2, 0])
+    exchange = rows.plan_exchange({"data": 8}, ("data",), num_rows=[37, 37], num_ids=[2, 0], slack=1.25)
     assert exchange.hops[0].capacities == (1, 0)
     sgd, nothing = rows.row_optimizer(optax.sgd(1.0)), rows.RowState((), ())
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -68,28 +67,3 @@ def test_states_equal_one_device_when_settled() -> None:
     np.testing.assert_allclose(np.asarray(state.rows.nu).reshape(-1, 6)[:size], dense[0].nu, rtol=2e-5, atol=1e-7)
     assert (np.asarray(state.rows.last) == 5).all()
     assert int(state.shared) == 5
-
-
-def test_clipping_by_the_global_norm_is_exact() -> None:
-    """Duplicates are summed before they are squared, over several rounds; a dense leaf counts too."""
-    case, other = Case(slack=0.3), {"bias": jnp.full(3, 0.02)}
-
-    def init(_: Any) -> Any:
-        return ()
-
-    def clipped(gradient: Any, state: Any, params: Any) -> Any:
-        both = (gradient, other)
-        (gradient, _), _ = optax.clip_by_global_norm(0.05).update(both, optax.EmptyState())
-        return optax.sgd(1.0).update(gradient, optax.sgd(1.0).init(params))[0], state
-
-    expected, _ = on_one_device(case, [optax.GradientTransformation(init, clipped)], num_steps=NUM_STEPS)
-    got, _, num_rounds = on_mesh(
-        case,
-        [rows.row_optimizer(optax.sgd(1.0))],
-        num_steps=NUM_STEPS,
-        scale=lambda squared: rows.clip_scale(other, [squared], max_norm=0.05)[0],
-    )
-    np.testing.assert_allclose(got[0], expected[0], rtol=2e-5, atol=3e-6)
-    assert max(num_rounds) > 1
-    unclipped, _ = on_one_device(case, [optax.sgd(1.0)], num_steps=NUM_STEPS)
-    assert np.abs(unclipped[0] - got[0]).max() > 0.01

@@ -4,7 +4,10 @@ from .catch_up import AdamRows as AdamRows
 from .catch_up import MomentumRows as MomentumRows
 from .catch_up import adam as adam
 from .catch_up import momentum as momentum
+from .clipping import Clipping as Clipping
+from .clipping import split_clipping as split_clipping
 from .elementwise import check_elementwise as check_elementwise
+from .exchange import SLACK as SLACK
 from .exchange import Exchange as Exchange
 from .exchange import Hop as Hop
 from .exchange import plan_exchange as plan_exchange
@@ -29,7 +32,6 @@ from .layout import stored_shape as stored_shape
 from .layout import stored_sharding as stored_sharding
 from .layout import stored_spec as stored_spec
 from .layout import to_stored as to_stored
-from .norms import clip_scale as clip_scale
 from .optimizers import RowOptimizer as RowOptimizer
 from .optimizers import RowState as RowState
 from .optimizers import row_adagrad as row_adagrad

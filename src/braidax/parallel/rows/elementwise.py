@@ -48,8 +48,8 @@ def check_elementwise(optimizer: optax.GradientTransformation) -> None:
     if mixed:
         raise ArgumentError(
             f"optimizer is not elementwise: its update has {mixed[0]}, which mixes rows, so that it cannot be applied "
-            f"to the touched rows alone; use an elementwise one (sgd, adagrad, adam, …), clip by the global norm "
-            f"outside, or keep this table dense"
+            f"to the touched rows alone; use an elementwise one (sgd, adagrad, adam, …), which may come behind "
+            f"optax.clip_by_global_norm at the head of an optax.chain, or keep this table dense"
         )
 
 

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from braidax.errors import ArgumentError
 
 MAX_KEY = 2**31 - 1
+SLACK = 1.25
+DEVIATIONS = 5.0
+"""Ids that hash evenly to N owners come to one of them in numbers that spread by the root of their mean."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +88,18 @@ def plan_exchange(
     num_rows: Sequence[int],
     num_ids: Sequence[int],
     num_unique: Sequence[int] | None = None,
-    slack: float = 1.25,
+    slack: float | None = None,
     aggregate: Literal["none", "inner"] = "none",
 ) -> Exchange:
     """Decides the shapes of an exchange for tables that are looked up in the same step.
 
-    For each pair of devices, and each table, there is room for `ceil(slack * unique / N)` rows. What does not fit goes
-    in further rounds; none is lost.
+    For each pair of devices, and each table, there is room for `ceil(slack * unique / N)` rows; where neither `slack`
+    nor `num_unique` is given, for the mean and five times its root, if that is more. What does not fit goes in further
+    rounds; none is lost.
 
     **Arguments:** `axis_sizes`: of the mesh (`mesh.shape`). `axes`: the mesh axes that tables and ids are split over,
     outer first. `num_rows`: V of each table. `num_ids`: ids on each device, for each table. `num_unique`: how many of
-    them are expected to be different; all, when None. `slack`: room over the mean, at least a bit. `aggregate`: with
+    them are expected to be different; all, when None. `slack`: room over the mean, 1.25 when None. `aggregate`: with
     "inner", rows are aggregated along the last of the axes before they cross the others.
 
     **Returns:** the `Exchange`. **Raises:** `ArgumentError` for counts that do not fit together.
@@ -109,6 +113,8 @@ def plan_exchange(
         )
     if min(num_ids) < 0 or sum(num_ids) < 1:
         raise ArgumentError(f"num_ids={num_ids}: expected no negative number, and at least one id a device")
+    deviations = DEVIATIONS if slack is None and num_unique is None else 0.0
+    slack = SLACK if slack is None else slack
     if not slack > 0:
         raise ArgumentError(f"slack={slack} leaves no room for rows: expected a positive number such as 1.25")
     missing = [axis for axis in axes if axis not in axis_sizes]
@@ -124,7 +130,7 @@ def plan_exchange(
         num_peers = math.prod(axis_sizes[axis] for axis in group)
         spans = tuple(-(-span // num_peers) for span in spans)
         capacities = tuple(
-            min(max(1, math.ceil(slack * count / num_peers)), span, size) if size else 0
+            min(_room(count / num_peers, slack, deviations), span, size) if size else 0
             for count, span, size in zip(unique, spans, inputs, strict=True)
         )
         hops.append(Hop(group, num_peers, spans, inputs, capacities))
@@ -135,6 +141,10 @@ def plan_exchange(
             )
         inputs = hops[-1].num_received
     return Exchange(axes, num_rows, tuple(hops))
+
+
+def _room(mean: float, slack: float, deviations: float) -> int:
+    return max(1, math.ceil(max(slack * mean, mean + deviations * math.sqrt(mean))))
 
 
 def starts(sizes: Sequence[int]) -> NDArray[np.int32]:

@@ -122,10 +122,11 @@ def squared_norm(exchange: Exchange, route: Route, pushed: Pushed) -> jax.Array:
     def local(route: Route, pushed: Pushed) -> jax.Array:
         def visit(total: jax.Array, rows: jax.Array, sums: jax.Array) -> jax.Array:
             for size, part, own in zip(exchange.local_rows, *_by_table(exchange, rows, sums), strict=True):
-                total = total + jnp.sum(jnp.where((part < size)[:, None], jnp.square(own), 0))
+                own = jnp.where((part < size)[:, None], own, 0).astype(jnp.float32)
+                total = total + jnp.sum(jnp.square(own))
             return total
 
-        zero = jnp.zeros((), pushed.sums.dtype)
+        zero = jnp.zeros((), jnp.float32)
         return jax.lax.psum(travel.fold(exchange, route, pushed.sums, pushed.left, visit, zero), exchange.axes)
 
     split = _split(exchange)

@@ -75,11 +75,12 @@ def _adam(probe: _Probe) -> RowOptimizer:
         return -probe(count, 1.0, 1.0)[0]
 
     # One move is divided by the root and eps, the other by eps alone.
-    first, root = (float(value) for value in direction(0))
-    small = -float(probe(0, 1.0, 0.0)[0])
-    eps = root / (small / float(move(0)) - 1)
+    at = _moving(move)
+    first, root = (float(value) for value in direction(at))
+    small = -float(probe(at, 1.0, 0.0)[0])
+    eps = root / (small / float(move(at)) - 1)
     rate = small * eps / first
-    decay = -float(probe(0, 0.0, 1.0, value=1.0)[0]) / rate
+    decay = -float(probe(at, 0.0, 1.0, value=1.0)[0]) / rate
 
     def rate_at(count: Any) -> Any:
         moment, root = direction(count)
@@ -90,12 +91,18 @@ def _adam(probe: _Probe) -> RowOptimizer:
 
 
 def _momentum(probe: _Probe) -> RowOptimizer:
-    decay = float(probe(0, 1.0)[1][0])
-    with_gradient = float(probe(0, 0.0, gradient=1.0)[0])
-    kept = float(probe(0, 1.0)[0]) / with_gradient  # decay, and squared and over 1 + decay with Nesterov's
+    at = _moving(lambda count: probe(count, 1.0)[0])
+    decay = float(probe(at, 1.0)[1][0])
+    with_gradient = float(probe(at, 0.0, gradient=1.0)[0])
+    kept = float(probe(at, 1.0)[0]) / with_gradient  # decay, and squared and over 1 + decay with Nesterov's
     nesterov = abs(kept - decay) > abs(kept - decay**2 / (1 + decay))
     scale = 1 + decay if nesterov else 1.0
     return momentum(probe.rate(lambda count: -probe(count, 0.0, gradient=1.0)[0] / scale), decay, nesterov=nesterov)
+
+
+def _moving(move: Callable[[Any], Any]) -> int:
+    """Returns the first of some counts at which the learning rate is not 0, as it is where it warms up."""
+    return next((count for count in _COUNTS if float(move(count))), 0)
 
 
 def _agree(optimizer: optax.GradientTransformation, rows: RowOptimizer) -> bool:
@@ -112,7 +119,8 @@ def _agree(optimizer: optax.GradientTransformation, rows: RowOptimizer) -> bool:
         added, kept, shared = rows.update(gradients[:, 0], ours, kept, shared)
         ours = ours + added
     moved = np.abs(np.asarray(values - table))[:, 0]
-    return bool((np.abs(np.asarray(values[:, 0] - ours)) <= _TOLERANCE * moved + 1e-7).all())
+    rounded = _NUM_STEPS * np.finfo(np.float32).eps * np.abs(np.asarray(table))[:, 0]  # values are, at each step
+    return bool((np.abs(np.asarray(values[:, 0] - ours)) <= _TOLERANCE * moved + rounded).all())
 
 
 def _parts(state: Any) -> list[Any]:

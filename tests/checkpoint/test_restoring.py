@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import persist, restore
-from braidax.checkpoint.snapshot import hold
-from braidax.errors import CheckpointError
+from braidax.checkpoint import restore
+from braidax.errors import ArgumentError, CheckpointError
+from tests.checkpoint.saving import bits, commit, load
 
 
 class Cursor(NamedTuple):
@@ -22,18 +22,7 @@ class Cursor(NamedTuple):
 
 
 def round_trip(root: Path, tree: Any, like: Any) -> Any:
-    folder = persist.commit(root, hold(tree).copy(), 1)
-    manifest = persist.read_manifest(folder)
-    restore.match(folder, manifest, like)
-    return restore.load(folder, manifest, like)
-
-
-def bits(leaf: Any) -> tuple[Any, ...]:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return (type(leaf), str(leaf.dtype), leaf.shape, np.asarray(jax.random.key_data(leaf)).tobytes())
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        return (type(leaf), str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes())
-    return (type(leaf), repr(leaf))
+    return load(commit(root, tree), like)
 
 
 def test_structure_and_types_come_back(tmp_path: Path) -> None:
@@ -132,22 +121,73 @@ def test_restored_arrays_do_not_depend_on_the_file(tmp_path: Path) -> None:
     [
         (
             {"a": {"w": jnp.zeros((2, 4))}},
-            r"leaf 'a/w' is float32\[2, 3\] in the checkpoint, but float32\[2, 4\]",
+            r"leaf 'a/w' is float32\[2, 3\] in the checkpoint, but float32\[2, 4\] in `like`",
         ),
-        (
-            {"a": {"w": jnp.zeros((2, 3), jnp.bfloat16)}},
-            r"leaf 'a/w' .*but bfloat16\[2, 3\].*nothing is cast",
-        ),
+        ({"a": {"w": jnp.zeros((2, 3), jnp.bfloat16)}}, r"leaf 'a/w' .*but bfloat16\[2, 3\]"),
         ({"a": {"w": 3.0}}, r"leaf 'a/w' is float32\[2, 3\] in the checkpoint, but a Python float in `like`"),
-        ({"a": {"w": jnp.zeros((2, 3)), "v": 1}}, r"leaf 'a/v' is in `like`, but not in the checkpoint.*leave it out"),
-        ({"a": {}}, r"leaf 'a/w' is in the checkpoint, but not in `like`.*add it to"),
-        ({"a": {"w": None}}, r"leaf 'a/w' is in the checkpoint, but not in `like`"),
-        ({str(n): 0 for n in range(6)}, r"leaf '0', '1', '2', '3' and 2 more is in `like`"),
+        (
+            {"a": {"w": jnp.zeros((2, 3)), "v": 1}},
+            r"leaf 'a/v' \(a Python int\) is in `like`, but not in the checkpoint",
+        ),
+        ({"a": {}}, r"leaf 'a/w' \(float32\[2, 3\]\) is in the checkpoint, but not in `like`"),
+        ({"a": {"w": None}}, r"leaf 'a/w' .* is in the checkpoint, but not in `like`"),
+        ({str(n): 0 for n in range(200)}, r"leaf '188' .*\n  and 101 more\nrestore with"),
     ],
 )
 def test_what_does_not_match_is_an_error(tmp_path: Path, like: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match="step-00000001: " + message):
+    with pytest.raises(CheckpointError, match=r"step-00000001: does not match `like` in (.*\n)*.*" + message):
         round_trip(tmp_path, {"a": {"w": jnp.zeros((2, 3))}}, like)
+
+
+def test_all_that_does_not_match_is_in_one_error(tmp_path: Path) -> None:
+    tree = {"same": 1, "gone": np.zeros(3, np.int8), "wider": jnp.zeros((2, 3)), "kind": 2}
+    like = {"same": 1, "new": np.zeros(3, np.int8), "wider": jnp.zeros((2, 4)), "kind": 2.0}
+    with pytest.raises(CheckpointError) as caught:
+        round_trip(tmp_path, tree, like)
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path / 'step-00000001'}: does not match `like` in 4 of 5 leaves, and nothing is cast, left out or made "
+        "up:",
+        "  leaf 'new' (int8[3]) is in `like`, but not in the checkpoint",
+        "  leaf 'gone' (int8[3]) is in the checkpoint, but not in `like`",
+        "  leaf 'kind' is a Python int in the checkpoint, but a Python float in `like`",
+        "  leaf 'wider' is float32[2, 3] in the checkpoint, but float32[2, 4] in `like`",
+        "restore with the tree of the run that saved it and convert afterwards, or a part of it with only=(pattern, "
+        "...)",
+    ]
+
+
+def test_a_part_of_a_tree_is_restored(tmp_path: Path) -> None:
+    commit(tmp_path, {"params": {"w": jnp.arange(3.0), "b": jnp.ones(2)}, "opt": {"mu": jnp.ones(3)}, "n": 4})
+    like = {"params": {"w": jnp.zeros(3), "b": jnp.zeros(2)}, "head": jnp.full(5, 7.0), "n": 0}
+    got = restore(tmp_path, like, only=("params/*",))
+    assert (got.step, got.path, got.skipped) == (1, tmp_path / "step-00000001", ())
+    np.testing.assert_array_equal(got.tree["params"]["w"], np.arange(3.0))
+    np.testing.assert_array_equal(got.tree["params"]["b"], np.ones(2))
+    assert got.tree["head"] is like["head"]
+    assert got.tree["n"] == 0
+    assert restore(tmp_path, {"n": 0, "params": {"w": np.zeros(3, np.float32)}}, only=["n", "*/w"]).tree["n"] == 4
+
+
+def test_a_part_has_to_match_as_well(tmp_path: Path) -> None:
+    commit(tmp_path, {"params": {"w": jnp.arange(3.0), "b": jnp.ones(2)}, "n": 4})
+    with pytest.raises(
+        CheckpointError, match=r"in 1 of 2 leaves.*\n  leaf 'params/b' .* is in the checkpoint, but not"
+    ):
+        restore(tmp_path, {"params": {"w": jnp.zeros(3)}}, only=("params/*",))
+    with pytest.raises(
+        ArgumentError, match=r"only=\('parms/\*',\): 'parms/\*' matches no path in `like`, which has 'n'"
+    ):
+        restore(tmp_path, {"n": 0}, only=("parms/*",))
+    with pytest.raises(ArgumentError, match=r"'m' matches no path in the checkpoint, which has 'n', 'params/b'"):
+        restore(tmp_path, {"m": 0}, only=("m",))
+
+
+def test_a_folder_without_checkpoints_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: has no valid checkpoint; give the folder of a run"):
+        restore(tmp_path, {"n": 0})
+    with pytest.raises(CheckpointError, match=r"none: cannot be read: .*No such file"):
+        restore(tmp_path / "none", {"n": 0})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_are_not_converted(tmp_path: Path) -> None:
@@ -206,9 +246,6 @@ TREES = st.recursive(
 
 @hypothesis.given(tree=TREES)
 def test_any_tree_comes_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
-    folder = persist.commit(tmp_path_factory.mktemp("any"), hold(tree).copy(), 1)
-    manifest = persist.read_manifest(folder)
-    restore.match(folder, manifest, tree)
-    got = restore.load(folder, manifest, tree)
+    got = round_trip(tmp_path_factory.mktemp("any"), tree, tree)
     assert jax.tree.structure(got) == jax.tree.structure(tree)
     assert [bits(leaf) for leaf in jax.tree.leaves(got)] == [bits(leaf) for leaf in jax.tree.leaves(tree)]

@@ -1,0 +1,124 @@
+"""What the leaves of a tree are, and which of them have rows that are padding."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from braidax.errors import CheckpointError
+
+Kind = Literal["array", "key", "bool", "int", "float"]
+
+# JAX leaves some of itself unannotated.
+_jax: Any = jax
+
+
+@runtime_checkable
+class PaddedRows(Protocol):
+    """A node of a tree, below which there are tables that are stored by rows, padded.
+
+    Such a leaf has the shape `[ceil(V / N), N, ...]`. Its bytes, in row-major order, are the V rows of a table
+    `[V, ...]` and then padding; row `id` stands at `[id // N, id % N]`. N may differ from run to run: such a leaf
+    restores into one of another N, and from and into `[V, ...]`; rows beyond V are then zero.
+    """
+
+    @property
+    def padded_rows(self) -> Mapping[str, int]:
+        """V by the path of the leaf below this node, such as `{"params/embedding/table": 793_470}`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What one leaf of a tree is.
+
+    **Arguments:** `path`: where it stands, such as `params/dense/kernel`. `kind`: an array of JAX or NumPy, an array of
+    typed PRNG keys, or a Python number. `dtype`: its name; empty for a Python number. `shape`: the global one.
+    """
+
+    path: str
+    kind: Kind
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" if self.dtype else f"a Python {self.kind}"
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by path, in the order of the tree.
+
+    **Raises:** `CheckpointError` where two leaves have one path, or a path is one that files reserve.
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in _jax.tree_util.tree_leaves_with_path(tree):
+        name = _name(path) or "."
+        if name in leaves or name == "__metadata__":
+            reason = "taken by another leaf" if name in leaves else "reserved by safetensors"
+            raise CheckpointError(
+                f"leaf {name!r}: this path is {reason}; expected one of its own for every leaf; rename a key"
+            )
+        leaves[name] = leaf
+    return leaves
+
+
+def padded_rows(tree: Any) -> dict[str, int]:
+    """Returns the V of each leaf that has padded rows, by its path in the tree."""
+    found: dict[str, int] = {}
+
+    def visit(node: Any, above: str) -> None:
+        if isinstance(node, PaddedRows):
+            found.update({f"{above}{path}": num_rows for path, num_rows in node.padded_rows.items()})
+        below = _jax.tree_util.tree_leaves_with_path(
+            node, is_leaf=lambda inner: inner is not node and isinstance(inner, PaddedRows)
+        )
+        for path, inner in below:
+            if path and isinstance(inner, PaddedRows):
+                visit(inner, f"{above}{_name(path)}/")
+
+    visit(tree, "")
+    return found
+
+
+def describe(path: str, leaf: Any) -> Leaf:
+    """Returns what a leaf is; it may be abstract (`jax.ShapeDtypeStruct`).
+
+    **Raises:** `CheckpointError` for what cannot be in a checkpoint.
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        raise CheckpointError(
+            f"leaf {path!r} is a tracer: expected a concrete array; call the checkpointer outside of jit and grad"
+        )
+    if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
+        return Leaf(path, "bool" if isinstance(leaf, bool) else "int" if isinstance(leaf, int) else "float")
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+        array: Any = cast(Any, leaf)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return Leaf(path, "key", str(array.dtype), tuple(array.shape))
+        dtype = np.dtype(array.dtype)
+        if dtype.isnative and (dtype.kind in "biufc" or getattr(ml_dtypes, dtype.name, None) is dtype.type):
+            return Leaf(path, "array", dtype.name, tuple(array.shape))
+        raise CheckpointError(
+            f"leaf {path!r} has the dtype {dtype!r}: expected booleans or numbers in native byte order; "
+            "convert it, or leave it out of the tree"
+        )
+    raise CheckpointError(
+        f"leaf {path!r} is of type {type(leaf).__name__}: expected a jax.Array, a NumPy array or a Python number; "
+        "convert it, or leave it out of the tree"
+    )
+
+
+def key_data_spec(keys: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Returns dtype and shape of the data of an array of typed PRNG keys, which is what is stored of it."""
+    abstract = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
+    spec = _jax.eval_shape(_jax.random.key_data, abstract)
+    return np.dtype(spec.dtype), tuple(spec.shape)
+
+
+def _name(path: Any) -> str:
+    return _jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,309 @@
+"""From disk back to devices: a checkpoint in the structure, dtypes and shardings of a tree that is already there."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from braidax.checkpoint import folders
+from braidax.checkpoint.boxes import Box, box_of, extents, joined, overlap, whole, within
+from braidax.checkpoint.leaves import describe, named_leaves, padded_rows
+from braidax.checkpoint.manifest import Entry, OtherFormat
+from braidax.checkpoint.padding import Conversion, conversion
+from braidax.checkpoint.processes import Processes, all_processes, alone
+from braidax.checkpoint.reading import Content, Reader, read_content
+from braidax.errors import ArgumentError, CheckpointError
+
+# JAX leaves some of itself unannotated.
+_jax: Any = jax
+_MAX_NAMED = 100
+_ATTEMPTS = 4  # to find a checkpoint that is not removed while it is read
+_logger = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that was not restored: its `path`, and the `reason`."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored.
+
+    **Arguments:** `tree`: in the form that was asked for. `step`: how many updates it had seen. `path`: the folder of
+    the checkpoint. `skipped`: newer ones that are not valid.
+    """
+
+    tree: Any
+    step: int
+    path: Path
+    skipped: tuple[Skipped, ...]
+
+
+def restore(
+    path: str | os.PathLike[str], like: Any, *, only: Sequence[str] | None = None, timeout_seconds: float = 600.0
+) -> Restored:
+    """Reads the newest checkpoint that verifies from a folder, which another run may be writing to; nothing is locked.
+
+    Where the arrays of `like` span several processes of JAX, all of them call this.
+
+    **Arguments:** `path`: the folder of the checkpoints of a run. `like`, `only`: as `Checkpointer.restore` takes them.
+    `timeout_seconds`: the limit of every wait for other processes.
+
+    **Raises:** `CheckpointError` when there is none, none is valid, or the newest valid one does not match `like`.
+    """
+    root = Path(path).absolute()
+    spans = any(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and _is_far(leaf) for leaf in jax.tree.leaves(like))
+    processes = all_processes(timeout_seconds) if spans else alone(timeout_seconds)
+    found, skipped = newest(root, like, only, processes, "restore")
+    if found is None:
+        raise CheckpointError(f"{root}: has no valid checkpoint{_reasons(skipped)}; give the folder of a run")
+    return found
+
+
+def newest(
+    root: Path, like: Any, only: Sequence[str] | None, processes: Processes, name: str
+) -> tuple[Restored | None, list[Skipped]]:
+    """Restores the newest checkpoint that verifies on all processes, and lists newer ones that do not.
+
+    **Arguments:** `root`: the folder of the run. `like`, `only`: as `Checkpointer.restore` takes them. `name`: of the
+    messages about it, the same on all processes, used once.
+
+    **Returns:** what was restored, None when there is nothing valid; and what was skipped.
+
+    **Raises:** `CheckpointError` when the newest valid one does not match `like`.
+    """
+    skipped: list[Skipped] = []
+    for attempt in range(_ATTEMPTS):
+        listed = processes.lead(f"{name}/{attempt}", lambda: json.dumps(_listed(root)))
+        paths = [root / path for path in json.loads(listed)]
+        known = {each.path for each in skipped}
+        for number, path in enumerate(path for path in paths if path not in known):
+            found, verdict = _attempt(path, like, only, processes, f"{name}/{attempt}/{number}")
+            if verdict.get("gone"):
+                break  # removed while it was read, so there are newer ones
+            if "reason" not in verdict:
+                assert found is not None
+                tree, step = found
+                return Restored(tree, step, path, tuple(skipped)), skipped
+            skipped.append(Skipped(path, verdict["reason"]))
+            _logger.warning("skipped the checkpoint %s: %s", path, verdict["reason"])
+        else:
+            return None, skipped
+    raise CheckpointError(
+        f"{root}: {_ATTEMPTS} checkpoints were removed while they were read: its run replaces them faster than they "
+        "can be read; let it keep more of them"
+    )
+
+
+def _attempt(
+    path: Path, like: Any, only: Sequence[str] | None, processes: Processes, name: str
+) -> tuple[tuple[Any, int] | None, dict[str, Any]]:
+    """Loads one checkpoint on all processes. **Returns:** tree and step, and why it is skipped, if it is."""
+    found: tuple[Any, int] | None = None
+    failure: Exception | None = None
+    said: dict[str, Any] = {}
+    try:
+        content = read_content(path)
+        wants = match(content, like, only)
+        found = load(content, like, wants), content.step
+    except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
+        if isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch):
+            said = {"reason": str(error), "gone": not path.exists()}
+        else:
+            failure, said = error, {"failure": str(error)}
+
+    def judge(words: Mapping[int, str]) -> str:
+        answers = {process: json.loads(word) for process, word in words.items()}
+        for kind in ("failure", "reason"):
+            for process, answer in answers.items():
+                if kind in answer:
+                    who = f"process {process}: " if process else ""
+                    return json.dumps(answer | {kind: who + answer[kind]})
+        return "{}"
+
+    verdict = json.loads(processes.conclude(name, json.dumps(said), judge))
+    if failure is not None and not isinstance(failure, CheckpointError):
+        raise failure
+    if "failure" in verdict:
+        raise CheckpointError(verdict["failure"]) from failure
+    return found, verdict
+
+
+class Mismatch(CheckpointError):
+    """A valid checkpoint has another tree than is wanted; to callers it is a `CheckpointError` like others."""
+
+
+class Want(NamedTuple):
+    """A leaf to restore. **Fields:** `entry`: of the checkpoint. `like`: what it is to be. `how`: if its rows move."""
+
+    entry: Entry
+    like: Any
+    how: Conversion | None
+
+
+def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dict[str, Want]:
+    """Checks that a checkpoint has the leaves, shapes and dtypes of `like`: nothing is cast, left out or made up.
+
+    **Arguments:** `only`: patterns of the paths that matter.
+
+    **Returns:** what to restore, by path. **Raises:** `CheckpointError` naming all leaves that differ, what is saved,
+    what `like` has, and the remedy.
+    """
+    values = _matching(named_leaves(like), only, "in `like`")
+    entries = _matching(content.entries, only, "in the checkpoint")
+    num_rows = padded_rows(like)
+    wants: dict[str, Want] = {}
+    troubles = [
+        f"leaf {path!r} ({describe(path, value)}) is in `like`, but not in the checkpoint"
+        for path, value in values.items()
+        if path not in entries
+    ]
+    troubles += [
+        f"leaf {path!r} ({entry.leaf}) is in the checkpoint, but not in `like`"
+        for path, entry in entries.items()
+        if path not in values
+    ]
+    for path in [path for path in values if path in entries]:
+        entry, leaf = entries[path], describe(path, values[path])
+        wants[path] = Want(entry, values[path], None)
+        differs = entry.padded_rows is not None and num_rows.get(path, entry.padded_rows) != entry.padded_rows
+        if leaf != entry.leaf or differs:
+            same = (leaf.kind, leaf.dtype) == (entry.leaf.kind, entry.leaf.dtype) == ("array", entry.dtype)
+            how = conversion(entry, leaf.shape, num_rows.get(path)) if same else None
+            wants[path] = Want(entry, values[path], how)
+            if how is None:
+                troubles.append(
+                    f"leaf {path!r} is {entry.leaf}{_rows(entry.padded_rows)} in the checkpoint, but {leaf}"
+                    f"{_rows(num_rows.get(path))} in `like`"
+                )
+        troubles += _narrowed(path, values[path], leaf.dtype) if leaf.kind == "array" else []
+    if troubles:
+        more = f"\n  and {len(troubles) - _MAX_NAMED} more" if len(troubles) > _MAX_NAMED else ""
+        raise Mismatch(
+            f"{content.folder}: does not match `like` in {len(troubles)} of {len(values.keys() | entries.keys())} "
+            "leaves, and nothing is cast, left out or made up:\n  " + "\n  ".join(troubles[:_MAX_NAMED]) + more + "\n"
+            "restore with the tree of the run that saved it and convert afterwards, or a part of it with "
+            "only=(pattern, ...)"
+        )
+    return wants
+
+
+def load(content: Content, like: Any, wants: Mapping[str, Want]) -> Any:
+    """Reads and verifies what `match` found, leaf by leaf, each straight onto its devices.
+
+    **Returns:** the tree; leaves that are not wanted are those of `like`. **Raises:** `CheckpointError` when a file is
+    not what was written.
+    """
+    with Reader(content) as reader:
+        leaves = [
+            _load_leaf(reader, wants[path]) if path in wants else leaf for path, leaf in named_leaves(like).items()
+        ]
+    return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
+
+
+def _load_leaf(reader: Reader, want: Want) -> Any:
+    entry, like, how = want
+    if not entry.leaf.dtype:
+        return entry.number
+    shape = (*like.shape, *entry.shape[len(entry.leaf.shape) :])
+
+    def read(box: Box) -> np.ndarray:
+        return reader.read(entry, box) if how is None else reader.read_rows(entry, how, box)
+
+    if isinstance(like, np.ndarray):
+        return read(whole(shape))
+    if isinstance(like, np.generic):
+        return read(whole(shape))[()]
+    # An array that was not committed to its device must not become so: it could no longer meet arrays on a mesh.
+    sharding = None if isinstance(like, jax.Array) and not like.committed else like.sharding
+    is_far = sharding is not None and not sharding.is_fully_addressable
+    if sharding is not None and (is_far or not (entry.key_impl or like.weak_type)):
+        placed = _place(read, shape, np.dtype(entry.dtype), sharding)
+        return _jax.random.wrap_key_data(placed, impl=entry.key_impl) if entry.key_impl else placed
+    array = read(whole(shape))
+    if entry.key_impl:
+        return _jax.device_put(_jax.random.wrap_key_data(array, impl=entry.key_impl), sharding)
+    return _jax.device_put(_weak(array) if like.weak_type else array, sharding)
+
+
+def _place(read: Callable[[Box], np.ndarray], shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any) -> jax.Array:
+    """Reads what this process's devices need of an array, once, and puts it there."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    boxes = {device: box_of(index or (), shape) for device, index in indices.items()}
+    regions = [(region, read(region)) for region in joined(set(boxes.values()))]
+    parts = [_part(regions, box) for box in boxes.values()]
+    kind = sharding.memory_kind
+    targets = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in boxes]
+    arrays = _jax.device_put(parts, targets)
+    return _jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+
+
+def _part(regions: Iterable[tuple[Box, np.ndarray]], box: Box) -> np.ndarray:
+    for region, array in regions:
+        if overlap(region, box) == box or array.size == 0:
+            return array[(*within(box, region), ...)] if array.size else array.reshape(extents(box))
+    raise AssertionError(box)
+
+
+def _matching(leaves: Mapping[str, _Value], only: Sequence[str] | None, where: str) -> dict[str, _Value]:
+    """Returns the leaves whose path one of the patterns matches. **Raises:** `ArgumentError` where one matches none."""
+    if only is None:
+        return dict(leaves)
+    for pattern in only:
+        if not any(fnmatchcase(path, pattern) for path in leaves):
+            shown = ", ".join(map(repr, list(leaves)[:_MAX_NAMED])) or "no leaves"
+            raise ArgumentError(
+                f"only={tuple(only)!r}: {pattern!r} matches no path {where}, which has {shown}; expected patterns such "
+                "as 'params/*'"
+            )
+    return {path: leaf for path, leaf in leaves.items() if any(fnmatchcase(path, pattern) for pattern in only)}
+
+
+def _narrowed(path: str, value: Any, dtype: str) -> list[str]:
+    """Says that JAX would make something narrower of a dtype, if so."""
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return []
+    available = jax.dtypes.canonicalize_dtype(dtype)
+    if available == np.dtype(dtype):
+        return []
+    return [
+        f"leaf {path!r} is {dtype}, which JAX would make {available}: expected 64 bit types; call "
+        'jax.config.update("jax_enable_x64", True), or give a NumPy array in `like`'
+    ]
+
+
+def _rows(num_rows: int | None) -> str:
+    return "" if num_rows is None else f" of {num_rows} rows"
+
+
+def _listed(root: Path) -> list[str]:
+    try:
+        return [found.path.name for found in folders.checkpoints(root)]
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read: {error}; give the folder of a run") from error
+
+
+def _reasons(skipped: Sequence[Skipped]) -> str:
+    return "".join(f"; {each.reason}" for each in skipped)
+
+
+def _is_far(leaf: Any) -> bool:
+    return getattr(leaf, "sharding", None) is not None and not leaf.sharding.is_fully_addressable
+
+
+def _weak(array: np.ndarray) -> Any:
+    # The type stays as weak as it was, or the step would be compiled again, and its dtypes could come out wider.
+    zero = array.dtype.type(0).item()
+    return jnp.full(array.shape, zero).at[...].set(array) if jnp.result_type(zero) == array.dtype else array

@@ -1,0 +1,142 @@
+"""A nursery of processes that save and are killed: `python -m tests.checkpoint.crashing FOLDER`, orders on stdin.
+
+It has imported everything and started nothing, so a process that it forks begins in a moment. An order is a line of
+JSON, `{"seed", "num_processes"}`; the answer is one, of how it went.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from braidax.checkpoint import Checkpointer, Every
+
+SHAPES = {"split": (64, 2048), "replicated": (32, 1024), "small": (3,)}
+
+
+def begin() -> dict[str, Any]:
+    """The content of the state before the first step."""
+    return {name: np.full(shape, 0.5, np.float32) for name, shape in SHAPES.items()}
+
+
+def advance(content: Any, step: int) -> Any:
+    """One step, element by element, so that parts of arrays may take it as well."""
+    return content * np.float32(1.0001) + np.float32(step)
+
+
+def save_until_killed(folder: Path, process: int, num_processes: int, port: int, progress: int) -> None:
+    """Goes on from the newest checkpoint, with one after every step, and tells each step that is over."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    if num_processes > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, process, cluster_detection_method="deactivate")
+    mesh = Mesh(np.array(jax.devices()), ("a",))
+    shardings = {name: NamedSharding(mesh, P("a" if name == "split" else None)) for name in SHAPES}
+
+    def made(parts: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: jax.make_array_from_single_device_arrays(
+                shape, shardings[name], [jax.device_put(parts[name][device], device) for device in mesh.local_devices]
+            )
+            for name, shape in SHAPES.items()
+        }
+
+    def parts_of(state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: {shard.device: np.array(shard.data) for shard in state[name].addressable_shards} for name in SHAPES
+        }
+
+    whole = begin()
+    first = {
+        name: {
+            device: whole[name][index]
+            for device, index in shardings[name].addressable_devices_indices_map(shape).items()
+        }
+        for name, shape in SHAPES.items()
+    }
+    saver = Checkpointer(folder, Every(1), keep=2, timeout_seconds=60.0)
+    step, state = saver.restore((0, made(first)))
+    if saver.skipped:
+        raise AssertionError(saver.skipped)
+    while True:
+        step += 1
+        moved = parts_of(state)
+        state = made(
+            {name: {device: advance(part, step) for device, part in parts.items()} for name, parts in moved.items()}
+        )
+        saver.update((step, state))
+        os.write(progress, step.to_bytes(4, "little"))
+
+
+def trial(folder: Path, seed: int, num_processes: int) -> dict[str, Any]:
+    """Starts processes, kills one or all of them at a moment that the seed decides, and then the rest."""
+    moments = random.Random(seed)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told, tell = os.pipe()
+    pids = [_fork(folder, process, num_processes, port, tell) for process in range(num_processes)]
+    os.close(tell)
+    victims = moments.choice([pids, *([pid] for pid in pids)])
+    num_told, last = moments.randrange(1, 10 * num_processes), 0
+    for _ in range(num_told):
+        word = os.read(told, 4)
+        if not word:
+            break
+        last = max(last, int.from_bytes(word, "little"))
+    end = time.perf_counter() + moments.random() * 0.03
+    while time.perf_counter() < end:
+        pass
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(moments.random() * 0.05)
+    for pid in pids:
+        if pid not in victims:
+            os.kill(pid, signal.SIGKILL)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    while word := os.read(told, 4):
+        last = max(last, int.from_bytes(word, "little"))
+    os.close(told)
+    return {
+        "seed": seed,
+        "num_processes": num_processes,
+        "killed": [pids.index(pid) for pid in victims],
+        "last": last,
+        "statuses": statuses,
+        "left": {path.name: sorted(file.name for file in path.iterdir()) for path in folder.glob(".step*")},
+    }
+
+
+def _fork(folder: Path, process: int, num_processes: int, port: int, progress: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save_until_killed(folder, process, num_processes, port, progress)
+        except BaseException:  # noqa: BLE001 - nothing of a child may go on as its parent
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def main() -> None:
+    """Does what it is told until there is no more."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        sys.stdout.write(json.dumps(trial(Path(sys.argv[1]), order["seed"], order["num_processes"])) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

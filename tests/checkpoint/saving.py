@@ -1,0 +1,71 @@
+"""Saves and reads checkpoints without a `Checkpointer`: what tests of its parts share."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from braidax.checkpoint import folders, persist, restoring
+from braidax.checkpoint.boxes import whole
+from braidax.checkpoint.manifest import About
+from braidax.checkpoint.processes import alone
+from braidax.checkpoint.reading import Reader, read_content
+from braidax.checkpoint.snapshot import Snapshot, hold
+from braidax.checkpoint.writing import Checksums, checksums_of, write
+
+
+def commit(root: Path, tree: Any, step: int = 1, metric: float | None = None) -> Path:
+    """Saves a tree from this process alone; returns the folder of the checkpoint."""
+    return persist.commit(persist.Order(root, step, "save", lambda: metric), part_of(hold(tree).copy()), alone(30.0))
+
+
+def commit_as_many(root: Path, tree: Any, num_processes: int, step: int = 1) -> Path:
+    """Saves what each of several processes would, one after the other, in this one."""
+    unfinished = folders.begin(root, step)
+    about = About(step, folders.token_of(unfinished), num_processes, None, "0")
+    for process in range(num_processes):
+        snapshot = hold(tree, process=process, num_processes=num_processes).copy()
+        write(unfinished, snapshot, part_of(snapshot).checksums, about, process=process)
+    return folders.finish(unfinished, step)
+
+
+def part_of(snapshot: Snapshot) -> persist.Part:
+    """Returns a snapshot as `persist` takes it."""
+    owned: Future[Snapshot] = Future()
+    owned.set_result(snapshot)
+    checksums: Future[Checksums] = Future()
+    checksums.set_result(checksums_of(snapshot))
+    return persist.Part(owned, checksums)
+
+
+def load(folder: Path, like: Any) -> Any:
+    """Restores a checkpoint into the form of `like`."""
+    content = read_content(folder)
+    return restoring.load(content, like, restoring.match(content, like))
+
+
+def read_all(folder: Path) -> dict[str, Any]:
+    """Returns all leaves of a checkpoint by path, PRNG keys as their data."""
+    content = read_content(folder)
+    with Reader(content) as reader:
+        return {
+            path: reader.read(entry, whole(entry.shape)) if entry.leaf.dtype else entry.number
+            for path, entry in content.entries.items()
+        }
+
+
+def bits(leaf: Any) -> tuple[Any, ...]:
+    """Returns what two leaves have alike that are equal bit for bit."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return (type(leaf), str(leaf.dtype), leaf.shape, np.asarray(jax.random.key_data(leaf)).tobytes())
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return (type(leaf), str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes())
+    return (type(leaf), repr(leaf))
+
+
+def names(root: Path) -> list[str]:
+    """Returns what is in a folder, the lock aside."""
+    return sorted(path.name for path in root.iterdir() if path.name != folders.LOCK_FILE)

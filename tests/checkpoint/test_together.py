@@ -1,0 +1,275 @@
+"""Several processes save one tree, and restore it in other numbers: bit for bit, each its part, all or none."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from braidax.checkpoint import Checkpointer, Every, folders, restore
+from braidax.checkpoint import restoring as restoring_module
+from braidax.checkpoint.manifest import data_file, manifest_file
+from braidax.checkpoint.reading import Reader, read_manifest
+from braidax.errors import BraidaxError
+from braidax.gang import LocalGang
+from tests.checkpoint.saving import names, read_all
+from tests.data.jax_gang import RUN_SECONDS, jax_gang
+
+SECONDS = 20.0
+ROWS = 4096
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalGang]:
+    with jax_gang(2, 4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[LocalGang]:
+    with jax_gang(4, 2) as running:
+        yield running
+
+
+def told(gang: LocalGang, fn: Any, *args: Any) -> list[str]:
+    """Returns by process what it raised, or else what it returned, in words."""
+    return gang.run(_caught, fn, args, timeout_seconds=RUN_SECONDS)
+
+
+def _caught(comm: Any, fn: Any, args: Any) -> str:
+    try:
+        return str(fn(comm.rank, *args))
+    except BraidaxError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def placed(kind: str) -> dict[str, Any]:
+    """How each leaf lies: as it is saved, or otherwise."""
+    devices = np.array(jax.devices())
+    mesh, wide = Mesh(devices.reshape(4, 2), ("a", "b")), Mesh(devices[::-1].reshape(2, 4), ("a", "b"))
+    stage = Mesh(devices[4:6], ("a",))
+    shardings = {
+        "rows": (NamedSharding(mesh, P(("a", "b"))), NamedSharding(wide, P(("a", "b")))),
+        "columns": (NamedSharding(mesh, P("b", "a")), NamedSharding(mesh, P())),
+        "replicated": (NamedSharding(mesh, P()), NamedSharding(mesh, P("a"))),
+        "half": (NamedSharding(mesh, P("b")), NamedSharding(stage, P("a"))),
+        "stage": (NamedSharding(stage, P("a")), NamedSharding(wide, P("a"))),
+        "keys": (NamedSharding(mesh, P("a")), NamedSharding(wide, P())),
+        "step": (NamedSharding(mesh, P()), NamedSharding(wide, P())),
+    }
+    return {name: pair[kind == "otherwise"] for name, pair in shardings.items()}
+
+
+def whole() -> dict[str, Any]:
+    """What is in the leaves."""
+    random = np.random.default_rng(0)
+    return {
+        "rows": random.normal(size=(ROWS, 16)).astype(np.float32),
+        "columns": random.normal(size=(16, 8)).astype(jnp.bfloat16),
+        "replicated": random.integers(0, 100, (ROWS, 24), np.int32),
+        "half": random.integers(-8, 7, (32, 3)).astype(jnp.int4),
+        "stage": random.normal(size=(6,)).astype(np.float16),
+        "keys": np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), 8))),
+        "step": np.int32(7),
+    }
+
+
+def tree(kind: str, content: dict[str, Any]) -> dict[str, Any]:
+    """The leaves on their devices, and what each process has for itself."""
+    made: dict[str, Any] = {}
+    for name, sharding in placed(kind).items():
+        value = np.asarray(content[name])
+        array = jax.make_array_from_callback(
+            value.shape, sharding, lambda index, value=value: value[index], dtype=value.dtype
+        )
+        made[name] = jax.random.wrap_key_data(array) if name == "keys" else array
+    return made
+
+
+def own(rank: int) -> dict[str, Any]:
+    """What each process has for itself, otherwise than process 0."""
+    return {"cursor": (1, rank), "numpy": np.full(3, rank), "local": jnp.full(2, rank)}
+
+
+def saving(rank: int, folder: Path) -> str:
+    with Checkpointer(folder, Every(2), timeout_seconds=SECONDS) as saver:
+        assert saver.restore(0) == 0
+        # The state is donated at once, and the bits are those from before.
+        step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state), donate_argnums=0)
+        state = tree("saved", whole())
+        donated = {name: state[name] for name in ("rows", "replicated")}
+        saver.update(state | own(rank))
+        saver.update(state | donated | own(rank))
+        for _ in range(3):
+            donated = step(donated)
+        saver.wait()
+        saver.close()
+        return ",".join(names(folder))
+
+
+def restoring(rank: int, folder: Path) -> str:
+    reads: list[int] = []
+
+    class Counted(Reader):
+        def __exit__(self, *arguments: Any) -> None:
+            super().__exit__(*arguments)
+            reads.append(self.num_bytes)
+
+    restoring_module.Reader = Counted
+    like = tree("otherwise", {name: np.zeros_like(value) for name, value in whole().items()}) | own(9)
+    wanted = tree("otherwise", whole())
+    with Checkpointer(folder, Every(2), timeout_seconds=SECONDS) as saver:
+        got = saver.restore(like)
+        assert saver.num_updates == 2
+    for name, want in wanted.items():
+        pair = (jax.random.key_data(got[name]), jax.random.key_data(want)) if name == "keys" else (got[name], want)
+        assert got[name].sharding == want.sharding, name
+        assert len(pair[0].addressable_shards) == len(pair[1].addressable_shards)
+        for ours, theirs in zip(pair[0].addressable_shards, pair[1].addressable_shards, strict=True):
+            assert np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes(), name
+    assert (got["cursor"], got["numpy"].tolist(), got["local"].tolist()) == ((1, 0), [0, 0, 0], [0, 0])
+    only = restore(folder, {"rows": like["rows"]}, only=("rows",), timeout_seconds=SECONDS)
+    assert jnp.array_equal(only.tree["rows"], wanted["rows"])
+    return json.dumps(reads)
+
+
+def test_four_processes_save_and_others_restore(tmp_path: Path, two: LocalGang, four: LocalGang) -> None:
+    assert told(four, saving, tmp_path) == ["step-00000002"] * 4
+    folder = tmp_path / "step-00000002"
+    assert names(folder) == sorted(
+        name for process in range(4) for name in (data_file(process), manifest_file(process))
+    )
+    # Nothing is written twice, and none writes much more than others.
+    sizes = [sum(tensor.num_bytes for tensor in read_manifest(folder, process).tensors) for process in range(4)]
+    assert sum(sizes) == sum(np.asarray(value).nbytes for value in whole().values()) + 2 * 4 + 3 * 8
+    assert max(sizes) - min(sizes) < 2048
+    # One process, without any of that.
+    content = read_all(folder)
+    for name, value in whole().items():
+        assert content[name].tobytes() == np.asarray(value).tobytes(), name
+    for gang in (two, four):
+        found = told(gang, restoring, tmp_path)
+        for words in found:
+            num_bytes = json.loads(words)
+            # What is split is read by those that need it, in parts as it was written, and only small leaves by all.
+            assert 0 < num_bytes[0] <= sum(sizes) / gang.size + 2048
+            assert num_bytes[1] == ROWS * 16 * 4 / gang.size
+
+
+def a_tree(rank: int, fill: float) -> dict[str, Any]:
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a"))
+    return {"x": jax.make_array_from_callback((8, 64), sharding, lambda index: np.full((8, 64), fill, "f4")[index])}
+
+
+def failing(rank: int, folder: Path, who: int) -> list[str]:
+    """Saves three times; the disk of one process is full at the second."""
+    found: list[str] = []
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Checkpointer(folder, Every(1), timeout_seconds=SECONDS) as saver:
+        for number in (1, 2, 3):
+            os.fsync = full if rank == who and number == 2 else fsync
+            saver.update(a_tree(rank, number))
+            try:
+                saver.close() if number == 3 else saver.save(a_tree(rank, number))
+            except BraidaxError as error:
+                found.append(str(error))
+            finally:
+                os.fsync = fsync
+    return found
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_fails_in_one_process_fails_in_all(tmp_path: Path, two: LocalGang, who: int) -> None:
+    words = told(two, failing, tmp_path, who)
+    for word in words:
+        errors: list[str] = eval(word)
+        assert len(errors) == 1, word
+        for part in ("step-00000002: ", f"could not be written by process {who}: [Errno 28]", "are untouched"):
+            assert part in errors[0], word
+    assert names(tmp_path) == ["step-00000001-1", "step-00000002", "step-00000003"][::2]
+    assert read_all(tmp_path / "step-00000003")["x"][7, 63] == 3.0
+
+
+def saved(rank: int, folder: Path) -> None:
+    with Checkpointer(folder, Every(1), keep=5, timeout_seconds=SECONDS) as saver:
+        for number in (1, 2, 3):
+            saver.update(a_tree(rank, number))
+
+
+def restored(rank: int, folder: Path, limit: float = SECONDS) -> str:
+    with Checkpointer(folder, Every(1), timeout_seconds=limit) as saver:
+        like = a_tree(rank, 0) | ({"more": 1} if (folder / "more").exists() else {})
+        got = saver.restore(like)["x"]
+        reasons = [f"{skipped.path.name}: {skipped.reason}" for skipped in saver.skipped]
+        return json.dumps([saver.num_updates, float(got.addressable_shards[0].data[0, 0]), reasons])
+
+
+def test_all_restore_what_verifies_on_all(tmp_path: Path, two: LocalGang) -> None:
+    assert told(two, saved, tmp_path) == ["None"] * 2
+    path = tmp_path / "step-00000003" / data_file(1)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    (tmp_path / "step-00000002" / manifest_file(0)).write_text("{}")
+    first, second = (json.loads(words) for words in told(two, restored, tmp_path))
+    assert first == second
+    assert first[:2] == [1, 1.0]
+    assert first[2][0].startswith("step-00000003: process 1: ")  # which alone needs that part
+    assert "leaf 'x' has the checksum" in first[2][0]
+    assert "does not match its own checksum" in first[2][1]
+    (tmp_path / "more").touch()
+    for words in told(two, restored, tmp_path):
+        assert "CheckpointError" in words
+        assert "leaf 'more' (a Python int) is in `like`, but not in the checkpoint" in words
+
+
+def parting(rank: int, folder: Path, what: str) -> Any:
+    """Process 1 does something else than process 0."""
+    if what == "folder" and rank == 1:
+        folder = folder / "other"
+        folder.mkdir()
+        folders.occupy(folder).close()
+    with Checkpointer(folder, Every(1), timeout_seconds=SECONDS) as saver:
+        if what == "tree":
+            saver.save({"y" if rank else "x": a_tree(rank, 1)["x"]})
+        if what == "leaf":
+            saver.save(a_tree(rank, 1) | {"n": "text" if rank else 1})
+        if what == "nothing" and rank == 0:
+            saver.timeout_seconds = 0.5
+            saver.save(a_tree(rank, 1))
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("folder", ["expected the folder that process 0 has locked, but its .lock does not have"] * 2),
+        ("tree", ["process 1 saves another tree than process 0: expected the same paths"] * 2),
+        (
+            "leaf",
+            ["process 1 could not save its part: CheckpointError: leaf 'n' is of type str", "leaf 'n' is of type"],
+        ),
+        ("nothing", ["WaitTimeout: process 0 heard nothing from process 1 for timeout_seconds=0.5", "None"]),
+    ],
+)
+def test_processes_that_part_are_told(tmp_path: Path, two: LocalGang, what: str, expected: list[str]) -> None:
+    for words, part in zip(told(two, parting, tmp_path, what), expected, strict=True):
+        assert part in words
+    assert names(tmp_path) == (["other"] if what == "folder" else [])
+
+
+def test_a_folder_that_is_another_runs_is_refused_by_all(tmp_path: Path, two: LocalGang) -> None:
+    with Checkpointer(tmp_path, Every(1)):
+        for words in told(two, saved, tmp_path):
+            assert f"process {os.getpid()} on" in words
+            assert "saves its checkpoints here: expected one open Checkpointer for a folder" in words
+    assert told(two, saved, tmp_path) == ["None"] * 2
