@@ -12,7 +12,7 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: .venv/stamp-bench .venv-streaming/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS)

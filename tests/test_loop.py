@@ -41,16 +41,21 @@ def make_loader(step: Step, samples: Any = SAMPLES, *, batch_size: int = 8, **op
 
 
 class InterruptedSaver(Checkpointer):
-    """Presses Ctrl-C, as often as `presses` says, after the step `at`."""
+    """Presses Ctrl-C, as often as `presses` says, or gets another signal, after the step `at`."""
 
     at = 7
     presses = 1
+    number = signal.SIGINT
 
-    def update(self, tree: Any) -> None:
-        super().update(tree)
+    def update(self, tree: Any, *, metric: Any = None) -> None:
+        super().update(tree, metric=metric)
         if self.num_updates == self.at:
             for _ in range(self.presses):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self.number)
+
+
+class PreemptedSaver(InterruptedSaver):
+    number = signal.SIGTERM
 
 
 class TwiceInterruptedSaver(InterruptedSaver):
@@ -73,15 +78,22 @@ def test_it_descends_as_by_hand(tmp_path: Path) -> None:
     assert report.pace.num_samples == 16
 
 
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saver_type", "ending"), [(InterruptedSaver, KeyboardInterrupt()), (PreemptedSaver, SystemExit(143))]
+)
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
+    saver_type: type[InterruptedSaver], ending: BaseException, tmp_path: Path
+) -> None:
     step = make_step(optax.adam(0.1), SAMPLES, 8)
     whole = fit(step, step.init(jax.random.key(0)), make_loader(step, epochs=3))
 
-    with make_loader(step, epochs=3) as loader, InterruptedSaver(tmp_path, Every(100)) as saver:
-        with pytest.raises(KeyboardInterrupt):
+    with make_loader(step, epochs=3) as loader, saver_type(tmp_path, Every(100)) as saver:
+        with pytest.raises(type(ending)) as raised:
             fit(step, step.init(jax.random.key(0)), loader, saver=saver)
+        assert raised.value.args == ending.args
         assert saver.num_updates == 7
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     with make_loader(step, epochs=3) as loader, Checkpointer(tmp_path, Every(100)) as saver:
         report = Report(show="nothing")

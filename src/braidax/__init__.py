@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from braidax import checkpoint, comm, data, errors, gang, parallel
-    from braidax.checkpoint import Checkpointer, Every
+    from braidax.checkpoint import Adaptive, Checkpointer, Every, Preemption
     from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
     from braidax.errors import BraidaxError
     from braidax.loop import evaluate, fit
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "BraidaxError",
     "Checkpointer",
     "Cursor",
@@ -24,6 +25,7 @@ __all__ = [
     "Every",
     "Hybrid",
     "Plan",
+    "Preemption",
     "Report",
     "State",
     "Step",
@@ -47,7 +49,7 @@ __all__ = [
 # Where the names come from, imported at their first use: whoever needs only `braidax.comm` does not wait for JAX.
 _HOMES = {
     "braidax": ("checkpoint", "comm", "data", "errors", "gang", "parallel"),
-    "braidax.checkpoint": ("Checkpointer", "Every"),
+    "braidax.checkpoint": ("Adaptive", "Checkpointer", "Every", "Preemption"),
     "braidax.data": ("Cursor", "DataLoader", "mix", "open", "prefetch_to_device"),
     "braidax.errors": ("BraidaxError",),
     "braidax.loop": ("evaluate", "fit"),

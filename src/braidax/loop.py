@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 
-from braidax.checkpoint import Checkpointer
+from braidax.checkpoint import Checkpointer, Preemption
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.parallel import Step
 from braidax.report import Report, RunLength
+
+_WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
 
 
 def fit(
@@ -28,7 +30,8 @@ def fit(
     """Trains until the loader's epochs are over, and goes on where the newest checkpoint left off.
 
     The first Ctrl-C lets the step in progress finish, saves a checkpoint and raises `KeyboardInterrupt`; the second one
-    stops at once. The saver stays open: who made it closes it.
+    stops at once. SIGTERM, too, is answered by a last checkpoint, within 30 seconds, and `SystemExit(143)`: of several
+    processes it is enough that one is told. The saver stays open: who made it closes it.
 
     **Arguments:** `step`: from `braidax.parallelize`. `state`: from `step.init`; it is donated. `loader`: batches as
     `step` takes them. `saver`: restores before the first step, and is shown the state and the loader's cursor after
@@ -41,8 +44,8 @@ def fit(
         state, loader.cursor = saver.restore((state, loader.cursor))
     report = Report(show="nothing") if report is None else report
     begun, batches = loader.cursor, iter(loader)
-    with loader, report.following(*_length(loader)), _interrupt_kept() as interrupted:
-        while not interrupted() and (loader.epochs is None or loader.cursor.epoch < loader.epochs):
+    with loader, report.following(*_length(loader)), _interrupt_kept() as interrupted, _preempted(saver) as preempted:
+        while not interrupted() and not preempted() and (loader.epochs is None or loader.cursor.epoch < loader.epochs):
             epoch = loader.cursor.epoch
             with report.waiting():
                 batch = next(batches)
@@ -56,6 +59,8 @@ def fit(
             saver.save((state, loader.cursor))
     if interrupted():
         raise KeyboardInterrupt
+    if preempted():
+        raise SystemExit(128 + signal.SIGTERM)
     return state
 
 
@@ -88,6 +93,23 @@ def _length(loader: DataLoader) -> tuple[RunLength, int]:
     per_epoch, cursor = loader.batches_per_epoch, loader.cursor
     length = RunLength(per_epoch, loader.epochs, loader.batch_size)
     return length, cursor.epoch * per_epoch + cursor.position // loader.batch_size
+
+
+@contextlib.contextmanager
+def _preempted(saver: Checkpointer | None) -> Generator[Callable[[], bool], None, None]:
+    """Says after an update whether the job was asked to end, if there is something to save."""
+    if saver is None:
+        yield lambda: False
+        return
+    with Preemption(within_seconds=_WITHIN_SECONDS) as preemption:
+
+        def due() -> bool:
+            if not preemption.due(saver.num_updates):
+                return False
+            saver.timeout_seconds = min(saver.timeout_seconds, max(0.001, preemption.seconds_left))
+            return True
+
+        yield due
 
 
 @contextlib.contextmanager

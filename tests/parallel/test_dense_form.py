@@ -53,6 +53,22 @@ def test_training_goes_on_in_the_other_form(optimizer: str, strategies: Any) -> 
     assert_close(copied(rows.to_dense(again)), expected, atol=2e-5)
 
 
+def test_a_state_goes_on_by_another_plan() -> None:
+    optimizer = OPTIMIZERS["adam"]
+    dense = make_step(pooled, optimizer, strategies={"data": bx.DataParallel()})
+    begun = dense.init(jax.random.key(3))
+    expected = copied(updated(dense, kept(begun), range(4)))
+    hot, other, less = (
+        make_step(pooled, optimizer, strategies={"data": bx.Hybrid({"params/table": placement})})
+        for placement in (bx.Rows(hot=(3, 7)), bx.Rows(hot=(7, 9)), bx.Replicated())
+    )
+    state = updated(hot, hot.adopt(begun, dense), range(1))
+    state = updated(other, other.adopt(state, hot), range(1, 2))
+    state = updated(less, less.adopt(state, other), range(2, 3))
+    state = updated(dense, dense.adopt(state, less), range(3, 4))
+    assert_close(copied(state), expected, atol=2e-5)
+
+
 def test_a_state_tells_what_is_padded() -> None:
     state = make_step(pooled, OPTIMIZERS["adam"]).init(jax.random.key(0))
     leaves = {

@@ -1,6 +1,6 @@
 """What a step computes, before it is compiled: the contract, and the form in which every variable is whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
@@ -67,6 +67,15 @@ class Arithmetic(Protocol):
 
     def settled(self, state: State) -> State:
         """Returns a state in which nothing is put off: each variable is what single-device training has."""
+        ...
+
+    @property
+    def form(self) -> Mapping[str, tuple[str, ...]]:
+        """Of variables that are stored by rows the mesh axes, by name."""
+        ...
+
+    def renewed(self, state: State) -> State:
+        """Returns a state of this plan from a settled one of another plan of the same form, without its hot rows."""
         ...
 
     def dense_specs(self) -> State:
@@ -154,6 +163,15 @@ class Whole:
         return metrics
 
     def settled(self, state: State) -> State:
+        """Returns the state as it is."""
+        return state
+
+    @property
+    def form(self) -> Mapping[str, tuple[str, ...]]:
+        """Nothing."""
+        return {}
+
+    def renewed(self, state: State) -> State:
         """Returns the state as it is."""
         return state
 

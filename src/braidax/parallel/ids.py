@@ -18,8 +18,8 @@ from .arithmetic import traced_loss
 from .arrays import place
 from .initial import trace_init
 from .loss import Loss
+from .reads import LATE, RowReads, row_reads, without_rows
 from .strategies import shard_batch
-from .tables import LATE, RowReads, row_reads, without_rows
 from .touched import Touched, count_touched
 
 

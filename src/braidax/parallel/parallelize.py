@@ -14,10 +14,11 @@ from .initial import trace_init
 from .loss import Loss
 from .placements import Rows
 from .plan import make_plan, variables_of
+from .reads import row_reads
 from .row_options import row_options
 from .step import Step
 from .strategies import DataParallel, Hybrid, Strategy, batch_axes, check_strategies, shard_batch
-from .tables import WithTables, row_reads
+from .tables import WithTables
 from .train_step import TrainStep
 
 

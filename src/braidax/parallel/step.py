@@ -190,6 +190,24 @@ class Step:
         replicated = jax.tree.map(lambda _: self._replicated, specs)
         return self._converted(self._arithmetic.from_dense, state, replicated, self.state_shardings)
 
+    def adopt(self, state: State, step: "Step") -> State:
+        """Returns a state to go on with from that of another step, which was planned otherwise.
+
+        Both are of the same parameters, optimizer and mesh. Where tables are split over the same axes nothing is
+        moved; otherwise they are whole on every device for a moment.
+
+        **Arguments:** `state`: of `step`; it stays valid. **Raises:** as `to_dense` and `from_dense`.
+        """
+        old, new = step._arithmetic, self._arithmetic
+        if step.mesh != self.mesh or old.form != new.form:
+            return self.from_dense(step.to_dense(state))
+        settled = step.settled(state)
+        if not new.form:
+            return settled
+        opt_state = {**settled.opt_state, "hot": {}}
+        given = replace(self.state_shardings, opt_state={**self.state_shardings.opt_state, "hot": {}})
+        return self._converted(new.renewed, replace(settled, opt_state=opt_state), given, self.state_shardings)
+
     def _converted(self, convert: Callable[[State], State], state: State, given: Any, wanted: Any) -> State:
         if convert not in self._conversions:
             self._conversions[convert] = compile_on(self.mesh, convert, in_shardings=(given,), out_shardings=wanted)

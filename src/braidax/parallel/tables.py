@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.program import (
-    LeafUses,
-    Program,
-    RowProgram,
-    find_batch_dims,
-    find_uses,
-    join,
-    named_leaves,
-    reads_argument,
-    trace,
-    without_tables,
-)
+from braidax.program import Program, join, named_leaves, trace
 
 from .accumulate import all_gradients_of, microbatches_of
 from .arithmetic import OUT_OF_RANGE, Evaluate, applied, check_same_state
@@ -36,16 +25,11 @@ from .loss import Loss
 from .packing import Held, Packing, Pull, Table
 from .placements import Rows
 from .plan import Plan, follow, shardings_of
-from .row_options import OutOfRange, RowOptions
+from .reads import RowReads, row_reads, without_rows
+from .row_options import RowOptions
 from .rows import RowState, settle_rows, stored_sharding
 from .state import State
-from .strategies import Variable
 from .touched import Touched, expected_unique
-
-LATE = "its ids are computed from parameters, so that they are not known before"
-"""Why the rows of a variable cannot be exchanged though it is read by rows only."""
-
-_BATCH = 3  # the argument of a traced loss that is the batch
 
 
 @final
@@ -68,7 +52,7 @@ class WithTables:
         mesh: Mesh,
         plan: Plan,
         *,
-        reads: "RowReads",
+        reads: RowReads,
     ) -> None:
         self._loss, self._optimizer, self._mesh = loss, optimizer, mesh
         self._microbatches = plan.microbatches
@@ -178,6 +162,16 @@ class WithTables:
         opt_state = {"dense": of_dense, "rows": states, "hot": self._hot(stored, states)}
         return replace(state, params=self._joined(dense, stored), opt_state=opt_state, tables=self._stored)
 
+    @property
+    def form(self) -> Mapping[str, tuple[str, ...]]:
+        """The mesh axes of each table."""
+        return {name: table.axes for name, table in self._tables.items()}
+
+    def renewed(self, state: State) -> State:
+        """Takes hot rows out of a settled state anew."""
+        _, stored = self._parted(state.params)
+        return replace(state, opt_state={**state.opt_state, "hot": self._hot(stored, state.opt_state["rows"])})
+
     def dense_specs(self) -> State:
         """Of the state in the form of single-device training."""
         odd = [name for name, table in self._tables.items() if table.optimizer.going_on is None]
@@ -265,57 +259,6 @@ class WithTables:
     def _whole(self, name: str, stored: jax.Array, held: Held) -> jax.Array:
         """A table as the loss has it, for an evaluation that needs more than some of its rows."""
         return self._tables[name].whole(self._settled(name, stored, held)[0])
-
-
-class RowReads(NamedTuple):
-    """How a loss reads its parameters.
-
-    **Fields:** `uses`: of each leaf. `sparse`: by name, of those whose rows can be fetched before the loss is computed.
-    `microbatches`: of how many times the loss an update consists.
-    """
-
-    uses: tuple[LeafUses, ...]
-    sparse: Mapping[str, LeafUses]
-    microbatches: int
-
-    def variables(self, root: str, options: RowOptions) -> list[Variable]:
-        """Returns what strategies are told. **Arguments:** `options`: how rows move, or why they cannot be moved."""
-
-        def variable(uses: LeafUses) -> Variable:
-            path = join(root, uses.name)
-            no_rows = options.no_rows(path) or ("" if uses.name in self.sparse else LATE)
-            return Variable(path, uses.spec, uses, no_rows, self.microbatches)
-
-        return [variable(uses) for uses in self.uses]
-
-
-def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
-    """Finds out which parameters a traced loss reads by rows, and whether that can be done ahead.
-
-    **Arguments:** `program`: of `(params, variables, key, batch)`. `microbatches`: with several, ids may not depend on
-    `variables`, which change from one to the next.
-    """
-    uses = find_uses(program)
-    sparse = {found.name: found for found in uses if found.verdict == "sparse"}
-    while sparse:
-        rows = without_tables(program, list(sparse.values()))
-        late = {lookup.name for lookup in rows.lookups if lookup.late}
-        if not late and microbatches > 1 and reads_argument(rows.ids, 1):
-            late = set(sparse)
-        if not late:
-            break
-        sparse = {name: found for name, found in sparse.items() if name not in late}
-    return RowReads(uses, sparse, microbatches)
-
-
-def without_rows(program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange) -> RowProgram:
-    """Takes tables out of a traced loss; ids are laid flat sample by sample, so that none leaves its device."""
-    paths = [use.path for uses in tables for use in uses.uses]
-    dims = find_batch_dims(program, paths, arguments=(_BATCH,))
-    leading = {path: found[1] or 0 for path, found in dims.items()}
-    return without_tables(
-        program, tables, leading=leading, out_of_range="mark" if out_of_range == "raise" else "as read"
-    )
 
 
 def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict[str, Table]:

@@ -1,0 +1,74 @@
+"""How a loss reads its parameters, and the loss without those whose rows are fetched ahead of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from braidax.program import (
+    LeafUses,
+    Program,
+    RowProgram,
+    find_batch_dims,
+    find_uses,
+    join,
+    reads_argument,
+    without_tables,
+)
+
+from .row_options import OutOfRange, RowOptions
+from .strategies import Variable
+
+LATE = "its ids are computed from parameters, so that they are not known before"
+"""Why the rows of a variable cannot be exchanged though it is read by rows only."""
+
+_BATCH = 3  # the argument of a traced loss that is the batch
+
+
+class RowReads(NamedTuple):
+    """How a loss reads its parameters.
+
+    **Fields:** `uses`: of each leaf. `sparse`: by name, of those whose rows can be fetched before the loss is computed.
+    `microbatches`: of how many times the loss an update consists.
+    """
+
+    uses: tuple[LeafUses, ...]
+    sparse: Mapping[str, LeafUses]
+    microbatches: int
+
+    def variables(self, root: str, options: RowOptions) -> list[Variable]:
+        """Returns what strategies are told. **Arguments:** `options`: how rows move, or why they cannot be moved."""
+
+        def variable(uses: LeafUses) -> Variable:
+            path = join(root, uses.name)
+            no_rows = options.no_rows(path) or ("" if uses.name in self.sparse else LATE)
+            return Variable(path, uses.spec, uses, no_rows, self.microbatches)
+
+        return [variable(uses) for uses in self.uses]
+
+
+def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
+    """Finds out which parameters a traced loss reads by rows, and whether that can be done ahead.
+
+    **Arguments:** `program`: of `(params, variables, key, batch)`. `microbatches`: with several, ids may not depend on
+    `variables`, which change from one to the next.
+    """
+    uses = find_uses(program)
+    sparse = {found.name: found for found in uses if found.verdict == "sparse"}
+    while sparse:
+        rows = without_tables(program, list(sparse.values()))
+        late = {lookup.name for lookup in rows.lookups if lookup.late}
+        if not late and microbatches > 1 and reads_argument(rows.ids, 1):
+            late = set(sparse)
+        if not late:
+            break
+        sparse = {name: found for name, found in sparse.items() if name not in late}
+    return RowReads(uses, sparse, microbatches)
+
+
+def without_rows(program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange) -> RowProgram:
+    """Takes tables out of a traced loss; ids are laid flat sample by sample, so that none leaves its device."""
+    paths = [use.path for uses in tables for use in uses.uses]
+    dims = find_batch_dims(program, paths, arguments=(_BATCH,))
+    leading = {path: found[1] or 0 for path, found in dims.items()}
+    return without_tables(
+        program, tables, leading=leading, out_of_range="mark" if out_of_range == "raise" else "as read"
+    )
