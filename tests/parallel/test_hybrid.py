@@ -157,6 +157,23 @@ def test_every_loss_on_every_mesh(loss: str, mesh: str, strategies: Any) -> None
     assert_as_on_one_device(step, LOSSES[loss], OPTIMIZERS["adagrad"], num_updates=4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        ("8 auto", HYBRID),
+        ("4x2 explicit", {"data": bx.Hybrid(), "model": bx.Hybrid()}),
+        ("4x2 auto", {"data": bx.DataParallel(), "model": bx.Hybrid()}),
+    ],
+)
+def test_every_optimizer_loss_and_mesh(optimizer: str, loss: str, mesh: str, strategies: Any) -> None:
+    step = make_step(LOSSES[loss], OPTIMIZERS[optimizer], mesh, strategies=strategies)
+    assert placed(step)["params/table"] >= {"rows"}
+    assert_as_on_one_device(step, LOSSES[loss], OPTIMIZERS[optimizer])
+
+
 def test_one_device_moves_only_rows_too() -> None:
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     step = make_step(pooled, OPTIMIZERS["adagrad"], mesh)
