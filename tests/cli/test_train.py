@@ -125,7 +125,7 @@ def test_a_language_model_trains_with_its_tables_by_rows(tmp_path: Path, monkeyp
         "--batch-size",
         "512",
     ]
-    code, output = run(*arguments)
+    code, output = run(*arguments, "--overhead", "0.1")
     assert code == 0, output
     perplexity = re.search(r"test perplexity ([\d.]+) ", output)
     assert perplexity is not None

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import braidax.parallel as bx
-from braidax.errors import ArgumentError, DataError
+from braidax.errors import ArgumentError, DataError, StateError
 from braidax.parallel.id_watch import LATE_UPDATES
 from braidax.parallel.rows import row_adagrad
 from braidax.program import compile_on
@@ -177,6 +177,50 @@ def test_options_that_cannot_work() -> None:
     with pytest.raises(ArgumentError, match=r"combine_bytes is \[1, 2\]: expected the same in all strategies"):
         two = {"data": bx.Hybrid(combine_bytes=1), "model": bx.DataParallel(combine_bytes=2)}
         make_step(pooled, OPTIMIZERS["sgd"], "4x2 auto", strategies=two)
+
+
+# Losses that cannot work, or only densely
+
+
+def assigned(params: Any, batch: Any) -> Any:
+    params["table"] = 2 * params["table"]
+    return params["table"][batch["ids"]].sum()
+
+
+def updated_inside(params: Any, batch: Any) -> Any:
+    return params["table"].at[batch["ids"][:, 0]].set(0.0)[batch["ids"]].sum()
+
+
+def by_floats(params: Any, batch: Any) -> Any:
+    return params["table"][batch["target"]].sum()
+
+
+def many_losses(params: Any, batch: Any) -> Any:
+    return params["table"][batch["ids"]].sum((1, 2))
+
+
+def test_losses_that_cannot_work() -> None:
+    with pytest.raises(StateError, match="params/table was changed in place by assigned and the change would be lost"):
+        make_step(assigned, OPTIMIZERS["sgd"])
+    with pytest.raises(TypeError, match="must have integer or boolean type, got indexer with type float32"):
+        make_step(by_floats, OPTIMIZERS["sgd"])
+    with pytest.raises(ArgumentError, match=r"a loss that is float32\[16\], expected a floating-point scalar"):
+        make_step(many_losses, OPTIMIZERS["sgd"])
+    step = make_step(updated_inside, OPTIMIZERS["sgd"])
+    assert placed(step)["params/table"] == {"replicated"}
+    assert "used whole by scatter at test_hybrid_options.py:" in step.plan.variables[-1].why
+
+
+def test_shards_may_be_empty() -> None:
+    def small(key: jax.Array) -> Any:
+        return {**init(key), "table": jax.random.normal(key, (3, 6))}  # on 8 devices
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
+        return ((params["table"][batch["ids"] % 3].sum((1, 2)) - batch["target"]) ** 2).mean(), {}
+
+    step = make_step(loss, OPTIMIZERS["adam"], init=small, strategies={"data": bx.Hybrid({"*/table": bx.Rows()})})
+    assert step.init(jax.random.key(0)).params["table"].shape == (1, 8, 6)
+    assert_as_on_one_device(step, loss, OPTIMIZERS["adam"], num_updates=2)
 
 
 def test_the_combine_threshold_reaches_the_compiler() -> None:

@@ -59,12 +59,14 @@ def _train(
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters and of the shuffle.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
+    overhead: Annotated[float | None, typer.Option(help="Instead: what part of the time they may take.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Perfetto trace to write.", show_default="OUT/trace.json")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
     processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="How many train together.")] = 1,
     restarts: Annotated[int, typer.Option(min=0, help="How often to go on when one of them has failed.")] = 0,
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
+    from braidax.checkpoint import Adaptive, Every
     from braidax.cli.machine import parse_mesh
     from braidax.cli.tasks import make_task
     from braidax.cli.train import Settings, train
@@ -83,6 +85,7 @@ def _train(
             "--image-size": image_size,
             "--seed": seed,
             "--checkpoint-every": checkpoint_every,
+            "--overhead": overhead,
             "--trace": trace,
             "--tensorboard": tensorboard,
         }
@@ -95,7 +98,7 @@ def _train(
         epochs=epochs,
         batch_size=batch_size,
         seed=seed,
-        checkpoint_every=checkpoint_every,
+        checkpoints=Every(checkpoint_every) if overhead is None else Adaptive(overhead=overhead),
     )
     train(made, settings)
 

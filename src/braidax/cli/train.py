@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import typer
 
-from braidax.checkpoint import Checkpointer, Every
+from braidax.checkpoint import Checkpointer, Interval
 from braidax.cli.machine import describe_mesh, make_mesh
 from braidax.data import DataLoader
 from braidax.loop import evaluate, fit
@@ -28,7 +28,7 @@ class Settings:
 
     **Arguments:** `out`: the folder of the run. `trace`: file for the Perfetto trace. `tensorboard`: folder for event
     files. `mesh`: size of each axis by name. `epochs`, `batch_size`: instead of the task's own. `seed`: of the first
-    parameters and of the shuffle. `checkpoint_every`: steps between checkpoints.
+    parameters and of the shuffle. `checkpoints`: when one is due.
     """
 
     out: Path
@@ -38,7 +38,7 @@ class Settings:
     epochs: int | None
     batch_size: int | None
     seed: int
-    checkpoint_every: int
+    checkpoints: Interval
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
         task.train, mesh, step.batch_shardings, batch_size=batch_size, seed=settings.seed, epochs=epochs
     )
     test = DataLoader(task.test, mesh, step.batch_shardings, batch_size=batch_size, seed=None, remainder="pad")
-    saver = Checkpointer(settings.out / "checkpoints", Every(settings.checkpoint_every))
+    saver = Checkpointer(settings.out / "checkpoints", settings.checkpoints)
     for owner in (loader, test, saver):
         stack.enter_context(owner)
     trace = Trace(max_spans=_MAX_SPANS)
