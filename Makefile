@@ -14,15 +14,15 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-bench: .venv/stamp-bench .venv-streaming/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
+bench: .venv/stamp-bench .venv-streaming/stamp .venv-torchrec/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS)
 	$(BIN)/python -m benchmarks.comm $(ARGS)
 	$(BIN)/python -m benchmarks.parax $(ARGS)
-	$(BIN)/python -m benchmarks.parallax $(ARGS)
+	$(BIN)/python -m benchmarks.parallax --torchrec .venv-torchrec/bin/python $(ARGS)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS)
 
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
-	rm -rf .venv .venv-streaming build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-streaming .venv-torchrec build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/stamp-python:
@@ -56,4 +56,11 @@ COMPILED := hatch_build.py src/braidax/comm/transports/ucx_binding.c src/braidax
 	.venv-streaming/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
 	.venv-streaming/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchvision==0.28.0'
 	.venv-streaming/bin/python -m pip install --quiet --disable-pip-version-check 'mosaicml-streaming>=0.13' 'torch==2.13.0' 'transformers<5'
+	@touch $@
+
+# torchrec asks for fbgemm-gpu, which overwrites files of fbgemm-gpu-cpu; 1.9 lacks a symbol with this torch.
+.venv-torchrec/stamp: .venv/stamp-python
+	$(PYTHON) -m venv --clear .venv-torchrec
+	.venv-torchrec/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' numpy pyre-extensions tensordict 'torchmetrics==1.0.3' tqdm
+	.venv-torchrec/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'fbgemm-gpu-cpu==1.8.0' 'torchrec==1.8.0'
 	@touch $@

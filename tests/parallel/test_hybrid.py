@@ -214,6 +214,21 @@ def test_tables_are_born_and_kept_in_parts() -> None:
     assert all({shard.data.shape[1] for shard in moment.addressable_shards} == {1} for moment in moments)
 
 
+@pytest.mark.parametrize("mesh", ["8 auto", "8 explicit"])
+def test_no_device_makes_a_whole_table(mesh: str) -> None:
+    num_rows = 100_000
+
+    def large(key: jax.Array) -> Any:
+        return {**init(key), "other": jax.random.normal(key, (num_rows, 16))}
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
+        return (params["other"][batch["ids"]] ** 2).mean(), {}
+
+    step = make_step(loss, OPTIMIZERS["sgd"], mesh, init=large)
+    compiled = step._init.lower(jax.eval_shape(lambda: jax.random.key(0))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < num_rows * 16 * 4
+
+
 def test_memory_does_not_grow_with_the_table() -> None:
     def temporary_bytes(num_rows: int) -> int:
         def large(key: jax.Array) -> Any:

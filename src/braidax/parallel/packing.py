@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from braidax.program import OUT_OF_RANGE, Lookup, RowProgram
 
@@ -49,9 +49,18 @@ class Table:
     hot: tuple[int, ...] = ()
     num_unique: int | None = None
 
-    def stored(self, table: jax.Array) -> jax.Array:
-        """Returns the table, `[V, ...]`, as it is stored: `[ceil(V / N), N, ...]`, numbers as rows of one."""
-        return to_stored(table if table.ndim > 1 else table[:, None], self.num_shards)
+    def stored(self, table: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+        """Returns the table, `[V, ...]`, as it is stored: `[ceil(V / N), N, ...]`, numbers as rows of one.
+
+        **Arguments:** `mesh`: of the devices that share the work of making the table; else each may make all of it.
+        """
+        table = table if table.ndim > 1 else table[:, None]
+        if mesh is not None:
+            by_width = table.shape[-1] >= self.num_shards
+            spec = PartitionSpec(*[None] * (table.ndim - 1), self.axes) if by_width else PartitionSpec(self.axes)
+            automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+            table = jax.lax.with_sharding_constraint(table, NamedSharding(automatic, spec))
+        return to_stored(table, self.num_shards)
 
     def whole(self, stored: jax.Array) -> jax.Array:
         """Undoes `stored`."""

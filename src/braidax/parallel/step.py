@@ -218,8 +218,8 @@ class Step:
 
         **Returns:** `Lowered(gradients, apply)`; `.compile().memory_analysis()` tells what each needs.
         """
-        state = self._state_specs
-        read = (*self._readable(state), self._batch_specs)
+        state = _with_shardings(self._state_specs, self.state_shardings)
+        read = (*self._readable(state), _with_shardings(self._batch_specs, self.batch_shardings))
         return Lowered(
             self._gradients.lower(*read),
             self._apply.lower(state.step, state.params, state.opt_state, self._gradients.eval_shape(*read)[0]),
@@ -233,6 +233,11 @@ class Step:
                 "state was given up by an earlier update, and its memory is in use again: go on with the state that "
                 "the update returned"
             )
+
+
+def _with_shardings(specs: Any, shardings: Any) -> Any:
+    """Specs of arrays that lie where a step has them: what is lowered from these is compiled once, with its calls."""
+    return jax.tree.map(lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on), specs, shardings)
 
 
 def _canonical(batch: Any) -> Any:

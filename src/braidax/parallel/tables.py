@@ -194,7 +194,7 @@ class WithTables:
 
     def _first(self, born: Born) -> State:
         dense, tables = self._parted(born.params)
-        stored = {name: self._tables[name].stored(value) for name, value in tables.items()}
+        stored = {name: self._tables[name].stored(value, self._mesh) for name, value in tables.items()}
         states = {name: table.optimizer.init(stored[name]) for name, table in self._tables.items()}
         of_dense = strong(self._optimizer.init(dense))
         opt_state = {"dense": of_dense, "rows": strong(states), "hot": strong(self._hot(stored, states))}

@@ -1,0 +1,1 @@
+"""Tables by rows against what else there is: step time, memory, and what goes over the wire."""

@@ -1,0 +1,186 @@
+"""Tables by rows: ours, all-reducing everything, XLA's own way with tables split, Horovod's gathering, TorchRec.
+
+LM1B with its whole vocabulary, DLRM with 26 tables, BERT and ResNet-50, cut so that all systems fit into memory; the
+sizes are part of each case's name. Devices are virtual and share the cores: compared are work, and the bytes that the
+compiled programs exchange. Then processes that exchange by gloo, their bytes counted at the sockets. Further: how the
+step grows with the vocabulary, whether losses go the same way, and how long BERT-base takes to plan.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from benchmarks.harness import Report, arguments
+from benchmarks.parallax import cases, models
+from benchmarks.parallax.cases import say
+from benchmarks.parallax.models import VOCABULARY
+from benchmarks.parallax.processes import against_torchrec, processes
+from benchmarks.parallax.systems import DENSE, MEASURED, OURS, PLAIN, XLA, make_mesh, systems_of
+from braidax.tasks.bert_model import Sizes
+
+NUM_DEVICES = 4
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: full, or `--quick`.
+
+    **Fields:** `cases`: their names. `rounds`: steps that are timed. `vocabulary`, `width`: of LM1B's tables.
+    `systems`: those of the models, or fewer. `dlrm_rows`: of a table at most. `bert`: with a vocabulary that
+    `NUM_DEVICES` divides, since Flax takes no other table than it has made. `stages`: of ResNet.
+    `equal_rounds`: of ours and plain data parallelism in turns. `num_processes`, `process_width`, `num_steps`: of the
+    job of processes. `curve_steps`, `curves`: which tasks.
+    """
+
+    cases: Sequence[str]
+    rounds: int
+    vocabulary: int
+    width: int
+    systems: Sequence[str] | None
+    dlrm_rows: int
+    bert: Sizes
+    stages: tuple[int, ...]
+    equal_rounds: int
+    num_processes: Sequence[int]
+    process_width: int
+    num_steps: int
+    curves: Sequence[str]
+    curve_steps: int
+
+
+FULL = Scale(
+    cases=("lm1b", "growth", "dlrm", "bert", "resnet50", "processes", "torchrec", "curves", "trace"),
+    rounds=5,
+    vocabulary=VOCABULARY,
+    width=128,
+    systems=None,
+    dlrm_rows=2_000_000,
+    bert=Sizes(30_524, positions=128, num_layers=2),
+    stages=(3, 4, 6, 3),
+    equal_rounds=30,
+    num_processes=(2, 4),
+    process_width=64,
+    num_steps=5,
+    curves=("lm1b", "dlrm", "bert"),
+    curve_steps=200,
+)
+QUICK = Scale(
+    cases=("lm1b", "processes", "trace"),
+    rounds=3,
+    vocabulary=100_000,
+    width=64,
+    systems=(OURS, PLAIN),
+    dlrm_rows=20_000,
+    bert=Sizes(4000, 32, width=64, num_layers=2, num_heads=2),
+    stages=(1, 1, 1, 1),
+    equal_rounds=6,
+    num_processes=(2,),
+    process_width=16,
+    num_steps=3,
+    curves=("lm1b",),
+    curve_steps=20,
+)
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", metavar="CASE", nargs="*", choices=tuple(_CASES), help="some of: %(choices)s")
+    parser.add_argument("--torchrec", metavar="PYTHON", help="of an environment with TorchRec, as a peer")
+    options = parser.parse_args()
+    scale, report = QUICK if options.quick else FULL, Report()
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    mesh = make_mesh()
+    for name in options.only or scale.cases:
+        start = time.perf_counter()
+        _CASES[name](report, scale, mesh, options.torchrec)
+        say(f"{name}: {time.perf_counter() - start:.0f} s")
+        jax.clear_caches()
+    return report.finish(options)
+
+
+def _lm1b(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    model = models.lm1b(scale.vocabulary, scale.width, 128 * NUM_DEVICES)
+    systems = systems_of(model, mesh)
+    if scale is QUICK:
+        del systems[DENSE], systems[MEASURED]
+    cases.language_model(report, model, mesh, systems, rounds=scale.rounds)
+
+
+def _wide(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    """As wide as published, with the systems of which four devices fit; only when asked for: init takes 40 GB yet."""
+    model = models.lm1b(scale.vocabulary, 512 if scale is FULL else scale.width, 128 * NUM_DEVICES)
+    fit = {name: system for name, system in systems_of(model, mesh).items() if name in (OURS, MEASURED, XLA)}
+    found = cases.measure(report, model, mesh, fit, rounds=scale.rounds)
+    report.at_least("wide_xla_rows", found[XLA].seconds / found[OURS].seconds, 3)
+
+
+def _growth(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    def model(vocabulary: int) -> models.Model:
+        return models.lm1b(vocabulary, scale.width, 128 * NUM_DEVICES, most=scale.vocabulary // 4 - 1)
+
+    cases.growth(report, model, scale.vocabulary, mesh, rounds=scale.rounds)
+
+
+def _dlrm(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    model = models.dlrm(scale.dlrm_rows, 512 * NUM_DEVICES)
+    found = cases.measure(report, model, mesh, _chosen(model, mesh, scale), rounds=scale.rounds)
+    cases.claim_bytes(report, found, "dlrm_bytes_formula")
+
+
+def _bert(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    model = models.bert(2 * NUM_DEVICES, scale.bert)
+    found = cases.measure(report, model, mesh, _chosen(model, mesh, scale), rounds=scale.rounds)
+    cases.claim_bytes(report, found, "bert_bytes_formula")
+
+
+def _resnet50(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    cases.equal(report, models.resnet(scale.stages, 64, 2 * NUM_DEVICES), mesh, rounds=scale.equal_rounds)
+
+
+def _processes(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    for number in scale.num_processes:
+        make = functools.partial(models.lm1b, scale.vocabulary, scale.process_width, 128 * number)
+        processes(report, number, make, count=scale.num_steps)
+
+
+def _torchrec(report: Report, scale: Scale, mesh: Mesh, python: str | None) -> None:
+    if python is None:
+        say("no --torchrec PYTHON: TorchRec is left out")
+        return
+    make = functools.partial(models.lookup, scale.vocabulary, scale.width, 128 * NUM_DEVICES, NUM_DEVICES)
+    against_torchrec(report, python, NUM_DEVICES, make, count=4 * scale.num_steps, rounds=scale.rounds // 2)
+
+
+def _curves(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    cases.curves(report, mesh, scale.curves, steps=scale.curve_steps)
+
+
+def _trace(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    cases.planning(report, mesh, rounds=scale.rounds // 2)
+
+
+def _chosen(model: models.Model, mesh: Mesh, scale: Scale) -> dict[str, cases.System]:
+    found = systems_of(model, mesh)
+    return {name: system for name, system in found.items() if scale.systems is None or name in scale.systems}
+
+
+_CASES: dict[str, Callable[[Report, Scale, Mesh, str | None], None]] = {
+    "lm1b": _lm1b,
+    "wide": _wide,
+    "growth": _growth,
+    "dlrm": _dlrm,
+    "bert": _bert,
+    "resnet50": _resnet50,
+    "processes": _processes,
+    "torchrec": _torchrec,
+    "curves": _curves,
+    "trace": _trace,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Systems that train one model, one after another or taking turns, and what is claimed of them."""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import braidax as bx
+from benchmarks.harness import Report, take_turns
+from benchmarks.parallax.models import Model
+from benchmarks.parallax.systems import DENSE, GATHER, OURS, PLAIN, XLA, System, ours, plain, split_by_hybrid
+from benchmarks.parallax.traffic import FORMULA, Formulas
+from braidax.data.sources.source import allocate
+from braidax.tasks.bert import bert
+from braidax.tasks.dlrm import dlrm
+from braidax.tasks.lm1b import lm1b
+from braidax.tasks.task import Task
+
+_WARMUP = 2
+_ALIKE = 2e-3  # losses of systems, relative: they compute the same in another order
+
+
+class Measured(NamedTuple):
+    """Of one system.
+
+    **Fields:** `seconds`: median of a step. `num_bytes`: that a device sends in one; `formula_bytes`: that it should.
+    """
+
+    seconds: float
+    num_bytes: float
+    formula_bytes: float | None
+
+
+def measure(
+    report: Report, model: Model, mesh: Mesh, systems: Mapping[str, System], *, rounds: int
+) -> dict[str, Measured]:
+    """Measures systems one after another, since together they do not fit into memory.
+
+    **Raises:** `AssertionError` when the losses of a system differ from those of ours.
+    """
+    formulas = _told(report, model, mesh)
+    found: dict[str, Measured] = {}
+    losses: list[float] = []
+    for name, make in systems.items():
+        before = _resident_bytes("VmRSS")
+        running = make(model, mesh)
+        at_init = _resident_bytes("VmHWM") - before
+        ran = running.run(model.batches(_WARMUP + rounds))
+        at_work = _resident_bytes("VmHWM") - before
+        losses = losses or ran.losses
+        np.testing.assert_allclose(ran.losses, losses, rtol=_ALIKE, err_msg=f"{model.name}, {name}")
+        steps, sent = ran.seconds[_WARMUP:], running.sent()
+        num_bytes = sent.total(statistics.mean(ran.rounds) - 1)
+        median = report.add(model.name, name, "step", "ms", [1e3 * seconds for seconds in steps]) / 1e3
+        report.add(model.name, name, "sent by a device, a step", "MB", [num_bytes / 1e6])
+        for kind, part in sorted(sent.always.items()):
+            report.add(model.name, name, f"  by {kind}", "MB", [part / 1e6])
+        report.add(model.name, name, "memory of a device", "MB", [running.memory_bytes() / 1e6])
+        report.add(model.name, name, "memory of all devices, init, measured", "MB", [at_init / 1e6])
+        report.add(model.name, name, "memory of all devices, steps, measured", "MB", [at_work / 1e6])
+        for metric, formula in (expected := formulas.of(name)).items():
+            report.add(model.name, name, metric, "MB", [formula / 1e6])
+        found[name] = Measured(median, num_bytes, expected.get(FORMULA))
+        say(f"  {name}: {1e3 * median:.1f} ms, {num_bytes / 1e6:.3f} MB, rounds {max(ran.rounds)}")
+        del running
+    return found
+
+
+def claim_bytes(report: Report, found: Mapping[str, Measured], claim: str) -> None:
+    """Claims that ours sends no more than the formula says, by a tenth."""
+    mine = found[OURS]
+    assert mine.formula_bytes is not None, "there is a formula for ours"
+    report.at_most(claim, mine.num_bytes / mine.formula_bytes, 1.1)
+
+
+def growth(report: Report, model: Callable[[int], Model], vocabulary: int, mesh: Mesh, *, rounds: int) -> None:
+    """Compares the step with that of a quarter of the vocabulary; words are those of the smaller one."""
+    running = {
+        name: ours(model(size), mesh, bx.Hybrid()) for name, size in {"V": vocabulary, "V / 4": vocabulary // 4}.items()
+    }
+    batches = model(vocabulary // 4).batches(2)
+    for one in running.values():
+        one.run(batches)
+
+    def turn(name: str) -> Callable[[], float]:
+        return lambda: statistics.median(running[name].run(batches).seconds)
+
+    figures = take_turns({name: turn(name) for name in running}, rounds=rounds)
+    for name, values in figures.items():
+        report.add(f"growth, V={vocabulary:,}", name, "step", "ms", [1e3 * value for value in values])
+    report.at_most("growth", statistics.median(figures["V"]) / statistics.median(figures["V / 4"]), 1.2)
+
+
+def equal(report: Report, model: Model, mesh: Mesh, *, rounds: int) -> None:
+    """Lets ours and the plain jit take steps in turn, of a model without tables; `resnet50_equal`."""
+    _told(report, model, mesh)
+    running = {OURS: ours(model, mesh, bx.Hybrid()), PLAIN: plain(model, mesh, ())}
+    batches = model.batches(_WARMUP)
+    losses = [one.run(batches).losses for one in running.values()]
+    np.testing.assert_allclose(*losses, rtol=_ALIKE, err_msg=model.name)
+
+    def turn(name: str) -> Callable[[], float]:
+        return lambda: running[name].run(batches[:1]).seconds[0]
+
+    figures = take_turns({name: turn(name) for name in running}, rounds=rounds)
+    formula = Formulas(model, mesh).of(PLAIN)[FORMULA]
+    for name, values in figures.items():
+        median = report.add(model.name, name, "step", "ms", [1e3 * value for value in values])
+        num_bytes = running[name].sent().total(0)
+        report.add(model.name, name, "sent by a device, a step", "MB", [num_bytes / 1e6])
+        report.add(model.name, name, FORMULA, "MB", [formula / 1e6])
+        report.add(model.name, name, "memory of a device", "MB", [running[name].memory_bytes() / 1e6])
+        say(f"  {name}: {median:.1f} ms, {num_bytes / 1e6:.3f} MB")
+    report.at_most("resnet50_equal", statistics.median(figures[OURS]) / statistics.median(figures[PLAIN]), 1.02)
+
+
+def curves(report: Report, mesh: Mesh, names: Sequence[str], *, steps: int) -> None:
+    """Trains small models on their tasks' data, with rows exchanged and with everything all-reduced."""
+    largest = 0.0
+    for name in names:
+        task = _TASKS[name](preset="tiny")
+        found = {system: _losses(task, mesh, strategy, steps) for system, strategy in _STRATEGIES.items()}
+        case = f"curves, {name} (tiny), {steps} steps"
+        for system, losses in found.items():
+            report.add(case, system, "loss, mean of the last 20", "", [statistics.mean(losses[-20:])])
+        apart = np.abs(np.array(found[OURS]) / np.array(found[DENSE]) - 1)
+        report.add(case, f"{OURS} / {DENSE} - 1", "largest difference of a step", "", [float(apart.max())])
+        say(f"  {name}: {found[OURS][0]:.4f} -> {found[OURS][-1]:.4f} {found[DENSE][-1]:.4f}, {apart.max():.2e} apart")
+        largest = max(largest, float(apart.max()))
+    report.at_most("curves", largest, 1e-3)
+
+
+def planning(report: Report, mesh: Mesh, *, rounds: int) -> None:
+    """Takes the time to trace and plan BERT-base."""
+    task = bert()
+    batch = task.train.batch_spec(task.batch_size)
+    seconds: list[float] = []
+    for _ in range(rounds):
+        jax.clear_caches()
+        start = time.perf_counter()
+        bx.parallelize(task.loss, task.optimizer(100), mesh, {"data": bx.Hybrid()}, init=task.init, batch=batch)
+        seconds.append(time.perf_counter() - start)
+    report.at_most("trace", report.add("BERT-base", OURS, "trace and plan", "s", seconds), 5)
+
+
+def language_model(report: Report, model: Model, mesh: Mesh, systems: Mapping[str, System], *, rounds: int) -> None:
+    """Measures LM1B, and claims what is said of it."""
+    found = measure(report, model, mesh, systems, rounds=rounds)
+    mine = found[OURS].seconds
+    report.at_least("lm1b_dense", found[PLAIN].seconds / mine, 10)
+    report.at_least("lm1b_xla_rows", found[XLA].seconds / mine, 3)
+    report.at_least("lm1b_gather", found[GATHER].seconds / mine, 1.5)
+    report.at_least("bytes", found[PLAIN].num_bytes / found[OURS].num_bytes, 20)
+    claim_bytes(report, found, "bytes_formula")
+
+
+def say(line: str) -> None:
+    """Prints to stderr, while the benchmark runs."""
+    print(line, file=sys.stderr, flush=True)
+
+
+_TASKS: Mapping[str, Callable[..., Task]] = {"lm1b": lm1b, "dlrm": dlrm, "bert": bert}
+_STRATEGIES = {OURS: bx.Hybrid(), DENSE: bx.DataParallel()}
+
+
+def _resident_bytes(which: str) -> int:
+    """Returns what this process has in memory: now (`VmRSS`), or at most since the last call (`VmHWM`)."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    Path("/proc/self/clear_refs").write_text("5")  # from here on the kernel keeps a new maximum
+    return int(status[which].split()[0]) * 1024
+
+
+def _losses(task: Task, mesh: Mesh, strategy: Any, steps: int) -> list[float]:
+    size, source = task.batch_size, task.train
+    spec = source.batch_spec(size)
+    optimizer = task.optimizer(steps)
+    step = bx.parallelize(task.loss, optimizer, mesh, {"data": strategy}, init=task.init, batch=spec)
+    state, random = step.init(jax.random.key(0)), np.random.default_rng(0)
+    losses: list[jax.Array] = []
+    for _ in range(steps):
+        batch = allocate(source.sample_spec, size)
+        source.read(random.choice(len(source), size, replace=False), batch)
+        state, metrics = step.update(state, batch)
+        losses.append(metrics["loss"])
+        jax.block_until_ready(state)
+    return [float(loss) for loss in losses]
+
+
+def _told(report: Report, model: Model, mesh: Mesh) -> Formulas:
+    """Reports sizes and what a step touches."""
+    formulas = Formulas(model, mesh)
+    say(f"{model.name}, {formulas.num_parameters:,} parameters, {mesh.size} devices …")
+    report.add(model.name, "model", "parameters", "", [formulas.num_parameters])
+    if formulas.touched:
+        split = split_by_hybrid(model, mesh)
+        say(f"  alpha {100 * formulas.alpha:.3g} %, Hybrid exchanges {len(split)} of {len(model.tables)} tables")
+        report.add(model.name, OURS, "tables of which rows are exchanged", "", [len(split)])
+        report.add(model.name, "model", "rows touched by a step (alpha)", "%", [100 * formulas.alpha])
+        if len(formulas.touched) <= 3:
+            for name, touched in formulas.touched.items():
+                report.add(model.name, "model", f"  of {name}", "%", [100 * touched.alpha])
+    return formulas

@@ -1,0 +1,53 @@
+"""What a process of the job does: joins the others, then takes the steps that the benchmark asks for."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+import braidax as bx
+from benchmarks.parallax.models import Model
+from benchmarks.parallax.systems import OURS, PLAIN, XLA, make_mesh, ours, plain, split_by_hybrid
+from benchmarks.parallax.traffic import FORMULA, Formulas
+from benchmarks.parax.counting import Sent
+
+SYSTEMS = (OURS, PLAIN, XLA)
+WARMUP = 2
+
+
+class Steps(NamedTuple):
+    """Of one process. **Fields:** `seconds`, `losses`: of each step. `num_bytes`: sent to other processes, a step."""
+
+    seconds: list[float]
+    losses: list[float]
+    num_bytes: float
+
+
+def join(comm: Any, port: int) -> None:
+    """Makes the ranks the processes of one `jax.distributed`, of one device each, whose service is at a port."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"127.0.0.1:{port}", comm.size, comm.rank, cluster_detection_method="deactivate")
+
+
+def formulas(comm: Any, port: int, make: Callable[[], Model]) -> dict[str, float]:
+    """Returns the bytes that a process should send in a step, by system; for what XLA chooses there is no formula."""
+    known = Formulas(make(), make_mesh())
+    return {system: known.of(system)[FORMULA] for system in (OURS, PLAIN)}
+
+
+def take_steps(comm: Any, port: int, make: Callable[[], Model], system: str, count: int) -> Steps:
+    """Takes steps, and counts what the sockets of this process send. **Arguments:** `port`: as in `join`."""
+    model, mesh = make(), make_mesh()
+    if system == OURS:
+        running = ours(model, mesh, bx.Hybrid())
+    else:
+        running = plain(model, mesh, split_by_hybrid(model, mesh) if system == XLA else ())
+    batches = model.batches(WARMUP + count)
+    warm = running.run(batches[:WARMUP])
+    comm.barrier()
+    before = Sent.now(port)
+    comm.barrier()
+    ran = running.run(batches[WARMUP:])
+    comm.barrier()
+    data, _ = Sent.now(port).since(before)
+    return Steps(ran.seconds, warm.losses + ran.losses, data / count)
