@@ -135,6 +135,7 @@ def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: p
         "--image-size": 40,
         "--seed": 5,
         "--checkpoint-every": 7,
+        "--overhead": 0.1,
         "--trace": tmp_path / "trace.json",
         "--tensorboard": tmp_path / "board",
     }

@@ -35,7 +35,13 @@ def updated(step: bx.Step, state: bx.State, seeds: range) -> bx.State:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "strategies"), [("adagrad", HYBRID), ("momentum", HYBRID), ("adam", HOT), ("adamw", HYBRID)]
+    ("optimizer", "strategies"),
+    [
+        ("momentum", HYBRID),
+        ("adam", HOT),
+        pytest.param("adagrad", HYBRID, marks=pytest.mark.slow),
+        pytest.param("adamw", HYBRID, marks=pytest.mark.slow),
+    ],
 )
 def test_training_goes_on_in_the_other_form(optimizer: str, strategies: Any) -> None:
     rows = make_step(pooled, OPTIMIZERS[optimizer], strategies=strategies)

@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "adamw": optax.adamw(SCHEDULE, weight_decay=0.1),
 }
 BOTH = {"data": bx.Hybrid(), "model": bx.Hybrid()}
+SLOW = pytest.mark.slow
 LIMIT = 3.0  # some gradients are longer, some are not
 
 
@@ -43,10 +44,10 @@ def clipped(name: str, limit: float = LIMIT) -> optax.GradientTransformation:
     ("name", "mesh", "strategies", "limit"),
     [
         ("adam", "8 explicit", HYBRID, 0.5),
-        pytest.param("sgd", "8 auto", HYBRID, LIMIT, marks=pytest.mark.slow),
+        pytest.param("sgd", "8 auto", HYBRID, LIMIT, marks=SLOW),
         ("momentum", "4x2 explicit", BOTH, LIMIT),
-        ("adagrad", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}, LIMIT),
-        ("adamw", "8 explicit", HYBRID, LIMIT),
+        pytest.param("adagrad", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}, LIMIT, marks=SLOW),
+        pytest.param("adamw", "8 explicit", HYBRID, LIMIT, marks=SLOW),
     ],
 )
 def test_ten_updates_equal_one_device(name: str, mesh: str, strategies: Any, limit: float) -> None:

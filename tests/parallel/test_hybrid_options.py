@@ -35,7 +35,7 @@ INNER = {f"params/{name}": bx.Rows(aggregate="inner") for name in TABLES}
 BOTH = {"data": bx.Hybrid(INNER), "model": bx.Hybrid()}
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("optimizer", [pytest.param("momentum", marks=pytest.mark.slow), "adam"])
 def test_hot_rows_are_replicated_and_change_nothing(optimizer: str) -> None:
     step = make_step(pooled, OPTIMIZERS[optimizer], strategies={"data": HOT})
     assert placed(step)["params/table"] == {"rows, 3 hot"}
@@ -65,7 +65,7 @@ def test_hot_rows_leave_the_exchange() -> None:
     assert num_exchanged(HOT) == 0
 
 
-@pytest.mark.parametrize("mesh", ["4x2 explicit", "4x2 auto"])
+@pytest.mark.parametrize("mesh", [pytest.param("4x2 explicit", marks=pytest.mark.slow), "4x2 auto"])
 def test_rows_aggregated_inside_hosts(mesh: str) -> None:
     step = make_step(sampled, OPTIMIZERS["adagrad"], mesh, strategies=BOTH)
     groups = step._arithmetic._packing.groups  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
