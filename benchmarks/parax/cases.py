@@ -18,7 +18,7 @@ from benchmarks.parax.counting import Counted
 NUM_PROCESSES, DEVICES_EACH = 4, 2
 SIZE = 224  # pixels
 SEQUENCE = 512  # tokens
-PIXELS = {"photos": (1600, 1200), "small photos": (SIZE, SIZE)}
+PIXELS = {"photos": (1024, 768), "small photos": (SIZE, SIZE)}
 """Width and height of the JPEG files: such that decoding is the work, and such that it is little of it."""
 
 
