@@ -223,8 +223,16 @@ def test_shards_may_be_empty() -> None:
     assert_as_on_one_device(step, loss, OPTIMIZERS["adam"], num_updates=2)
 
 
-def test_the_combine_threshold_reaches_the_compiler() -> None:
+def test_the_combine_threshold_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def noted(*args: Any, compiler_options: Any = None, **options: Any) -> Any:
+        asked.append(compiler_options)
+        return compile_on(*args, compiler_options=compiler_options, **options)
+
+    monkeypatch.setattr("braidax.parallel.step.compile_on", noted)
     step = make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(combine_bytes=1 << 20)})
+    assert asked[0] == {"xla_gpu_all_reduce_combine_threshold_bytes": 1 << 20}  # of the gradients
     _, metrics = step.update(step.init(jax.random.key(0)), make_batch())
     assert np.isfinite(metrics["loss"])
     with pytest.raises(Exception, match="no_such_option"):

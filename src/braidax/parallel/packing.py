@@ -20,6 +20,7 @@ from .rows import (
     RowState,
     from_stored,
     join_rows,
+    making_spec,
     plan_exchange,
     pull_rows,
     push_rows,
@@ -56,8 +57,7 @@ class Table:
         """
         table = table if table.ndim > 1 else table[:, None]
         if mesh is not None:
-            by_width = table.shape[-1] >= self.num_shards
-            spec = PartitionSpec(*[None] * (table.ndim - 1), self.axes) if by_width else PartitionSpec(self.axes)
+            spec = making_spec(table.shape, self.axes, self.num_shards)
             automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
             table = jax.lax.with_sharding_constraint(table, NamedSharding(automatic, spec))
         return to_stored(table, self.num_shards)

@@ -14,7 +14,6 @@ from .exchange import plan_exchange as plan_exchange
 from .hot import HotIds as HotIds
 from .hot import hot_gradient as hot_gradient
 from .hot import join_rows as join_rows
-from .hot import load_hot as load_hot
 from .hot import split_hot as split_hot
 from .hot import store_hot as store_hot
 from .islands import Pulled as Pulled
@@ -27,6 +26,7 @@ from .islands import squared_norm as squared_norm
 from .islands import update_rows as update_rows
 from .layout import from_stored as from_stored
 from .layout import init_stored as init_stored
+from .layout import making_spec as making_spec
 from .layout import stored_init as stored_init
 from .layout import stored_shape as stored_shape
 from .layout import stored_sharding as stored_sharding

@@ -58,16 +58,6 @@ def hot_gradient(axes: tuple[str, ...], hot: jax.Array, gradients: jax.Array, *,
     return island(axes, local, (split, split), PartitionSpec())(hot, gradients)
 
 
-def load_hot(axes: tuple[str, ...], stored: jax.Array, hot_ids: jax.Array) -> jax.Array:
-    """Reads the hot rows of a stored table, or of a state leaf that has its rows: `[H, ...]`, replicated."""
-
-    def local(stored: jax.Array, hot_ids: jax.Array) -> jax.Array:
-        rows = stored.at[_own(axes, stored, hot_ids)].get(mode="fill", fill_value=0)
-        return jax.lax.psum(rows.reshape(hot_ids.shape[0], *stored.shape[2:]), axes)
-
-    return island(axes, local, (stored_spec(axes), PartitionSpec()), PartitionSpec())(stored, hot_ids)
-
-
 def store_hot(axes: tuple[str, ...], stored: jax.Array, hot_ids: jax.Array, hot: jax.Array) -> jax.Array:
     """Writes hot rows `[H, ...]` back to where the stored table has them."""
 

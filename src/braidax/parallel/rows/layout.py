@@ -62,6 +62,15 @@ def from_stored(stored: jax.Array, num_rows: int) -> jax.Array:
     return stored.reshape(-1, *stored.shape[2:])[:num_rows]
 
 
+def making_spec(shape: tuple[int, ...], axes: tuple[str, ...], num_shards: int) -> PartitionSpec:
+    """Returns how the work of making a table, `[V, ...]`, is divided before it is brought into its stored form.
+
+    By its width, or by rows where it is narrower than N: the compiler sees no division through the reshape.
+    """
+    by_width = len(shape) > 1 and shape[-1] >= num_shards
+    return PartitionSpec(*[None] * (len(shape) - 1), axes) if by_width else PartitionSpec(axes)
+
+
 def init_stored(
     init: Callable[[jax.Array], jax.Array], key: jax.Array, *, mesh: Mesh, axes: tuple[str, ...]
 ) -> jax.Array:
@@ -86,10 +95,9 @@ def stored_init(init: Callable[[jax.Array], jax.Array], *, mesh: Mesh, axes: tup
     sharding = stored_sharding(mesh, axes)
 
     def spread(key: jax.Array) -> jax.Array:
-        # Left alone, the compiler would make the whole table on every device: it sees no division through the reshape.
+        # Left alone, the compiler would make the whole table on every device.
         table = init(key)
-        by_width = table.ndim > 1 and table.shape[-1] >= num_shards
-        spec = PartitionSpec(*[None] * (table.ndim - 1), axes) if by_width else PartitionSpec(axes)
+        spec = making_spec(table.shape, axes, num_shards)
         return to_stored(jax.lax.with_sharding_constraint(table, spec), num_shards)
 
     def make(key: jax.Array) -> jax.Array:
