@@ -19,6 +19,7 @@ bench: .venv/stamp-bench .venv-streaming/stamp .venv-torchrec/stamp  ## Run the 
 	$(BIN)/python -m benchmarks.comm $(ARGS)
 	$(BIN)/python -m benchmarks.parax $(ARGS)
 	$(BIN)/python -m benchmarks.parallax --torchrec .venv-torchrec/bin/python $(ARGS)
+	$(BIN)/python -m benchmarks.checkfreq $(ARGS)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS)
 
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.

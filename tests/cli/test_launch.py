@@ -140,8 +140,10 @@ def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: p
         "--tensorboard": tmp_path / "board",
     }
     words = [str(word) for option in options.items() for word in option]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     result = CliRunner().invoke(app, ["train", "wide_resnet", *words, "--processes", "2", "--restarts", "4"])
     assert result.exit_code == 3, result.output
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == handlers
     assert seen == [(Program("braidax.cli", ("train", "wide_resnet", *words), "module"), 2, 4)]
     shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
     offered = set(re.findall(r"--[a-z][a-z-]+", shown))

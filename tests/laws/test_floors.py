@@ -28,6 +28,7 @@ ALWAYS_THERE = {"jaxlib"}  # comes with JAX
 DISTRIBUTIONS = {
     "cv2": "opencv_python_headless",
     "google": "protobuf",
+    "orbax": "orbax_checkpoint",
     "libucx": "libucx_cu12",
     "sklearn": "scikit_learn",
     "tensorflow": "tensorflow_cpu",

@@ -164,15 +164,37 @@ def _launch(
 
 @app.command("inspect")
 def _inspect(
-    path: Annotated[str, typer.Argument(help="A file or folder of samples, a pattern, or a URL.", metavar="PATH")],
+    path: Annotated[str, typer.Argument(help="Samples: a file, folder, pattern or URL; or checkpoints: a folder.")],
     columns: Annotated[str | None, typer.Option(help="Of a table or of records, such as text,label.")] = None,
     split: Annotated[str | None, typer.Option(help="Such as train or test, where a format has splits.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Show batches on this mesh, such as data=4,model=2.")] = None,
     spec: Annotated[str, typer.Option(help="Mesh axes per dim of a batch: data, or data+model,-.")] = "data",
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Plan for a mesh over so many, simulated.")] = None,
+    check: Annotated[
+        Literal["newest", "all", "none"] | None,
+        typer.Option(help="Whose arrays are read and checked, of checkpoints.", show_default="newest"),
+    ] = None,
 ) -> None:
-    """Show what the loader would see: format, files, samples and, given a mesh, the layout of a batch."""
+    """Show what the loader would see, with a batch's layout given a mesh; or what checkpoints there are and verify."""
+    from braidax.cli.inspect_checkpoint import inspect_checkpoint, is_checkpoint
+
+    if is_checkpoint(Path(path)):
+        of_samples = {
+            "columns": columns,
+            "split": split,
+            "mesh": mesh,
+            "batch-size": batch_size,
+            "processes": processes,
+        }
+        for name, value in of_samples.items():
+            if value is not None:
+                raise typer.BadParameter(f"{path} has checkpoints, and --{name} is of samples; leave it out")
+        inspect_checkpoint(Path(path), check=check or "newest", console=Console())
+        return
+    if check is not None:
+        raise typer.BadParameter(f"--check is of checkpoints, and {path} has none; leave it out, or correct the path")
+
     from braidax.cli.inspect import inspect
     from braidax.cli.machine import parse_mesh, parse_spec
     from braidax.data import open as open_source

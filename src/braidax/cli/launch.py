@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -52,22 +54,22 @@ def launch(program: Program, where: Where, *, restarts: int = 0, transport: str 
             f"{started.origin} has started {started.size} processes already, and each would start its own; leave out "
             "--processes, --hosts and --gang"
         )
-    signal.signal(signal.SIGTERM, _terminated)
-    signal.signal(signal.SIGHUP, _terminated)
-    if where.hosts is not None:
-        hosts = read_hosts(where.hosts)
-        code = launch_over_ssh(program, hosts, remote=where.remote, restarts=restarts, transport=transport)
-    elif where.gang is not None:
-        code = _launch_on_gang(program, where, restarts, transport)
-    elif where.processes is not None:
-        code = launch_here(program, where.processes, restarts=restarts, transport=transport)
-    elif started is not None:
-        _become(started, program, restarts)
-    else:
+    if where.hosts is None and where.gang is None and where.processes is None:
+        if started is not None:
+            _become(started, program, restarts)
         raise ArgumentError(
             "--processes is not given: say how many processes to start, or on which --hosts; or let srun or mpirun "
             "start `braidax launch`"
         )
+    with _terminating():
+        if where.hosts is not None:
+            hosts = read_hosts(where.hosts)
+            code = launch_over_ssh(program, hosts, remote=where.remote, restarts=restarts, transport=transport)
+        elif where.gang is not None:
+            code = _launch_on_gang(program, where, restarts, transport)
+        else:
+            assert where.processes is not None
+            code = launch_here(program, where.processes, restarts=restarts, transport=transport)
     raise typer.Exit(code)
 
 
@@ -100,7 +102,17 @@ def _become(place: Place, program: Program, restarts: int) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *program.command])
 
 
+@contextmanager
+def _terminating() -> Generator[None]:
+    """Has SIGTERM and SIGHUP end all ranks as Ctrl-C does, rather than leave them to be killed at once."""
+    before = {number: signal.signal(number, _terminated) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends all ranks as Ctrl-C does, rather than leave them to be killed at once."""
     signal.signal(number, signal.SIG_IGN)
     raise typer.Exit(128 + number)
