@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.program import Program, difference, trace
+from braidax.program import Program, difference, trace, with_sums_behind_loops
 
 from .accumulate import all_gradients_of
 from .arrays import strong
@@ -127,7 +127,7 @@ class Whole:
             variables=jax.tree.map(lambda _: replicated, self._specs.variables),
             key=replicated,
         )
-        self._program = program
+        self._program = summed_once(program, mesh)
         self._apply = self._traced_apply()
 
     @property
@@ -202,6 +202,11 @@ def applied(optimizer: optax.GradientTransformation, params: Any, opt_state: Any
     """Returns the next parameters and optimizer state, with strong types."""
     updates, opt_state = optimizer.update(gradients, opt_state, params)
     return strong(optax.apply_updates(params, updates)), strong(opt_state)
+
+
+def summed_once(program: Program, mesh: Mesh) -> Program:
+    """Returns a loss to be differentiated: where devices sum gradients, those of weights in loops behind the loops."""
+    return with_sums_behind_loops(program) if mesh.size > 1 else program
 
 
 def check_same_state(expected: Any, got: Any) -> None:

@@ -16,7 +16,7 @@ from braidax.errors import ArgumentError
 from braidax.program import Program, join, named_leaves, trace
 
 from .accumulate import all_gradients_of, microbatches_of
-from .arithmetic import OUT_OF_RANGE, Evaluate, applied, check_same_state
+from .arithmetic import OUT_OF_RANGE, Evaluate, applied, check_same_state, summed_once
 from .arrays import strong
 from .dense_form import Form, form_of, joined_state, parted_state
 from .hot_tables import HotTable, hot_table, with_hot_rows
@@ -63,7 +63,7 @@ class WithTables:
         self.initial = trace(lambda key: self._first(born(key)), *born.in_specs)
         self._specs: State = self.initial.out_specs
         rows = without_rows(program, [reads.sparse[name] for name in self._tables], options.out_of_range)
-        self._ids, self._fed = rows.ids, rows.fed()
+        self._ids, self._fed = rows.ids, summed_once(rows.fed(), mesh)
         self._packing = Packing(list(self._tables.values()), rows, mesh, microbatches=self._microbatches)
         self.state_shardings = self._shardings(plan)
         dense, _ = self._parted(self.state_shardings.params)

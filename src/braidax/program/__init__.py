@@ -9,6 +9,7 @@ from .costs import Cost as Cost
 from .costs import cost_of as cost_of
 from .elementwise import ELEMENTWISE as ELEMENTWISE
 from .execute import compile_on as compile_on
+from .loops import with_sums_behind_loops as with_sums_behind_loops
 from .marks import mark_gradient as mark_gradient
 from .names import difference as difference
 from .names import join as join
