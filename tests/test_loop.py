@@ -16,7 +16,7 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.loop import evaluate, fit
-from braidax.parallel import DataParallel, Step, parallelize
+from braidax.parallel import DataParallel, Plan, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
 
@@ -92,6 +92,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
             fit(step, step.init(jax.random.key(0)), loader, saver=saver)
         assert raised.value.args == ending.args
         assert saver.num_updates == 7
+        assert Plan.from_json(saver.notes["plan"]) == step.plan
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

@@ -1,9 +1,10 @@
 """Checkpoints: ours against Orbax (behind the step, with and without OCDBT) and against saves that block.
 
-A network and its Adam state of 528 MB train on CPU by a step that donates. Measured: by how much a checkpoint holds up
-the next step and the run, how long until it is durable and until it is restored, peak memory, overhead against
-frequency and the highest frequency at 3.5 %, whether `Adaptive` keeps its budget beside a process that disturbs, and
-how many updates are lost when the process is killed. Everything is fsynced by all.
+A network and its Adam state of 528 MB train on CPU by a step that donates. Measured: by how much longer a checkpoint
+makes the run (`stall`: the call, and what the steps beside it are slower; of that, what falls on the next update), how
+long until it is durable and until it is restored, peak memory, overhead against frequency and the highest frequency at
+3.5 %, whether `Adaptive` keeps its budget beside a process that disturbs, and how many updates are lost when the
+process is killed. Everything is fsynced by all.
 """
 
 import logging

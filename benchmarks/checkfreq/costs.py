@@ -22,16 +22,16 @@ _FLOOR = "raw write + fsync"
 class Cost(NamedTuple):
     """Of one checkpoint, in seconds, and in steps.
 
-    **Fields:** `step`: one in peace. `calls`: in `save` and in `before_apply`, some of which passes while the gradients
-    are computed. `stall`: by how much later the next update was done. `total`: by how much later all steps were done
-    until the checkpoint was there, and two more. `until_named`: from `save` until it had its name, behind training.
-    `num_steps`: after which it was seen.
+    **Fields:** `step`: one in peace. `calls`: in `save` and in `before_apply`; of the latter much passes while the
+    gradients are computed. `later`: by how much later the next update was done. `stall`: by how much longer training
+    took: the call, and all steps until the checkpoint was there and two more, as far as they were slower.
+    `until_named`: from `save` until it had its name, behind training. `num_steps`: after which it was seen.
     """
 
     step: float
     calls: float
+    later: float
     stall: float
-    total: float
     until_named: float
     num_steps: int
 
@@ -45,16 +45,16 @@ def measure_costs(
     def turn(name: str, system: System) -> Callable[[], float]:
         def run() -> float:
             found[name].append(_cost(trainer, system))
-            return found[name][-1].total
+            return found[name][-1].stall
 
         return run
 
     take_turns({name: turn(name, system) for name, system in systems.items()}, rounds=rounds + 1)
     for name, costs in found.items():
         del costs[0]
-        report.add(case, name, "stall, a checkpoint", "ms", [1e3 * cost.stall for cost in costs])
+        report.add(case, name, "stall: added to the run, a checkpoint", "ms", [1e3 * cost.stall for cost in costs])
+        report.add(case, name, "of it in the next update", "ms", [1e3 * cost.later for cost in costs])
         report.add(case, name, "in calls, a checkpoint", "ms", [1e3 * cost.calls for cost in costs])
-        report.add(case, name, "added to the run, a checkpoint", "ms", [1e3 * cost.total for cost in costs])
         report.add(case, name, "until it has its name, behind training", "s", [cost.until_named for cost in costs])
     report.add(case, "no checkpoints", "step", "ms", [1e3 * cost.step for costs in found.values() for cost in costs])
     return found
@@ -139,8 +139,8 @@ def _cost(trainer: Trainer, system: System) -> Cost:
     named = system.newest.stat().st_ctime  # of its rename
     calm += [trainer.advance(system.before_apply) for _ in range(NUM_CALM)]
     step = statistics.mean(calm)
-    total = first + sum(rest) - (1 + len(rest)) * step
-    return Cost(step, calls, first - step, total, named - begun, 1 + len(rest) - _NUM_SETTLING)
+    stall = first + sum(rest) - (1 + len(rest)) * step
+    return Cost(step, calls, first - step, stall, named - begun, 1 + len(rest) - _NUM_SETTLING)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -26,9 +26,9 @@ def affordable(costs: Sequence[Cost]) -> int:
     Nor does one begin before the last is there.
     """
     step = statistics.median(cost.step for cost in costs)
-    total = statistics.median(cost.total for cost in costs)
+    stall = statistics.median(cost.stall for cost in costs)
     num_steps = math.ceil(statistics.median(cost.num_steps for cost in costs))
-    return max(num_steps, math.ceil(total / (OVERHEAD * step)), 1)
+    return max(num_steps, math.ceil(stall / (OVERHEAD * step)), 1)
 
 
 def measure_curve(
@@ -92,11 +92,11 @@ def extended(curve: Curve, costs: Mapping[str, Sequence[Cost]], until: int) -> C
     whole: Curve = {}
     for name, shares in curve.items():
         step = statistics.median(cost.step for cost in costs[name])
-        total = statistics.median(cost.total for cost in costs[name])
+        stall = statistics.median(cost.stall for cost in costs[name])
         whole[name] = dict(shares)
         distance = 2 * max(shares)
         while distance <= until:
-            whole[name][distance] = total / (distance * step)
+            whole[name][distance] = stall / (distance * step)
             distance *= 2
     return whole
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from braidax.checkpoint import Checkpointer, Preemption
+from braidax.checkpoint import Preemption, Saver
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.parallel import Step
@@ -23,7 +23,7 @@ def fit(
     state: Any,
     loader: DataLoader,
     *,
-    saver: Checkpointer | None = None,
+    saver: Saver | None = None,
     report: Report | None = None,
     test: DataLoader | None = None,
 ) -> Any:
@@ -35,12 +35,14 @@ def fit(
 
     **Arguments:** `step`: from `braidax.parallelize`. `state`: from `step.init`; it is donated. `loader`: batches as
     `step` takes them. `saver`: restores before the first step, and is shown the state and the loader's cursor after
-    each one. `report`: what is shown and written; nothing by default. `test`: if given, evaluated after each epoch.
+    each one; the plan is in its notes. `report`: what is shown and written; nothing by default. `test`: if given,
+    evaluated after each epoch.
 
     **Returns:** the state after the last step; a run that was over already trains no more.
     """
     before_apply = None if saver is None else saver.wait
     if saver is not None:
+        saver.notes["plan"] = step.plan.to_json()
         state, loader.cursor = saver.restore((state, loader.cursor))
     report = Report(show="nothing") if report is None else report
     begun, batches = loader.cursor, iter(loader)
@@ -96,7 +98,7 @@ def _length(loader: DataLoader) -> tuple[RunLength, int]:
 
 
 @contextlib.contextmanager
-def _preempted(saver: Checkpointer | None) -> Generator[Callable[[], bool], None, None]:
+def _preempted(saver: Saver | None) -> Generator[Callable[[], bool], None, None]:
     """Says after an update whether the job was asked to end, if there is something to save."""
     if saver is None:
         yield lambda: False

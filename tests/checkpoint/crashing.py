@@ -5,6 +5,7 @@ JSON, `{"seed", "num_processes"}`; the answer is one, of how it went.
 """
 
 import json
+import mmap
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import Checkpointer, Every
+from braidax.checkpoint import Checkpointer, Every, checkpointer, persist
+from braidax.checkpoint.retention import Retention
+from braidax.checkpoint.snapshot import Held
 
+PHASES = ("step", "snapshot", "write", "commit", "cleanup")
+"""What a process that saves is busy with, as far as its checkpoint goes."""
+
+_WATCH_SECONDS = 2.0  # until a phase is given up that a seed aims at
 SHAPES = {"split": (64, 2048), "replicated": (32, 1024), "small": (3,)}
 
 
@@ -33,6 +41,27 @@ def begin() -> dict[str, Any]:
 def advance(content: Any, step: int) -> Any:
     """One step, element by element, so that parts of arrays may take it as well."""
     return content * np.float32(1.0001) + np.float32(step)
+
+
+def note_phases(note: Callable[[int], None]) -> None:
+    """Has this process note the phase that it is in, also for those who look at it when it is dead."""
+
+    def mark(owner: Any, name: str, during: str, behind: str) -> None:
+        original = getattr(owner, name)
+
+        def marked(*arguments: Any, **keywords: Any) -> Any:
+            note(PHASES.index(during))
+            result = original(*arguments, **keywords)
+            note(PHASES.index(behind))
+            return result
+
+        setattr(owner, name, marked)
+
+    mark(checkpointer, "hold", "snapshot", "snapshot")
+    mark(Held, "copy", "snapshot", "step")
+    mark(persist, "write", "write", "commit")
+    mark(persist, "commit", "commit", "step")
+    mark(Retention, "apply", "cleanup", "step")
 
 
 def save_until_killed(folder: Path, process: int, num_processes: int, port: int, progress: int) -> None:
@@ -80,13 +109,17 @@ def save_until_killed(folder: Path, process: int, num_processes: int, port: int,
 
 
 def trial(folder: Path, seed: int, num_processes: int) -> dict[str, Any]:
-    """Starts processes, kills one or all of them at a moment that the seed decides, and then the rest."""
+    """Starts processes, kills one or all of them at a moment that the seed decides, and then the rest.
+
+    The moment is anywhere, or soon after one of the phases of a checkpoint has begun.
+    """
     moments = random.Random(seed)
+    phases = mmap.mmap(-1, num_processes)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     told, tell = os.pipe()
-    pids = [_fork(folder, process, num_processes, port, tell) for process in range(num_processes)]
+    pids = [_fork(folder, process, num_processes, port, tell, phases) for process in range(num_processes)]
     os.close(tell)
     victims = moments.choice([pids, *([pid] for pid in pids)])
     num_told, last = moments.randrange(1, 10 * num_processes), 0
@@ -95,9 +128,13 @@ def trial(folder: Path, seed: int, num_processes: int) -> dict[str, Any]:
         if not word:
             break
         last = max(last, int.from_bytes(word, "little"))
-    end = time.perf_counter() + moments.random() * 0.03
-    while time.perf_counter() < end:
-        pass
+    aim = moments.choice(PHASES)
+    if aim == "step":
+        _spin(moments.random() * 0.03, lambda: False)
+    else:
+        watched = 0 if aim == "cleanup" else pids.index(victims[0])  # process 0 alone cleans up
+        _spin(_WATCH_SECONDS, lambda: phases[watched] == PHASES.index(aim))
+        _spin(moments.choice([0.0, 0.0003, 0.003]) * moments.random(), lambda: False)
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     time.sleep(moments.random() * 0.05)
@@ -112,16 +149,24 @@ def trial(folder: Path, seed: int, num_processes: int) -> dict[str, Any]:
         "seed": seed,
         "num_processes": num_processes,
         "killed": [pids.index(pid) for pid in victims],
+        "phases": [PHASES[phase] for phase in phases[:]],
         "last": last,
         "statuses": statuses,
         "left": {path.name: sorted(file.name for file in path.iterdir()) for path in folder.glob(".step*")},
     }
 
 
-def _fork(folder: Path, process: int, num_processes: int, port: int, progress: int) -> int:
+def _spin(seconds: float, until: Callable[[], bool]) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end and not until():
+        pass
+
+
+def _fork(folder: Path, process: int, num_processes: int, port: int, progress: int, phases: mmap.mmap) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            note_phases(lambda phase: phases.__setitem__(process, phase))
             save_until_killed(folder, process, num_processes, port, progress)
         except BaseException:  # noqa: BLE001 - nothing of a child may go on as its parent
             traceback.print_exc()

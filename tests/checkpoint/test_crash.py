@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from braidax.checkpoint import Checkpointer, Every, restore
-from tests.checkpoint.crashing import SHAPES, advance, begin
+from tests.checkpoint.crashing import PHASES, SHAPES, advance, begin
 from tests.laws.tree import ROOT
 
 LIMIT = 60
@@ -85,7 +86,7 @@ def crash(folder: Path, seeds: range, log: Path) -> None:
 
 
 def test_kill_at_any_moment_loses_no_finished_checkpoint(tmp_path: Path) -> None:
-    crash(tmp_path / "run", range(8), tmp_path / "log.jsonl")
+    crash(tmp_path / "run", range(20), tmp_path / "log.jsonl")
 
 
 @pytest.mark.slow
@@ -95,7 +96,9 @@ def test_kill_at_many_moments_loses_no_finished_checkpoint(tmp_path: Path) -> No
     crash(tmp_path / "run", range(1000, 1320), log)
     found = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(found) == 320
-    assert {tuple(line["killed"]) for line in found} == {(0,), (1,), (0, 1)}
+    assert {(line["num_processes"], *line["killed"]) for line in found} == {(1, 0), (2, 0), (2, 1), (2, 0, 1)}
+    hit = Counter(line["phases"][process] for line in found for process in line["killed"])
+    assert all(hit[phase] >= 10 for phase in PHASES[1:]), hit
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import snapshot
 from braidax.checkpoint.leaves import Leaf, describe, named_leaves
+from braidax.checkpoint.manifest import PAGE_BYTES
 from braidax.checkpoint.snapshot import Memory, Snapshot, hold
 from braidax.errors import CheckpointError
 
@@ -111,6 +112,16 @@ def test_memory_is_used_again() -> None:
     np.testing.assert_array_equal(arrays(second)["n"], np.zeros(5))
     third = hold({"x": jnp.ones(2000)}, memory).copy()
     assert not np.shares_memory(second.memory, third.memory)
+
+
+def test_memory_begins_on_a_page() -> None:
+    memory = Memory()
+    for num_bytes in (1, 4095, 5000, 1 << 20, 9 << 20, 7):
+        taken = memory.take(num_bytes)
+        assert (taken.dtype, taken.shape) == (np.uint8, (num_bytes,))
+        assert taken.ctypes.data % PAGE_BYTES == 0
+        taken[:] = 1
+    assert hold({"x": jnp.ones(1000)}).copy().memory.ctypes.data % PAGE_BYTES == 0
 
 
 def test_a_snapshot_owns_its_memory() -> None:

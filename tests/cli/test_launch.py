@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from braidax.cli import app
 from braidax.gang.program import Program
 from tests.gang.programs import wait_until_gone
-from tests.gang.test_launch import JOIN
+from tests.gang.test_launch import JOIN, SAVE, STOPS
+from tests.laws.tree import ROOT
 from tests.tasks.archives import write_mnist
 
 COMMAND = [sys.executable, "-m", "braidax.cli"]
@@ -29,6 +30,25 @@ total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(whole)
 seen = f"{jax.process_count()} {jax.device_count()} {float(total)} {sys.argv[1:]}"
 pathlib.Path(f"seen-{jax.process_index()}").write_text(seen)
 """
+
+
+FIT = """
+import jax, numpy as np, optax
+import braidax as bx
+from tests.trained_together import init, loss
+samples = {"x": np.ones((48, 4), np.float32), "y": np.arange(48, dtype=np.float32)}
+source, mesh = bx.open(samples), jax.make_mesh((2,), ("data",))
+strategies = {"data": bx.DataParallel()}
+step = bx.parallelize(loss, optax.adam(0.1), mesh, strategies, init=init, batch=source.batch_spec(8))
+metrics = "run/metrics.jsonl" if jax.process_index() == 0 else None
+report = bx.Report(show="plain" if metrics else "nothing", metrics=metrics)
+with (
+    bx.DataLoader(source, mesh, step.batch_shardings, batch_size=8, seed=1, epochs=None) as loader,
+    bx.Checkpointer("run/checkpoints", bx.Every(10_000)) as saver,
+):
+    bx.fit(step, step.init(jax.random.key(2)), loader, saver=saver, report=report)
+"""
+DIGITS = ["train", "digits", "--processes", "2", "--mesh", "data=2", "--batch-size", "32", "--epochs", "1000"]
 
 
 def run(*arguments: str | Path, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -56,16 +76,60 @@ def test_a_program_is_joined_to_one_jax(tmp_path: Path) -> None:
     ("number", "code", "told"),
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")],
 )
-def test_a_signal_ends_all_ranks(tmp_path: Path, number: int, code: int, told: str) -> None:
-    (tmp_path / "program.py").write_text(JOIN + "print('pid', os.getpid())\ntime.sleep(600)\n")
-    command = [*COMMAND, "launch", "-n", "2", "--initialize", "nothing", "program.py"]
+def test_a_signal_stops_all_ranks_when_they_have_saved(tmp_path: Path, number: int, code: int, told: str) -> None:
+    (tmp_path / "program.py").write_text(JOIN + SAVE + "print('pid', os.getpid())\ntime.sleep(600)\n")
+    command = [*COMMAND, "launch", "-n", "2", "--grace-seconds", "20", "--initialize", "nothing", "program.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (code, told)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (code, STOPS.format(20) + "\n" + told)
+    assert sorted(output.splitlines()) == ["[0] saved", "[1] saved"]
     wait_until_gone(pids, seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["launch", "-n", "2", "program.py"], pytest.param([*DIGITS, "--out", "run"], marks=pytest.mark.slow)],
+)
+def test_a_run_that_is_stopped_takes_a_last_checkpoint_and_goes_on(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "program.py").write_text(FIT)
+    # The second run takes over what the first has compiled: the test is about the end, not about the compiler.
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    reached = [0]
+    for _ in range(2):
+        with subprocess.Popen(
+            [*COMMAND, *command],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            try:
+                next(line for line in process.stdout if re.match(r"\[0\] step \d+", line))
+                process.send_signal(signal.SIGTERM)
+                output, errors = process.communicate(timeout=100)
+            finally:
+                process.kill()
+        assert process.returncode == 143, output + errors
+        assert STOPS.format(30) in errors.splitlines()
+        assert "had to kill" not in errors
+        steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+        assert checkpoints[-1] == f"step-{steps[-1]:08d}"
+        assert steps == list(range(1, steps[-1] + 1))
+        assert steps[-1] > reached[-1]
+        reached.append(steps[-1])
 
 
 def test_the_exit_code_is_passed_on(tmp_path: Path) -> None:
@@ -104,6 +168,18 @@ def test_a_program_runs_on_dask(tmp_path: Path) -> None:
         ),
         (["--restarts", "1"], {"PMI_RANK": "0", "PMI_SIZE": "1"}, "error: --restarts 1: pmi has started this process"),
         (["-n", "0"], {}, "Invalid value for '--processes'"),
+        (["-n", "1", "--grace-seconds", "-1"], {}, "Invalid value for '--grace-seconds'"),
+        (["-n", "1", "--grace-seconds", "inf"], {}, "error: grace_seconds=inf: expected a finite number"),
+        (
+            ["--gang", "ray", "-n", "2", "--grace-seconds", "9"],
+            {},
+            "error: --grace-seconds 9: --gang ray ends its ranks at once; leave it out",
+        ),
+        (
+            ["--grace-seconds", "9"],
+            {"PMI_RANK": "0", "PMI_SIZE": "1"},
+            "error: --grace-seconds 9: pmi has started this process, and ends it by its own rules",
+        ),
     ],
 )
 def test_wrong_input_is_named_without_a_traceback(
@@ -118,10 +194,12 @@ def test_wrong_input_is_named_without_a_traceback(
 
 def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(tmp_path / "mnist")
-    seen: list[tuple[Program, int, int]] = []
+    seen: list[tuple[Program, int, int, float]] = []
 
-    def launch_here(program: Program, num_processes: int, *, restarts: int, transport: str) -> int:
-        seen.append((program, num_processes, restarts))
+    def launch_here(
+        program: Program, num_processes: int, *, restarts: int, transport: str, grace_seconds: float
+    ) -> int:
+        seen.append((program, num_processes, restarts, grace_seconds))
         return 3
 
     monkeypatch.setattr("braidax.cli.launch.launch_here", launch_here)
@@ -141,13 +219,14 @@ def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: p
     }
     words = [str(word) for option in options.items() for word in option]
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
-    result = CliRunner().invoke(app, ["train", "wide_resnet", *words, "--processes", "2", "--restarts", "4"])
+    together = ["--processes", "2", "--restarts", "4", "--grace-seconds", "9"]
+    result = CliRunner().invoke(app, ["train", "wide_resnet", *words, *together])
     assert result.exit_code == 3, result.output
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == handlers
-    assert seen == [(Program("braidax.cli", ("train", "wide_resnet", *words), "module"), 2, 4)]
+    assert seen == [(Program("braidax.cli", ("train", "wide_resnet", *words), "module"), 2, 4, 9.0)]
     shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
     offered = set(re.findall(r"--[a-z][a-z-]+", shown))
-    assert offered == {*options, "--processes", "--restarts", "--help"}
+    assert offered == {*options, "--processes", "--restarts", "--grace-seconds", "--help"}
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
 """Launching on this machine: a program is what `python` would make of it, and its processes end together."""
 
+import functools
 import io
 import re
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from braidax.errors import ArgumentError
 from braidax.gang import launch
+from braidax.gang.processes import Processes
 from braidax.gang.program import Program
 from tests.gang.programs import wait_until_gone
 
@@ -21,6 +24,22 @@ comm = from_environment()
 assert comm.all_reduce(np.ones(1))[0] == comm.size
 """
 
+SAVE = """
+def save(*signal):
+    time.sleep(0.3)
+    print("saved", flush=True)
+    os._exit(0)
+
+def ready():
+    comm.barrier()
+    print("ready", flush=True)
+    comm.barrier()
+
+signal.signal(signal.SIGTERM, save)
+"""
+INTERRUPTED = -2
+STOPS = "braidax launch: stops; the ranks have {} s to save and end, Ctrl-C ends them at once"
+
 Launch = Callable[..., tuple[int, list[str]]]
 
 
@@ -28,16 +47,25 @@ Launch = Callable[..., tuple[int, list[str]]]
 def run(tmp_path: Path) -> Launch:
     """Returns a function that launches the text of a script, without JAX, and returns exit code and lines."""
 
-    def run_script(text: str, *arguments: str, size: int = 2, restarts: int = 0) -> tuple[int, list[str]]:
+    def run_script(text: str, *arguments: str, size: int = 2, **options: Any) -> tuple[int, list[str]]:
         script = tmp_path / "scripts" / "program.py"
         script.parent.mkdir(exist_ok=True)
         script.write_text(dedent(text))
         log = io.StringIO()
         program = Program(str(script), arguments, initialize="nothing")
-        code = launch.launch_here(program, size, restarts=restarts, log=log)
+        try:
+            code = launch.launch_here(program, size, log=log, **options)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
         return code, log.getvalue().splitlines()
 
     return run_script
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has everything that is not told to stop killed at once."""
+    monkeypatch.setattr(launch, "Processes", functools.partial(Processes, grace_seconds=0.0))
 
 
 def test_a_script_sees_what_python_would_show_it(run: Launch, tmp_path: Path) -> None:
@@ -164,6 +192,64 @@ def test_what_the_others_have_started_ends_too(run: Launch) -> None:
     wait_until_gone([int(pid) for pid in pids.split()[2:]], seconds=5)
 
 
+@pytest.mark.usefixtures("hurried")
+def test_ranks_have_time_to_save_when_all_are_stopped(run: Launch) -> None:
+    text = JOIN + SAVE + "ready()\nif comm.rank == 0:\n    os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n"
+    code, lines = run(text)
+    assert code == INTERRUPTED
+    assert sorted(lines) == ["[0] ready", "[0] saved", "[1] ready", "[1] saved", STOPS.format(30)]
+
+
+def test_who_has_not_saved_in_time_is_killed_and_named(run: Launch) -> None:
+    text = (
+        JOIN
+        + SAVE
+        + dedent("""
+        if comm.rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready()
+        if comm.rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+        """)
+    )
+    code, lines = run(text, grace_seconds=2.5)
+    assert code == INTERRUPTED
+    assert STOPS.format(2.5) in lines
+    assert {"[0] saved"} == {line for line in lines if "saved" in line}
+    assert lines[-1] == "braidax launch: had to kill ranks that did not end: 1"
+
+
+def test_a_second_interrupt_ends_all_at_once(run: Launch) -> None:
+    text = (
+        JOIN
+        + SAVE
+        + dedent("""
+        def again(*_):
+            if comm.rank == 0:
+                os.kill(os.getppid(), signal.SIGINT)
+
+        signal.signal(signal.SIGTERM, again)
+        ready()
+        if comm.rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+        while True:
+            time.sleep(600)
+        """)
+    )
+    code, lines = run(text, grace_seconds=10_000.0)
+    assert code == INTERRUPTED
+    assert sorted(lines) == ["[0] ready", "[1] ready", STOPS.format(10_000)]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_failure_of_one_leaves_the_others_no_such_time(run: Launch) -> None:
+    text = JOIN + SAVE + "ready()\nif comm.rank == 0:\n    sys.exit(7)\ntime.sleep(600)\n"
+    code, lines = run(text, grace_seconds=10_000.0)
+    assert code == 7
+    assert not [line for line in lines if "saved" in line or "stops" in line]
+
+
 def test_each_process_sees_its_gpus(run: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_gpus", lambda: ["0", "1", "2", "3"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -187,6 +273,8 @@ def test_wrong_numbers_are_told() -> None:
         launch.launch_here(Program("x.py"), 0)
     with pytest.raises(ArgumentError, match="restarts=-1: expected 0 or more"):
         launch.launch_here(Program("x.py"), 1, restarts=-1)
+    with pytest.raises(ArgumentError, match="grace_seconds=-1: expected a finite number of seconds >= 0"):
+        launch.launch_here(Program("x.py"), 1, grace_seconds=-1)
 
 
 def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from braidax.comm import Tuning
+from braidax.comm import Communicator, Tuning
 from braidax.errors import Aborted, ArgumentError, GangError, PeerLost, RankFailed, WaitTimeout
-from braidax.gang import LocalGang
+from braidax.gang import LocalGang, local
 from tests.gang import programs
 from tests.laws.tree import ROOT
 
@@ -241,7 +241,7 @@ def test_starting_and_stopping_leave_nothing() -> None:
 
 PARENT = """
 import os, signal, sys, time
-from braidax.gang import LocalGang
+from braidax.gang import LocalGang, local
 from tests.gang import programs
 
 def outside(comm):
@@ -275,6 +275,8 @@ def test_wrong_use_is_told(gang: LocalGang) -> None:
         LocalGang(0)
     with pytest.raises(ArgumentError, match="timeout_seconds=0"):
         LocalGang(1, timeout_seconds=0)
+    with pytest.raises(ArgumentError, match="grace_seconds=-1: expected a finite number of seconds >= 0"):
+        LocalGang(1, grace_seconds=-1)
     with pytest.raises(GangError, match=r"it was not started: call start\(\), or use it in a with block"):
         LocalGang(1).run(programs.pids)
     with pytest.raises(GangError, match=r"runs already; restart\(\) begins anew"):
@@ -295,3 +297,24 @@ def test_ranks_that_ignore_the_first_signal_are_killed() -> None:
         with pytest.raises(WaitTimeout):
             gang.run(ignore, timeout_seconds=0.2)
         assert programs.is_gone(pid)
+
+
+@pytest.mark.parametrize(("grace_seconds", "saved"), [(30.0, ["0", "1"]), (0.0, [])])
+def test_ranks_have_time_to_save_when_they_are_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_seconds: float, saved: list[str]
+) -> None:
+    def save_later(comm: Communicator, folder: Path) -> None:
+        def save(*_: object) -> None:
+            time.sleep(0.3)
+            (folder / str(comm.rank)).touch()
+
+        signal.signal(signal.SIGTERM, save)
+        comm.barrier()
+        if comm.rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+        signal.pause()
+
+    monkeypatch.setattr(local, "_FORCE_SECONDS", 0.0 if saved else 600.0)
+    with LocalGang(2, grace_seconds=grace_seconds) as gang, pytest.raises(KeyboardInterrupt):
+        gang.run(save_later, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == saved

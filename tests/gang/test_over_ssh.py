@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from braidax.gang.over_ssh import Remote, launch_over_ssh
 from braidax.gang.program import Program
 from tests.gang import ssh
 from tests.gang.programs import wait_until_gone
-from tests.gang.test_launch import JOIN
+from tests.gang.test_launch import INTERRUPTED, JOIN, SAVE, STOPS
 
 HOSTS = [Host("a", (4, 7)), Host("b")]
 
@@ -35,11 +36,14 @@ def run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch
     """Returns a function that launches the text of a script on both hosts, and returns exit code and lines."""
     monkeypatch.chdir(tmp_path)
 
-    def run_script(text: str, *, restarts: int = 0) -> tuple[int, list[str]]:
+    def run_script(text: str, **options: Any) -> tuple[int, list[str]]:
         Path("program.py").write_text(JOIN + dedent(text))
         log = io.StringIO()
         program = Program("program.py", ("an argument; with a semicolon",), initialize="nothing")
-        code = launch_over_ssh(program, HOSTS, remote=Remote(ssh=command), restarts=restarts, log=log)
+        try:
+            code = launch_over_ssh(program, HOSTS, remote=Remote(ssh=command), log=log, **options)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
         return code, log.getvalue().splitlines()
 
     return run_script
@@ -137,6 +141,57 @@ def test_a_host_whose_connection_ends_is_named_and_its_ranks_end(run: Launch) ->
     wait_until_gone([int(line.split()[-1]) for line in lines if "] pid " in line], seconds=10)
 
 
+@pytest.mark.parametrize(("grace_seconds", "saves"), [(30.0, True), (0.1, False)])
+def test_ranks_have_time_to_save_when_all_are_stopped(
+    run: Launch, monkeypatch: pytest.MonkeyPatch, grace_seconds: float, saves: bool
+) -> None:
+    monkeypatch.setenv("BRAIDAX_LAUNCHER", str(os.getpid()))
+    stop = "ready()\nif comm.rank == 2:\n    os.kill(int(os.environ['BRAIDAX_LAUNCHER']), signal.SIGINT)\n"
+    code, lines = run(SAVE + stop + "time.sleep(600)\n", grace_seconds=grace_seconds)
+    assert code == INTERRUPTED
+    assert STOPS.format(f"{grace_seconds:g}") in lines
+    saved = {line for line in lines if "saved" in line}
+    assert saved == ({"[0 a] saved", "[1 a] saved", "[2 b] saved"} if saves else set())
+    assert ("braidax launch: had to kill ranks that did not end: 0, 1, 2" in lines) == (not saves)
+
+
+def test_a_second_interrupt_ends_all_at_once(run: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_LAUNCHER", str(os.getpid()))
+    code, lines = run(
+        """
+        print("pid", os.getpid())
+
+        def interrupt(*_):
+            if comm.rank == 2:
+                os.kill(int(os.environ["BRAIDAX_LAUNCHER"]), signal.SIGINT)
+
+        signal.signal(signal.SIGTERM, interrupt)
+        comm.barrier()
+        interrupt()
+        while True:
+            time.sleep(600)
+        """,
+        grace_seconds=10_000.0,
+    )
+    assert code == INTERRUPTED
+    wait_until_gone([int(line.split()[-1]) for line in lines if "] pid " in line], seconds=10)
+
+
+def test_the_ranks_of_a_host_that_goes_down_have_time_to_save(run: Launch) -> None:
+    code, lines = run(
+        SAVE.replace("_exit(0)", "_exit(143)")
+        + dedent("""
+        ready()
+        if comm.rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(600)
+        """)
+    )
+    assert code == 143
+    assert {"[0 a] saved", "[1 a] saved"} <= set(lines)
+    assert any(re.match(r"braidax launch: rank [01] \(host a, pid \d+\) failed first", line) for line in lines)
+
+
 def test_ranks_end_with_a_launching_process_that_is_killed(command: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a: 0,1\nb\n")
     (tmp_path / "program.py").write_text(JOIN + "print('pid', os.getpid())\ntime.sleep(600)\n")
@@ -169,6 +224,8 @@ def test_a_command_that_cannot_be_is_told() -> None:
 
     with pytest.raises(GangError, match="ssh='not-a-program' cannot be run"):
         launch(ssh="not-a-program")
+    with pytest.raises(ArgumentError, match="grace_seconds=inf: expected a finite number"):
+        launch_over_ssh(Program("x.py"), [Host("a")], remote=Remote(), grace_seconds=float("inf"))
     with pytest.raises(ArgumentError, match="ssh='': expected a command"):
         launch(ssh="")
     with pytest.raises(ArgumentError, match="""ssh="'": No closing quotation"""):
@@ -178,6 +235,6 @@ def test_a_command_that_cannot_be_is_told() -> None:
 def test_too_much_to_tell_is_told(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRAIDAX_LONG", "x" * 70_000)
     with pytest.raises(
-        ArgumentError, match=r"what host a is told has .* bytes, more than 65,536; set fewer or shorter"
+        ArgumentError, match=r"what host a is told has .* bytes, more than 65,280; set fewer or shorter"
     ):
         launch_over_ssh(Program("x.py", initialize="nothing"), [Host("a")], remote=Remote(ssh=command))

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from braidax.gang.processes import LOG_LINES, Command, Ending, Processes, Stream, describe_status, print_lines
+from braidax.gang.processes import (
+    LOG_LINES,
+    MAX_STDIN_BYTES,
+    Command,
+    Ending,
+    Processes,
+    Stream,
+    describe_status,
+    print_lines,
+)
 from tests.gang.programs import is_gone, wait_until_gone
 
 Start = Callable[..., Processes]
@@ -101,6 +110,38 @@ def test_who_ignores_the_first_signal_is_killed_with_its_children(start: Start, 
     processes.end()
     assert ends(processes, 1)[0].status == -signal.SIGKILL
     wait_until_gone(pids, seconds=5)
+
+
+def test_processes_can_be_told_and_asked_to_end(start: Start, lines: Lines) -> None:
+    processes = start("import sys; print(sys.stdin.readline()); sys.stdin.read()", stdin=b"")
+    processes.tell(b"hello\n")
+    while (0, "stdout", "hello") not in lines:
+        processes.wait(timeout_seconds=0.05)
+    assert not processes.wait_for_all(0.01)
+    processes.ask()
+    assert processes.wait_for_all(30)
+    assert ends(processes, 1)[0].status == -signal.SIGTERM
+    processes.tell(b"x" * 100_000)  # nobody is there
+
+
+def test_who_reads_nothing_holds_nobody_up(start: Start) -> None:
+    processes = start("import time; time.sleep(600)", stdin=b"x" * MAX_STDIN_BYTES)
+    for _ in range(1000):
+        processes.tell(b"hello\n")
+
+
+def test_an_end_may_take_longer_or_shorter_than_others(start: Start, lines: Lines) -> None:
+    code = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(7))); "
+        "print('ready'); time.sleep(600)"
+    )
+    for own, given, status in ((0.0, 30.0, 7), (600.0, 0.0, -signal.SIGKILL)):
+        lines.clear()
+        processes = start(code, grace_seconds=own)
+        while not lines:
+            processes.wait(timeout_seconds=0.05)
+        processes.end(grace_seconds=given)
+        assert ends(processes, 1)[0].status == status
 
 
 def test_a_wait_can_be_ended_and_has_a_limit(start: Start) -> None:

@@ -18,7 +18,7 @@ from braidax.checkpoint import folders, persist, restoring
 from braidax.checkpoint.interval import Interval, Spacing
 from braidax.checkpoint.persist import Order, Part
 from braidax.checkpoint.processes import Processes, all_processes
-from braidax.checkpoint.restoring import Skipped
+from braidax.checkpoint.restoring import NothingValid, Skipped
 from braidax.checkpoint.retention import Retention
 from braidax.checkpoint.snapshot import Held, Memory, Snapshot, hold
 from braidax.checkpoint.writing import checksums_of
@@ -48,6 +48,8 @@ class Checkpointer:
     `keep_best`: how many of those with the lowest `metric` stay as well. `limit_bytes_per_second`: how fast each
     process writes at most; may be set at any time. `timeout_seconds`: the limit of every wait.
 
+    `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan.
+
     **Raises:** `CheckpointError` when `path` is no folder that this process may write to, or is another run's.
     """
 
@@ -76,6 +78,7 @@ class Checkpointer:
         self.interval = interval
         self.limit_bytes_per_second = limit_bytes_per_second
         self.trace = Trace()
+        self.notes: dict[str, str] = {}
         self.skipped: list[Skipped] = []
         self.num_updates = 0
         self._retention = Retention(keep, keep_every, keep_best)
@@ -83,10 +86,10 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self._spacing: Spacing | None = None
         self._closed = False
-        self._num_restored = 0
+        self._num_restored = self._num_listed = 0
         self._num_attempts: Counter[int] = Counter()  # to save a step, since the last restore
         self._processes = all_processes(timeout_seconds)
-        self._lock, self._earlier = _occupy(self.path, self._processes)
+        self._lock, self._earlier = persist.occupy(self.path, self._processes)
 
     @property
     def timeout_seconds(self) -> float:
@@ -180,14 +183,11 @@ class Checkpointer:
         failure = self._settle()
         if failure is not None:
             raise failure
-        self._num_restored += 1
-        self._num_attempts.clear()
-        self._spacing = None
-        name = f"restore-{self._num_restored}"
+        name = f"restore-{self._renew()}"
         found, self.skipped = restoring.newest(self.path, like, only, self._processes, name)
         if found is None and self.skipped:
             reasons = "; ".join(skipped.reason for skipped in self.skipped)
-            raise CheckpointError(
+            raise NothingValid(
                 f"{self.path}: none of its {len(self.skipped)} checkpoints is valid: {reasons}; "
                 "mend them, or move them away to start anew"
             )
@@ -196,6 +196,38 @@ class Checkpointer:
             return like
         self.num_updates = found.step
         return found.tree
+
+    def newest(self) -> int | None:
+        """Returns how many updates the newest checkpoint here has seen, whether or not it verifies; None without one.
+
+        **Raises:** as `close`.
+        """
+        self._check_open()
+        failure = self._settle()
+        if failure is not None:
+            raise failure
+        self._num_listed += 1
+        name = f"newest-{self._num_listed}"
+        steps = self._processes.lead(name, lambda: json.dumps([each.step for each in restoring.listed_in(self.path)]))
+        return max(json.loads(steps), default=None)
+
+    def go_on(self, num_updates: int) -> None:
+        """Goes on counting updates from a state that was restored from elsewhere, because it is newer.
+
+        Checkpoints here that say that they are newer still are taken for invalid: the next durable one replaces them.
+        """
+        self._check_open()
+        self._renew()
+        known = {skipped.path for skipped in self.skipped}
+        newer = [found.path for found in restoring.listed_in(self.path) if found.step > num_updates]
+        self.skipped += [Skipped(path, "a state from elsewhere was newer") for path in newer if path not in known]
+        self._earlier = ""
+        self.num_updates = num_updates
+
+    @property
+    def under_way(self) -> "Future[Path] | None":
+        """The folder of the checkpoint under way, to be had once it is durable; None while there is none."""
+        return None if self._pending is None else self._pending.committed
 
     def close(self) -> None:
         """Finishes the checkpoint under way; the checkpointer cannot be used afterwards. A second call does nothing.
@@ -217,6 +249,13 @@ class Checkpointer:
     ) -> None:
         self.close()
 
+    def _renew(self) -> int:
+        """Starts to count and to space anew. **Returns:** how often it did."""
+        self._num_restored += 1
+        self._num_attempts.clear()
+        self._spacing = None
+        return self._num_restored
+
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"{self.path}: this Checkpointer is closed; make a new one")
@@ -233,7 +272,7 @@ class Checkpointer:
         processes, retention = self._processes, self._retention
         order = Order(self.path, step, name, _number(metric), self.limit_bytes_per_second)
         try:
-            held = hold(tree, self._memory, process=processes.index, num_processes=processes.count)
+            held = hold(tree, self._memory, process=processes.index, num_processes=processes.count, notes=self.notes)
         except BaseException as error:
             persist.give_up(order, error, processes)
             raise
@@ -311,39 +350,6 @@ def _persist(part: Part, trace: Trace, work: _Work) -> Path:
         if work.processes.index == 0:
             work.retention.apply(work.order.root, work.obsolete)
         return path
-
-
-def _occupy(root: Path, processes: Processes) -> tuple[folders.Lock | None, str]:
-    """Takes a folder for this run, on all processes. **Returns:** the lock of process 0, and the newest checkpoint."""
-    locks: list[folders.Lock] = []
-    failure: CheckpointError | None = None
-
-    def start() -> str:
-        locks.append(folders.occupy(root))
-        earlier = [found.path.name for found in folders.checkpoints(root)]
-        return json.dumps({"token": locks[0].token, "earlier": earlier[0] if earlier else ""})
-
-    def judge(said: Any) -> str:
-        for process, words in said.items():
-            if words:
-                raise CheckpointError(f"process {process}: {words}")
-        return ""
-
-    try:
-        told = json.loads(processes.lead("open", start))
-        if processes.index:
-            try:
-                folders.check_occupied(root, told["token"])
-            except CheckpointError as error:
-                failure = error
-        processes.conclude("opened", "" if failure is None else str(failure), judge)
-    except BaseException:
-        for lock in locks:
-            lock.close()
-        if failure is not None:
-            raise failure from None
-        raise
-    return locks[0] if locks else None, told["earlier"]
 
 
 def _number(metric: Any) -> Callable[[], float | None]:

@@ -33,6 +33,22 @@ class PaddedRows(Protocol):
         ...
 
 
+@runtime_checkable
+class Outside(Protocol):
+    """State that lives elsewhere, in the memory of a server say: an object in the tree that stands for it.
+
+    It is saved in the same checkpoint as the tree, with its paths below the object's, and restored with it.
+    """
+
+    def checkpoint_state(self) -> Any:
+        """Returns the state as a PyTree of what a tree may hold; called by `update` when a checkpoint is due."""
+        ...
+
+    def restored(self, state: Any) -> Any:
+        """Takes a state back, like that of `checkpoint_state`. **Returns:** what stands in the tree from then on."""
+        ...
+
+
 @dataclass(frozen=True)
 class Leaf:
     """What one leaf of a tree is.
@@ -65,6 +81,23 @@ def named_leaves(tree: Any) -> dict[str, Any]:
             )
         leaves[name] = leaf
     return leaves
+
+
+def with_outside(tree: Any) -> Any:
+    """Returns a tree with the state of every `Outside` in its place; called once for each save or restore."""
+    return _jax.tree.map(lambda leaf: leaf.checkpoint_state() if isinstance(leaf, Outside) else leaf, tree)
+
+
+def put_outside(like: Any, tree: Any) -> Any:
+    """Undoes `with_outside` for a tree that was restored: hands every `Outside` of `like` its state."""
+    leaves, structure = _jax.tree.flatten(like)
+    states = structure.flatten_up_to(tree)
+    return structure.unflatten(
+        [
+            leaf.restored(state) if isinstance(leaf, Outside) else state
+            for leaf, state in zip(leaves, states, strict=True)
+        ]
+    )
 
 
 def padded_rows(tree: Any) -> dict[str, int]:

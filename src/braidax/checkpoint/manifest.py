@@ -15,6 +15,9 @@ from braidax.errors import CheckpointError
 CHUNK_BYTES = 4 * 2**20
 """How much of a tensor one checksum is for: what is read of it at least."""
 
+PAGE_BYTES = 4096
+"""What the memory, the place and the length of a write past the page cache are multiples of."""
+
 _FORMAT = 2
 
 _SAFETENSORS_DTYPES = {
@@ -67,7 +70,7 @@ def stored_as(dtype: np.dtype[Any]) -> Stored:
 
 
 def safetensors_header(arrays: Iterable[tuple[str, np.ndarray]]) -> bytes:
-    """Returns the bytes that stand before the arrays in a safetensors file.
+    """Returns the bytes that stand before the arrays in a safetensors file: whole pages, so that they begin on one.
 
     **Arguments:** `arrays`: with their names, in the order in which they are written, without gaps.
 
@@ -89,7 +92,7 @@ def safetensors_header(arrays: Iterable[tuple[str, np.ndarray]]) -> bytes:
         }
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAGE_BYTES)  # as the format allows
     return len(text).to_bytes(8, "little") + text
 
 
@@ -190,13 +193,17 @@ class About(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one process wrote: its `tensors`, in its `data` file; that of process 0 has all `entries` of the tree."""
+    """What one process wrote: its `tensors`, in its `data` file.
+
+    That of process 0 has all `entries` of the tree as well, and `notes`: texts by name.
+    """
 
     about: About
     process: int
     data: DataFile
     tensors: tuple[Tensor, ...]
     entries: tuple[Entry, ...]
+    notes: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as JSON values, with a checksum over the rest."""
@@ -212,6 +219,7 @@ class Manifest:
             "data": dataclasses.asdict(self.data),
             "tensors": [dataclasses.asdict(tensor) for tensor in self.tensors],
             "leaves": [entry.to_json() for entry in self.entries],
+            "notes": dict(self.notes),
         }
         return content | {"checksum": _checksum(content)}
 
@@ -246,7 +254,8 @@ class Manifest:
         )
         tensors = tuple(Tensor.from_json(tensor) for tensor in content["tensors"])
         entries = tuple(Entry.from_json(leaf) for leaf in content["leaves"])
-        return Manifest(about, content["process"], DataFile(**content["data"]), tensors, entries)
+        notes = content.get("notes", {})  # there were none at first
+        return Manifest(about, content["process"], DataFile(**content["data"]), tensors, entries, notes)
 
 
 def _checksum(content: Any) -> str:

@@ -5,10 +5,11 @@ so; when all have, process 0 gives the folder its name, and tells what came of i
 """
 
 import importlib.metadata
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from braidax.checkpoint import folders
 from braidax.checkpoint.manifest import About
@@ -46,6 +47,44 @@ class Part(NamedTuple):
 
     owned: "Future[Snapshot]"
     checksums: "Future[Checksums]"
+
+
+def occupy(root: Path, processes: Processes) -> tuple[folders.Lock | None, str]:
+    """Takes a folder for this run, on all processes.
+
+    **Returns:** the lock, on process 0, and the name of the newest checkpoint, empty without one.
+
+    **Raises:** `CheckpointError` when it is no folder that all may write to, or is another run's.
+    """
+    locks: list[folders.Lock] = []
+    failure: CheckpointError | None = None
+
+    def start() -> str:
+        locks.append(folders.occupy(root))
+        earlier = [found.path.name for found in folders.checkpoints(root)]
+        return json.dumps({"token": locks[0].token, "earlier": earlier[0] if earlier else ""})
+
+    def judge(said: Any) -> str:
+        for process, words in said.items():
+            if words:
+                raise CheckpointError(f"process {process}: {words}")
+        return ""
+
+    try:
+        told = json.loads(processes.lead("open", start))
+        if processes.index:
+            try:
+                folders.check_occupied(root, told["token"])
+            except CheckpointError as error:
+                failure = error
+        processes.conclude("opened", "" if failure is None else str(failure), judge)
+    except BaseException:
+        for lock in locks:
+            lock.close()
+        if failure is not None:
+            raise failure from None
+        raise
+    return locks[0] if locks else None, told["earlier"]
 
 
 def commit(order: Order, part: Part, processes: Processes) -> Path:

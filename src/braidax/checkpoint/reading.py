@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -52,14 +52,24 @@ def read_content(folder: Path) -> Content:
     **Raises:** `CheckpointError` saying what is wrong.
     """
     first = read_manifest(folder)
-    others = [read_manifest(folder, process) for process in range(1, first.about.num_processes)]
-    for process, manifest in enumerate([first, *others]):
+    return content_of(folder, [first, *(read_manifest(folder, n) for n in range(1, first.about.num_processes))])
+
+
+def content_of(folder: Path, manifests: Sequence[Manifest]) -> Content:
+    """Puts the manifests of a checkpoint together, and checks whether they speak of all of every leaf.
+
+    **Arguments:** `folder`: of the checkpoint, for errors. `manifests`: by process.
+
+    **Raises:** `CheckpointError` saying what is wrong.
+    """
+    first = manifests[0]
+    for process, manifest in enumerate(manifests):
         if (manifest.about, manifest.process) != (first.about, process):
             raise CheckpointError(
                 f"{folder / manifest_file(process)}: is not of the same checkpoint as {manifest_file(0)}: files of "
                 "several checkpoints were mixed"
             )
-    content = Content(folder, (first, *others), {entry.leaf.path: entry for entry in first.entries})
+    content = Content(folder, tuple(manifests), {entry.leaf.path: entry for entry in first.entries})
     found = dict.fromkeys(content.entries, 0)
     for tensors in _by_path(content).values():
         for _, tensor in tensors:
@@ -74,12 +84,16 @@ def read_content(folder: Path) -> Content:
 
 
 class Reader:
-    """Reads parts of the leaves of a checkpoint; files are opened when they are needed. Use it in a `with` block."""
+    """Reads parts of the leaves of a checkpoint; files are opened when they are needed. Use it in a `with` block.
 
-    def __init__(self, content: Content) -> None:
-        self._content = content
+    **Arguments:** `content`: of the checkpoint. `open_file`: opens the arrays of a process; by default those in the
+    folder of the checkpoint.
+    """
+
+    def __init__(self, content: Content, open_file: "OpenFile | None" = None) -> None:
+        self._open_file = open_file or (lambda n: opened(content.folder / data_file(n), content.manifests[n].data))
         self._tensors = _by_path(content)
-        self._files: dict[int, _File] = {}
+        self._files: dict[int, File] = {}
         self._open = contextlib.ExitStack()
         self.num_bytes = 0  # read so far
 
@@ -133,20 +147,23 @@ class Reader:
                 found[(*index, ..., *within(block[lead:], inner))] = rows[inside]
         return found
 
-    def _file(self, process: int) -> "_File":
+    def _file(self, process: int) -> "File":
         if process not in self._files:
-            path = self._content.folder / data_file(process)
-            self._files[process] = self._open.enter_context(_opened(path, self._content.manifests[process].data))
+            self._files[process] = self._open.enter_context(self._open_file(process))
         return self._files[process]
 
 
-class _File:
-    """A data file of a checkpoint, open for reading."""
+class File:
+    """A data file of a checkpoint, open for reading.
 
-    def __init__(self, path: Path, descriptor: int, chunk_bytes: int) -> None:
+    **Arguments:** `name`: of the file, for errors. `read`: reads bytes into memory from an offset on, and returns how
+    many, 0 at the end of the file; raises `OSError`. `chunk_bytes`: how much of a tensor one checksum is for.
+    """
+
+    def __init__(self, name: str, read: Callable[[memoryview, int], int], chunk_bytes: int) -> None:
         self.num_bytes = 0
-        self._path = path
-        self._descriptor = descriptor
+        self._name = name
+        self._read = read
         self._chunk_bytes = chunk_bytes
         self._kept: tuple[str, int, memoryview] | None = None
 
@@ -167,29 +184,40 @@ class _File:
             low, high = max(first, start), min(last, stop)
             destination[low - start : high - start] = chunk[low - first : high - first]
 
+    def verify(self, tensors: Iterable[Tensor]) -> None:
+        """Reads tensors and compares their checksums. **Raises:** `CheckpointError` naming the leaf that differs."""
+        memory = memoryview(bytearray(self._chunk_bytes))
+        for tensor in tensors:
+            for number, first in enumerate(range(0, tensor.num_bytes, self._chunk_bytes)):
+                chunk = memory[: min(self._chunk_bytes, tensor.num_bytes - first)]
+                self._read_chunk(tensor, number, first, chunk)
+
     def _read_chunk(self, tensor: Tensor, number: int, first: int, chunk: memoryview) -> None:
         done = 0
         while done < len(chunk):
             try:
-                num_read = os.preadv(self._descriptor, [chunk[done:]], tensor.offset + first + done)
+                num_read = self._read(chunk[done:], tensor.offset + first + done)
             except OSError as error:
-                raise CheckpointError(f"{self._path}: leaf {tensor.path!r} cannot be read: {error}") from error
+                raise CheckpointError(f"{self._name}: leaf {tensor.path!r} cannot be read: {error}") from error
             if num_read == 0:
-                raise CheckpointError(f"{self._path}: ends within leaf {tensor.path!r}: it was truncated")
+                raise CheckpointError(f"{self._name}: ends within leaf {tensor.path!r}: it was truncated")
             done += num_read
         self.num_bytes += done
         digest = xxhash.xxh3_64_hexdigest(chunk)
         if digest != tensor.checksums[number]:
             raise CheckpointError(
-                f"{self._path}: leaf {tensor.path!r} has the checksum {digest} in chunk {number}, expected "
+                f"{self._name}: leaf {tensor.path!r} has the checksum {digest} in chunk {number}, expected "
                 f"{tensor.checksums[number]}: the file was changed"
             )
+
+
+OpenFile = Callable[[int], contextlib.AbstractContextManager[File]]
 
 
 class _Region(NamedTuple):
     """A tensor in a file."""
 
-    file: _File
+    file: File
     tensor: Tensor
 
     def read(self, destination: np.ndarray, box: Box) -> None:
@@ -240,7 +268,8 @@ def _by_path(content: Content) -> dict[str, list[tuple[int, Tensor]]]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, expected: DataFile) -> Generator[_File]:
+def opened(path: Path, expected: DataFile) -> Generator[File]:
+    """Opens the arrays of a process. **Raises:** `CheckpointError` when the file is not what was written."""
     try:
         file = path.open("rb", buffering=0)
     except OSError as error:
@@ -256,4 +285,4 @@ def _opened(path: Path, expected: DataFile) -> Generator[_File]:
                 raise CheckpointError(f"{path}: its header is not what was written: the file was changed")
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        yield _File(path, file.fileno(), expected.chunk_bytes)
+        yield File(str(path), lambda memory, start: os.preadv(file.fileno(), [memory], start), expected.chunk_bytes)

@@ -15,11 +15,11 @@ import numpy as np
 
 from braidax.checkpoint import folders
 from braidax.checkpoint.boxes import Box, box_of, extents, joined, overlap, whole, within
-from braidax.checkpoint.leaves import describe, named_leaves, padded_rows
+from braidax.checkpoint.leaves import describe, named_leaves, padded_rows, put_outside, with_outside
 from braidax.checkpoint.manifest import Entry, OtherFormat
 from braidax.checkpoint.padding import Conversion, conversion
 from braidax.checkpoint.processes import Processes, all_processes, alone
-from braidax.checkpoint.reading import Content, Reader, read_content
+from braidax.checkpoint.reading import Content, OpenFile, Reader, read_content
 from braidax.errors import ArgumentError, CheckpointError
 
 # JAX leaves some of itself unannotated.
@@ -42,13 +42,14 @@ class Restored:
     """What was restored.
 
     **Arguments:** `tree`: in the form that was asked for. `step`: how many updates it had seen. `path`: the folder of
-    the checkpoint. `skipped`: newer ones that are not valid.
+    the checkpoint. `skipped`: newer ones that are not valid. `notes`: texts that were kept with it.
     """
 
     tree: Any
     step: int
     path: Path
     skipped: tuple[Skipped, ...]
+    notes: Mapping[str, str]
 
 
 def restore(
@@ -85,18 +86,20 @@ def newest(
     **Raises:** `CheckpointError` when the newest valid one does not match `like`.
     """
     skipped: list[Skipped] = []
+    inside = with_outside(like)
     for attempt in range(_ATTEMPTS):
-        listed = processes.lead(f"{name}/{attempt}", lambda: json.dumps(_listed(root)))
+        listed = processes.lead(f"{name}/{attempt}", lambda: json.dumps([each.path.name for each in listed_in(root)]))
         paths = [root / path for path in json.loads(listed)]
         known = {each.path for each in skipped}
         for number, path in enumerate(path for path in paths if path not in known):
-            found, verdict = _attempt(path, like, only, processes, f"{name}/{attempt}/{number}")
+            found, verdict = _attempt(path, inside, only, processes, f"{name}/{attempt}/{number}")
             if verdict.get("gone"):
                 break  # removed while it was read, so there are newer ones
             if "reason" not in verdict:
                 assert found is not None
-                tree, step = found
-                return Restored(tree, step, path, tuple(skipped)), skipped
+                tree, content = found
+                restored = put_outside(like, tree)
+                return Restored(restored, content.step, path, tuple(skipped), content.manifests[0].notes), skipped
             skipped.append(Skipped(path, verdict["reason"]))
             _logger.warning("skipped the checkpoint %s: %s", path, verdict["reason"])
         else:
@@ -109,15 +112,15 @@ def newest(
 
 def _attempt(
     path: Path, like: Any, only: Sequence[str] | None, processes: Processes, name: str
-) -> tuple[tuple[Any, int] | None, dict[str, Any]]:
-    """Loads one checkpoint on all processes. **Returns:** tree and step, and why it is skipped, if it is."""
-    found: tuple[Any, int] | None = None
+) -> tuple[tuple[Any, Content] | None, dict[str, Any]]:
+    """Loads one checkpoint on all processes. **Returns:** tree and manifests, and why it is skipped, if it is."""
+    found: tuple[Any, Content] | None = None
     failure: Exception | None = None
     said: dict[str, Any] = {}
     try:
         content = read_content(path)
         wants = match(content, like, only)
-        found = load(content, like, wants), content.step
+        found = load(content, like, wants), content
     except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
         if isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch):
             said = {"reason": str(error), "gone": not path.exists()}
@@ -143,6 +146,10 @@ def _attempt(
 
 class Mismatch(CheckpointError):
     """A valid checkpoint has another tree than is wanted; to callers it is a `CheckpointError` like others."""
+
+
+class NothingValid(CheckpointError):
+    """There are checkpoints, and none verifies; to callers it is a `CheckpointError` like others."""
 
 
 class Want(NamedTuple):
@@ -200,13 +207,15 @@ def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dic
     return wants
 
 
-def load(content: Content, like: Any, wants: Mapping[str, Want]) -> Any:
+def load(content: Content, like: Any, wants: Mapping[str, Want], open_file: OpenFile | None = None) -> Any:
     """Reads and verifies what `match` found, leaf by leaf, each straight onto its devices.
+
+    **Arguments:** `open_file`: as `Reader` takes it.
 
     **Returns:** the tree; leaves that are not wanted are those of `like`. **Raises:** `CheckpointError` when a file is
     not what was written.
     """
-    with Reader(content) as reader:
+    with Reader(content, open_file) as reader:
         leaves = [
             _load_leaf(reader, wants[path]) if path in wants else leaf for path, leaf in named_leaves(like).items()
         ]
@@ -288,9 +297,10 @@ def _rows(num_rows: int | None) -> str:
     return "" if num_rows is None else f" of {num_rows} rows"
 
 
-def _listed(root: Path) -> list[str]:
+def listed_in(root: Path) -> list[folders.Found]:
+    """Returns the checkpoints in a folder, newest first. **Raises:** `CheckpointError` when it cannot be read."""
     try:
-        return [found.path.name for found in folders.checkpoints(root)]
+        return folders.checkpoints(root)
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read: {error}; give the folder of a run") from error
 

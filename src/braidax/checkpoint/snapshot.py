@@ -7,8 +7,9 @@ any thread, and gives host memory of our own: that of the snapshot before, in th
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from braidax.checkpoint.boxes import Box, box_of, extents, overlap, volume, whole, within
-from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves, padded_rows
-from braidax.checkpoint.manifest import Entry, stored_as
+from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves, padded_rows, with_outside
+from braidax.checkpoint.manifest import PAGE_BYTES, Entry, stored_as
 from braidax.checkpoint.ownership import Placed, Shares, ownership
 from braidax.checkpoint.padding import check_stored
 from braidax.errors import CheckpointError
@@ -45,12 +46,14 @@ class Snapshot:
 
     **Arguments:** `entries`: all leaves, in the order of the tree. `pieces`: in the order of the file. `memory`: their
     bytes, one behind the other. `digest`: of the tree and of who writes what; the same on all processes.
+    `notes`: texts that are kept with it.
     """
 
     entries: tuple[Entry, ...]
     pieces: tuple[Piece, ...]
     memory: np.ndarray
     digest: str
+    notes: Mapping[str, str]
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +62,7 @@ class Snapshot:
 
 
 class Memory:
-    """Host memory that one snapshot after another uses; it grows to the largest."""
+    """Host memory that one snapshot after another uses; it begins on a page, and grows to the largest."""
 
     def __init__(self) -> None:
         self._kept = np.empty(0, np.uint8)
@@ -68,7 +71,9 @@ class Memory:
         """Returns so many bytes, `uint8[num_bytes]`; what was taken before is overwritten."""
         if len(self._kept) < num_bytes:
             self._kept = np.empty(0, np.uint8)  # the old goes before the new comes
-            self._kept = np.empty(num_bytes, np.uint8)
+            room = np.empty(num_bytes + PAGE_BYTES, np.uint8)
+            start = -room.ctypes.data % PAGE_BYTES
+            self._kept = room[start : start + num_bytes]
         return self._kept[:num_bytes]
 
 
@@ -89,7 +94,14 @@ class Held:
         return self._snapshot
 
 
-def hold(tree: Any, memory: Memory | None = None, *, process: int = 0, num_processes: int = 1) -> Held:
+def hold(
+    tree: Any,
+    memory: Memory | None = None,
+    *,
+    process: int = 0,
+    num_processes: int = 1,
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> Held:
     """Keeps what a process writes of a tree from changing; to be called before any of its arrays can be donated.
 
     On CPU, where a device array can be read in place, it waits until the arrays are computed; elsewhere copies to
@@ -97,9 +109,11 @@ def hold(tree: Any, memory: Memory | None = None, *, process: int = 0, num_proce
 
     **Arguments:** `tree`: a PyTree of `jax.Array`, NumPy arrays and Python numbers. `memory`: to copy to; that of an
     earlier snapshot is overwritten. `process`: this one, of `num_processes` that call this with the same tree.
+    `notes`: as of `Snapshot`.
 
     **Returns:** the held tree. **Raises:** `CheckpointError` naming the leaf that cannot be in a checkpoint.
     """
+    tree = with_outside(tree)
     values = named_leaves(tree)
     leaves = [describe(path, value) for path, value in values.items()]
     entries = _entries(leaves, list(values.values()), padded_rows(tree))
@@ -110,7 +124,7 @@ def hold(tree: Any, memory: Memory | None = None, *, process: int = 0, num_proce
     for piece in pieces:
         by_path.setdefault(piece.path, []).append(piece)
     sources = [_hold_leaf(values[path], own) for path, own in by_path.items()]
-    return Held(Snapshot(entries, pieces, content, digest), sources)
+    return Held(Snapshot(entries, pieces, content, digest, dict(notes)), sources)
 
 
 class _Copy(NamedTuple):

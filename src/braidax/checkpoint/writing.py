@@ -1,5 +1,11 @@
-"""From host memory to disk: what one process writes of a checkpoint."""
+"""From host memory to disk: what one process writes of a checkpoint.
 
+The arrays go past the page cache where the file system can do that. Through it, the kernel would copy them once more,
+and write the copy out at moments of its own choice, both on cores that the training steps need.
+"""
+
+import errno
+import fcntl
 import io
 import json
 import os
@@ -15,6 +21,7 @@ import xxhash
 from braidax.checkpoint import folders
 from braidax.checkpoint.manifest import (
     CHUNK_BYTES,
+    PAGE_BYTES,
     About,
     DataFile,
     Manifest,
@@ -30,6 +37,7 @@ Checksums = list[tuple[str, ...]]
 
 _WRITE_BYTES = 16 * 2**20  # at a time
 _LEAST_BYTES = 1 << 16
+_DIRECT = getattr(os, "O_DIRECT", 0)  # there is none outside of Linux
 _PACE_SECONDS = 0.1  # between two writes where there is a limit
 
 
@@ -45,8 +53,8 @@ def write(
     """Writes the arrays of a process, and then its manifest; all of it is durable when this returns.
 
     **Arguments:** `folder`: of the checkpoint. `snapshot`: what this process writes. `checksums`: of it, which another
-    thread finds meanwhile. `about`: what all manifests say.
-    `process`: this one; the manifest of process 0 has the tree. `limit_bytes_per_second`: how fast at most.
+    thread finds meanwhile. `about`: what all manifests say. `process`: this one; the manifest of process 0 has the tree
+    and its notes. `limit_bytes_per_second`: how fast at most.
 
     **Raises:** `OSError`.
     """
@@ -58,8 +66,8 @@ def write(
     tensors = _tensors(snapshot.pieces, len(header), checksums.result())
     num_bytes = len(header) + snapshot.num_bytes
     data = DataFile(num_bytes, len(header), xxhash.xxh3_64_hexdigest(header), CHUNK_BYTES)
-    entries = () if process else snapshot.entries
-    manifest = Manifest(about, process, data, tensors, entries)
+    entries, notes = ((), {}) if process else (snapshot.entries, snapshot.notes)
+    manifest = Manifest(about, process, data, tensors, entries, notes)
     with (folder / manifest_file(process)).open("xb") as file:
         file.write(json.dumps(manifest.to_json(), indent=1).encode())
         file.flush()
@@ -96,12 +104,31 @@ def _write_paced(file: io.FileIO, content: memoryview, limit_bytes_per_second: f
     start = time.monotonic()
     limit = limit_bytes_per_second
     step = _WRITE_BYTES if limit is None else max(_LEAST_BYTES, min(_WRITE_BYTES, int(limit * _PACE_SECONDS)))
+    step -= step % PAGE_BYTES
     for first in range(0, len(content), step):
         chunk = content[first : first + step]
-        _write(file, chunk)
+        rest = _write_direct(file, chunk)
+        _write(file, rest)
         if limit is not None:
-            os.fdatasync(file.fileno())  # otherwise the kernel would take it all at once, and hand it on at the end
+            if rest:
+                os.fdatasync(file.fileno())  # otherwise the kernel would take it all at once, and hand it on at the end
             time.sleep(max(0.0, start + (first + len(chunk)) / limit - time.monotonic()))
+
+
+def _write_direct(file: io.FileIO, content: memoryview) -> memoryview:
+    """Writes whole pages past the page cache. **Returns:** the rest: all of it where the file system refuses."""
+    if not _DIRECT:
+        return content
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | _DIRECT)
+        while len(content) >= PAGE_BYTES:
+            content = content[file.write(content[: len(content) - len(content) % PAGE_BYTES]) :]
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which says that it cannot, or only in larger units
+            raise
+    fcntl.fcntl(file, fcntl.F_SETFL, flags)
+    return content
 
 
 def _write(file: io.FileIO, content: memoryview) -> None:

@@ -32,6 +32,7 @@ class _Commands(TyperGroup):
 
 _TASK_HELP = "digits, wide_resnet, resnet, inception_v3, lm1b, bert or dlrm."
 _DATA_HELP = "The task's data as downloaded; most have some of their own."
+_GRACE_HELP = "That processes may take to save and end when all are stopped."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -64,6 +65,7 @@ def _train(
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
     processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="How many train together.")] = 1,
     restarts: Annotated[int, typer.Option(min=0, help="How often to go on when one of them has failed.")] = 0,
+    grace_seconds: Annotated[float | None, typer.Option(min=0, help=_GRACE_HELP, show_default="30")] = None,
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
     from braidax.checkpoint import Adaptive, Every
@@ -89,7 +91,7 @@ def _train(
             "--trace": trace,
             "--tensorboard": tensorboard,
         }
-        _train_together(task, options, processes, restarts)
+        _train_together(task, options, processes, restarts, grace_seconds)
     settings = Settings(
         out=out,
         trace=out / "trace.json" if trace is None else trace,
@@ -103,14 +105,16 @@ def _train(
     train(made, settings)
 
 
-def _train_together(task: str, options: Mapping[str, object], processes: int, restarts: int) -> NoReturn:
+def _train_together(
+    task: str, options: Mapping[str, object], processes: int, restarts: int, grace_seconds: float | None
+) -> NoReturn:
     """Runs the same command in several processes that `braidax launch` starts."""
     from braidax.cli.launch import Where, launch
     from braidax.gang.program import Program
 
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     program = Program("braidax.cli", ("train", task, *given), "module")
-    launch(program, Where(processes=processes), restarts=restarts)
+    launch(program, Where(processes=processes), restarts=restarts, grace_seconds=grace_seconds)
 
 
 @app.command("plan")
@@ -144,6 +148,7 @@ def _launch(
     gang: Annotated[Literal["ray", "dask"] | None, typer.Option(help="Run in the ranks of Ray or Dask.")] = None,
     scheduler: Annotated[str | None, typer.Option(help="Of Dask, such as tcp://host:8786.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="How often to start all again when one has failed.")] = 0,
+    grace_seconds: Annotated[float | None, typer.Option(min=0, help=_GRACE_HELP, show_default="30")] = None,
     devices_per_process: Annotated[int | None, typer.Option(min=1, help="GPUs, or virtual CPU devices.")] = None,
     initialize: Annotated[Literal["jax", "nothing"], typer.Option(help="What to join before SCRIPT begins.")] = "jax",
     transport: Annotated[str, typer.Option(help="What carries messages: tcp, ucx or mpi.")] = "tcp",
@@ -159,7 +164,7 @@ def _launch(
     remote = Remote(ssh=ssh, address=address) if python is None else Remote(ssh=ssh, address=address, python=python)
     program = Program(script, tuple(arguments or ()), "module" if module else "script", initialize, devices_per_process)
     where = Where(processes, hosts, gang, scheduler, remote)
-    launch(program, where, restarts=restarts, transport=transport)
+    launch(program, where, restarts=restarts, transport=transport, grace_seconds=grace_seconds)
 
 
 @app.command("inspect")

@@ -61,6 +61,8 @@ def inspect_checkpoint(path: Path, *, check: Check, console: Console) -> None:
     shown = next((each for each in seen if each.content is not None), None)
     if shown is not None and shown.content is not None:
         console.print(_leaves(shown.content, shown.damaged))
+        for name, text in shown.content.manifests[0].notes.items():
+            console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
     if not seen:
         raise CheckpointError(f"{folder}: has no checkpoint yet; give the folder of a run that has saved one")
     troubles = [trouble for each in seen for trouble in each.troubles]

@@ -15,7 +15,7 @@ import typer
 from braidax.comm.environment import Place, rank_from_environment
 from braidax.errors import ArgumentError
 from braidax.gang.hosts import read_hosts
-from braidax.gang.launch import find_gpus, launch_here
+from braidax.gang.launch import GRACE_SECONDS, find_gpus, launch_here
 from braidax.gang.meeting import environment_of
 from braidax.gang.over_ssh import Remote, launch_over_ssh
 from braidax.gang.program import DEVICES, Program, shares_of_gpus
@@ -36,10 +36,20 @@ class Where:
     remote: Remote = field(default_factory=Remote)
 
 
-def launch(program: Program, where: Where, *, restarts: int = 0, transport: str = "tcp") -> NoReturn:
+def launch(
+    program: Program,
+    where: Where,
+    *,
+    restarts: int = 0,
+    transport: str = "tcp",
+    grace_seconds: float | None = None,
+) -> NoReturn:
     """Runs a program where it is said, and exits as the rank that failed first did.
 
     Without anything said, this process becomes the rank that Slurm or mpirun started it as.
+
+    **Arguments:** `restarts`, `transport`, `grace_seconds`: as of `launch_here`; what starts or ends ranks by itself
+    takes no `restarts` or `grace_seconds`.
 
     **Raises:** `ArgumentError` for places that do not go together; any error of braidax.
     """
@@ -56,20 +66,28 @@ def launch(program: Program, where: Where, *, restarts: int = 0, transport: str 
         )
     if where.hosts is None and where.gang is None and where.processes is None:
         if started is not None:
-            _become(started, program, restarts)
+            _become(started, program, restarts, grace_seconds)
         raise ArgumentError(
             "--processes is not given: say how many processes to start, or on which --hosts; or let srun or mpirun "
             "start `braidax launch`"
         )
+    if where.gang is not None and grace_seconds is not None:
+        raise ArgumentError(
+            f"--grace-seconds {grace_seconds:g}: --gang {where.gang} ends its ranks at once; leave it out, and take "
+            "checkpoints as often as lost work is to be bounded"
+        )
+    grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
     with _terminating():
         if where.hosts is not None:
-            hosts = read_hosts(where.hosts)
-            code = launch_over_ssh(program, hosts, remote=where.remote, restarts=restarts, transport=transport)
+            hosts, remote = read_hosts(where.hosts), where.remote
+            code = launch_over_ssh(
+                program, hosts, remote=remote, restarts=restarts, transport=transport, grace_seconds=grace
+            )
         elif where.gang is not None:
             code = _launch_on_gang(program, where, restarts, transport)
         else:
             assert where.processes is not None
-            code = launch_here(program, where.processes, restarts=restarts, transport=transport)
+            code = launch_here(program, where.processes, restarts=restarts, transport=transport, grace_seconds=grace)
     raise typer.Exit(code)
 
 
@@ -89,11 +107,16 @@ def _launch_on_gang(program: Program, where: Where, restarts: int, transport: st
         return launch_on(gang, program, restarts=restarts, transport=transport)
 
 
-def _become(place: Place, program: Program, restarts: int) -> NoReturn:
+def _become(place: Place, program: Program, restarts: int, grace_seconds: float | None) -> NoReturn:
     """Replaces this process by the rank that it was started as."""
     if restarts:
         raise ArgumentError(
             f"--restarts {restarts}: {place.origin} has started this process, and starts it again or not"
+        )
+    if grace_seconds is not None:
+        raise ArgumentError(
+            f"--grace-seconds {grace_seconds:g}: {place.origin} has started this process, and ends it by its own rules "
+            "(Slurm: KillWait, --signal); leave it out"
         )
     os.environ.update({"PYTHONUNBUFFERED": "1", **environment_of(place, os.environ)})
     if DEVICES not in os.environ and place.local_rank is not None and place.local_size is not None:
@@ -104,7 +127,7 @@ def _become(place: Place, program: Program, restarts: int) -> NoReturn:
 
 @contextmanager
 def _terminating() -> Generator[None]:
-    """Has SIGTERM and SIGHUP end all ranks as Ctrl-C does, rather than leave them to be killed at once."""
+    """Has SIGTERM and SIGHUP stop all ranks as Ctrl-C does, rather than leave them to be killed at once."""
     before = {number: signal.signal(number, _terminated) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -114,5 +137,6 @@ def _terminating() -> Generator[None]:
 
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)
+    for ignored in (signal.SIGTERM, signal.SIGHUP):  # which platforms send more than once
+        signal.signal(ignored, signal.SIG_IGN)
     raise typer.Exit(128 + number)

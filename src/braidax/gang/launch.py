@@ -1,9 +1,11 @@
 """Launching: a program in many processes that live and die together, here on one machine."""
 
 import contextlib
+import math
 import os
 import re
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -17,6 +19,9 @@ from braidax.errors import ArgumentError, GangError, WaitTimeout
 from braidax.gang.processes import Command, Ending, Processes, Writer, print_lines
 from braidax.gang.program import Program, Seat, shares_of_gpus
 from braidax.gang.runner import CONSEQUENCE, FIRST_FAILED, scoped_store
+
+GRACE_SECONDS = 30.0
+"""That ranks may take to save and end when all are told to stop: what platforms leave between SIGTERM and SIGKILL."""
 
 _LOOK_SECONDS = 2.0  # that the rank that failed may take to end, when another one ended because of it
 _PAUSE_SECONDS = 0.1
@@ -67,22 +72,40 @@ class Job:
 
 
 def launch_here(
-    program: Program, num_processes: int, *, restarts: int = 0, transport: str = "tcp", log: TextIOBase | None = None
+    program: Program,
+    num_processes: int,
+    *,
+    restarts: int = 0,
+    transport: str = "tcp",
+    grace_seconds: float = GRACE_SECONDS,
+    log: TextIOBase | None = None,
 ) -> int:
     """Runs a program in processes of this machine.
 
+    Where one fails, the others get SIGTERM, and five seconds later SIGKILL. Whatever is raised in here from outside,
+    such as `KeyboardInterrupt` or what the handler of a signal raises, goes on when all have been stopped: by SIGTERM,
+    and by SIGKILL after `grace_seconds`, or at once when something is raised again.
+
     **Arguments:** `restarts`: how often all are started again, as the next epoch, after one has failed. `transport`: of
-    `braidax.comm.from_environment`. `log`: where lines go; None is `sys.stdout` and `sys.stderr`.
+    `braidax.comm.from_environment`. `grace_seconds`: that they may take for a last checkpoint when they are to stop.
+    `log`: where lines go; None is `sys.stdout` and `sys.stderr`.
 
     **Returns:** the exit code of the process that failed first in the last epoch, as a shell tells it; 0 if none did.
     **Raises:** `ArgumentError`, `GangError` when it cannot be started.
     """
     if num_processes < 1:
         raise ArgumentError(f"{num_processes=}: expected at least 1")
+    check_grace(grace_seconds)
     outside = {"PYTHONUNBUFFERED": "1", **without_place(os.environ)}
     shares = shares_of_gpus(outside, find_gpus(), num_processes, program.devices_per_process)
     seats = [Seat(rank, num_processes, rank, num_processes, share) for rank, share in enumerate(shares)]
     job = Job.new(transport)
+
+    def stop(processes: Processes) -> None:
+        tell_of_stop(grace_seconds, log)
+        processes.end(grace_seconds=grace_seconds)
+        endings = processes.wait(timeout_seconds=0)
+        tell_of_killed([ending.number for ending in endings if ending.status == -signal.SIGKILL], log)
 
     def run(epoch: int) -> Failed | None:
         told = job.environment(server.address, epoch)
@@ -90,7 +113,7 @@ def launch_here(
             Command((sys.executable, *program.command), {**outside, **told, **seat.environment}, str(Path.cwd()))
             for seat in seats
         ]
-        with started(commands, print_lines([f"[{seat.rank}] " for seat in seats], log)) as processes:
+        with started(commands, print_lines([f"[{seat.rank}] " for seat in seats], log), stop=stop) as processes:
             endings: dict[int, Ending] = {}
 
             def look(seconds: float | None) -> None:
@@ -130,11 +153,36 @@ def repeated(run: Callable[[int], Failed | None], restarts: int, log: TextIOBase
     return 0
 
 
+def check_grace(grace_seconds: float) -> None:
+    """Checks how long ranks may take to end. **Raises:** `ArgumentError`."""
+    if not 0 <= grace_seconds < math.inf:
+        raise ArgumentError(f"{grace_seconds=}: expected a finite number of seconds >= 0")
+
+
+def tell_of_stop(grace_seconds: float, log: TextIOBase | None) -> None:
+    """Says what happens now that all have been told to stop."""
+    _tell(f"stops; the ranks have {grace_seconds:g} s to save and end, Ctrl-C ends them at once", log)
+
+
+def tell_of_killed(ranks: Sequence[int], log: TextIOBase | None) -> None:
+    """Says which ranks had not ended in time, if any."""
+    if ranks:
+        _tell(f"had to kill ranks that did not end: {', '.join(map(str, sorted(ranks)))}", log)
+
+
+def _tell(message: str, log: TextIOBase | None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+        sys.stdout.flush()
+        (log or sys.stderr).write(f"braidax launch: {message}\n")
+
+
 @contextlib.contextmanager
 def started(
-    commands: Sequence[Command], write: Writer, *, leave_seconds: float = 0.0
+    commands: Sequence[Command], write: Writer, *, stop: Callable[[Processes], object], leave_seconds: float = 0.0
 ) -> Generator[Processes, None, None]:
     """Starts processes, and ends them all behind the block.
+
+    **Arguments:** `stop`: what comes before that when something is raised in the block: the job has been told to stop.
 
     **Raises:** `GangError` when they cannot be started.
     """
@@ -147,6 +195,9 @@ def started(
         ) from error
     try:
         yield processes
+    except BaseException:
+        stop(processes)
+        raise
     finally:
         processes.end(leave_seconds=leave_seconds)
 

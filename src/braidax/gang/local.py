@@ -1,6 +1,7 @@
 """A gang of processes on this machine."""
 
 import contextlib
+import math
 import os
 import pickle
 import secrets
@@ -24,7 +25,7 @@ from braidax.gang.processes import Command, Processes, print_lines
 
 _HOST = "127.0.0.1"
 _LEAVE_SECONDS = 5.0  # an idle rank that does not leave by itself in that time is ended by force
-_GRACE_SECONDS = 2.0  # between the signals that end a busy one
+_FORCE_SECONDS = 2.0  # between the signals that end a busy one when another one has failed
 _LAST_WORDS_SECONDS = 2.0  # between the end of a rank's socket and that of its process
 _CODE = """
 import sys
@@ -42,6 +43,7 @@ class _Options:
     environment: Mapping[str, str]
     log: TextIOBase | None
     timeout_seconds: float
+    grace_seconds: float
     tuning: Tuning
 
 
@@ -56,7 +58,9 @@ class LocalGang(Gang):
     **Arguments:** `size`: the number of ranks. `transport`: what carries their messages. `environment`: variables that
     each rank begins with, besides those of this process. `log`: where their lines go; None is `sys.stdout` and
     `sys.stderr`. `timeout_seconds`: how long they may take to start and to meet, and at first how long each wait of the
-    communicator may take (`comm.timeout_seconds`). `tuning`: as `braidax.comm.connect` takes it.
+    communicator may take (`comm.timeout_seconds`). `grace_seconds`: how long ranks may take to save and end, from
+    SIGTERM to SIGKILL, when Ctrl-C, or what the handler of a signal raises, interrupts `run`; a second interrupt ends
+    them at once. `tuning`: as `braidax.comm.connect` takes it.
 
     **Raises:** `ArgumentError` for values that cannot work.
     """
@@ -69,14 +73,17 @@ class LocalGang(Gang):
         environment: Mapping[str, str] | None = None,
         log: TextIOBase | None = None,
         timeout_seconds: float = 60.0,
+        grace_seconds: float = 30.0,
         tuning: Tuning = DEFAULT,
     ) -> None:
         super().__init__(size, job=f"local-{os.getpid()}-{secrets.token_hex(4)}")
         if not timeout_seconds > 0:
             raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
+        if not 0 <= grace_seconds < math.inf:
+            raise ArgumentError(f"{grace_seconds=}: expected a finite number of seconds >= 0")
         if tuning.tls is not None:
             raise ArgumentError("tuning.tls: expected None; no message of a local gang leaves this machine")
-        self._options = _Options(transport, dict(environment or {}), log, timeout_seconds, tuning)
+        self._options = _Options(transport, dict(environment or {}), log, timeout_seconds, grace_seconds, tuning)
         self._secret = secrets.token_bytes(32)
         self._server: TcpStoreServer | None = None
 
@@ -120,6 +127,8 @@ class _LocalRanks(Ranks):
         environment = {"PYTHONUNBUFFERED": "1", **without_place(os.environ), **options.environment}
         folder = str(Path.cwd())
         self._ranks: list[_Rank] = []
+        self._options = options
+        self._is_interrupted = False
         self._host = socket.gethostname()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             commands: list[Command] = []
@@ -132,7 +141,7 @@ class _LocalRanks(Ranks):
                 arguments = (sys.executable, "-c", code, str(there.fileno()))
                 commands.append(Command(arguments, environment, folder, (there.fileno(),)))
             write = print_lines([f"[{birth.rank}] " for birth in births], options.log)
-            self._processes = Processes(commands, write=write, grace_seconds=_GRACE_SECONDS)
+            self._processes = Processes(commands, write=write, grace_seconds=_FORCE_SECONDS)
             ours.pop_all()
 
     def call(self, call: bytes) -> None:
@@ -140,6 +149,13 @@ class _LocalRanks(Ranks):
             rank.ask(call)
 
     def answers(self, *, timeout_seconds: float | None) -> Mapping[int, bytes | bytearray | Ended]:
+        try:
+            return self._answers(timeout_seconds)
+        except BaseException:
+            self._is_interrupted = True
+            raise
+
+    def _answers(self, timeout_seconds: float | None) -> Mapping[int, bytes | bytearray | Ended]:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._processes, selectors.EVENT_READ)
@@ -159,7 +175,8 @@ class _LocalRanks(Ranks):
         is_idle = not any(rank.owes for rank in self._ranks)
         for rank in self._ranks:
             rank.connection.close()  # whoever is idle leaves now
-        self._processes.end(leave_seconds=_LEAVE_SECONDS if is_idle else 0.0)
+        grace_seconds = self._options.grace_seconds if self._is_interrupted else None
+        self._processes.end(leave_seconds=_LEAVE_SECONDS if is_idle else 0.0, grace_seconds=grace_seconds)
 
     def _advance(self, selector: selectors.BaseSelector, rank: "_Rank | None") -> None:
         """Moves what can be moved: of one rank, or where that is None, of the processes that ended."""

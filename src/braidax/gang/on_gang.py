@@ -20,7 +20,8 @@ def launch_on(
     """Runs a program in the ranks of a gang, which is started for it and stopped afterwards.
 
     The program must be there on all hosts, in the folder of the same name. The lines of the ranks go where those of the
-    gang go.
+    gang go. How long ranks have to save and end when this is interrupted is the gang's: those of a `LocalGang` have its
+    `grace_seconds`; Ray and Dask end theirs at once.
 
     **Arguments:** `restarts`, `transport`: as `launch_here` takes them. `log`: where it is told what failed; None is
     `sys.stderr`.

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,10 +15,20 @@ from braidax.comm.environment import without_place
 from braidax.comm.stores.tcp_frames import url
 from braidax.errors import ArgumentError, GangError
 from braidax.gang.hosts import Host
-from braidax.gang.launch import Failed, Job, first_failed, repeated, started
+from braidax.gang.launch import (
+    GRACE_SECONDS,
+    Failed,
+    Job,
+    check_grace,
+    first_failed,
+    repeated,
+    started,
+    tell_of_killed,
+    tell_of_stop,
+)
 from braidax.gang.processes import MAX_STDIN_BYTES, Command, Ending, Processes, Stream, print_lines
 from braidax.gang.program import Program, Seat
-from braidax.gang.remote import GRACE_SECONDS, order, read_report
+from braidax.gang.remote import FORCE_SECONDS, STOP, order, read_report
 from braidax.gang.routes import address_towards
 
 FORWARDED = ("BRAIDAX_", "JAX_", "XLA_", "NCCL_", "UCX_", "TF_", "PYTHON")
@@ -30,7 +41,7 @@ _OPTIONS = (
     *("-o", "ServerAliveCountMax=4"),
 )
 _ASK_SECONDS = 30.0  # for ssh to read its configuration
-_LEAVE_SECONDS = 2 * GRACE_SECONDS  # for a host to end its ranks
+_LEAVE_SECONDS = 2 * FORCE_SECONDS  # for a host to end its ranks
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ def launch_over_ssh(
     remote: Remote,
     restarts: int = 0,
     transport: str = "tcp",
+    grace_seconds: float = GRACE_SECONDS,
     log: TextIOBase | None = None,
 ) -> int:
     """Runs a program on hosts: a process for each device that is named, or one on a host where none is.
@@ -61,11 +73,12 @@ def launch_over_ssh(
     It runs in the folder of the same name there. Of the variables of this process the hosts get those whose names begin
     with one of `FORWARDED`, and none on a command line.
 
-    **Arguments:** `restarts`, `transport`, `log`: as `launch_here` takes them.
+    **Arguments:** `restarts`, `transport`, `grace_seconds`, `log`: as `launch_here` takes them.
 
     **Returns:** the exit code of the rank that failed first in the last epoch, 255 for a host that cannot be reached.
     **Raises:** `ArgumentError`, `GangError` when it cannot be started.
     """
+    check_grace(grace_seconds)
     addresses = [remote.address or address_towards(_hostname(remote.ssh, host.name)) for host in hosts]
     listened = addresses[0] if remote.address is None and len(set(addresses)) == 1 else "0.0.0.0"
     if ":" in addresses[0] and listened == "0.0.0.0":
@@ -79,11 +92,18 @@ def launch_over_ssh(
             told = [job.environment(url(address, port), epoch) for address in addresses]
             here = job.environment(url("127.0.0.1" if listened == "0.0.0.0" else listened, port), epoch)
             commands = [
-                _command(program, host, host_seats, variables, remote)
+                _command(remote, host, _ordered(program, host, host_seats, variables, grace_seconds))
                 for host, host_seats, variables in zip(hosts, seats, told, strict=True)
             ]
             epoch_run = _Epoch(hosts, seats, log)
-            with started(commands, epoch_run.write, leave_seconds=_LEAVE_SECONDS) as processes:
+
+            def stop(processes: Processes) -> None:
+                tell_of_stop(grace_seconds, log)
+                processes.tell(STOP)
+                processes.wait_for_all(grace_seconds + _LEAVE_SECONDS)
+                tell_of_killed(epoch_run.killed, log)
+
+            with started(commands, epoch_run.write, stop=stop, leave_seconds=_LEAVE_SECONDS) as processes:
                 return epoch_run.wait(processes, here)
 
         return repeated(run, restarts, log)
@@ -134,6 +154,11 @@ class _Epoch:
         where = f"rank {first} (host {self._hosts[number].name}, pid {report.pid})"
         return Failed(where, report.how, report.log, report.exit_code)
 
+    @property
+    def killed(self) -> list[int]:
+        """The ranks that were killed as far as is known."""
+        return [self._rank(*each) for each in self._reports if each[1].status == -signal.SIGKILL]
+
     def _rank(self, number: int, report: Ending) -> int:
         return self._seats[number][report.number].rank
 
@@ -151,7 +176,8 @@ def _seats(hosts: Sequence[Host]) -> list[list[Seat]]:
     return found
 
 
-def _command(program: Program, host: Host, seats: Sequence[Seat], told: dict[str, str], remote: Remote) -> Command:
+def _ordered(program: Program, host: Host, seats: Sequence[Seat], told: dict[str, str], grace_seconds: float) -> bytes:
+    """Returns what a host is told to start."""
     forwarded = {name: text for name, text in without_place(os.environ).items() if name.startswith(FORWARDED)}
     ordered = order(
         [
@@ -163,12 +189,17 @@ def _command(program: Program, host: Host, seats: Sequence[Seat], told: dict[str
             for seat in seats
         ],
         str(Path.cwd()),
+        grace_seconds,
     )
     if len(ordered) > MAX_STDIN_BYTES:
         raise ArgumentError(
             f"what host {host.name} is told has {len(ordered):,} bytes, more than {MAX_STDIN_BYTES:,}; set fewer or "
             f"shorter environment variables that begin with {', '.join(FORWARDED)}"
         )
+    return ordered
+
+
+def _command(remote: Remote, host: Host, ordered: bytes) -> Command:
     there = f"exec {shlex.quote(remote.python)} -P -m braidax.gang.remote"
     return Command((*_ssh(remote.ssh), *_OPTIONS, host.name, there), os.environ, stdin=ordered)
 

@@ -24,8 +24,10 @@ _CHUNK_BYTES = 1 << 16
 _MAX_DRAINED = 1 << 20  # bytes; more than a pipe holds
 _KILL_SECONDS = 10.0  # for the kernel to end what was killed
 
-MAX_STDIN_BYTES = 1 << 16
-"""How long `Command.stdin` may be: what a pipe holds before anybody reads."""
+_MAX_TOLD_BYTES = 1 << 8  # of `Processes.tell`
+
+MAX_STDIN_BYTES = (1 << 16) - _MAX_TOLD_BYTES
+"""How long `Command.stdin` may be: what a pipe holds before anybody reads, and room for what is told later."""
 
 Stream = Literal["stdout", "stderr"]
 Writer = Callable[[int, Stream, str], None]
@@ -110,7 +112,7 @@ class Processes:
     They end with this process, however it ends, if they call `end_with` on their `LIFELINE` or end with their input.
 
     **Arguments:** `commands`: what to start. `write`: is given every line that they write, by one thread at a time.
-    `grace_seconds`: between SIGTERM and SIGKILL.
+    `grace_seconds`: between SIGTERM and SIGKILL, where `end` is not told otherwise.
 
     **Raises:** `OSError` when one cannot be started; none is left behind then.
     """
@@ -160,33 +162,44 @@ class Processes:
             self._woken = True
             self._changed.notify_all()
 
-    def end(self, *, leave_seconds: float = 0.0) -> None:
+    def ask(self) -> None:
+        """Asks all processes to end, by SIGTERM."""
+        for process in self._alive():
+            process.signal(signal.SIGTERM)
+            process.signal(signal.SIGCONT)  # one that is stopped would not hear of it
+
+    def tell(self, line: bytes) -> None:
+        """Writes a short line to the input of all processes that have one; who takes no more does not get it."""
+        for process in self._alive():
+            process.tell(line)
+
+    def wait_for_all(self, timeout_seconds: float) -> bool:
+        """Waits until all processes have ended, and says whether they have."""
+        if self._thread is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._alive(), timeout_seconds)
+        return not self._alive()
+
+    def end(self, *, leave_seconds: float = 0.0, grace_seconds: float | None = None) -> None:
         """Ends all processes and whatever they started: SIGTERM, then SIGKILL. A second call does nothing.
 
         **Arguments:** `leave_seconds`: how long they may take to end by themselves, before the first signal, now that
-        their input has ended.
+        their input has ended. `grace_seconds`: instead of the constructor's.
         """
         try:
             for process in self._processes:
                 process.close_input()
-            self._wait_for_all(leave_seconds)
-            for process in self._alive():
-                process.signal(signal.SIGTERM)
-                process.signal(signal.SIGCONT)  # one that is stopped would not hear of it
-            self._wait_for_all(self._grace_seconds)
+            self.wait_for_all(leave_seconds)
+            self.ask()
+            self.wait_for_all(self._grace_seconds if grace_seconds is None else grace_seconds)
         finally:
             for process in self._processes:
                 process.signal(signal.SIGKILL)
-            self._wait_for_all(_KILL_SECONDS)
+            self.wait_for_all(_KILL_SECONDS)
             self._close()
 
     def _alive(self) -> list["_Process"]:
         return [process for process in self._processes if process.ending is None]
-
-    def _wait_for_all(self, seconds: float) -> None:
-        if self._thread is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._alive(), seconds)
 
     def _close(self) -> None:
         if self._thread is not None:
@@ -311,6 +324,13 @@ class _Process:
         """Ends the input of the process."""
         if self._popen.stdin is not None:
             self._popen.stdin.close()
+
+    def tell(self, line: bytes) -> None:
+        """Writes to the input of the process, if it has one that takes as much now."""
+        if self._popen.stdin is not None:
+            with contextlib.suppress(OSError):  # it has closed its input
+                os.set_blocking(self._popen.stdin.fileno(), False)
+                self._popen.stdin.write(line)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the whole group."""

@@ -2,30 +2,40 @@
 
 The launching machine starts it over ssh. The first line of its input says what to start: arguments could be read by
 anybody on the host. Lines of ranks go out with their prefix, which begins with `[`; a line that begins with `{` tells
-of a rank that failed. What ends then is decided by the launching machine.
+of a rank that failed. What ends then is decided by the launching machine, which closes the input or, where the whole
+job was told to stop, says so before: then the ranks have time for a last checkpoint.
 """
 
 import contextlib
 import json
 import os
 import selectors
+import signal
 import sys
+import time
+from collections.abc import Generator
 from dataclasses import asdict
 from typing import Any
 
 from braidax.gang.processes import Command, Ending, Processes, print_lines
 
-GRACE_SECONDS = 5.0
-"""Between the signals that end the ranks of a host."""
+FORCE_SECONDS = 5.0
+"""Between the signals that end the ranks of a host, where they are not told to stop."""
+
+STOP = b"stop\n"
+"""The line that tells the ranks to stop."""
+
+_READ_BYTES = 1 << 10
 
 
-def order(commands: list[tuple[tuple[str, ...], dict[str, str], str]], folder: str) -> bytes:
+def order(commands: list[tuple[tuple[str, ...], dict[str, str], str]], folder: str, grace_seconds: float) -> bytes:
     """Returns what to write to the input of this program.
 
     **Arguments:** `commands`: for each rank the arguments of Python, the variables besides those of the host, and the
-    prefix of its lines, which begins with `[`. `folder`: the working directory.
+    prefix of its lines, which begins with `[`. `folder`: the working directory. `grace_seconds`: that they may take to
+    end after `STOP`, or SIGTERM to this process.
     """
-    return json.dumps({"commands": commands, "folder": folder}).encode() + b"\n"
+    return json.dumps({"commands": commands, "folder": folder, "grace_seconds": grace_seconds}).encode() + b"\n"
 
 
 def read_report(line: str) -> Ending | None:
@@ -39,36 +49,76 @@ def read_report(line: str) -> Ending | None:
 
 def main() -> None:
     """Serves one order until its ranks have ended or its input has; exits as the first rank that failed did."""
-    ordered = json.loads(sys.stdin.buffer.readline())
-    prefixes = [prefix for _, _, prefix in ordered["commands"]]
-    commands = [
-        Command((sys.executable, *arguments), {**os.environ, **environment}, ordered["folder"])
-        for arguments, environment, _ in ordered["commands"]
-    ]
-    processes = Processes(commands, write=print_lines(prefixes), grace_seconds=GRACE_SECONDS)
+    with _terminations() as terminations, open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as told:
+        ordered = json.loads(told.readline())  # and nothing of what is told later
+        prefixes = [prefix for _, _, prefix in ordered["commands"]]
+        commands = [
+            Command((sys.executable, *arguments), {**os.environ, **environment}, ordered["folder"])
+            for arguments, environment, _ in ordered["commands"]
+        ]
+        processes = Processes(commands, write=print_lines(prefixes), grace_seconds=FORCE_SECONDS)
+        try:
+            host = _Host(processes, len(commands), ordered["grace_seconds"])
+            host.serve(told.fileno(), terminations)
+        finally:
+            processes.end()
+    sys.exit(0 if host.failed is None else host.failed.exit_code)
+
+
+@contextlib.contextmanager
+def _terminations() -> Generator[int, None, None]:
+    """Gives a descriptor that has `STOP` to read once this process has been told to end, as when its host goes down."""
+    read, write = os.pipe()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os.write(write, STOP))
     try:
-        failed = _serve(processes, len(commands))
+        yield read
     finally:
-        processes.end()
-    sys.exit(0 if failed is None else failed.exit_code)
+        signal.signal(signal.SIGTERM, before)
+        os.close(read)
+        os.close(write)
 
 
-def _serve(processes: Processes, num_alive: int) -> Ending | None:
-    """Reports the ranks that fail, until all have ended or the input has, and returns the first."""
-    first: Ending | None = None
-    with selectors.DefaultSelector() as selector:
-        selector.register(processes, selectors.EVENT_READ)
-        selector.register(sys.stdin, selectors.EVENT_READ)
-        while num_alive:
-            ready = {key.fileobj for key, _ in selector.select()}
-            for ending in processes.wait(timeout_seconds=0) if processes in ready else []:
-                num_alive -= 1
-                if ending.status != 0:
-                    first = first or ending
-                    _report(ending)
-            if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
-                break
-    return first
+class _Host:
+    """The ranks of this host while they run. **Fields:** `failed`: the first one that did."""
+
+    def __init__(self, processes: Processes, num_alive: int, grace_seconds: float) -> None:
+        self._processes = processes
+        self._num_alive = num_alive
+        self._grace_seconds = grace_seconds
+        self._deadline: float | None = None
+        self.failed: Ending | None = None
+
+    def serve(self, *descriptors: int) -> None:
+        """Reports the ranks that fail, until all have ended or their time to stop is over, or a descriptor has."""
+        with selectors.DefaultSelector() as selector:
+            for source in (self._processes, *descriptors):
+                selector.register(source, selectors.EVENT_READ)
+            while self._num_alive and self._advance(selector):
+                pass
+        if self._deadline is not None:
+            self._processes.end(grace_seconds=0.0)  # they had their time
+            self._note_endings()
+
+    def _advance(self, selector: selectors.BaseSelector) -> bool:
+        """Waits for what is next; False when that is the end."""
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        ready = selector.select(left)
+        for key, _ in ready:
+            if key.fileobj is self._processes:
+                self._note_endings()
+            elif not os.read(key.fd, _READ_BYTES):
+                return False
+            elif self._deadline is None:
+                self._deadline = time.monotonic() + self._grace_seconds
+                self._processes.ask()
+        return bool(ready)
+
+    def _note_endings(self) -> None:
+        for ending in self._processes.wait(timeout_seconds=0):
+            self._num_alive -= 1
+            if ending.status != 0:
+                self.failed = self.failed or ending
+                _report(ending)
 
 
 def _report(ending: Ending) -> None:

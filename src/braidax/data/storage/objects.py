@@ -5,23 +5,19 @@ ETag that the object had when it was opened; elsewhere each reply is compared wi
 """
 
 import asyncio
-import datetime
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 from braidax.data.storage.options import Remote
-from braidax.errors import ArgumentError, DataError, FormatError, RecordError, import_extra
+from braidax.errors import DataError, FormatError, RecordError
+from braidax.objects import Opener, address, first_line, status_of
 
 _SCHEMES = ("s3", "gs", "http", "https")
 _NUM_PROBES = 32  # objects that are looked at concurrently
 _MAX_EXACT = 16  # objects of one data set that get a store, and so connections, of their own
-_TRY_FRACTION = 1 / 3  # of the time limit, for one try: one that hangs leaves time for others
-_RETRY_FRACTION = 0.4  # of it: no try begins later, so that what went wrong is known before time is up
 _NO_ETAG = '"braidax: no object has this ETag"'
 _TRANSIENT = (408, 425, 429)  # of the statuses below 500
 _PURPOSE = "reading s3://, gs://, http:// and https:// URLs"
@@ -77,9 +73,9 @@ class Stores:
     """
 
     def __init__(self, remote: Remote) -> None:
-        self._obstore = import_extra("obstore", "remote", purpose=_PURPOSE)
-        self._classes = import_extra("obstore.store", "remote", purpose=_PURPOSE)
-        self._remote = remote
+        self._opener = Opener(
+            remote.client, retries=remote.retries, timeout_seconds=remote.timeout_seconds, purpose=_PURPOSE
+        )
         self._stores: dict[str, Any] = {}
 
     def open(self, urls: Sequence[str]) -> list[Object]:
@@ -126,40 +122,10 @@ class Stores:
             return list(threads.map(self._exact, objects))
 
     def _store(self, url: str) -> tuple[Any, str]:
-        root, path = _address(url)
+        root, path = address(url)
         if root not in self._stores:
-            self._stores[root] = self._new_store(root, {})
+            self._stores[root] = self._opener.open(root)
         return self._stores[root], path
-
-    def _new_store(self, root: str, headers: Mapping[str, str]) -> Any:
-        limit = self._remote.timeout_seconds
-        given = dict(self._remote.client)
-        client_options: dict[str, Any] = {"timeout": f"{max(1, round(limit * _TRY_FRACTION * 1000))}ms"}
-        if _is_plain(root, given):
-            client_options["allow_http"] = True
-        client_options |= given.pop("client_options", None) or {}
-        client_options["default_headers"] = {**(client_options.get("default_headers") or {}), **headers}
-        retry_config = given.pop("retry_config", None) or {
-            "max_retries": self._remote.retries,
-            "retry_timeout": datetime.timedelta(seconds=limit * _RETRY_FRACTION),
-            "backoff": {
-                "init_backoff": datetime.timedelta(milliseconds=50),
-                "max_backoff": datetime.timedelta(seconds=5),
-                "base": 2,
-            },
-        }
-        scheme, _, place = root.partition("://")
-        name, where = {"s3": ("S3Store", place), "gs": ("GCSStore", place)}.get(scheme, ("HTTPStore", root))
-        try:
-            return getattr(self._classes, name)(
-                where, client_options=client_options, retry_config=retry_config, **given
-            )
-        except Exception as error:
-            raise ArgumentError(
-                f"{root}: obstore's {name} cannot be made of client={dict(self._remote.client)} "
-                f"({_first_line(error)}); pass what it takes, such as endpoint, region, config, client_options, "
-                "credential_provider"
-            ) from error
 
     def _open(self, url: str) -> Object:
         store, path = self._store(url)
@@ -169,8 +135,8 @@ class Stores:
                 meta: Mapping[str, Any] = reply.meta
                 if len(reply.bytes()) != 1:
                     raise FormatError(f"{url}: the server answered a request for 1 byte with none; is it one at all?")
-            except self._obstore.exceptions.GenericError as error:
-                if _status(error) != 416:  # an empty object has no first byte
+            except self._opener.exceptions.GenericError as error:
+                if status_of(error) != 416:  # an empty object has no first byte
                     raise
                 meta = store.head(path)
         except DataError:
@@ -180,20 +146,20 @@ class Stores:
         return self._object(url, meta, store)
 
     def _object(self, url: str, meta: Mapping[str, Any], store: Any) -> Object:
-        return Object(url, meta["size"], _etag(meta), _modified(meta), _address(url)[1], store)
+        return Object(url, meta["size"], _etag(meta), _modified(meta), address(url)[1], store)
 
     def _exact(self, item: Object) -> Object:
         if not item.size or not item.has_strong_etag:
             return item
         try:
             item.store.get(item.path, options={"range": (0, 1), "if_match": _NO_ETAG})
-        except self._obstore.exceptions.PreconditionError:
+        except self._opener.exceptions.PreconditionError:
             pass
         except Exception:  # noqa: BLE001 (what the server makes of it says nothing about the object)
             return item
         else:
             return item
-        exact = self._new_store(_address(item.url)[0], {"If-Match": item.etag})
+        exact = self._opener.open(address(item.url)[0], {"If-Match": item.etag})
         try:
             exact.get(item.path, options={"range": (0, 1)})
         except Exception:  # noqa: BLE001 (likewise)
@@ -241,7 +207,7 @@ def failure(error: BaseException, url: str) -> Failure:
     if isinstance(error, DataError):
         return Failure(error, False)
     url = url.partition("?")[0]
-    text, status = str(error), _status(error)
+    text, status = str(error), status_of(error)
     name = type(error).__name__
     if status in (401, 403) or name in ("PermissionDeniedError", "UnauthenticatedError"):
         return Failure(
@@ -267,7 +233,7 @@ def failure(error: BaseException, url: str) -> Failure:
             True,
         )
     tries = re.search(r"after (\d+) retries", text)
-    what = f"the server answered {status}" if status else _first_line(error)
+    what = f"the server answered {status}" if status else first_line(error)
     more = f" {int(tries[1]) + 1} times" if tries and status else ""
     exhausted = "max_retries" in text or (status is not None and status < 500 and status not in _TRANSIENT)
     return Failure(RecordError(f"{url}: cannot be read: {what}{more}; check the server and the network"), not exhausted)
@@ -285,32 +251,3 @@ def _etag(meta: Mapping[str, Any]) -> str:
 def _modified(meta: Mapping[str, Any]) -> str:
     when = meta["last_modified"]
     return when.isoformat(timespec="seconds") if when.timestamp() > 0 else ""  # 1970 stands for nothing
-
-
-def _status(error: BaseException) -> int | None:
-    found = re.search(r"status(?: code)?: (\d{3})\b", str(error))
-    return int(found[1]) if found else None
-
-
-def _first_line(error: BaseException) -> str:
-    return re.sub(r"\?[^\s)]+", "", (str(error).splitlines() or [type(error).__name__])[0])  # no signature in a log
-
-
-def _address(url: str) -> tuple[str, str]:
-    """Returns the store of a URL and the path in it; a URL with a query, such as a signature, is a store of its own."""
-    scheme, _, rest = url.partition("://")
-    if scheme in ("s3", "gs"):
-        bucket, _, key = rest.partition("/")
-        return f"{scheme}://{bucket}", key
-    parts = urlsplit(url)
-    if parts.query:
-        return url, ""
-    return f"{scheme}://{parts.netloc}", unquote(parts.path).removeprefix("/")
-
-
-def _is_plain(root: str, given: Mapping[str, Any]) -> bool:
-    names = ("endpoint", "aws_endpoint", "endpoint_url", "aws_endpoint_url", "aws_endpoint_url_s3")
-    config = {**dict(given.get("config") or {}), **given}
-    ends = [str(value) for name, value in config.items() if str(name).lower() in names]
-    ends += [os.environ.get(name.upper(), "") for name in names[1:]] if root.startswith("s3://") else []
-    return any(end.startswith("http://") for end in [root, *ends])

@@ -1,0 +1,62 @@
+"""A job behind the loop: one at a time, and the loop hears of its failure."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
+
+
+@dataclass(frozen=True)
+class _Job:
+    what: str
+    executor: ThreadPoolExecutor
+    done: "Future[None]"
+
+
+class Behind:
+    """Runs one job at a time on a thread of its own, which lives as long as the job.
+
+    **Arguments:** `name`: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._job: _Job | None = None
+
+    def begin(self, what: str, job: Callable[[], None]) -> None:
+        """Begins a job, when there is none. **Arguments:** `what`: it does and to what, for errors."""
+        assert self._job is None
+        executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        self._job = _Job(what, executor, executor.submit(job))
+        executor.shutdown(wait=False)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a job, or one of which nobody has heard how it went."""
+        return self._job is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a job that is over, and nobody has heard how it went."""
+        return self._job is not None and self._job.done.done()
+
+    def settle(self, timeout_seconds: float) -> Exception | None:
+        """Waits until the job is over, and returns what went wrong with it. **Raises:** `WaitTimeout`."""
+        job = self._job
+        if job is None:
+            return None
+        try:
+            error = job.done.exception(timeout_seconds)
+        except TimeoutError as late:
+            raise WaitTimeout(
+                f"{job.what} took longer than timeout_seconds={timeout_seconds:g}: expected it to end; it still goes "
+                "on: look at what it is written to, or raise the limit"
+            ) from late
+        job.executor.shutdown()
+        self._job = None
+        if error is None or isinstance(error, BraidaxError):
+            return error
+        failure = CheckpointError(f"{job.what} failed: {error!r}. Earlier checkpoints are untouched")
+        failure.__cause__ = error
+        return failure

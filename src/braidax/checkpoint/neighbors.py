@@ -1,0 +1,225 @@
+"""What processes keep of one another's checkpoints: who for whom, how it gets there, and how it comes back."""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from braidax.checkpoint import folders
+from braidax.checkpoint.lockstep import Lockstep, Messages
+from braidax.checkpoint.manifest import Manifest, OtherFormat, data_file, manifest_file
+from braidax.checkpoint.reading import File, content_of, opened, read_manifest
+from braidax.checkpoint.restoring import Mismatch, load, match
+from braidax.errors import CheckpointError
+
+_BLOCK_BYTES = 16 * 2**20  # that are sent at a time
+_MANIFEST = re.compile(r"manifest(?:-(\d{5,}))?\.json")
+_logger = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a process stands among the others.
+
+    **Fields:** `slot`: its number among the `num_slots` processes of its host. `dest`: who keeps a copy of its part,
+    on another host where that can be. `source`: whose part it keeps.
+    """
+
+    slot: int
+    num_slots: int
+    dest: int
+    source: int
+
+
+class Whole(NamedTuple):
+    """A checkpoint of which every part is held by somebody.
+
+    **Fields:** `step`; `revision`: of that step; `token`: of this checkpoint alone. `holders`: by part the processes
+    that have it, by rank.
+    """
+
+    step: int
+    revision: int
+    token: str
+    holders: tuple[tuple[int, ...], ...]
+
+
+def place_of(rank: int, hosts: Sequence[Any]) -> Place:
+    """Returns the place of a process. **Arguments:** `hosts`: of all processes, by rank."""
+    size = len(hosts)
+    first = {host: hosts.index(host) for host in hosts}
+    order = sorted(range(size), key=lambda each: (first[hosts[each]], each))
+    distance = max(Counter(hosts).values())  # as many further on, nobody is on the same host, if that can be
+    distance = 1 if distance == size else distance
+    here = order.index(rank)
+    mine = [each for each in order if hosts[each] == hosts[rank]]
+    dest, source = order[(here + distance) % size], order[(here - distance) % size]
+    return Place(mine.index(rank), len(mine), dest, source)
+
+
+def pass_on(messages: Messages, place: Place, folder: Path, sizes: Sequence[tuple[int, int]]) -> Exception | None:
+    """Sends the files of this process to its neighbor, and stores those of the other neighbor beside them.
+
+    **Arguments:** `folder`: with the files. `sizes`: bytes of arrays and manifest, of all processes.
+
+    **Returns:** what went wrong here; all processes get through nevertheless.
+    """
+    failure: Exception | None = None
+    for number, name_of in enumerate((data_file, manifest_file)):
+        with contextlib.ExitStack() as stack:
+            files: list[BinaryIO] = []
+            try:
+                files.append(stack.enter_context((folder / name_of(messages.rank)).open("rb")))
+                files.append(stack.enter_context((folder / name_of(place.source)).open("xb")))
+            except OSError as error:
+                failure = error
+            for _ in range(0, max(size[number] for size in sizes), _BLOCK_BYTES):
+                parts: list[bytes] = [b""] * messages.size
+                try:
+                    parts[place.dest] = files[0].read(_BLOCK_BYTES) if failure is None else b""
+                except OSError as error:
+                    failure = error
+                block = messages.all_to_all(parts)[place.source]
+                try:
+                    if failure is None:
+                        files[1].write(block)
+                        files[1].flush()
+                except OSError as error:
+                    failure = error
+            if failure is None and files[1].tell() != sizes[place.source][number]:
+                failure = CheckpointError(f"{folder}: process {place.source} sent less than it said")
+    return failure
+
+
+class Holdings:
+    """The parts of checkpoints that this process has, and what the others have.
+
+    **Arguments:** `messages`: among all that call this. `roots`: folders of checkpoints here.
+    """
+
+    def __init__(self, messages: Messages, roots: Iterable[Path]) -> None:
+        self._messages = messages
+        self._mine: dict[tuple[str, int], Path] = {}
+        said: list[tuple[int, int, str, int, int]] = []
+        for root in roots:
+            for found in folders.checkpoints(root):
+                for manifest in _readable(found.path):
+                    about = manifest.about
+                    self._mine[about.token, manifest.process] = found.path
+                    said.append((found.step, found.revision, about.token, about.num_processes, manifest.process))
+        heard = messages.all_gather(json.dumps(said).encode())
+        everything = [(rank, *each) for rank, words in enumerate(heard) for each in json.loads(bytes(words))]
+        holders: dict[tuple[int, str, int], dict[int, list[int]]] = {}
+        revisions: dict[str, int] = {}
+        for rank, step, revision, token, num_processes, part in everything:
+            ranks = holders.setdefault((step, token, num_processes), {}).setdefault(part, [])
+            ranks.append(rank)
+            revisions[token] = max(revision, revisions.get(token, 0))
+        self.num_found = len(holders)
+        self.whole = sorted(
+            (
+                Whole(step, revisions[token], token, tuple(tuple(parts[part]) for part in range(num_processes)))
+                for (step, token, num_processes), parts in holders.items()
+                if parts.keys() == set(range(num_processes))
+            ),
+            reverse=True,
+        )
+
+    def restore(
+        self, whole: Whole, where: Path, like: Any, only: Sequence[str] | None, turn: int
+    ) -> tuple[Any, dict[str, str]]:
+        """Restores a checkpoint together with all processes, each from its own parts and those of others.
+
+        **Arguments:** `where`: its name, for errors. `like`, `only`: as `Checkpointer.restore` takes them. `turn`:
+        which copy of each part is taken: 0 for the nearest.
+
+        **Returns:** the tree, and what went wrong: a `reason` why it is not valid, or another `failure`.
+        """
+        rank = self._messages.rank
+        tree: Any = None
+        manifests = self._gather(whole)
+        with contextlib.ExitStack() as stack:
+
+            @functools.cache
+            def descriptor(part: int) -> int:
+                path = self._mine[whole.token, part] / data_file(part)
+                return stack.enter_context(path.open("rb", buffering=0)).fileno()
+
+            def serve(part: int, start: int, num_bytes: int) -> bytes:
+                try:
+                    return os.pread(descriptor(part), num_bytes, start)
+                except OSError as error:
+                    _logger.error("%s: part %d cannot be read: %s", where, part, error)
+                    return b""  # which is too little
+
+            lockstep = Lockstep(self._messages, serve)
+
+            @contextlib.contextmanager
+            def open_file(part: int) -> Generator[File]:
+                manifest = content.manifests[part]
+                ranks = sorted(whole.holders[part], key=lambda each: (each - rank) % self._messages.size)
+                holder = ranks[turn % len(ranks)]
+                if holder == rank:
+                    with opened(self._mine[whole.token, part] / data_file(part), manifest.data) as file:
+                        yield file
+                    return
+                name = f"{where / data_file(part)} of process {holder}"
+                yield File(
+                    name, lambda memory, start: lockstep.read(holder, part, memory, start), manifest.data.chunk_bytes
+                )
+
+            said: dict[str, str] = {}
+            try:
+                parsed = [Manifest.from_json(text, name=str(where)) for text in manifests]
+                content = content_of(where, parsed)
+                tree = load(content, like, match(content, like, only), open_file)
+            except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
+                is_damage = isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch)
+                words = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                said = {"reason" if is_damage else "failure": words}
+            finally:
+                lockstep.finish()
+        heard = [json.loads(bytes(words)) for words in self._messages.all_gather(json.dumps(said).encode())]
+        for kind in ("failure", "reason"):
+            for process, each in enumerate(heard):
+                if kind in each:
+                    return None, {kind: f"process {process}: {each[kind]}" if process else each[kind]}
+        return tree, {}
+
+    def _gather(self, whole: Whole) -> list[bytes]:
+        """Returns the manifests of all parts, each as the first process that has it reads it."""
+        mine = [part for part, ranks in enumerate(whole.holders) if ranks[0] == self._messages.rank]
+        texts = [_text(self._mine[whole.token, part] / manifest_file(part)) for part in mine]
+        found: dict[int, bytes] = {}
+        for rank, values in enumerate(self._messages.all_gather(texts)):
+            parts = [part for part, ranks in enumerate(whole.holders) if ranks[0] == rank]
+            found.update(zip(parts, map(bytes, values), strict=True))
+        return [found[part] for part in range(len(whole.holders))]
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        _logger.error("%s cannot be read: %s", path, error)
+        return b""  # which is no manifest
+
+
+def _readable(folder: Path) -> Generator[Manifest]:
+    """Gives the manifests in a folder whose arrays are there."""
+    for path in sorted(folder.iterdir()):
+        name = _MANIFEST.fullmatch(path.name)
+        if name is None:
+            continue
+        part = int(name[1] or 0)
+        try:
+            manifest = read_manifest(folder, part)
+            with opened(folder / data_file(part), manifest.data):
+                yield manifest
+        except CheckpointError as error:
+            _logger.warning("skipped a part of the checkpoint %s: %s", folder, error)

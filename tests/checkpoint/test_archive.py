@@ -1,0 +1,358 @@
+"""Checkpoints go to an object store whole or not at all, and come back bit for bit."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from obstore.store import S3Store
+
+import braidax as bx
+from braidax.checkpoint import Archive, bucket, restore
+from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
+from tests.checkpoint.bucket_server import BucketServer, Request, serving_bucket
+from tests.checkpoint.saving import bits, names
+
+URL = "s3://bucket/runs/a"
+LIMIT = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[BucketServer]:
+    with serving_bucket() as running:
+        yield running
+
+
+def tree(number: int, num_rows: int = 8) -> dict[str, Any]:
+    return {"w": jnp.arange(num_rows * 4.0).reshape(-1, 4) * number, "key": jax.random.key(number), "epoch": number}
+
+
+def archive(server: BucketServer, folder: Path, every: int = 2, keep: int = 3, **options: Any) -> Archive:
+    of = bx.Checkpointer(folder, bx.Every(1), keep=2, timeout_seconds=LIMIT)
+    return Archive(of, URL, bx.Every(every), keep=keep, client=server.client, **options)
+
+
+def store(server: BucketServer) -> S3Store:
+    return S3Store("bucket", client_options={"allow_http": True}, **server.client)
+
+
+def objects(server: BucketServer) -> list[str]:
+    """Returns the objects by name, tokens left out."""
+    keys = [meta["path"] for chunk in store(server).list() for meta in chunk]
+    return sorted(".".join([key.partition(".")[0], key.rpartition("/")[2]]) for key in keys)
+
+
+def same(one: Any, other: Any) -> bool:
+    return [bits(leaf) for leaf in jax.tree.leaves(one)] == [bits(leaf) for leaf in jax.tree.leaves(other)]
+
+
+def test_what_is_due_is_uploaded_and_comes_back_to_an_empty_disk(server: BucketServer, tmp_path: Path) -> None:
+    with archive(server, tmp_path / "one") as saver:
+        for number in range(1, 6):
+            saver.update(tree(number))
+            saver.wait()
+    assert objects(server) == [
+        f"runs/a/step-0000000{step}.{name}" for step in (2, 4) for name in ("arrays-00000.safetensors", "manifest.json")
+    ]
+    assert names(tmp_path / "one") == ["step-00000004", "step-00000005"]
+    with archive(server, tmp_path / "two") as saver:
+        assert same(saver.restore(tree(0)), tree(4))
+        assert saver.num_updates == 4
+    assert names(tmp_path / "two") == ["step-00000004"]
+    assert restore(tmp_path / "two", tree(0)).step == 4
+
+
+def test_the_marker_comes_last(server: BucketServer, tmp_path: Path) -> None:
+    with archive(server, tmp_path) as saver:
+        saver.save(tree(1))
+    assert server.uploads() == ["arrays-00000.safetensors", "manifest.json"]
+
+
+def test_a_newer_checkpoint_on_the_disk_is_not_fetched(server: BucketServer, tmp_path: Path) -> None:
+    with archive(server, tmp_path) as saver:
+        for number in range(1, 4):
+            saver.update(tree(number))
+    server.requests.clear()
+    with archive(server, tmp_path) as saver:
+        assert same(saver.restore(tree(0)), tree(3))
+    assert {request.method for request in server.requests} == {"GET"}
+    assert not any("arrays" in request.path for request in server.requests)
+
+
+def test_the_store_helps_out_when_the_disk_is_damaged(server: BucketServer, tmp_path: Path) -> None:
+    with archive(server, tmp_path) as saver:
+        for number in range(1, 6):
+            saver.update(tree(number))
+    for name in ("step-00000004", "step-00000005"):
+        flip(tmp_path / name / "arrays-00000.safetensors")
+    with archive(server, tmp_path) as saver:
+        assert same(saver.restore(tree(0)), tree(4))
+        assert [skipped.path.name for skipped in saver.of.skipped] == ["step-00000005"]
+        saver.update(tree(5))
+        saver.update(tree(6))
+    assert names(tmp_path) == ["step-00000005-1", "step-00000006"]
+    with archive(server, tmp_path / "new") as saver:
+        assert same(saver.restore(tree(0)), tree(6))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_is_damaged_in_the_store_is_skipped_and_replaced(
+    server: BucketServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with archive(server, tmp_path / "one") as saver:
+        for number in range(1, 5):
+            saver.update(tree(number))
+    keys = [meta["path"] for chunk in store(server).list("runs/a") for meta in chunk]
+    (key,) = [key for key in keys if "step-00000004" in key and "arrays" in key]
+    content = bytearray(store(server).get(key).bytes())
+    content[-1] ^= 1
+    store(server).put(key, bytes(content))
+    with archive(server, tmp_path / "two", keep=1) as saver, caplog.at_level(logging.WARNING):
+        assert same(saver.restore(tree(0)), tree(2))
+        assert [record.getMessage() for record in caplog.records if "has the checksum" in record.getMessage()]
+        assert names(tmp_path / "two") == ["step-00000002"]
+        saver.update(tree(3))
+        saver.save(tree(3))
+    assert [name for name in objects(server) if "manifest" in name] == ["runs/a/step-00000003-1.manifest.json"]
+
+
+def test_nothing_valid_is_an_error(server: BucketServer, tmp_path: Path) -> None:
+    store(server).put("runs/a/step-00000002.0123456789abcdef/manifest.json", b"{}")
+    store(server).put("runs/a/step-00000002.0123456789abcdef/arrays-00000.safetensors", b"{}")
+    words = r"s3://bucket/runs/a: none of its 1 checkpoints is valid: .*checksum"
+    with archive(server, tmp_path) as saver, pytest.raises(CheckpointError, match=words):
+        saver.restore(tree(0))
+    assert names(tmp_path) == []
+
+
+def test_a_run_that_did_not_restore_mixes_nothing(server: BucketServer, tmp_path: Path) -> None:
+    with archive(server, tmp_path / "one") as saver:
+        saver.save(tree(0))
+    words = "has checkpoints of an earlier run, the newest step-00000000"
+    with archive(server, tmp_path / "two", every=1) as saver, pytest.raises(CheckpointError, match=words):
+        saver.update(tree(1))
+
+
+def test_the_newest_stay_and_leftovers_go(server: BucketServer, tmp_path: Path) -> None:
+    store(server).put("runs/a/step-00000001.0123456789abcdef/arrays-00000.safetensors", b"left by a crash")
+    store(server).put("runs/a/notes.txt", b"of somebody")
+    with archive(server, tmp_path, every=1, keep=2) as saver:
+        for number in range(1, 5):
+            saver.update(tree(number))
+            saver.save(tree(-number))  # a second one of this step, of which only the newest revision counts
+    steps = {name.partition(".")[0] for name in objects(server)}
+    assert steps == {"runs/a/notes", "runs/a/step-00000003-1", "runs/a/step-00000004-1"}
+
+
+def test_what_is_half_removed_is_not_there(server: BucketServer, tmp_path: Path) -> None:
+    deletes: list[Request] = []
+
+    def answer(request: Request) -> int | None:
+        if request.query == "delete":
+            deletes.append(request)
+        return 403 if len(deletes) > 1 and request.query == "delete" else None
+
+    saver = archive(server, tmp_path, every=1, keep=1)
+    saver.save(tree(1))
+    server.answer = answer
+    saver.update(tree(2))
+    with pytest.raises(CheckpointError, match=r"the old checkpoint step-00000000.* cannot be removed: .* 403"):
+        saver.close()
+    assert objects(server) == [
+        "runs/a/step-00000000.arrays-00000.safetensors",
+        "runs/a/step-00000001.arrays-00000.safetensors",
+        "runs/a/step-00000001.manifest.json",
+    ]
+
+
+def test_what_is_in_the_store_is_not_uploaded_again(server: BucketServer, tmp_path: Path) -> None:
+    of = bx.Checkpointer(tmp_path, bx.Every(4))
+    with Archive(of, URL, bx.Every(1), client=server.client) as saver:
+        for number in range(1, 8):
+            saver.update(tree(number))
+    assert server.uploads() == ["arrays-00000.safetensors", "manifest.json"]
+    assert restore(tmp_path, tree(0)).step == 4
+
+
+def test_what_the_disk_removes_meanwhile_is_uploaded_whole(server: BucketServer, tmp_path: Path) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def answer(request: Request) -> int | None:
+        if request.method == "PUT":
+            begun.set()
+            assert release.wait(LIMIT)
+        return None
+
+    server.answer = answer
+    with archive(server, tmp_path / "one", every=10) as saver:
+        saver.save(tree(7))
+        assert begun.wait(LIMIT)
+        for number in range(1, 5):
+            saver.update(tree(number))
+            saver.of.save(tree(number))
+        assert [name for name in names(tmp_path / "one") if name.startswith("step-00000000")] == []
+        release.set()
+    assert [name[:4] for name in names(tmp_path / "one")] == ["step", "step"]  # no links are left
+    with archive(server, tmp_path / "two") as saver:
+        assert same(saver.restore(tree(0)), tree(7))
+
+
+def test_a_disk_without_room_or_links_is_an_error(
+    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "hardlink_to", fail)
+        saver = archive(server, tmp_path / "one")
+        saver.save(tree(3))
+        words = r"one/step-00000000: cannot be kept for its upload: \[Errno 28\] .*; expected .* hard links"
+        with pytest.raises(CheckpointError, match=words):
+            saver.close()
+    assert names(tmp_path / "one") == ["step-00000000"]
+    with archive(server, tmp_path / "one") as saver:
+        saver.restore(tree(0))
+        saver.save(tree(3))
+    with archive(server, tmp_path / "two") as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fail)
+            words = r"two: step-00000000-1\.[0-9a-f]+ of s3://bucket/runs/a cannot be written here: \[Errno 28\]"
+            with pytest.raises(CheckpointError, match=words):
+                saver.restore(tree(0))
+        assert names(tmp_path / "two") == []
+        assert same(saver.restore(tree(0)), tree(3))
+
+
+SCRIPT = """
+import sys, json, jax.numpy as jnp, braidax as bx
+folder, url, client = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+saver = bx.checkpoint.Archive(bx.Checkpointer(folder, bx.Every(1)), url, bx.Every(1), client=client)
+saver.restore({"w": jnp.zeros((2_000_000, 4))})
+saver.update({"w": jnp.ones((2_000_000, 4))})
+saver.close()
+"""
+
+
+def test_a_process_killed_between_parts_leaves_nothing_visible(server: BucketServer, tmp_path: Path) -> None:
+    with archive(server, tmp_path, every=1) as saver:
+        saver.save({"w": jnp.zeros((2_000_000, 4))})
+    before = objects(server)
+    begun, killed = threading.Event(), threading.Event()
+    seen: list[Request] = []
+
+    def answer(request: Request) -> int | None:
+        if "partNumber" in request.query:
+            seen.append(request)
+            if len(seen) > 1:
+                begun.set()
+                assert killed.wait(LIMIT)
+        return None
+
+    server.answer = answer
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    child = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path), URL, json.dumps(server.client)], env=environ)
+    try:
+        assert begun.wait(LIMIT)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(LIMIT)
+        killed.set()
+    assert objects(server) == before
+    with archive(server, tmp_path / "new", every=1) as saver:
+        saver.restore({"w": jnp.zeros((2_000_000, 4))})
+        assert saver.num_updates == 0
+    with archive(server, tmp_path, every=1) as saver:  # its links are gone, its checkpoint on the disk is whole
+        assert names(tmp_path) == ["new", "step-00000000", "step-00000001"]
+        assert np.all(saver.restore({"w": jnp.zeros((2_000_000, 4))})["w"] == 1.0)
+
+
+def test_requests_that_fail_for_a_while_are_tried_again(server: BucketServer, tmp_path: Path) -> None:
+    failures = iter([503, 500, 503])
+
+    def answer(request: Request) -> int | None:
+        return next(failures, None) if request.method == "PUT" else None
+
+    server.answer = answer
+    with archive(server, tmp_path) as saver:
+        saver.save(tree(1))
+    assert len(objects(server)) == 2
+
+
+def test_a_failed_upload_is_raised_and_the_disk_goes_on(server: BucketServer, tmp_path: Path) -> None:
+    server.answer = lambda request: 403 if request.method == "PUT" else None
+    saver = archive(server, tmp_path, every=1)
+    saver.save(tree(1))
+    words = (
+        "s3://bucket/runs/a: step-00000000.* cannot be uploaded: the server answered 403: these credentials may not do "
+        "that; check them"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        saver.update(tree(2))
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        saver.close()
+    assert names(tmp_path) == ["step-00000000", "step-00000001"]
+    assert objects(server) == []
+
+
+def test_a_store_that_hangs_is_an_error_in_time(server: BucketServer, tmp_path: Path) -> None:
+    saver = archive(server, tmp_path)
+    release = threading.Event()
+    server.answer = lambda request: 500 if release.wait(LIMIT) else None
+    saver.timeout_seconds = 0.3
+    saver.save(tree(1))
+    with pytest.raises(WaitTimeout, match=r"uploading a checkpoint took longer than timeout_seconds=0\.3"):
+        saver.close()
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://", "url='s3://': expected s3://bucket/folder"),
+        ("https://host/folder", "expected s3://bucket/folder or gs://bucket/folder"),
+        ("runs/a", "expected s3://bucket/folder or gs://bucket/folder"),
+    ],
+)
+def test_another_url_is_refused(tmp_path: Path, url: str, words: str) -> None:
+    with bx.Checkpointer(tmp_path, bx.Every(1)) as of, pytest.raises(ArgumentError, match=words):
+        Archive(of, url, bx.Every(1))
+
+
+def test_keep_must_keep_something(server: BucketServer, tmp_path: Path) -> None:
+    with bx.Checkpointer(tmp_path, bx.Every(1)) as of, pytest.raises(ArgumentError, match="keep=0: expected"):
+        Archive(of, URL, bx.Every(1), keep=0)
+
+
+def test_what_is_wrong_with_the_store_is_said_at_once(
+    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "_RETRIES", 1)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    elsewhere = {"endpoint": "http://127.0.0.1:9"}
+    unknown = {"metadata_endpoint": "http://127.0.0.1:9", "endpoint": server.url, "region": "us-east-1"}
+    with bx.Checkpointer(tmp_path, bx.Every(1), timeout_seconds=20.0) as of:
+        with pytest.raises(CheckpointError, match=r"s3://no/x: its .* cannot be listed: there is no such"):
+            Archive(of, "s3://no/x", bx.Every(1), client=server.client)
+        with pytest.raises(CheckpointError, match="there are no credentials in the environment, and this machine has"):
+            Archive(of, URL, bx.Every(1), client=unknown)
+        with pytest.raises(CheckpointError, match=r"its checkpoints cannot be listed: .*; check the server"):
+            Archive(of, URL, bx.Every(1), client={**server.client, **elsewhere})
+        with pytest.raises(ArgumentError, match="s3://bucket: obstore's S3Store cannot be made of client="):
+            Archive(of, URL, bx.Every(1), client={"no": "such"})

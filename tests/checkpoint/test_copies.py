@@ -1,0 +1,116 @@
+"""Copies on the devices: they are like what they were made from, share nothing with it, and save what was donated."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from braidax.checkpoint import Checkpointer, Every, copied
+from braidax.errors import CheckpointError
+from tests.checkpoint.saving import bits, read_all
+
+NUM_STEPS = 20
+AUTO = jax.sharding.AxisType.Auto
+
+
+def tree() -> dict[str, Any]:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO, AUTO))
+    other = jax.sharding.Mesh(np.array(jax.devices())[::-1], ("c",))
+    return {
+        "split": jax.device_put(np.arange(32.0, dtype=np.float32).reshape(8, 4), NamedSharding(mesh, P("a", "b"))),
+        "replicated": jax.device_put(np.arange(5, dtype=np.int32), NamedSharding(mesh, P())),
+        "other mesh": jax.device_put(np.arange(16, dtype=np.uint8), NamedSharding(other, P("c"))),
+        "explicit": jax.device_put(np.ones((8, 2), np.float32), NamedSharding(jax.make_mesh((8,), ("d",)), P("d"))),
+        "one device": jax.device_put(jnp.ones(3, jnp.bfloat16), jax.devices()[3]),
+        "uncommitted": jnp.arange(3),
+        "keys": jax.random.split(jax.random.key(1), 3),
+        "pinned": jax.device_put(np.arange(4.0), SingleDeviceSharding(jax.devices()[2], memory_kind="pinned_host")),
+        "numpy": np.arange(4),
+        "numbers": (1, 0.5, None),
+    }
+
+
+def memory(array: jax.Array) -> set[int]:
+    data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    return {shard.data.unsafe_buffer_pointer() for shard in data.addressable_shards}
+
+
+@pytest.mark.parametrize("is_mesh_set", [False, True])
+def test_a_copy_is_alike_and_shares_nothing(is_mesh_set: bool) -> None:
+    original = tree()
+    with jax.set_mesh(jax.make_mesh((2,), ("z",)) if is_mesh_set else None):
+        copy = copied(original)
+    assert jax.tree.structure(copy) == jax.tree.structure(original)
+    for name in original:
+        if isinstance(original[name], jax.Array):
+            assert bits(copy[name]) == bits(original[name]), name
+            assert copy[name].sharding.is_equivalent_to(original[name].sharding, original[name].ndim), name
+            assert copy[name].committed == original[name].committed, name
+            assert memory(copy[name]).isdisjoint(memory(original[name])), name
+    original["numpy"][:] = -1
+    np.testing.assert_array_equal(copy["numpy"], np.arange(4))
+    assert copy["numbers"] == (1, 0.5, None)
+
+
+def test_what_was_donated_before_is_named_by_who_saves_it(tmp_path: Path) -> None:
+    x = jnp.zeros(3)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    with Checkpointer(tmp_path, Every(1)) as saver, pytest.raises(CheckpointError, match=r"leaf 'x' .* is deleted"):
+        saver.update(copied({"x": x}))
+
+
+def test_a_fused_step_that_donates_is_saved_bit_for_bit_in_every_way(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO, AUTO))
+    rows, whole = NamedSharding(mesh, P("a", "b")), NamedSharding(mesh, P())
+    shardings = {"w": rows, "momentum": rows, "bias": whole, "key": whole, "count": whole}
+
+    def step(state: Any) -> Any:
+        key, noise = jax.random.split(state["key"])
+        x = jax.random.normal(noise, (16, 64))
+
+        def loss(w: jax.Array, bias: jax.Array) -> jax.Array:
+            return jnp.mean((jnp.tanh(x @ w + bias) - x[:, :32]) ** 2)
+
+        slope, of_bias = jax.grad(loss, argnums=(0, 1))(state["w"], state["bias"])
+        momentum = 0.9 * state["momentum"] + slope
+        return {
+            "w": state["w"] - 0.1 * momentum,
+            "momentum": momentum,
+            "bias": state["bias"] - 0.1 * of_bias,
+            "key": key,
+            "count": state["count"] + 1,
+        }
+
+    fused = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+
+    def begin() -> Any:
+        w = jax.random.normal(jax.random.key(0), (64, 32))
+        state = {"w": w, "momentum": jnp.zeros((64, 32)), "bias": jnp.zeros(32), "key": jax.random.PRNGKey(1)}
+        return jax.device_put(state | {"count": jnp.zeros((), jnp.int32)}, shardings)
+
+    def content(state: Any) -> dict[str, bytes]:
+        return {name: np.asarray(leaf).tobytes() for name, leaf in state.items()}
+
+    expected: list[dict[str, bytes]] = []
+    state = begin()
+    for _ in range(NUM_STEPS):
+        state = fused(state)
+        expected.append(content(state))
+    for way in ("wait", "at once", "copied"):
+        state = begin()
+        with Checkpointer(tmp_path / way, Every(1), keep=NUM_STEPS) as saver:
+            for _ in range(NUM_STEPS):
+                donated = state
+                state = fused(state)
+                assert donated["w"].is_deleted()
+                saver.update(copied(state) if way == "copied" else state)
+                if way == "wait":
+                    saver.wait()
+        assert content(state) == expected[-1], way
+        for number in range(NUM_STEPS):
+            assert content(read_all(tmp_path / way / f"step-{number + 1:08d}")) == expected[number], (way, number)

@@ -1,0 +1,152 @@
+"""Parts of checkpoints on two hosts each: who is whose neighbor, who reads what from whom, and one process alone."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braidax as bx
+from braidax.checkpoint import Peers, Tier
+from braidax.checkpoint.lockstep import Lockstep, Messages
+from braidax.checkpoint.neighbors import place_of
+from braidax.comm import Communicator
+from braidax.errors import ArgumentError, CheckpointError
+from tests.checkpoint.saving import bits, names
+
+SECONDS = 30.0
+
+
+class Together:
+    """Messages among threads of this process."""
+
+    def __init__(self, rank: int, size: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.hosts, self.timeout_seconds = rank, size, ("here",) * size, SECONDS
+        self._shared, self._barrier = shared, barrier
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [parts[0] for parts in self._exchange([value])]
+
+    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
+        return [each[self.rank] for each in self._exchange(parts)]
+
+    def _exchange(self, parts: Sequence[Any]) -> list[Any]:
+        self._barrier.wait(SECONDS)
+        self._shared[self.rank] = parts
+        self._barrier.wait(SECONDS)
+        return list(self._shared)
+
+
+def alone() -> Together:
+    return Together(0, 1, [None], threading.Barrier(1))
+
+
+def test_the_protocol_is_what_a_communicator_has() -> None:
+    assert isinstance(alone(), Messages)
+    for name in ("all_gather", "all_to_all"):
+        assert callable(getattr(Communicator, name))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "dests"),
+    [
+        ("a", [0]),
+        ("aa", [1, 0]),
+        ("aaa", [1, 2, 0]),
+        ("ab", [1, 0]),
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 0, 3, 2]),
+        ("aabbcc", [2, 3, 4, 5, 0, 1]),
+        ("aab", [2, 0, 1]),
+    ],
+)
+def test_the_neighbor_is_on_another_host_where_there_is_one(hosts: str, dests: list[int]) -> None:
+    places = [place_of(rank, hosts) for rank in range(len(hosts))]
+    assert [place.dest for place in places] == dests
+    assert [places[place.dest].source for place in places] == list(range(len(hosts)))
+    for host in set(hosts):
+        mine = [place for place, each in zip(places, hosts, strict=True) if each == host]
+        assert [(place.slot, place.num_slots) for place in mine] == [(n, len(mine)) for n in range(len(mine))]
+
+
+def test_each_reads_as_much_as_it_needs_and_answers_the_others() -> None:
+    files = [np.random.default_rng(number).bytes(1000) for number in range(3)]
+    barrier, shared = threading.Barrier(3), [None] * 3
+    found: dict[int, bytes] = {}
+
+    def run(rank: int, num_reads: int) -> None:
+        lockstep = Lockstep(
+            Together(rank, 3, shared, barrier), lambda file, start, size: files[file][start : start + size]
+        )
+        for number in range(num_reads):
+            holder, memory = (rank + 1 + number % 2) % 3, bytearray(100)
+            count = lockstep.read(holder, holder, memoryview(memory), number * 90)
+            found[rank, number] = bytes(memory[:count])
+        lockstep.finish()
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in ((0, 0), (1, 4), (2, 11))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert len(found) == 15
+    for (rank, number), content in found.items():
+        assert content == files[(rank + 1 + number % 2) % 3][number * 90 : number * 90 + 100]
+
+
+def small(number: int) -> dict[str, Any]:
+    return {"w": jnp.arange(12.0) * number, "key": jax.random.key(number), "epoch": number}
+
+
+def same(one: Any, other: Any) -> bool:
+    return [bits(leaf) for leaf in jax.tree.leaves(one)] == [bits(leaf) for leaf in jax.tree.leaves(other)]
+
+
+def test_a_process_alone_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
+    with Peers(tmp_path, bx.Every(2), alone()) as saver:
+        assert isinstance(saver, Tier)
+        assert saver.newest() is None
+        like = small(9)
+        assert saver.restore(like) is like
+        step = jax.jit(lambda w: w + 1, donate_argnums=0)
+        state = small(0)
+        for number in range(1, 6):
+            state["w"] = step(state["w"])
+            saver.update(state | {"epoch": number})
+            saver.wait()
+        assert saver.num_updates == 5
+    assert names(tmp_path) == ["slot-0"]
+    assert names(tmp_path / "slot-0") == ["step-00000004"]
+    with Peers(tmp_path, bx.Every(2), alone()) as saver:
+        assert saver.newest() == 4
+        assert same(saver.restore(small(9)), small(0) | {"w": jnp.arange(12.0) * 0 + 4, "epoch": 4})
+        assert saver.num_updates == 4
+        assert saver.save(small(5)) == tmp_path / "slot-0" / "step-00000004-1"
+        saver.timeout_seconds = 3.0
+        assert saver.timeout_seconds == 3.0
+    assert names(tmp_path / "slot-0") == ["step-00000004-1"]
+    with pytest.raises(CheckpointError, match="these Peers are closed; make new ones"):
+        saver.update(small(1))
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="messages= has rank 1 of 2, but this is process 0 of 1 of JAX: expected"):
+        Peers(tmp_path, bx.Every(1), Together(1, 2, [None, None], threading.Barrier(2)))
+    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+        saver.save(small(1))
+        words = r"process 0 could not open its folder: path='.*slot-0': process \d+ on .* saves its checkpoints here"
+        with pytest.raises(CheckpointError, match=words):
+            Peers(tmp_path, bx.Every(1), alone())
+        with pytest.raises(CheckpointError, match=r"process 0 could not copy its part: leaf 'w' is of type str"):
+            saver.save({"w": "text"})
+        saver.update(small(2))
+    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+        with pytest.raises(CheckpointError, match="has checkpoints of an earlier run, which a new one would replace"):
+            saver.update(small(1))
+        with pytest.raises(CheckpointError, match=r"leaf 'more' .* is in `like`, but not in the checkpoint"):
+            saver.restore(small(1) | {"more": 1})
+        assert same(saver.restore(small(1), only=("w",)), small(1) | {"w": small(2)["w"]})

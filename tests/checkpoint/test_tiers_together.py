@@ -1,0 +1,242 @@
+"""Several processes save in several places: what is lost with one place comes back from another, bit for bit."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import braidax as bx
+from braidax.checkpoint import Archive, Messages, Peers, Tiers, neighbors
+from braidax.checkpoint.manifest import data_file, manifest_file
+from braidax.comm import Communicator
+from braidax.errors import BraidaxError, RankFailed
+from braidax.gang import LocalGang
+from tests.checkpoint.bucket_server import serving_bucket
+from tests.checkpoint.saving import names
+from tests.checkpoint.test_together import own, tree, whole
+from tests.data.jax_gang import RUN_SECONDS, jax_gang
+
+SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalGang]:
+    with jax_gang(2, 4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[LocalGang]:
+    with jax_gang(4, 2) as running:
+        yield running
+
+
+def told(gang: LocalGang, fn: Callable[..., Any], *args: Any) -> list[str]:
+    """Returns by process what it raised, or else what it returned, in words."""
+    return gang.run(_caught, fn, args, timeout_seconds=RUN_SECONDS)
+
+
+def _caught(comm: Any, fn: Any, args: Any) -> str:
+    try:
+        return str(fn(comm.split(0), *args))
+    except BraidaxError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def saving(comm: Communicator, folder: Path, num_updates: int = 3) -> str:
+    """Saves what `tree` gives at update 2, donated at once; its parts travel in several blocks."""
+    comm.timeout_seconds = SECONDS
+    neighbors._BLOCK_BYTES = 50_000
+    with Peers(folder, bx.Every(2), comm) as saver:
+        assert saver.restore(0) == 0
+        step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state), donate_argnums=0)
+        state = tree("saved", whole())
+        donated = {name: state[name] for name in ("rows", "replicated")}
+        for number in range(num_updates):
+            saver.update(state | donated | own(comm.rank))
+            if number == 1:
+                for _ in range(3):
+                    donated = step(donated)
+    return ",".join(names(folder / f"slot-{comm.rank}"))
+
+
+def restoring(comm: Communicator, folder: Path, kind: str) -> str:
+    """Restores it as it lay or otherwise, and saves again."""
+    comm.timeout_seconds = SECONDS
+    like = tree(kind, {name: np.zeros_like(value) for name, value in whole().items()}) | own(9)
+    wanted = tree(kind, whole())
+    with Peers(folder, bx.Every(2), comm) as saver:
+        assert saver.newest() == 2
+        got = saver.restore(like)
+        assert saver.num_updates == 2
+        for name, want in wanted.items():
+            pair = (jax.random.key_data(got[name]), jax.random.key_data(want)) if name == "keys" else (got[name], want)
+            assert got[name].sharding == want.sharding, name
+            for ours, theirs in zip(pair[0].addressable_shards, pair[1].addressable_shards, strict=True):
+                assert np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes(), name
+        assert (got["cursor"], got["numpy"].tolist(), got["local"].tolist()) == ((1, 0), [0, 0, 0], [0, 0])
+        saver.save(got)
+    return ",".join(names(folder / f"slot-{comm.rank}"))
+
+
+def test_a_host_that_was_replaced_gets_its_parts_from_its_neighbors(
+    tmp_path: Path, two: LocalGang, four: LocalGang
+) -> None:
+    assert told(four, saving, tmp_path) == ["step-00000002"] * 4
+    for slot in range(4):
+        parts = sorted({slot, (slot - 1) % 4})
+        assert names(tmp_path / f"slot-{slot}" / "step-00000002") == sorted(
+            name(part) for part in parts for name in (data_file, manifest_file)
+        )
+    shutil.rmtree(tmp_path / "slot-1")
+    slots = told(four, restoring, tmp_path, "saved")
+    assert slots == ["step-00000002-1", "step-00000002", "step-00000002-1", "step-00000002-1"]
+    shutil.rmtree(tmp_path / "slot-3")
+    assert told(four, restoring, tmp_path, "otherwise")[3] == "step-00000002"
+    # Half as many processes take what is left of the others.
+    told(two, restoring, tmp_path, "otherwise")
+    assert names(tmp_path) == ["slot-0", "slot-1"]
+    assert told(two, restoring, tmp_path, "saved")
+
+
+def restored(comm: Communicator, folder: Path) -> str:
+    comm.timeout_seconds = SECONDS
+    with Peers(folder, bx.Every(2), comm) as saver:
+        saver.restore(tree("saved", whole()) | own(0))
+        return str(saver.num_updates)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_is_damaged_or_lost_on_both_hosts_is_an_error_on_all(tmp_path: Path, four: LocalGang) -> None:
+    told(four, saving, tmp_path)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    flip(tmp_path / "slot-2" / "step-00000002" / "arrays-00002.safetensors")
+    assert told(four, restored, tmp_path) == ["2"] * 4
+    flip(tmp_path / "slot-3" / "step-00000002" / "arrays-00002.safetensors")
+    for words in told(four, restored, tmp_path):
+        assert words.startswith(f"NothingValid: {tmp_path}: none of 1 checkpoints is valid: "), words
+        assert "arrays-00002.safetensors" in words
+        assert "the file was changed" in words
+    for slot in (1, 2):
+        shutil.rmtree(tmp_path / "copy" / f"slot-{slot}")
+    for words in told(four, restored, tmp_path / "copy"):
+        assert "none of 1 checkpoints is valid: of 1 some parts are nowhere; move them away" in words
+
+
+def failing(comm: Communicator, folder: Path, who: int) -> str:
+    """Saves three times; the memory of one process is full at the second."""
+    comm.timeout_seconds = SECONDS
+    found: list[str] = []
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    devices = Mesh(np.array(jax.devices()), ("a",))
+    with Peers(folder, bx.Every(1), comm) as saver:
+        for number in (1, 2, 3):
+            state = {"x": jax.device_put(jnp.full((8, 64), number), NamedSharding(devices, P("a")))}
+            saver.num_updates = number
+            os.fsync = full if comm.rank == who and number == 2 else fsync
+            try:
+                saver.save(state)
+            except BraidaxError as error:
+                found.append(f"{error} {names(folder / f'slot-{comm.rank}')}")
+            finally:
+                os.fsync = fsync
+    return f"{found} {names(folder / f'slot-{comm.rank}')}"
+
+
+def test_what_fails_in_one_process_fails_in_all(tmp_path: Path, two: LocalGang) -> None:
+    for words in told(two, failing, tmp_path, 1):
+        part = "process 1 could not write its part: OSError(28, 'No space left on device'). Earlier checkpoints are"
+        assert part in words
+        assert "['step-00000001']" in words
+        assert words.endswith("['step-00000003']")
+
+
+def dying(comm: Communicator, folder: Path, who: int) -> None:
+    """Saves at updates 2 and 4; one process is killed while the second goes to its neighbor."""
+    comm = comm.split(0)
+    comm.timeout_seconds = SECONDS
+    pass_on = neighbors.pass_on
+
+    def kill(messages: Messages, place: Any, folder: Path, sizes: Any) -> Any:
+        if folder.name.startswith(".step-00000004") and comm.rank == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pass_on(messages, place, folder, sizes)
+
+    neighbors.pass_on = kill
+    saver = Peers(folder, bx.Every(2), comm)
+    later = {name: np.zeros_like(value) for name, value in whole().items()}
+    for number in range(1, 5):
+        saver.update(tree("saved", whole() if number < 3 else later) | own(comm.rank))
+    saver.close()
+
+
+def test_a_killed_process_is_replaced_and_all_go_on_from_the_last_whole_one(tmp_path: Path, two: LocalGang) -> None:
+    with pytest.raises(RankFailed, match="rank 1"), jax_gang(2, 4) as gang:
+        gang.run(dying, tmp_path, 1, timeout_seconds=RUN_SECONDS)
+    assert "step-00000002" in names(tmp_path / "slot-0")
+    shutil.rmtree(tmp_path / "slot-1")
+    assert told(two, restoring, tmp_path, "saved") == ["step-00000002-1", "step-00000002"]
+
+
+def tiers(comm: Communicator, folder: Path, num_updates: int) -> str:
+    comm.timeout_seconds = SECONDS
+    memory = Peers(folder / "memory", bx.Every(2), comm)
+    disk = bx.Checkpointer(folder / "disk", bx.Every(3), timeout_seconds=SECONDS)
+    with Tiers(memory, disk) as saver:
+        devices = Mesh(np.array(jax.devices()), ("a",))
+        state = {"x": jax.device_put(jnp.zeros((8, 64)), NamedSharding(devices, P("a")))}
+        state = saver.restore(state)
+        first = saver.num_updates, float(state["x"].addressable_data(0)[0, 0])
+        for _ in range(num_updates):
+            state = {"x": state["x"] + 1.0}
+            saver.update(state)
+    return f"{first} {[tier.num_updates for tier in saver.tiers]}"
+
+
+def test_peers_are_a_tier(tmp_path: Path, two: LocalGang) -> None:
+    assert told(two, tiers, tmp_path, 4) == ["(0, 0.0) [4, 4]"] * 2
+    shutil.rmtree(tmp_path / "memory" / "slot-0")
+    assert told(two, tiers, tmp_path, 0) == ["(4, 4.0) [4, 4]"] * 2
+    shutil.rmtree(tmp_path / "memory")
+    assert told(two, tiers, tmp_path, 1) == ["(3, 3.0) [4, 4]"] * 2
+
+
+def archiving(comm: Communicator, folder: Path, client: dict[str, Any]) -> str:
+    """Restores, from the store where the disk has nothing, and saves."""
+    like = tree("otherwise", {name: np.zeros_like(value) for name, value in whole().items()}) | own(9)
+    of = bx.Checkpointer(folder, bx.Every(1), timeout_seconds=SECONDS)
+    with Archive(of, "s3://bucket/run", bx.Every(2), client=client) as saver:
+        got = saver.restore(like)
+        first = saver.num_updates, int(np.sum(got["rows"].addressable_data(0) != 0) > 0)
+        for _ in range(2):
+            saver.update(tree("saved", whole()) | own(comm.rank))
+    return f"{first}"
+
+
+def test_processes_share_an_upload_and_a_download(tmp_path: Path, two: LocalGang) -> None:
+    with serving_bucket() as server:
+        assert told(two, archiving, tmp_path / "one", server.client) == ["(0, 0)"] * 2
+        assert server.uploads()[-1] == "manifest.json"
+        assert sorted(server.uploads()) == sorted(name(part) for part in (0, 1) for name in (data_file, manifest_file))
+        assert told(two, archiving, tmp_path / "two", server.client) == ["(2, 1)"] * 2
+    first, second = tmp_path / "one" / "step-00000002", tmp_path / "two" / "step-00000002"
+    for name in names(first):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
