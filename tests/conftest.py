@@ -15,6 +15,10 @@ import pytest
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 THREAD_SECONDS = 10.0
 
+# XLA's emitters of loops compile in less than half the time of those that fuse by MLIR. An XLA that no longer knows the
+# flag ends the process and names it: then it may go.
+QUICK_COMPILER = "--xla_cpu_use_fusion_emitters=false"
+
 importlib.import_module("tests.annotations")  # --jaxtyping-packages looks it up as an attribute of `tests`
 
 # Who starts the suite behind a shell's "&" has it ignore Ctrl-C, and so would every program that a test interrupts.
@@ -23,8 +27,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What is compiled here runs for a moment, so it is compiled quickly; child processes compile in full.
+# What tests compile runs for a moment, so it is compiled quickly, in their child processes too.
 jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["XLA_FLAGS"] = f"{QUICK_COMPILER} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import optax
 
 import braidax.parallel as bx
-from tests.parallel.test_hybrid import init, make_batch, sampled, specs
+from tests.parallel.test_hybrid import init, make_batch, pooled, sampled, specs
 
 
 def numbers() -> list[float]:
     """Trains over one axis, then over two of which the first joins processes, where there are several."""
     both = {"data": bx.Hybrid(), "model": bx.Hybrid({"params/other": bx.Rows(hot=(3, 900))})}
     found: list[float] = []
-    for shape, strategies, optimizer in (
-        ((8,), {"data": bx.Hybrid()}, optax.adam(3e-2)),
-        ((2, 4), both, optax.adagrad(0.3)),
+    for loss, shape, strategies, optimizer in (
+        (pooled, (8,), {"data": bx.Hybrid()}, optax.adam(3e-2)),
+        (sampled, (2, 4), both, optax.adagrad(0.3)),
     ):
         mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)])
-        step = bx.parallelize(sampled, optimizer, mesh, strategies, init=init, batch=specs(make_batch()))
+        step = bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=specs(make_batch()))
         groups = step._arithmetic._packing.groups  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         hops = 2 if len(shape) > 1 and jax.process_count() > 1 else 1
         assert {len(group.exchange.hops) for group in groups} == {hops}
