@@ -49,7 +49,7 @@ def example(values: dict[str, Any], *, packed: bool = True) -> bytes:
     for name, value in values.items():
         kind = {int: "int64_list", float: "float_list", bytes: "bytes_list"}[type(value[0])]
         getattr(message.features.feature[name], kind).value.extend(value)
-    return message.SerializeToString()
+    return message.SerializeToString(deterministic=True)
 
 
 EXAMPLES = {packed: example_class(packed=packed) for packed in (True, False)}
