@@ -66,6 +66,11 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names no test by bytes: made anew in each process that collects, they may differ, and tests are told by name."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
