@@ -21,9 +21,6 @@ QUICK_COMPILER = "--xla_cpu_use_fusion_emitters=false"
 
 importlib.import_module("tests.annotations")  # --jaxtyping-packages looks it up as an attribute of `tests`
 
-# Who starts the suite behind a shell's "&" has it ignore Ctrl-C, and so would every program that a test interrupts.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -52,6 +49,14 @@ def no_leaked_threads() -> Iterator[None]:
         thread.join(max(0.0, deadline - time.monotonic()))
     alive = [thread.name for thread in leaked if thread.is_alive()]
     assert not alive, f"threads still alive {THREAD_SECONDS:g} s after the test: {alive}"
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> None:
+    """Gives a test the signals as a program finds them; Ray, and who starts the suite behind a shell's "&", take some."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
