@@ -53,7 +53,7 @@ def no_leaked_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_signals() -> None:
-    """Gives a test the signals as a program finds them; Ray, and who starts the suite behind a shell's "&", take some."""
+    """Gives a test the signals as a program finds them: Ray takes some, and a shell's "&" has SIGINT ignored."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
