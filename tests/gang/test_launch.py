@@ -3,6 +3,8 @@
 import functools
 import io
 import re
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -198,6 +200,23 @@ def test_ranks_have_time_to_save_when_all_are_stopped(run: Launch) -> None:
     code, lines = run(text)
     assert code == INTERRUPTED
     assert sorted(lines) == ["[0] ready", "[0] saved", "[1] ready", "[1] saved", STOPS.format(30)]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_interrupt_that_another_thread_gets_is_heard(run: Launch) -> None:
+    text = JOIN + SAVE + "ready()\nif comm.rank == 0:\n    os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n"
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        code, lines = run(text)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+        other.join()
+    assert code == INTERRUPTED
+    assert STOPS.format(30) in lines
 
 
 def test_who_has_not_saved_in_time_is_killed_and_named(run: Launch) -> None:

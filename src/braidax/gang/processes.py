@@ -1,6 +1,7 @@
 """Processes that live and die together: their lines get a prefix, the first end is noticed, none is left behind."""
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -22,6 +23,7 @@ LOG_LINES = 20
 _MAX_LINE_BYTES = 1 << 16  # what is longer is cut in two
 _CHUNK_BYTES = 1 << 16
 _MAX_DRAINED = 1 << 20  # bytes; more than a pipe holds
+_SLICE_SECONDS = 0.5
 _KILL_SECONDS = 10.0  # for the kernel to end what was killed
 
 _MAX_TOLD_BYTES = 1 << 8  # of `Processes.tell`
@@ -149,7 +151,7 @@ class Processes:
         **Returns:** how they ended, in order; nothing behind the limit, and when `wake` was called.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._unseen or self._woken, timeout_seconds)
+            self._wait_for(lambda: bool(self._unseen) or self._woken, timeout_seconds)
             self._woken = False
             unseen, self._unseen = self._unseen, []
             if unseen and self._pipes:
@@ -177,7 +179,7 @@ class Processes:
         """Waits until all processes have ended, and says whether they have."""
         if self._thread is not None:
             with self._changed:
-                self._changed.wait_for(lambda: not self._alive(), timeout_seconds)
+                self._wait_for(lambda: not self._alive(), timeout_seconds)
         return not self._alive()
 
     def end(self, *, leave_seconds: float = 0.0, grace_seconds: float | None = None) -> None:
@@ -197,6 +199,12 @@ class Processes:
                 process.signal(signal.SIGKILL)
             self.wait_for_all(_KILL_SECONDS)
             self._close()
+
+    def _wait_for(self, is_so: Callable[[], bool], timeout_seconds: float | None) -> None:
+        """Waits in slices: a signal that another thread has got is handled when this one, the main one, wakes."""
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not is_so() and (left := deadline - time.monotonic()) > 0:
+            self._changed.wait(min(left, _SLICE_SECONDS))
 
     def _alive(self) -> list["_Process"]:
         return [process for process in self._processes if process.ending is None]
