@@ -1,6 +1,5 @@
 """Launching on this machine: a program is what `python` would make of it, and its processes end together."""
 
-import functools
 import io
 import re
 import signal
@@ -67,7 +66,12 @@ def run(tmp_path: Path) -> Launch:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has everything that is not told to stop killed at once."""
-    monkeypatch.setattr(launch, "Processes", functools.partial(Processes, grace_seconds=0.0))
+
+    def begin(self: Processes, *arguments: Any, **options: Any) -> None:
+        Processes.__init__(self, *arguments, grace_seconds=0.0, **options)
+
+    # A class, because annotations name it and are checked.
+    monkeypatch.setattr(launch, "Processes", type("Processes", (Processes,), {"__init__": begin}))
 
 
 def test_a_script_sees_what_python_would_show_it(run: Launch, tmp_path: Path) -> None:
