@@ -32,7 +32,10 @@ def make_step(optimizer: optax.GradientTransformation, samples: dict[str, Any], 
 
     batch = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in samples.items()}
     strategies = {"data": DataParallel(), "model": DataParallel()}
-    init = lambda key: {"w": jnp.zeros(samples["x"].shape[1])}  # noqa: E731
+
+    def init(key: Any) -> Any:
+        return {"w": jnp.zeros(samples["x"].shape[1])}
+
     return parallelize(loss, optimizer, MESH, strategies, init=init, batch=batch)
 
 

@@ -46,9 +46,9 @@ class Scale:
     """How much is measured: full, or `--quick`.
 
     **Fields:** `size`, `name`: of what is trained. `systems`, `curve_systems`, `memory_systems`: which. `rounds`,
-    `durable_rounds`, `proof_rounds`: figures of a system. `distances`: between checkpoints, that are measured.
-    `curve_checkpoints`: of one figure. `num_blocks`, `block_steps`: of the run with a budget. `num_kills`,
-    `longest_seconds`: until a process is killed at the latest.
+    `durable_rounds`: figures of a system. `proof_pairs`: of steps with and without a checkpoint. `distances`: between
+    checkpoints, that are measured. `curve_checkpoints`: of one figure. `num_blocks`, `block_steps`: of the run with a
+    budget. `num_kills`, `longest_seconds`: until a process is killed at the latest.
     """
 
     size: Size
@@ -58,7 +58,7 @@ class Scale:
     memory_systems: Sequence[str]
     rounds: int
     durable_rounds: int
-    proof_rounds: int
+    proof_pairs: int
     distances: Sequence[int]
     curve_checkpoints: int
     num_blocks: int
@@ -75,7 +75,7 @@ FULL = Scale(
     memory_systems=(OURS, UNGUARDED, ORBAX, PLAIN_ORBAX),
     rounds=5,
     durable_rounds=5,
-    proof_rounds=2,
+    proof_pairs=14,
     distances=(1, 2, 4, 8),
     curve_checkpoints=3,
     num_blocks=5,
@@ -91,11 +91,11 @@ QUICK = Scale(
     memory_systems=(OURS,),
     rounds=2,
     durable_rounds=2,
-    proof_rounds=1,
+    proof_pairs=4,
     distances=(2,),
     curve_checkpoints=2,
     num_blocks=2,
-    block_steps=24,
+    block_steps=384,
     num_kills=1,
     longest_seconds=2.0,
 )
@@ -163,7 +163,7 @@ class _Run:
         report.at_most("stall", stalls[OURS] / min(stalls[name] for name in ASYNC_ORBAX if name in stalls), 0.2)
         distances = {name: affordable(found) for name, found in costs.items()}
         distances[OURS] = frequency.prove(
-            report, trainer, systems[OURS], OURS, case, distances[OURS], rounds=scale.proof_rounds
+            report, trainer, systems[OURS], OURS, case, distances[OURS], num_pairs=scale.proof_pairs
         )
         for name, distance in distances.items():
             report.add(case, name, f"smallest distance at {100 * OVERHEAD:g} %", "updates", [distance])

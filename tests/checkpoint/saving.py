@@ -1,14 +1,18 @@
 """Saves and reads checkpoints without a `Checkpointer`: what tests of its parts share."""
 
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from braidax.checkpoint import folders, persist, restoring
+from braidax.checkpoint import folders, ownership, persist, restoring, snapshot
 from braidax.checkpoint.boxes import whole
 from braidax.checkpoint.manifest import About
 from braidax.checkpoint.processes import alone
@@ -17,27 +21,55 @@ from braidax.checkpoint.snapshot import Snapshot, hold
 from braidax.checkpoint.writing import Checksums, checksums_of, write
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tables:
+    """A table that is stored by rows, padded."""
+
+    table: Any
+    padded_rows: Mapping[str, int] = field(metadata={"static": True}, default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.padded_rows.items()))
+
+
 def commit(root: Path, tree: Any, step: int = 1, metric: float | None = None) -> Path:
-    """Saves a tree from this process alone; returns the folder of the checkpoint."""
+    """Saves a tree from this process alone in the folder of a run, which is made; returns that of the checkpoint."""
+    root.mkdir(exist_ok=True)
     return persist.commit(persist.Order(root, step, "save", lambda: metric), part_of(hold(tree).copy()), alone(30.0))
 
 
 def commit_as_many(root: Path, tree: Any, num_processes: int, step: int = 1) -> Path:
-    """Saves what each of several processes would, one after the other, in this one."""
+    """Saves what each of several processes would, which share the devices out, one after the other in this one."""
     unfinished = folders.begin(root, step)
     about = About(step, folders.token_of(unfinished), num_processes, None, "0")
-    for process in range(num_processes):
-        snapshot = hold(tree, process=process, num_processes=num_processes).copy()
-        write(unfinished, snapshot, part_of(snapshot).checksums, about, process=process)
+    with devices_shared_by(num_processes):
+        for process in range(num_processes):
+            copied = hold(tree, process=process, num_processes=num_processes).copy()
+            write(unfinished, copied, part_of(copied).checksums, about, process=process)
     return folders.finish(unfinished, step)
 
 
-def part_of(snapshot: Snapshot) -> persist.Part:
+@contextmanager
+def devices_shared_by(num_processes: int) -> Generator[None]:
+    """Has the devices of this process belong to as many, in equal shares."""
+    share = len(jax.devices()) // num_processes
+    cached = (ownership.ownership, snapshot._shares)
+    with pytest.MonkeyPatch.context() as patch:
+        for each in cached:
+            each.cache_clear()
+        patch.setattr(ownership, "process_of", lambda device: device.id // share)
+        yield
+    for each in cached:
+        each.cache_clear()
+
+
+def part_of(copied: Snapshot) -> persist.Part:
     """Returns a snapshot as `persist` takes it."""
     owned: Future[Snapshot] = Future()
-    owned.set_result(snapshot)
+    owned.set_result(copied)
     checksums: Future[Checksums] = Future()
-    checksums.set_result(checksums_of(snapshot))
+    checksums.set_result(checksums_of(copied))
     return persist.Part(owned, checksums)
 
 

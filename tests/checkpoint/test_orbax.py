@@ -2,8 +2,6 @@
 
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +19,7 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.checkpoint.manifest import data_file
 from braidax.checkpoint.orbax import export_orbax, restore_orbax
 from braidax.errors import ArgumentError, CheckpointError, MissingExtra
-from tests.checkpoint.saving import bits
-from tests.checkpoint.saving import commit as commit_into
+from tests.checkpoint.saving import Tables, bits, commit
 from tests.data.jax_gang import RUN_SECONDS, jax_gang
 
 V, D = 13, 5
@@ -34,30 +31,13 @@ class Cursor(NamedTuple):
     epoch: int
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Tables:
-    table: Any
-    padded_rows: Mapping[str, int] = field(metadata={"static": True}, default_factory=dict)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.padded_rows.items()))
-
-
-def commit(root: Path, tree: Any, step: int = 1) -> Path:
-    """Saves a tree in the folder of a run, which is made."""
-    root.mkdir(exist_ok=True)
-    return commit_into(root, tree, step)
-
-
 def sharding(shape: tuple[int, ...], spec: P) -> NamedSharding:
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     return NamedSharding(Mesh(devices, ("a", "b")[: len(shape)]), spec)
 
 
-def a_state(shape: tuple[int, ...] = (4, 2), spec: P = P("a", "b")) -> dict[str, Any]:  # noqa: B008
-    """What a run may have, with all that Orbax can hold."""
-    place = sharding(shape, spec)
+def a_state(place: NamedSharding) -> dict[str, Any]:
+    """What a run may have, with all that Orbax can hold; `place`: of its matrices."""
     params = {"kernel": jax.device_put(jax.random.normal(jax.random.key(0), (8, 4)), place), "bias": jnp.ones(4)}
     return {
         "params": params,
@@ -96,11 +76,11 @@ def restore_with_orbax(path: Path, like: Any = None) -> Any:
 
 
 def test_orbax_restores_what_is_exported(tmp_path: Path) -> None:
-    state = a_state()
+    state = a_state(sharding((4, 2), P("a", "b")))
     commit(tmp_path / "run", state, step=3)
     assert export_orbax(tmp_path / "run", tmp_path / "orbax", like=state) == 3
     same(restore_with_orbax(tmp_path / "orbax", state), state)
-    like = a_state((2, 4), P("b"))
+    like = a_state(sharding((2, 4), P("b")))
     got = restore_with_orbax(tmp_path / "orbax", like)
     same(got, state)
     assert got["params"]["kernel"].sharding.is_equivalent_to(like["params"]["kernel"].sharding, 2)
@@ -133,11 +113,11 @@ def test_the_newest_that_verifies_is_exported_or_the_one_that_is_named(tmp_path:
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 def test_what_orbax_has_saved_is_restored(tmp_path: Path, use_ocdbt: bool) -> None:
-    state = a_state()
+    state = a_state(sharding((4, 2), P("a", "b")))
     path = save_with_orbax(tmp_path / "orbax", state, use_ocdbt=use_ocdbt)
     assert (path / "manifest.ocdbt").exists() == use_ocdbt
     same(restore_orbax(path, state), state)
-    like = a_state((2, 4), P("b"))
+    like = a_state(sharding((2, 4), P("b")))
     got = restore_orbax(path, like)
     same(got, state)
     assert all(leaf.flags.writeable for leaf in jax.tree.leaves(got) if isinstance(leaf, np.ndarray))

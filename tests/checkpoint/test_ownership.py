@@ -23,18 +23,14 @@ from braidax.checkpoint.ownership import Placed
 from braidax.checkpoint.reading import read_content
 from braidax.checkpoint.snapshot import hold
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import bits, commit_as_many, load, read_all
+from tests.checkpoint.saving import bits, commit_as_many, devices_shared_by, load, read_all
 
 
 @pytest.fixture
-def four_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def four_processes() -> Iterator[None]:
     """Has two devices belong to each of four processes."""
-    for cached in (ownership.ownership, snapshot._shares):
-        cached.cache_clear()
-    monkeypatch.setattr(ownership, "process_of", lambda device: device.id // 2)
-    yield
-    for cached in (ownership.ownership, snapshot._shares):
-        cached.cache_clear()
+    with devices_shared_by(4):
+        yield
 
 
 def sharding(shape: tuple[int, ...], spec: P, devices: Any = None) -> NamedSharding:

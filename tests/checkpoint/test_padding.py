@@ -1,7 +1,5 @@
 """Tables that are stored by rows: into another number of shards, and from and into `[V, ...]`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,10 @@ from braidax.checkpoint import PaddedRows, reading
 from braidax.checkpoint.leaves import padded_rows
 from braidax.checkpoint.reading import read_manifest
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import commit, load
+from tests.checkpoint.saving import Tables, commit, load
 
 V, D = 13, 5
 WANT = np.arange(V * D, dtype=np.float32).reshape(V, D)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Tables:
-    params: Any
-    padded_rows: Mapping[str, int] = field(metadata={"static": True}, default_factory=dict)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.padded_rows.items()))
 
 
 def stored(num_shards: int, fill: float = 0.0) -> np.ndarray:
@@ -44,15 +32,15 @@ def sharding(num_shards: int, spec: P) -> NamedSharding:
 
 
 def tables(leaf: Any, num_rows: int | None = V) -> Any:
-    return {"state": Tables({"table": leaf, "b": 1}, {} if num_rows is None else {"params/table": num_rows})}
+    return {"state": Tables({"w": leaf, "b": 1}, {} if num_rows is None else {"table/w": num_rows})}
 
 
 def test_what_has_padded_rows_is_found_at_any_depth() -> None:
     assert isinstance(Tables({}), PaddedRows)
-    assert padded_rows(tables(np.zeros(3))) == {"state/params/table": V}
-    inner = Tables({"x": 1, "inner": [Tables(2, {"params": 3})]}, {"params/x": 7})
-    assert padded_rows((0, inner)) == {"1/params/x": 7, "1/params/inner/0/params": 3}
-    assert padded_rows(inner) == {"params/x": 7, "params/inner/0/params": 3}
+    assert padded_rows(tables(np.zeros(3))) == {"state/table/w": V}
+    inner = Tables({"x": 1, "inner": [Tables(2, {"table": 3})]}, {"table/x": 7})
+    assert padded_rows((0, inner)) == {"1/table/x": 7, "1/table/inner/0/table": 3}
+    assert padded_rows(inner) == {"table/x": 7, "table/inner/0/table": 3}
     assert padded_rows([jnp.zeros(2), None, 3]) == {}
 
 
@@ -70,7 +58,7 @@ def test_rows_move(
         return jax.device_put(stored(num_shards, fill), sharding(num_shards, P(None, "a")))
 
     folder = commit(tmp_path, tables(placed(saved, 9.0), V if saved else None))
-    got = load(folder, tables(placed(wanted, 1.0), V if wanted else None))["state"].params["table"]
+    got = load(folder, tables(placed(wanted, 1.0), V if wanted else None))["state"].table["w"]
     if wanted is None:
         np.testing.assert_array_equal(got, WANT)
     else:
@@ -83,15 +71,15 @@ def test_rows_move_without_being_told_twice(tmp_path: Path) -> None:
     folder = commit(tmp_path, tables(stored(4)))
     assert read_manifest(folder).entries[1].padded_rows == V
     for like in (stored(2), np.zeros((V, D), np.float32)):
-        got = load(folder, tables(like, None))["state"].params["table"]
+        got = load(folder, tables(like, None))["state"].table["w"]
         np.testing.assert_array_equal(got.reshape(-1, D)[:V], WANT)
-    np.testing.assert_array_equal(load(folder, {"state": Tables({"table": stored(4), "b": 1})})["state"].params["b"], 1)
+    np.testing.assert_array_equal(load(folder, {"state": Tables({"w": stored(4), "b": 1})})["state"].table["b"], 1)
 
 
 def test_a_part_of_the_rows_is_read(tmp_path: Path) -> None:
     folder = commit(tmp_path, tables(stored(4)))
     like = jax.ShapeDtypeStruct((V, D), np.float32, sharding=sharding(5, P(None, "a")))
-    got = load(folder, tables(like, None))["state"].params["table"]
+    got = load(folder, tables(like, None))["state"].table["w"]
     np.testing.assert_array_equal(got, WANT)
     assert [shard.data.shape for shard in got.addressable_shards] == [(V, 1)] * 5
 
@@ -112,7 +100,7 @@ def test_other_rows_do_not_match(tmp_path: Path, like: np.ndarray, num_rows: int
     shape = str(list(like.shape)).replace("[", r"\[").replace("]", r"\]")
     with pytest.raises(
         CheckpointError,
-        match=rf"leaf 'state/params/table' is float32\[7, 2, 5\] of 13 rows in .*but {like.dtype}{shape}{said} in `li",
+        match=rf"leaf 'state/table/w' is float32\[7, 2, 5\] of 13 rows in .*but {like.dtype}{shape}{said} in `li",
     ):
         load(folder, tables(like, num_rows))
 
@@ -121,9 +109,9 @@ def test_other_rows_do_not_match(tmp_path: Path, like: np.ndarray, num_rows: int
     ("tree", "message"),
     [
         (tables(np.zeros((4, 4, D))), None),
-        (tables(np.zeros((3, 4, D))), r"leaf 'state/params/table' has 13 rows, but it is float64\[3, 4, 5\]: expected"),
+        (tables(np.zeros((3, 4, D))), r"leaf 'state/table/w' has 13 rows, but it is float64\[3, 4, 5\]: expected"),
         (tables(np.zeros(V)), r"but it is float64\[13\]: expected an array \[ceil\(13 / N\), N"),
-        ({"s": Tables({"x": 1}, {"params/y": 2})}, r"leaf 's/params/y' has 2 rows, but it is no leaf of this tree"),
+        ({"s": Tables({"x": 1}, {"table/y": 2})}, r"leaf 's/table/y' has 2 rows, but it is no leaf of this tree"),
     ],
 )
 def test_what_is_said_of_rows_has_to_be_true(tmp_path: Path, tree: Any, message: str | None) -> None:

@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import ownership, snapshot
 from braidax.checkpoint.manifest import data_file
 from braidax.checkpoint.safetensors import restore_safetensors
 from braidax.errors import ArgumentError, CheckpointError
-from tests.checkpoint.saving import bits, commit, commit_as_many
+from tests.checkpoint.saving import Tables, bits, commit, commit_as_many
 
 
 def sharding(shape: tuple[int, ...], spec: P) -> NamedSharding:
@@ -33,17 +31,6 @@ def sharding(shape: tuple[int, ...], spec: P) -> NamedSharding:
 
 def dotted(path: str) -> str:
     return path.replace("/", ".")
-
-
-@pytest.fixture
-def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Has four devices belong to each of two processes."""
-    for cached in (ownership.ownership, snapshot._shares):
-        cached.cache_clear()
-    monkeypatch.setattr(ownership, "process_of", lambda device: device.id // 4)
-    yield
-    for cached in (ownership.ownership, snapshot._shares):
-        cached.cache_clear()
 
 
 def test_torch_reads_names_and_values(tmp_path: Path) -> None:
@@ -61,7 +48,6 @@ def test_torch_reads_names_and_values(tmp_path: Path) -> None:
     assert found["odd"].numpy().tobytes() == tree["odd"].tobytes()
 
 
-@pytest.mark.usefixtures("two_processes")
 def test_the_files_of_several_processes_have_all_values_once(tmp_path: Path) -> None:
     want = np.arange(64, dtype=np.float32).reshape(8, 8)
     tree = {"split": jax.device_put(want, sharding((8,), P(None, "a"))), "whole": jnp.ones(3, jnp.bfloat16)}
@@ -130,16 +116,6 @@ def test_all_files_of_a_folder_are_read_once(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"w0": np.ones(2)}, tmp_path / "z.safetensors")
     with pytest.raises(CheckpointError, match=r"z.safetensors: has a tensor 'w0', and so has model-00001-of-00002"):
         restore_safetensors(tmp_path, {"w0": np.zeros(2)})
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Tables:
-    table: Any
-    padded_rows: Mapping[str, int] = field(metadata={"static": True}, default_factory=dict)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.padded_rows.items()))
 
 
 def test_tables_by_rows_come_from_whole_ones(tmp_path: Path) -> None:

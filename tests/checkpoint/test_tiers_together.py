@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +22,10 @@ from braidax.gang import LocalGang
 from tests.checkpoint.bucket_server import serving_bucket
 from tests.checkpoint.saving import names
 from tests.checkpoint.test_together import own, tree, whole
+from tests.checkpoint.told import told
 from tests.data.jax_gang import RUN_SECONDS, jax_gang
 
 SECONDS = 30.0
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalGang]:
-    with jax_gang(2, 4) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[LocalGang]:
-    with jax_gang(4, 2) as running:
-        yield running
-
-
-def told(gang: LocalGang, fn: Callable[..., Any], *args: Any) -> list[str]:
-    """Returns by process what it raised, or else what it returned, in words."""
-    return gang.run(_caught, fn, args, timeout_seconds=RUN_SECONDS)
-
-
-def _caught(comm: Any, fn: Any, args: Any) -> str:
-    try:
-        return str(fn(comm.split(0), *args))
-    except BraidaxError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def saving(comm: Communicator, folder: Path, num_updates: int = 3) -> str:

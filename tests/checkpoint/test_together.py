@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,14 @@ from braidax.checkpoint import Checkpointer, Every, folders, restore
 from braidax.checkpoint import restoring as restoring_module
 from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.checkpoint.reading import Reader, read_manifest
+from braidax.comm import Communicator
 from braidax.errors import BraidaxError
 from braidax.gang import LocalGang
 from tests.checkpoint.saving import names, read_all
-from tests.data.jax_gang import RUN_SECONDS, jax_gang
+from tests.checkpoint.told import told
 
 SECONDS = 20.0
 ROWS = 4096
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalGang]:
-    with jax_gang(2, 4) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[LocalGang]:
-    with jax_gang(4, 2) as running:
-        yield running
-
-
-def told(gang: LocalGang, fn: Any, *args: Any) -> list[str]:
-    """Returns by process what it raised, or else what it returned, in words."""
-    return gang.run(_caught, fn, args, timeout_seconds=RUN_SECONDS)
-
-
-def _caught(comm: Any, fn: Any, args: Any) -> str:
-    try:
-        return str(fn(comm.rank, *args))
-    except BraidaxError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def placed(kind: str) -> dict[str, Any]:
@@ -98,15 +74,15 @@ def own(rank: int) -> dict[str, Any]:
     return {"cursor": (1, rank), "numpy": np.full(3, rank), "local": jnp.full(2, rank)}
 
 
-def saving(rank: int, folder: Path) -> str:
+def saving(comm: Communicator, folder: Path) -> str:
     with Checkpointer(folder, Every(2), timeout_seconds=SECONDS) as saver:
         assert saver.restore(0) == 0
         # The state is donated at once, and the bits are those from before.
         step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state), donate_argnums=0)
         state = tree("saved", whole())
         donated = {name: state[name] for name in ("rows", "replicated")}
-        saver.update(state | own(rank))
-        saver.update(state | donated | own(rank))
+        saver.update(state | own(comm.rank))
+        saver.update(state | donated | own(comm.rank))
         for _ in range(3):
             donated = step(donated)
         saver.wait()
@@ -114,7 +90,7 @@ def saving(rank: int, folder: Path) -> str:
         return ",".join(names(folder))
 
 
-def restoring(rank: int, folder: Path) -> str:
+def restoring(comm: Communicator, folder: Path) -> str:
     reads: list[int] = []
 
     class Counted(Reader):
@@ -163,12 +139,12 @@ def test_four_processes_save_and_others_restore(tmp_path: Path, two: LocalGang, 
             assert num_bytes[1] == ROWS * 16 * 4 / gang.size
 
 
-def a_tree(rank: int, fill: float) -> dict[str, Any]:
+def a_tree(fill: float) -> dict[str, Any]:
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a"))
     return {"x": jax.make_array_from_callback((8, 64), sharding, lambda index: np.full((8, 64), fill, "f4")[index])}
 
 
-def failing(rank: int, folder: Path, who: int) -> list[str]:
+def failing(comm: Communicator, folder: Path, who: int) -> list[str]:
     """Saves three times; the disk of one process is full at the second."""
     found: list[str] = []
     fsync = os.fsync
@@ -178,10 +154,10 @@ def failing(rank: int, folder: Path, who: int) -> list[str]:
 
     with Checkpointer(folder, Every(1), timeout_seconds=SECONDS) as saver:
         for number in (1, 2, 3):
-            os.fsync = full if rank == who and number == 2 else fsync
-            saver.update(a_tree(rank, number))
+            os.fsync = full if comm.rank == who and number == 2 else fsync
+            saver.update(a_tree(number))
             try:
-                saver.close() if number == 3 else saver.save(a_tree(rank, number))
+                saver.close() if number == 3 else saver.save(a_tree(number))
             except BraidaxError as error:
                 found.append(str(error))
             finally:
@@ -201,15 +177,15 @@ def test_what_fails_in_one_process_fails_in_all(tmp_path: Path, two: LocalGang, 
     assert read_all(tmp_path / "step-00000003")["x"][7, 63] == 3.0
 
 
-def saved(rank: int, folder: Path) -> None:
+def saved(comm: Communicator, folder: Path) -> None:
     with Checkpointer(folder, Every(1), keep=5, timeout_seconds=SECONDS) as saver:
         for number in (1, 2, 3):
-            saver.update(a_tree(rank, number))
+            saver.update(a_tree(number))
 
 
-def restored(rank: int, folder: Path, limit: float = SECONDS) -> str:
+def restored(comm: Communicator, folder: Path, limit: float = SECONDS) -> str:
     with Checkpointer(folder, Every(1), timeout_seconds=limit) as saver:
-        like = a_tree(rank, 0) | ({"more": 1} if (folder / "more").exists() else {})
+        like = a_tree(0) | ({"more": 1} if (folder / "more").exists() else {})
         got = saver.restore(like)["x"]
         reasons = [f"{skipped.path.name}: {skipped.reason}" for skipped in saver.skipped]
         return json.dumps([saver.num_updates, float(got.addressable_shards[0].data[0, 0]), reasons])
@@ -232,20 +208,20 @@ def test_all_restore_what_verifies_on_all(tmp_path: Path, two: LocalGang) -> Non
         assert "leaf 'more' (a Python int) is in `like`, but not in the checkpoint" in words
 
 
-def parting(rank: int, folder: Path, what: str) -> Any:
+def parting(comm: Communicator, folder: Path, what: str) -> Any:
     """Process 1 does something else than process 0."""
-    if what == "folder" and rank == 1:
+    if what == "folder" and comm.rank == 1:
         folder = folder / "other"
         folder.mkdir()
         folders.occupy(folder).close()
     with Checkpointer(folder, Every(1), timeout_seconds=SECONDS) as saver:
         if what == "tree":
-            saver.save({"y" if rank else "x": a_tree(rank, 1)["x"]})
+            saver.save({"y" if comm.rank else "x": a_tree(1)["x"]})
         if what == "leaf":
-            saver.save(a_tree(rank, 1) | {"n": "text" if rank else 1})
-        if what == "nothing" and rank == 0:
+            saver.save(a_tree(1) | {"n": "text" if comm.rank else 1})
+        if what == "nothing" and comm.rank == 0:
             saver.timeout_seconds = 0.5
-            saver.save(a_tree(rank, 1))
+            saver.save(a_tree(1))
     return None
 
 

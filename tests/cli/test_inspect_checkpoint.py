@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import braidax as bx
-from braidax.checkpoint import ownership, snapshot
 from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.checkpoint.reading import read_manifest
 from braidax.cli import app, inspect_checkpoint
-from tests.checkpoint.saving import commit as commit_into
-from tests.checkpoint.saving import commit_as_many
+from tests.checkpoint.saving import Tables, commit, commit_as_many
 
 VERSION = importlib.metadata.version("braidax")
 
@@ -36,33 +32,6 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": "200"})
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result.exit_code, re.sub(r"[ ─━┃│|]+", " ", result.output)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Tables:
-    table: Any
-    padded_rows: Mapping[str, int] = field(metadata={"static": True}, default_factory=dict)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.padded_rows.items()))
-
-
-@pytest.fixture
-def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Has four devices belong to each of two processes."""
-    for cached in (ownership.ownership, snapshot._shares):
-        cached.cache_clear()
-    monkeypatch.setattr(ownership, "process_of", lambda device: device.id // 4)
-    yield
-    for cached in (ownership.ownership, snapshot._shares):
-        cached.cache_clear()
-
-
-def commit(root: Path, tree: Any, step: int = 1) -> Path:
-    """Saves a tree in the folder of a run, which is made."""
-    root.mkdir(exist_ok=True)
-    return commit_into(root, tree, step)
 
 
 def state() -> dict[str, Any]:
@@ -128,7 +97,6 @@ def test_a_renamed_one_is_known_by_its_files(tmp_path: Path, monkeypatch: pytest
     assert f"1,234,567 best 1 {VERSION} 0 s" in output
 
 
-@pytest.mark.usefixtures("two_processes")
 def test_every_process_is_read(tmp_path: Path) -> None:
     folder = commit_as_many(tmp_path, state(), 2)
     code, output = run(tmp_path)

@@ -161,9 +161,11 @@ def test_low_precision_stays_low() -> None:
 def test_no_weight_no_change() -> None:
     program, after = programs(lambda params, batch: jnp.cumsum(batch @ params["w"], 0).sum(), weights(), draw(N, D))
     assert after == program
-    # Inputs of a step cost nothing to be shared: here each step has weights of its own.
-    loss = lambda params, batch: jax.lax.scan(lambda x, w: (x @ w, None), batch, params)[0].sum()  # noqa: E731
-    program, after = programs(loss, draw(T, D, D), draw(N, D))
+
+    def own_weights(params: Any, batch: Any) -> Any:  # in each step
+        return jax.lax.scan(lambda x, w: (x @ w, None), batch, params)[0].sum()
+
+    program, after = programs(own_weights, draw(T, D, D), draw(N, D))
     assert after == program
 
 
@@ -180,15 +182,11 @@ def _num_stacked(closed: Any) -> int:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_losses_of_all_shapes_keep_their_gradients(name: str) -> None:
-    shape = SHAPES[name]
-    loss, params, batch = shape.make()
-    before, after = programs(loss, params, batch)
-    wanted = jax.value_and_grad(before, allow_int=True)(params, batch)
-    got = jax.value_and_grad(after, allow_int=True)(params, batch)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        if one.dtype != jax.dtypes.float0:
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+def test_losses_without_shared_products_stay_as_they_are(name: str) -> None:
+    """Lookups in loops, rematerialised or by layer, are no products."""
+    loss, params, batch = SHAPES[name].make()
+    program = trace(loss, params, batch)
+    assert with_sums_behind_loops(program) is program
 
 
 @pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.GRUCell])

@@ -33,12 +33,19 @@ def placed(read: Read, like: Any) -> Any:
     if sharding is not None and not sharding.is_fully_addressable:
         return _jax.make_array_from_callback(like.shape, sharding, read)
     array = read(everything)
-    return _jax.device_put(_weak(array) if like.weak_type else array, sharding)
+    return _jax.device_put(weakly_typed(array) if like.weak_type else array, sharding)
 
 
 def sharding_of(like: Any) -> Any:
-    """Returns where an array of JAX is committed to, None where it is not: it could else meet none on a mesh."""
+    """Returns where an array of JAX is committed to, None where it is to none: then it can meet those on a mesh."""
     return None if isinstance(like, jax.Array) and not like.committed else like.sharding
+
+
+def weakly_typed(array: np.ndarray) -> Any:
+    """Returns an array of JAX whose type is as weak as a Python number's, if its dtype is one of those."""
+    # Else the step would be compiled again, and its dtypes could come out wider.
+    zero = array.dtype.type(0).item()
+    return jnp.full(array.shape, zero).at[...].set(array) if jnp.result_type(zero) == array.dtype else array
 
 
 def converted(array: np.ndarray, how: Conversion | None, shape: tuple[int, ...]) -> np.ndarray:
@@ -49,9 +56,3 @@ def converted(array: np.ndarray, how: Conversion | None, shape: tuple[int, ...])
     found = np.zeros(shape, array.dtype)
     found.reshape(-1, *inner)[: how.saved.num_rows] = array.reshape(-1, *inner)[: how.saved.num_rows]
     return found
-
-
-def _weak(array: np.ndarray) -> Any:
-    # The type stays as weak as it was, or the step would be compiled again, and its dtypes could come out wider.
-    zero = array.dtype.type(0).item()
-    return jnp.full(array.shape, zero).at[...].set(array) if jnp.result_type(zero) == array.dtype else array

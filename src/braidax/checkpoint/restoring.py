@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from braidax.checkpoint import folders
@@ -18,6 +17,7 @@ from braidax.checkpoint.boxes import Box, box_of, extents, joined, overlap, whol
 from braidax.checkpoint.leaves import describe, named_leaves, padded_rows, put_outside, with_outside
 from braidax.checkpoint.manifest import Entry, OtherFormat
 from braidax.checkpoint.padding import Conversion, conversion
+from braidax.checkpoint.placing import sharding_of, weakly_typed
 from braidax.checkpoint.processes import Processes, all_processes, alone
 from braidax.checkpoint.reading import Content, OpenFile, Reader, read_content
 from braidax.errors import ArgumentError, CheckpointError
@@ -235,8 +235,7 @@ def _load_leaf(reader: Reader, want: Want) -> Any:
         return read(whole(shape))
     if isinstance(like, np.generic):
         return read(whole(shape))[()]
-    # An array that was not committed to its device must not become so: it could no longer meet arrays on a mesh.
-    sharding = None if isinstance(like, jax.Array) and not like.committed else like.sharding
+    sharding = sharding_of(like)
     is_far = sharding is not None and not sharding.is_fully_addressable
     if sharding is not None and (is_far or not (entry.key_impl or like.weak_type)):
         placed = _place(read, shape, np.dtype(entry.dtype), sharding)
@@ -244,7 +243,7 @@ def _load_leaf(reader: Reader, want: Want) -> Any:
     array = read(whole(shape))
     if entry.key_impl:
         return _jax.device_put(_jax.random.wrap_key_data(array, impl=entry.key_impl), sharding)
-    return _jax.device_put(_weak(array) if like.weak_type else array, sharding)
+    return _jax.device_put(weakly_typed(array) if like.weak_type else array, sharding)
 
 
 def _place(read: Callable[[Box], np.ndarray], shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any) -> jax.Array:
@@ -311,9 +310,3 @@ def _reasons(skipped: Sequence[Skipped]) -> str:
 
 def _is_far(leaf: Any) -> bool:
     return getattr(leaf, "sharding", None) is not None and not leaf.sharding.is_fully_addressable
-
-
-def _weak(array: np.ndarray) -> Any:
-    # The type stays as weak as it was, or the step would be compiled again, and its dtypes could come out wider.
-    zero = array.dtype.type(0).item()
-    return jnp.full(array.shape, zero).at[...].set(array) if jnp.result_type(zero) == array.dtype else array
