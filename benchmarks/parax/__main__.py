@@ -60,7 +60,7 @@ FULL = Scale(
     num_photos=128,
     num_sequences=4096,
     batch_sizes={"photos": 64, "small photos": 64, "tokens": 256},
-    num_batches={"photos": 8, "small photos": 16, "tokens": 25},
+    num_batches={"photos": 12, "small photos": 16, "tokens": 25},
     rounds=5,
     loop_rounds=3,
 )
