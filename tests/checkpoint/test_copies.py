@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import Checkpointer, Every, copied
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import bits, read_all
+from tests.checkpoint.donating import save_in_every_way
+from tests.checkpoint.saving import bits
 
-NUM_STEPS = 20
 AUTO = jax.sharding.AxisType.Auto
 
 
@@ -65,52 +65,4 @@ def test_what_was_donated_before_is_named_by_who_saves_it(tmp_path: Path) -> Non
 
 
 def test_a_fused_step_that_donates_is_saved_bit_for_bit_in_every_way(tmp_path: Path) -> None:
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO, AUTO))
-    rows, whole = NamedSharding(mesh, P("a", "b")), NamedSharding(mesh, P())
-    shardings = {"w": rows, "momentum": rows, "bias": whole, "key": whole, "count": whole}
-
-    def step(state: Any) -> Any:
-        key, noise = jax.random.split(state["key"])
-        x = jax.random.normal(noise, (16, 64))
-
-        def loss(w: jax.Array, bias: jax.Array) -> jax.Array:
-            return jnp.mean((jnp.tanh(x @ w + bias) - x[:, :32]) ** 2)
-
-        slope, of_bias = jax.grad(loss, argnums=(0, 1))(state["w"], state["bias"])
-        momentum = 0.9 * state["momentum"] + slope
-        return {
-            "w": state["w"] - 0.1 * momentum,
-            "momentum": momentum,
-            "bias": state["bias"] - 0.1 * of_bias,
-            "key": key,
-            "count": state["count"] + 1,
-        }
-
-    fused = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-
-    def begin() -> Any:
-        w = jax.random.normal(jax.random.key(0), (64, 32))
-        state = {"w": w, "momentum": jnp.zeros((64, 32)), "bias": jnp.zeros(32), "key": jax.random.PRNGKey(1)}
-        return jax.device_put(state | {"count": jnp.zeros((), jnp.int32)}, shardings)
-
-    def content(state: Any) -> dict[str, bytes]:
-        return {name: np.asarray(leaf).tobytes() for name, leaf in state.items()}
-
-    expected: list[dict[str, bytes]] = []
-    state = begin()
-    for _ in range(NUM_STEPS):
-        state = fused(state)
-        expected.append(content(state))
-    for way in ("wait", "at once", "copied"):
-        state = begin()
-        with Checkpointer(tmp_path / way, Every(1), keep=NUM_STEPS) as saver:
-            for _ in range(NUM_STEPS):
-                donated = state
-                state = fused(state)
-                assert donated["w"].is_deleted()
-                saver.update(copied(state) if way == "copied" else state)
-                if way == "wait":
-                    saver.wait()
-        assert content(state) == expected[-1], way
-        for number in range(NUM_STEPS):
-            assert content(read_all(tmp_path / way / f"step-{number + 1:08d}")) == expected[number], (way, number)
+    save_in_every_way(tmp_path, jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO, AUTO)))
