@@ -58,7 +58,8 @@ def save_in_every_way(folder: Path, mesh: Mesh) -> None:
             for _ in range(NUM_STEPS):
                 donated = state
                 state = fused(state)
-                assert donated["w"].is_deleted()
+                # Where a snapshot is still being read, XLA leaves it and takes other memory.
+                assert donated["w"].is_deleted() or way == "at once"
                 saver.update(copied(state) if way == "copied" else state)
                 if way == "wait":
                     saver.wait()
