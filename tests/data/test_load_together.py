@@ -1,6 +1,7 @@
 """Several processes load one batch: every shard on every device is right, and nothing is read twice."""
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from braidax.data import load_sharding
+from braidax.data import load_sharding, reshard
+from braidax.data.load_plan import plan_load
 from braidax.data.loader import DataLoader
 from braidax.data.order import Cursor
 from braidax.gang import LocalGang
@@ -68,7 +70,7 @@ def differences(case: Case, source: Any, name: str, target: Any, array: jax.Arra
     if len(whole) < case.batch_size:
         whole = np.concatenate([whole, np.zeros((case.batch_size - len(whole), *whole.shape[1:]), whole.dtype)])
     if case.microbatches:
-        whole = whole.reshape(case.microbatches, -1, *whole.shape[1:])
+        whole = whole.reshape(case.microbatches, len(whole) // case.microbatches, *whole.shape[1:])
         target = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec(None, *target.spec))
     found: list[str] = []
     if (array.shape, array.dtype, array.sharding) != (whole.shape, whole.dtype, target):
@@ -151,6 +153,41 @@ def check(case: Case, told: list[dict[str, Any]]) -> None:
 @given(case=cases())
 def test_every_shard_is_right_and_nothing_is_read_twice(gang: LocalGang, case: Case) -> None:
     check(case, gang.run(load, case, timeout_seconds=RUN_SECONDS))
+
+
+def num_collectives(comm: Any, case: Case) -> list[int]:
+    """Returns how many collectives exchange a batch: with what packs small leaves, and without."""
+    source, found = case.source(), list[int]()
+    load_sharding.SMALL_BYTES = case.small_bytes
+    packed_bytes = reshard._PACKED_BYTES
+    for reshard._PACKED_BYTES in (packed_bytes, -1):
+        spec = source.batch_spec(case.batch_size)
+        plan = plan_load(spec, None, case.shardings(), reads="once", microbatches=case.microbatches)
+        arrays = plan.arrays(np.zeros(plan.num_bytes, np.uint8))
+        ((members, program),) = plan.reshard._programs
+        text = program.lower([arrays[number] for number in members]).compile().as_text()
+        found.append(len(re.findall(r" (all-\w+|collective-permute|reduce-scatter)(-start)?\(", text)))
+    reshard._PACKED_BYTES = packed_bytes
+    return found
+
+
+@pytest.mark.parametrize(("rows", "microbatches"), [(16, None), (3, None), (16, 3), (5, 2)])
+@pytest.mark.parametrize("entry", [None, ("a",)])
+def test_small_leaves_share_one_collective(
+    gang: LocalGang, rows: int, microbatches: int | None, entry: tuple[str, ...] | None
+) -> None:
+    """Of all dtypes and shapes, with rows that have to be filled up and without."""
+    dtypes = ["uint8", "int32", "float32", "bool", "float16", "bfloat16"]
+    shapes = [(), (3,), (2, 5), (7,), (1, 1), (0,)]
+    leaves = tuple(LeafCase(shape, dtype, (entry,), 0) for dtype, shape in zip(dtypes, shapes, strict=True))
+    rows *= 1 if entry is None else 2
+    batch_size = rows * (microbatches or 1)
+    devices = (0, 4, 1, 5, 2, 6, 3, 7)  # those of several processes hold the same rows
+    case = Case((((2, 4), devices),), leaves, 2 * batch_size, batch_size, microbatches)
+    check(case, gang.run(load, case, timeout_seconds=RUN_SECONDS))
+    for packed, alone in gang.run(num_collectives, case, timeout_seconds=RUN_SECONDS):
+        assert 0 < packed <= alone / (len(leaves) - 1)
+        assert packed == 1 or rows < 16
 
 
 def placed(comm: Any, cursor: Cursor, batch_size: int, form: str, num_batches: int) -> list[dict[str, Any]]:

@@ -1,14 +1,19 @@
 """From load arrays to the arrays that a step takes: each process gives what it has read, the devices exchange it."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from braidax.data.load_sharding import Loading, device_grid, local_slices
 from braidax.spans import span
+
+_PACKED_BYTES = 1 << 20  # of a leaf at most: beyond, it costs more to copy than a collective of its own
 
 
 class Exchanged(NamedTuple):
@@ -66,11 +71,72 @@ class Reshard:
 
 
 def _program(leaves: Sequence[Exchanged]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    packs = _packs(leaves)
+
     def together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return [_without_padding(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+        made: dict[int, jax.Array] = {}
+        for pack in packs:
+            whole = _in_one([arrays[number] for number in pack], [leaves[number] for number in pack])
+            made.update(zip(pack, whole, strict=True))
+        return [
+            made[number] if number in made else _without_padding(array, leaf)
+            for number, (array, leaf) in enumerate(zip(arrays, leaves, strict=True))
+        ]
 
     shardings = [NamedSharding(leaf.loading.sharding.mesh, leaf.target.spec) for leaf in leaves]
     return jax.jit(together, out_shardings=shardings)
+
+
+def _packs(leaves: Sequence[Exchanged]) -> list[list[int]]:
+    """Returns the numbers of leaves that one collective is to exchange.
+
+    XLA on CPU makes one of each leaf, and each takes milliseconds; for other devices it joins them itself.
+    """
+    packs: dict[Hashable, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        loading, outer = leaf.loading, leaf.loading.lead + 1
+        mesh, spec = loading.sharding.mesh, leaf.target.spec
+        if (
+            device_grid(mesh).flat[0].platform == "cpu"
+            and math.prod(leaf.shape) * leaf.dtype.itemsize <= _PACKED_BYTES
+            and not any(loading.sharding.spec[outer:])
+            and not any(spec[outer:])
+            and _is_of_bytes(leaf.dtype)
+        ):
+            key = (mesh, loading.pieces, tuple(loading.sharding.spec[:outer]), tuple(spec[:outer]), leaf.shape[:outer])
+            packs.setdefault(key, []).append(number)
+    return [pack for pack in packs.values() if len(pack) > 1]
+
+
+def _in_one(arrays: Sequence[jax.Array], leaves: Sequence[Exchanged]) -> Sequence[jax.Array]:
+    """Returns arrays as their targets are split, exchanged as one array of the bytes of each row."""
+    first = leaves[0]
+    outer = first.loading.lead + 1
+    rows = [_to_bytes(array).reshape(*array.shape[:outer], -1) for array in arrays]
+    packed = jnp.concatenate(rows, axis=-1)
+    packed = _without_padding(packed, first._replace(shape=(*first.shape[:outer], packed.shape[-1])))
+    split = NamedSharding(first.loading.sharding.mesh, PartitionSpec(*first.target.spec[:outer]))
+    packed = jax.lax.with_sharding_constraint(packed, split)
+    borders = list(itertools.accumulate(row.shape[-1] for row in rows))[:-1]
+    parts = jnp.split(packed, borders, axis=-1)
+    return [_of_bytes(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
+
+
+def _is_of_bytes(dtype: np.dtype[Any]) -> bool:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits % 8 == 0
+    return dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits % 8 == 0)
+
+
+def _to_bytes(array: jax.Array) -> jax.Array:
+    return array.astype(np.uint8) if array.dtype == np.bool_ else jax.lax.bitcast_convert_type(array, np.uint8)
+
+
+def _of_bytes(rows: jax.Array, leaf: Exchanged) -> jax.Array:
+    if leaf.dtype == np.bool_:
+        return rows.reshape(leaf.shape).astype(np.bool_)
+    inner = () if leaf.dtype.itemsize == 1 else (leaf.dtype.itemsize,)
+    return jax.lax.bitcast_convert_type(rows.reshape(*leaf.shape, *inner), leaf.dtype)
 
 
 def _without_padding(array: jax.Array, leaf: Exchanged) -> jax.Array:
