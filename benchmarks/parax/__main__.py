@@ -60,9 +60,9 @@ FULL = Scale(
     num_photos=128,
     num_sequences=4096,
     batch_sizes={"photos": 64, "small photos": 64, "tokens": 256},
-    num_batches={"photos": 12, "small photos": 16, "tokens": 25},
-    rounds=5,
-    loop_rounds=3,
+    num_batches={"photos": 20, "small photos": 30, "tokens": 50},
+    rounds=3,
+    loop_rounds=2,
 )
 QUICK = Scale(
     cases=("photos, data", "photos, data_model", "photos, stages", "tokens, sequence"),
