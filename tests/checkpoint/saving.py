@@ -59,9 +59,11 @@ def devices_shared_by(num_processes: int) -> Generator[None]:
         for each in cached:
             each.cache_clear()
         patch.setattr(ownership, "process_of", lambda device: device.id // share)
-        yield
-    for each in cached:
-        each.cache_clear()
+        try:
+            yield
+        finally:
+            for each in cached:
+                each.cache_clear()
 
 
 def part_of(copied: Snapshot) -> persist.Part:

@@ -12,11 +12,10 @@ from jax.sharding import Mesh
 
 import braidax as bx
 from braidax.checkpoint import Checkpointer, Every, copied, restore
-from tests.checkpoint.donating import save_in_every_way
+from tests.checkpoint.donating import NUM_STEPS, save_in_every_way
 from tests.checkpoint.saving import bits
 
 pytestmark = pytest.mark.gpu
-NUM_STEPS = 20
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from braidax.data.load_sharding import Loading, device_grid, local_slices
 from braidax.spans import span
 
-_PACKED_BYTES = 1 << 20  # of a leaf at most: beyond, it costs more to copy than a collective of its own
+_PACKED_BYTES = 1 << 20  # of a leaf at most: what is packed is copied
 
 
 class Exchanged(NamedTuple):
