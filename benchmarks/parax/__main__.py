@@ -41,7 +41,7 @@ class Scale:
     """How much is measured: full, or `--quick`.
 
     **Fields:** `cases`; `in_loop`: those that are also timed in a training loop; by data `batch_sizes`, and
-    `num_batches` of one figure; `rounds`, `loop_rounds`: figures of a system.
+    `num_epochs` of one figure; `rounds`, `loop_rounds`: figures of a system.
     """
 
     cases: Sequence[str]
@@ -49,7 +49,7 @@ class Scale:
     num_photos: int
     num_sequences: int
     batch_sizes: Mapping[str, int]
-    num_batches: Mapping[str, int]
+    num_epochs: Mapping[str, int]
     rounds: int
     loop_rounds: int
 
@@ -60,7 +60,7 @@ FULL = Scale(
     num_photos=128,
     num_sequences=4096,
     batch_sizes={"photos": 64, "small photos": 64, "tokens": 256},
-    num_batches={"photos": 20, "small photos": 30, "tokens": 50},
+    num_epochs={"photos": 10, "small photos": 15, "tokens": 3},
     rounds=3,
     loop_rounds=2,
 )
@@ -70,7 +70,7 @@ QUICK = Scale(
     num_photos=32,
     num_sequences=512,
     batch_sizes={"photos": 16, "small photos": 16, "tokens": 256},
-    num_batches={"photos": 2, "small photos": 2, "tokens": 4},
+    num_epochs={"photos": 1, "small photos": 1, "tokens": 2},
     rounds=1,
     loop_rounds=1,
 )
@@ -147,15 +147,15 @@ def _case(report: Report, scale: Scale, case: Case, ask: "_Asking") -> Found:
     for system in rank.SYSTEMS:
         _check(case, system, ask)
         counts[system] = _count(report, case, system, ask)
-    num_batches = scale.num_batches[case.data]
-    seconds = _turns(case, ask, num_batches, None, scale.rounds)
+    num_epochs = scale.num_epochs[case.data]
+    seconds = _turns(case, ask, num_epochs, None, scale.rounds)
     _rates(report, case, "to ready arrays", seconds)
     loops: Mapping[str, Sequence[float]] = {}
     exchange: Sequence[float] = []
     if case.name in scale.in_loop:
         baseline = min(statistics.median(seconds[system]) for system in (RAY, JAX))
         iterations = _iterations(case, ask, baseline)
-        loops = _turns(case, ask, num_batches, iterations, scale.loop_rounds)
+        loops = _turns(case, ask, num_epochs, iterations, scale.loop_rounds)
         _rates(report, case, "in a training loop", loops)
         exchange = [max(one) for one in zip(*ask(rank.exchange_seconds, case, 2 * scale.rounds), strict=True)]
         report.add(case.name, OURS, "exchange alone", "ms", [1e3 * value for value in exchange])
@@ -197,11 +197,11 @@ def _count(report: Report, case: Case, system: str, ask: "_Asking") -> Counts:
     return total
 
 
-def _turns(case: Case, ask: "_Asking", num_batches: int, iterations: int | None, rounds: int) -> dict[str, list[float]]:
+def _turns(case: Case, ask: "_Asking", num_epochs: int, iterations: int | None, rounds: int) -> dict[str, list[float]]:
     """Returns the seconds that a batch takes, by system."""
 
     def turn(system: str) -> Callable[[], float]:
-        return lambda: max(ask.alone(system, rank.timed, case, system, num_batches, iterations))
+        return lambda: max(ask.alone(system, rank.timed, case, system, num_epochs, iterations))
 
     figures = take_turns({system: turn(system) for system in rank.SYSTEMS}, rounds=rounds)
     medians = ", ".join(f"{system} {1e3 * statistics.median(values):.1f}" for system, values in figures.items())

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from benchmarks.parax.broadcast import ThroughJax, ThroughRay, join_ray
 from benchmarks.parax.cases import NUM_PROCESSES, Case
 from benchmarks.parax.counting import Sent
-from benchmarks.parax.system import PREFETCH, Arrays, System
+from benchmarks.parax.system import Arrays, System
 from benchmarks.parax.systems import Alpa, Grain, MaxText, Ours
 from benchmarks.parax.training import Step
 from braidax.data import Cursor
@@ -32,7 +32,6 @@ SYSTEMS: Mapping[str, Callable[[Case], System]] = {
     GRAIN: Grain,
     MAXTEXT: MaxText,
 }
-_WARMUP = 3 * PREFETCH  # batches: until what is loaded ahead is in memory that was used before
 
 
 class Counts(NamedTuple):
@@ -56,21 +55,21 @@ def join(comm: Any, devices_each: int, port: int, ray_address: str) -> None:
     join_ray(ray_address)
 
 
-def timed(comm: Any, case: Case, system: str, num_batches: int, iterations: int | None) -> float:
+def timed(comm: Any, case: Case, system: str, num_epochs: int, iterations: int | None) -> float:
     """Returns seconds a batch: until it is ready on all devices of all processes, or until the loop has used it.
+
+    From before the first batch is asked for until the last one: so no system loads what is not counted, and none has
+    loaded before what is. An epoch goes before, in which programs are compiled.
 
     **Arguments:** `iterations`: of the loop's step; None for no loop.
     """
-    with _drawn(case, system, None) as batches:
-        use = _ready if iterations is None else _stepping(_step(case, system), iterations)
-        for _ in range(_WARMUP):
-            use(next(batches))
-        comm.barrier()
-        start = time.perf_counter()
-        for _ in range(num_batches):
-            use(next(batches))
-        comm.barrier()
-        return (time.perf_counter() - start) / num_batches
+    use = _ready if iterations is None else _stepping(_step(case, system), iterations)
+    _go_through(case, system, 1, use)
+    comm.barrier()
+    start = time.perf_counter()
+    num_batches = _go_through(case, system, num_epochs, use)
+    comm.barrier()
+    return (time.perf_counter() - start) / num_batches
 
 
 def counted(comm: Any, case: Case, system: str, port: int) -> Counts:
@@ -79,9 +78,7 @@ def counted(comm: Any, case: Case, system: str, port: int) -> Counts:
     comm.barrier()
     tally, sent, received = running.tally, Sent.now(port), running.received_bytes
     comm.barrier()  # before anybody begins
-    with _drawn(case, system, 1) as batches:
-        for batch in batches:
-            _ready(batch)
+    _go_through(case, system, 1, _ready)
     comm.barrier()
     read_now = running.tally.since(tally)
     return Counts(*read_now, *Sent.now(port).since(sent), running.received_bytes - received)
@@ -181,6 +178,16 @@ def forget(comm: Any) -> None:
 def _drawn(case: Case, system: str, epochs: int | None) -> Generator[Iterator[Arrays]]:
     with contextlib.closing(_system(case, system).batches(epochs)) as batches:
         yield batches
+
+
+def _go_through(case: Case, system: str, num_epochs: int, use: Callable[[Arrays], None]) -> int:
+    """Uses the batches of so many epochs, and loads no other ones. **Returns:** how many they were."""
+    num_batches = 0
+    with _drawn(case, system, num_epochs) as batches:
+        for batch in batches:
+            use(batch)
+            num_batches += 1
+    return num_batches
 
 
 def _ready(batch: Arrays) -> None:

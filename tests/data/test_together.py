@@ -272,7 +272,11 @@ def test_a_loader_of_local_devices_is_alone(gang: LocalGang) -> None:
     assert [(kind, text) for kind, text, _ in told(gang, only_here)] == [("", "")] * 3
 
 
-def late(rank: int) -> None:
+_KEPT: list[Any] = []
+
+
+def late(rank: int, is_kept: bool) -> None:
+    """Process 1 takes one batch; then it keeps the pass, or leaves it."""
     knobs = Knobs(timeout_seconds=2.0)
     loader = DataLoader(Numbers(60), mesh(), P("data"), batch_size=6, knobs=knobs)
     batches = iter(loader)
@@ -280,12 +284,29 @@ def late(rank: int) -> None:
     if rank != 1:
         for _ in batches:
             pass
+    elif is_kept:
+        _KEPT.append(batches)
+
+
+def let_go(comm: Any) -> None:
+    while _KEPT:
+        _KEPT.pop().close()
 
 
 def test_a_process_that_stays_away_is_named(gang: LocalGang) -> None:
-    first, second, third = told(gang, late)
+    first, second, third = told(gang, late, True)
     assert second[0] == ""
     for kind, text, seconds in (first, third):
         assert kind == "WaitTimeout"
         assert "waited for process 1 up to the limit" in text
         assert 2.0 <= seconds < SECONDS
+    gang.run(let_go, timeout_seconds=RUN_SECONDS)
+
+
+def test_a_process_that_leaves_a_pass_is_named_before_the_limit(gang: LocalGang) -> None:
+    first, second, third = told(gang, late, False)
+    assert second[0] == ""
+    for kind, text, seconds in (first, third):
+        assert kind == "ProcessFailed"
+        assert text.startswith("process 1 has left this pass over the data, or has ended; expected every process to")
+        assert seconds < 2.0

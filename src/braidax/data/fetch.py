@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -87,8 +87,9 @@ class Fetch:
             deadline = time.monotonic() + timeout_seconds
             with self._threads.awaited() if not batch.future.done() else contextlib.nullcontext():
                 while not batch.future.done() and (left := deadline - time.monotonic()) > 0:
-                    done, _ = wait([batch.future], timeout=min(left, self._pace.hedge_seconds or left))
-                    if not done:
+                    try:
+                        batch.future.exception(timeout=min(left, self._pace.hedge_seconds or left))
+                    except TimeoutError:
                         self._hedge(batch)
             if not batch.future.done():
                 raise _timeout(what, timeout_seconds)

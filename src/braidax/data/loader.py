@@ -25,12 +25,13 @@ from braidax.data.masks import MASK, Mask, split_mask
 from braidax.data.order import Cursor, Order, Remainder
 from braidax.data.processes.in_processes import InProcesses, in_processes
 from braidax.data.replicas import Replicas
+from braidax.data.rounds import Rounds, begin
 from braidax.data.sharding_specs import shared_batch_parts
 from braidax.data.skipping import skipping
 from braidax.data.small_leaves import quicker
 from braidax.data.sources import open as open_source
 from braidax.data.sources.source import Sliced, Source, batch_spec, is_varying, source_at
-from braidax.data.together import Rounds, Together, agreeing, meeting
+from braidax.data.together import Together, agreeing, meeting
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 
@@ -251,7 +252,7 @@ class DataLoader:
 
     def _begin(self, together: Together, timeout_seconds: float) -> Rounds:
         replicas = None if self._checksum_every is None else Replicas(self._plan, self._checksum_every)
-        return together.begin(str(self._cursor), timeout_seconds, replicas)
+        return begin(together, str(self._cursor), timeout_seconds, replicas)
 
     def _made(self, fetch: Fetch, rounds: Rounds | None, cursor: Cursor, batch: Batch) -> Any:
         """Returns the batch at a cursor as the step takes it, or the error to raise in its place."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from braidax.data.leaf_plan import key_of
 from braidax.data.load_sharding import Loading, device_grid, local_slices
 from braidax.spans import span
 
@@ -171,8 +172,11 @@ def _on_all(array: jax.Array, target: NamedSharding, holders: Mapping[Any, Any])
     if array.sharding == target:
         return array
     shards: dict[Any, Any] = {shard.device: shard.data for shard in array.addressable_shards}
-    others = [device for device, holder in holders.items() if device != holder]
-    views = [np.asarray(shards[holders[device]]) for device in others]
-    shards.update(zip(others, jax.device_put(views, others), strict=True))
-    parts = [shards[device] for device in holders]
-    return jax.make_array_from_single_device_arrays(array.shape, target, parts, dtype=array.dtype)
+    if all(device == holder for device, holder in holders.items()):
+        parts = [shards[device] for device in holders]
+        return jax.make_array_from_single_device_arrays(array.shape, target, parts, dtype=array.dtype)
+    indices = target.addressable_devices_indices_map(array.shape)
+    held = {key_of(index): holders[device] for device, index in indices.items()}
+    return jax.make_array_from_callback(
+        array.shape, target, lambda index: np.asarray(shards[held[key_of(index)]]), dtype=array.dtype
+    )

@@ -26,7 +26,7 @@ def quicker(again: LoadPlan, exchanged: LoadPlan, source: Source, together: Toge
     **Arguments:** `again`: small leaves are read by all that hold them. `exchanged`: they are read once. `deadline`:
     `time.monotonic` seconds.
 
-    **Raises:** as `Together.arrive`.
+    **Raises:** as `Together.gather`.
     """
     reading = _seconds(lambda: _read(again, source)) - _seconds(lambda: _read(exchanged, source))
     arrays = exchanged.arrays(Slots(exchanged.num_bytes, keep=1).take())

@@ -1,0 +1,220 @@
+"""Connections between the processes that load together, each to the first of them: it hears all, and tells all.
+
+A round takes one short message each way. JAX's coordination service would do, and takes half a millisecond of CPU for
+each of twice as many calls.
+"""
+
+import contextlib
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from braidax.comm.sockets import Listener, linger
+from braidax.comm.transports.transport import World
+
+_HEAD = struct.Struct("<qI")  # number of the round, bytes of the words that follow
+_PURPOSE = b"braidax loader"
+_RECEIVE_BYTES = 1 << 16
+_SLICE_SECONDS = 0.1  # of a wait, which `stop` ends
+_GRACE_SECONDS = 2.0  # which the first process has to say who is late
+_SEND_SECONDS = 5.0  # which a process may leave what it is told unread, when there is no room for more
+_LINGER_SECONDS = 1.0
+_MAX_WORDS = 4000  # of an error
+
+
+class Verdict(NamedTuple):
+    """What became of a round.
+
+    **Fields:** `kind`: all are ready; or some failed, in `words`, left, or did not come in time. `processes`: which.
+    """
+
+    kind: Literal["fine", "failed", "left", "late"]
+    processes: tuple[int, ...] = ()
+    words: str = ""
+
+
+_FINE = Verdict("fine")
+
+
+class Door:
+    """Where the other processes find the first one; it is closed by whoever made it, connections stay.
+
+    **Arguments:** `processes`: of the star, sorted. `process`: this one.
+    """
+
+    def __init__(self, processes: Sequence[int], process: int) -> None:
+        self._processes = list(processes)
+        self._rank = self._processes.index(process)
+        self._listener = Listener()
+        self.words = json.dumps(
+            {
+                "host": socket.gethostname(),
+                "address": self._listener.address.decode(),
+                "secret": secrets.token_hex(32) if self._rank == 0 else "",
+            }
+        )
+        """What the others have to be told."""
+
+    def connect(self, words: Mapping[int, str], *, deadline: float) -> "Star":
+        """Returns the star of all. **Arguments:** `words`: of each process. `deadline`: `time.monotonic` seconds.
+
+        **Raises:** as `Listener.connect`.
+        """
+        told = [json.loads(words[process]) for process in self._processes]
+        world = World(
+            self._rank,
+            [one["address"].encode() for one in told],
+            [one["host"] for one in told],
+            bytes.fromhex(told[0]["secret"]),
+        )
+        others = range(1, len(told))
+        dialed, accepted = ((), others) if self._rank == 0 else ((0,), ())
+        opened = self._listener.connect(world, purpose=_PURPOSE, dialed=dialed, accepted=accepted, deadline=deadline)
+        return Star({self._processes[rank]: connection for rank, connection in opened.items()}, is_first=not self._rank)
+
+    def close(self) -> None:
+        """Lets nobody in any more."""
+        self._listener.close()
+
+    def __enter__(self) -> "Door":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Star:
+    """The connections of one process; rounds come in order.
+
+    **Arguments:** `connections`: to all others on the first process, to that one elsewhere. `is_first`: of this one.
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket], *, is_first: bool) -> None:
+        self._connections = dict(connections)
+        self._is_first = is_first
+        self._arriving = {process: bytearray() for process in connections}
+        self._heard: deque[tuple[int, int, Verdict]] = deque()  # from whom, of which round
+        self._ended: set[int] = set()
+        self._events = selectors.DefaultSelector()
+        for process, connection in connections.items():
+            connection.settimeout(_SEND_SECONDS)
+            self._events.register(connection, selectors.EVENT_READ, process)
+
+    def agree(self, number: int, *, deadline: float, stop: threading.Event) -> Verdict | None:
+        """Says that this process is ready for a round, and returns what became of it; None once `stop` is set.
+
+        **Arguments:** `deadline`: `time.monotonic` seconds.
+        """
+        if self._is_first:
+            verdict = self._collected(number, deadline, stop)
+            if verdict is not None:
+                self._tell(number, verdict)
+            return verdict
+        self._tell(number, _FINE)
+        return self._awaited(number, deadline, stop)
+
+    def fail(self, number: int, process: int, words: str) -> None:
+        """Tells all that come to a round that this process failed there, in at most 4,000 characters."""
+        shown = words if len(words) <= _MAX_WORDS else words[: _MAX_WORDS - 1] + "…"
+        self._tell(number, Verdict("failed", (process,), shown))
+
+    def close(self) -> None:
+        """Ends the connections; what was said before still arrives. A second call does nothing."""
+        connections = list(self._connections.values())
+        self._connections.clear()
+        self._events.close()
+        for connection in connections:
+            connection.setblocking(False)
+        linger(connections, time.monotonic() + _LINGER_SECONDS)
+        for connection in connections:
+            connection.close()
+
+    def _collected(self, number: int, deadline: float, stop: threading.Event) -> Verdict | None:
+        missing = set(self._connections)
+        while missing and not stop.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Verdict("late", tuple(sorted(missing)))
+            self._listen(min(left, _SLICE_SECONDS))
+            while self._heard:
+                process, said_number, said = self._heard.popleft()
+                if said_number != number:
+                    continue  # it had given up a round that all came to after all
+                if said.kind == "late":  # it waits no longer
+                    return said._replace(processes=tuple(sorted(missing)))
+                if said.kind != "fine":
+                    return said
+                missing.discard(process)
+                if not missing:
+                    return _FINE
+            if gone := missing & self._ended:
+                return Verdict("left", tuple(sorted(gone)))
+        return None if missing else _FINE
+
+    def _awaited(self, number: int, deadline: float, stop: threading.Event) -> Verdict | None:
+        (first,) = self._connections
+        has_asked = False
+        while not stop.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                if has_asked:
+                    return Verdict("late", (first,))
+                self._tell(number, Verdict("late"))
+                has_asked, left = True, _GRACE_SECONDS
+                deadline += left
+            self._listen(min(left, _SLICE_SECONDS))
+            while self._heard:
+                _, said_number, said = self._heard.popleft()
+                if said_number == number:
+                    return said
+            if first in self._ended:
+                return Verdict("left", (first,))
+        return None
+
+    def _tell(self, number: int, verdict: Verdict) -> None:
+        words = b"" if verdict.kind == "fine" else json.dumps(verdict).encode()
+        for process, connection in self._connections.items():
+            if process in self._ended or (verdict.kind == "failed" and process in verdict.processes):
+                continue  # it knows, and need not listen
+            try:
+                connection.sendall(_HEAD.pack(number, len(words)) + words)
+            except TimeoutError:
+                self._end(process)
+            except OSError:
+                pass  # it has left, and may have said why
+
+    def _end(self, process: int) -> None:
+        self._ended.add(process)
+        self._events.unregister(self._connections[process])
+
+    def _listen(self, seconds: float) -> None:
+        """Waits until something comes, unless something is there."""
+        for key, _ in self._events.select(0 if self._heard else seconds):
+            process, data = key.data, b""
+            with contextlib.suppress(OSError):
+                data = self._connections[process].recv(_RECEIVE_BYTES)
+            if not data:
+                self._end(process)
+            arriving = self._arriving[process]
+            arriving += data
+            while len(arriving) >= _HEAD.size:
+                number, length = _HEAD.unpack_from(arriving)
+                end = _HEAD.size + length
+                if len(arriving) < end:
+                    break
+                self._heard.append((process, number, _verdict(bytes(arriving[_HEAD.size : end]))))
+                del arriving[:end]
+
+
+def _verdict(words: bytes) -> Verdict:
+    if not words:
+        return _FINE
+    kind, processes, said = json.loads(words)
+    return Verdict(kind, tuple(processes), said)
