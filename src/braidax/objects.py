@@ -12,6 +12,15 @@ from braidax.errors import ArgumentError, import_extra
 _TRY_FRACTION = 1 / 3  # of the time limit, for one try: one that hangs leaves time for others
 _RETRY_FRACTION = 0.4  # of it: no try begins later, so that what went wrong is known before time is up
 _NO_HEADERS: Mapping[str, str] = {}
+_STORES = {  # by scheme: obstore's class, and what it takes most often
+    "s3": ("S3Store", "endpoint, region"),
+    "gs": ("GCSStore", "base_url, bearer_token"),
+}
+_METADATA = (  # where a machine in a cloud is asked for its own credentials
+    "latest/api/token",
+    "latest/meta-data/iam/",
+    "computeMetadata/v1/instance/",
+)
 
 
 def address(url: str) -> tuple[str, str]:
@@ -67,16 +76,16 @@ class Opener:
             },
         }
         scheme, _, place = root.partition("://")
-        name, where = {"s3": ("S3Store", place), "gs": ("GCSStore", place)}.get(scheme, ("HTTPStore", root))
+        name, takes = _STORES.get(scheme, ("HTTPStore", ""))
         try:
             return getattr(self._classes, name)(
-                where, client_options=client_options, retry_config=retry_config, **given
+                place if takes else root, client_options=client_options, retry_config=retry_config, **given
             )
         except Exception as error:
+            takes = f"{takes}, config, client_options, credential_provider" if takes else "client_options"
             raise ArgumentError(
                 f"{root}: obstore's {name} cannot be made of client={dict(self._client)} "
-                f"({first_line(error)}); pass what it takes, such as endpoint, region, config, client_options, "
-                "credential_provider"
+                f"({first_line(error)}); pass what it takes, such as {takes}"
             ) from error
 
 
@@ -86,12 +95,29 @@ def status_of(error: BaseException) -> int | None:
     return int(found[1]) if found else None
 
 
+def lacks_credentials(error: BaseException) -> bool:
+    """Says whether no credentials were given, so that the machine was asked for its own, in vain."""
+    return any(mark in str(error) for mark in _METADATA)
+
+
+def lacks_bucket(error: BaseException) -> bool:
+    """Says whether the bucket does not exist."""
+    return "<Code>NoSuchBucket</Code>" in str(error)
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of what obstore says, without signatures, which belong in no log."""
     return re.sub(r"\?[^\s)]+", "", (str(error).splitlines() or [type(error).__name__])[0])
 
 
 def _is_plain(root: str, given: Mapping[str, Any]) -> bool:
+    """Says whether connections without TLS are allowed: where the address of the server begins with `http://`.
+
+    For `gs://` they always are, as obstore has it: that address may also stand in a file of credentials. Where it is
+    given nowhere, it is Google's own, with TLS.
+    """
+    if root.startswith("gs://"):
+        return True
     names = ("endpoint", "aws_endpoint", "endpoint_url", "aws_endpoint_url", "aws_endpoint_url_s3")
     config = {**dict(given.get("config") or {}), **given}
     ends = [str(value) for name, value in config.items() if str(name).lower() in names]

@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from obstore.store import S3Store
 
 import braidax as bx
 from braidax.checkpoint import Archive, bucket, restore
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
-from tests.checkpoint.bucket_server import BucketServer, Request, serving_bucket
+from tests.bucket_server import BucketServer, Request, serving_bucket
 from tests.checkpoint.saving import bits, names
 
 URL = "s3://bucket/runs/a"
 LIMIT = 60.0
+EITHER = pytest.mark.parametrize("server", ["s3", "gs"], indirect=True)
 
 
 @pytest.fixture
-def server() -> Iterator[BucketServer]:
-    with serving_bucket() as running:
+def server(request: pytest.FixtureRequest) -> Iterator[BucketServer]:
+    with serving_bucket(getattr(request, "param", "s3")) as running:
         yield running
 
 
@@ -39,16 +39,12 @@ def tree(number: int, num_rows: int = 8) -> dict[str, Any]:
 
 def archive(server: BucketServer, folder: Path, every: int = 2, keep: int = 3, **options: Any) -> Archive:
     of = bx.Checkpointer(folder, bx.Every(1), keep=2, timeout_seconds=LIMIT)
-    return Archive(of, URL, bx.Every(every), keep=keep, client=server.client, **options)
-
-
-def store(server: BucketServer) -> S3Store:
-    return S3Store("bucket", client_options={"allow_http": True}, **server.client)
+    return Archive(of, f"{server.bucket}/runs/a", bx.Every(every), keep=keep, client=server.client, **options)
 
 
 def objects(server: BucketServer) -> list[str]:
     """Returns the objects by name, tokens left out."""
-    keys = [meta["path"] for chunk in store(server).list() for meta in chunk]
+    keys = [meta["path"] for chunk in server.store.list() for meta in chunk]
     return sorted(".".join([key.partition(".")[0], key.rpartition("/")[2]]) for key in keys)
 
 
@@ -56,6 +52,7 @@ def same(one: Any, other: Any) -> bool:
     return [bits(leaf) for leaf in jax.tree.leaves(one)] == [bits(leaf) for leaf in jax.tree.leaves(other)]
 
 
+@EITHER
 def test_what_is_due_is_uploaded_and_comes_back_to_an_empty_disk(server: BucketServer, tmp_path: Path) -> None:
     with archive(server, tmp_path / "one") as saver:
         for number in range(1, 6):
@@ -72,6 +69,7 @@ def test_what_is_due_is_uploaded_and_comes_back_to_an_empty_disk(server: BucketS
     assert restore(tmp_path / "two", tree(0)).step == 4
 
 
+@EITHER
 def test_the_marker_comes_last(server: BucketServer, tmp_path: Path) -> None:
     with archive(server, tmp_path) as saver:
         saver.save(tree(1))
@@ -111,17 +109,18 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@EITHER
 def test_what_is_damaged_in_the_store_is_skipped_and_replaced(
     server: BucketServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with archive(server, tmp_path / "one") as saver:
         for number in range(1, 5):
             saver.update(tree(number))
-    keys = [meta["path"] for chunk in store(server).list("runs/a") for meta in chunk]
+    keys = [meta["path"] for chunk in server.store.list("runs/a") for meta in chunk]
     (key,) = [key for key in keys if "step-00000004" in key and "arrays" in key]
-    content = bytearray(store(server).get(key).bytes())
+    content = bytearray(server.store.get(key).bytes())
     content[-1] ^= 1
-    store(server).put(key, bytes(content))
+    server.store.put(key, bytes(content))
     with archive(server, tmp_path / "two", keep=1) as saver, caplog.at_level(logging.WARNING):
         assert same(saver.restore(tree(0)), tree(2))
         assert [record.getMessage() for record in caplog.records if "has the checksum" in record.getMessage()]
@@ -132,8 +131,8 @@ def test_what_is_damaged_in_the_store_is_skipped_and_replaced(
 
 
 def test_nothing_valid_is_an_error(server: BucketServer, tmp_path: Path) -> None:
-    store(server).put("runs/a/step-00000002.0123456789abcdef/manifest.json", b"{}")
-    store(server).put("runs/a/step-00000002.0123456789abcdef/arrays-00000.safetensors", b"{}")
+    server.store.put("runs/a/step-00000002.0123456789abcdef/manifest.json", b"{}")
+    server.store.put("runs/a/step-00000002.0123456789abcdef/arrays-00000.safetensors", b"{}")
     words = r"s3://bucket/runs/a: none of its 1 checkpoints is valid: .*checksum"
     with archive(server, tmp_path) as saver, pytest.raises(CheckpointError, match=words):
         saver.restore(tree(0))
@@ -148,9 +147,10 @@ def test_a_run_that_did_not_restore_mixes_nothing(server: BucketServer, tmp_path
         saver.update(tree(1))
 
 
+@EITHER
 def test_the_newest_stay_and_leftovers_go(server: BucketServer, tmp_path: Path) -> None:
-    store(server).put("runs/a/step-00000001.0123456789abcdef/arrays-00000.safetensors", b"left by a crash")
-    store(server).put("runs/a/notes.txt", b"of somebody")
+    server.store.put("runs/a/step-00000001.0123456789abcdef/arrays-00000.safetensors", b"left by a crash")
+    server.store.put("runs/a/notes.txt", b"of somebody")
     with archive(server, tmp_path, every=1, keep=2) as saver:
         for number in range(1, 5):
             saver.update(tree(number))
@@ -159,13 +159,14 @@ def test_the_newest_stay_and_leftovers_go(server: BucketServer, tmp_path: Path) 
     assert steps == {"runs/a/notes", "runs/a/step-00000003-1", "runs/a/step-00000004-1"}
 
 
+@EITHER
 def test_what_is_half_removed_is_not_there(server: BucketServer, tmp_path: Path) -> None:
     deletes: list[Request] = []
 
     def answer(request: Request) -> int | None:
-        if request.query == "delete":
+        if request.removes:
             deletes.append(request)
-        return 403 if len(deletes) > 1 and request.query == "delete" else None
+        return 403 if len(deletes) > 1 and request.removes else None
 
     saver = archive(server, tmp_path, every=1, keep=1)
     saver.save(tree(1))
@@ -282,6 +283,7 @@ def test_a_process_killed_between_parts_leaves_nothing_visible(server: BucketSer
         assert np.all(saver.restore({"w": jnp.zeros((2_000_000, 4))})["w"] == 1.0)
 
 
+@EITHER
 def test_requests_that_fail_for_a_while_are_tried_again(server: BucketServer, tmp_path: Path) -> None:
     failures = iter([503, 500, 503])
 
@@ -294,13 +296,14 @@ def test_requests_that_fail_for_a_while_are_tried_again(server: BucketServer, tm
     assert len(objects(server)) == 2
 
 
+@EITHER
 def test_a_failed_upload_is_raised_and_the_disk_goes_on(server: BucketServer, tmp_path: Path) -> None:
     server.answer = lambda request: 403 if request.method == "PUT" else None
     saver = archive(server, tmp_path, every=1)
     saver.save(tree(1))
     words = (
-        "s3://bucket/runs/a: step-00000000.* cannot be uploaded: the server answered 403: these credentials may not do "
-        "that; check them"
+        f"{server.bucket}/runs/a: step-00000000.* cannot be uploaded: the server answered 403: these credentials may "
+        "not do that; check them"
     )
     with pytest.raises(CheckpointError, match=words):
         saver.update(tree(2))

@@ -14,7 +14,7 @@ import braidax as bx
 from braidax.checkpoint import Archive, Saver, Tier, Tiers
 from braidax.errors import ArgumentError, CheckpointError
 from braidax.loop import fit
-from tests.checkpoint.bucket_server import serving_bucket
+from tests.bucket_server import serving_bucket
 from tests.checkpoint.saving import bits, names
 from tests.test_loop import SAMPLES, make_loader, make_step
 

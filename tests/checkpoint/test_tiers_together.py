@@ -19,7 +19,7 @@ from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.comm import Communicator
 from braidax.errors import BraidaxError, RankFailed
 from braidax.gang import LocalGang
-from tests.checkpoint.bucket_server import serving_bucket
+from tests.bucket_server import serving_bucket
 from tests.checkpoint.saving import names
 from tests.checkpoint.test_together import own, tree, whole
 from tests.checkpoint.told import told

@@ -14,15 +14,17 @@ Objects cannot be renamed, but each appears whole or not at all. The token is th
 is ever written anew with another content.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from braidax.checkpoint.manifest import manifest_file
 from braidax.errors import ArgumentError, CheckpointError
-from braidax.objects import Opener, address, first_line, status_of
+from braidax.objects import Opener, address, first_line, lacks_bucket, lacks_credentials, status_of
 
 _PART_BYTES = 8 * 2**20  # of an object that is sent or fetched as one
 _NUM_PARTS = 4  # that are on their way at once
@@ -30,11 +32,6 @@ _MAX_PARTS = 10_000  # of an object, says S3
 _RETRIES = 8
 _REQUEST_SECONDS = 60.0  # retries included; a part of a large object is a request
 _SEVERAL = re.compile(r"(step-(\d{8,})(?:-(\d+))?\.[0-9a-f]{16})/([^/]+)")
-_NO_CREDENTIALS = (
-    "latest/api/token",
-    "latest/meta-data",
-    "computeMetadata",
-)  # a cloud machine's own
 
 
 class Kept(NamedTuple):
@@ -86,18 +83,20 @@ class Bucket:
 
     def download(self, kept: Kept, name: str, num_bytes: int, path: Path) -> None:
         """Fetches a file, in parts; it is durable when this returns. **Raises:** `CheckpointError`, `OSError`."""
-        with path.open("xb") as file:
+        key = self._key(kept, name)
+
+        def part(start: int) -> Any:  # get_ranges would ask for neighbors as one
+            return self._store.get_range(key, start=start, end=min(start + _PART_BYTES, num_bytes))
+
+        with path.open("xb") as file, ThreadPoolExecutor(_NUM_PARTS) as threads:
             for first in range(0, num_bytes, _NUM_PARTS * _PART_BYTES):
                 starts = range(first, min(first + _NUM_PARTS * _PART_BYTES, num_bytes), _PART_BYTES)
-                lengths = [min(_PART_BYTES, num_bytes - start) for start in starts]
                 try:
-                    parts = self._store.get_ranges(
-                        self._key(kept, name), starts=list(starts), lengths=lengths, coalesce=0
-                    )
+                    parts = list(threads.map(part, starts))
                 except Exception as error:
                     raise self._explained(f"{kept.name}/{name} cannot be fetched", error) from error
-                for part in parts:
-                    file.write(memoryview(part))
+                for content in parts:
+                    file.write(memoryview(content))
             file.flush()
             os.fsync(file.fileno())
 
@@ -123,9 +122,17 @@ class Bucket:
             try:
                 for some in (keys[:1], keys[1:]):
                     if some:
-                        self._store.delete(some)
+                        self._delete(some)
             except Exception as error:
                 raise self._explained(f"the old checkpoint {kept.name} cannot be removed", error) from error
+
+    def _delete(self, keys: list[str]) -> None:
+        try:
+            self._store.delete(keys)
+        except FileNotFoundError:  # so says gs:// when it is asked again because its first answer was lost
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    self._store.delete(key)
 
     def _listed(self) -> dict[Kept, dict[str, int]]:
         try:
@@ -145,12 +152,12 @@ class Bucket:
         return "/".join(part for part in (self._folder, kept.name, name) if part)
 
     def _explained(self, what: str, error: Exception) -> CheckpointError:
-        status, text = status_of(error), str(error)
-        if any(mark in text for mark in _NO_CREDENTIALS):
+        status = status_of(error)
+        if lacks_credentials(error):
             why = "there are no credentials in the environment, and this machine has none of its own; "
         elif status in (401, 403) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
             why = f"the server answered {status or 'that it is forbidden'}: these credentials may not do that; "
-        elif "NoSuchBucket" in text:
+        elif lacks_bucket(error):
             return CheckpointError(f"{self.url}: {what}: there is no such bucket; make it, or correct the URL")
         elif status == 404 or isinstance(error, FileNotFoundError):
             return CheckpointError(f"{self.url}: {what}: there is no such object (404): it was removed")

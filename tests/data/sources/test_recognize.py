@@ -15,13 +15,13 @@ import braidax.data.sources as sources
 from braidax.data.sources.formats import kind_of
 from braidax.data.storage import Remote
 from braidax.errors import ArgumentError, FormatError
+from tests.bucket_server import serving_bucket
 from tests.data.sources import files
 from tests.data.sources.mds_files import write_mds
 from tests.data.sources.reading import assert_equal, read
 from tests.data.sources.test_example import example
 from tests.data.sources.test_tfrecord import write as write_tfrecord
 from tests.data.sources.test_webdataset import shard
-from tests.data.storage import test_s3 as s3
 from tests.data.storage.faulty_server import serving
 
 FILES = (
@@ -314,18 +314,27 @@ def test_transform_comes_last(tmp_path: Path) -> None:
     assert_equal(read(source), {"mean": plain["image"].mean(axis=(1, 2, 3), dtype=np.float32), "y": plain["label"]})
 
 
-def test_prefixes_of_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_prefixes_of_an_object_store(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects below a prefix are one source; MDS is told by the index.json among them."""
     monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
-    for name, value in s3.CLIENT.items():
-        monkeypatch.setenv(f"AWS_{name.upper()}", value)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
     write_mds(tmp_path / "mds", {"n": "int"}, [{"n": np.int64(row).tobytes()} for row in range(5)])
     contents = {f"mds/{path.name}": path.read_bytes() for path in (tmp_path / "mds").iterdir()}
     contents |= {"lines/1.jsonl": b'{"n": 0}\n', "lines/2.jsonl": b'{"n": 1}\n', "lines/README.md": b"text"}
-    with s3.serving(contents) as endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        assert read(sources.open("s3://bucket/mds", remote=UNCACHED), [4, 0])["n"].tolist() == [4, 0]
-        assert read(sources.open("s3://bucket/lines/*.jsonl", remote=UNCACHED))["n"].tolist() == [0, 1]
-        with pytest.raises(FormatError, match=r"several kinds: 2 of \.jsonl, 1 of \.md; .*s3://bucket/lines/\*\.jsonl"):
-            sources.open("s3://bucket/lines/", remote=UNCACHED)
+    with serving_bucket(scheme) as server:
+        for name, content in contents.items():
+            server.store.put(name, content)
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        lines = f"{server.bucket}/lines"
+        assert read(sources.open(f"{server.bucket}/mds", remote=UNCACHED), [4, 0])["n"].tolist() == [4, 0]
+        assert read(sources.open(f"{lines}/*.jsonl", remote=UNCACHED))["n"].tolist() == [0, 1]
+        assert read(sources.open(f"{lines}/2.jsonl", remote=UNCACHED))["n"].tolist() == [1]
+        with pytest.raises(FormatError, match=rf"several kinds: 2 of \.jsonl, 1 of \.md; .*{lines}/\*\.jsonl"):
+            sources.open(f"{lines}/", remote=UNCACHED)
+        with pytest.raises(FormatError, match=rf"{lines}/3\.jsonl: there is no such object \(404\)"):
+            sources.open(f"{lines}/3.jsonl", remote=UNCACHED)
+        changing = sources.open(f"{lines}/1.jsonl", remote=UNCACHED)
+        server.store.put("lines/1.jsonl", b'{"n": 7}\n')
+        with pytest.raises(FormatError, match=rf"{lines}/1\.jsonl: changed while it was open"):
+            read(changing)

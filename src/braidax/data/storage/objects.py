@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 
 from braidax.data.storage.options import Remote
 from braidax.errors import DataError, FormatError, RecordError
-from braidax.objects import Opener, address, first_line, status_of
+from braidax.objects import Opener, address, first_line, lacks_bucket, lacks_credentials, status_of
 
 _SCHEMES = ("s3", "gs", "http", "https")
 _NUM_PROBES = 32  # objects that are looked at concurrently
 _MAX_EXACT = 16  # objects of one data set that get a store, and so connections, of their own
 _NO_ETAG = '"braidax: no object has this ETag"'
 _TRANSIENT = (408, 425, 429)  # of the statuses below 500
+_REMEDY = (
+    "check them (for s3:// AWS_ACCESS_KEY_ID and its kin, for gs:// GOOGLE_APPLICATION_CREDENTIALS, for https:// the "
+    "signature in the URL), or pass others as Remote(client={…})"
+)
 _PURPOSE = "reading s3://, gs://, http:// and https:// URLs"
 
 
@@ -209,15 +213,20 @@ def failure(error: BaseException, url: str) -> Failure:
     url = url.partition("?")[0]
     text, status = str(error), status_of(error)
     name = type(error).__name__
+    exhausted = "max_retries" in text or (status is not None and status < 500 and status not in _TRANSIENT)
+    if lacks_credentials(error):
+        none = "there are no credentials in the environment, and this machine has none of its own"
+        return Failure(FormatError(f"{url}: {none}; {_REMEDY}"), not exhausted)
     if status in (401, 403) or name in ("PermissionDeniedError", "UnauthenticatedError"):
         return Failure(
             FormatError(
                 f"{url}: the server answered {status or 'that it is forbidden'}: these credentials may not read it; "
-                "check them (for s3:// AWS_ACCESS_KEY_ID and its kin, for gs:// GOOGLE_APPLICATION_CREDENTIALS, for "
-                "https:// the signature in the URL), or pass others as Remote(client={…})"
+                f"{_REMEDY}"
             ),
             False,
         )
+    if lacks_bucket(error):
+        return Failure(FormatError(f"{url}: there is no such bucket (404); correct the URL, or make it"), False)
     if status == 404 or isinstance(error, FileNotFoundError):
         return Failure(FormatError(f"{url}: there is no such object (404); check the URL, or upload it again"), False)
     if status == 412 or name == "PreconditionError":
@@ -235,7 +244,6 @@ def failure(error: BaseException, url: str) -> Failure:
     tries = re.search(r"after (\d+) retries", text)
     what = f"the server answered {status}" if status else first_line(error)
     more = f" {int(tries[1]) + 1} times" if tries and status else ""
-    exhausted = "max_retries" in text or (status is not None and status < 500 and status not in _TRANSIENT)
     return Failure(RecordError(f"{url}: cannot be read: {what}{more}; check the server and the network"), not exhausted)
 
 
