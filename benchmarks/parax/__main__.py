@@ -41,7 +41,7 @@ class Scale:
     """How much is measured: full, or `--quick`.
 
     **Fields:** `cases`; `in_loop`: those that are also timed in a training loop; by data `batch_sizes`, and
-    `num_epochs` of one figure; `rounds`, `loop_rounds`: figures of a system.
+    `num_epochs` and `loop_epochs` of one figure; `rounds`, `loop_rounds`: figures of a system.
     """
 
     cases: Sequence[str]
@@ -50,6 +50,7 @@ class Scale:
     num_sequences: int
     batch_sizes: Mapping[str, int]
     num_epochs: Mapping[str, int]
+    loop_epochs: Mapping[str, int]
     rounds: int
     loop_rounds: int
 
@@ -61,6 +62,7 @@ FULL = Scale(
     num_sequences=4096,
     batch_sizes={"photos": 64, "small photos": 64, "tokens": 256},
     num_epochs={"photos": 10, "small photos": 15, "tokens": 3},
+    loop_epochs={"photos": 5, "tokens": 2},
     rounds=3,
     loop_rounds=2,
 )
@@ -71,6 +73,7 @@ QUICK = Scale(
     num_sequences=512,
     batch_sizes={"photos": 16, "small photos": 16, "tokens": 256},
     num_epochs={"photos": 1, "small photos": 1, "tokens": 2},
+    loop_epochs={"photos": 1},
     rounds=1,
     loop_rounds=1,
 )
@@ -147,15 +150,14 @@ def _case(report: Report, scale: Scale, case: Case, ask: "_Asking") -> Found:
     for system in rank.SYSTEMS:
         _check(case, system, ask)
         counts[system] = _count(report, case, system, ask)
-    num_epochs = scale.num_epochs[case.data]
-    seconds = _turns(case, ask, num_epochs, None, scale.rounds)
+    seconds = _turns(case, ask, scale.num_epochs[case.data], None, scale.rounds)
     _rates(report, case, "to ready arrays", seconds)
     loops: Mapping[str, Sequence[float]] = {}
     exchange: Sequence[float] = []
     if case.name in scale.in_loop:
         baseline = min(statistics.median(seconds[system]) for system in (RAY, JAX))
         iterations = _iterations(case, ask, baseline)
-        loops = _turns(case, ask, num_epochs, iterations, scale.loop_rounds)
+        loops = _turns(case, ask, scale.loop_epochs[case.data], iterations, scale.loop_rounds)
         _rates(report, case, "in a training loop", loops)
         exchange = [max(one) for one in zip(*ask(rank.exchange_seconds, case, 2 * scale.rounds), strict=True)]
         report.add(case.name, OURS, "exchange alone", "ms", [1e3 * value for value in exchange])
