@@ -1,6 +1,9 @@
 """What a listener leaves behind when the others give up."""
 
+import json
+import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,36 @@ def test_none_come_is_an_error_that_names_them() -> None:
         world = World(0, [ours.address, b""], ["a", "b"], b"s" * 32, check=lambda: None)
         with pytest.raises(Exception, match=r"rank 1 .*did not connect to rank 0 .*in time"):
             ours.connect(world, purpose=b"test", dialed=[], accepted=[1], deadline=0.0)
+
+
+def ipv6_addresses() -> list[str]:
+    """Returns the loopback address of IPv6, where the kernel has it."""
+    interfaces = Path("/proc/net/if_inet6")
+    lines = interfaces.read_text().splitlines() if interfaces.exists() else []
+    return ["::1" for line in lines if line.split()[0] == "0" * 31 + "1"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", *ipv6_addresses()])
+def test_ranks_of_different_hosts_meet_at_an_address(address: str) -> None:
+    with Listener(interfaces=[address]) as ours, Listener(interfaces=[address]) as theirs:
+        place = json.loads(ours.address)
+        assert place["addresses"] == [address]
+        elsewhere = json.dumps({**place, "host": "another"}).encode()
+        addresses, hosts, secret = [elsewhere, theirs.address], ["a", "b"], b"s" * 32
+        found: list[dict[int, socket.socket]] = []
+        world = World(0, addresses, hosts, secret)
+        deadline = time.monotonic() + 30
+        waiting = threading.Thread(
+            target=lambda: found.append(
+                ours.connect(world, purpose=b"test", dialed=[], accepted=[1], deadline=deadline)
+            )
+        )
+        waiting.start()
+        opened = theirs.connect(
+            World(1, addresses, hosts, secret), purpose=b"test", dialed=[0], accepted=[], deadline=deadline
+        )
+        waiting.join(30)
+        with opened[0] as one, found[0][1] as other:
+            one.sendall(b"here")
+            assert other.recv(4) == b"here"
+            assert one.getpeername()[0] == address

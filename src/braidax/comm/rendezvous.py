@@ -14,8 +14,9 @@ from typing import final
 
 from braidax.comm.communicator import Communicator, Counters
 from braidax.comm.group import Group
+from braidax.comm.hosts import host_id
 from braidax.comm.progress import Progress
-from braidax.comm.sockets import Tls, host_id
+from braidax.comm.sockets import Tls
 from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.transports.named import make_transport
 from braidax.comm.transports.tcp import TcpTransport
@@ -87,6 +88,8 @@ def connect(
             watch.connect(worlds.watch, timeout_seconds=_left(deadline))
             chosen.connect(worlds.transport, timeout_seconds=_left(deadline))
         except BaseException as error:
+            if isinstance(error, CommError):  # another rank may have gone because a third one failed
+                _check_failure(scoped)
             with contextlib.suppress(CommError, WaitTimeout):  # the store itself may be what failed
                 scoped.set("failure", f"{type(error).__name__} in rank {rank}: {error}".encode())
             raise

@@ -7,20 +7,19 @@ import secrets
 import selectors
 import socket
 import ssl
-import struct
 import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
 from braidax.comm.handshake import accept_handshake, connect_handshake
+from braidax.comm.hosts import ADDRESS, LOOPBACK, host_addresses, host_id
 from braidax.comm.transports.transport import World
-from braidax.errors import ArgumentError, CommError, HandshakeError, PeerLost, WaitTimeout
+from braidax.errors import CommError, HandshakeError, PeerLost, WaitTimeout
 
 _HANDSHAKE_SECONDS = 10.0  # for one connection; a stranger who says nothing costs no more
 _DIAL_SECONDS = 5.0  # for one address of a host that has several
@@ -31,10 +30,8 @@ _AGAIN_SECONDS = 0.05  # before a peer's addresses are tried again
 _LINGER_SECONDS = 0.0005
 _DROPPED_BYTES = 1 << 16
 _BACKLOG = 1024
-_LOOPBACK = "127.0.0.1"
 _LOCAL = "\0braidax-"  # names that begin with a zero are in no folder, and go with their socket
 _LOCAL_BYTES = 1 << 22  # on their way between two processes of a host
-_ADDRESS = "BRAIDAX_ADDRESS"
 _UNACKED_SECONDS = 60.0  # bytes that the peer's kernel does not confirm for so long mean that it was cut off
 
 
@@ -77,10 +74,12 @@ class Listener:
 
     def __init__(self, *, interfaces: Sequence[str] = (), tls: Tls | None = None) -> None:
         self.tls = tls
-        self._sockets = [socket.create_server(("", 0), backlog=_BACKLOG)]
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        dual = family == socket.AF_INET6
+        self._sockets = [socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=_BACKLOG)]
         self._port: int = self._sockets[0].getsockname()[1]
         places = {"host": host_id(), "port": self._port, "addresses": list(interfaces) or host_addresses()}
-        if sys.platform == "linux" and not interfaces and _ADDRESS not in os.environ:
+        if sys.platform == "linux" and not interfaces and ADDRESS not in os.environ:
             places["local"] = _LOCAL + secrets.token_hex(16)
             self._sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._sockets[1].bind(places["local"])
@@ -212,7 +211,7 @@ def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
     places: dict[str, Any] = json.loads(world.addresses[rank])
     addresses: list[str] = places["addresses"]
     if places["host"] == host_id():
-        addresses = [places.get("local") or _LOOPBACK]
+        addresses = [places.get("local") or LOOPBACK]
     peer, port = world.describe(rank), places["port"]
     failures: dict[str, str] = {}
     while True:
@@ -243,7 +242,9 @@ def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
 
 
 def _written(address: str, port: int) -> str:
-    return f"the local socket @{address[1:]}" if address.startswith(_LOCAL) else f"{address}:{port}"
+    if address.startswith(_LOCAL):
+        return f"the local socket @{address[1:]}"
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _connected(address: str, port: int, seconds: float) -> socket.socket:
@@ -266,7 +267,7 @@ def _meet(connection: socket.socket, rank: int, address: str, listener: Listener
     try:
         if listener.tls is not None:
             connection.settimeout(max(1e-3, meeting.deadline - time.monotonic()))
-            name = _LOOPBACK if address.startswith(_LOCAL) else address
+            name = LOOPBACK if address.startswith(_LOCAL) else address
             name = name if listener.tls.client.check_hostname else None
             opened = listener.tls.client.wrap_socket(connection, server_hostname=name)
         payload = connect_handshake(
@@ -293,41 +294,6 @@ def _meet(connection: socket.socket, rank: int, address: str, listener: Listener
         raise
     _prepare(opened)
     return opened
-
-
-def host_id() -> str:
-    """Returns what is the same for two processes that reach each other through loopback: machine and network."""
-    with contextlib.suppress(OSError):
-        network = Path("/proc/self/ns/net").readlink()
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{network}"
-    return socket.gethostname()
-
-
-def host_addresses() -> list[str]:
-    """Returns the IPv4 addresses of this host that others may reach, those of the environment first.
-
-    **Raises:** `ArgumentError` for a `BRAIDAX_ADDRESS` that is empty.
-    """
-    named = os.environ.get(_ADDRESS)
-    if named is not None:
-        addresses = [address.strip() for address in named.split(",") if address.strip()]
-        if not addresses:
-            raise ArgumentError("BRAIDAX_ADDRESS is empty; expected addresses of this host, separated by commas")
-        return addresses
-    found: list[str] = []
-    if sys.platform == "linux":
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            for _, interface in socket.if_nameindex():
-                with contextlib.suppress(OSError):
-                    answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-                    found.append(socket.inet_ntoa(answer[20:24]))
-    else:
-        with contextlib.suppress(OSError):
-            found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    outside = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
-    return outside or [_LOOPBACK]
 
 
 def linger(connections: Sequence[socket.socket], deadline: float) -> None:
@@ -387,10 +353,9 @@ def _shown(connection: socket.socket) -> str:
         return "the other end of a local socket"
     with contextlib.suppress(OSError):
         host, port = connection.getpeername()[:2]
-        return f"{host}:{port}"
+        return _written(str(host).removeprefix("::ffff:"), port)
     return "an unknown address"
 
 
 _TCP_CLOSE = 7  # a state of Linux
 _SIOCOUTQ = 0x5411
-_SIOCGIFADDR = 0x8915

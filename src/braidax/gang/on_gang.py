@@ -5,7 +5,7 @@ from io import TextIOBase
 from pathlib import Path
 
 from braidax.comm import Communicator, TcpStoreServer
-from braidax.comm.sockets import host_addresses
+from braidax.comm.hosts import host_addresses
 from braidax.comm.stores.tcp_frames import url
 from braidax.errors import RankFailed
 from braidax.gang.gang import Gang
