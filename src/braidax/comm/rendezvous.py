@@ -85,11 +85,13 @@ def connect(
         try:
             cards, secret = _meet(scoped, card, where, deadline)
             worlds = _worlds(cards, rank, secret, _Check(scoped, watch))
-            watch.connect(worlds.watch, timeout_seconds=_left(deadline))
-            chosen.connect(worlds.transport, timeout_seconds=_left(deadline))
-        except BaseException as error:
-            if isinstance(error, CommError):  # another rank may have gone because a third one failed
+            try:
+                watch.connect(worlds.watch, timeout_seconds=_left(deadline))
+                chosen.connect(worlds.transport, timeout_seconds=_left(deadline))
+            except CommError:  # that rank may have gone because a third one failed
                 _check_failure(scoped)
+                raise
+        except BaseException as error:
             with contextlib.suppress(CommError, WaitTimeout):  # the store itself may be what failed
                 scoped.set("failure", f"{type(error).__name__} in rank {rank}: {error}".encode())
             raise
