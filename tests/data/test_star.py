@@ -1,6 +1,7 @@
 """A star of processes: what becomes of a round, whoever fails, leaves or does not come, is the same for all."""
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -37,7 +38,8 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
 
 
 def agreed(star: Star, number: int, seconds: float = SECONDS) -> Verdict | None:
-    return star.agree(number, deadline=time.monotonic() + seconds, stop=threading.Event())
+    deadline = time.monotonic() + seconds
+    return star.agree(number, deadline=lambda: deadline, stop=threading.Event())
 
 
 def test_all_that_are_ready_are_fine() -> None:
@@ -132,10 +134,22 @@ def test_why_the_first_left_is_heard_by_who_comes_later() -> None:
 
 
 @pytest.mark.parametrize("process", [0, 1])
+def test_a_limit_may_be_set_while_waiting(monkeypatch: pytest.MonkeyPatch, process: int) -> None:
+    monkeypatch.setattr(star_module, "_GRACE_SECONDS", 0.1)
+    limits = [math.inf]
+    with stars(2) as made, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(made[process].agree, 0, deadline=lambda: limits[0], stop=threading.Event())
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.3)
+        limits[0] = 0.0
+        assert waiting.result(timeout=SECONDS / 2) == Verdict("late", (1 - process,))
+
+
+@pytest.mark.parametrize("process", [0, 1])
 def test_a_wait_can_be_stopped(process: int) -> None:
     with stars(2) as made, ThreadPoolExecutor(1) as threads:
         stop = threading.Event()
-        waiting = threads.submit(made[process].agree, 0, deadline=time.monotonic() + SECONDS, stop=stop)
+        waiting = threads.submit(made[process].agree, 0, deadline=lambda: math.inf, stop=stop)
         stop.set()
         assert waiting.result(timeout=SECONDS / 2) is None
 

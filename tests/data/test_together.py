@@ -272,6 +272,19 @@ def test_a_loader_of_local_devices_is_alone(gang: LocalGang) -> None:
     assert [(kind, text) for kind, text, _ in told(gang, only_here)] == [("", "")] * 3
 
 
+def pausing(rank: int) -> None:
+    """All pause for longer than the limit, and one is further ahead than the others."""
+    knobs = Knobs(timeout_seconds=3.0, prefetch=6 if rank == 1 else 1)
+    with DataLoader(Numbers(60), mesh(), P("data"), batch_size=6, knobs=knobs) as loader:
+        for _ in loader:
+            if loader.cursor.position == 6:
+                threading.Event().wait(5.0)
+
+
+def test_a_pause_of_the_loop_is_no_wait(gang: LocalGang) -> None:
+    assert [(kind, text) for kind, text, _ in told(gang, pausing)] == [("", "")] * 3
+
+
 _KEPT: list[Any] = []
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from braidax.data.load_plan import LoadPlan, Reading
 from braidax.data.near import cores_near
+from braidax.data.rounds import Confirmation
 from braidax.data.slots import Slots
 from braidax.data.sources.source import Box, PreparedSlices, Sliced, Source, prepare
 from braidax.data.threads import Threads
@@ -85,6 +86,8 @@ class Fetch:
         """
         with self._trace.active(), span("wait"):
             deadline = time.monotonic() + timeout_seconds
+            if batch.confirmed is not None:
+                batch.confirmed.deadline = deadline
             with self._threads.awaited() if not batch.future.done() else contextlib.nullcontext():
                 while not batch.future.done() and (left := deadline - time.monotonic()) > 0:
                     try:
@@ -94,7 +97,7 @@ class Fetch:
             if not batch.future.done():
                 raise _timeout(what, timeout_seconds)
             if batch.confirmed is not None:  # raises what this process raised, or another one
-                result_within(batch.confirmed, timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what)
+                result_within(batch.confirmed.future, timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what)
             return batch.future.result()
 
     def close(self, *, timeout_seconds: float) -> None:
@@ -245,10 +248,10 @@ class _Read:
 
 @dataclass(eq=False)
 class Batch:
-    """A batch under way: the future of its load arrays, that of other processes having theirs, the reads left."""
+    """A batch under way: the future of its load arrays, whether other processes have theirs, the reads left."""
 
     future: "Future[Any]" = field(default_factory=Future[Any])
-    confirmed: "Future[None] | None" = None
+    confirmed: Confirmation | None = None
     source: Any = None
     indices: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     memory: NDArray[np.uint8] | None = None

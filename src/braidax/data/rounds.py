@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from braidax.data.replicas import Replicas, Sums, compare, told
@@ -17,7 +19,20 @@ from braidax.errors import ProcessFailed, WaitTimeout
 _SLICE_SECONDS = 0.1  # of a wait, which `close` ends
 _CLOSE_SECONDS = 5.0  # which a thread that waits there, or for a device, has to end
 _VERDICT_BATCHES = 2  # after which a comparison has to be over
+_LEAST_SECONDS = 1.0  # which others have when this process was slow itself
 _ANSWER_SECONDS = 4.0  # which others have, beyond the limit, to say who is late
+
+
+@dataclass
+class Confirmation:
+    """Whether all processes have read their part of a batch.
+
+    **Fields:** `future`: done when they have. `deadline`: until when somebody waits for it, `time.monotonic` seconds;
+    as long as nobody does, there is no limit: loops pause, and one process may be further ahead than another.
+    """
+
+    future: "Future[None]"
+    deadline: float = math.inf
 
 
 class Rounds:
@@ -26,7 +41,7 @@ class Rounds:
     A thread takes part in them ahead, while the step computes.
 
     **Arguments:** `together`: the processes. `name`: of the pass. `star`: is owned, and closed. `timeout_seconds`: of
-    the wait for one batch. `replicas`: what is compared of batches, if anything is.
+    a comparison. `replicas`: what is compared of batches, if anything is.
     """
 
     def __init__(
@@ -43,12 +58,14 @@ class Rounds:
         self._threads = Threads(1, "braidax-together")
         self._stop = threading.Event()
 
-    def confirm(self, local: "Future[Any]") -> "Future[None]":
-        """Returns the future of all processes having read their part of the next batch.
+    def confirm(self, local: "Future[Any]") -> Confirmation:
+        """Begins to find out whether all processes have read their part of the next batch.
 
         **Arguments:** `local`: this process's part.
         """
-        return self._threads.submit(self._confirm, next(self._numbers), local)
+        confirmation = Confirmation(Future())
+        self._threads.run(self._fulfill, confirmation, next(self._numbers), local)
+        return confirmation
 
     def check(self, batch: Any) -> None:
         """Begins to compare the replicas in the next batch, if it is its turn; raises what an earlier one showed.
@@ -89,27 +106,35 @@ class Rounds:
         finally:
             self._star.close()
 
-    def _confirm(self, number: int, local: "Future[Any]") -> None:
-        deadline = time.monotonic() + self._timeout_seconds
+    def _fulfill(self, confirmation: Confirmation, number: int, local: "Future[Any]") -> None:
         try:
-            self._await(local, deadline)
+            self._confirm(confirmation, number, local)
+        except BaseException as error:  # noqa: BLE001 (it is raised again where the batch is asked for)
+            confirmation.future.set_exception(error)
+        else:
+            confirmation.future.set_result(None)
+
+    def _confirm(self, confirmation: Confirmation, number: int, local: "Future[Any]") -> None:
+        try:
+            self._await(local, confirmation)
         except BaseException as error:
             self._star.fail(number, self._together.process, in_words(error))
             raise
         if self._stop.is_set():
             return
-        verdict = self._star.agree(number, deadline=max(deadline, time.monotonic() + 1.0), stop=self._stop)
+        earliest = time.monotonic() + _LEAST_SECONDS
+        verdict = self._star.agree(number, deadline=lambda: max(confirmation.deadline, earliest), stop=self._stop)
         if verdict is not None and verdict.kind != "fine":
             raise _error(verdict, self._together.process)
 
-    def _await(self, local: "Future[Any]", deadline: float) -> None:
+    def _await(self, local: "Future[Any]", confirmation: Confirmation) -> None:
         """Waits for this process's part, or until `close`. **Raises:** what it raised; `TimeoutError`."""
         while not self._stop.is_set():
             try:
-                local.result(timeout=min(_SLICE_SECONDS, max(0.0, deadline - time.monotonic())))
+                local.result(timeout=min(_SLICE_SECONDS, max(0.0, confirmation.deadline - time.monotonic())))
                 return
             except TimeoutError:
-                if local.done() or time.monotonic() >= deadline:
+                if local.done() or time.monotonic() >= confirmation.deadline:
                     raise
 
     def _compare(self, number: int, sums: Sums) -> None:

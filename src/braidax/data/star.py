@@ -6,6 +6,7 @@ each of twice as many calls.
 
 import contextlib
 import json
+import math
 import secrets
 import selectors
 import socket
@@ -13,7 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from braidax.comm.sockets import Listener, linger
@@ -107,10 +108,10 @@ class Star:
             connection.settimeout(_SEND_SECONDS)
             self._events.register(connection, selectors.EVENT_READ, process)
 
-    def agree(self, number: int, *, deadline: float, stop: threading.Event) -> Verdict | None:
+    def agree(self, number: int, *, deadline: Callable[[], float], stop: threading.Event) -> Verdict | None:
         """Says that this process is ready for a round, and returns what became of it; None once `stop` is set.
 
-        **Arguments:** `deadline`: `time.monotonic` seconds.
+        **Arguments:** `deadline`: returns until when it waits, `time.monotonic` seconds, which may change meanwhile.
         """
         if self._is_first:
             verdict = self._collected(number, deadline, stop)
@@ -136,10 +137,10 @@ class Star:
         for connection in connections:
             connection.close()
 
-    def _collected(self, number: int, deadline: float, stop: threading.Event) -> Verdict | None:
+    def _collected(self, number: int, deadline: Callable[[], float], stop: threading.Event) -> Verdict | None:
         missing = set(self._connections)
         while missing and not stop.is_set():
-            left = deadline - time.monotonic()
+            left = deadline() - time.monotonic()
             if left <= 0:
                 return Verdict("late", tuple(sorted(missing)))
             self._listen(min(left, _SLICE_SECONDS))
@@ -158,17 +159,17 @@ class Star:
                 return Verdict("left", tuple(sorted(gone)))
         return None if missing else _FINE
 
-    def _awaited(self, number: int, deadline: float, stop: threading.Event) -> Verdict | None:
+    def _awaited(self, number: int, deadline: Callable[[], float], stop: threading.Event) -> Verdict | None:
         (first,) = self._connections
-        has_asked = False
+        last = math.inf  # until when the first process may say who is late
         while not stop.is_set():
-            left = deadline - time.monotonic()
+            left = min(deadline(), last) - time.monotonic()
+            if left <= 0 and last < math.inf:
+                return Verdict("late", (first,))
             if left <= 0:
-                if has_asked:
-                    return Verdict("late", (first,))
                 self._tell(number, Verdict("late"))
-                has_asked, left = True, _GRACE_SECONDS
-                deadline += left
+                deadline, left = (lambda: math.inf), _GRACE_SECONDS
+                last = time.monotonic() + left
             self._listen(min(left, _SLICE_SECONDS))
             while self._heard:
                 _, said_number, said = self._heard.popleft()
