@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from braidax.comm.transports.transport import MAX_TAG, Operation, Transport, World
+from braidax.errors import PeerLost
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRET = bytes(range(32))
@@ -69,7 +70,14 @@ def wait(
 class Rank:
     """One rank of a world: its transport, and its driver."""
 
-    def __init__(self, transport: Transport, world: World, failed: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        world: World,
+        failed: threading.Event | None = None,
+        gate: threading.Barrier | None = None,
+    ) -> None:
+        self._gate = gate
         self.transport = transport
         self.world = world
         self.rank = world.rank
@@ -113,6 +121,14 @@ class Rank:
         sends = [self.send(peer, MAX_TAG, b"!") for peer in peers]
         self.wait(*sends, *(self.receive(peer, MAX_TAG, bytearray(1)) for peer in peers))
 
+    def meet(self) -> None:
+        """Returns when all ranks of this process have come here, without a message."""
+        if self._gate is not None:
+            try:
+                self._gate.wait(LIMIT_SECONDS)
+            except threading.BrokenBarrierError:
+                raise OtherFailed from None
+
     def close(self, *, timeout_seconds: float = 5.0) -> None:
         self.closed = True
         self.transport.close(timeout_seconds=timeout_seconds)
@@ -142,16 +158,17 @@ def run_threads(make: Make, size: int, check: Check, *, connects: bool = True) -
     """Runs a check in ranks that are threads of this process, and raises what the first of them raised."""
     transports = make(size)
     addresses = [transport.address for transport in transports]
-    failed = threading.Event()
+    failed, gate = threading.Event(), threading.Barrier(size)
     errors: dict[int, BaseException] = {}
 
     def work(number: int) -> None:
-        rank = Rank(transports[number], World(number, addresses, hosts(size), SECRET), failed)
+        rank = Rank(transports[number], World(number, addresses, hosts(size), SECRET), failed, gate)
         try:
             run(rank, check, connects=connects)
         except BaseException as error:  # noqa: BLE001
             errors[number] = error
             failed.set()
+            gate.abort()
 
     threads = [
         threading.Thread(target=work, args=(number,), name=f"rank-{number}", daemon=True) for number in range(size)
@@ -161,8 +178,8 @@ def run_threads(make: Make, size: int, check: Check, *, connects: bool = True) -
     for thread in threads:
         thread.join(4 * LIMIT_SECONDS)
     assert not any(thread.is_alive() for thread in threads)
-    for error in sorted(errors.values(), key=lambda error: isinstance(error, OtherFailed)):
-        raise error
+    for error in sorted(errors.values(), key=lambda error: isinstance(error, (OtherFailed, PeerLost))):
+        raise error  # who lost another one did so because that one failed
 
 
 def run_mpi(
