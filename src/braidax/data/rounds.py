@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from braidax.data.replicas import Replicas, Sums, compare, told
@@ -31,7 +31,7 @@ class Confirmation:
     as long as nobody does, there is no limit: loops pause, and one process may be further ahead than another.
     """
 
-    future: "Future[None]"
+    future: "Future[None]" = field(default_factory=Future[None])
     deadline: float = math.inf
 
 
@@ -63,8 +63,8 @@ class Rounds:
 
         **Arguments:** `local`: this process's part.
         """
-        confirmation = Confirmation(Future())
-        self._threads.run(self._fulfill, confirmation, next(self._numbers), local)
+        confirmation = Confirmation()
+        confirmation.future = self._threads.submit(self._confirm, confirmation, next(self._numbers), local)
         return confirmation
 
     def check(self, batch: Any) -> None:
@@ -105,14 +105,6 @@ class Rounds:
             self._threads.close(timeout_seconds=_CLOSE_SECONDS)
         finally:
             self._star.close()
-
-    def _fulfill(self, confirmation: Confirmation, number: int, local: "Future[Any]") -> None:
-        try:
-            self._confirm(confirmation, number, local)
-        except BaseException as error:  # noqa: BLE001 (it is raised again where the batch is asked for)
-            confirmation.future.set_exception(error)
-        else:
-            confirmation.future.set_result(None)
 
     def _confirm(self, confirmation: Confirmation, number: int, local: "Future[Any]") -> None:
         try:

@@ -1,7 +1,6 @@
 """Connections between the processes that load together, each to the first of them: it hears all, and tells all.
 
-A round takes one short message each way. JAX's coordination service would do, and takes half a millisecond of CPU for
-each of twice as many calls.
+A round takes one short message each way. JAX's coordination service would do, and takes more calls and more CPU.
 """
 
 import contextlib
