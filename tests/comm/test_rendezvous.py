@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, Store, Tuning, connect
-from braidax.comm.handshake import connect_handshake
 from braidax.comm.transports.tcp import TcpTransport
+from braidax.connections.handshake import connect_handshake
 from braidax.errors import ArgumentError, BraidaxError, CommError, HandshakeError, PeerLost, WaitTimeout
 from tests.comm.relay import altered
 

@@ -13,7 +13,7 @@ from tests.laws.tree import ROOT, SRC, imports, modules, third_party
 # the face below the tasks below the command line.
 FLOORS = (
     ("errors",),
-    ("spans", "lifeline", "objects"),
+    ("spans", "lifeline", "objects", "connections"),
     ("comm", "program"),
     ("gang", "data", "checkpoint"),
     ("parallel", "frame"),
@@ -23,7 +23,11 @@ FLOORS = (
     ("tasks",),
     ("cli",),
 )
-STRANGERS = ({"data", "checkpoint", "parallel", "frame"},)  # they meet only through JAX's values
+STRANGERS = (
+    {"data", "checkpoint", "parallel", "frame"},  # they meet only through JAX's values
+    {"data", "comm"},  # who needs messages takes them as an argument
+    {"checkpoint", "comm"},
+)
 ALWAYS_THERE = {"jaxlib"}  # comes with JAX
 DISTRIBUTIONS = {
     "cv2": "opencv_python_headless",

@@ -12,6 +12,7 @@ import pytest
 from tests.laws.tree import SRC, modules
 
 MAX_SECONDS = 0.3  # longer than `import jax`, where that takes up to twice as long; in proportion on a slower machine
+MAX_TRIES = 24
 IMAGES = {"cv2", "numba", "PIL", "simplejpeg"}
 TABLES = {"array_record", "datasets", "google", "msgspec", "obstore", "pandas", "polars", "pyarrow", "tokenizers"}
 CLUSTERS = {"dask", "ray", "ucp"}
@@ -93,12 +94,16 @@ def test_ranks_do_not_wait_for_jax(tmp_path: Path) -> None:
 
 def test_import_braidax_is_quick(tmp_path: Path) -> None:
     # CPU seconds of an import from compiled files, as every import but the first one is. Other programs on the machine
-    # only add to them, hence the least of several.
+    # only add to them, by a quarter for seconds on end, hence the least of many: as many as it takes.
     cache = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")}
     (tmp_path / "folder").mkdir()
-    _, *later = [observe(tmp_path / "folder", "braidax", **cache) for _ in range(5)]
-    jax_seconds = min(facts["jax_seconds"] for facts in later)
-    assert min(facts["seconds"] for facts in later) <= max(MAX_SECONDS, jax_seconds / 2)
+    observe(tmp_path / "folder", "braidax", **cache)
+    seconds, jax_seconds = list[float](), list[float]()
+    while len(seconds) < MAX_TRIES and (not seconds or min(seconds) > max(MAX_SECONDS, min(jax_seconds) / 2)):
+        facts = observe(tmp_path / "folder", "braidax", **cache)
+        seconds.append(facts["seconds"])
+        jax_seconds.append(facts["jax_seconds"])
+    assert min(seconds) <= max(MAX_SECONDS, min(jax_seconds) / 2)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from braidax.comm.joining import from_environment as from_environment
 from braidax.comm.rendezvous import Tuning as Tuning
 from braidax.comm.rendezvous import connect as connect
 from braidax.comm.request import Request as Request
-from braidax.comm.sockets import Tls as Tls
 from braidax.comm.stores.file import FileStore as FileStore
 from braidax.comm.stores.memory import MemoryStore as MemoryStore
 from braidax.comm.stores.redis import RedisStore as RedisStore
@@ -16,3 +15,4 @@ from braidax.comm.stores.urls import open_store as open_store
 from braidax.comm.transports.in_process import Hub as Hub
 from braidax.comm.transports.in_process import InProcessTransport as InProcessTransport
 from braidax.comm.transports.transport import Transport as Transport
+from braidax.connections.listener import Tls as Tls

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from braidax.comm.transports.bell import Bell
-from braidax.comm.transports.transport import Buffer, Operation, Transport, World
+from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.watch import Notice, Watch
+from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost, WaitTimeout
 
 _FOLLOW_SECONDS = 0.005, 0.2  # how often the thread looks whether callers still move messages: first, and at last

@@ -14,14 +14,15 @@ from typing import final
 
 from braidax.comm.communicator import Communicator, Counters
 from braidax.comm.group import Group
-from braidax.comm.hosts import host_id
 from braidax.comm.progress import Progress
-from braidax.comm.sockets import Tls
 from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.transports.named import make_transport
 from braidax.comm.transports.tcp import TcpTransport
-from braidax.comm.transports.transport import Transport, World
+from braidax.comm.transports.transport import Transport
 from braidax.comm.watch import Watch
+from braidax.connections.hosts import host_id
+from braidax.connections.listener import Tls
+from braidax.connections.world import World
 from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
 
 _SLICE_SECONDS = 1.0  # how often a rank that waits looks whether another has given up

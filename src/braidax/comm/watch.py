@@ -12,8 +12,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Literal, final
 
-from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls, linger
-from braidax.comm.transports.transport import World
+from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
+from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
 
 _BEATS_PER_LIMIT = 5

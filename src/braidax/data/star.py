@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from braidax.comm.sockets import Listener, linger
-from braidax.comm.transports.transport import World
+from braidax.connections.listener import Listener, linger
+from braidax.connections.world import World
 
 _HEAD = struct.Struct("<qI")  # number of the round, bytes of the words that follow
 _PURPOSE = b"braidax loader"

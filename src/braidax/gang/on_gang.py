@@ -5,8 +5,8 @@ from io import TextIOBase
 from pathlib import Path
 
 from braidax.comm import Communicator, TcpStoreServer
-from braidax.comm.hosts import host_addresses
 from braidax.comm.stores.tcp_frames import url
+from braidax.connections.hosts import host_addresses
 from braidax.errors import RankFailed
 from braidax.gang.gang import Gang
 from braidax.gang.launch import Failed, Job, repeated

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import trustme
 
-from braidax.comm.handshake import connect_handshake
 from braidax.comm.stores.tcp import TcpStore
 from braidax.comm.stores.tcp_server import TcpStoreServer
+from braidax.connections.handshake import connect_handshake
 from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
 from tests.comm.stores.servers import free_port, in_thread
 

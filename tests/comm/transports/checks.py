@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from braidax.comm.transports.transport import MAX_TAG, Operation, World
+from braidax.comm.transports.transport import MAX_TAG, Operation
+from braidax.connections.world import World
 from braidax.errors import CommError, HandshakeError, WaitTimeout
 from tests.comm.transports.worlds import Rank
 

@@ -8,7 +8,7 @@ import traceback
 from mpi4py import MPI
 
 from braidax.comm.transports.mpi import MpiTransport
-from braidax.comm.transports.transport import World
+from braidax.connections.world import World
 from braidax.errors import CommError
 from tests.comm.transports import checks
 from tests.comm.transports.worlds import SECRET, Rank, hosts, run

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from braidax.comm.transports.in_process import Hub, InProcessTransport
-from braidax.comm.transports.transport import Operation, World
+from braidax.comm.transports.transport import Operation
+from braidax.connections.world import World
 from braidax.errors import ArgumentError, HandshakeError, PeerLost, WaitTimeout
 from tests.comm.transports.worlds import SECRET, Rank, hosts, run_threads, wait
 

@@ -24,8 +24,9 @@ import numpy as np
 import pytest
 
 from braidax.comm.transports import ucx
-from braidax.comm.transports.transport import Operation, World
+from braidax.comm.transports.transport import Operation
 from braidax.comm.transports.ucx import UcxTransport
+from braidax.connections.world import World
 from braidax.errors import ArgumentError, CommError, HandshakeError, MissingExtra, WaitTimeout
 
 ROOT = Path(__file__).resolve().parents[3]

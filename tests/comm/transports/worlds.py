@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from braidax.comm.transports.transport import MAX_TAG, Operation, Transport, World
+from braidax.comm.transports.transport import MAX_TAG, Operation, Transport
+from braidax.connections.world import World
 from braidax.errors import PeerLost
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,10 +8,10 @@ import time
 from collections import deque
 from typing import final
 
-from braidax.comm.handshake import check_secret, connect_handshake
 from braidax.comm.stores.limits import MAX_VALUE_BYTES, check_amount, check_value, key_bytes
 from braidax.comm.stores.store import Store, backoff, missing
 from braidax.comm.stores.tcp_frames import ADD, AMOUNT, ANSWER, GET, MISSING, PURPOSE, REQUEST, SECONDS, SET, TOTAL, url
+from braidax.connections.handshake import check_secret, connect_handshake
 from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
 
 _FIRST_PAUSE_SECONDS = 0.02

@@ -7,9 +7,9 @@ import ssl
 from collections import deque
 from typing import NamedTuple, final
 
-from braidax.comm.handshake import Handshake
 from braidax.comm.stores.limits import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from braidax.comm.stores.tcp_frames import ANSWER, REQUEST
+from braidax.connections.handshake import Handshake
 from braidax.errors import HandshakeError
 
 _CHUNK_BYTES = 1 << 16  # more than a record of TLS holds, so that none is left where no selector sees it

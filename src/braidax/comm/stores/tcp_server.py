@@ -12,9 +12,9 @@ from collections import defaultdict
 from types import TracebackType
 from typing import final
 
-from braidax.comm.handshake import Handshake, check_secret
 from braidax.comm.stores.tcp_connection import Connection, Misbehavior, Request
 from braidax.comm.stores.tcp_frames import ADD, AMOUNT, GET, MISSING, OK, PURPOSE, SECONDS, SET, TOTAL, url
+from braidax.connections.handshake import Handshake, check_secret
 from braidax.errors import ArgumentError, CommError
 
 _MAX_STRANGERS = 256  # connections that have not proved themselves; so many descriptors they can take

@@ -9,8 +9,9 @@ from typing import Any, final
 
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.matching import Matching
-from braidax.comm.transports.transport import Buffer, Operation, Transport, World, too_long
+from braidax.comm.transports.transport import Buffer, Operation, Transport, too_long
 from braidax.comm.transports.unreached import other_secret, other_world, unreached
+from braidax.connections.world import World
 from braidax.errors import CommError, HandshakeError, import_extra
 
 # On the wire: an envelope for each message, in order, with the message inside when it is short. A longer one follows in

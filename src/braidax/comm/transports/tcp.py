@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
-from braidax.comm.sockets import WOULD_BLOCK, Listener, Tls, linger
 from braidax.comm.transports.tcp_link import Link, Message, Outgoing, Posted, write_some
-from braidax.comm.transports.transport import Buffer, Operation, Transport, World, too_long
+from braidax.comm.transports.transport import Buffer, Operation, Transport, too_long
+from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
+from braidax.connections.world import World
 from braidax.errors import PeerLost
 
 _HEADER = struct.Struct("<QQ")  # tag, length

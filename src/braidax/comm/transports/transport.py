@@ -1,9 +1,10 @@
 """The contract of transports: what moves messages between ranks, with nothing known of collectives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
+from braidax.connections.world import World
 from braidax.errors import CommError
 
 Buffer = memoryview
@@ -70,7 +71,7 @@ class Transport(ABC):
         """What peers need in order to reach this rank; of any length. There from construction on."""
 
     @abstractmethod
-    def connect(self, world: "World", *, timeout_seconds: float) -> None:
+    def connect(self, world: World, *, timeout_seconds: float) -> None:
         """Connects to all peers; called once, by all ranks at about the same time.
 
         **Raises:** `HandshakeError` for a peer that does not fit, `WaitTimeout` naming the ranks that were not reached,
@@ -119,40 +120,6 @@ class Transport(ABC):
         Operations that have not ended never end; their buffers are let go of only when nothing can write into them
         any more. A second call does nothing.
         """
-
-
-@final
-class World:
-    """The ranks that a transport connects.
-
-    **Arguments:** `rank`: of this process. `addresses`: of each rank, by rank. `hosts`: the name of each rank's host.
-    `secret`: 32 bytes that only the ranks of this epoch of this job know; peers prove that they know it. `check`: what
-    a `connect` that waits calls now and then, from any thread: raises when another rank has given up.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        addresses: Sequence[bytes],
-        hosts: Sequence[str],
-        secret: bytes,
-        *,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.rank = rank
-        self.addresses = tuple(addresses)
-        self.hosts = tuple(hosts)
-        self.secret = secret
-        self.check = check
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.addresses)
-
-    def describe(self, peer: int) -> str:
-        """Returns a rank in words, as errors name it: `rank 2 (host b)`."""
-        return f"rank {peer} (host {self.hosts[peer]})"
 
 
 def too_long(world: World, peer: int, num_bytes: int, capacity: int) -> CommError:

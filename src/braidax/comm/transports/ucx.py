@@ -16,8 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import final
 
-from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, World, too_long
+from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, too_long
 from braidax.comm.transports.unreached import other_secret, other_world
+from braidax.connections.world import World
 from braidax.errors import (
     ArgumentError,
     CommError,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from braidax.comm.transports.transport import World
+from braidax.connections.world import World
 from braidax.errors import HandshakeError, WaitTimeout
 
 

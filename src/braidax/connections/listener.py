@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, final
 
-from braidax.comm.handshake import accept_handshake, connect_handshake
-from braidax.comm.hosts import ADDRESS, LOOPBACK, host_addresses, host_id
-from braidax.comm.transports.transport import World
+from braidax.connections.handshake import accept_handshake, connect_handshake
+from braidax.connections.hosts import ADDRESS, LOOPBACK, host_addresses, host_id
+from braidax.connections.world import World
 from braidax.errors import CommError, HandshakeError, PeerLost, WaitTimeout
 
 _HANDSHAKE_SECONDS = 10.0  # for one connection; a stranger who says nothing costs no more

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from braidax.comm import handshake
-from braidax.comm.handshake import Handshake, accept_handshake, connect_handshake
+from braidax.connections import handshake
+from braidax.connections.handshake import Handshake, accept_handshake, connect_handshake
 from braidax.errors import ArgumentError, HandshakeError, WaitTimeout
 from tests.comm.stores.servers import in_thread
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from braidax.comm.sockets import Listener
-from braidax.comm.transports.transport import World
+from braidax.connections.listener import Listener
+from braidax.connections.world import World
 from braidax.errors import HandshakeError
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from braidax.comm.hosts import host_addresses, host_id
+from braidax.connections.hosts import host_addresses, host_id
 from braidax.errors import ArgumentError
 
 
@@ -33,5 +33,5 @@ def test_addresses_that_are_found_can_be_reached_from_elsewhere(monkeypatch: pyt
 
 
 def test_a_host_is_the_same_to_all_its_processes() -> None:
-    asked = [sys.executable, "-c", "from braidax.comm.hosts import host_id; print(host_id())"]
+    asked = [sys.executable, "-c", "from braidax.connections.hosts import host_id; print(host_id())"]
     assert subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout.strip() == host_id()
