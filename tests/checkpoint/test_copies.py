@@ -60,8 +60,38 @@ def test_a_copy_is_alike_and_shares_nothing(is_mesh_set: bool) -> None:
 def test_what_was_donated_before_is_named_by_who_saves_it(tmp_path: Path) -> None:
     x = jnp.zeros(3)
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    with Checkpointer(tmp_path, Every(1)) as saver, pytest.raises(CheckpointError, match=r"leaf 'x' .* is deleted"):
-        saver.update(copied({"x": x}))
+    with (
+        Checkpointer(tmp_path, Every(1), prepare=copied) as saver,
+        pytest.raises(CheckpointError, match=r"leaf 'x' .* is deleted"),
+    ):
+        saver.update({"x": x})
+
+
+def test_only_what_is_due_is_prepared_and_that_is_what_is_saved(tmp_path: Path) -> None:
+    prepared: list[float] = []
+
+    def prepare(tree: Any) -> Any:
+        prepared.append(float(tree["x"]))
+        return {"x": tree["x"] + 100}
+
+    with Checkpointer(tmp_path, Every(3), prepare=prepare) as saver:
+        for number in range(1, 8):
+            saver.update({"x": jnp.float32(number)})
+        saver.save({"x": jnp.float32(8)})
+        assert prepared == [3, 6, 8]
+        assert saver.restore({"x": jnp.float32(0)}) == {"x": 108}
+
+
+def test_what_cannot_be_prepared_fails_by_itself(tmp_path: Path) -> None:
+    def prepare(tree: Any) -> Any:
+        raise MemoryError("RESOURCE_EXHAUSTED")
+
+    with Checkpointer(tmp_path, Every(2), prepare=prepare) as saver:
+        saver.update({"x": jnp.ones(3)})
+        with pytest.raises(MemoryError, match="RESOURCE_EXHAUSTED"):
+            saver.update({"x": jnp.ones(3)})
+        saver.update({"x": jnp.ones(3)})
+    assert not list(tmp_path.glob("step-*"))
 
 
 def test_a_fused_step_that_donates_is_saved_bit_for_bit_in_every_way(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def test_large_arrays_of_all_dtypes_are_donated_at_once(tmp_path: Path, mesh: Me
     expected = bits(jax.device_get(state["x"]))[1:]
     spoil = jax.jit(lambda state: jax.tree.map(lambda x: (x == 0).astype(x.dtype), state), donate_argnums=0)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    with Checkpointer(tmp_path, Every(1)) as saver:
-        saver.update(copied(state) if way == "copied" else state)
+    with Checkpointer(tmp_path, Every(1), prepare=copied if way == "copied" else None) as saver:
+        saver.update(state)
         for _ in range(10):
             state = spoil(state)
     got = restore(tmp_path, like).tree["x"]

@@ -150,3 +150,18 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"leaf 'more' .* is in `like`, but not in the checkpoint"):
             saver.restore(small(1) | {"more": 1})
         assert same(saver.restore(small(1), only=("w",)), small(1) | {"w": small(2)["w"]})
+
+
+def test_only_what_is_due_is_prepared_and_that_is_what_is_saved(tmp_path: Path) -> None:
+    prepared: list[float] = []
+
+    def prepare(tree: Any) -> Any:
+        prepared.append(float(tree["x"]))
+        return {"x": tree["x"] + 100}
+
+    with Peers(tmp_path, bx.Every(3), alone(), prepare=prepare) as saver:
+        for number in range(1, 8):
+            saver.update({"x": jnp.float32(number)})
+        saver.save({"x": jnp.float32(8)})
+        assert prepared == [3, 6, 8]
+        assert saver.restore({"x": jnp.float32(0)}) == {"x": 108}

@@ -46,7 +46,8 @@ class Checkpointer:
     `interval`: when one is due, such as `Every(100)` or `Adaptive()`. `keep`: how many of the newest stay, at least 1;
     an older one goes when a newer one is durable. `keep_every`: those of steps that are multiples of it stay as well.
     `keep_best`: how many of those with the lowest `metric` stay as well. `limit_bytes_per_second`: how fast each
-    process writes at most; may be set at any time. `timeout_seconds`: the limit of every wait.
+    process writes at most; may be set at any time. `timeout_seconds`: the limit of every wait. `prepare`: makes, of a
+    tree whose checkpoint is due, the one that is read: `copied`, for a step that is one jitted function.
 
     `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan.
 
@@ -63,6 +64,7 @@ class Checkpointer:
         keep_best: int = 0,
         limit_bytes_per_second: float | None = None,
         timeout_seconds: float = 600.0,
+        prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         if keep < 1:
             raise ArgumentError(f"keep={keep!r}: expected a whole number >= 1; the newest checkpoint is always kept")
@@ -81,6 +83,7 @@ class Checkpointer:
         self.notes: dict[str, str] = {}
         self.skipped: list[Skipped] = []
         self.num_updates = 0
+        self._prepare = prepare
         self._retention = Retention(keep, keep_every, keep_best)
         self._memory = Memory()
         self._pending: _Pending | None = None
@@ -272,6 +275,7 @@ class Checkpointer:
         processes, retention = self._processes, self._retention
         order = Order(self.path, step, name, _number(metric), self.limit_bytes_per_second)
         try:
+            tree = tree if self._prepare is None else self._prepare(tree)
             held = hold(tree, self._memory, process=processes.index, num_processes=processes.count, notes=self.notes)
         except BaseException as error:
             persist.give_up(order, error, processes)

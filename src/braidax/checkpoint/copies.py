@@ -15,9 +15,9 @@ _jax: Any = jax
 def copied(tree: Any) -> Any:
     """Returns a copy of a tree, on the same devices, which nobody waits for; the arrays may be donated at once.
 
-    `saver.update(copied(state))` is for a step that is one jitted function and donates its state: on an accelerator the
-    next one waits for this copy alone, and not for the way to the host. The copy takes as much device memory, until
-    the snapshot is taken.
+    `Checkpointer(path, interval, prepare=copied)` is for a step that is one jitted function and donates its state: on
+    an accelerator the next one waits for this copy alone, and not for the way to the host. The copy takes as much
+    device memory, until the snapshot is taken.
 
     **Arguments:** `tree`: a PyTree as `Checkpointer.update` takes it. Arrays of JAX keep sharding and memory kind.
 

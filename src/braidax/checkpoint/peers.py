@@ -50,13 +50,20 @@ class Peers:
 
     **Arguments:** `path`: a folder of every host, made if missing. `interval`: when a checkpoint is due. `messages`:
     a communicator of all processes, whose ranks are those of JAX. It is used by nobody else until `close`, and closed
-    by who made it.
+    by who made it. `prepare`: as of `Checkpointer`.
 
     **Raises:** `ArgumentError` when the ranks are others than JAX's, `CheckpointError` when `path` is no folder that
     a process may write to, or is another run's.
     """
 
-    def __init__(self, path: str | os.PathLike[str], interval: Interval, messages: Messages) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        interval: Interval,
+        messages: Messages,
+        *,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> None:
         if (messages.rank, messages.size) != (jax.process_index(), jax.process_count()):
             raise ArgumentError(
                 f"messages= has rank {messages.rank} of {messages.size}, but this is process {jax.process_index()} of "
@@ -68,6 +75,7 @@ class Peers:
         self.trace = Trace()
         self.notes: dict[str, str] = {}
         self._messages = messages
+        self._prepare = prepare
         self._place = neighbors.place_of(messages.rank, messages.hosts)
         self._root = self.path / f"slot-{self._place.slot}"
         self._memory = Memory()
@@ -248,8 +256,8 @@ class Peers:
         step, owned = self.num_updates, Future[None]()
         held: list[Held] = []
         options: dict[str, Any] = {"num_processes": self._messages.size, "notes": self.notes}
-        rank = self._messages.rank
-        failure = _failure_of(lambda: held.append(hold(tree, self._memory, process=rank, **options)))
+        rank, prepare = self._messages.rank, self._prepare or (lambda tree: tree)
+        failure = _failure_of(lambda: held.append(hold(prepare(tree), self._memory, process=rank, **options)))
         self._owned = owned
         self._behind.begin(f"{self.path}: saving step {step}", lambda: self._save(step, held, failure, owned))
 

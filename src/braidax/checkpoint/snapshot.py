@@ -7,6 +7,7 @@ any thread, and gives host memory of our own: that of the snapshot before, in th
 
 import functools
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,15 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from braidax.checkpoint import staging
 from braidax.checkpoint.boxes import Box, box_of, extents, overlap, volume, whole, within
 from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves, padded_rows, with_outside
 from braidax.checkpoint.manifest import PAGE_BYTES, Entry, stored_as
 from braidax.checkpoint.ownership import Placed, Shares, ownership
 from braidax.checkpoint.padding import check_stored
+from braidax.checkpoint.staging import Copy, Cut
 from braidax.errors import CheckpointError
-
-# JAX leaves some of itself unannotated.
-_jax: Any = jax
 
 
 class Piece(NamedTuple):
@@ -80,17 +80,15 @@ class Memory:
 class Held:
     """What a process writes of a tree, kept from changing but not yet copied. Made by `hold`."""
 
-    def __init__(self, snapshot: Snapshot, sources: "list[list[_Copy]]") -> None:
+    def __init__(self, snapshot: Snapshot, waiting: deque[Copy]) -> None:
         self._snapshot = snapshot
-        self._sources = sources
+        self._waiting = waiting
         self.num_bytes = snapshot.num_bytes
 
     def copy(self) -> Snapshot:
-        """Copies everything to host memory of our own, and lets go of the tree, leaf by leaf; works once."""
-        self._sources.reverse()
-        while self._sources:
-            for destination, source in self._sources.pop():
-                np.copyto(_plain(destination), _plain(np.asarray(source)))
+        """Copies everything to host memory of our own, and lets go of the tree, part by part; works once."""
+        while self._waiting:
+            staging.copy(self._waiting.popleft())
         return self._snapshot
 
 
@@ -105,7 +103,8 @@ def hold(
     """Keeps what a process writes of a tree from changing; to be called before any of its arrays can be donated.
 
     On CPU, where a device array can be read in place, it waits until the arrays are computed; elsewhere copies to
-    pinned host memory are started and not waited for. NumPy arrays, which anybody may write to, are copied at once.
+    pinned host memory are started and not waited for, up to 32 GiB of them: what goes before is copied at once, and so
+    are NumPy arrays, which anybody may write to.
 
     **Arguments:** `tree`: a PyTree of `jax.Array`, NumPy arrays and Python numbers. `memory`: to copy to; that of an
     earlier snapshot is overwritten. `process`: this one, of `num_processes` that call this with the same tree.
@@ -123,13 +122,8 @@ def hold(
     by_path: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_path.setdefault(piece.path, []).append(piece)
-    sources = [_hold_leaf(values[path], own) for path, own in by_path.items()]
-    return Held(Snapshot(entries, pieces, content, digest, dict(notes)), sources)
-
-
-class _Copy(NamedTuple):
-    destination: np.ndarray
-    source: Any
+    cuts = [cut for path, own in by_path.items() for cut in _cuts(values[path], own)]
+    return Held(Snapshot(entries, pieces, content, digest, dict(notes)), staging.stage(cuts))
 
 
 def _entries(leaves: Sequence[Leaf], values: Sequence[Any], num_rows: dict[str, int]) -> tuple[Entry, ...]:
@@ -197,11 +191,12 @@ def _lay_out(
     return tuple(pieces), content
 
 
-def _hold_leaf(value: Any, pieces: Sequence[Piece]) -> list[_Copy]:
+def _cuts(value: Any, pieces: Sequence[Piece]) -> list[Cut]:
+    """Returns which parts of whose memory the pieces of a leaf are; copies those of NumPy arrays."""
     if not isinstance(value, jax.Array):
         for piece in pieces:
             box = tuple((start, start + size) for start, size in zip(piece.start, piece.array.shape, strict=True))
-            np.copyto(_plain(piece.array), _plain(np.asarray(value))[within(box, whole(np.shape(value)))])
+            staging.copy(Copy(piece.array, np.asarray(value)[within(box, whole(np.shape(value)))]))
         return []
     num_dims = len(value.shape)
     shards: dict[Box, Any] = {}
@@ -209,48 +204,16 @@ def _hold_leaf(value: Any, pieces: Sequence[Piece]) -> list[_Copy]:
     data = {shard.device: shard.data for shard in value.addressable_shards}
     for device, index in indices.items():
         shards.setdefault(box_of(index or (), value.shape), data[device])
-    destinations: list[np.ndarray] = []
-    cuts: list[tuple[Any, tuple[slice, ...] | None]] = []
+    cuts: list[Cut] = []
     for piece in pieces:
         box = tuple((a, a + size) for a, size in zip(piece.start[:num_dims], piece.array.shape, strict=False))
         for held, shard in shards.items():
             part = overlap(box, held)
             if part is not None:
-                destinations.append(piece.array[(*within(part, box), ...)])
-                cuts.append((_key_data(shard), None if part == held else within(part, held)))
-    return [_Copy(*pair) for pair in zip(destinations, _views(cuts), strict=True)]
+                destination = piece.array[(*within(part, box), ...)]
+                cuts.append(Cut(destination, _key_data(shard), None if part == held else within(part, held)))
+    return cuts
 
 
 def _key_data(array: Any) -> jax.Array:
     return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
-
-
-def _views(cuts: Sequence[tuple[Any, tuple[slice, ...] | None]]) -> list[Any]:
-    # A view of a CPU array makes XLA copy instead of donate. No other device's memory can be read in place; there a
-    # transfer that has been issued is ordered by the runtime before any later donation.
-    if all(device.platform == "cpu" for array, _ in cuts for device in array.devices()):
-        return [np.asarray(array)[... if index is None else (*index, ...)] for array, index in cuts]
-    return _staged([_cut(array, index) for array, index in cuts])
-
-
-def _cut(array: jax.Array, index: tuple[slice, ...] | None) -> jax.Array:
-    """Returns a part of an array that is on one device, where no mesh has a say."""
-    if index is None:
-        return array
-    with _jax.set_mesh(None):
-        return array[index]
-
-
-def _staged(arrays: list[jax.Array]) -> list[Any]:
-    targets: list[jax.sharding.Sharding] = []
-    for array in arrays:
-        (device,) = array.devices()
-        if array.sharding.memory_kind != device.default_memory().kind:
-            return [np.array(array) for array in arrays]
-        targets.append(jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
-    return _jax.device_put(arrays, targets)
-
-
-def _plain(array: np.ndarray) -> np.ndarray:
-    # NumPy copies its own dtypes without the GIL; those of ml_dtypes are foreign to it, and integers of their size do.
-    return array.view(f"u{array.dtype.itemsize}") if array.dtype.itemsize in (1, 2, 4, 8) else array
