@@ -1,5 +1,8 @@
 """Copies on the devices: they are like what they were made from, share nothing with it, and save what was donated."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -84,14 +88,52 @@ def test_only_what_is_due_is_prepared_and_that_is_what_is_saved(tmp_path: Path) 
 
 def test_what_cannot_be_prepared_fails_by_itself(tmp_path: Path) -> None:
     def prepare(tree: Any) -> Any:
-        raise MemoryError("RESOURCE_EXHAUSTED")
+        raise JaxRuntimeError("INTERNAL: no such device")
 
     with Checkpointer(tmp_path, Every(2), prepare=prepare) as saver:
         saver.update({"x": jnp.ones(3)})
-        with pytest.raises(MemoryError, match="RESOURCE_EXHAUSTED"):
+        with pytest.raises(JaxRuntimeError, match="no such device"):
             saver.update({"x": jnp.ones(3)})
         saver.update({"x": jnp.ones(3)})
     assert not list(tmp_path.glob("step-*"))
+
+
+SHORT_OF_MEMORY = """
+import resource
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from braidax.checkpoint import Checkpointer, Every, copied, restore
+
+x = jnp.arange(32 << 20, dtype=jnp.float32)  # 128 MiB
+with Checkpointer(sys.argv[1], Every(1), prepare=copied) as saver:
+    saver.update({"x": x})  # takes the memory of the snapshot
+    saver.wait()
+    saver.save({"x": x + 1})
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20), limits[1]))
+    saver.update({"x": x})
+    saver.wait()
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+found = restore(sys.argv[1], {"x": x})
+print(found.step, bool((found.tree["x"] == x).all()))
+"""
+
+
+def test_without_memory_for_the_copy_the_checkpoint_is_of_the_state_itself(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path / "run")],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, "2 True\n"), result.stderr
+    assert "there is no memory for prepare=: RESOURCE_EXHAUSTED" in result.stderr
 
 
 def test_a_fused_step_that_donates_is_saved_bit_for_bit_in_every_way(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from jax.sharding import SingleDeviceSharding
 
 from braidax.checkpoint import staging
@@ -111,3 +112,33 @@ def test_small_arrays_are_handed_over_together(monkeypatch: pytest.MonkeyPatch) 
     for part, size in zip(waiting, sizes, strict=True):
         copy(part)
         np.testing.assert_array_equal(part.destination, np.arange(size))
+
+
+def test_what_there_is_no_pinned_memory_for_is_copied_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned = staging._pinned
+
+    def short(cuts: list[Cut]) -> list[jax.Array]:
+        if cuts[0].destination.size > 20:
+            raise JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory in xla_gpu_host_bfc")
+        return pinned(cuts)
+
+    monkeypatch.setattr(staging, "_pinned", short)
+    monkeypatch.setattr(staging, "_TRANSFER_BYTES", 1)
+    cuts = [cut(jnp.arange(size, dtype=jnp.float32)) for size in (10, 30, 20, 40)]
+    waiting = stage(cuts)
+    assert [part.destination.size for part in waiting] == [10, 20]
+    np.testing.assert_array_equal(cuts[1].destination, np.arange(30))
+    np.testing.assert_array_equal(cuts[3].destination, np.arange(40))
+    told = "the loop waits for a copy of %d bytes to the host: RESOURCE_EXHAUSTED: out of memory in xla_gpu_host_bfc"
+    assert [record.getMessage() for record in caplog.records] == [told % 120, told % 160]
+
+
+def test_other_errors_of_a_transfer_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(cuts: list[Cut]) -> list[jax.Array]:
+        raise JaxRuntimeError("INTERNAL: the device is gone")
+
+    monkeypatch.setattr(staging, "_pinned", broken)
+    with pytest.raises(JaxRuntimeError, match="the device is gone"):
+        stage([cut(jnp.ones(3))])

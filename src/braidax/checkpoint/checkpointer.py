@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from braidax.checkpoint import folders, persist, restoring
+from braidax.checkpoint.copies import prepared
 from braidax.checkpoint.interval import Interval, Spacing
 from braidax.checkpoint.persist import Order, Part
 from braidax.checkpoint.processes import Processes, all_processes
@@ -47,7 +48,8 @@ class Checkpointer:
     an older one goes when a newer one is durable. `keep_every`: those of steps that are multiples of it stay as well.
     `keep_best`: how many of those with the lowest `metric` stay as well. `limit_bytes_per_second`: how fast each
     process writes at most; may be set at any time. `timeout_seconds`: the limit of every wait. `prepare`: makes, of a
-    tree whose checkpoint is due, the one that is read: `copied`, for a step that is one jitted function.
+    tree whose checkpoint is due, the one that is read, if the devices have memory for it: `copied`, for a step that is
+    one jitted function.
 
     `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan.
 
@@ -275,7 +277,7 @@ class Checkpointer:
         processes, retention = self._processes, self._retention
         order = Order(self.path, step, name, _number(metric), self.limit_bytes_per_second)
         try:
-            tree = tree if self._prepare is None else self._prepare(tree)
+            tree = prepared(tree, self._prepare)
             held = hold(tree, self._memory, process=processes.index, num_processes=processes.count, notes=self.notes)
         except BaseException as error:
             persist.give_up(order, error, processes)

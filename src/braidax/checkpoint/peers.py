@@ -17,6 +17,7 @@ import jax
 
 from braidax.checkpoint import folders, neighbors
 from braidax.checkpoint.behind import Behind
+from braidax.checkpoint.copies import prepared
 from braidax.checkpoint.interval import Interval, Spacing
 from braidax.checkpoint.leaves import put_outside, with_outside
 from braidax.checkpoint.lockstep import Messages
@@ -256,8 +257,8 @@ class Peers:
         step, owned = self.num_updates, Future[None]()
         held: list[Held] = []
         options: dict[str, Any] = {"num_processes": self._messages.size, "notes": self.notes}
-        rank, prepare = self._messages.rank, self._prepare or (lambda tree: tree)
-        failure = _failure_of(lambda: held.append(hold(prepare(tree), self._memory, process=rank, **options)))
+        rank, prepare = self._messages.rank, self._prepare
+        failure = _failure_of(lambda: held.append(hold(prepared(tree, prepare), self._memory, process=rank, **options)))
         self._owned = owned
         self._behind.begin(f"{self.path}: saving step {step}", lambda: self._save(step, held, failure, owned))
 

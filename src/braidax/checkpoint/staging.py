@@ -5,15 +5,19 @@ runtime orders before any later donation. XLA keeps pinned memory for good and a
 (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`), hence no more than half of that is asked for at once.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.errors import JaxRuntimeError
 
 MAX_PINNED_BYTES = 32 << 30
 _TRANSFER_BYTES = 1 << 30  # of arrays that are handed to the runtime in one call
+
+_logger = logging.getLogger(__name__)
 
 # JAX leaves some of itself unannotated.
 _jax: Any = jax
@@ -42,7 +46,8 @@ def stage(cuts: Sequence[Cut], *, max_pinned_bytes: int = MAX_PINNED_BYTES) -> d
     """Keeps parts of arrays from changing; to be called before any of the arrays can be donated.
 
     What is on a CPU device is waited for. What lies in host memory already is copied at once, and so is the first of
-    what is on other devices, where it is more than `max_pinned_bytes`.
+    what is on other devices, where it is more than `max_pinned_bytes`, and what there is no pinned memory for, which
+    the log then says.
 
     **Returns:** what is still to be copied, by `copy`, on any thread, and then let go of.
     """
@@ -63,14 +68,28 @@ def stage(cuts: Sequence[Cut], *, max_pinned_bytes: int = MAX_PINNED_BYTES) -> d
         while pinned and num_pinned_bytes + num_bytes > max_pinned_bytes:
             num_pinned_bytes -= pinned[0].destination.nbytes
             copy(pinned.popleft())
-        pinned += [Copy(cut.destination, source) for cut, source in zip(group, _pinned(group), strict=True)]
-        num_pinned_bytes += num_bytes
+        try:
+            sources = _pinned(group)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            _logger.warning("the loop waits for a copy of %d bytes to the host: %s", num_bytes, error)
+            for cut in group:
+                copy(Copy(cut.destination, _part(cut)))
+        else:
+            pinned += [Copy(cut.destination, source) for cut, source in zip(group, sources, strict=True)]
+            num_pinned_bytes += num_bytes
     return kept + pinned
 
 
 def copy(part: Copy) -> None:
     """Copies a part to where it belongs."""
     np.copyto(_plain(part.destination), _plain(np.asarray(part.source)))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Says whether JAX could not allocate: it raises either type, by whether it has called the program before."""
+    return isinstance(error, JaxRuntimeError | ValueError) and str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def _transfers(cuts: Sequence[Cut]) -> Iterator[list[Cut]]:
