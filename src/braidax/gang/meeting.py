@@ -71,7 +71,7 @@ def hosting(environ: MutableMapping[str, str]) -> Generator[None, None, None]:
         return
     secret = secrets.token_bytes(32)
     on_one_host = environ.get("BRAIDAX_LOCAL_SIZE") == environ["BRAIDAX_SIZE"]
-    with TcpStoreServer(host="127.0.0.1" if on_one_host else "0.0.0.0", secret=secret) as server:
+    with TcpStoreServer(host="127.0.0.1" if on_one_host else "", secret=secret) as server:
         environ["BRAIDAX_STORE"], environ["BRAIDAX_SECRET"] = server.address, secret.hex()
         _leave_word(word, server.address, secret.hex())
         try:

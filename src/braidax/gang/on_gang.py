@@ -50,7 +50,7 @@ def launch_on(
 def _run(comm: Communicator, program: Program, job: Job, epoch: int, folder: str) -> None:
     """Runs the program as one rank, with what it would have been told by `braidax launch` in its environment."""
     os.chdir(folder)
-    server = TcpStoreServer(host="0.0.0.0", secret=job.secret) if comm.rank == 0 else None
+    server = TcpStoreServer(host="", secret=job.secret) if comm.rank == 0 else None
     try:
         store = ""
         if server is not None:

@@ -80,9 +80,7 @@ def launch_over_ssh(
     """
     check_grace(grace_seconds)
     addresses = [remote.address or address_towards(_hostname(remote.ssh, host.name)) for host in hosts]
-    listened = addresses[0] if remote.address is None and len(set(addresses)) == 1 else "0.0.0.0"
-    if ":" in addresses[0] and listened == "0.0.0.0":
-        listened = "::"
+    listened = addresses[0] if remote.address is None and len(set(addresses)) == 1 else ""
     seats, job = _seats(hosts), Job.new(transport)
 
     with TcpStoreServer(host=listened, secret=job.secret) as server:
@@ -90,7 +88,7 @@ def launch_over_ssh(
 
         def run(epoch: int) -> Failed | None:
             told = [job.environment(url(address, port), epoch) for address in addresses]
-            here = job.environment(url("127.0.0.1" if listened == "0.0.0.0" else listened, port), epoch)
+            here = job.environment(url(listened or "127.0.0.1", port), epoch)
             commands = [
                 _command(remote, host, _ordered(program, host, host_seats, variables, grace_seconds))
                 for host, host_seats, variables in zip(hosts, seats, told, strict=True)

@@ -340,11 +340,13 @@ def test_ipv6_and_all_addresses() -> None:
         with TcpStore("::1", port_of(server), secret=SECRET) as store:
             assert store.address == server.address
             assert store.add("n", 1) == 1
-    with TcpStoreServer(host="::", secret=SECRET) as server:
-        assert server.address == f"tcp://{socket.gethostname()}:{port_of(server)}"
-        for host in ("::1", "127.0.0.1"):
-            with TcpStore(host, port_of(server), secret=SECRET) as store:
-                store.set("key", host.encode())
+    for everything in ("", "::"):
+        with TcpStoreServer(host=everything, secret=SECRET) as server:
+            assert server.address == f"tcp://{socket.gethostname()}:{port_of(server)}"
+            with TcpStore("::1", port_of(server), secret=SECRET) as store:
+                store.set("key", b"value")
+            with TcpStore("127.0.0.1", port_of(server), secret=SECRET) as store:
+                assert store.get("key", timeout_seconds=5.0) == b"value"
 
 
 @pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")  # by JAX, which the child does not use

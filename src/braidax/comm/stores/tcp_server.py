@@ -30,9 +30,9 @@ class TcpStoreServer:
     Clients prove that they know the secret before anything else is read from them; whoever proves nothing within
     `handshake_seconds` is dropped.
 
-    **Arguments:** `host`: the name or address to listen on; `0.0.0.0` or `::` for all of this machine's. `port`: 0 for
-    a free one. `secret`: at least 16 bytes, those of the clients. `tls`: a server's context with its certificate, for
-    networks that others can read or write. `handshake_seconds`: how long a client may take to prove itself.
+    **Arguments:** `host`: the name or address to listen on; empty for all of this machine's. `port`: 0 for a free one.
+    `secret`: at least 16 bytes, those of the clients. `tls`: a server's context with its certificate, for networks
+    that others can read or write. `handshake_seconds`: how long a client may take to prove itself.
 
     **Raises:** `CommError` when the address cannot be listened on.
     """
@@ -270,9 +270,10 @@ class _Loop:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        all_addresses = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        found = socket.getaddrinfo(host or all_addresses, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        both = host == "::" and socket.has_dualstack_ipv6()
+        both = (host or all_addresses) == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         raise CommError(
