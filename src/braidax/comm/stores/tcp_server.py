@@ -270,10 +270,10 @@ class _Loop:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        all_addresses = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-        found = socket.getaddrinfo(host or all_addresses, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        named = host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
+        found = socket.getaddrinfo(named, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        both = (host or all_addresses) == "::" and socket.has_dualstack_ipv6()
+        both = named == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         raise CommError(
