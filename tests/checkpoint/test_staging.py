@@ -87,11 +87,12 @@ def test_no_more_is_in_pinned_memory_than_may_be(
         copy(part)
         copied_at_once.append(part.destination[0])
 
+    monkeypatch.setattr(staging, "_MAX_PINNED_BYTES", 4000 * num_at_once)
     monkeypatch.setattr(staging, "_TRANSFER_BYTES", 4000)
     monkeypatch.setattr(staging, "_pinned", take)
     monkeypatch.setattr(staging, "copy", let_go)
     cuts = [cut(jnp.full(1000, number, jnp.float32)) for number in range(10)]
-    waiting = stage(cuts, max_pinned_bytes=4000 * num_at_once)
+    waiting = stage(cuts)
     assert max(most) == max(num_at_once, 1)  # one that alone is more has no other way
     assert copied_at_once == list(range(10 - num_left))  # the first of them
     assert not any(part.destination.any() for part in waiting)

@@ -1,4 +1,4 @@
-"""What a listener leaves behind when the others give up."""
+"""Who meets at a listener, and what it leaves behind when the others give up."""
 
 import json
 import socket

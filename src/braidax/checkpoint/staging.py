@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.errors import JaxRuntimeError
 
-MAX_PINNED_BYTES = 32 << 30
+_MAX_PINNED_BYTES = 32 << 30
 _TRANSFER_BYTES = 1 << 30  # of arrays that are handed to the runtime in one call
 
 _logger = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ class Copy(NamedTuple):
     source: Any
 
 
-def stage(cuts: Sequence[Cut], *, max_pinned_bytes: int = MAX_PINNED_BYTES) -> deque[Copy]:
+def stage(cuts: Sequence[Cut]) -> deque[Copy]:
     """Keeps parts of arrays from changing; to be called before any of the arrays can be donated.
 
     What is on a CPU device is waited for. What lies in host memory already is copied at once, and so is the first of
-    what is on other devices, where it is more than `max_pinned_bytes`, and what there is no pinned memory for, which
+    what is on other devices, where it is more than 32 GiB, and what there is no pinned memory for, which
     the log then says.
 
     **Returns:** what is still to be copied, by `copy`, on any thread, and then let go of.
@@ -65,7 +65,7 @@ def stage(cuts: Sequence[Cut], *, max_pinned_bytes: int = MAX_PINNED_BYTES) -> d
     num_pinned_bytes = 0
     for group in _transfers(far):
         num_bytes = sum(cut.destination.nbytes for cut in group)
-        while pinned and num_pinned_bytes + num_bytes > max_pinned_bytes:
+        while pinned and num_pinned_bytes + num_bytes > _MAX_PINNED_BYTES:
             num_pinned_bytes -= pinned[0].destination.nbytes
             copy(pinned.popleft())
         try:
