@@ -1,5 +1,7 @@
 """Losses and batches that the tests of `parallel` share, and the single-device step that says what is right."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -95,3 +97,18 @@ def assert_close(got: Any, expected: Any, *, atol: float = 2e-6) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+@contextlib.contextmanager
+def recorded_events() -> Iterator[list[str]]:
+    """What JAX reports inside the block: traces and compilations among other things."""
+    events: list[str] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

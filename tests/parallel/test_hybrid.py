@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
-from tests.parallel.models import assert_close, copied, make_mesh, single_device, specs
+from tests.parallel.models import assert_close, copied, make_mesh, recorded_events, single_device, specs
 
 BATCH, LENGTH, ROWS, WIDTH = 16, 5, 203, 6  # no mesh divides the rows
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
@@ -250,6 +250,19 @@ def test_an_update_compiles_once() -> None:
 
 
 # Verdicts
+
+
+@pytest.mark.parametrize("optimizer", [optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), optax.lamb(1e-3)])
+@pytest.mark.parametrize("loss", ["no table", "a table that is used whole, too"])
+def test_planning_without_a_table_compiles_nothing(loss: str, optimizer: optax.GradientTransformation) -> None:
+    def without(params: Any, batch: Any) -> Any:
+        return ((batch["target"][:, None] @ params["kernel"][:1]) ** 2).mean()
+
+    with recorded_events() as events:
+        step = make_step(without if loss == "no table" else tied, optimizer)
+    assert any("jaxpr_trace" in event for event in events)
+    assert [event for event in events if "backend_compile" in event] == []
+    assert {one for placements in placed(step).values() for one in placements} == {"replicated"}
 
 
 def tied(params: Any, batch: Any) -> Any:

@@ -1,9 +1,7 @@
 """A step on any mesh is the step on one device."""
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -27,6 +25,7 @@ from tests.parallel.models import (
     make_mesh,
     masked_loss,
     on_one_device,
+    recorded_events,
     single_device,
     specs,
 )
@@ -144,21 +143,6 @@ def test_variables_thread_through_microbatches() -> None:
     expected = 0.5 * (0.5 * batch["target"][0::2].mean()) + 0.5 * batch["target"][1::2].mean()
     np.testing.assert_allclose(state.variables["mean"], expected, rtol=1e-5)
     assert set(metrics) == {"loss"}
-
-
-@contextlib.contextmanager
-def recorded_events() -> Iterator[list[str]]:
-    """What JAX reports inside the block: traces and compilations among other things."""
-    events: list[str] = []
-
-    def listen(event: str, seconds: float, **_: Any) -> None:
-        events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield events
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_nothing_is_computed_before_init() -> None:

@@ -103,7 +103,8 @@ def _parallelize_loss(
     if _whole(strategies):
         plan = make_plan(mesh, strategies, variables_of(born.out_specs.params, "params"), microbatches=microbatches)
     else:
-        options, reads = row_options(optimizer, strategies), row_reads(program, microbatches=microbatches)
+        reads = row_reads(program, microbatches=microbatches)
+        options = row_options(optimizer, strategies, reads.sparse)
         plan = make_plan(mesh, strategies, reads.variables("params", options), microbatches=microbatches)
         if any(isinstance(p, Rows) for v in plan.variables for p in v.placements):
             arithmetic = WithTables(loss, optimizer, options, born, program, mesh, plan, reads=reads)

@@ -39,7 +39,8 @@ class RowReads(NamedTuple):
 
         def variable(uses: LeafUses) -> Variable:
             path = join(root, uses.name)
-            no_rows = options.no_rows(path) or ("" if uses.name in self.sparse else LATE)
+            late = LATE if uses.verdict == "sparse" else ""
+            no_rows = options.no_rows(path) if uses.name in self.sparse else late
             return Variable(path, uses.spec, uses, no_rows, self.microbatches)
 
         return [variable(uses) for uses in self.uses]

@@ -1,7 +1,7 @@
 """What a user's optimizer and strategies say of the tables of a step."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import optax
@@ -40,8 +40,15 @@ class RowOptions(NamedTuple):
         return "" if self.optimizer(path) is not None else self.why
 
 
-def row_options(optimizer: optax.GradientTransformation, strategies: Mapping[str, Strategy]) -> RowOptions:
-    """Gathers the options. **Raises:** `ArgumentError` where strategies contradict each other."""
+def row_options(
+    optimizer: optax.GradientTransformation, strategies: Mapping[str, Strategy], tables: Collection[str]
+) -> RowOptions:
+    """Gathers the options.
+
+    **Arguments:** `tables`: names of the variables that are read by rows; without any, the optimizer is asked nothing.
+
+    **Raises:** `ArgumentError` where strategies contradict each other.
+    """
     hybrids = {axis: strategy for axis, strategy in strategies.items() if isinstance(strategy, Hybrid)}
     by_pattern: dict[str, Any] = {}
     for axis, strategy in hybrids.items():
@@ -53,10 +60,13 @@ def row_options(optimizer: optax.GradientTransformation, strategies: Mapping[str
                 )
     raising = any(strategy.out_of_range == "raise" for strategy in hybrids.values())
     touched = {path: found for strategy in hybrids.values() for path, found in strategy.touched.items()}
+    out_of_range: OutOfRange = "raise" if raising else "as jax"
+    if not tables:
+        return RowOptions(None, "no variable is read by rows", by_pattern, out_of_range, touched, None)
     clipping = split_clipping(optimizer)
     moved = optimizer if clipping is None else clipping.inner
     try:
         default, why = recognized(moved) or row_optimizer(moved), ""
     except ArgumentError as error:
         default, why = None, str(error)
-    return RowOptions(default, why, by_pattern, "raise" if raising else "as jax", touched, clipping)
+    return RowOptions(default, why, by_pattern, out_of_range, touched, clipping)
