@@ -6,6 +6,7 @@ once: JAX would wait at the exit for ranks that wait for this one.
 
 import contextlib
 import os
+import re
 import runpy
 import socket
 import sys
@@ -22,6 +23,7 @@ from braidax.gang.meeting import MEETING, hosting
 from braidax.gang.member import is_consequence
 from braidax.gang.program import Program
 from braidax.gang.routes import address_towards
+from braidax.gang.standstill import naming_standstill
 from braidax.lifeline import LIFELINE, end_with
 
 NUM_FAILED = "launch/num-failed"
@@ -33,6 +35,8 @@ one did, and where JAX's coordinator is.
 """
 
 _THREADS_PER_DEVICE = 2
+_MIN_DEVICES = 32  # virtual ones, as many as a program may make by itself
+_FORCED_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _START_SECONDS = 300.0  # that the others may take to start, on slow disks and busy hosts
 
 
@@ -59,7 +63,15 @@ def main() -> None:
 
 
 def run(program: Program) -> None:
-    """Runs a program in this process, as `python` would."""
+    """Runs a program in this process, as `python` would; with JAX, a program that stands still says so."""
+    if program.initialize == "jax":
+        with naming_standstill(f"rank {os.environ['BRAIDAX_RANK']}"):
+            _run(program)
+    else:
+        _run(program)
+
+
+def _run(program: Program) -> None:
     if program.kind == "module":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv = [program.target, *program.arguments]
@@ -82,10 +94,7 @@ def initialize_jax(environ: Mapping[str, str], devices_per_process: int | None) 
         jax.config.update("jax_num_cpu_devices", devices_per_process)
     if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # XLA on CPU launches steps and runs collectives on one pool: when steps run ahead, a pool of as few threads as
-    # cores is full of those that wait for a peer, and what the peer waits for gets none.
-    threads = max(os.cpu_count() or 1, _THREADS_PER_DEVICE * (devices_per_process or 1))
-    os.environ.setdefault("PJRT_NPROC", str(threads))
+    os.environ.setdefault("PJRT_NPROC", str(num_threads(environ, devices_per_process)))
     with scoped_store(environ) as store:
         if rank == 0:
             address = _free_address(environ)
@@ -93,6 +102,19 @@ def initialize_jax(environ: Mapping[str, str], devices_per_process: int | None) 
         else:
             address = store.get(COORDINATOR, timeout_seconds=_START_SECONDS).decode()
     jax.distributed.initialize(address, size, rank, cluster_detection_method="deactivate")
+
+
+def num_threads(environ: Mapping[str, str], devices_per_process: int | None) -> int:
+    """Returns how many threads XLA on CPU is to have.
+
+    It launches steps and runs collectives on one pool: when steps run ahead, a pool of as few threads as devices is
+    full of those that wait for a peer, and what the peer waits for gets none. How many devices there are is known when
+    the program has made them, and the pool cannot grow then: so it is large enough for what programs make.
+
+    **Arguments:** `environ`: its `XLA_FLAGS` may name a number of devices. `devices_per_process`: that were asked for.
+    """
+    forced = max((int(found) for found in _FORCED_DEVICES.findall(environ.get("XLA_FLAGS", ""))), default=0)
+    return max(os.cpu_count() or 1, _THREADS_PER_DEVICE * max(devices_per_process or 0, forced, _MIN_DEVICES))
 
 
 @contextlib.contextmanager
