@@ -17,7 +17,7 @@ from benchmarks.harness import Report, take_turns
 from benchmarks.parallax.models import Model
 from benchmarks.parallax.systems import DENSE, GATHER, OURS, PLAIN, XLA, System, ours, plain, split_by_hybrid
 from benchmarks.parallax.traffic import FORMULA, Formulas
-from braidax.data.sources.source import allocate
+from braidax.data.source import allocate
 from braidax.tasks.bert import bert
 from braidax.tasks.dlrm import dlrm
 from braidax.tasks.lm1b import lm1b

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sources.source import Box, Indices, Sliced, Source
+from braidax.data.source import Box, Indices, Sliced, Source
 
 _TCP_INFO_BYTES = 256
 _BYTES_SENT = 200  # where tcpi_bytes_sent stands in it

@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from braidax.data import simulated_mesh
-from braidax.data.explain import explain
-from braidax.data.load_plan import plan_load
+from braidax.data.sharding.explain import explain
+from braidax.data.sharding.load_plan import plan_load
 
 NUM_DEVICES, NUM_PROCESSES = 4096, 512
 _BATCH = {

@@ -18,8 +18,8 @@ from benchmarks.parax.system import Arrays, System
 from benchmarks.parax.systems import Alpa, Grain, MaxText, Ours
 from benchmarks.parax.training import Step
 from braidax.data import Cursor
-from braidax.data.load_plan import plan_load
-from braidax.data.sources.source import allocate
+from braidax.data.sharding.load_plan import plan_load
+from braidax.data.source import allocate
 
 OURS, RAY, JAX, ALPA, GRAIN, MAXTEXT = "ours", "broadcast Ray", "broadcast JAX", "Alpa", "Grain", "MaxText"
 RAY_THREADS = "broadcast Ray, 4 x threads"

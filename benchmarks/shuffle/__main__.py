@@ -89,7 +89,7 @@ def _tokens(report: Report, scale: Scale, folder: Path, options: Any) -> None:
         running[f"torch, HF, {workers} workers"] = lambda workers=workers: rate(
             lambda: systems.torch_loader(_hf_torch(hugging), batch_size, workers=workers)
         )
-    running["braidax.data.torch, HF"] = lambda: rate(lambda: _ours_for_torch(_hf_torch(hugging), batch_size))
+    running["braidax.torch, HF"] = lambda: rate(lambda: _ours_for_torch(_hf_torch(hugging), batch_size))
     for threads in (0, *scale.grain_threads):  # 0: what Grain recommends for data in memory
         running[f"Grain, elements, {threads} threads"] = lambda threads=threads: rate(
             lambda: systems.grain_elements(rows, batch_size, threads=threads), warmup=1
@@ -117,7 +117,7 @@ def _texts(report: Report, scale: Scale, folder: Path, options: Any) -> None:
         "braidax": lambda: rate(lambda: systems.ours(padded(), batch_size)),
         "HF datasets, batched": lambda: rate(lambda: systems.hugging_face(path, batch_size)),
         "HF datasets, one by one": lambda: rate(lambda: systems.hugging_face_one_by_one(path, batch_size), warmup=1),
-        "braidax.data.torch, HF": lambda: rate(lambda: _ours_for_torch(_hf(path), batch_size)),
+        "braidax.torch, HF": lambda: rate(lambda: _ours_for_torch(_hf(path), batch_size)),
     }
     for workers in scale.workers:
         running[f"torch, HF, {workers} workers"] = lambda workers=workers: rate(
@@ -142,7 +142,7 @@ def _photos(report: Report, scale: Scale, folder: Path, options: Any) -> None:
     running: dict[str, Callable[[], float]] = {
         "braidax": lambda: rate(lambda: systems.ours(bx.open(path, image_size=(SIZE, SIZE)), batch_size)),
         "tf.data": lambda: rate(lambda: systems.tf_photos(path, batch_size, SIZE)),
-        "braidax.data.torch, PIL": lambda: rate(lambda: _ours_for_torch(photos, batch_size)),
+        "braidax.torch, PIL": lambda: rate(lambda: _ours_for_torch(photos, batch_size)),
     }
     for workers in scale.workers:
         running[f"torch, PIL, {workers} workers"] = lambda workers=workers: rate(
@@ -357,7 +357,7 @@ def _hf_torch(path: Path) -> Any:
 
 
 def _ours_for_torch(dataset: Any, batch_size: int) -> systems.Batches:
-    from braidax.data.torch import DataLoader
+    from braidax.torch import DataLoader
 
     while True:
         yield from DataLoader(dataset, batch_size, shuffle=True, drop_last=True)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from braidax.data.sources.source import Box, Source
+from braidax.data.source import Box, Source
 from braidax.gang import LocalGang
 
 RUN_SECONDS = 120.0

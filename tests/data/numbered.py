@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from braidax.data.loader import DataLoader
-from braidax.data.sources.source import Source
+from braidax.data.source import Source
 
 Before = Callable[[np.ndarray], None]
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-from braidax.data.sources.source import VARYING, Source, check_indices
+from braidax.data.source import VARYING, Source, check_indices
 
 
 def photo(seed: int = 0, height: int = 75, width: int = 100) -> np.ndarray:

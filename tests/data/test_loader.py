@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
-from braidax.data.order import Cursor
+from braidax.data.sampling.order import Cursor
 from braidax.errors import ArgumentError, SpecError
 from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.data.fetch import Threads
+from braidax.data.fetching.fetch import Threads
 from braidax.data.prefetch import prefetch_to_device
 from braidax.errors import ArgumentError, FormatError, RecordError, SpecError, WaitTimeout
 from tests.data.numbered import reading_threads

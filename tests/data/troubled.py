@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax._src import xla_bridge
 
-from braidax.data.sources.source import VARYING, Source
+from braidax.data.source import VARYING, Source
 from braidax.errors import FormatError, RecordError
 
 NUM_SAMPLES = 100_000

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from braidax.data.sources.source import VARYING, Source, allocate
+from braidax.data.source import VARYING, Source, allocate
 
 
 class Varying(Source):

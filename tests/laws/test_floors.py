@@ -16,7 +16,7 @@ FLOORS = (
     ("spans", "lifeline", "objects", "connections"),
     ("comm", "program"),
     ("gang", "data", "checkpoint"),
-    ("parallel", "frame"),
+    ("parallel", "frame", "torch"),
     ("report",),
     ("loop", "tune"),
     ("__init__",),
@@ -28,6 +28,7 @@ STRANGERS = (
     {"data", "comm"},  # who needs messages takes them as an argument
     {"checkpoint", "comm"},
 )
+FORMER_PLACES = {"braidax/data/torch.py"}  # re-exports for programs that import by the old name; nothing here does
 ALWAYS_THERE = {"jaxlib"}  # comes with JAX
 DISTRIBUTIONS = {
     "cv2": "opencv_python_headless",
@@ -43,7 +44,7 @@ INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 
 
 def room(name: str) -> str:
-    """Returns the room of a module: `braidax.data.sources.npy` is in `data`, `braidax` itself is `__init__`."""
+    """Returns the room of a module: `braidax.data.formats.npy` is in `data`, `braidax` itself is `__init__`."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -60,7 +61,7 @@ def upward(source: Path) -> list[str]:
             found.append(f"{module.path}: the room {here!r} has no floor")
             continue
         for line in imports(module, known):
-            if line.target.partition(".")[0] != "braidax" or room(line.target) == here:
+            if line.target.partition(".")[0] != "braidax" or room(line.target) == here or module.path in FORMER_PLACES:
                 continue
             there = room(line.target)
             strangers = any({here, there} <= group for group in STRANGERS)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from braidax.cli.machine import describe_mesh, make_mesh
 from braidax.data import DataLoader, Source, simulated_mesh
-from braidax.data.sources.source import allocate, is_varying
+from braidax.data.source import allocate, is_varying
 
 
 def inspect(

@@ -14,24 +14,24 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from braidax.data.depth import Depth
-from braidax.data.explain import Explanation, explain
-from braidax.data.fetch import Batch, Fetch
+from braidax.data.fetching.depth import Depth
+from braidax.data.fetching.fetch import Batch, Fetch
 from braidax.data.knobs import Knobs, Stats
-from braidax.data.like import devices_of, specs_like
-from braidax.data.load_plan import plan_load
-from braidax.data.load_sharding import device_grid
-from braidax.data.masks import MASK, Mask, split_mask
-from braidax.data.order import Cursor, Order, Remainder
-from braidax.data.processes.in_processes import InProcesses, in_processes
-from braidax.data.replicas import Replicas
-from braidax.data.rounds import Rounds, begin
-from braidax.data.sharding_specs import shared_batch_parts
-from braidax.data.skipping import skipping
-from braidax.data.small_leaves import quicker
-from braidax.data.sources import open as open_source
-from braidax.data.sources.source import Sliced, Source, batch_spec, is_varying, source_at
-from braidax.data.together import Together, agreeing, meeting
+from braidax.data.multihost.meeting import Together, agreeing, meeting
+from braidax.data.multihost.replicas import Replicas
+from braidax.data.multihost.rounds import Rounds, begin
+from braidax.data.multihost.small_leaves import quicker
+from braidax.data.open import open as open_source
+from braidax.data.sampling.order import Cursor, Order, Remainder
+from braidax.data.sharding.compiled_step import devices_of, specs_like
+from braidax.data.sharding.explain import Explanation, explain
+from braidax.data.sharding.load_plan import plan_load
+from braidax.data.sharding.load_sharding import device_grid
+from braidax.data.sharding.masks import MASK, Mask, split_mask
+from braidax.data.sharding.specs import shared_batch_parts
+from braidax.data.source import Sliced, Source, batch_spec, is_varying, source_at
+from braidax.data.transforms.skipping import skipping
+from braidax.data.workers.processes.in_processes import InProcesses, in_processes
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from braidax.data import Source
 from braidax.data import open as open_source
-from braidax.data.around import Around
-from braidax.data.sources.index import RecordIndex
-from braidax.data.sources.lines import scan_filled_lines
-from braidax.data.sources.records import Decoder, RecordSource
-from braidax.data.sources.source import Indices, check_indices, prepare, source_at
+from braidax.data.formats.records.index import RecordIndex
+from braidax.data.formats.records.lines import scan_filled_lines
+from braidax.data.formats.records.records import Decoder, RecordSource
+from braidax.data.source import Indices, check_indices, prepare, source_at
 from braidax.data.storage import open_files
 from braidax.data.storage.files import Bytes
+from braidax.data.transforms.wrapping import Around
 from braidax.errors import ArgumentError, FormatError, RecordError
 from braidax.tasks.dlrm_model import Sizes, init_dlrm, predict_clicks
 from braidax.tasks.task import Task, masked_mean

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from braidax.data import Source, stored
+from braidax.data import Source
 from braidax.data import open as open_source
-from braidax.data.measuring import progress
-from braidax.data.sources.index import cache_folder
+from braidax.data.formats.records.index import cache_folder
+from braidax.data.storage import derived as stored
+from braidax.data.transforms.text.measuring import progress
 from braidax.errors import ArgumentError, FormatError
 from braidax.tasks.lm1b_model import (
     Sizes,

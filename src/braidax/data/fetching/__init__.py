@@ -1,0 +1,1 @@
+"""Windows of batches, read unordered into fixed slots."""

@@ -1,0 +1,346 @@
+"""Fetching: threads fill the slots of coming batches, in any order, and send each full slot to its devices.
+
+A batch is cut into reads. Reads of a slow source are cut smaller, until there are some for every thread. One that
+takes much longer than the others is done a second time, into memory of its own (a hedge); whichever is first counts.
+The late one may still write into the batch's slot: so the slot is left to it, and the batch moves to another.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.fetching.slots import Slots
+from braidax.data.multihost.rounds import Confirmation
+from braidax.data.sharding.load_plan import LoadPlan, Reading
+from braidax.data.source import Box, PreparedSlices, Sliced, Source, prepare
+from braidax.data.workers.cores import cores_near
+from braidax.data.workers.threads import Threads
+from braidax.errors import BraidaxError, RecordError, WaitTimeout
+from braidax.spans import Trace, span
+
+_READ_BYTES = 1 << 21  # what one read fills at most: enough to drown the cost of a task, small enough to spread
+_READ_SECONDS = 1e-2  # what one read should take at most, where its rows can be cut
+_READS_EACH = 2  # of a batch, for each thread: more spread no better, and each costs some tenths of a millisecond
+_HEDGE_SECONDS = 0.05  # a read is never hedged earlier, unless told so
+_HEDGE_READS = 32  # nor before so many were seen
+_MAX_HEDGES = 8  # under way at once: a server that is slow for all must not get everything twice
+_VERDICT_SECONDS = 5.0  # which processes have, beyond the limit, to find out who kept them waiting
+_LATE_SECONDS = 1.0  # how long the end of a pass waits for reads whose hedges were first
+
+Draw = Callable[[], tuple[Source, NDArray[np.int64]]]
+_Rows = list[NDArray[Any] | None]
+
+
+class Fetch:
+    """The threads of one pass over a loader, and the batches they work on.
+
+    **Arguments:** `plan`: what to read and to where. `threads`: how many. `trace`: where the spans go.
+    `hedge_seconds`: how long a read for which the consumer waits may take until it is done a second time; None: as long
+    as 99 of 100 reads take, half as much again, and never less than 50 ms; 0: all reads are done twice.
+    """
+
+    def __init__(self, plan: LoadPlan, *, threads: int, trace: Trace, hedge_seconds: float | None = None) -> None:
+        self._plan = plan
+        self._local = np.flatnonzero(plan.local_rows())
+        self._trace = trace
+        self._slots = Slots(plan.num_bytes, keep=4)
+        devices = {device for leaf in plan.leaves for near in leaf.slices.values() for device in near}
+        self._threads = Threads(threads, "braidax-read", cores=cores_near(devices))
+        self._pace = _Pace(max(1, _READ_BYTES // max(plan.sample_bytes, 1)), hedge_seconds)
+        self._hedged: deque[_Read] = deque(maxlen=1024)
+        self.num_hedges = 0
+
+    def resize(self, *, threads: int, prefetch: int) -> None:
+        """Changes how many threads there are, and how many free slots are kept."""
+        self._threads.resize(threads)
+        self._slots.keep = prefetch + 2
+
+    def start(self, draw: Draw) -> "Batch":
+        """Begins to fetch a batch; all of the work is left to the threads.
+
+        **Arguments:** `draw`: returns the source and the samples, int64 `[n]`; where `n` is less than the batch's rows,
+        the rest is filled with zeros.
+        """
+        batch = Batch()
+        self._threads.run(self._begin, batch, draw)
+        return batch
+
+    def run(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Queues a call that raises nothing."""
+        self._threads.run(work, *arguments)
+
+    def result(self, batch: "Batch", *, timeout_seconds: float, what: str) -> Any:
+        """Waits for a batch that was started, and hedges reads of it that take too long.
+
+        **Returns:** the load arrays. **Raises:** what reading raised, or `WaitTimeout` that says `what` did not come.
+        """
+        with self._trace.active(), span("wait"):
+            deadline = time.monotonic() + timeout_seconds
+            if batch.confirmed is not None:
+                batch.confirmed.deadline = deadline
+            with self._threads.awaited() if not batch.future.done() else contextlib.nullcontext():
+                while not batch.future.done() and (left := deadline - time.monotonic()) > 0:
+                    try:
+                        batch.future.exception(timeout=min(left, self._pace.hedge_seconds or left))
+                    except TimeoutError:
+                        self._hedge(batch)
+            if not batch.future.done():
+                raise _timeout(what, timeout_seconds)
+            if batch.confirmed is not None:  # raises what this process raised, or another one
+                result_within(batch.confirmed.future, timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what)
+            return batch.future.result()
+
+    def close(self, *, timeout_seconds: float) -> None:
+        """Drops what has not begun, and waits for the reads under way.
+
+        **Raises:** `WaitTimeout` if they do not end in time; those whose hedges were first are not waited for.
+        """
+        late = any(read.is_late for read in self._hedged)
+        try:
+            self._threads.close(timeout_seconds=min(timeout_seconds, _LATE_SECONDS) if late else timeout_seconds)
+        except WaitTimeout:
+            if not late:
+                raise
+
+    def abandon(self) -> None:
+        """Drops what has not begun, and does not wait for reads that hang."""
+        self._threads.abandon()
+
+    def _begin(self, batch: "Batch", draw: Draw) -> None:
+        try:
+            batch.source, batch.indices = draw()
+            batch.memory = self._slots.take()
+            if self._plan.form == "slices":
+                self._prepare_slices(batch.source, batch.indices)
+            else:
+                prepare(batch.source, batch.indices[self._local[: np.searchsorted(self._local, len(batch.indices))]])
+        except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
+            batch.future.set_exception(raised)
+            return
+        least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
+        reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows(least))]
+        batch.num_left, batch.reads = len(reads), reads
+        if not reads:  # this process has no device
+            self._finish(batch)
+            return
+        if self._pace.hedge_seconds == 0:
+            for read in reads:
+                self._mark(read)
+                self._threads.run(self._fill_apart, batch, read)
+        if len(reads) == 1:
+            self._fill(batch, reads[0])
+            return
+        for read in reads:  # all behind those of batches that began before: these are wanted first
+            self._threads.run(self._fill, batch, read)
+
+    def _prepare_slices(self, source: Source, indices: NDArray[np.int64]) -> None:
+        if isinstance(source, PreparedSlices):
+            for start, stop, boxes in self._plan.reads(self._plan.batch_size):
+                source.prepare_slices(indices[start:stop], boxes)
+
+    def _hedge(self, batch: "Batch") -> None:
+        late = time.monotonic() - self._pace.hedge_seconds
+        room = _MAX_HEDGES - sum(read.is_hedged and not read.is_done for read in batch.reads)
+        waiting = [read for read in batch.reads if not read.is_hedged and not read.is_done and read.began <= late]
+        for read in sorted(waiting, key=lambda read: read.began)[: max(room, 0)]:
+            self._mark(read)
+            self._threads.run_apart(self._fill_apart, batch, read)
+
+    def _mark(self, read: "_Read") -> None:
+        read.is_hedged = True
+        self.num_hedges += 1
+        self._hedged.append(read)
+
+    def _fill(self, batch: "Batch", read: "_Read") -> None:
+        memory = batch.memory
+        if memory is None or read.is_done:
+            return  # a hedge was here first
+        read.began = time.monotonic()
+        error = self._attempt(batch, read, self._plan.rows(memory, read.reading))
+        self._pace.saw(read.reading.stop - read.reading.start, time.monotonic() - read.began)
+        self._deliver(batch, read, error, None)
+
+    def _fill_apart(self, batch: "Batch", read: "_Read") -> None:
+        rows = self._plan.empty_rows(read.reading)
+        self._deliver(batch, read, self._attempt(batch, read, rows), rows)
+
+    def _attempt(self, batch: "Batch", read: "_Read", rows: "_Rows") -> BaseException | None:
+        """Reads rows into place; returns what it raised."""
+        start, stop, boxes = read.reading
+        wanted = batch.indices[start:stop]
+        try:
+            if len(wanted) < stop - start:
+                for leaf in rows:
+                    if leaf is not None:
+                        leaf[len(wanted) :] = 0
+                rows = [None if leaf is None else leaf[: len(wanted)] for leaf in rows]
+            if len(wanted):
+                num_bytes = sum(leaf.nbytes for leaf in rows if leaf is not None)
+                with self._trace.active(), span("read", num_bytes=num_bytes):
+                    if self._plan.form == "samples":
+                        read_samples(batch.source, wanted, jax.tree.unflatten(self._plan.structure, rows))
+                    else:
+                        read_slices(batch.source, wanted, boxes, rows)
+        except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
+            return raised
+        return None
+
+    def _deliver(self, batch: "Batch", read: "_Read", error: BaseException | None, apart: Any) -> None:
+        """Counts a read that ended; the last one sends the batch."""
+        if batch.is_last(read, error, apart):
+            self._finish(batch)
+
+    def _finish(self, batch: "Batch") -> None:
+        try:
+            if batch.error is not None:
+                raise batch.error
+            batch.future.set_result(self._send(self._settled(batch)))
+        except BaseException as raised:  # noqa: BLE001 (likewise)
+            batch.future.set_exception(raised)
+        finally:
+            batch.memory = None
+
+    def _settled(self, batch: "Batch") -> NDArray[np.uint8]:
+        """Returns the memory of a batch in which nobody writes any more."""
+        assert batch.memory is not None, "a batch keeps its memory until it is sent"
+        hedged = [(read.reading, read.apart) for read in batch.reads if read.apart is not None]
+        if not hedged:
+            return batch.memory
+        memory = self._slots.take()
+        np.copyto(memory, batch.memory)
+        for reading, apart in hedged:
+            for place, rows in zip(self._plan.rows(memory, reading), apart, strict=True):
+                if place is not None and rows is not None:
+                    np.copyto(place, rows)
+        return memory
+
+    def _send(self, memory: NDArray[np.uint8]) -> Any:
+        with self._trace.active(), span("host-to-device", num_bytes=memory.nbytes):
+            return self._plan.arrays(memory)
+
+
+@dataclass(eq=False)
+class _Read:
+    """What one read brings: when it began, attempts that ended, the rows of a hedge that was first."""
+
+    reading: Reading
+    began: float = math.inf
+    is_hedged: bool = False
+    is_done: bool = False
+    num_ended: int = 0
+    apart: "_Rows | None" = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the hedge was first, and the read itself is still under way."""
+        return self.is_done and self.num_ended == 1 and math.isfinite(self.began)
+
+
+@dataclass(eq=False)
+class Batch:
+    """A batch under way: the future of its load arrays, whether other processes have theirs, the reads left."""
+
+    future: "Future[Any]" = field(default_factory=Future[Any])
+    confirmed: Confirmation | None = None
+    source: Any = None
+    indices: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    memory: NDArray[np.uint8] | None = None
+    reads: list[_Read] = field(default_factory=list[_Read], init=False)
+    num_left: int = field(default=0, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_last(self, read: _Read, error: BaseException | None, apart: Any) -> bool:
+        """Counts an attempt that ended: in place, or `apart`; returns whether the batch is complete by it.
+
+        The first attempt that succeeds counts, or the last one that fails.
+        """
+        with self._lock:
+            read.num_ended += 1
+            if read.is_done or (error is not None and read.is_hedged and read.num_ended == 1):
+                return False
+            read.is_done = True
+            read.apart = apart
+            self.error = self.error or error
+            self.num_left -= 1
+            return self.num_left == 0
+
+
+class _Pace:
+    """How long reads take: says how many rows the next ones have, and after how many seconds one is hedged."""
+
+    def __init__(self, max_rows: int, hedge_seconds: float | None) -> None:
+        self._max_rows = max_rows
+        self._row_seconds = 0.0
+        self._adapts = hedge_seconds is None
+        self.hedge_seconds = math.inf if hedge_seconds is None else hedge_seconds
+        self._seconds: deque[float] = deque(maxlen=256)
+        self._num_reads = 0
+
+    def saw(self, num_rows: int, seconds: float) -> None:
+        """Takes note of a read."""
+        per_row = seconds / num_rows
+        self._row_seconds = per_row if not self._row_seconds else 0.9 * self._row_seconds + 0.1 * per_row
+        self._seconds.append(seconds)
+        self._num_reads += 1
+        if self._adapts and self._num_reads % _HEDGE_READS == 0:
+            seen = sorted(self._seconds)
+            self.hedge_seconds = max(_HEDGE_SECONDS, 1.5 * seen[int(0.99 * len(seen))])
+
+    def num_rows(self, least: int) -> int:
+        """Returns how many rows one read should have. **Arguments:** `least`: as far as memory allows."""
+        return max(1, min(self._max_rows, max(least, int(_READ_SECONDS / max(self._row_seconds, 1e-9)))))
+
+
+def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:
+    """Reads samples into place; whatever a source raises becomes a braidax error that names the records."""
+    with _naming(source, indices):
+        source.read(indices, out)
+
+
+def read_slices(source: Source, indices: NDArray[np.int64], boxes: Sequence[Box | None], out: Sequence[Any]) -> None:
+    """Reads parts of samples into place, as `read_samples`. **Arguments:** as of `Sliced.read_slices`."""
+    with _naming(source, indices):
+        cast(Sliced, source).read_slices(indices, boxes, out)
+
+
+@contextlib.contextmanager
+def _naming(source: Source, indices: NDArray[np.int64]) -> Generator[None]:
+    try:
+        yield
+    except BraidaxError:
+        raise
+    except Exception as error:
+        listed = [int(index) for index in indices[:8]]
+        more = f"… ({len(indices)} in all)" if len(indices) > 8 else ""
+        raise RecordError(
+            f"source={type(source).__name__} raised {type(error).__name__}: {error}, while it read the records "
+            f"{listed}{more}; mend the source, or leave these records out"
+        ) from error
+
+
+def result_within(future: "Future[Any]", *, timeout_seconds: float, what: str) -> Any:
+    """Returns a future's result. **Raises:** what it raised, or `WaitTimeout` that says `what` did not come."""
+    try:
+        return future.result(timeout=timeout_seconds)
+    except TimeoutError as error:
+        if future.done():
+            raise
+        raise _timeout(what, timeout_seconds) from error
+
+
+def _timeout(what: str, timeout_seconds: float) -> WaitTimeout:
+    return WaitTimeout(
+        f"{what} did not come within timeout_seconds={timeout_seconds:g}; the source may hang, or be slower than that: "
+        "raise Knobs(timeout_seconds=...)"
+    )

@@ -1,0 +1,1 @@
+"""Samples of one size: arrays, tokens, fixed-width records."""

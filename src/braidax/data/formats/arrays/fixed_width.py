@@ -1,0 +1,193 @@
+"""Records of one width in several files or in an object store: npy and raw tokens, whose places are computed."""
+
+import functools
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from braidax.data.formats.arrays.arrays import npy_layout
+from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
+from braidax.data.formats.arrays.tokens import token_layout
+from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed, loader_dtype
+from braidax.data.storage.files import Files, Ranges
+from braidax.data.storage.local import LocalFiles
+from braidax.data.storage.mapped import Fetched, Mapped, Memory
+from braidax.errors import ArgumentError, FormatError
+
+_NPY_HEAD_BYTES = 1 << 12  # npy's header is rarely longer than 128 bytes
+_TOKEN_HEAD_BYTES = 12
+
+
+class Run(NamedTuple):
+    """The records of one file: where the first one begins, in bytes, and how many there are."""
+
+    offset: int
+    num_records: int
+
+
+class FixedSource(Source, Sliced):
+    """Samples that are records of one width, one behind the other in each file.
+
+    Where a record lies is computed: nothing is read or stored before it is asked for.
+
+    **Arguments:** `files`: local ones, which are mapped, or remote ones. `runs`: one for each file. `leaf`: its name.
+    `dtype`, `shape`: of one record as stored. `facts`: what `describe` shows first.
+
+    **Raises:** `FormatError` when there is no record at all, or for a dtype that JAX does not have.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        runs: Sequence[Run],
+        *,
+        leaf: str,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        facts: Mapping[str, str],
+    ) -> None:
+        self._files = files
+        self._memory: Memory = Mapped(files.names) if isinstance(files, LocalFiles) else Fetched(files)
+        self._runs = list(runs)
+        self._leaf = leaf
+        self._layout = RecordLayout(shape, dtype)
+        self._origins = self._memory.origins + np.array([run.offset for run in runs], np.int64)
+        self._starts = np.cumsum([0, *(run.num_records for run in runs)], dtype=np.int64)
+        self._facts = dict(facts)
+        self._where = f"{files.names[0]} ({len(files.names)} file(s))"
+        if not len(self):
+            raise FormatError(f"{self._where}: holds 0 samples; expected at least one")
+        self._spec = jax.ShapeDtypeStruct(shape, loader_dtype(dtype, where=files.names[0], leaf=leaf))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = {"leaf": self._leaf, **self._layout._asdict(), "facts": self._facts}
+        return functools.partial(FixedSource, **given), (self._files, self._runs)
+
+    @property
+    def sample_spec(self) -> Any:
+        """A dict with one leaf."""
+        return {self._leaf: self._spec}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """All dims of the leaf; where ranges are fetched, those along which a cut saves fetching."""
+        return [self._layout.cut_dims(gap_bytes=self._memory.gap_bytes)]
+
+    def read(self, indices: Indices, out: Any) -> None:
+        """Copies the records of a window: one vectorised gather, or one fetch of all their ranges."""
+        self.read_slices(indices, [self._layout.whole], [out[self._leaf]])
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        """Copies parts of records likewise: no other bytes are asked for."""
+        check_indices(indices, len(self), where=self._where)
+        (box,), (target,) = boxes, out
+        if box is None or target is None:
+            return
+        read_boxes(
+            self._memory.gather,
+            self._places(indices),
+            box,
+            target,
+            layout=self._layout,
+            records=indices,
+            where=self._where,
+            leaf=self._leaf,
+        )
+
+    def prepare(self, indices: Indices) -> None:
+        """Asks the storage to fetch these records ahead."""
+        self.prepare_slices(indices, [self._layout.whole])
+
+    def prepare_slices(self, indices: Indices, boxes: Sequence[Box | None]) -> None:
+        """Asks the storage to fetch parts of records ahead."""
+        inside, (box,) = indices[(indices >= 0) & (indices < len(self))], boxes
+        if box is not None:
+            runs = self._layout.runs(box)
+            places = (self._places(inside)[:, None] + runs.offsets).reshape(-1)
+            self._memory.prepare(places, np.full(len(places), runs.num_bytes, np.int64))
+
+    def describe(self) -> Mapping[str, str]:
+        """Returns format, files, samples and bytes."""
+        return {
+            **self._facts,
+            "files": listed([name.rpartition("/")[2] for name in self._memory.names]),
+            "samples": f"{len(self):,}",
+            "bytes": f"{len(self) * self._layout.num_bytes:,}",
+        }
+
+    def _places(self, indices: Indices) -> Indices:
+        file = np.searchsorted(self._starts, indices, side="right") - 1
+        return self._origins[file] + (indices - self._starts[file]) * self._layout.num_bytes
+
+
+def open_npy_files(files: Files) -> FixedSource:
+    """Opens npy files of one dtype and shape, but for their number of samples, as the leaf `"data"`.
+
+    **Raises:** `FormatError` for files that differ, are truncated, or in Fortran order.
+    """
+    layouts = [
+        npy_layout(io.BytesIO(head), where=name, size=size)
+        for head, name, size in zip(_heads(files, _NPY_HEAD_BYTES), files.names, files.sizes, strict=True)
+    ]
+    first = layouts[0]
+    for layout, name in zip(layouts, files.names, strict=True):
+        if not layout.shape or (layout.fortran_order and len(layout.shape) > 1):
+            raise FormatError(
+                f"{name}: holds an array of shape {layout.shape}{' in Fortran order' if layout.fortran_order else ''}; "
+                "expected samples one behind the other: save np.ascontiguousarray of an array [num_samples, ...]"
+            )
+        if layout.dtype != first.dtype or layout.shape[1:] != first.shape[1:]:
+            raise FormatError(
+                f"{name}: holds samples of {layout.dtype}{list(layout.shape[1:])}, expected "
+                f"{first.dtype}{list(first.shape[1:])} as in {files.names[0]}; open files of one kind together"
+            )
+    runs = [Run(layout.offset, layout.shape[0]) for layout in layouts]
+    return FixedSource(files, runs, leaf="data", dtype=first.dtype, shape=first.shape[1:], facts={"format": "npy"})
+
+
+def open_token_files(files: Files, *, sequence_length: int = 1024, dtype: DTypeLike | None = None) -> FixedSource:
+    """Opens files of token ids as samples `{"tokens": [sequence_length]}`, none of which reaches from file to file.
+
+    **Arguments:** as `open_tokens`. **Raises:** as `open_tokens`, and for files of different dtypes.
+    """
+    if sequence_length < 1:
+        raise ArgumentError(f"sequence_length={sequence_length}: expected at least 1 token in a sample")
+    layouts = [
+        token_layout(name, size, head, dtype)
+        for name, size, head in zip(files.names, files.sizes, _heads(files, _TOKEN_HEAD_BYTES), strict=True)
+    ]
+    stored = layouts[0][0]
+    for (found, _, _), name in zip(layouts, files.names, strict=True):
+        if found != stored:
+            raise FormatError(
+                f"{name}: holds tokens of {found}, expected {stored} as in {files.names[0]}; open files of one kind "
+                "together"
+            )
+    runs = [Run(offset, num_tokens // sequence_length) for _, offset, num_tokens in layouts]
+    num_tokens = sum(layout[2] for layout in layouts)
+    unused = num_tokens - sum(run.num_records for run in runs) * sequence_length
+    if not any(run.num_records for run in runs):
+        raise FormatError(
+            f"{files.names[0]}: no file of {len(runs)} holds as many tokens of {stored} as one sample of "
+            f"sequence_length={sequence_length}; expected at least that many: choose a smaller sequence_length"
+        )
+    facts = {
+        "format": f"tokens, {stored}" + (", llm.c header" if layouts[0][1] else ""),
+        "tokens": f"{num_tokens:,}, of which {unused:,} at the ends of the files are not used "
+        f"(sequence_length={sequence_length})",
+    }
+    return FixedSource(files, runs, leaf="tokens", dtype=stored, shape=(sequence_length,), facts=facts)
+
+
+def _heads(files: Files, num_bytes: int) -> list[bytes]:
+    sizes = np.array(files.sizes, np.int64)
+    every = np.arange(len(sizes))
+    heads = files.read(Ranges(every, np.zeros_like(every), np.minimum(sizes, num_bytes)))
+    return [bytes(head) for head in heads]

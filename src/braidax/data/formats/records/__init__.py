@@ -1,0 +1,1 @@
+"""Records of any length, found by an index."""

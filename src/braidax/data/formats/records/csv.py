@@ -1,0 +1,279 @@
+"""CSV and TSV: a header, then a record a line, or several lines where quotes hold newlines."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.formats.records.fields import Columns, Field, fields_of, sampled_indices
+from braidax.data.formats.records.index import Chunk, RecordIndex
+from braidax.data.formats.records.lines import BOM, between, chunks, decoded, first_byte
+from braidax.data.formats.records.records import Decoder, RecordSource
+from braidax.data.source import Indices
+from braidax.data.storage.files import Bytes, Files
+from braidax.errors import ArgumentError, FormatError, RecordError
+
+_NEWLINE, _RETURN, _QUOTE = 10, 13, 34
+
+
+def open_csv(
+    files: Files, *, columns: Columns | None = None, delimiter: str | None = None, cache: Path | None = None
+) -> RecordSource:
+    """Opens CSV or TSV files (RFC 4180): each begins with the same header; empty lines are no records.
+
+    Columns of whole numbers are int32, of other numbers float32, all others text of varying size. In CSV a field in
+    double quotes may hold delimiters, newlines and, doubled, quotes. In TSV a quote is a letter as any other.
+
+    **Arguments:** `files`: UTF-8. `columns`: to read, in order, or what each of them holds; see `Columns`. `delimiter`:
+    one character; by default a tab for names that end in `.tsv`, else a comma. `cache`: as `RecordIndex.build`.
+
+    **Raises:** `FormatError` for headers that differ, repeat a name or leave one out, and for quotes that RFC 4180 does
+    not allow; `ArgumentError` for options that cannot work; `RecordError` for a record with too many or too few fields.
+    """
+    if delimiter is None:
+        delimiter = "\t" if ".tsv" in files.names[0].rpartition("/")[2] else ","
+    if len(delimiter) != 1 or ord(delimiter) > 127 or delimiter in '"\r\n':
+        raise ArgumentError(f"delimiter={delimiter!r}: expected one ASCII character, no quote and no line end")
+    style = _Style(delimiter)
+    header = _header(files)
+    names = _names(header, style, files.names[0])
+    kind = f"csv-{ord(delimiter)}"
+    index = RecordIndex.build(files, functools.partial(_scan, style=style, header=header), kind=kind, cache=cache)
+    if not len(index):
+        raise FormatError(
+            f"{files.names[0]}: holds a header and 0 records in {len(files.names)} file(s); expected some"
+        )
+    ranges = index.ranges(sampled_indices(len(index)))
+    rows: list[list[str]] = []
+    for number, payload in enumerate(files.read(ranges)):
+        where = f"{files.names[int(ranges.file[number])]}, the record at byte {int(ranges.offset[number]):,}"
+        rows.append(style.split(payload, len(names), lambda where=where: where))
+    sampled = {name: _parsed(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+    fields = fields_of(sampled, columns, where=files.names[0])
+    facts = {"format": "TSV" if delimiter == "\t" else "CSV"}
+    return RecordSource(files, index, _Rows(fields, names, style), facts)
+
+
+class _Style:
+    """How fields are told apart."""
+
+    def __init__(self, delimiter: str) -> None:
+        self.delimiter = delimiter
+        self.quotes = delimiter != "\t"
+
+    def split(self, payload: Bytes, num_fields: int, where: Callable[[], str]) -> list[str]:
+        """Returns the fields of a record."""
+        text = decoded(payload, where)
+        fields = self._quoted(text, where) if self.quotes and '"' in text else text.split(self.delimiter)
+        if len(fields) != num_fields:
+            raise RecordError(
+                f"{where()}: has {len(fields)} fields, expected {num_fields} as in the header; quote fields that hold "
+                f"a {self.delimiter!r} or a newline, or mend the record"
+            )
+        return fields
+
+    def _quoted(self, text: str, where: Callable[[], str]) -> list[str]:
+        fields: list[str] = []
+        at = 0
+        while True:
+            if text.startswith('"', at):
+                end = text.find('"', at + 1)
+                while text.startswith('""', end):
+                    end = text.find('"', end + 2)
+                if end < 0 or text[end + 1 : end + 2] not in ("", self.delimiter):
+                    raise RecordError(
+                        f"{where()}: field {len(fields)} has a quote inside quotes; expected it to be doubled: mend it"
+                    )
+                fields.append(text[at + 1 : end].replace('""', '"'))
+                end += 1
+            else:
+                found = text.find(self.delimiter, at)
+                end = len(text) if found < 0 else found
+                fields.append(text[at:end])
+            if end == len(text):
+                return fields
+            at = end + 1
+
+
+class _Rows(Decoder):
+    """Rows of a table of which some columns are read."""
+
+    def __init__(self, fields: Sequence[Field], names: Sequence[str], style: _Style) -> None:
+        self._fields = list(fields)
+        self._columns = [names.index(field.name) for field in fields]
+        self._num_fields = len(names)
+        self._style = style
+
+    @property
+    def sample_spec(self) -> Any:
+        return {field.name: field.spec for field in self._fields}
+
+    def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
+        rows = [
+            self._style.split(payload, self._num_fields, lambda row=row: where(row))
+            for row, payload in enumerate(payloads)
+        ]
+        for field, column in zip(self._fields, self._columns, strict=True):
+            values: list[Any] = [row[column] for row in rows]
+            field.store(_numbers(values, field, where) if field.is_numeric else values, out[field.name], where)
+
+
+def _numbers(values: list[str], field: Field, where: Callable[[int], str]) -> list[Any]:
+    number = {"f": _float, "b": _bool}.get(field.wide.kind, _int)
+    try:
+        return [number(value) for value in values]
+    except ValueError as error:
+        row = next(row for row, value in enumerate(values) if not _is(number, value))
+        raise RecordError(
+            f"{where(row)}: column {field.name!r} holds {values[row]!r}, expected {field.dtype} as in the records that "
+            f"were looked at first; mend the record, leave the column out, or read it as text with "
+            f"columns={{{field.name!r}: str, …}}"
+        ) from error
+
+
+def _int(text: str) -> int:
+    if "_" in text:  # which Python allows
+        raise ValueError(text)
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if "_" in text:
+        raise ValueError(text)
+    return float(text)
+
+
+def _bool(text: str) -> bool:
+    value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+    if value is None:
+        raise ValueError(text)
+    return value
+
+
+def _is(number: Callable[[str], Any], text: str) -> bool:
+    try:
+        number(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parsed(values: Sequence[str]) -> list[Any]:
+    """Returns a column's values as the numbers that they are, all of them; else as text. Empty ones do not count."""
+    filled = [value for value in values if value]
+    for number in (_int, _float):
+        if filled and all(_is(number, value) for value in filled):
+            return [number(value) for value in filled]
+    return list(values)
+
+
+def _header(files: Files) -> bytes:
+    """Returns the header of the first file, without line end and byte order mark."""
+    head, start = b"", 0
+    with files.open(0) as file:
+        for base, chunk in chunks(file):
+            start = first_byte(chunk, files.names[0]) if base == 0 else start
+            head += chunk.tobytes()
+            at = head.find(b"\n", start)
+            while at >= 0 and head.count(b'"', start, at) % 2:
+                at = head.find(b"\n", at + 1)
+            if at >= 0:
+                return head[start:at].removesuffix(b"\r")
+    return head[start:]
+
+
+def _names(header: bytes, style: _Style, name: str) -> list[str]:
+    columns = style.split(header, 1 + header.count(style.delimiter.encode()), lambda: f"{name}, the header")
+    wrong = [column for column in columns if not column or columns.count(column) > 1]
+    if wrong:
+        raise FormatError(
+            f"{name}: the first line is no header: {wrong[0]!r} is empty or stands there twice, in {columns[:8]}; "
+            "expected a name for each column: write one as the first line"
+        )
+    return columns
+
+
+def _scan(file: IO[bytes], name: str, *, style: _Style, header: bytes) -> Iterator[Chunk]:
+    """Finds the records of a file that are not empty, except its header."""
+    head = file.read(len(BOM) + len(header) + 1).removeprefix(BOM)
+    file.seek(0)
+    if head and (head[: len(header)] != header or head[len(header) : len(header) + 1] not in (b"", b"\r", b"\n")):
+        raise FormatError(
+            f"{name}: begins with {head[:80]!r}, expected the header {header[:80]!r} as in the first file; write the "
+            "files with one header"
+        )
+    is_header = True
+    for offsets, lengths in _scan_records(file, name, style):
+        filled = lengths > 0
+        filled[0] &= not is_header
+        is_header = False
+        yield offsets[filled], lengths[filled]
+
+
+def _scan_records(file: IO[bytes], name: str, style: _Style) -> Iterator[Chunk]:
+    """Finds all records: a newline ends one where the number of quotes before it is even."""
+    tail, start, end, num_quotes = _NEWLINE, 0, 0, 0
+    quotes = _Quotes(style, name)
+    for base, chunk in chunks(file):
+        if base == 0:
+            start = first_byte(chunk, name)
+        ends = np.flatnonzero(chunk == _NEWLINE)
+        if style.quotes:
+            found = np.flatnonzero(chunk == _QUOTE)
+            quotes.check(chunk, base, start if base == 0 else -1, found, num_quotes)
+            ends = ends[(np.searchsorted(found, ends) + num_quotes) % 2 == 0]
+            num_quotes += len(found)
+        if ends.size:
+            yield between(chunk, base, tail, start, ends)
+            start = base + int(ends[-1]) + 1
+        tail = int(chunk[-1])
+        end = base + len(chunk)
+    if num_quotes % 2:
+        raise FormatError(
+            f"{name}: a quote is opened in the record at byte {start:,} and never closed; the file is truncated, or a "
+            "quote is not doubled: mend it"
+        )
+    if end > start:
+        yield np.array([start]), np.array([end - start - (tail == _RETURN)])
+
+
+class _Quotes:
+    """Checks that quotes stand where RFC 4180 has them, so that counting them tells where a record ends."""
+
+    def __init__(self, style: _Style, name: str) -> None:
+        self._delimiter = ord(style.delimiter)
+        self._name = name
+        self._before = _NEWLINE  # the byte before the chunk
+        self._closing = -1  # where the chunk before ended with a closing quote, else -1
+
+    def check(
+        self, chunk: NDArray[np.uint8], base: int, start: int, quotes: NDArray[np.int64], num_quotes: int
+    ) -> None:
+        """Takes the next chunk; `start`: of the text in the first one. `quotes`: their places; `num_quotes`: before."""
+        if self._closing >= 0 and chunk[0] not in (self._delimiter, _NEWLINE, _RETURN, _QUOTE):
+            raise self._wrong(self._closing)
+        opening = quotes[num_quotes % 2 :: 2]
+        before = chunk[np.maximum(opening - 1, 0)]
+        if opening.size and opening[0] == 0:
+            before[0] = self._before
+        allowed = (before == self._delimiter) | (before == _NEWLINE) | (before == _QUOTE) | (opening == start)
+        if not allowed.all():
+            raise self._wrong(base + int(opening[np.argmin(allowed)]))
+        closing = quotes[1 - num_quotes % 2 :: 2]
+        inside = closing[closing < len(chunk) - 1]
+        after = chunk[inside + 1]
+        allowed = (after == self._delimiter) | (after == _NEWLINE) | (after == _RETURN) | (after == _QUOTE)
+        if not allowed.all():
+            raise self._wrong(base + int(inside[np.argmin(allowed)]))
+        self._closing = base + int(closing[-1]) if len(inside) < len(closing) else -1
+        self._before = int(chunk[-1])
+
+    def _wrong(self, place: int) -> FormatError:
+        return FormatError(
+            f"{self._name}: a quote at byte {place:,} is neither the border of a field nor doubled inside one (RFC "
+            '4180), so it cannot be told where records end; write "" for a quote, and quotes around the field that '
+            "holds it"
+        )

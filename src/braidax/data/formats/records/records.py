@@ -1,0 +1,88 @@
+"""Sources whose samples are records: ranges of bytes in files, found through an index and made into leaves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from braidax.data.formats.records.index import Index
+from braidax.data.source import Indices, Source, check_indices, listed
+from braidax.data.storage.files import Bytes, Files
+from braidax.errors import FormatError
+from braidax.spans import span
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """Makes samples of the bytes of records."""
+
+    @property
+    def sample_spec(self) -> Any:
+        """The shape and dtype of every leaf of one sample, as `Source.sample_spec`."""
+        ...
+
+    def decode(self, payloads: Sequence[Bytes], indices: Indices, out: Any, where: Callable[[int], str]) -> None:
+        """Makes samples of records, in place; called from many threads at once.
+
+        **Arguments:** `payloads`: the bytes of each record; they may be a view of a larger buffer and are not to be
+        kept. `indices`: int64 `[n]`, the numbers of the records in the source. `out`: as `Source.read` gets it.
+        `where`: names the file and the record of the payload with a number, for errors.
+
+        **Raises:** `RecordError` for a record that cannot be decoded.
+        """
+        ...
+
+
+class RecordSource(Source):
+    """Samples that are ranges of bytes in files, local or remote.
+
+    **Arguments:** `files`: local or remote ones. `index`: where the records lie. `decoder`: makes samples of them.
+    `facts`: what `describe` shows first, beginning with `"format"`.
+
+    **Raises:** `FormatError` when there is no record at all.
+    """
+
+    def __init__(self, files: Files, index: Index, decoder: Decoder, facts: Mapping[str, str]) -> None:
+        if len(index) == 0:
+            raise FormatError(f"{files.names[0]}: holds 0 records in {len(files.names)} file(s); expected at least one")
+        self._files = files
+        self._index = index
+        self._decoder = decoder
+        self._facts = dict(facts)
+
+    @property
+    def sample_spec(self) -> Any:
+        """What the decoder makes of a record."""
+        return self._decoder.sample_spec
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def read(self, indices: Indices, out: Any) -> None:
+        """Reads the records of a window together, and decodes them into place."""
+        check_indices(indices, len(self), where=f"{self._files.names[0]} ({len(self._files.names)} file(s))")
+        if not len(indices):
+            return
+        ranges = self._index.ranges(indices)
+
+        def where(number: int) -> str:
+            file = int(ranges.file[number])
+            record = int(indices[number] - self._index.starts[file])
+            return f"{self._files.names[file]}, record {record} (at byte {int(ranges.offset[number]):,})"
+
+        payloads = self._files.read(ranges)
+        with span("decode", num_bytes=int(ranges.length.sum())):
+            self._decoder.decode(payloads, indices, out, where)
+
+    def prepare(self, indices: Indices) -> None:
+        """Asks the storage to fetch the bytes of these records ahead."""
+        inside = indices[(indices >= 0) & (indices < len(self))]
+        self._files.prepare(self._index.ranges(inside))
+
+    def describe(self) -> Mapping[str, str]:
+        """Returns format, files, samples, bytes and index."""
+        return {
+            **self._facts,
+            "files": listed([name.rpartition("/")[2] for name in self._files.names]),
+            "samples": f"{len(self):,}",
+            "bytes": f"{sum(self._files.sizes):,}",
+            "index": self._index.describe(),
+        }

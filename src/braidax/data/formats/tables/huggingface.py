@@ -1,0 +1,163 @@
+"""Folders that Hugging Face `datasets` writes: which Arrow files a split has, and which rows of them."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.formats.tables.tables import arrow, arrow_ipc
+from braidax.data.source import Box, Indices, Sliced, Source, check_indices, prepare
+from braidax.errors import ArgumentError, FormatError
+
+DEFAULT_SPLIT = "train"
+
+_INDICES = ("_indices_data_files", "_indices_files")  # what different versions of datasets call it
+
+
+class Folder(NamedTuple):
+    """One split: its Arrow files in order, the files of its indices mapping, its columns (all if None), its name."""
+
+    files: list[Path]
+    indices: list[Path]
+    columns: list[str] | None
+    split: str | None
+
+
+def is_huggingface(path: Path) -> bool:
+    """Says whether a folder is one that `save_to_disk` wrote, or that `load_dataset` left in its cache."""
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return True
+    return (path / "dataset_info.json").is_file() and any(path.glob("*.arrow"))
+
+
+def read_folder(path: Path, split: str | None) -> Folder:
+    """Finds the files of a split.
+
+    **Arguments:** `path`: for which `is_huggingface` holds. `split`: its name; `"train"`, or the only one, by default.
+
+    **Raises:** `ArgumentError` for a split that is not there; `FormatError` for a folder that is not whole.
+    """
+    if (path / "dataset_dict.json").is_file():
+        splits = [str(name) for name in _json(path / "dataset_dict.json", "splits")]
+        chosen = _chosen(path, splits, split)
+        return read_folder(path / chosen, None)._replace(split=chosen)
+    if not (path / "state.json").is_file():
+        return _cache_folder(path, split)
+    state = _json(path / "state.json")
+    name = state.get("_split")
+    if split is not None and split != name:
+        raise ArgumentError(f"split={split!r}: {path} holds one split, {name!r}; leave it out")
+    try:
+        files = [path / entry["filename"] for entry in state["_data_files"]]
+        indices = [path / entry["filename"] for key in _INDICES for entry in state.get(key) or ()]
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{path / 'state.json'}: lacks {error} of its data files; save the dataset again") from error
+    columns = state.get("_format_columns")
+    return Folder(_present(files), _present(indices), columns and [str(column) for column in columns], name)
+
+
+def selected(source: Source, folder: Folder) -> Source:
+    """Returns the rows that the indices mapping of a dataset selects, in its order; the source itself without one."""
+    if not folder.indices:
+        return source
+    parts: list[NDArray[Any]] = []
+    for path in folder.indices:
+        try:
+            with arrow().memory_map(str(path)) as file, arrow_ipc().open_stream(file) as reader:
+                parts.append(reader.read_all().column(0).to_numpy())
+        except (arrow().ArrowException, OSError, IndexError) as error:
+            raise FormatError(
+                f"{path}: the indices mapping is truncated or corrupt ({error}); save the dataset again, with "
+                "flatten_indices() before"
+            ) from error
+    rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    if not len(rows):
+        raise FormatError(f"{folder.indices[0]}: selects 0 records; expected at least one")
+    if int(rows.max()) >= len(source):
+        raise FormatError(
+            f"{folder.indices[0]}: selects record {int(rows.max())} of {len(source)}; it belongs to other files: save "
+            "the dataset again"
+        )
+    return (_SelectedSlices if isinstance(source, Sliced) else _Selected)(source, rows)
+
+
+class _Selected(Source):
+    """Some of the samples of a source, in another order."""
+
+    def __init__(self, source: Source, rows: NDArray[Any]) -> None:
+        self._source = source
+        self._rows = rows
+
+    @property
+    def sample_spec(self) -> Any:
+        return self._source.sample_spec
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, indices: Indices, out: Any) -> None:
+        self._source.read(self._found(indices), out)
+
+    def prepare(self, indices: Indices) -> None:
+        prepare(self._source, self._rows[indices].astype(np.int64))
+
+    def describe(self) -> Mapping[str, str]:
+        stored = f"{len(self):,} of {len(self._source):,} stored, selected by an indices mapping"
+        return {**self._source.describe(), "samples": f"{len(self):,}", "indices": stored}
+
+    def _found(self, indices: Indices) -> Indices:
+        check_indices(indices, len(self), where="the indices mapping")
+        return self._rows[indices].astype(np.int64)
+
+
+class _SelectedSlices(_Selected, Sliced):
+    """Some of the samples of a source that can be read in part."""
+
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        return cast(Sliced, self._source).cut_dims
+
+    def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
+        cast(Sliced, self._source).read_slices(self._found(indices), boxes, out)
+
+
+def _cache_folder(path: Path, split: str | None) -> Folder:
+    """Finds the files that `load_dataset` left: `name-split.arrow`, or `name-split-00000-of-00002.arrow`."""
+    known = _json(path / "dataset_info.json").get("splits") or {}
+    found: dict[str, list[Path]] = {}
+    for file in sorted(path.glob("*.arrow")):
+        stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.stem)
+        for name in known:
+            if stem == name or stem.endswith(f"-{name}"):
+                found.setdefault(name, []).append(file)
+    chosen = _chosen(path, list(found), split)
+    return Folder(found[chosen], [], None, chosen)
+
+
+def _chosen(path: Path, splits: list[str], split: str | None) -> str:
+    if not splits:
+        raise FormatError(f"{path}: holds no split of a dataset; save it again")
+    default = DEFAULT_SPLIT if DEFAULT_SPLIT in splits or len(splits) > 1 else splits[0]
+    chosen = default if split is None else split
+    if chosen not in splits:
+        raise ArgumentError(f"split={split!r}: expected one of the splits of {path}, which are {splits}")
+    return chosen
+
+
+def _present(files: list[Path]) -> list[Path]:
+    for file in files:
+        if not file.is_file():
+            raise FormatError(f"{file}: is missing, but state.json names it; copy the folder as a whole")
+    return files
+
+
+def _json(path: Path, key: str | None = None) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if key is None else found[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path}: is truncated or corrupt ({error!r}); save the dataset again") from error

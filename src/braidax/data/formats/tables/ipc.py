@@ -1,0 +1,212 @@
+"""Where the record batches and buffers of Arrow IPC files lie, read from their metadata without touching the data.
+
+Source: the Arrow columnar format, "Serialization and Interprocess Communication (IPC)", with `Message.fbs`, `File.fbs`
+and the binary format of FlatBuffers. Metadata is read here, not by pyarrow, because pyarrow decompresses a batch before
+it says where it was.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.storage.files import Bytes
+from braidax.data.storage.mapped import Memory
+from braidax.errors import FormatError
+
+FILE_MAGIC = b"ARROW1"
+STREAM_MARK = b"\xff\xff\xff\xff"
+
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # what the header of a message is
+_BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
+_PAIR = np.dtype(("<i8", 2))
+_MAX_ROWS = 1 << 48
+
+
+class Batch(NamedTuple):
+    """A record batch: place and bytes of its message, its records, and what its metadata says.
+
+    `nodes`: `(length, null_count)` of each node of the schema, depth first. `buffers`: `(place, length)` of each.
+    """
+
+    place: int
+    num_bytes: int
+    num_rows: int
+    is_compressed: bool
+    nodes: NDArray[np.int64]
+    buffers: NDArray[np.int64]
+
+
+class Layout(NamedTuple):
+    """One file: its schema's message, its batches, and `(place, bytes, batches before it)` of each dictionary."""
+
+    schema: bytes
+    batches: list[Batch]
+    dictionaries: list[tuple[int, int, int]]
+
+
+def read_layout(memory: Memory, file: int) -> Layout:
+    """Reads the layout of a file in the file or the stream format of Arrow IPC.
+
+    **Arguments:** `memory`: holds the file. `file`: its number there.
+
+    **Raises:** `FormatError` for a file that is neither, or is truncated.
+    """
+    name, size = memory.names[file], memory.sizes[file]
+    origin = int(memory.origins[file])
+
+    def read(offset: int, length: int) -> Bytes:
+        if offset < 0 or length < 0 or offset + length > size:
+            raise FormatError(
+                f"{name}: truncated: {size:,} bytes, but its metadata speaks of bytes {offset:,} to "
+                f"{offset + length:,}; copy or write it again"
+            )
+        return memory.piece(file, offset, length)
+
+    try:
+        head = bytes(read(0, min(8, size)))
+        if head.startswith((FILE_MAGIC, STREAM_MARK)):
+            is_file = head.startswith(FILE_MAGIC)
+            layout = _file_layout(memory, read, origin, size) if is_file else _stream_layout(read, origin, size)
+            if _message(layout.schema).table(2).number(0, "<h"):
+                raise ValueError("its numbers are big-endian")
+            return layout
+    except (struct.error, IndexError, ValueError) as error:
+        raise FormatError(
+            f"{name}: the Arrow metadata of a file of {size:,} bytes is truncated or corrupt ({error}); copy or write "
+            "it again"
+        ) from error
+    raise FormatError(
+        f"{name}: begins with {head!r}, expected {FILE_MAGIC!r} (Arrow IPC file, Feather) or {STREAM_MARK!r} (Arrow "
+        "IPC stream); write it anew as one of them"
+    )
+
+
+def _file_layout(memory: Memory, read: Callable[[int, int], Bytes], origin: int, size: int) -> Layout:
+    tail = bytes(read(size - 10, 10))
+    if tail[4:] != FILE_MAGIC:
+        raise ValueError(f"it ends with {tail[4:]!r}, not with {FILE_MAGIC!r}")
+    footer_bytes = int.from_bytes(tail[:4], "little")
+    footer_data = bytes(read(size - 10 - footer_bytes, footer_bytes))
+    footer = _root(footer_data)
+    blocks = {name: footer.structs(field, _BLOCK) for name, field in {"dictionaries": 2, "batches": 3}.items()}
+    dictionaries = [
+        (origin + int(block["offset"]), int(block["metadata"] + block["body"]), 0) for block in blocks["dictionaries"]
+    ]
+    found = blocks["batches"]
+    for block in (found, blocks["dictionaries"]):
+        edges = np.stack([block[name].astype(np.int64) for name in ("offset", "metadata", "body")])
+        if ((edges < 0) | (edges > size)).any() or (edges.sum(axis=0) > size).any():
+            raise ValueError("a block of the footer lies outside of the file")
+    metadata = memory.slices(found["offset"] + origin, found["metadata"].astype(np.int64))
+    batches = [
+        _batch(_message(piece), origin + offset, length)
+        for piece, offset, length in zip(metadata, found["offset"].tolist(), found["metadata"].tolist(), strict=True)
+    ]
+    return Layout(_schema_message(footer_data, footer), batches, dictionaries)
+
+
+def _schema_message(footer_data: bytes, footer: "_Table") -> bytes:
+    """Returns a message whose header is the footer's schema: what stands before the batches is not always one.
+
+    Offsets in a FlatBuffer are relative, so the footer becomes part of the message as it is.
+    """
+    version, schema = footer.number(0, "<h"), footer.table(1)
+    vtable = struct.pack("<5H2x", 10, 12, 8, 10, 4)  # sizes of itself and the table; where its fields are
+    table = struct.pack("<iIhBx", 12, 32 - 20 + schema.position, version, _SCHEMA)
+    message = struct.pack("<I", 16) + vtable + table + bytes(4) + footer_data
+    message += bytes(-len(message) % 8)
+    return STREAM_MARK + struct.pack("<I", len(message)) + message
+
+
+def _stream_layout(read: Callable[[int, int], Bytes], origin: int, size: int) -> Layout:
+    schema, batches, dictionaries = b"", list[Batch](), list[tuple[int, int, int]]()
+    offset = 0
+    while offset < size:
+        mark = bytes(read(offset, 8))
+        length = int.from_bytes(mark[4:], "little")
+        if mark[:4] != STREAM_MARK:
+            raise ValueError(f"byte {offset:,} begins no message")
+        if length == 0:
+            break
+        piece = read(offset, 8 + length)
+        message = _message(piece)
+        kind, body_bytes = message.number(1, "<B"), message.number(3, "<q")
+        num_bytes = 8 + length + body_bytes
+        if body_bytes < 0 or offset + num_bytes > size:
+            raise ValueError(f"the message at byte {offset:,} ends behind the file's end")
+        if kind == _SCHEMA:
+            schema = bytes(piece)
+        elif kind == _DICTIONARY:
+            dictionaries.append((origin + offset, num_bytes, len(batches)))
+        elif kind == _BATCH:
+            batches.append(_batch(message, origin + offset, 8 + length))
+        offset += num_bytes
+    return Layout(schema, batches, dictionaries)
+
+
+def _message(piece: Bytes) -> "_Table":
+    if bytes(piece[:4]) != STREAM_MARK:
+        raise ValueError("a message of Arrow before 0.15 is not known")
+    return _root(piece[8:])
+
+
+def _batch(message: "_Table", place: int, metadata_bytes: int) -> Batch:
+    if message.number(1, "<B") != _BATCH:
+        raise ValueError("a block of the footer is no record batch")
+    header = message.table(2)
+    buffers = header.structs(2, _PAIR).astype(np.int64)
+    num_bytes = metadata_bytes + message.number(3, "<q")
+    if len(buffers) and (buffers.min() < 0 or (buffers > num_bytes - metadata_bytes - buffers[:, ::-1]).any()):
+        raise ValueError("a buffer lies outside its record batch")
+    buffers[:, 0] += place + metadata_bytes
+    nodes = header.structs(1, _PAIR).astype(np.int64)
+    num_rows = header.number(0, "<q")
+    if not 0 <= num_rows < _MAX_ROWS or (len(nodes) and not 0 <= nodes.min() <= nodes.max() < _MAX_ROWS):
+        raise ValueError(f"a record batch of {num_rows:,} records cannot be")
+    return Batch(place, num_bytes, num_rows, header.has(3), nodes, buffers)
+
+
+class _Table:
+    """A table of a FlatBuffer; `field` numbers are those of the schema, in order."""
+
+    def __init__(self, data: Bytes, position: int) -> None:
+        self._data = data
+        self.position = position
+        self._vtable = position - struct.unpack_from("<i", data, position)[0]
+        if self._vtable < 0:
+            raise ValueError("a FlatBuffer's table lies outside of it")
+        self._num_fields = struct.unpack_from("<H", data, self._vtable)[0] // 2 - 2
+
+    def has(self, field: int) -> bool:
+        return self._at(field) > 0
+
+    def number(self, field: int, code: str) -> int:
+        position = self._at(field)
+        return struct.unpack_from(code, self._data, position)[0] if position else 0
+
+    def table(self, field: int) -> "_Table":
+        position = self._at(field)
+        if not position:
+            raise ValueError(f"a FlatBuffer lacks its field {field}")
+        return _Table(self._data, position + struct.unpack_from("<I", self._data, position)[0])
+
+    def structs(self, field: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        position = self._at(field)
+        if not position:
+            return np.empty(0, dtype)
+        start = position + struct.unpack_from("<I", self._data, position)[0]
+        count = struct.unpack_from("<I", self._data, start)[0]
+        return np.frombuffer(self._data, dtype, count, start + 4)
+
+    def _at(self, field: int) -> int:
+        if field >= self._num_fields:
+            return 0
+        offset = struct.unpack_from("<H", self._data, self._vtable + 4 + 2 * field)[0]
+        return self.position + offset if offset else 0
+
+
+def _root(data: Bytes) -> _Table:
+    return _Table(data, struct.unpack_from("<I", data, 0)[0])

@@ -1,0 +1,261 @@
+"""Parquet files and folders of them: columns of numbers, text, bytes or lists, as leaves.
+
+pyarrow can read a file's page index but has no way to read by it: the smallest thing that it decodes is a row group. So
+row groups are decoded when a record of theirs is read, and shared as `blocks` says.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Blocks, BlockSource, Group
+from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
+from braidax.data.formats.tables.tables import arrow, arrow_parquet, column_of, leaves_of, list_lengths
+from braidax.data.source import listed
+from braidax.data.storage import Files, LocalFiles, Ranges
+from braidax.errors import FormatError
+from braidax.spans import span
+
+MAGIC = b"PAR1"
+
+_PROBED_ROWS = 1024  # records that say whether lists have one length
+_TAIL_BYTES = 1 << 16  # what is read first of a file's end: mostly the whole footer
+
+
+class ParquetTable(Blocks):
+    """The row groups of Parquet files.
+
+    **Arguments:** `files`: in order. `columns`: names of columns or leaves, all when None.
+
+    **Raises:** `FormatError` for files that are damaged, differ in their columns, or have columns of no use;
+    `ArgumentError` for columns that are not there.
+    """
+
+    def __init__(self, files: Files, columns: Sequence[str] | None) -> None:
+        self._files = files
+        self._parquet = arrow_parquet()
+        self._metadata = [self._footer(file) for file in range(len(files.names))]
+        schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
+        if not any(metadata.num_rows for metadata in self._metadata):
+            raise FormatError(f"{self.names[0]}: holds 0 records in {len(self.names)} file(s); expected at least one")
+        self._schema = schemas[0]
+        first = self._metadata[0].schema
+        self._paths = [first.column(number).path for number in range(len(first.names))]
+        leaves = leaves_of(schemas[0], columns, where=self.names[0])
+        self._columns = list(dict.fromkeys(schemas[0].names[leaf.column] for leaf in leaves))
+        self._check_schemas(schemas)
+        self._leaves = leaves
+        self._blocks = self._row_groups()
+        self._leaves = self._measured(leaves)
+        self._blocks = self._row_groups()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._files.names
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return self._files.sizes
+
+    @property
+    def stamps(self) -> Sequence[str]:
+        return self._files.stamps
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return self._blocks
+
+    @property
+    def leaves(self) -> Sequence[Leaf]:
+        return self._leaves
+
+    def load(self, index: int) -> Any:
+        block = self._blocks[index]
+        with self._reader(index) as reader:
+            try:
+                return reader.read_row_group(block.number, columns=self._columns, use_threads=False)
+            except (arrow().ArrowException, OSError) as error:
+                raise self._damaged(block, error) from error
+
+    def decode(self, index: int) -> Group:
+        with span("decode", "row group", num_bytes=self._blocks[index].num_bytes):
+            table = self.load(index)
+            return {leaf.name: column_of(table.column(self._name_of(leaf)), leaf) for leaf in self._leaves}
+
+    def prepare(self, indices: Sequence[int]) -> None:
+        if indices:
+            chunks = [self._chunks(self._blocks[index]) for index in indices]
+            self._files.prepare(Ranges(*(np.concatenate(field) for field in zip(*chunks, strict=True))))
+
+    def _footer(self, file: int) -> Any:
+        name, size = self.names[file], self._files.sizes[file]
+        try:
+            tail = self._read(file, max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
+            needed = 8 + int.from_bytes(tail[-8:-4], "little")
+            if not tail.endswith(MAGIC) or needed > size:
+                raise OSError(f"it ends with {tail[-8:]!r}")
+            if needed > len(tail):
+                tail = self._read(file, size - needed, needed)
+            return self._parquet.read_metadata(io.BytesIO(MAGIC + tail))
+        except (arrow().ArrowException, OSError) as error:
+            raise FormatError(
+                f"{name}: {size:,} bytes that are no Parquet file, or a truncated one ({error}); write or copy it again"
+            ) from error
+
+    def _read(self, file: int, offset: int, length: int) -> bytes:
+        return bytes(self._files.read(Ranges(np.array([file]), np.array([offset]), np.array([length])))[0])
+
+    def _name_of(self, leaf: Leaf) -> str:
+        return self._schema.names[leaf.column]
+
+    def _check_schemas(self, schemas: Sequence[Any]) -> None:
+        first = schemas[0]
+        for path, schema in zip(self.names, schemas, strict=True):
+            for name in self._columns:
+                found = schema.field(name).type if name in schema.names else "missing"
+                if found != first.field(name).type:
+                    raise FormatError(
+                        f"{path}: column {name!r} is {found}, expected {first.field(name).type} as in {self.names[0]}; "
+                        "write the files with one schema"
+                    )
+
+    def _row_groups(self) -> list[Block]:
+        found: list[Block] = []
+        for file, metadata in enumerate(self._metadata):
+            first_record = 0
+            for number in range(metadata.num_row_groups):
+                group = metadata.row_group(number)
+                if group.num_rows:
+                    num_bytes = sum(self._decoded_bytes(group, leaf) for leaf in self._leaves)
+                    found.append(Block(file, number, first_record, group.num_rows, num_bytes))
+                first_record += group.num_rows
+        return found
+
+    def _decoded_bytes(self, group: Any, leaf: Leaf) -> int:
+        chunk = self._chunk(group, leaf)
+        if leaf.kind in ("text", "bytes"):
+            return chunk.total_uncompressed_size + 8 * group.num_rows
+        offsets = 8 * group.num_rows if leaf.is_varying else 0
+        return offsets + chunk.num_values * leaf.value_bytes
+
+    def _chunk(self, group: Any, leaf: Leaf) -> Any:
+        """Returns a leaf's column chunk, by its path: another file may have the columns in another order."""
+        path = self._paths[leaf.number]
+        return next(chunk for chunk in map(group.column, range(group.num_columns)) if chunk.path_in_schema == path)
+
+    def _chunks(self, block: Block) -> Ranges:
+        """Returns where the bytes of the columns of a row group are."""
+        group = self._metadata[block.file].row_group(block.number)
+        chunks = [self._chunk(group, leaf) for leaf in self._leaves]
+        starts = [
+            min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset) for chunk in chunks
+        ]
+        lengths = [chunk.total_compressed_size for chunk in chunks]
+        return Ranges(np.full(len(chunks), block.file), np.array(starts), np.array(lengths))
+
+    def _measured(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Finds the lengths of lists: one length have those that do in the first records, and by number in all."""
+        if not any(level.kind == "list" for leaf in leaves for level in leaf.levels):
+            return list(leaves)
+        with self._reader(0) as reader:
+            try:
+                group = self._blocks[0].number
+                batches = reader.iter_batches(
+                    _PROBED_ROWS, row_groups=[group], columns=self._columns, use_threads=False
+                )
+                first = next(batches)
+            except (arrow().ArrowException, OSError) as error:
+                raise self._damaged(self._blocks[0], error) from error
+        found: list[Leaf] = []
+        for leaf in leaves:
+            lengths = list_lengths(first.column(self._name_of(leaf)), leaf)
+            measured = with_lengths(leaf, lengths, where=self.names[0])
+            if lengths and not measured.is_varying and not self._agree(measured):
+                measured = with_lengths(leaf, [RAGGED, *lengths[1:]], where=self.names[0])
+            found.append(measured)
+        return found
+
+    def _agree(self, leaf: Leaf) -> bool:
+        """Says whether every row group holds as many values as lists of these lengths have, nulls aside."""
+        per_record = math.prod(leaf.dims)
+        for block in self._blocks:
+            chunk = self._chunk(self._metadata[block.file].row_group(block.number), leaf)
+            nulls = chunk.statistics.null_count if chunk.statistics is not None else 0
+            if chunk.num_values not in (block.num_rows * per_record, (block.num_rows - nulls) * per_record + nulls):
+                return False
+        return True
+
+    def _reader(self, index: int) -> Any:
+        block = self._blocks[index]
+        segments = _Segments(self._files, self._chunks(block))
+        return self._parquet.ParquetFile(segments, metadata=self._metadata[block.file], pre_buffer=False)
+
+    def _damaged(self, block: Block, error: Exception) -> FormatError:
+        return FormatError(
+            f"{self.names[block.file]}: row group {block.number} (records {block.first_record} to "
+            f"{block.first_record + block.num_rows - 1}) is corrupt ({error}); write or copy the file again"
+        )
+
+
+class _Segments(io.RawIOBase):
+    """The bytes of a row group as a file that pyarrow reads: fetched together, at once."""
+
+    def __init__(self, files: Files, ranges: Ranges) -> None:
+        self._files = files
+        self._file = int(ranges.file[0])
+        self._starts: list[int] = ranges.offset.tolist()
+        self._segments = [memoryview(segment) for segment in files.read(ranges)]
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._files.sizes[self._file]}
+        self._position = starts[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        start = self._position
+        stop = self._files.sizes[self._file] if size < 0 else min(start + size, self._files.sizes[self._file])
+        self._position = max(start, stop)
+        for first, segment in zip(self._starts, self._segments, strict=True):
+            if first <= start and stop <= first + len(segment):
+                return bytes(segment[start - first : stop - first])
+        ranges = Ranges(np.array([self._file]), np.array([start]), np.array([max(0, stop - start)]))
+        return bytes(self._files.read(ranges)[0])
+
+
+def parquet_files(path: Path) -> list[Path]:
+    """Returns the Parquet files of a folder, sorted by name."""
+    return sorted(child for child in path.glob("*.parquet") if child.name[0] not in "._")
+
+
+def open_parquet(
+    where: Path | Files, *, columns: Sequence[str] | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
+) -> BlockSource:
+    """Opens a Parquet file, a folder of them in the order of their names, or files in an object store.
+
+    **Arguments:** `where`: a path, or the files. `columns`: names of columns or leaves, all when None. `cache_bytes`:
+    of decoded row groups kept in memory.
+
+    **Raises:** `FormatError` and `ArgumentError` as `ParquetTable`.
+    """
+    if isinstance(where, Path):
+        where = LocalFiles(parquet_files(where) if where.is_dir() else [where])
+    facts = {
+        "format": "Parquet",
+        "files": listed([name.rpartition("/")[2] for name in where.names]),
+        "bytes": f"{sum(where.sizes):,}",
+    }
+    return BlockSource(ParquetTable(where, columns), cache_bytes=cache_bytes, what="row groups", facts=facts)

@@ -1,1 +1,0 @@
-"""Images: decoded, cropped and resized, whole windows of them without the GIL."""

@@ -1,0 +1,1 @@
+"""What the processes that load together tell each other."""

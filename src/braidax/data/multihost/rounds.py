@@ -1,0 +1,178 @@
+"""One pass of processes that load together: no batch is handed out before all have read their part of it."""
+
+import contextlib
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from braidax.data.multihost.hub import Door, Star, Verdict
+from braidax.data.multihost.meeting import Together, come_too_late, in_words
+from braidax.data.multihost.replicas import Replicas, Sums, compare, told
+from braidax.data.workers.threads import Threads
+from braidax.errors import ProcessFailed, WaitTimeout
+
+_SLICE_SECONDS = 0.1  # of a wait, which `close` ends
+_CLOSE_SECONDS = 5.0  # which a thread that waits there, or for a device, has to end
+_VERDICT_BATCHES = 2  # after which a comparison has to be over
+_LEAST_SECONDS = 1.0  # which others have when this process was slow itself
+_ANSWER_SECONDS = 4.0  # which others have, beyond the limit, to say who is late
+
+
+@dataclass
+class Confirmation:
+    """Whether all processes have read their part of a batch.
+
+    **Fields:** `future`: done when they have. `deadline`: until when somebody waits for it, `time.monotonic` seconds;
+    as long as nobody does, there is no limit: loops pause, and one process may be further ahead than another.
+    """
+
+    future: "Future[None]" = field(default_factory=Future[None])
+    deadline: float = math.inf
+
+
+class Rounds:
+    """One pass: a round for each batch, in order.
+
+    A thread takes part in them ahead, while the step computes.
+
+    **Arguments:** `together`: the processes. `name`: of the pass. `star`: is owned, and closed. `timeout_seconds`: of
+    a comparison. `replicas`: what is compared of batches, if anything is.
+    """
+
+    def __init__(
+        self, together: Together, name: str, star: Star, timeout_seconds: float, replicas: Replicas | None
+    ) -> None:
+        self._replicas = replicas
+        self._num_checked = 0
+        self._comparisons: deque[tuple[int, Future[None]]] = deque()
+        self._together = together
+        self._name = name
+        self._star = star
+        self._numbers = itertools.count()
+        self._timeout_seconds = timeout_seconds
+        self._threads = Threads(1, "braidax-together")
+        self._stop = threading.Event()
+
+    def confirm(self, local: "Future[Any]") -> Confirmation:
+        """Begins to find out whether all processes have read their part of the next batch.
+
+        **Arguments:** `local`: this process's part.
+        """
+        confirmation = Confirmation()
+        confirmation.future = self._threads.submit(self._confirm, confirmation, next(self._numbers), local)
+        return confirmation
+
+    def check(self, batch: Any) -> None:
+        """Begins to compare the replicas in the next batch, if it is its turn; raises what an earlier one showed.
+
+        That is raised some batches later, on all processes at the same one: nobody waits for a device.
+
+        **Raises:** `DataError` as `replicas.compare`; as `Together.gather`.
+        """
+        number, self._num_checked = self._num_checked, self._num_checked + 1
+        if self._comparisons and self._comparisons[0][0] <= number - _VERDICT_BATCHES:
+            self._settle()
+        if self._replicas is not None and number % self._replicas.every == 0:
+            sums = self._replicas.sums(batch)
+            self._comparisons.append((number, self._threads.submit(self._compare, number, sums)))
+
+    def finish(self) -> None:
+        """Waits for the comparisons that are under way. **Raises:** as `check`."""
+        while self._comparisons:
+            self._settle()
+
+    def _settle(self) -> None:
+        number, comparison = self._comparisons.popleft()
+        try:
+            comparison.result(timeout=self._timeout_seconds + _ANSWER_SECONDS)
+        except TimeoutError as error:
+            if comparison.done():
+                raise
+            raise WaitTimeout(
+                f"the checksums of batch {number} of this pass did not come within {self._timeout_seconds:g} s; a "
+                "device that computes them does not answer: does every process run the same steps?"
+            ) from error
+
+    def close(self) -> None:
+        """Stops taking part: the thread ends, also where others have not answered. **Raises:** `WaitTimeout`."""
+        self._stop.set()
+        try:
+            self._threads.close(timeout_seconds=_CLOSE_SECONDS)
+        finally:
+            self._star.close()
+
+    def _confirm(self, confirmation: Confirmation, number: int, local: "Future[Any]") -> None:
+        try:
+            self._await(local, confirmation)
+        except BaseException as error:
+            self._star.fail(number, self._together.process, in_words(error))
+            raise
+        if self._stop.is_set():
+            return
+        earliest = time.monotonic() + _LEAST_SECONDS
+        verdict = self._star.agree(number, deadline=lambda: max(confirmation.deadline, earliest), stop=self._stop)
+        if verdict is not None and verdict.kind != "fine":
+            raise _error(verdict, self._together.process)
+
+    def _await(self, local: "Future[Any]", confirmation: Confirmation) -> None:
+        """Waits for this process's part, or until `close`. **Raises:** what it raised; `TimeoutError`."""
+        while not self._stop.is_set():
+            try:
+                local.result(timeout=min(_SLICE_SECONDS, max(0.0, confirmation.deadline - time.monotonic())))
+                return
+            except TimeoutError:
+                if local.done() or time.monotonic() >= confirmation.deadline:
+                    raise
+
+    def _compare(self, number: int, sums: Sums) -> None:
+        name = f"{self._name}/sums-{number}"
+        deadline = time.monotonic() + self._timeout_seconds
+        messages = self._together.gather(name, told(sums), deadline=deadline, stop=self._stop)
+        if self._stop.is_set():
+            return
+        compare(messages, f"batch {number} of this pass")
+        if self._replicas is not None and number:
+            self._together.forget(f"{self._name}/sums-{number - self._replicas.every}")
+
+
+def begin(together: Together, cursor: str, timeout_seconds: float, replicas: Replicas | None = None) -> Rounds:
+    """Begins a pass over the data. **Arguments:** `cursor`: where it begins, in words; the others as of `Rounds`.
+
+    **Raises:** as `Together.meet` and `Door.connect`.
+    """
+    number = together.next_pass()
+    start = f"pass-{number}/start"
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        door = Door(together.processes, together.process)
+    except Exception as error:
+        together.meet(start, error, timeout_seconds=timeout_seconds)
+        raise
+    with door:
+        words = together.meet(start, {"where they begin": cursor}, door.words, timeout_seconds=timeout_seconds)
+        star = door.connect(words, deadline=max(deadline, time.monotonic() + _ANSWER_SECONDS))
+    with contextlib.ExitStack() as undo:
+        undo.callback(star.close)
+        if number:  # all have left the pass before
+            together.forget(f"pass-{number - 1}")
+        rounds = Rounds(together, f"pass-{number}", star, timeout_seconds, replicas)
+        undo.pop_all()
+    return rounds
+
+
+def _error(verdict: Verdict, process: int) -> Exception:
+    if verdict.kind == "late":
+        return come_too_late(process, verdict.processes)
+    first = verdict.processes[0]
+    if verdict.kind == "failed":
+        return ProcessFailed(f"process {first} failed: {verdict.words}", first)
+    return ProcessFailed(
+        f"process {', '.join(map(str, verdict.processes))} has left this pass over the data, or has ended; expected "
+        "every process to take the same batches: its log says why",
+        first,
+    )

@@ -1,0 +1,232 @@
+"""`open`: from a place or an object to a source, the format recognized from what lies there."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from numpy.typing import DTypeLike
+
+from braidax.data.formats.arrays.arrays import from_arrays
+from braidax.data.formats.arrays.cifar import is_cifar_file
+from braidax.data.formats.arrays.indexable import IndexableSource
+from braidax.data.formats.image_folder import IMAGE_SUFFIXES
+from braidax.data.formats.records.fields import Columns
+from braidax.data.registry import FILES, FOLDERS, Format, Look, kind_of
+from braidax.data.source import Source, is_varying, listed
+from braidax.data.storage import Files, Ranges, Remote, open_files
+from braidax.data.storage.inflate import compression_of, inflated_head
+from braidax.data.transforms.images.decode import Decode
+from braidax.errors import ArgumentError, FormatError
+
+_HEAD_BYTES = 512  # a block of a tar file
+_WILD = "*?["
+
+Place = str | os.PathLike[str]
+
+
+def open(
+    path_or_object: Any,
+    *,
+    image_size: tuple[int, int] | None = None,
+    decode: Decode | None = None,
+    split: str | None = None,
+    columns: Columns | None = None,
+    cache_bytes: int | None = None,
+    sequence_length: int | None = None,
+    dtype: DTypeLike | None = None,
+    delimiter: str | None = None,
+    remote: Remote | None = None,
+    transform: Callable[..., Any] | None = None,
+) -> Source:
+    """Opens samples on disk or in an object store, or wraps an object that has them.
+
+    **Arguments:**
+
+    - `path_or_object`: a file or folder, whose format is recognized from its contents (docs/sources.md lists them); a
+      pattern such as `"data/*.jsonl"`, or a list of files; the same as URLs: `s3://`, `gs://`, `http://`, `https://`; a
+      dict of arrays or one array; or any object with `__len__` and `__getitem__`. Several files are one source, in the
+      order of their names or of the list.
+    - `image_size`: `(height, width)` in pixels to resize the leaf `"image"` to; encoded images are decoded.
+    - `decode`: how an image folder resizes, `"fast"` (the default) or `"exact"`; see `braidax.data.decoded`.
+    - `split`: `"train"` (the default) or `"test"`, where a format has splits.
+    - `columns`: of a table or of records, in the order to read them, all by default; or a mapping that says what they
+      hold, see `braidax.data.formats.records.fields.Columns`.
+    - `cache_bytes`: of decoded row groups or batches kept in memory; 1 GiB by default.
+    - `sequence_length`, `dtype`: tokens in one sample (1024 by default) and how they are stored (`uint16` by default).
+    - `delimiter`: of CSV; by default a comma, in `.tsv` files a tab.
+    - `remote`: how URLs are read.
+    - `transform`: applied after all else, to whole windows of samples `[n, ...]`; see `braidax.data.mapped`.
+
+    **Returns:** the source. **Raises:** `FormatError` for a place that is missing, empty, damaged or of no known
+    format; `ArgumentError` for an option that has a wrong value or does not belong to the format.
+    """
+    given: dict[str, Any] = {
+        "decode": decode,
+        "split": split,
+        "columns": columns,
+        "cache_bytes": cache_bytes,
+        "sequence_length": sequence_length,
+        "dtype": dtype,
+        "delimiter": delimiter,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    if _is_place(path_or_object):
+        known, look = _recognized(path_or_object, remote)
+        if image_size is not None and known.resizes:
+            options["image_size"] = image_size
+            image_size = None
+        _check_options(known, options, look.where)
+        source = known.open(look, **options)
+    else:
+        _check_options(_OBJECT, options, type(path_or_object).__name__)
+        source = _wrap(path_or_object)
+    return source if image_size is None and transform is None else _transformed(source, image_size, transform)
+
+
+_OBJECT = Format("object", lambda look: False, IndexableSource)
+
+
+def _is_place(given: Any) -> bool:
+    """Says whether something is a path or URL, or a list of them."""
+    if isinstance(given, list | tuple) and given:
+        return all(isinstance(item, str | os.PathLike) for item in cast("Sequence[Any]", given))
+    return isinstance(given, str | os.PathLike)
+
+
+def _recognized(place: Place | Sequence[Place], remote: Remote | None) -> tuple[Format, Look]:
+    """Returns the format of what lies at a place, and what it looks like."""
+    if not isinstance(place, str | os.PathLike) or "://" in str(place):
+        where = str(place) if isinstance(place, str | os.PathLike) else f"{place[0]} and {len(place) - 1} more"
+        return _recognize(_look(where, open_files(place, remote=remote), remote=remote))
+    path = Path(place)
+    if path.is_dir():
+        return _recognize_folder(path)
+    if not path.exists():
+        if any(letter in str(place) for letter in _WILD):
+            return _recognize(_look(str(place), open_files(place)))
+        raise FormatError(f"{path}: there is no such file or folder; check the path (seen from {Path.cwd()})")
+    if is_cifar_file(path):
+        raise FormatError(
+            f"{path}: is one file of a CIFAR download; open the folder {path.parent} instead, and choose with split="
+        )
+    return _recognize(_look(str(path), open_files(path), path=path))
+
+
+def _recognize_folder(path: Path) -> tuple[Format, Look]:
+    look = Look(str(path), path)
+    for known in FOLDERS:
+        if known.matches(look):
+            return known, look
+    names = [str(child) for child in sorted(path.iterdir()) if child.is_file() and child.name[0] not in "._"]
+    if names and len({kind_of(name) for name in names}) == 1:
+        found = open_files(names)
+        if any(found.sizes):
+            return _recognize(_look(str(path), found))
+    if names:
+        _check_kinds(str(path), names)
+    folders = ", ".join(known.name for known in FOLDERS)
+    files = ", ".join(known.name for known in FILES if not known.is_mixed and not known.is_single)
+    children = sorted(child.name for child in path.iterdir())
+    raise FormatError(
+        f"{path}: a folder of no known format; it holds {listed(children)}; known folders: {folders}; or files of one "
+        f"of these formats: {files}"
+    )
+
+
+def _look(where: str, files: Files, *, path: Path | None = None, remote: Remote | None = None) -> Look:
+    """Reads the first bytes of the first file that is not empty."""
+    number = next((number for number, size in enumerate(files.sizes) if size), None)
+    if number is None:
+        raise FormatError(f"{where}: the file is empty (0 bytes); expected data: copy or download it again")
+    name, size = files.names[number], files.sizes[number]
+    first = Ranges(*(np.array([value], np.int64) for value in (number, 0, min(size, _HEAD_BYTES))))
+    head = bytes(files.read(first)[0])
+    compression = compression_of(head)
+    if compression:
+        with files.open(number) as file:
+            head = inflated_head(file, compression, _HEAD_BYTES, name=name)
+    return Look(where, path, files, size, head, compression, remote)
+
+
+def _recognize(look: Look) -> tuple[Format, Look]:
+    files = cast("Files", look.files)
+    found = next((known for known in FILES if known.matches(look)), None)
+    if found is None or not found.is_mixed:
+        _check_kinds(look.where, files.names)
+    if found is None:
+        expected = ", ".join(known.name for known in FILES if not known.is_mixed)
+        remedy = "convert it, or pass an object with __len__ and __getitem__"
+        if Path(files.names[0]).suffix.lower() in IMAGE_SUFFIXES:
+            remedy = f"open the folder of images, {Path(look.where).parent}"
+        raise FormatError(
+            f"{look.where}: {look.size:,} bytes of no known format; they begin with {look.head[:8]!r}"
+            f"{' (inflated)' if look.compression else ''}; known files: {expected}: {remedy}"
+        )
+    if found.is_single and look.path is None:
+        raise FormatError(
+            f"{look.where}: {len(files.names)} file(s) of the format {found.name}; expected one on a local disk: copy "
+            "it there, or open several one by one and join them with braidax.mix"
+        )
+    return found, look
+
+
+def _check_kinds(where: str, names: Sequence[str]) -> None:
+    """Raises `FormatError` for files of several kinds."""
+    kinds = Counter("".join(kind_of(name)) or "no suffix" for name in names)
+    if len(kinds) > 1:
+        held = ", ".join(f"{number} of {kind}" for kind, number in kinds.most_common())
+        suffix = next(kind for kind, _ in kinds.most_common() if kind != "no suffix")
+        folder = names[0].rpartition("/")[0]
+        raise FormatError(
+            f"{where}: holds files of several kinds: {held}; expected files of one format: move the others away, or "
+            f"open a pattern such as {folder}/*{suffix}"
+        )
+
+
+def _check_options(known: Format, options: Mapping[str, Any], what: Any) -> None:
+    wrong = {name: value for name, value in options.items() if name not in known.options | {"image_size"}}
+    if wrong:
+        named = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        takes = ", ".join(sorted(known.options)) or "none of its own"
+        raise ArgumentError(
+            f"{named}: no option of this format; {what} was recognized as {known.name!r}, whose options are: {takes}; "
+            "leave it out"
+        )
+    if isinstance(options.get("columns"), Mapping) and not known.declares:
+        raise ArgumentError(
+            f"columns={options['columns']!r}: {what} was recognized as {known.name!r}, which knows what its columns "
+            f"hold; expected a list of names, such as columns={list(options['columns'])}"
+        )
+
+
+def _wrap(given: Any) -> Source:
+    if isinstance(given, Source):
+        return given
+    if isinstance(given, np.ndarray | jax.Array):
+        return from_arrays({"data": given})
+    if isinstance(given, Mapping):
+        return from_arrays(cast("Mapping[str, Any]", given))
+    if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+        return IndexableSource(given)
+    raise ArgumentError(
+        f"path_or_object: a {type(given).__name__}; expected a path, a source, a dict of arrays, or an object with "
+        "__len__ and __getitem__ (an iterator has no order to shuffle: use braidax.prefetch_to_device for it)"
+    )
+
+
+def _transformed(source: Source, image_size: tuple[int, int] | None, transform: Callable[..., Any] | None) -> Source:
+    from braidax.data.transforms.images.decoded import decoded  # these wrap sources: at the top this would be a cycle
+    from braidax.data.transforms.mapped import mapped, resized
+
+    if image_size is not None:
+        spec = source.sample_spec
+        if not isinstance(spec, dict) or "image" not in spec:
+            raise ArgumentError(
+                f"image_size={image_size!r}: the samples have no leaf 'image' to resize; they are {spec}: leave it out"
+            )
+        source = decoded(source, size=image_size) if is_varying(spec["image"]) else resized(source, image_size)
+    return source if transform is None else mapped(source, transform)

@@ -1,0 +1,208 @@
+"""The load plan: which rows and slices of a batch this process reads, and where they stand in host memory.
+
+Made once per (shapes, shardings).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from braidax.data.sharding.leaf_plan import Bounds, Layout, LeafPlan, key_of
+from braidax.data.sharding.load_sharding import SMALL, Small, Target, as_target, load_shardings
+from braidax.data.sharding.reshard import Exchanged, Reshard
+from braidax.data.sharding.specs import resolve_shardings, stacked
+from braidax.errors import ArgumentError
+
+
+class Reading(NamedTuple):
+    """What one read is to bring: rows `[start, stop)`, and of each leaf which part of a sample, None for nothing."""
+
+    start: int
+    stop: int
+    boxes: tuple[Bounds | None, ...]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The plan of a whole batch.
+
+    **Fields:** `leaves`: in PyTree order. `structure`: of the batch. `num_bytes`: of a slot. `batch_size`: in samples.
+    `form`: whether the source is asked for whole samples, or for slices of them, leaf by leaf. `cut_dims`: as in
+    `plan_load`. `reshard`: makes the targets of load arrays.
+    """
+
+    leaves: tuple[LeafPlan, ...]
+    structure: Any
+    num_bytes: int
+    batch_size: int
+    form: Literal["samples", "slices"]
+    cut_dims: tuple[int, ...] | None
+    reshard: Reshard
+
+    @property
+    def shardings(self) -> Any:
+        """A PyTree of the leaves' `NamedSharding`."""
+        return jax.tree.unflatten(self.structure, [leaf.sharding for leaf in self.leaves])
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample over all leaves."""
+        return sum(math.prod(leaf.sample_shape) * leaf.dtype.itemsize for leaf in self.leaves)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether several processes read the same small leaf."""
+        return any(leaf.loading.why == SMALL for leaf in self.leaves)
+
+    def reads(self, max_rows: int) -> Iterator[Reading]:
+        """Yields what is to be read: at most `max_rows` each, in one piece in every leaf that needs it."""
+        borders = sorted({border for leaf in self.leaves for row in leaf.rows for border in (row.start, row.stop)})
+        for start, stop in itertools.pairwise(borders):
+            needed = [[row.box for row in leaf.rows if row.start <= start and stop <= row.stop] for leaf in self.leaves]
+            num_parts = -(-(stop - start) // max_rows)
+            edges = [start + (stop - start) * part // num_parts for part in range(num_parts + 1)]
+            for boxes in itertools.zip_longest(*needed):
+                if any(box is not None for box in boxes):
+                    yield from (Reading(first, last, boxes) for first, last in itertools.pairwise(edges))
+
+    def local_rows(self) -> NDArray[np.bool_]:
+        """Returns which rows of a batch this process reads something of, `[batch_size]`."""
+        found = np.zeros(self.batch_size, np.bool_)
+        for leaf in self.leaves:
+            for place in leaf.rows:
+                found[place.start : place.stop] = True
+        return found
+
+    def rows(self, memory: NDArray[np.uint8], reading: Reading) -> list[NDArray[Any] | None]:
+        """Returns where a read puts its rows: for each leaf its place in a slot.
+
+        A leaf that needs nothing has None where the source reads slices, and memory apart where it reads samples.
+        """
+        return [
+            (None if self.form == "slices" else leaf.empty(reading.start, reading.stop))
+            if box is None
+            else leaf.view(memory, reading.start, reading.stop, box)
+            for leaf, box in zip(self.leaves, reading.boxes, strict=True)
+        ]
+
+    def empty_rows(self, reading: Reading) -> list[NDArray[Any] | None]:
+        """Returns memory for a read, apart from any slot."""
+        return [
+            None if box is None and self.form == "slices" else leaf.empty(reading.start, reading.stop, box)
+            for leaf, box in zip(self.leaves, reading.boxes, strict=True)
+        ]
+
+    def arrays(self, memory: NDArray[np.uint8]) -> list[jax.Array]:
+        """Returns the filled slot as load arrays, which keep `memory` alive while they use it."""
+        return [_load_array(leaf, memory) for leaf in self.leaves]
+
+    def batch(self, arrays: Sequence[jax.Array]) -> Any:
+        """Makes the batch of load arrays: a PyTree of global arrays with the target shardings.
+
+        Where processes exchange what they have read this is a collective: called by all of them, on the thread that
+        runs the steps, in one order.
+        """
+        return jax.tree.unflatten(self.structure, self.reshard(arrays))
+
+
+def plan_load(
+    batch_spec: Any,
+    mesh: Mesh | None,
+    specs: Any,
+    *,
+    reads: Literal["once", "held"] = "held",
+    cut_dims: Sequence[int] | None = None,
+    microbatches: int | None = None,
+    small: Small = "again",
+) -> LoadPlan:
+    """Returns the load plan of a batch.
+
+    **Arguments:** `batch_spec`: a PyTree of `jax.ShapeDtypeStruct` with leading batch dims. `mesh`: what
+    `PartitionSpec`s refer to. `specs`: a PyTree of `PartitionSpec` or `NamedSharding`, or a prefix of one. `reads`:
+    `"held"`: every process has what its devices hold; `"once"`: nothing is had by two processes. `cut_dims`: as in
+    `load_shardings`. `microbatches`: how many the arrays are to be stacks of, `[microbatches, batch, ...]`, where
+    `specs` describe one; None for arrays `[batch, ...]`. `small`: as in `load_shardings`.
+
+    **Raises:** `SpecError` if specs, mesh and batch do not fit; `ArgumentError` for a dtype that JAX would truncate and
+    for a batch without leaves.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(batch_spec)
+    if not paths:
+        raise ArgumentError(f"the batch, {structure}, has no leaves; samples must hold at least one array")
+    if microbatches is not None:
+        batch_spec, specs = stacked(batch_spec, specs, microbatches)
+        paths = jax.tree_util.tree_leaves_with_path(batch_spec)
+    shardings = resolve_shardings(batch_spec, mesh, specs)
+    targets = [
+        Target(jax.tree_util.keystr(path), spec, sharding)
+        for (path, spec), sharding in zip(paths, shardings, strict=True)
+    ]
+    lead = 0 if microbatches is None else 1
+    if reads == "once":
+        loadings = load_shardings(targets, lead=lead, cut_dims=cut_dims, small=small)
+    else:
+        loadings = [as_target(target, lead) for target in targets]
+    depths = [0] * len(targets) if cut_dims is None else cut_dims
+    offset = 0
+    leaves: list[LeafPlan] = []
+    for target, loading, depth in zip(targets, loadings, depths, strict=True):
+        _check_dtype(target)
+        layout = Layout(target, loading, depth, offset)
+        leaves.append(layout.leaf())
+        offset = layout.offset
+    form = "slices" if cut_dims is not None and _differ(leaves) else "samples"
+    reshard = Reshard([Exchanged(leaf.loading, leaf.dtype, leaf.shape, leaf.sharding) for leaf in leaves])
+    batch_size = math.prod(leaves[0].outer_shape)
+    depth = None if cut_dims is None else tuple(cut_dims)
+    return LoadPlan(tuple(leaves), structure, offset, batch_size, form, depth, reshard)
+
+
+def _differ(leaves: Sequence[LeafPlan]) -> bool:
+    """Says whether this process needs less of a sample than all of it, for some rows."""
+    rows = [[(place.start, place.stop) for place in leaf.rows] for leaf in leaves]
+    covered = [sorted({row for first, last in found for row in range(first, last)}) for found in rows]
+    return any(one != covered[0] for one in covered) or any(
+        place.box != leaf.whole for leaf in leaves for place in leaf.rows
+    )
+
+
+def _check_dtype(target: Target) -> None:
+    dtype = np.dtype(target.spec.dtype)
+    held = jax.dtypes.canonicalize_dtype(dtype)
+    if held != dtype:
+        raise ArgumentError(
+            f"leaf {target.path} of the batch has dtype={dtype}, which JAX would hold as {held}; convert it in the "
+            f"source or in a transform, or set jax_enable_x64"
+        )
+
+
+def _load_array(leaf: LeafPlan, memory: NDArray[np.uint8]) -> jax.Array:
+    shape, sharding = leaf.loading.shape, leaf.loading.sharding
+    if not leaf.slices:
+        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=leaf.dtype)
+    views = {bounds: leaf.slice(memory, bounds) for bounds in leaf.slices}
+    if leaf.replicates_on_device:
+        return replicate_on_device(leaf, views)
+    # One call for all devices. On CPU the devices take the host's memory as it is, replicas too.
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: views[leaf.by_index[key_of(index)]], dtype=leaf.dtype
+    )
+
+
+def replicate_on_device(leaf: LeafPlan, views: Mapping[Bounds, NDArray[Any]]) -> jax.Array:
+    """Returns the load array, each distinct slice sent to one device and copied from there to its other devices."""
+    firsts = jax.device_put(list(views.values()), [leaf.slices[bounds][0] for bounds in views])
+    others = [
+        (first, device) for bounds, first in zip(views, firsts, strict=True) for device in leaf.slices[bounds][1:]
+    ]
+    copies = jax.device_put([first for first, _ in others], [device for _, device in others])
+    return jax.make_array_from_single_device_arrays(
+        leaf.loading.shape, leaf.loading.sharding, [*firsts, *copies], dtype=leaf.dtype
+    )

@@ -1,0 +1,1 @@
+"""Sources that wrap sources."""

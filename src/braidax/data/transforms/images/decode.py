@@ -1,0 +1,231 @@
+"""Encoded images decoded in windows: JPEG files by libjpeg-turbo at the scale that is needed, all others by OpenCV.
+
+Both run without the GIL. JPEG files that OpenCV reads better go there too: CMYK, and those that have to be turned.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int64, UInt8
+from numpy.typing import NDArray
+
+from braidax.data.transforms.images.exif import is_upright
+from braidax.errors import ArgumentError, RecordError, import_extra
+from braidax.spans import span
+
+Decode = Literal["fast", "exact"]
+"""How images are resized. `"fast"`: JPEG decoded at a reduced scale where that suffices; `"exact"`: always in full."""
+
+Choose = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Chooses crops: from sizes, int64 `[n, 2]`, height and width, to boxes, int64 `[n, 4]`: top, left, height, width."""
+
+_JPEG = b"\xff\xd8"
+_SMALL = 64  # pixels on the longer side: decoding all of them costs nothing
+_MOST_PIXELS = 1 << 30  # as OpenCV: a header that promises more is damaged, or made to fill memory
+_MOST_SIDE = 1 << 15  # of what OpenCV interpolates in
+
+
+def decode_images(
+    payloads: Sequence[Any],
+    out: UInt8[np.ndarray, "n h w 3"],
+    *,
+    where: Callable[[int], str],
+    choose: Choose | None = None,
+    decode: Decode = "fast",
+    resizes: bool = True,
+) -> None:
+    """Decodes images as RGB, upright, into place.
+
+    **Arguments:** `payloads`: bytes-like, the encoded images. `out`: uint8 `[n, h, w, 3]`, filled. `where`: names a
+    payload for errors. `choose`: the crops; whole images by default. `resizes`: whether a crop of another size is
+    resized, or an error.
+
+    **Raises:** `RecordError` for an image that is damaged or of another size; `MissingExtra`.
+    """
+    lengths = [_num_bytes(payload, where(place)) for place, payload in enumerate(payloads)]
+    with span("decode", "images", num_bytes=sum(lengths)):
+        found = np.array([_jpeg_size(payload) for payload in payloads], np.int64).reshape(-1, 2)
+        ours, loaded = found[:, 0] > 0, dict[int, NDArray[np.uint8]]()
+        if choose is not None:
+            for place in np.flatnonzero(~ours).tolist():
+                loaded[place] = _load(payloads[place], where(place))
+                found[place] = loaded[place].shape[:2]
+        boxes = choose(found) if choose is not None else np.concatenate([np.zeros_like(found), found], axis=1)
+        boxes, room = np.ascontiguousarray(boxes, np.int64), _Room()
+        for place, payload in enumerate(payloads):
+            box, slot = boxes[place], out[place]
+            if not ours[place]:
+                image = loaded.pop(place, None)
+                image = _load(payload, where(place)) if image is None else image
+                box = box if choose is not None else np.array([0, 0, *image.shape[:2]])
+                _check_box(box, slot, resizes, where(place))
+                _resize_exactly(image, box, slot)
+                continue
+            _check_box(box, slot, resizes, where(place))
+            size = (int(found[place, 0]), int(found[place, 1]))
+            fast = decode == "fast" and max(size) > _SMALL
+            eighths = _eighths(box, slot) if fast else 8
+            image = _decode_jpeg(payload, size, eighths, room, where(place))
+            if fast:
+                _resize_fast(image, box * (eighths / 8), slot)
+            else:
+                _resize_exactly(image, box, slot)
+
+
+def check_decode(decode: str) -> None:
+    """Raises `ArgumentError` unless it is one of the two ways to decode."""
+    if decode not in ("fast", "exact"):
+        raise ArgumentError(f'decode={decode!r}: expected "fast" or "exact"')
+
+
+def compile_kernels() -> None:
+    """Compiles what resizes, or finds that something is missing, before the first batch."""
+    _cv2()
+    _simplejpeg()
+    _kernels().resize_boxes(
+        np.zeros((1, 2, 2, 3), np.uint8), np.array([[0, 0, 2, 2]]), np.zeros((1, 1, 1, 3), np.uint8)
+    )
+
+
+def image_size(payload: Any, where: str) -> tuple[int, int]:
+    """Returns height and width of an encoded image, upright, after decoding it once to see that it is one."""
+    _num_bytes(payload, where)
+    size = _jpeg_size(payload)
+    if size != (0, 0):
+        _decode_jpeg(payload, size, 8, _Room(), where)
+        return size
+    height, width, _ = _load(payload, where).shape
+    return height, width
+
+
+class _Room:
+    """Memory that the images of a window are decoded into, one after the other."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        if len(self._bytes) < num_bytes:
+            self._bytes = np.empty(num_bytes, np.uint8)
+        return self._bytes
+
+
+def _jpeg_size(payload: Any) -> tuple[int, int]:
+    """Returns height and width of a JPEG file that libjpeg-turbo decodes to upright RGB, or (0, 0) for all others."""
+    data = memoryview(payload).cast("B")
+    if data[:2].tobytes() != _JPEG:
+        return 0, 0
+    try:
+        height, width, colors, _ = _simplejpeg().decode_jpeg_header(data)
+    except ValueError:
+        return 0, 0
+    known = colors in ("YCbCr", "RGB", "Gray") and height * width <= _MOST_PIXELS and is_upright(data)
+    return (height, width) if known else (0, 0)
+
+
+def _eighths(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8]) -> int:
+    """Returns the smallest scale, in eighths, at which a part of an image is at least as large as its target."""
+    return min(8, max(-(-8 * slot.shape[dim] // int(box[2 + dim])) for dim in (0, 1)))
+
+
+def _decode_jpeg(payload: Any, size: tuple[int, int], eighths: int, room: _Room, where: str) -> NDArray[np.uint8]:
+    height, width = (-(-length * eighths // 8) for length in size)
+    try:
+        return _simplejpeg().decode_jpeg(
+            payload,
+            min_height=height,
+            min_width=width,
+            min_factor=1,
+            buffer=room.take(3 * height * width),
+            strict=True,  # or what is missing would be gray
+        )
+    except ValueError as error:
+        raise _damaged(payload, where, f" ({error})") from error
+
+
+def _check_box(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8], resizes: bool, where: str) -> None:
+    height, width = box[2:].tolist()
+    if not resizes and (height, width) != slot.shape[:2]:
+        raise RecordError(
+            f"{where}: the image is {height}×{width} pixels (height×width), expected {slot.shape[0]}×{slot.shape[1]} "
+            "as the first; give image_size=(height, width), or size= where it is decoded"
+        )
+
+
+def _resize_exactly(image: NDArray[np.uint8], box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8]) -> None:
+    top, left, height, width = box.tolist()
+    if (height, width) == slot.shape[:2]:
+        slot[:] = image[top : top + height, left : left + width]
+    else:
+        _kernels().resize_boxes(image[None], box[None], slot[None])
+
+
+def _resize_fast(image: NDArray[np.uint8], box: NDArray[np.float64], slot: NDArray[np.uint8]) -> None:
+    """Interpolates between neighbors where that is enough; `box` is in pixels of `image` and may cut through them."""
+    top, left, height, width = box.tolist()
+    new_height, new_width, _ = slot.shape
+    first_row, first_column = math.floor(top), math.floor(left)
+    last_row, last_column = min(math.ceil(top + height), len(image)), min(math.ceil(left + width), image.shape[1])
+    part, cv2 = image[first_row:last_row, first_column:last_column], _cv2()
+    row_step, column_step = height / new_height, width / new_width
+    if max(row_step, column_step) >= 2 or max(*part.shape, *slot.shape) >= _MOST_SIDE:
+        whole = np.array([first_row, first_column, *part.shape[:2]])
+        _resize_exactly(image, whole, slot)
+    elif part.shape == slot.shape and box.tolist() == [first_row, first_column, new_height, new_width]:
+        slot[:] = part
+    elif (first_row, first_column) == (top, left):
+        part = part[: round(height), : round(width)]  # of which these steps make as many pixels as the slot has
+        cv2.resize(part, None, slot, 1 / column_step, 1 / row_step, cv2.INTER_LINEAR)
+    else:
+        x, y = left - first_column + column_step / 2 - 0.5, top - first_row + row_step / 2 - 0.5
+        steps = np.array([[column_step, 0, x], [0, row_step, y]])
+        flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+        cv2.warpAffine(part, steps, (new_width, new_height), slot, flags, cv2.BORDER_REPLICATE)
+
+
+def _load(payload: Any, where: str) -> NDArray[np.uint8]:
+    cv2, num_bytes = _cv2(), memoryview(payload).nbytes
+    try:
+        image = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_COLOR_RGB) if num_bytes else None
+    except cv2.error:  # what it raises for a header that promises too many pixels, and the like
+        image = None
+    if image is None:
+        raise _damaged(payload, where, "")
+    return image
+
+
+def _damaged(payload: Any, where: str, why: str) -> RecordError:
+    return RecordError(
+        f"{where}: the image of {memoryview(payload).nbytes:,} bytes is truncated or corrupt, or of no known format"
+        f"{why}; expected JPEG, PNG, WebP or BMP: restore or remove it"
+    )
+
+
+def _num_bytes(payload: Any, where: str) -> int:
+    try:
+        return memoryview(payload).nbytes
+    except TypeError as error:
+        raise RecordError(
+            f"{where}: holds a {type(payload).__name__}, expected the bytes of an encoded image; name the leaf of "
+            "images with leaf=, or leave the record out"
+        ) from error
+
+
+@functools.cache
+def _cv2() -> ModuleType:
+    return import_extra("cv2", "images", purpose="decoding images")
+
+
+@functools.cache
+def _simplejpeg() -> ModuleType:
+    return import_extra("simplejpeg", "images", purpose="decoding JPEG images")
+
+
+def _kernels() -> Any:
+    from braidax.data.transforms.images import boxes  # imports numba, which takes a while and may be missing
+
+    return boxes

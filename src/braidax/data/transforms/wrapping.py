@@ -1,0 +1,101 @@
+"""Sources around other sources: what all of them hand on to the source inside."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.data.source import Indices, Source, prepare, source_at
+from braidax.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Around(Source):
+    """A source with as many samples as the one inside."""
+
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def at(self, seed: int | None, epoch: int) -> Source:
+        """Returns itself around the source inside as that is in an epoch."""
+        return replace(self, source=source_at(self.source, seed, epoch))
+
+    def prepare(self, indices: Indices) -> None:
+        """Hands on to the source inside which samples will be read soon."""
+        prepare(self.source, indices)
+
+
+@dataclass(frozen=True)
+class Drawing(Around):
+    """A source that draws random numbers for each of its samples."""
+
+    place: str
+    seed: int | None = 0
+    epoch: int = 0
+
+    def at(self, seed: int | None, epoch: int) -> Source:
+        """Returns itself as it is in an epoch, around the source inside as that is then."""
+        return replace(self, source=source_at(self.source, seed, epoch), seed=seed, epoch=epoch)
+
+
+def place_of(source: Source, kind: str) -> str:
+    """Returns a name for a new source around another, that none inside has: its kind, and how many draw inside."""
+    count, inside = 0, cast("Any", source)
+    while isinstance(inside, Source):
+        count += isinstance(inside, Drawing)
+        inside = getattr(inside, "source", None)
+    return f"{kind}/{count}"
+
+
+class Scratch(threading.local):
+    """A buffer for each thread, so that windows between two stages need no new memory."""
+
+    buffer = np.empty(0, np.uint8)
+
+    def take(self, spec: jax.ShapeDtypeStruct, num_samples: int) -> NDArray[Any]:
+        """Returns an array `[num_samples, *shape]` that is the caller's until this thread takes another."""
+        shape = (num_samples, *spec.shape)
+        num_bytes = int(np.prod(shape)) * np.dtype(spec.dtype).itemsize
+        if self.buffer.nbytes < num_bytes:
+            self.buffer = np.empty(num_bytes, np.uint8)
+        return self.buffer[:num_bytes].view(spec.dtype).reshape(shape)
+
+    def __reduce__(self) -> Any:
+        return Scratch, ()
+
+
+def leaf_spec(source: Source, leaf: str, *, needed_by: str) -> jax.ShapeDtypeStruct:
+    """Returns the spec of one leaf of a source whose samples are mappings.
+
+    **Raises:** `ArgumentError` if there is no such leaf.
+    """
+    spec = source.sample_spec
+    fields = sorted(cast(Mapping[str, Any], spec)) if isinstance(spec, Mapping) else []
+    if leaf not in fields:
+        raise ArgumentError(f"{needed_by} needs the leaf={leaf!r}, but samples have {fields or spec}; pass leaf=")
+    return cast(jax.ShapeDtypeStruct, spec[leaf])
+
+
+def image_spec(source: Source, leaf: str, *, needed_by: str) -> jax.ShapeDtypeStruct:
+    """Returns the spec of a leaf of images.
+
+    **Raises:** `ArgumentError` unless it is uint8 `[height, width, channels]`.
+    """
+    image = leaf_spec(source, leaf, needed_by=needed_by)
+    if image.dtype != np.uint8 or len(image.shape) != 3:
+        raise ArgumentError(
+            f"{needed_by} needs leaf={leaf!r} as uint8 [height, width, channels], got {image.dtype}{list(image.shape)}"
+        )
+    return image
+
+
+def check_size(size: tuple[int, int], name: str = "size") -> None:
+    """Raises `ArgumentError` unless a size is two positive integers."""
+    if len(size) != 2 or min(size) < 1:
+        raise ArgumentError(f"{name}={size!r} is not a (height, width) of positive integers, such as {name}=(224, 224)")

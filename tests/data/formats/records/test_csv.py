@@ -1,0 +1,152 @@
+import csv
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import braidax.data.formats.records.fields as fields
+import braidax.data.formats.records.lines as lines
+from braidax.data.formats.records.csv import open_csv
+from braidax.data.formats.records.records import RecordSource
+from braidax.data.storage import LocalFiles
+from braidax.errors import ArgumentError, FormatError, RecordError
+from tests.data.formats.reading import read
+
+
+def opened(folder: Path, *contents: str | bytes, suffix: str = "csv", **options: Any) -> RecordSource:
+    paths = [folder / f"{number}.{suffix}" for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return open_csv(LocalFiles(paths), **options)
+
+
+def rows(source: RecordSource) -> list[tuple[Any, ...]]:
+    """Returns the samples, their fields in the order of the columns."""
+    window = read(source)
+    return list(zip(*(window[name].tolist() for name in source.sample_spec), strict=True))
+
+
+def test_columns_of_every_kind(tmp_path: Path) -> None:
+    source = opened(tmp_path, 'n,x,text\n1,0.5,a\n-2,3,"b, ""c""\nd"\r\n\n3,1e3,\n')
+    assert {name: leaf.dtype.name for name, leaf in source.sample_spec.items()} == {
+        "n": "int32",
+        "x": "float32",
+        "text": "object",
+    }
+    assert rows(source) == [(1, 0.5, "a"), (-2, 3.0, 'b, "c"\nd'), (3, 1000.0, "")]
+    assert read(source, [2, 1])["n"].tolist() == [3, -2]
+    assert read(pickle.loads(pickle.dumps(source)), [2, 1])["n"].tolist() == [3, -2]
+    assert source.describe()["format"] == "CSV"
+
+
+@pytest.mark.parametrize(
+    "content", ["a,b\n1,x", "a,b\r\n1,x\r\n", "\ufeffa,b\n1,x\n", '"a","b"\n"1","x"', "a,b\n1,x\r"]
+)
+def test_line_ends_marks_and_quotes(tmp_path: Path, content: str) -> None:
+    assert rows(opened(tmp_path, content)) == [(1, "x")]
+
+
+FIELD = st.text(st.sampled_from('a1,"\n\r é'), max_size=5)
+
+
+@given(st.lists(st.tuples(FIELD, FIELD), min_size=1, max_size=6), st.integers(5, 9), st.sampled_from(["\n", "\r\n"]))
+def test_it_reads_what_the_standard_library_writes(
+    tmp_path_factory: pytest.TempPathFactory, table: list[tuple[str, str]], size: int, end: str
+) -> None:
+    file = io.StringIO()
+    quoting = csv.QUOTE_ALL if end == "\n" else csv.QUOTE_MINIMAL  # else a return is not quoted before a newline
+    writer = csv.writer(file, lineterminator=end, quoting=quoting)
+    writer.writerow(["first", "second"])
+    writer.writerows(table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "_CHUNK_BYTES", size)
+        source = opened(tmp_path_factory.mktemp("csv"), file.getvalue(), columns={"second": str, "first": str})
+    assert rows(source) == [(second, first) for first, second in table]
+
+
+def test_tab_separated_values_have_no_quotes(tmp_path: Path) -> None:
+    source = opened(tmp_path, 'a\tb\n5" pipe\t"\n, x\t""\n', suffix="tsv")
+    assert rows(source) == [('5" pipe', '"'), (", x", '""')]
+    assert source.describe()["format"] == "TSV"
+
+
+def test_another_delimiter(tmp_path: Path) -> None:
+    assert rows(opened(tmp_path, 'a;b\n1,5;"2;"\n', delimiter=";")) == [("1,5", "2;")]
+    with pytest.raises(ArgumentError, match="delimiter='::': expected one ASCII character"):
+        opened(tmp_path, "a", delimiter="::")
+
+
+def test_many_files_with_one_header(tmp_path: Path) -> None:
+    source = opened(tmp_path, "a,b\n1,2\n", "\ufeffa,b\r\n3,4", "", "a,b", "a,b\n5,6\n")
+    assert rows(source) == [(1, 2), (3, 4), (5, 6)]
+    with pytest.raises(FormatError, match=r"1\.csv: begins with b'a,c.*', expected the header b'a,b' as in the first"):
+        opened(tmp_path, "a,b\n1,2\n", "a,c\n1,2\n")
+    with pytest.raises(FormatError, match=r"1\.csv: begins with b'a,b.*', expected the header b'a,b'"):
+        opened(tmp_path, "a,b\n1,2\n", "a,bc\n1,2\n")
+
+
+def test_columns_are_chosen_and_declared(tmp_path: Path) -> None:
+    source = opened(
+        tmp_path,
+        "a,b,c,d\n1,2,true,x\n3,4,0,y\n",
+        columns={"c": bool, "b": "uint8", "a": str},
+    )
+    assert rows(source) == [(True, 2, "1"), (False, 4, "3")]
+    assert read(source)["b"].dtype == np.uint8
+    assert rows(opened(tmp_path, "a,b\n1,2\n", columns=["b"])) == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ("x,0", "column 'a' holds 'x', expected int32 as in the records that were looked at first"),
+        ("1.5,0", "column 'a' holds '1.5', expected int32"),
+        (",0", "column 'a' holds '', expected int32"),
+        ("1_0,0", "column 'a' holds '1_0', expected int32"),
+        ("1,1_0", "column 'b' holds '1_0', expected float32"),
+        ("3000000000,0", "field 'a' holds 3000000000, which does not fit in int32"),
+        ("1,1e39", "field 'b' holds 1e+39, which does not fit in float32"),
+        ("1", "has 1 fields, expected 2 as in the header"),
+        ("1,2,3", "has 3 fields, expected 2 as in the header"),
+    ],
+)
+def test_a_record_unlike_the_others_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str, message: str
+) -> None:
+    monkeypatch.setattr(fields, "NUM_SAMPLED", 2)
+    source = opened(tmp_path, f"a,b\n1,0.5\n{later}\n2,1\n")
+    assert read(source, [2, 0])["a"].tolist() == [2, 1]
+    with pytest.raises(RecordError) as caught:
+        read(source, [2, 1])
+    assert str(caught.value).startswith(f"{tmp_path / '0.csv'}, record 1 (at byte 10): ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('a,b\n1,"x\n2,y\n', r"0\.csv: a quote is opened in the record at byte 4 and never closed"),
+        ('a,b\n1,5" pipe\n2,6" x\n', r"0\.csv: a quote at byte 7 is neither the border of a field nor doubled"),
+        ('a,b\n1,"x"y\n', r"0\.csv: a quote at byte 8 is neither"),
+        ("a,a\n1,2\n", r"0\.csv: the first line is no header: 'a' is empty or stands there twice"),
+        ("a,\n1,2\n", r"0\.csv: the first line is no header: '' is empty"),
+        ("", r"0\.csv: the first line is no header"),
+        ("a,b\n", r"0\.csv: holds a header and 0 records in 1 file"),
+    ],
+)
+def test_what_is_no_csv(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        opened(tmp_path, content)
+
+
+@pytest.mark.parametrize("size", range(5, 12))
+def test_a_misplaced_quote_is_found_at_every_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(lines, "_CHUNK_BYTES", size)
+    for content, place in (('a,b\n1,"x"y\n', 8), ('a,b\n1,x"y"\n', 7)):
+        with pytest.raises(FormatError, match=f"a quote at byte {place} is neither"):
+            opened(tmp_path, content)

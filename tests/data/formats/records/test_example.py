@@ -1,0 +1,129 @@
+"""The parser against the protobuf library, which is given the messages of TensorFlow as descriptors."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidax.data.formats.records.example import features, floats, int64s
+
+
+def example_class(*, packed: bool = True) -> Any:
+    """Returns tf.train.Example, made of the definitions that TensorFlow publishes."""
+    field, kinds = descriptor_pb2.FieldDescriptorProto, descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name=f"example{packed}.proto", package="tf", syntax="proto3")
+
+    def add(owner: Any, name: str, number: int, kind: int, label: int = kinds.LABEL_OPTIONAL, of: str = "") -> Any:
+        made = owner.field.add(name=name, number=number, type=kind, label=label)
+        if of:
+            made.type_name = f".tf.{of}"
+        return made
+
+    for name, kind in (("Bytes", field.TYPE_BYTES), ("Float", field.TYPE_FLOAT), ("Int64", field.TYPE_INT64)):
+        made = add(file.message_type.add(name=f"{name}List"), "value", 1, kind, field.LABEL_REPEATED)
+        if name != "Bytes":
+            made.options.packed = packed
+    feature = file.message_type.add(name="Feature")
+    feature.oneof_decl.add(name="kind")
+    for number, name in enumerate(("bytes", "float", "int64"), 1):
+        made = add(feature, f"{name}_list", number, field.TYPE_MESSAGE, of=f"{name.capitalize()}List")
+        made.oneof_index = 0
+    holder = file.message_type.add(name="Features")
+    entry = holder.nested_type.add(name="FeatureEntry")
+    entry.options.map_entry = True
+    add(entry, "key", 1, field.TYPE_STRING)
+    add(entry, "value", 2, field.TYPE_MESSAGE, of="Feature")
+    add(holder, "feature", 1, field.TYPE_MESSAGE, field.LABEL_REPEATED, of="Features.FeatureEntry")
+    add(file.message_type.add(name="Example"), "features", 1, field.TYPE_MESSAGE, of="Features")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tf.Example"))
+
+
+def example(values: dict[str, Any], *, packed: bool = True) -> bytes:
+    """Returns a serialized tf.train.Example: lists of int, of float, or of bytes."""
+    message = EXAMPLES[packed]()
+    for name, value in values.items():
+        kind = {int: "int64_list", float: "float_list", bytes: "bytes_list"}[type(value[0])]
+        getattr(message.features.feature[name], kind).value.extend(value)
+    return message.SerializeToString(deterministic=True)
+
+
+EXAMPLES = {packed: example_class(packed=packed) for packed in (True, False)}
+INT64S = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 300), min_size=1, max_size=20)
+FLOATS = st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20)
+BYTES = st.lists(st.binary(max_size=200), min_size=1, max_size=3)
+
+
+@given(
+    st.lists(st.dictionaries(st.text(max_size=4), INT64S | FLOATS | BYTES, max_size=4), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_what_protobuf_writes_is_read(records: list[dict[str, Any]], packed: bool) -> None:
+    found = [features(example(record, packed=packed)) for record in records]
+    for record, parsed in zip(records, found, strict=True):
+        assert sorted(parsed) == sorted(record)
+        for name, value in record.items():
+            kind, parts = parsed[name]
+            if kind == "bytes":
+                assert parts == value
+            else:
+                decode = int64s if kind == "int64" else floats
+                numbers, counts = decode([b"", b"".join(parts), b"", b"".join(parts)])
+                assert numbers.tolist() == value * 2
+                assert counts.tolist() == [0, len(value), 0, len(value)]
+
+
+def test_known_bytes() -> None:
+    # Features{feature{key "a" value{int64_list{value [1, 300, -1]}}}}, by hand from the encoding's documentation
+    data = b"\x0a\x1a\x0a\x18\x0a\x01a\x12\x13\x1a\x11\x0a\x0d\x01\xac\x02" + b"\xff" * 9 + b"\x01" + b"\x08\x05"
+    (name, feature), *rest = features(data).items()
+    assert (name, feature.kind, rest) == ("a", "int64", [])
+    assert int64s([b"".join(feature.parts)])[0].tolist() == [1, 300, -1, 5]
+
+
+def test_unknown_fields_are_skipped_and_the_last_of_a_key_counts() -> None:
+    unknown = b"\x10\x07" + b"\x1d\x01\x02\x03\x04" + b"\x21" + bytes(8) + b"\x32\x01x"
+    data = example({"a": [1]}) + unknown + example({"a": [2.5], "b": [b"x"]})
+    found = features(data)
+    assert found["a"].kind == "float"
+    assert floats(found["a"].parts)[0].tolist() == [2.5]
+    assert found["b"].parts == [b"x"]
+    assert features(b"") == {}
+
+
+def test_a_feature_without_values_is_left_out() -> None:
+    message = EXAMPLES[True]()
+    message.features.feature["empty"].SetInParent()
+    message.features.feature["none"].int64_list.SetInParent()
+    found = features(message.SerializeToString())
+    assert {name: (feature.kind, feature.parts) for name, feature in found.items()} == {"none": ("int64", [])}
+
+
+@pytest.mark.parametrize("cut", range(1, 30))
+def test_a_message_that_is_cut_off_is_an_error(cut: int) -> None:
+    data = example({"a": [1, 300], "b": [0.5], "c": [b"xyz"]})
+    with pytest.raises(ValueError, match=r"cut off|beyond"):
+        features(data[: len(data) - cut])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [(b"\x0b", "wire type 3"), (b"\x02\x00", "field 0"), (b"\xff" * 11, "cut off"), (b"\x0a\x05x", "beyond")],
+)
+def test_what_is_no_message(data: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        features(data)
+
+
+def test_numbers_that_are_cut_off() -> None:
+    with pytest.raises(ValueError, match="a varint is cut off"):
+        int64s([b"\x80", b"\x01"])
+    with pytest.raises(ValueError, match="longer than 10 bytes"):
+        int64s([b"\xff" * 10 + b"\x01"])
+    with pytest.raises(ValueError, match="a float is cut off"):
+        floats([bytes(4), bytes(3)])
+    assert int64s([])[0].dtype == np.int64

@@ -1,0 +1,342 @@
+"""What every source promises, over all of them."""
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import datasets
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import braidax.data as sources
+from braidax.data.source import Source, allocate
+from braidax.errors import RecordError
+from tests.data.formats import files
+from tests.data.formats.mds.mds_files import write_mds
+from tests.data.formats.reading import assert_equal, read, spoil
+from tests.data.formats.records.test_array_record import written as write_array_record
+from tests.data.formats.records.test_example import example
+from tests.data.formats.records.test_tfrecord import write as write_tfrecord
+from tests.data.formats.records.test_webdataset import numbered, shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A source and what it must look like: number of samples and leaves as `dtype[shape]`."""
+
+    make: Callable[[Path], Source]
+    num_samples: int
+    leaves: dict[str, tuple[tuple[int, ...], str]]
+
+
+def npy(path: Path) -> Source:
+    np.save(path / "a.npy", files.rng().normal(size=(11, 3)).astype(np.float32))
+    return sources.open(path / "a.npy")
+
+
+def npy_wide(path: Path) -> Source:
+    np.save(path / "a.npy", np.asfortranarray(np.arange(22, dtype=">i8").reshape(11, 2)))
+    return sources.open(path / "a.npy")
+
+
+def npz(path: Path) -> Source:
+    np.savez(path / "a.npz", x=files.rng().normal(size=(11, 3)), y=np.arange(11), z=np.arange(11) % 2 == 0)
+    return sources.open(path / "a.npz")
+
+
+def npz_deflated(path: Path) -> Source:
+    np.savez_compressed(
+        path / "a.npz", x=files.rng().normal(size=(11, 3)).astype(np.float32), y=np.arange(11, dtype="i4")
+    )
+    return sources.open(path / "a.npz")
+
+
+def tokens(path: Path) -> Source:
+    files.rng().integers(0, 50257, 100, dtype=np.uint16).tofile(path / "a.bin")
+    return sources.open(path / "a.bin", sequence_length=9)
+
+
+def cifar10_archive(path: Path) -> Source:
+    return sources.open(files.write_tar(path / "a.tar.gz", "cifar-10-batches-py", files.cifar10_python()))
+
+
+def cifar10_binary(path: Path) -> Source:
+    return sources.open(files.write_folder(path / "cifar-10-batches-bin", files.cifar10_binary()))
+
+
+def cifar100_python(path: Path) -> Source:
+    files.write_folder(path / "cifar-100-python", files.cifar100_python())
+    return sources.open(path)
+
+
+def cifar100_binary(path: Path) -> Source:
+    return sources.open(files.write_tar(path / "a.tar", "cifar-100-binary", files.cifar100_binary(), "w"), split="test")
+
+
+def mnist(path: Path) -> Source:
+    return sources.open(files.mnist(path / "mnist"))
+
+
+def mnist_gzipped(path: Path) -> Source:
+    return sources.open(files.mnist(path / "mnist", gzipped=True), split="test")
+
+
+def idx(path: Path) -> Source:
+    (path / "a.idx").write_bytes(files.idx_bytes(files.rng().normal(size=(11, 2, 3))))
+    return sources.open(path / "a.idx")
+
+
+def parquet(path: Path) -> Source:
+    (path / "table").mkdir()
+    values = files.rng()
+    for number, num_rows in enumerate((7, 5)):
+        columns = {
+            "x": pa.array(values.normal(size=num_rows)),
+            "id": pa.array(np.arange(num_rows)),
+            "flag": pa.array([row % 3 == 0 for row in range(num_rows)]),
+            "fixed": pa.array(list(values.normal(size=(num_rows, 2))), pa.list_(pa.float32(), 2)),
+            "list": pa.array([[row, row + 1, row + 2] for row in range(num_rows)], pa.list_(pa.int16())),
+            "nested": pa.array([[[row, 1]] * 3 for row in range(num_rows)], pa.large_list(pa.list_(pa.uint8()))),
+        }
+        pq.write_table(pa.table(columns), path / "table" / f"{number}.parquet", row_group_size=3)
+    return sources.open(path / "table")
+
+
+def image_folder(path: Path) -> Source:
+    for number in range(11):
+        folder = path / "images" / ("cat" if number % 2 else "ant")
+        folder.mkdir(parents=True, exist_ok=True)
+        image = files.rng(number).integers(0, 256, (6, 5, 3), dtype=np.uint8)
+        Image.fromarray(image).save(folder / f"{number:02}.png")
+    return sources.open(path / "images")
+
+
+def image_folder_resized(path: Path) -> Source:
+    (path / "images").mkdir()
+    for number, suffix in enumerate(("jpg", "png", "webp", "bmp", "jpeg")):
+        image = files.rng(number).integers(0, 256, (8 + number, 9, 3), dtype=np.uint8)
+        Image.fromarray(image).save(path / "images" / f"{number}.{suffix}")
+    return sources.open(path / "images", image_size=(4, 7))
+
+
+class Torchvision:
+    """A data set as torchvision's are: a PIL image and an int, one at a time."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return Image.fromarray(files.rng(index).integers(0, 256, (4, 5), dtype=np.uint8)), index % 3
+
+
+def torchvision(path: Path) -> Source:
+    return sources.open(Torchvision())
+
+
+def hugging_face(path: Path) -> Source:
+    rows = {"x": [float(row) for row in range(11)], "ids": [[row, 2, 3] for row in range(11)], "label": list(range(11))}
+    return sources.open(datasets.Dataset.from_dict(rows))
+
+
+def dict_of_arrays(path: Path) -> Source:
+    return sources.open({"x": files.rng().normal(size=(11, 3)), "y": np.arange(11)})
+
+
+def text_lines(path: Path) -> Source:
+    for number in range(2):
+        (path / f"{number}.txt").write_text("".join(f"line {row}\n" for row in range(6 - number)))
+    return sources.open(path)
+
+
+def jsonl(path: Path) -> Source:
+    lines = [
+        json.dumps({"id": row, "text": "x" * row, "pair": [row, 0.5], "ids": list(range(row))}) for row in range(11)
+    ]
+    (path / "a.jsonl").write_text("\n".join(lines))
+    return sources.open(path / "a.jsonl")
+
+
+def jsonl_gzipped(path: Path) -> Source:
+    jsonl(path)
+    (path / "a.jsonl.gz").write_bytes(gzip.compress((path / "a.jsonl").read_bytes()))
+    return sources.open(path / "a.jsonl.gz", columns=["id", "text"])
+
+
+def table_csv(path: Path) -> Source:
+    (path / "a.csv").write_text("id,x,text\n" + "".join(f'{row},{row / 2},"a ""{row}""\n"\n' for row in range(11)))
+    return sources.open(path / "a.csv")
+
+
+def tfrecord(path: Path) -> Source:
+    records = [{"label": [row], "x": [0.5 * row, 1.0], "image": [bytes(row)]} for row in range(11)]
+    write_tfrecord(path / "a.tfrecord-00000-of-00001", [example(record) for record in records])
+    return sources.open(path / "a.tfrecord-00000-of-00001")
+
+
+def npy_files(path: Path) -> Source:
+    for number, array in enumerate(np.array_split(files.rng().normal(size=(11, 3)), 3)):
+        np.save(path / f"{number}.npy", array)
+    return sources.open(path)
+
+
+def token_files(path: Path) -> Source:
+    for number in range(2):
+        files.rng(number).integers(0, 50257, 50 + number, dtype=np.uint16).tofile(path / f"{number}.bin")
+    return sources.open(str(path / "*.bin"), sequence_length=9)
+
+
+def webdataset(path: Path) -> Source:
+    for number in range(2):
+        shard(path / f"{number}.tar", numbered(range(6 * number, 11 - 5 * (1 - number))))
+    return sources.open(path, columns=["cls", "jpg", "json", "npy"])
+
+
+def mds(path: Path) -> Source:
+    rows = [{"n": np.int64(row).tobytes(), "text": f"row {row}".encode()} for row in range(11)]
+    write_mds(path / "mds", {"n": "int", "text": "str"}, rows)
+    return sources.open(path / "mds")
+
+
+def array_record(path: Path) -> Source:
+    write_array_record(path / "a.array_record", [b"%d" % row for row in range(11)])
+    return sources.open(path)
+
+
+def arrow(path: Path) -> Source:
+    rows = list(range(11))
+    table = pa.table({"id": rows, "text": [f"row {row}" for row in rows], "ids": [list(range(row)) for row in rows]})
+    feather.write_feather(table, path / "a.feather", compression="uncompressed")
+    return sources.open(path / "a.feather")
+
+
+def hugging_face_folder(path: Path) -> Source:
+    rows = {"x": [float(row) for row in range(11)], "text": [f"row {row}" for row in range(11)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(path / "saved")
+    return sources.open(path / "saved")
+
+
+IMAGE = ((32, 32, 3), "uint8")
+TEXT = ((), "object")
+CASES = {
+    "npy": Case(npy, 11, {"data": ((3,), "float32")}),
+    "npy_wide": Case(npy_wide, 11, {"data": ((2,), "int32")}),
+    "npz": Case(npz, 11, {"x": ((3,), "float32"), "y": ((), "int32"), "z": ((), "bool")}),
+    "npz_deflated": Case(npz_deflated, 11, {"x": ((3,), "float32"), "y": ((), "int32")}),
+    "tokens": Case(tokens, 11, {"tokens": ((9,), "uint16")}),
+    "cifar10_archive": Case(cifar10_archive, 20, {"image": IMAGE, "label": ((), "int32")}),
+    "cifar10_binary": Case(cifar10_binary, 20, {"image": IMAGE, "label": ((), "int32")}),
+    "cifar100_python": Case(
+        cifar100_python, 12, {"image": IMAGE, "label": ((), "int32"), "coarse_label": ((), "int32")}
+    ),
+    "cifar100_binary": Case(
+        cifar100_binary, 5, {"image": IMAGE, "label": ((), "int32"), "coarse_label": ((), "int32")}
+    ),
+    "mnist": Case(mnist, 12, {"image": ((28, 28, 1), "uint8"), "label": ((), "int32")}),
+    "mnist_gzipped": Case(mnist_gzipped, 5, {"image": ((28, 28, 1), "uint8"), "label": ((), "int32")}),
+    "idx": Case(idx, 11, {"data": ((2, 3), "float32")}),
+    "parquet": Case(
+        parquet,
+        12,
+        {
+            "x": ((), "float32"),
+            "id": ((), "int32"),
+            "flag": ((), "bool"),
+            "fixed": ((2,), "float32"),
+            "list": ((3,), "int16"),
+            "nested": ((3, 2), "uint8"),
+        },
+    ),
+    "image_folder": Case(image_folder, 11, {"image": ((6, 5, 3), "uint8"), "label": ((), "int32")}),
+    "image_folder_resized": Case(image_folder_resized, 5, {"image": ((4, 7, 3), "uint8")}),
+    "torchvision": Case(torchvision, 11, {"0": ((4, 5, 1), "uint8"), "1": ((), "int32")}),
+    "hugging_face": Case(hugging_face, 11, {"x": ((), "float32"), "ids": ((3,), "int32"), "label": ((), "int32")}),
+    "text_lines": Case(text_lines, 11, {"text": TEXT}),
+    "jsonl": Case(jsonl, 11, {"id": ((), "int32"), "text": TEXT, "pair": ((2,), "float32"), "ids": TEXT}),
+    "jsonl_gzipped": Case(jsonl_gzipped, 11, {"id": ((), "int32"), "text": TEXT}),
+    "csv": Case(table_csv, 11, {"id": ((), "int32"), "x": ((), "float32"), "text": TEXT}),
+    "tfrecord": Case(tfrecord, 11, {"label": ((), "int32"), "x": ((2,), "float32"), "image": TEXT}),
+    "npy_files": Case(npy_files, 11, {"data": ((3,), "float32")}),
+    "token_files": Case(token_files, 10, {"tokens": ((9,), "uint16")}),
+    "webdataset": Case(webdataset, 11, {"cls": ((), "int32"), "jpg": TEXT, "json": TEXT, "npy": ((2, 3), "int32")}),
+    "mds": Case(mds, 11, {"n": ((), "int32"), "text": TEXT}),
+    "array_record": Case(array_record, 11, {"record": TEXT}),
+    "arrow": Case(arrow, 11, {"id": ((), "int32"), "text": TEXT, "ids": TEXT}),
+    "hugging_face_folder": Case(hugging_face_folder, 11, {"x": ((), "float32"), "text": TEXT}),
+    "dict_of_arrays": Case(dict_of_arrays, 11, {"x": ((3,), "float32"), "y": ((), "int32")}),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def source(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    return case.make(tmp_path)
+
+
+def test_length_and_spec(case: Case, source: Source) -> None:
+    assert isinstance(source, Source)
+    assert len(source) == case.num_samples
+    spec = source.sample_spec
+    leaves = spec if isinstance(spec, dict) else {str(number): leaf for number, leaf in enumerate(spec)}
+    assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()} == case.leaves
+    batch = jax.tree.leaves(source.batch_spec(4))
+    assert [leaf.shape for leaf in batch] == [(4, *leaf.shape) for leaf in jax.tree.leaves(spec)]
+
+
+def test_every_leaf_is_written(source: Source) -> None:
+    out = allocate(source.sample_spec, len(source))
+    first = read(source, list(range(len(source))))
+    spoil(out, 0xA5)
+    source.read(np.arange(len(source)), out)
+    assert_equal(first, out)
+
+
+def test_any_order_and_repeats(source: Source) -> None:
+    serial = read(source, list(range(len(source))))
+    order = [len(source) - 1, 0, 2, 2, 1, 0, len(source) - 1]
+    assert_equal(read(source, order), jax.tree.map(lambda leaf: leaf[order], serial))
+    assert_equal(read(source, [3]), jax.tree.map(lambda leaf: leaf[[3]], serial))
+
+
+def test_samples_differ(source: Source) -> None:
+    window = read(source, [0, 1])
+    assert any(not np.array_equal(leaf[0], leaf[1]) for leaf in jax.tree.leaves(window))
+
+
+def test_many_threads_read_what_one_reads(source: Source) -> None:
+    serial = read(source, list(range(len(source))))
+    orders = [files.rng(seed).integers(0, len(source), 16).tolist() for seed in range(32)]
+    with ThreadPoolExecutor(8, thread_name_prefix="reader") as pool:
+        for order, window in zip(orders, pool.map(lambda order: read(source, order), orders), strict=True):
+            assert_equal(window, jax.tree.map(lambda leaf, order=order: leaf[order], serial))
+
+
+def test_an_empty_window_is_read(source: Source) -> None:
+    assert all(len(leaf) == 0 for leaf in jax.tree.leaves(read(source, [])))
+
+
+@pytest.mark.parametrize("beyond", [-1, 0])
+def test_index_out_of_range(source: Source, beyond: int) -> None:
+    wrong = -1 if beyond else len(source)
+    with pytest.raises(RecordError, match=rf"no record {wrong}; it holds {len(source)} samples: use indices 0 to"):
+        read(source, [0, wrong])
+
+
+def test_describe(source: Source) -> None:
+    facts = source.describe()
+    assert next(iter(facts)) == "format"
+    assert facts["samples"] == str(len(source))
+    assert all(isinstance(value, str) for value in facts.values())

@@ -1,0 +1,86 @@
+import bz2
+import gzip
+import lzma
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import braidax.data.storage.inflate as inflate
+from braidax.data.storage import LocalFiles
+from braidax.data.storage.inflate import compression_of, inflated, inflated_head
+from braidax.errors import FormatError
+
+DATA = bytes(range(256)) * 5_000
+CODECS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "gzip": (".gz", gzip.compress),
+    "bzip2": (".bz2", bz2.compress),
+    "xz": (".xz", lzma.compress),
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_was_compressed_is_found_again(tmp_path: Path, name: str) -> None:
+    suffix, compress = CODECS[name]
+    paths = [tmp_path / f"{number}.txt{suffix}" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(compress(DATA[number:]) + compress(b"end"))  # two members, as `cat` makes them
+    assert compression_of(paths[0].read_bytes()[:6]) == name
+    with paths[1].open("rb") as file:
+        assert inflated_head(file, name, 5, name="x") == DATA[1:6]
+    files = inflated(LocalFiles(paths), cache=tmp_path / "cache")
+    assert [Path(found).read_bytes() for found in files.names] == [DATA[number:] + b"end" for number in range(3)]
+    assert [found.rpartition("-")[2] for found in files.names] == ["0.txt", "1.txt", "2.txt"]
+
+
+def test_it_is_done_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"old"))
+    (first,) = inflated(LocalFiles([path])).names
+    with monkeypatch.context() as patch:
+        patch.setattr(inflate, "_inflate", None)
+        assert inflated(LocalFiles([path])).names == [first]
+    path.write_bytes(gzip.compress(b"new"))
+    os.utime(path, ns=(0, 7))
+    (second,) = inflated(LocalFiles([path])).names
+    assert Path(second).read_bytes() == b"new"
+    assert [str(found) for found in (tmp_path / "cache").rglob("*") if found.is_file()] == [second]
+
+
+class Unstamped(LocalFiles):
+    """Files of which nothing tells when they were written."""
+
+    @property
+    def stamps(self) -> list[str]:
+        return [""] * len(self.names)
+
+
+def test_files_without_a_stamp_are_inflated_each_time(tmp_path: Path) -> None:
+    for contents in (b"old", b"new"):
+        (tmp_path / "a.gz").write_bytes(gzip.compress(contents))
+        (found,) = inflated(Unstamped([tmp_path / "a.gz"]), cache=tmp_path / "cache").names
+        assert Path(found).read_bytes() == contents
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_damaged_files_are_named_and_leave_nothing(tmp_path: Path, name: str) -> None:
+    suffix, compress = CODECS[name]
+    (tmp_path / f"a{suffix}").write_bytes(compress(DATA)[:-20])
+    with pytest.raises(FormatError, match=rf"a\{suffix}: {name} data that are truncated or corrupt .*download it"):
+        inflated(LocalFiles([tmp_path / f"a{suffix}"]), cache=tmp_path / "cache")
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+def test_what_cannot_be_inflated_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd and more")
+    with pytest.raises(FormatError, match=r"a\.zst: is compressed with zstd, which cannot .*; decompress it"):
+        inflated(LocalFiles([tmp_path / "a.zst"]), cache=tmp_path / "cache")
+
+
+def test_no_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"old"))
+    (tmp_path / "cache").touch()
+    with pytest.raises(FormatError, match=r"a: the decompressed file cannot be written .*BRAIDAX_CACHE"):
+        inflated(LocalFiles([tmp_path / "a.gz"]), cache=tmp_path / "cache")

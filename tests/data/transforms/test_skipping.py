@@ -1,0 +1,344 @@
+import fcntl
+import json
+import multiprocessing
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from braidax.data.source import Source, allocate, prepare, source_at
+from braidax.data.transforms.skipping import candidate, skipping
+from braidax.errors import ArgumentError, FormatError, RecordError, WaitTimeout
+from tests.data.formats.reading import read
+from tests.data.numbered import Numbers
+
+BAD = (3, 8, 9, 40, 77, 95)
+
+
+class Faulty(Numbers):
+    """Numbers of which some cannot be read; counts the reads that had one of them."""
+
+    def __init__(
+        self, num_samples: int, bad: Iterable[int] = (), error: Callable[[str], Exception] = RecordError
+    ) -> None:
+        super().__init__(num_samples)
+        self.bad = frozenset(bad)
+        self.error = error
+        self.failures: list[int] = []
+
+    def read(self, indices: np.ndarray, out: Any) -> None:
+        for record in indices.tolist():
+            if record in self.bad:
+                self.failures.append(len(indices))
+                raise self.error(f"file, record {record}: is torn")
+        super().read(indices, out)
+
+    def describe(self) -> dict[str, str]:
+        return {"format": "numbers", "files": "1: file"}
+
+
+def good_for(record: int, num_samples: int, bad: Iterable[int]) -> int:
+    """The record that is read for another, by the definition."""
+    tried = (candidate(record, attempt, num_samples) for attempt in range(1000))
+    return record if record not in bad else next(other for other in tried if other not in bad)
+
+
+def expected(num_samples: int, bad: Iterable[int]) -> list[int]:
+    return [good_for(record, num_samples, bad) for record in range(num_samples)]
+
+
+def lines(ledger: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ledger.read_text().splitlines()][1:]
+
+
+def test_the_candidates_are_the_same_in_all_versions() -> None:
+    assert [candidate(0, 0, 1 << 40), candidate(0, 1, 1 << 40), candidate(12345, 7, 1 << 40)] == [
+        744435828515,
+        814935633024,
+        517684327984,
+    ]
+    drawn = [candidate(record, attempt, 10) for record in range(500) for attempt in range(4)]
+    counts = np.bincount(drawn, minlength=10)
+    assert len(counts) == 10
+    assert counts.min() > 150
+
+
+def test_bad_records_are_replaced_and_written_down(tmp_path: Path) -> None:
+    source = Faulty(100, BAD)
+    skipped = skipping(source, ledger=tmp_path / "ledger.jsonl")
+    assert skipped.sample_spec == source.sample_spec
+    assert len(skipped) == 100
+    out = read(skipped)
+    assert out["id"].tolist() == expected(100, BAD)
+    np.testing.assert_array_equal(out["x"], np.array(expected(100, BAD))[:, None] + np.arange(6) / 8)
+    entries = lines(tmp_path / "ledger.jsonl")
+    assert sorted(entry["record"] for entry in entries) == sorted(BAD)
+    for entry in entries:
+        assert entry == {
+            "record": entry["record"],
+            "error": f"file, record {entry['record']}: is torn",
+            "replaced_by": good_for(entry["record"], 100, BAD),
+        }
+    header = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])
+    assert header == {"ledger": 1, "samples": 100, "source": {"format": "numbers", "files": "1: file"}}
+    assert skipped.describe() == {
+        "format": "numbers",
+        "files": "1: file",
+        "bad records": f"skipped, 6 of at most 100 in {tmp_path / 'ledger.jsonl'}",
+    }
+
+
+def test_known_records_are_not_read_again(tmp_path: Path) -> None:
+    source = Faulty(100, BAD)
+    skipped = skipping(source, ledger=tmp_path / "ledger.jsonl")
+    read(skipped)
+    assert source.failures
+    source.failures.clear()
+    assert read(skipped)["id"].tolist() == expected(100, BAD)
+    assert source.failures == []
+    again = skipping(source, ledger=tmp_path / "ledger.jsonl")
+    assert read(again, [77, 0, 3, 3])["id"].tolist() == [expected(100, BAD)[record] for record in (77, 0, 3, 3)]
+    assert source.failures == []
+    assert len(lines(tmp_path / "ledger.jsonl")) == 6
+
+
+def test_good_windows_are_read_once(tmp_path: Path) -> None:
+    windows: list[int] = []
+    source = Numbers(100, lambda indices: windows.append(len(indices)))
+    read(skipping(source, ledger=tmp_path / "ledger.jsonl"))
+    assert windows == [100]
+
+
+def test_one_bad_record_costs_few_reads(tmp_path: Path) -> None:
+    windows: list[int] = []
+    source = Faulty(1024, [700])
+    source.before = lambda indices: windows.append(len(indices))
+    read(skipping(source, ledger=tmp_path / "ledger.jsonl"))
+    assert len(windows) + len(source.failures) <= 2 * 10 + 4
+
+
+@pytest.mark.parametrize("threads", [1, 4, 16])
+def test_batches_do_not_depend_on_threads_or_what_is_known(tmp_path: Path, threads: int) -> None:
+    source = Faulty(400, range(0, 400, 9))
+    skipped = skipping(source, ledger=tmp_path / "ledger.jsonl")
+    want = np.array(expected(400, source.bad))
+    start = threading.Barrier(threads)
+
+    def go(seed: int) -> None:
+        start.wait(10)
+        for window in np.split(np.random.default_rng(seed).permutation(400), 20):
+            assert read(skipped, window.tolist())["id"].tolist() == want[window].tolist()
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(go, range(threads)))
+    entries = lines(tmp_path / "ledger.jsonl")
+    assert sorted(entry["record"] for entry in entries) == sorted(source.bad)
+    assert {entry["record"]: entry["replaced_by"] for entry in entries} == {n: want[n] for n in source.bad}
+
+
+def test_many_bad_records_among_few(tmp_path: Path) -> None:
+    bad = [record for record in range(40) if record % 4]
+    skipped = skipping(Faulty(40, bad), ledger=tmp_path / "ledger.jsonl")
+    assert read(skipped, [1])["id"].tolist() == [good_for(1, 40, bad)]
+    found = {entry["record"]: entry["replaced_by"] for entry in lines(tmp_path / "ledger.jsonl")}
+    assert set(found) <= set(bad)
+    assert all(other % 4 == 0 for other in found.values())
+    assert read(skipped)["id"].tolist() == expected(40, bad)
+
+
+def test_the_budget(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    skipped = skipping(Faulty(100, BAD), ledger=ledger, budget=5)
+    message = (
+        f"6 records are bad, more than budget=5; ledger={str(ledger)!r} lists them, the last is: file, record 95: is "
+        "torn: mend the data, or raise the budget"
+    )
+    with pytest.raises(RecordError, match=re.escape(message)):
+        read(skipped, range(100))
+    assert sorted(entry["record"] for entry in lines(ledger)) == sorted(BAD)
+    with pytest.raises(RecordError, match=r"6 records are bad, more than budget=5; .*record 95: is torn"):
+        skipping(Faulty(100, BAD), ledger=ledger, budget=5)
+    source = Faulty(100, BAD)
+    assert read(skipping(source, ledger=ledger, budget=6))["id"].tolist() == expected(100, BAD)
+    assert sorted(entry["record"] for entry in lines(ledger)) == sorted(BAD)
+    with pytest.raises(ArgumentError, match=r"budget=-1: expected"):
+        skipping(source, ledger=ledger, budget=-1)
+
+
+def test_a_budget_of_zero_raises_the_first_error(tmp_path: Path) -> None:
+    skipped = skipping(Faulty(100, BAD), ledger=tmp_path / "ledger.jsonl", budget=0)
+    assert read(skipped, [0, 1])["id"].tolist() == [0, 1]
+    with pytest.raises(RecordError, match=r"1 records are bad, more than budget=0; .*record 3: is torn"):
+        read(skipped, range(10))
+
+
+def test_all_records_are_bad(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    with pytest.raises(RecordError, match=r"21 records are bad, more than budget=20; .*is torn: mend the data"):
+        read(skipping(Faulty(1000, range(1000)), ledger=ledger, budget=20))
+    assert len(lines(ledger)) == 21
+    assert {entry["replaced_by"] for entry in lines(ledger)} == {None}
+    ledger.unlink()
+    with pytest.raises(
+        RecordError, match=r"record \d is bad \(file, record \d: is torn\), and so are the 64 that were"
+    ):
+        read(skipping(Faulty(5, range(5)), ledger=ledger))
+
+
+@pytest.mark.parametrize("error", [FormatError, WaitTimeout, ArgumentError])
+def test_other_errors_are_not_skipped(tmp_path: Path, error: type[Exception]) -> None:
+    skipped = skipping(Faulty(100, BAD, error), ledger=tmp_path / "ledger.jsonl")
+    with pytest.raises(error, match="record 3: is torn"):
+        read(skipped)
+    assert lines(tmp_path / "ledger.jsonl") == []
+
+
+def test_foreign_errors_are_skipped_but_for_those_of_memory(tmp_path: Path) -> None:
+    skipped = skipping(Faulty(100, BAD, ValueError), ledger=tmp_path / "a.jsonl")
+    assert read(skipped)["id"].tolist() == expected(100, BAD)
+    assert "ValueError: file, record 3: is torn" in (tmp_path / "a.jsonl").read_text()
+    with pytest.raises(RecordError, match=r"MemoryError"):
+        read(skipping(Faulty(100, BAD, MemoryError), ledger=tmp_path / "b.jsonl"))
+
+
+def test_a_record_that_is_not_there_is_not_skipped(tmp_path: Path) -> None:
+    skipped = skipping(Numbers(10), ledger=tmp_path / "ledger.jsonl")
+    with pytest.raises(RecordError, match="there is no record 10"):
+        read(skipped, [0, 10])
+    assert lines(tmp_path / "ledger.jsonl") == []
+
+
+def test_a_line_that_was_not_finished(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    read(skipping(Faulty(100, [3]), ledger=ledger))
+    whole = ledger.read_bytes()
+    with ledger.open("ab") as file:
+        file.write(b'{"record": 8, "error": "' + b"x" * 300)
+    assert read(skipping(Faulty(100, [3, 9]), ledger=ledger))["id"].tolist() == expected(100, [3, 9])
+    assert ledger.read_bytes().startswith(whole)
+    assert [entry["record"] for entry in lines(ledger)] == [3, 9]
+
+
+def test_a_ledger_that_is_none(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    read(skipping(Faulty(100, [3]), ledger=ledger))
+    with pytest.raises(
+        ArgumentError,
+        match=r"ledger=.*: belongs to another source or version: .*'samples': 100.*expected 101 samples and",
+    ):
+        skipping(Faulty(101, [3]), ledger=ledger)
+    ledger.write_text("hello\n")
+    with pytest.raises(FormatError, match=r"ledger.jsonl: the line b'hello' is none of a ledger \(JSONDecodeError"):
+        skipping(Faulty(100), ledger=ledger)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FormatError, match=r"folder: the ledger cannot be opened \(.*\); give one that can be written"):
+        skipping(Faulty(100), ledger=tmp_path / "folder")
+    assert lines_of(skipping(Faulty(100), ledger=tmp_path / "new" / "a.jsonl"), tmp_path / "new" / "a.jsonl") == []
+
+
+def lines_of(source: Source, ledger: Path) -> list[dict[str, Any]]:
+    read(source)
+    return lines(ledger)
+
+
+def _read_all(ledger: Path, seed: int) -> None:
+    source = Faulty(300, range(0, 300, 7))
+    skipped = skipping(source, ledger=ledger)
+    for window in np.split(np.random.default_rng(seed).permutation(300), 30):
+        out = allocate(skipped.sample_spec, len(window))
+        skipped.read(window, out)
+        assert out["id"].tolist() == [good_for(record, 300, source.bad) for record in window.tolist()]
+
+
+def test_processes_share_a_ledger(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_read_all, args=(ledger, seed), daemon=True) for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert sorted(entry["record"] for entry in lines(ledger)) == list(range(0, 300, 7))
+
+
+def test_bad_records_of_others_count(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    one, other = (skipping(Faulty(100, BAD), ledger=ledger, budget=4) for _ in range(2))
+    read(one, [3, 8, 9])
+    read(other, [9, 40])
+    with pytest.raises(RecordError, match=r"5 records are bad, more than budget=4"):
+        read(one, [77])
+    assert [entry["record"] for entry in lines(ledger)] == [3, 8, 9, 40, 77]
+
+
+def test_a_ledger_that_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[candidate.__module__], "_LOCK_SECONDS", 0.02)
+    with (tmp_path / "ledger.jsonl").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(WaitTimeout, match=r"ledger.jsonl: another process holds the ledger's lock for 0.02 s"):
+            skipping(Numbers(10), ledger=tmp_path / "ledger.jsonl")
+
+
+class Drawn(Faulty):
+    """Samples that differ from epoch to epoch: record `i` is number `i + epoch`, and some numbers are bad."""
+
+    epoch = 0
+
+    def read(self, indices: np.ndarray, out: Any) -> None:
+        super().read((indices + self.epoch) % self.num_samples, out)
+
+    def at(self, seed: int | None, epoch: int) -> "Drawn":
+        drawn = Drawn(self.num_samples, self.bad)
+        drawn.epoch = epoch
+        return drawn
+
+
+def test_samples_that_differ_from_epoch_to_epoch(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    skipped = skipping(Drawn(50, [10, 20]), ledger=ledger, budget=2)
+    for _ in range(2):
+        for epoch in range(5):
+            bad = [10 - epoch, 20 - epoch]
+            want = [(record + epoch) % 50 for record in expected(50, bad)]
+            assert read(source_at(skipped, 7, epoch))["id"].tolist() == want
+    assert [(entry["record"], entry["seed"], entry["epoch"]) for entry in lines(ledger)] == [(10, 7, 0), (20, 7, 0)]
+    drawn = source_at(skipping(Drawn(50, [10, 20]), ledger=ledger), 7, 0)
+    read(drawn)
+    assert drawn._source.failures == []
+
+
+def test_a_source_that_is_the_same_in_each_epoch_stays_itself(tmp_path: Path) -> None:
+    skipped = skipping(Numbers(10), ledger=tmp_path / "ledger.jsonl")
+    assert source_at(skipped, 0, 3) is skipped
+
+
+class Ahead(Faulty):
+    asked: tuple[int, ...] = ()
+
+    def prepare(self, indices: np.ndarray) -> None:
+        self.asked = tuple(indices.tolist())
+
+
+def test_preparing_is_passed_on_for_what_will_be_read(tmp_path: Path) -> None:
+    source = Ahead(10, [4])
+    skipped = skipping(source, ledger=tmp_path / "ledger.jsonl")
+    read(skipped)
+    prepare(skipped, np.array([4, 5]))
+    assert source.asked == (good_for(4, 10, [4]), 5)
+
+
+def test_it_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    skipped = skipping(Faulty(100, BAD), ledger=tmp_path / "ledger.jsonl")
+    read(skipped, [3])
+    again = pickle.loads(pickle.dumps(skipped))
+    assert read(again)["id"].tolist() == expected(100, BAD)
+    assert again._source.failures
+    assert len(lines(tmp_path / "ledger.jsonl")) == 6

@@ -1,0 +1,91 @@
+"""The loader's threads end: when closed, when abandoned, and with the interpreter, whatever hangs."""
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from braidax.data.workers.threads import Threads
+from braidax.errors import WaitTimeout
+
+HANGING = """
+import threading, jax, numpy as np, braidax as bx
+
+class Hangs:
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        if index: threading.Event().wait()
+        return {"x": np.zeros(3, np.float32)}
+
+sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.P())
+for _ in bx.DataLoader(Hangs(), None, sharding, batch_size=8, knobs=bx.data.Knobs(timeout_seconds=1)):
+    pass
+"""
+
+
+def test_results_and_errors_come_through_futures() -> None:
+    threads = Threads(2, "braidax-test")
+    assert threads.submit(divmod, 7, 2).result(10) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(divmod, 7, 0).result(10)
+    threads.close(timeout_seconds=10)
+
+
+def test_closing_drops_what_is_queued_and_waits_for_what_runs() -> None:
+    threads, begun, release = Threads(1, "braidax-test"), threading.Event(), threading.Event()
+    running = threads.submit(lambda: (begun.set(), release.wait(60)))
+    queued = threads.submit(pytest.fail, "was queued only")
+    assert begun.wait(10)
+    with pytest.raises(WaitTimeout, match=r"'braidax-test-0' did not end within timeout_seconds=0.05"):
+        threads.close(timeout_seconds=0.05)
+    release.set()
+    assert running.result(10)[1]
+    assert not queued.done()
+    threads.close(timeout_seconds=10)  # a second time: nothing
+
+
+def test_a_read_that_hangs_for_ever_does_not_keep_the_interpreter_from_exiting() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "WaitTimeout: the batch at Cursor(seed=0, epoch=0, position=0)" in done.stderr
+
+
+def test_threads_yield_their_core_while_somebody_waits_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    yielded, calls = threading.Semaphore(0), list[None]()
+    monkeypatch.setattr("braidax.data.workers.threads._let_others_run", lambda: (calls.append(None), yielded.release()))
+    threads = Threads(1, "braidax-test")
+    threads.submit(int).result(10)
+    threads.submit(int).result(10)  # by now the first call is behind the thread
+    assert calls == []
+    with threads.awaited():
+        threads.submit(int).result(10)
+        assert yielded.acquire(timeout=10)
+    threads.submit(int).result(10)
+    threads.close(timeout_seconds=10)
+    assert 1 <= len(calls) <= 2  # the second call may still have ended while somebody waited
+
+
+def test_threads_run_on_the_cores_that_were_asked_for_and_others_stay_where_they_are() -> None:
+    usable = os.sched_getaffinity(0)
+    last = frozenset({max(usable)})
+    threads, free = Threads(2, "braidax-test", cores=last), Threads(1, "braidax-test-free")
+    threads.resize(3)
+    apart: Future[set[int]] = Future()
+    threads.run_apart(lambda: apart.set_result(os.sched_getaffinity(0)))
+    together = threading.Barrier(3)  # so that each thread takes one
+    seen = [threads.submit(lambda: (together.wait(10), os.sched_getaffinity(0))) for _ in range(3)]
+    assert [future.result(10)[1] for future in seen] == [last] * 3
+    assert apart.result(10) == last
+    assert free.submit(os.sched_getaffinity, 0).result(10) == usable
+    assert os.sched_getaffinity(0) == usable
+    threads.close(timeout_seconds=10)
+    free.close(timeout_seconds=10)
+
+
+def test_threads_work_also_where_their_cores_were_taken_away() -> None:
+    threads = Threads(1, "braidax-test", cores=frozenset({100_000}))  # no kernel has so many
+    assert threads.submit(os.sched_getaffinity, 0).result(10) == os.sched_getaffinity(0)
+    threads.close(timeout_seconds=10)
