@@ -13,6 +13,7 @@ from braidax.program import compile_on, difference, specs_of
 from .arithmetic import OUT_OF_RANGE, Arithmetic
 from .arrays import adopt, place
 from .id_watch import IdWatch
+from .in_flight import InFlight
 from .plan import Plan
 from .state import State
 from .strategies import shard_batch
@@ -71,6 +72,7 @@ class Step:
         self._evaluations: dict[Any, tuple[Any, Any]] = {}
         self._conversions: dict[Callable[[State], State], Any] = {}
         self._ids = IdWatch(arithmetic.watched)
+        self._in_flight = InFlight(mesh)
         self._num_updates = 0
 
     @property
@@ -101,6 +103,8 @@ class Step:
     ) -> tuple[State, dict[str, Any]]:
         """Takes one training step. Returns at once; nothing waits for the devices.
 
+        On CPU devices it stays at most `in_flight.MAX_IN_FLIGHT` updates ahead of them, lest XLA end the process.
+
         **Arguments:** `state`: given up, use the new one. `batch`: PyTree as `parallelize` was told, of global arrays,
         or of host arrays that are copied. `before_apply`: called when the gradients are dispatched, before
         anything of the old state is overwritten (`saver.wait`).
@@ -115,7 +119,9 @@ class Step:
         if message := difference(self._batch_specs, _canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
+        self._in_flight.make_room()
         gradients, variables, metrics = self._gradients(*self._readable(state), batch)
+        self._in_flight.add(metrics["loss"])
         if before_apply is not None:
             before_apply()
         step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients)
@@ -151,7 +157,10 @@ class Step:
             self._evaluations[form] = (evaluation, shardings)
         evaluation, shardings = self._evaluations[form]
         state, batch = place(state, self.state_shardings), place(batch, shardings)
-        return self._looked_at(evaluation(*self._readable(state), batch), "an evaluation behind update")
+        self._in_flight.make_room()
+        metrics = evaluation(*self._readable(state), batch)
+        self._in_flight.add(metrics["loss"])
+        return self._looked_at(metrics, "an evaluation behind update")
 
     def settled(self, state: State) -> State:
         """Returns a state in which no row lags behind; the one given stays as it is.

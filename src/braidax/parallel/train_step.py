@@ -1,5 +1,6 @@
 """`TrainStep`: a whole single-device training step on a mesh, cut in two where its gradients are."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from braidax.program import (
 )
 
 from .arrays import adopt, place
+from .in_flight import InFlight
 from .plan import Plan, make_plan, shardings_of, variables_of
 from .strategies import Strategy, batch_axes, shard_batch
 
@@ -40,7 +42,7 @@ class _Form:
 
     state_shardings: Any
     batch_shardings: Any
-    run: Callable[[list[jax.Array], Callable[[], object] | None], list[jax.Array]]
+    run: Callable[[list[jax.Array], InFlight, Callable[[], object] | None], list[jax.Array]]
     donated: tuple[int, ...]
     out_tree: Any
 
@@ -61,6 +63,7 @@ class TrainStep:
         self.__wrapped__ = fn
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._forms: dict[Any, _Form] = {}
+        self._in_flight = InFlight(mesh)
 
     def __call__(self, state: Any, batch: Any, *, before_apply: Callable[[], object] | None = None) -> tuple[Any, Any]:
         """Takes one training step: the same as `update`."""
@@ -68,6 +71,8 @@ class TrainStep:
 
     def update(self, state: Any, batch: Any, *, before_apply: Callable[[], object] | None = None) -> tuple[Any, Any]:
         """Takes one training step. Returns at once; nothing waits for the devices.
+
+        On CPU devices it stays at most `in_flight.MAX_IN_FLIGHT` updates ahead of them, lest XLA end the process.
 
         **Arguments:** `state`: PyTree of arrays, given up, use the new one. `batch`: PyTree of arrays `[batch, …]`,
         global or on the host. `before_apply`: called when the gradients are dispatched, before anything of the old
@@ -86,7 +91,7 @@ class TrainStep:
                 state_leaves[index] = jnp.copy(state_leaves[index])
             seen.add(id(state_leaves[index]))
         batch_leaves = jax.tree.leaves(place(batch, form.batch_shardings))
-        outputs = form.run([*state_leaves, *batch_leaves], before_apply)
+        outputs = form.run([*state_leaves, *batch_leaves], self._in_flight, before_apply)
         return jax.tree.unflatten(form.out_tree, outputs)
 
     def plan(self, state: Any, batch: Any) -> Plan:
@@ -165,8 +170,8 @@ def _two_jits(
 ) -> tuple[Callable[..., list[jax.Array]], tuple[int, ...]]:
     """Compiles a whole step as gradients and apply.
 
-    **Returns:** a function of the flat inputs and `before_apply` that gives the flat outputs, and which inputs, all of
-    them leaves of the state, it gives up.
+    **Returns:** a function of the flat inputs, what is in flight and `before_apply` that gives the flat outputs; and
+    which inputs, all of them leaves of the state, it gives up.
     """
     split = split_at_marks(program)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -186,8 +191,14 @@ def _two_jits(
         donate=tuple(at for at, i in enumerate(split.apply_inputs) if i in donated),
     )  # fmt: skip
 
-    def run(inputs: list[jax.Array], before_apply: Callable[[], object] | None) -> list[jax.Array]:
+    avals = split.gradients.closed.out_avals
+    small = min(range(len(avals)), key=lambda at: math.prod(avals[at].shape), default=None)
+
+    def run(inputs: list[jax.Array], in_flight: InFlight, before_apply: Callable[[], object] | None) -> list[jax.Array]:
+        in_flight.make_room()
         first = gradients(*(inputs[i] for i in split.gradient_inputs))
+        if small is not None:
+            in_flight.add(first[small])
         if before_apply is not None:
             before_apply()
         carried = [first[i] for i in split.carried]
