@@ -108,11 +108,33 @@ def test_ranks_of_several_hosts_meet_in_the_cache_folder(tmp_path: Path) -> None
         assert (tmp_path / "deep" / "down" / "job-0.json").exists()
 
 
-def test_a_folder_of_somebody_else_is_not_used(folder: Path) -> None:
+def test_a_folder_of_somebody_else_is_not_used(folder: Path, tmp_path: Path) -> None:
     private = folder / f"braidax-{os.getuid()}"
     private.mkdir(mode=0o755)
-    with pytest.raises(GangError, match="belongs to somebody else or is open to others"):
+    with pytest.raises(GangError, match=r"is open to others \(its mode is 0755\); .*chmod 700.* BRAIDAX_MEETING"):
         environment_of(place(0), {})
+    private.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    private.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GangError, match="is a link; expected a folder that only this user may enter"):
+        environment_of(place(0), {})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_that_is_named_and_open_to_others_is_not_used(tmp_path: Path, rank: int) -> None:
+    (tmp_path / "named").mkdir(mode=0o755)
+    (tmp_path / "named" / "job-0.json").write_text('{"store": "tcp://127.0.0.1:1", "secret": "00"}')
+    environ: MutableMapping[str, str] = environment_of(place(rank), {MEETING: str(tmp_path / "named")})
+    with (
+        pytest.raises(GangError, match=r"named is open to others \(its mode is 0755\)"),
+        hosting(environ),
+    ):
+        pass
+    with (
+        pytest.raises(GangError, match=r"job-0\.json cannot be made \(File exists\)"),
+        hosting({**environ, "BRAIDAX_RANK": "0", MEETING: str(tmp_path / "named" / "job-0.json")}),
+    ):
+        pass
 
 
 def test_nothing_happens_where_a_store_is_named() -> None:

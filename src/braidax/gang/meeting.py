@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import secrets
-import stat
 import tempfile
 import time
 from collections.abc import Generator, Mapping, MutableMapping
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from braidax.comm import TcpStoreServer, open_store
 from braidax.comm.environment import Place
+from braidax.comm.stores.private import exposure
 from braidax.errors import CommError, GangError, WaitTimeout
 
 MEETING = "BRAIDAX_MEETING"
@@ -72,8 +72,8 @@ def hosting(environ: MutableMapping[str, str]) -> Generator[None, None, None]:
     secret = secrets.token_bytes(32)
     on_one_host = environ.get("BRAIDAX_LOCAL_SIZE") == environ["BRAIDAX_SIZE"]
     with TcpStoreServer(host="127.0.0.1" if on_one_host else "", secret=secret) as server:
-        environ["BRAIDAX_STORE"], environ["BRAIDAX_SECRET"] = server.address, secret.hex()
         _leave_word(word, server.address, secret.hex())
+        environ["BRAIDAX_STORE"], environ["BRAIDAX_SECRET"] = server.address, secret.hex()
         try:
             yield
         finally:
@@ -81,7 +81,7 @@ def hosting(environ: MutableMapping[str, str]) -> Generator[None, None, None]:
 
 
 def _leave_word(word: Path, address: str, secret: str) -> None:
-    word.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_private(word.parent)
     descriptor, begun = tempfile.mkstemp(dir=word.parent)  # for this user only
     with os.fdopen(descriptor, "w") as file:
         json.dump({"store": address, "secret": secret}, file)
@@ -93,6 +93,9 @@ def _found(word: Path) -> tuple[str, str]:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         with contextlib.suppress(OSError, ValueError):
+            exposed = exposure(word.parent)
+            if exposed:
+                raise _not_private(word.parent, exposed)
             next(word.parent.iterdir(), None)  # has a network file system look again
             told = json.loads(word.read_text())
             with contextlib.suppress(CommError, WaitTimeout):
@@ -108,13 +111,28 @@ def _found(word: Path) -> tuple[str, str]:
 
 def _private_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"braidax-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    state = folder.lstat()
-    if state.st_uid != os.getuid() or not stat.S_ISDIR(state.st_mode) or state.st_mode & 0o077:
-        raise GangError(
-            f"{folder}: belongs to somebody else or is open to others; remove it, or set {MEETING} to another"
-        )
+    if folder.is_symlink():  # anybody can leave one there
+        raise _not_private(folder, "is a link")
+    _make_private(folder)
     return folder
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder if it is not there. **Raises:** `GangError` where others can get at its files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        exposed = exposure(folder)
+    except OSError as error:
+        raise _not_private(folder, f"cannot be made ({error.strerror})") from error
+    if exposed:
+        raise _not_private(folder, exposed)
+
+
+def _not_private(folder: Path, why: str) -> GangError:
+    return GangError(
+        f"{folder} {why}; expected a folder that only this user may enter, because ranks leave a secret there: remove "
+        f"it, take it from the others (chmod 700), or name another one in the environment variable {MEETING}"
+    )
 
 
 def _shared_folder(environ: Mapping[str, str]) -> Path:

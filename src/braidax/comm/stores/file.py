@@ -13,6 +13,7 @@ from typing import final
 from urllib.parse import quote
 
 from braidax.comm.stores.limits import check_amount, check_value, key_bytes
+from braidax.comm.stores.private import exposure
 from braidax.comm.stores.store import Store, backoff, missing
 from braidax.errors import CommError
 
@@ -29,23 +30,34 @@ class FileStore(Store):
 
     Counters need a file system with locks: local disks, NFS 3 with lockd and NFS 4, Lustre with `flock`.
 
+    What lies there proves who belongs to a job, so only this user may enter the folder and read its files.
+
     **Arguments:** `path`: of the folder; it is made, for this user only, if it is not there.
 
-    **Raises:** `CommError` when the folder cannot be made or written.
+    **Raises:** `CommError` when the folder cannot be made or written, belongs to somebody else, or is open to others.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._folder = Path(path).absolute()
+        named = Path(path).absolute()
+        self._address = named.as_uri()
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            named.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder = named.resolve()  # nobody can put another one in the place of a link
+            exposed = exposure(self._folder)
         except OSError as error:
             raise self._unusable(error) from error
+        if exposed:
+            raise CommError(
+                f"{self._address}: the folder {exposed}; expected one that only this user may enter, because whoever "
+                "reads a store can join its ranks: name a folder that is not there yet, or take this one from the "
+                "others (chmod 700)"
+            )
         if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
             raise self._unusable(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
     @property
     def address(self) -> str:
-        return self._folder.as_uri()
+        return self._address
 
     def set(self, key: str, value: bytes) -> None:
         check_value(key, value)
@@ -53,7 +65,8 @@ class FileStore(Store):
         draft = self._folder / f".{secrets.token_hex(16)}"
         try:
             try:
-                draft.write_bytes(value)
+                with open(draft, "xb", opener=_opened) as file:
+                    file.write(value)
                 draft.replace(path)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -83,7 +96,7 @@ class FileStore(Store):
         check_amount(amount)
         path = self._path(key, "counter")
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = _opened(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
             try:
                 self._lock(descriptor, path)
                 stored = os.pread(descriptor, _COUNTER.size, 0)
@@ -123,6 +136,11 @@ class FileStore(Store):
 
     def _unusable(self, error: OSError) -> CommError:
         return CommError(
-            f"{self.address}: the folder of the store cannot be used ({error.strerror}); expected one that all ranks "
+            f"{self._address}: the folder of the store cannot be used ({error.strerror}); expected one that all ranks "
             "can read and write, with file locks: is the file system mounted, writable and not full?"
         )
+
+
+def _opened(path: str | Path, flags: int) -> int:
+    """Opens a file which, if it is made, is for this user only."""
+    return os.open(path, flags, 0o600)
