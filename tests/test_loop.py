@@ -12,8 +12,9 @@ import numpy as np
 import optax
 import pytest
 
+from braidax import loop
 from braidax.checkpoint import Checkpointer, Every
-from braidax.data import DataLoader
+from braidax.data import Cursor, DataLoader
 from braidax.errors import ArgumentError
 from braidax.loop import evaluate, fit
 from braidax.parallel import DataParallel, Plan, Step, parallelize
@@ -116,6 +117,71 @@ def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
             assert saver.num_updates == 10
     np.testing.assert_array_equal(states[0].params["w"], states[1].params["w"])
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000006", "step-00000009", "step-00000010"]
+
+
+def test_steps_are_counted_by_the_state_in_whatever_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    for batch_size, epochs in ((8, 2), (16, 4), (16, 4)):  # 2 epochs of 5 batches; 2 more of 2; over
+        step = make_step(optax.sgd(0.01), SAMPLES, batch_size)
+        report = Report(show="plain", every_seconds=0, metrics=metrics)
+        with (
+            make_loader(step, batch_size=batch_size, epochs=epochs) as loader,
+            Checkpointer(tmp_path / "saved", Every(3)) as saver,
+        ):
+            state = fit(step, step.init(jax.random.key(0)), loader, saver=saver, report=report)
+    assert int(state.step) == 14
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [(line["step"], line.get("epoch")) for line in lines] == [
+        *[(number, (number - 1) // 5) for number in range(1, 11)],
+        (10, None),
+        (11, 2),
+        (12, 2),
+        (13, 3),
+        (14, 3),
+    ]
+    said = [line.partition("  loss")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said[9:] == [
+        "step 10/10  epoch 2/2",
+        "going on after step 10",
+        "step 11/14  epoch 3/4",
+        "step 12/14  epoch 3/4",
+        "step 13/14  epoch 4/4",
+        "step 14/14  epoch 4/4",
+        "this run is over: it ended with step 14",
+    ]
+
+
+@pytest.mark.parametrize(("remainder", "num_steps"), [("drop", 5 + 5), ("pad", 5 + 6)])
+def test_what_is_left_of_an_epoch_is_counted_in_whole_batches(remainder: Any, num_steps: int) -> None:
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    loader = make_loader(step, epochs=2, remainder=remainder)
+    loader.cursor = Cursor(0, 0, 4)  # left by batches of 4: 40 samples
+    length, first_step = loop._length(loader, step.init(jax.random.key(0)))
+    assert (length.num_steps, first_step) == (num_steps, 0)
+
+
+def test_another_seed_than_the_run_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    for seed in (3, 4):
+        with make_loader(step, seed=seed, epochs=1) as loader, Checkpointer(tmp_path, Every(3)) as saver:
+            fit(step, step.init(jax.random.key(0)), loader, saver=saver)
+    assert loader.cursor == Cursor(3, 1, 0)
+    assert [record.message for record in caplog.records] == [
+        "fit: the loader has seed=4; the run goes on with its own, 3"
+    ]
+
+
+def test_a_trace_of_the_report_gets_what_loader_and_checkpointer_do(tmp_path: Path) -> None:
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    trace = Trace()
+    with make_loader(step) as loader, Checkpointer(tmp_path, Every(3)) as saver:
+        fit(step, step.init(jax.random.key(0)), loader, saver=saver, report=Report(show="nothing", trace=trace))
+        assert loader.stats().num_batches == 5
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = [event["cat"] for event in events if event["ph"] == "X"]
+    assert {"read", "wait", "step", "checkpoint"} <= set(lanes)
+    assert lanes.count("step") == 5
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from braidax.errors import ArgumentError, MissingExtra
 from braidax.report import Report, RunLength
 from braidax.spans import Trace
 
-LENGTH = RunLength(steps_per_epoch=2, epochs=2, batch_size=10)
+LENGTH = RunLength(num_steps=4, epochs=2, batch_size=10)  # of 2 steps each
 
 
 class Clock:
@@ -52,7 +52,8 @@ class Metric:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     fake = SimpleNamespace(perf_counter=clock.perf_counter, monotonic=time.monotonic, time=lambda: 1e9)
-    monkeypatch.setattr("braidax.report.time", fake)
+    for module in ("report", "display", "metrics_file"):
+        monkeypatch.setattr(f"braidax.report.{module}.time", fake)
     return clock
 
 
@@ -61,23 +62,23 @@ def three_steps(report: Report, clock: Clock) -> None:
     metrics = [Metric(4.0, clock, 3.0), Metric(2.0, clock, 9.0), Metric(1.0, clock, 10.0)]
     times = [(0.0, 1.0), (2.0, 5.0), (6.0, 7.0)]
     with report.following(LENGTH, 0):
-        for metric, (asked, arrived) in zip(metrics, times, strict=True):
+        for number, (metric, (asked, arrived)) in enumerate(zip(metrics, times, strict=True)):
             clock.set(asked)
             with report.waiting():
                 clock.set(arrived)
             if metric is metrics[2]:
                 for ready in metrics:
                     ready.gate.set()
-            report.update({"loss": metric})
+            report.update({"loss": metric}, epoch=number // 2)
         report.note({"test_loss": 0.5})
 
 
 def steps(report: Report, *metrics: Any, first_step: int = 0) -> None:
     with report.following(LENGTH, first_step):
-        for metric in metrics:
+        for number, metric in enumerate(metrics):
             with report.waiting():
                 pass
-            report.update(metric)
+            report.update(metric, epoch=(first_step + number) // 2)
 
 
 def test_stall_is_the_time_in_which_the_devices_had_nothing_to_do(clock: Clock) -> None:
@@ -113,14 +114,14 @@ def test_plain_lines_keep_their_distance_but_show_the_last_step(capsys: pytest.C
 
 def test_a_run_without_end_has_no_eta(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(show="plain", every_seconds=0)
-    with report.following(RunLength(1, None, 10), 0):
+    with report.following(RunLength(None, None, 10), 0):
         for second in (0.0, 1.0):
             clock.set(second)
             with report.waiting():
                 pass
             metric = Metric(1.0, clock, second + 1)
             metric.gate.set()
-            report.update({"loss": metric})
+            report.update({"loss": metric}, epoch=int(second))
     assert capsys.readouterr().out.splitlines()[-1] == "step 2  epoch 2  loss 1  10 samples/s  stall 0.0 %"
 
 
@@ -150,15 +151,75 @@ def test_metrics_are_lines_of_json(clock: Clock, tmp_path: Path) -> None:
     assert lines[3] == {"step": 3, "epoch": 1, "time": 1e9, "test_loss": 0.5}
 
 
-def test_resumed_metrics_drop_what_is_repeated_and_what_a_crash_cut_short(tmp_path: Path) -> None:
+def test_a_session_adds_to_the_metrics_and_says_from_where(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 4.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
-    report = Report(show="nothing", metrics=path)
-    steps(report, {"loss": jnp.float32(jnp.nan), "per_class": jnp.zeros(3)}, first_step=1)
+    steps(Report(show="nothing", metrics=path), *[{"loss": jnp.float32(8.0)}] * 3)
+    before = path.read_text()
+    resumed = Report(show="nothing", metrics=path)  # the checkpoint was of step 1: 2 is done again
+    steps(resumed, {"loss": jnp.float32(jnp.nan), "per_class": jnp.zeros(3)}, first_step=1)
+    assert path.read_text().startswith(before)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
-    assert lines[1]["loss"] == "nan"
-    assert "per_class" not in lines[1]
+    assert [(line["step"], line.get("loss"), line.get("resumed")) for line in lines] == [
+        (1, 8.0, None),
+        (2, 8.0, None),
+        (3, 8.0, None),
+        (1, None, True),
+        (2, "nan", None),
+    ]
+    assert "per_class" not in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ('{"step": 3, "lo', {"torn": '{"step": 3, "lo'}),
+        ('{"step": 3, "loss": 1.0}', {"step": 3, "loss": 1.0}),
+    ],
+)
+def test_a_line_that_a_crash_cut_short_is_kept_and_all_lines_are_json(
+    end: str, last: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 4.0}\n{"step": 2, "loss": 2.0}\n' + end)
+    steps(Report(show="nothing", metrics=path), {"loss": jnp.float32(0.5)}, first_step=2)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[:3] == [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 2.0}, last]
+    assert [(line["step"], line.get("loss")) for line in lines[3:]] == [(2, None), (3, 0.5)]
+
+
+@pytest.mark.parametrize("text", ["My thesis\n", '{"a": 1}\n', "[1]\n", "no line"])
+def test_a_file_that_is_no_metrics_is_left_alone(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=r"metrics='.*thesis.txt' is there and begins with b.*give another path"):
+        steps(Report(show="nothing", metrics=path))
+    assert path.read_text() == text
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for metrics in (tmp_path / "file" / "metrics.jsonl", tmp_path):
+        with pytest.raises(ArgumentError, match=r"metrics='.*' cannot be written \((Not|File|Is) .*another path"):
+            steps(Report(show="nothing", metrics=metrics))
+    with pytest.raises(ArgumentError, match=r"tensorboard='.*file' cannot be made \(File exists\)"):
+        steps(Report(show="nothing", tensorboard=tmp_path / "file"))
+
+
+def test_a_run_that_is_over_says_so_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps(Report(show="line", metrics=path, tensorboard=tmp_path / "board"), first_step=4)
+    assert capsys.readouterr().out.splitlines() == ["this run is over: it ended with step 4"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_first_process_shows_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    report = Report(show="plain", metrics=tmp_path / "metrics.jsonl", tensorboard=tmp_path / "board")
+    steps(report, {"loss": jnp.float32(0.5)}, {"loss": jnp.float32(0.5)})
+    assert (capsys.readouterr().out, list(tmp_path.iterdir())) == ("", [])
+    assert report.pace.num_samples == 10
 
 
 def test_metrics_of_nested_trees_are_named_by_their_path(tmp_path: Path) -> None:
@@ -206,4 +267,4 @@ def test_wrong_use_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"every_seconds=-1.0"):
         Report(every_seconds=-1.0)
     with pytest.raises(ArgumentError, match="follows no run"):
-        Report().update({})
+        Report().update({}, epoch=0)

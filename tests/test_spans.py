@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from braidax.errors import ArgumentError
 from braidax.spans import LaneTotal, Span, Trace, span
 
 
@@ -22,12 +23,12 @@ def test_totals_add_up_per_lane() -> None:
     assert trace.totals() == {"read": LaneTotal(2, 2.0, 42), "step": LaneTotal(1, 2.0, 0)}
 
 
-def test_by_default_no_span_is_kept_but_totals_are() -> None:
+def test_the_latest_spans_are_kept_by_default_and_totals_of_all() -> None:
     trace = Trace()
-    for _ in range(100):
-        trace.record(_span())
-    assert trace.spans == []
-    assert trace.totals()["read"].num_spans == 100
+    for number in range(20_100):
+        trace.record(_span(start=float(number)))
+    assert [span.start for span in trace.spans] == [float(number) for number in range(100, 20_100)]
+    assert trace.totals()["read"].num_spans == 20_100
 
 
 def test_the_latest_spans_are_kept_oldest_first() -> None:
@@ -163,5 +164,13 @@ def test_a_saved_trace_has_a_track_per_lane_and_thread(tmp_path: Path) -> None:
     assert step["ts"] == pytest.approx(1e6)
 
 
-def test_an_empty_trace_is_a_valid_file(tmp_path: Path) -> None:
-    assert [event["name"] for event in _saved(Trace(), tmp_path)] == ["process_name"]
+def test_an_empty_trace_is_not_saved_and_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("an earlier one")
+    with pytest.raises(ArgumentError, match=r"path='.*trace.json': .* no spans to write: nothing has recorded to it"):
+        Trace().save(path)
+    with pytest.raises(ArgumentError, match=r"max_spans=0 keeps none; make it with Trace\(\)"):
+        Trace(max_spans=0).save(path)
+    assert path.read_text() == "an earlier one"
+    with pytest.raises(ArgumentError, match=r"max_spans=-1: expected"):
+        Trace(max_spans=-1)

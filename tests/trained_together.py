@@ -39,7 +39,7 @@ def train(folder: Path, die_at: int | None) -> None:
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     data = {"data": DataParallel()}
     step = parallelize(loss, optax.adam(0.1), mesh, data, init=init, batch=source.batch_spec(8))
-    metrics = folder / "metrics.jsonl" if jax.process_index() == 0 else None
+    report = Report(show="nothing", metrics=folder / "metrics.jsonl")
     with (
         DataLoader(source, mesh, step.batch_shardings, batch_size=8, seed=1, epochs=3) as loader,
         Checkpointer(folder / "checkpoints", Every(2)) as saver,
@@ -52,9 +52,7 @@ def train(folder: Path, die_at: int | None) -> None:
             return update(state, batch, **options)
 
         step.update = update_or_die
-        state = fit(
-            step, step.init(jax.random.key(2)), loader, saver=saver, report=Report(show="nothing", metrics=metrics)
-        )
+        state = fit(step, step.init(jax.random.key(2)), loader, saver=saver, report=report)
         end = f"{saver.num_updates} {np.asarray(state.params['bias']):.6f}"
         (folder / f"end-{jax.process_index()}").write_text(end)
 

@@ -1,6 +1,7 @@
 """The training loop, written once: short enough to copy and change."""
 
 import contextlib
+import logging
 import signal
 import threading
 from collections.abc import Callable, Generator
@@ -9,12 +10,13 @@ from typing import Any
 
 import jax
 
-from braidax.checkpoint import Preemption, Saver
+from braidax.checkpoint import Checkpointer, Preemption, Saver
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.parallel import Step
 from braidax.report import Report, RunLength
 
+_log = logging.getLogger("braidax")
 _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
 
 
@@ -35,24 +37,32 @@ def fit(
 
     **Arguments:** `step`: from `braidax.parallelize`. `state`: from `step.init`; it is donated. `loader`: batches as
     `step` takes them. `saver`: restores before the first step, and is shown the state and the loader's cursor after
-    each one; the plan is in its notes. `report`: what is shown and written; nothing by default. `test`: if given,
-    evaluated after each epoch.
+    each one; the plan is in its notes. `report`: what is shown and written, nothing by default; a trace that it was
+    given becomes that of the loader and of a `Checkpointer`. `test`: if given, evaluated after each epoch.
 
     **Returns:** the state after the last step; a run that was over already trains no more.
     """
     before_apply = None if saver is None else saver.wait
+    report = Report(show="nothing") if report is None else report
+    if report.traces_all:
+        loader.trace = report.trace
+        if isinstance(saver, Checkpointer):
+            saver.trace = report.trace
     if saver is not None:
         saver.notes["plan"] = step.plan.to_json()
+        seed = loader.cursor.seed
         state, loader.cursor = saver.restore((state, loader.cursor))
-    report = Report(show="nothing") if report is None else report
+        if loader.cursor.seed != seed:
+            _log.warning("fit: the loader has seed=%s; the run goes on with its own, %s", seed, loader.cursor.seed)
     begun, batches = loader.cursor, iter(loader)
-    with loader, report.following(*_length(loader)), _interrupt_kept() as interrupted, _preempted(saver) as preempted:
+    length, first_step = _length(loader, state)
+    with loader, report.following(length, first_step), _interrupt_kept() as interrupted, _preempted(saver) as preempted:
         while not interrupted() and not preempted() and (loader.epochs is None or loader.cursor.epoch < loader.epochs):
             epoch = loader.cursor.epoch
             with report.waiting():
                 batch = next(batches)
             state, metrics = step.update(state, batch, before_apply=before_apply)
-            report.update(metrics)
+            report.update(metrics, epoch=epoch)
             if saver is not None:
                 saver.update((state, loader.cursor))
             if test is not None and loader.cursor.epoch > epoch:
@@ -91,10 +101,16 @@ def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:
     return {name: float(total) / num_samples for name, total in totals.items()}
 
 
-def _length(loader: DataLoader) -> tuple[RunLength, int]:
-    per_epoch, cursor = loader.batches_per_epoch, loader.cursor
-    length = RunLength(per_epoch, loader.epochs, loader.batch_size)
-    return length, cursor.epoch * per_epoch + cursor.position // loader.batch_size
+def _length(loader: DataLoader, state: Any) -> tuple[RunLength, int]:
+    """Returns how long a run is, and how many steps its state has seen, in whatever batches that was."""
+    first_step, cursor, epochs, batch_size = int(state.step), loader.cursor, loader.epochs, loader.batch_size
+    if epochs is None:
+        return RunLength(None, None, batch_size), first_step
+    left = loader.num_samples - cursor.position
+    pads = loader.batches_per_epoch * batch_size > loader.num_samples
+    in_epoch = -(-left // batch_size) if pads else left // batch_size
+    coming = in_epoch + (epochs - cursor.epoch - 1) * loader.batches_per_epoch
+    return RunLength(first_step + max(0, coming), epochs, batch_size), first_step
 
 
 @contextlib.contextmanager

@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from braidax.errors import ArgumentError
+
+_MAX_SPANS = 20_000  # about 5 MB
+
 
 class Span(NamedTuple):
     """One piece of work: `lane`, `name`, thread, `start` and `seconds` (`time.perf_counter` seconds), `num_bytes`."""
@@ -43,11 +47,13 @@ class LaneTotal:
 class Trace:
     """Collects spans from any number of threads.
 
-    **Arguments:** `max_spans`: how many of the latest spans are kept for export; totals per lane are always kept. The
-    default keeps none.
+    **Arguments:** `max_spans`: how many of the latest spans are kept for export, 0 for none; totals per lane are always
+    kept.
     """
 
-    def __init__(self, *, max_spans: int = 0) -> None:
+    def __init__(self, *, max_spans: int = _MAX_SPANS) -> None:
+        if max_spans < 0:
+            raise ArgumentError(f"max_spans={max_spans!r}: expected how many spans to keep, 0 or more")
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._totals: defaultdict[str, LaneTotal] = defaultdict(LaneTotal)
         self._lock = threading.Lock()
@@ -85,11 +91,22 @@ class Trace:
             _active.reset(token)
 
     def save(self, path: str | Path) -> None:
-        """Writes the kept spans as Chrome trace events, which ui.perfetto.dev opens: a track per lane and thread."""
+        """Writes the kept spans as Chrome trace events, which ui.perfetto.dev opens: a track per lane and thread.
+
+        **Raises:** `ArgumentError` when there are none, and nothing is written.
+        """
+        spans = self.spans
+        if not spans:
+            why = (
+                "max_spans=0 keeps none; make it with Trace()"
+                if self._spans.maxlen == 0
+                else "nothing has recorded to it yet; save it after the loop, from the loader, checkpointer or report "
+                "that it was given to"
+            )
+            raise ArgumentError(f"path={str(path)!r}: this trace has no spans to write: {why}")
         events: list[dict[str, Any]] = []
         tracks: dict[tuple[str, str], int] = {}
-        spans = self.spans
-        origin = min((span.start for span in spans), default=0.0)
+        origin = min(span.start for span in spans)
         for span in sorted(spans, key=lambda span: (_lane_rank(span.lane), span.lane, span.thread, span.start)):
             track = tracks.setdefault((span.lane, span.thread), len(tracks) + 1)
             events.append(

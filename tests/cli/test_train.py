@@ -52,9 +52,14 @@ def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path) -> Non
     assert re.search(r"checkpoint  run/checkpoints \(step 88\)", second.stdout)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, 89))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    lanes = {event["cat"] for event in events if event["ph"] == "X"}
-    assert lanes == {"read", "decode", "host-to-device", "wait", "step", "checkpoint"}
+    assert [line["step"] for line in steps if "resumed" in line] == [reached]
+    trained = 0
+    for trace in ("trace.json", "trace-2.json"):  # one a session
+        events = json.loads((tmp_path / trace).read_text())["traceEvents"]
+        lanes = [event["cat"] for event in events if event["ph"] == "X"]
+        assert set(lanes) == {"read", "decode", "host-to-device", "wait", "step", "checkpoint"}
+        trained += lanes.count("step")
+    assert trained == 88
 
 
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
@@ -66,11 +71,58 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
     assert "20 samples to train and 12 to test, 1 epochs of 2 batches of 8" in output
     assert "parameters on 2 virtual CPU devices as data=2" in output
     accuracy = re.search(r"test accuracy ([\d.]+) %", output)
+    assert len(list((tmp_path / "board").iterdir())) == 1
+    written = files(tmp_path)
     code, again = run(*arguments)
     assert code == 0
     assert accuracy is not None
-    assert f"test accuracy {accuracy[1]} %  no step was left to train" in again
-    assert len(list((tmp_path / "board").iterdir())) >= 1
+    assert f"test accuracy {accuracy[1]} %  no step was left to train: --epochs for more" in again
+    assert "this run is over: it ended with step 2" in again
+    assert "trace " not in again
+    assert files(tmp_path) == written
+
+
+def test_other_options_on_a_run_are_said_and_nothing_written_is_lost(tmp_path: Path) -> None:
+    data = write_mnist(tmp_path / "mnist")
+    arguments = ["train", "wide_resnet", "--data", data, "--out", tmp_path / "run", "--preset", "tiny"]
+    arguments += ["--mesh", "data=2"]
+    code, output = run(*arguments, "--batch-size", "4", "--epochs", "1", "--seed", "3")
+    assert code == 0, output
+    assert "other options" not in output
+    metrics, before = tmp_path / "run" / "metrics.jsonl", files(tmp_path / "run")
+    code, output = run(*arguments, "--batch-size", "10", "--epochs", "2")
+    assert code == 0, output
+    assert (
+        f"{tmp_path / 'run'} goes on with other options: --batch-size 10 instead of 4, --epochs 2 instead of 1; "
+        "--seed stays 3, the order of samples that was begun with, instead of 0"
+    ) in " ".join(output.split())
+    assert "going on after step 5" in output
+    assert "step 7/7  epoch 2/2" in output
+    assert metrics.read_text().startswith(before["metrics.jsonl"][1])
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [(line["step"], line["epoch"]) for line in lines if "loss" in line]
+    assert steps == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 1), (7, 1)]
+    assert [line["step"] for line in lines if "resumed" in line] == [5]
+    after = files(tmp_path / "run")
+    assert after["trace.json"] == before["trace.json"]
+    assert after.keys() - before.keys() >= {"trace-2.json"}
+
+    code, output = run(*arguments, "--batch-size", "10", "--epochs", "2")
+    assert (code, f"{tmp_path / 'run'} keeps its --seed 3" in " ".join(output.split())) == (0, True)
+    assert files(tmp_path / "run") == after
+
+    code, output = run("train", "digits", "--out", tmp_path / "run")
+    assert code == 1
+    assert "has a run of the task 'wide_resnet', and not of 'digits'; give another folder" in " ".join(output.split())
+
+
+def files(folder: Path) -> dict[str, tuple[int, str]]:
+    """Returns when each file was written, and what is in it, except the lock of a checkpointer."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_mtime_ns, path.read_text(errors="replace"))
+        for path in found
+    }
 
 
 def test_cifar_100_trains_from_its_archive(tmp_path: Path) -> None:
@@ -129,7 +181,7 @@ def test_a_language_model_trains_with_its_tables_by_rows(tmp_path: Path, monkeyp
     ]
     code, output = run(*arguments, "--overhead", "0.1")
     assert code == 0, output
-    perplexity = re.search(r"test perplexity ([\d.]+) ", output)
+    perplexity = re.search(r"test perplexity ([\d.]+)", output)
     assert perplexity is not None
     assert float(perplexity[1]) < 2000
     code, again = run(*arguments)

@@ -70,7 +70,7 @@ def _train(
     """Train a ready-made task; run it again to go on after an interruption."""
     from braidax.checkpoint import Adaptive, Every
     from braidax.cli.machine import parse_mesh
-    from braidax.cli.tasks import make_task
+    from braidax.cli.tasks import make_task, options_of
     from braidax.cli.train import Settings, train
 
     out = Path("runs") / task if out is None else out
@@ -101,6 +101,7 @@ def _train(
         batch_size=batch_size,
         seed=seed,
         checkpoints=Every(checkpoint_every) if overhead is None else Adaptive(overhead=overhead),
+        task_options=options_of(task, path=data, preset=preset, image_size=image_size),
     )
     train(made, settings)
 

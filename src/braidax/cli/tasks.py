@@ -1,6 +1,7 @@
 """Which tasks there are, and what the command line asks them for."""
 
 import inspect
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,7 @@ def make_task(name: str, out: Path, *, path: Path | None, preset: str | None, im
 
     **Raises:** `typer.BadParameter` for what is no task, and for an option that the task does not know or lacks.
     """
-    if name not in TASKS:
-        raise typer.BadParameter(f"{name!r} is no task; there are {', '.join(TASKS)}", param_hint="TASK")
-    make: Any = getattr(import_module(f"braidax.tasks.{name}"), name)
-    known = inspect.signature(make).parameters
+    make, known = _find(name)
     options = {"path": path, "preset": preset, "image_size": image_size}
     given = {option: value for option, value in options.items() if value is not None}
     for option, value in given.items():
@@ -33,3 +31,21 @@ def make_task(name: str, out: Path, *, path: Path | None, preset: str | None, im
     if "path" in known and known["path"].default is inspect.Parameter.empty and path is None:
         raise typer.BadParameter(f"{name} needs the path of its data as downloaded", param_hint="--data")
     return make(out / "data") if "folder" in known else make(**given)
+
+
+def options_of(
+    name: str, *, path: Path | None, preset: str | None, image_size: int | None
+) -> dict[str, str | int | None]:
+    """Returns what a task is made with, by the option's name, with the task's own defaults."""
+    preset_of_its_own = _find(name)[1].get("preset")
+    if preset is None and preset_of_its_own is not None:
+        preset = preset_of_its_own.default
+    data = None if path is None else str(path.absolute())
+    return {"task": name, "--data": data, "--preset": preset, "--image-size": image_size}
+
+
+def _find(name: str) -> tuple[Any, Mapping[str, inspect.Parameter]]:
+    if name not in TASKS:
+        raise typer.BadParameter(f"{name!r} is no task; there are {', '.join(TASKS)}", param_hint="TASK")
+    make: Any = getattr(import_module(f"braidax.tasks.{name}"), name)
+    return make, inspect.signature(make).parameters

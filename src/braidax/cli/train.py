@@ -1,7 +1,7 @@
 """What `braidax train` does: a ready-made task, from files to accuracy."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,9 @@ import typer
 
 from braidax.checkpoint import Checkpointer, Interval
 from braidax.cli.machine import describe_mesh, make_mesh
+from braidax.cli.run_options import compare, keep
 from braidax.data import DataLoader
+from braidax.errors import ArgumentError
 from braidax.loop import evaluate, fit
 from braidax.parallel import Hybrid, Rows, Step, Strategy, Touched, measure_touched, parallelize
 from braidax.report import Report
@@ -28,7 +30,7 @@ class Settings:
 
     **Arguments:** `out`: the folder of the run. `trace`: file for the Perfetto trace. `tensorboard`: folder for event
     files. `mesh`: size of each axis by name. `epochs`, `batch_size`: instead of the task's own. `seed`: of the first
-    parameters and of the shuffle. `checkpoints`: when one is due.
+    parameters and of the shuffle. `checkpoints`: when one is due. `task_options`: by name, what else the run is.
     """
 
     out: Path
@@ -39,6 +41,7 @@ class Settings:
     batch_size: int | None
     seed: int
     checkpoints: Interval
+    task_options: Mapping[str, str | int | None]
 
 
 @dataclass(frozen=True)
@@ -61,26 +64,29 @@ def train(task: Task, settings: Settings) -> None:
     """
     with ExitStack() as stack:
         run = _begin(task, settings, stack)
-        say = typer.echo if jax.process_index() == 0 else _nothing
-        state = run.step.init(jax.random.key(settings.seed))
+        state = run.step.init(jax.random.key(run.loader.cursor.seed or 0))
         num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        say(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}")
-        say(
+        _say(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}")
+        _say(
             f"{run.loader.num_samples:,} samples to train and {run.test.num_samples:,} to test, "
             f"{run.loader.epochs} epochs of {run.loader.batches_per_epoch:,} batches of {run.loader.batch_size:,}"
         )
+        trace: Path | None = None
         try:
             state = fit(run.step, state, run.loader, saver=run.saver, report=run.report, test=run.test)
         except KeyboardInterrupt:
-            say(f"interrupted after step {run.saver.num_updates}; run the same command again to go on from there")
+            _say(f"interrupted after step {run.saver.num_updates}; run the same command again to go on from there")
             raise typer.Exit(130) from None
+        except SystemExit:
+            _say(f"stopped after step {run.saver.num_updates}; run the same command again to go on from there")
+            raise
         finally:
-            if jax.process_index() == 0:
-                settings.trace.parent.mkdir(parents=True, exist_ok=True)
-                run.report.trace.save(settings.trace)
+            if jax.process_index() == 0 and "step" in run.report.trace.totals():
+                trace = _unused(settings.trace)
+                run.report.trace.save(trace)
         noted = {name.removeprefix("test_"): value for name, value in run.report.noted.items()}
         metrics = noted or {name: float(value) for name, value in evaluate(run.step, state, run.test).items()}
-        _summarize(run, task.tell(metrics), settings, say)
+        _summarize(run, task.tell(metrics), settings, trace)
 
 
 def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
@@ -88,21 +94,41 @@ def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
     epochs = settings.epochs or task.epochs
     num_steps = len(task.train) // batch_size * epochs
     step = make_step(task, settings.mesh, batch_size=batch_size, num_steps=num_steps)
+    saver = stack.enter_context(Checkpointer(settings.out / "checkpoints", settings.checkpoints))
+    options = {**settings.task_options, "--batch-size": batch_size, "--epochs": epochs, "--seed": settings.seed}
+    compared = compare(settings.out, options, saved=saver.newest() is not None)
+    if compared.told:
+        _say(compared.told)
     mesh = step.mesh
     loader = DataLoader(
-        task.train, mesh, step.batch_shardings, batch_size=batch_size, seed=settings.seed, epochs=epochs
+        task.train, mesh, step.batch_shardings, batch_size=batch_size, seed=compared.seed, epochs=epochs
     )
     test = DataLoader(task.test, mesh, step.batch_shardings, batch_size=batch_size, seed=None, remainder="pad")
-    saver = Checkpointer(settings.out / "checkpoints", settings.checkpoints)
-    for owner in (loader, test, saver):
+    for owner in (loader, test):
         stack.enter_context(owner)
-    trace = Trace(max_spans=_MAX_SPANS)
-    loader.trace = saver.trace = trace
+    report = Report(
+        metrics=settings.out / "metrics.jsonl", tensorboard=settings.tensorboard, trace=Trace(max_spans=_MAX_SPANS)
+    )
+    _check_folder(settings.trace.parent)
     if jax.process_index() == 0:
-        report = Report(metrics=settings.out / "metrics.jsonl", tensorboard=settings.tensorboard, trace=trace)
-    else:
-        report = Report(show="nothing", trace=trace)
+        keep(settings.out, {**options, "--seed": compared.seed})
     return _Run(step, loader, test, saver, report)
+
+
+def _check_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(
+            f"--trace: the folder {path} cannot be made ({error.strerror}): expected a folder to write to; give "
+            "another file"
+        ) from error
+
+
+def _unused(path: Path) -> Path:
+    """Returns a path at which there is nothing yet: `trace.json` or, when that is there, `trace-2.json` and so on."""
+    names = (path if number == 1 else path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def make_step(task: Task, axes: Mapping[str, int] | None, *, batch_size: int, num_steps: int) -> Step:
@@ -136,18 +162,20 @@ def _touched(task: Task, step: Step, batch_size: int) -> dict[str, Touched]:
     return {path: replace(touched, hot=()) for path, touched in measured.tables.items()}
 
 
-def _nothing(message: str) -> None:
-    pass
+def _say(message: str) -> None:
+    if jax.process_index() == 0:
+        typer.echo(message)
 
 
-def _summarize(run: _Run, result: str, settings: Settings, say: Callable[[str], None]) -> None:
+def _summarize(run: _Run, result: str, settings: Settings, trace: Path | None) -> None:
     pace = run.report.pace
     told = [f"test {result}"]
     if pace.num_samples:
         told += [f"stall {pace.stall_percent:.1f} %", f"{pace.samples_per_second:,.0f} samples/s"]
-    else:
-        told += ["no step was left to train"]
-    say("  ".join(told))
-    say(f"checkpoint  {settings.out / 'checkpoints'} (step {run.saver.num_updates})")
-    say(f"metrics     {settings.out / 'metrics.jsonl'}")
-    say(f"trace       {settings.trace} (open it in https://ui.perfetto.dev)")
+    elif trace is None:
+        told += ["no step was left to train: --epochs for more, --out for a new run"]
+    _say("  ".join(told))
+    _say(f"checkpoint  {settings.out / 'checkpoints'} (step {run.saver.num_updates})")
+    _say(f"metrics     {settings.out / 'metrics.jsonl'}")
+    if trace is not None:
+        _say(f"trace       {trace} (open it in https://ui.perfetto.dev)")

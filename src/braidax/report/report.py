@@ -1,0 +1,188 @@
+"""What a person sees of a run: the progress line, the metrics on disk, and the share of time spent waiting for data.
+
+A report follows a loop from a thread of its own. Metrics stay on the devices until their step is done; only then are
+they fetched, and the loop is never held up by it, except that it may not run more than a few steps ahead.
+"""
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+import numpy as np
+
+from braidax.errors import ArgumentError
+from braidax.report.display import Line, PlainLines, Words
+from braidax.report.metrics_file import MetricsFile
+from braidax.report.pace import Done, Pace, RunLength, Sink
+from braidax.report.tensorboard import TensorBoard
+from braidax.spans import Span, Trace
+
+_STEPS_AHEAD = 2
+
+
+class Report:
+    """Follows a training loop: `with report.following(length, first_step):`, in it `waiting()` and `update(…)`.
+
+    Of several processes of JAX the first one shows and writes. A run that is over already is shown as such, and nothing
+    is written.
+
+    **Arguments:** `show`: `"line"` draws one progress line, `"plain"` writes a line now and then, `"nothing"` writes
+    neither; `"auto"` is `"line"` on a terminal and `"plain"` elsewhere. `every_seconds`: the time between plain lines.
+    `metrics`: a JSONL file, to which a line is added for each step and each evaluation, and one with `resumed` where a
+    session goes on: the last line of a step is the one that counts. `tensorboard`: a folder for event files (needs the
+    extra `tensorboard`). `trace`: gets a span on the lane `step` for each step, and under `fit` what the loader and the
+    checkpointer do.
+    """
+
+    def __init__(
+        self,
+        *,
+        show: Literal["auto", "line", "plain", "nothing"] = "auto",
+        every_seconds: float = 5.0,
+        metrics: str | Path | None = None,
+        tensorboard: str | Path | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        if every_seconds < 0:
+            raise ArgumentError(f"every_seconds={every_seconds!r} must be 0 (each step) or more seconds")
+        self.trace = Trace() if trace is None else trace
+        self.traces_all = trace is not None
+        self._show = show
+        self._every_seconds = every_seconds
+        self._metrics = metrics
+        self._tensorboard = tensorboard
+        self.noted: dict[str, float] = {}
+        self._pace = Pace()
+        self._run: _Run | None = None
+
+    @contextlib.contextmanager
+    def following(self, length: RunLength, first_step: int) -> Generator[Self, None, None]:
+        """Opens the files and the display, and closes them when the `with` block ends.
+
+        **Arguments:** `length`: how long the run is. `first_step`: steps done before this session.
+
+        **Raises:** whatever a computation raised that a step started, at the latest when the block ends.
+        """
+        with contextlib.ExitStack() as stack:
+            sinks = list[Sink]()
+            if jax.process_index() == 0:
+                for sink in self._sinks(length, first_step):
+                    sinks.append(sink)
+                    stack.callback(sink.close)
+            self._pace = self.pace
+            self._run = _Run(length, first_step, sinks, self.trace)
+            stack.callback(self._run.close)
+            with self.trace.active():
+                yield self
+
+    @contextlib.contextmanager
+    def waiting(self) -> Generator[None, None, None]:
+        """Measures the `with` block, in which the loop asks the loader for its next batch, as waiting for data."""
+        run = self._following()
+        run.asked = time.perf_counter()
+        yield
+        run.arrived = time.perf_counter()
+
+    def update(self, metrics: Any, *, epoch: int) -> None:
+        """Takes the metrics of a step that was just started; waits only when the loop is more than two steps ahead.
+
+        **Arguments:** `metrics`: a mapping of arrays, still being computed. Those that are not scalar are left out.
+        `epoch`: of the step's batch, from 0.
+        """
+        self._following().update(metrics, epoch)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Shows and writes values that belong to no single step, such as a test accuracy, and keeps them in `noted`."""
+        self.noted.update(values)
+        self._following().note(values)
+
+    @property
+    def pace(self) -> Pace:
+        """What all steps have added up to, without the first of each session, which compiles."""
+        return self._pace if self._run is None else self._pace + self._run.pace
+
+    def _following(self) -> "_Run":
+        if self._run is None:
+            raise ArgumentError("this report follows no run yet; use it inside `with report.following(length, step):`")
+        return self._run
+
+    def _sinks(self, length: RunLength, first_step: int) -> Generator[Sink, None, None]:
+        """Opens who is told of the run: of one that is over nothing is written."""
+        is_over = length.num_steps is not None and first_step >= length.num_steps
+        if self._metrics is not None and not is_over:
+            yield MetricsFile(Path(self._metrics), first_step)
+        if self._tensorboard is not None and not is_over:
+            yield TensorBoard(Path(self._tensorboard), first_step)
+        if self._show != "nothing":
+            words = Words(length, first_step)
+            on_terminal = self._show == "line" or (self._show == "auto" and sys.stdout.isatty())
+            yield Line(words) if on_terminal and not is_over else PlainLines(words, self._every_seconds)
+
+
+class _Run:
+    """One session of a report, and the thread that waits for its steps to be done."""
+
+    def __init__(self, length: RunLength, first_step: int, sinks: Sequence[Sink], trace: Trace) -> None:
+        self.step = first_step
+        self.epoch = 0
+        self.asked = self.arrived = time.perf_counter()
+        self.pace = Pace()
+        self._length = length
+        self._sinks = sinks
+        self._trace = trace
+        self._first_step = first_step
+        self._last_end = 0.0
+        self._pending: deque[Future[None]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-report")
+
+    def update(self, metrics: Any, epoch: int) -> None:
+        self.step, self.epoch = self.step + 1, epoch
+        self._submit(self._finish, self.step, epoch, self.asked, self.arrived, metrics)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        self._submit(self._note, self.step, self.epoch, dict(values))
+
+    def close(self) -> None:
+        try:
+            while self._pending:
+                self._pending.popleft().result()
+        finally:
+            self._thread.shutdown()
+
+    def _submit(self, work: Any, *args: Any) -> None:
+        self._pending.append(self._thread.submit(work, *args))
+        while len(self._pending) > _STEPS_AHEAD or (self._pending and self._pending[0].done()):
+            self._pending.popleft().result()
+
+    def _finish(self, step: int, epoch: int, asked: float, arrived: float, metrics: Any) -> None:
+        jax.block_until_ready(metrics)
+        end = time.perf_counter()
+        start = max(arrived, self._last_end)
+        stalled = max(0.0, arrived - max(asked, self._last_end))
+        self._last_end = end
+        self._trace.record(Span("step", f"step {step}", "devices", start, end - start, 0))
+        pace = Pace(end - start, stalled, self._length.batch_size)
+        if step > self._first_step + 1:
+            self.pace += pace
+        done = Done(step, epoch, _scalars(metrics), pace)
+        for sink in self._sinks:
+            sink.step(done)
+
+    def _note(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.note(step, epoch, values)
+
+
+def _scalars(metrics: Any) -> dict[str, float]:
+    leaves = jax.tree_util.tree_leaves_with_path(metrics)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): float(np.asarray(leaf).reshape(()))
+        for path, leaf in leaves
+        if np.size(leaf) == 1
+    }
