@@ -101,9 +101,8 @@ def _train(
         batch_size=batch_size,
         seed=seed,
         checkpoints=Every(checkpoint_every) if overhead is None else Adaptive(overhead=overhead),
-        task_options=options_of(task, path=data, preset=preset, image_size=image_size),
     )
-    train(made, settings)
+    train(made, settings, options_of(task, path=data, preset=preset, image_size=image_size))
 
 
 def _train_together(

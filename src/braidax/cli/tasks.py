@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from braidax.cli.run_options import Value
+
 if TYPE_CHECKING:
     from braidax.tasks.task import Task
 
@@ -33,9 +35,7 @@ def make_task(name: str, out: Path, *, path: Path | None, preset: str | None, im
     return make(out / "data") if "folder" in known else make(**given)
 
 
-def options_of(
-    name: str, *, path: Path | None, preset: str | None, image_size: int | None
-) -> dict[str, str | int | None]:
+def options_of(name: str, *, path: Path | None, preset: str | None, image_size: int | None) -> dict[str, Value]:
     """Returns what a task is made with, by the option's name, with the task's own defaults."""
     preset_of_its_own = _find(name)[1].get("preset")
     if preset is None and preset_of_its_own is not None:

@@ -11,7 +11,7 @@ import typer
 
 from braidax.checkpoint import Checkpointer, Interval
 from braidax.cli.machine import describe_mesh, make_mesh
-from braidax.cli.run_options import compare, keep
+from braidax.cli.run_options import Value, compare, keep
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.loop import evaluate, fit
@@ -30,7 +30,7 @@ class Settings:
 
     **Arguments:** `out`: the folder of the run. `trace`: file for the Perfetto trace. `tensorboard`: folder for event
     files. `mesh`: size of each axis by name. `epochs`, `batch_size`: instead of the task's own. `seed`: of the first
-    parameters and of the shuffle. `checkpoints`: when one is due. `task_options`: by name, what else the run is.
+    parameters and of the shuffle. `checkpoints`: when one is due.
     """
 
     out: Path
@@ -41,7 +41,6 @@ class Settings:
     batch_size: int | None
     seed: int
     checkpoints: Interval
-    task_options: Mapping[str, str | int | None]
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,17 @@ class _Run:
     report: Report
 
 
-def train(task: Task, settings: Settings) -> None:
+def train(task: Task, settings: Settings, made_with: Mapping[str, Value]) -> None:
     """Trains a task from where its folder says, and says how it went; Ctrl-C ends it with `typer.Exit(130)`.
 
     Of several processes that train together, the first one says and writes everything.
 
+    **Arguments:** `made_with`: what the task was made with, by the option's name.
+
     **Raises:** any error of braidax.
     """
     with ExitStack() as stack:
-        run = _begin(task, settings, stack)
+        run = _begin(task, settings, made_with, stack)
         state = run.step.init(jax.random.key(run.loader.cursor.seed or 0))
         num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         _say(f"{num_parameters:,} parameters on {describe_mesh(run.step.mesh)}")
@@ -89,13 +90,13 @@ def train(task: Task, settings: Settings) -> None:
         _summarize(run, task.tell(metrics), settings, trace)
 
 
-def _begin(task: Task, settings: Settings, stack: ExitStack) -> _Run:
+def _begin(task: Task, settings: Settings, made_with: Mapping[str, Value], stack: ExitStack) -> _Run:
     batch_size = settings.batch_size or task.batch_size
     epochs = settings.epochs or task.epochs
     num_steps = len(task.train) // batch_size * epochs
     step = make_step(task, settings.mesh, batch_size=batch_size, num_steps=num_steps)
     saver = stack.enter_context(Checkpointer(settings.out / "checkpoints", settings.checkpoints))
-    options = {**settings.task_options, "--batch-size": batch_size, "--epochs": epochs, "--seed": settings.seed}
+    options = {**made_with, "--batch-size": batch_size, "--epochs": epochs, "--seed": settings.seed}
     compared = compare(settings.out, options, saved=saver.newest() is not None)
     if compared.told:
         _say(compared.told)
