@@ -1,4 +1,6 @@
+import errno
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -259,8 +261,46 @@ def test_invalid_checkpoints_are_skipped_and_reported(tmp_path: Path, caplog: py
 def test_nothing_but_invalid_checkpoints_is_an_error(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, Every(1)) as saver:
         (saver.save({"x": 1}) / MANIFEST_FILE).unlink()
-        with pytest.raises(CheckpointError, match=r"none of its 1 checkpoints is valid: .*; mend them, or move"):
-            saver.restore({"x": 0})
+        words = (
+            "none of its 1 checkpoints is valid: .*; nothing of them is removed. To go on, .*; to start anew, move them"
+        )
+        for read in (saver.restore, lambda like: restore(tmp_path, like)):
+            with pytest.raises(CheckpointError, match=words):
+                read({"x": 0})
+
+
+def test_of_a_damaged_checkpoint_the_error_says_how_to_go_on_and_that_works(tmp_path: Path) -> None:
+    tree = {"broken": jnp.ones(4), "whole": jnp.arange(4.0)}
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        data = saver.save(tree) / DATA_FILE
+    content = data.read_bytes()
+    at = content.index(np.ones(4, np.float32).tobytes())
+    data.write_bytes(content[:at] + b"?" + content[at + 1 :])
+    like = jax.tree.map(jnp.zeros_like, tree)
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        with pytest.raises(CheckpointError, match=r"leaf 'broken' has the checksum .* restore with only=") as caught:
+            saver.restore(like)
+        assert f"the leaves that `braidax inspect {tmp_path}` shows to be whole" in str(caught.value)
+        got = saver.restore(like, only=("whole",))
+    np.testing.assert_array_equal(got["whole"], np.arange(4))
+    np.testing.assert_array_equal(got["broken"], np.zeros(4))
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_what_cannot_be_read_now_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        for step in (1, 2):
+            saver.update({"x": step})
+
+    def refuse(path: Path) -> bytes:
+        raise OSError(code, os.strerror(code), str(path))
+
+    with Checkpointer(tmp_path, Every(1), keep=1) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", refuse)
+            with pytest.raises(CheckpointError, match="does not show that it is damaged: mend it, and start again, or"):
+                saver.restore({"x": 0})
+        assert saver.restore({"x": 0}) == {"x": 2}
 
 
 def test_what_does_not_match_is_an_error_and_not_skipped(tmp_path: Path) -> None:

@@ -165,6 +165,9 @@ def test_a_part_of_a_tree_is_restored(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got.tree["params"]["b"], np.ones(2))
     assert got.tree["head"] is like["head"]
     assert got.tree["n"] == 0
+    for only in ("params/*", ("params/*",), ["params/*"]):  # one pattern may come alone
+        got = restore(tmp_path, like, only=only)
+        assert (got.tree["params"]["w"].tolist(), got.tree["n"]) == ([0, 1, 2], 0)
     assert restore(tmp_path, {"n": 0, "params": {"w": np.zeros(3, np.float32)}}, only=["n", "*/w"]).tree["n"] == 4
 
 
@@ -178,12 +181,14 @@ def test_a_part_has_to_match_as_well(tmp_path: Path) -> None:
         ArgumentError, match=r"only=\('parms/\*',\): 'parms/\*' matches no path in `like`, which has 'n'"
     ):
         restore(tmp_path, {"n": 0}, only=("parms/*",))
+    with pytest.raises(ArgumentError, match=r"only=\('parms/\*',\): 'parms/\*' matches no path in `like`"):
+        restore(tmp_path, {"n": 0}, only="parms/*")
     with pytest.raises(ArgumentError, match=r"'m' matches no path in the checkpoint, which has 'n', 'params/b'"):
         restore(tmp_path, {"m": 0}, only=("m",))
 
 
 def test_a_folder_without_checkpoints_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"{tmp_path}: has no valid checkpoint; give the folder of a run"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: has no checkpoint; give the folder of a run"):
         restore(tmp_path, {"n": 0})
     with pytest.raises(CheckpointError, match=r"none: cannot be read: .*No such file"):
         restore(tmp_path / "none", {"n": 0})

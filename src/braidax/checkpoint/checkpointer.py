@@ -19,7 +19,7 @@ from braidax.checkpoint.copies import prepared
 from braidax.checkpoint.interval import Interval, Spacing
 from braidax.checkpoint.persist import Order, Part
 from braidax.checkpoint.processes import Processes, all_processes
-from braidax.checkpoint.restoring import NothingValid, Skipped
+from braidax.checkpoint.restoring import Skipped
 from braidax.checkpoint.retention import Retention
 from braidax.checkpoint.snapshot import Held, Memory, Snapshot, hold
 from braidax.checkpoint.writing import checksums_of
@@ -176,10 +176,11 @@ class Checkpointer:
         """Restores the newest checkpoint that verifies, and goes on counting updates where it stood.
 
         Invalid ones are skipped, logged as warnings and listed in `skipped`; the next durable checkpoint replaces them.
+        A copy under the name of another step is skipped, too, and stays.
 
         **Arguments:** `like`: a PyTree with the structure, shapes, dtypes and shardings to restore to; its arrays may
         be `jax.ShapeDtypeStruct` with a sharding, on any mesh. `only`: patterns of the paths to restore, such as
-        `("params/*",)`, in which `*` stands for anything; other leaves stay those of `like`. All by default.
+        `("params/*",)`, or one alone; `*` stands for anything; other leaves stay those of `like`. All by default.
 
         **Returns:** a tree like `like`, or `like` itself when there is no checkpoint. **Raises:** `CheckpointError`
         when the newest valid one does not match `like`, or when there are checkpoints and none is valid.
@@ -191,11 +192,7 @@ class Checkpointer:
         name = f"restore-{self._renew()}"
         found, self.skipped = restoring.newest(self.path, like, only, self._processes, name)
         if found is None and self.skipped:
-            reasons = "; ".join(skipped.reason for skipped in self.skipped)
-            raise NothingValid(
-                f"{self.path}: none of its {len(self.skipped)} checkpoints is valid: {reasons}; "
-                "mend them, or move them away to start anew"
-            )
+            raise restoring.nothing_valid(self.path, [skipped.reason for skipped in self.skipped])
         self._earlier = ""
         if found is None:
             return like

@@ -18,20 +18,23 @@ second checkpoint of one step gets the name `step-00000100-1`; the first is remo
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
-import shutil
 import socket
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from braidax.checkpoint.manifest import is_name_of_file
 from braidax.errors import CheckpointError
 
 LOCK_FILE = ".lock"
 _FINISHED = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.[0-9a-f]{16}\.unfinished")
+_LOCK_START = b'{"token": "'
+_logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -74,8 +77,8 @@ def occupy(root: Path) -> Lock:
         lock = _lock(root)
         try:
             for path in root.iterdir():
-                if _UNFINISHED.fullmatch(path.name):
-                    shutil.rmtree(path)
+                if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                    clear(path)
         except BaseException:
             lock.close()
             raise
@@ -106,6 +109,17 @@ def checkpoints(root: Path) -> list[Found]:
     return sorted((Found(int(m[1]), int(m[2] or 0), path) for m, path in matches if m), reverse=True)
 
 
+def misnamed(path: Path, step: int) -> str:
+    """Returns why a checkpoint of a step is not where it belongs, empty if it is."""
+    name = _FINISHED.fullmatch(path.name)
+    if name is not None and int(name[1]) == step:
+        return ""
+    return (
+        f"{path}: holds the checkpoint of step {step}, as its manifest says: it is a copy, or was renamed; to restore "
+        f"it, give it the name step-{step:08d}, or move it out of {path.parent}"
+    )
+
+
 def begin(root: Path, step: int) -> Path:
     """Makes and returns the unfinished folder of a checkpoint."""
     folder = _unfinished(root, step)
@@ -128,15 +142,45 @@ def finish(unfinished: Path, step: int) -> Path:
 def discard(unfinished: Path) -> None:
     """Removes an unfinished checkpoint; what another process still writes there, the next `occupy` removes."""
     with contextlib.suppress(OSError):
-        shutil.rmtree(unfinished)
+        clear(unfinished)
+
+
+def clear(folder: Path) -> None:
+    """Removes the files of a checkpoint from a folder, and the folder where nothing else is in it.
+
+    What has another name, or is no file, was put there by somebody else: it stays, and the log says so.
+
+    **Raises:** `OSError`.
+    """
+    strangers = strangers_in(folder)
+    for path in sorted(folder.iterdir()):
+        if is_name_of_file(path.name) and path.name not in strangers:
+            path.unlink(missing_ok=True)
+    if strangers:
+        _logger.warning("%s stays, because of %s, which no checkpointer has written", folder, ", ".join(strangers))
+    else:
+        folder.rmdir()
+
+
+def strangers_in(folder: Path) -> list[str]:
+    """Returns the names of what is in a folder and is no file of a checkpoint. **Raises:** `OSError`."""
+    with os.scandir(folder) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if not is_name_of_file(entry.name) or not entry.is_file(follow_symlinks=False)
+        )
 
 
 def remove(found: Found) -> None:
-    """Removes a checkpoint, all at once for those who look. **Raises:** `CheckpointError` when it cannot be."""
+    """Removes a checkpoint that is known to be our own, all at once for those who look.
+
+    **Raises:** `CheckpointError` when it cannot be.
+    """
     trash = _unfinished(found.path.parent, found.step)
     try:
         found.path.rename(trash)
-        shutil.rmtree(trash)
+        clear(trash)
     except OSError as error:
         raise CheckpointError(
             f"{found.path}: this old checkpoint could not be removed: {error}; remove it by hand"
@@ -162,10 +206,16 @@ def _unfinished(root: Path, step: int) -> Path:
 
 
 def _lock(root: Path) -> Lock:
-    descriptor = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     lock = Lock(descriptor, secrets.token_hex(8))
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        written = os.pread(descriptor, len(_LOCK_START), 0)
+        if written.strip(b"\0") and written != _LOCK_START:  # a crash may have left nothing, or zeros
+            raise CheckpointError(
+                f"path={str(root)!r}: has a file {LOCK_FILE} that no Checkpointer wrote, and that one would overwrite: "
+                "expected a folder for the checkpoints of one run; give another path, or move that file away"
+            )
         about = {"token": lock.token, "process": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(about).encode())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -19,6 +20,8 @@ PAGE_BYTES = 4096
 """What the memory, the place and the length of a write past the page cache are multiples of."""
 
 _FORMAT = 2
+_FILES = re.compile(r"(?:arrays-\d{5,}\.safetensors|manifest(?:-(?P<part>\d{5,}))?\.json)")
+_OWN_HEADER = b'{"__metadata__":{"format":"braidax"}'
 
 _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
@@ -55,6 +58,22 @@ def manifest_file(process: int) -> str:
     return f"manifest-{process:05d}.json" if process else "manifest.json"
 
 
+def is_name_of_file(name: str) -> bool:
+    """Says whether a file of a checkpoint would have that name."""
+    return _FILES.fullmatch(name) is not None
+
+
+def part_of_manifest(name: str) -> int | None:
+    """Returns whose manifest a file of that name is, None if it is no manifest."""
+    match = _FILES.fullmatch(name)
+    return int(match["part"] or 0) if match is not None and name.startswith("manifest") else None
+
+
+def is_own_header(start: bytes) -> bool:
+    """Says whether a safetensors file that begins so was written by `safetensors_header`."""
+    return start[8:].startswith(_OWN_HEADER)
+
+
 class Stored(NamedTuple):
     """How safetensors sees a dtype: its `name` there, dims to `append` to the shape, `alignment` in bytes."""
 
@@ -76,7 +95,7 @@ def safetensors_header(arrays: Iterable[tuple[str, np.ndarray]]) -> bytes:
 
     **Raises:** `CheckpointError` when two have one name.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "braidax"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "braidax"}}  # which `is_own_header` looks for
     offset = 0
     for name, array in arrays:
         if name in header:

@@ -1,5 +1,6 @@
 """From disk back to devices: a checkpoint in the structure, dtypes and shardings of a tree that is already there."""
 
+import errno
 import json
 import logging
 import os
@@ -68,8 +69,10 @@ def restore(
     spans = any(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and _is_far(leaf) for leaf in jax.tree.leaves(like))
     processes = all_processes(timeout_seconds) if spans else alone(timeout_seconds)
     found, skipped = newest(root, like, only, processes, "restore")
+    if found is None and skipped:
+        raise nothing_valid(root, [each.reason for each in skipped])
     if found is None:
-        raise CheckpointError(f"{root}: has no valid checkpoint{_reasons(skipped)}; give the folder of a run")
+        raise CheckpointError(f"{root}: has no checkpoint; give the folder of a run")
     return found
 
 
@@ -101,7 +104,7 @@ def newest(
                 restored = put_outside(like, tree)
                 return Restored(restored, content.step, path, tuple(skipped), content.manifests[0].notes), skipped
             skipped.append(Skipped(path, verdict["reason"]))
-            _logger.warning("skipped the checkpoint %s: %s", path, verdict["reason"])
+            _logger.warning("skipped the checkpoint %s, and look for an older one: %s", path, verdict["reason"])
         else:
             return None, skipped
     raise CheckpointError(
@@ -119,11 +122,19 @@ def _attempt(
     said: dict[str, Any] = {}
     try:
         content = read_content(path)
+        if words := folders.misnamed(path, content.step):
+            raise CheckpointError(words)
         wants = match(content, like, only)
         found = load(content, like, wants), content
     except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
+        gone = not path.exists()
         if isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch):
-            said = {"reason": str(error), "gone": not path.exists()}
+            said = {"reason": str(error), "gone": gone}
+            if not gone and _is_out_of_reach(error.__cause__):
+                said = {
+                    "failure": f"{error}; that does not show that it is damaged: mend it, and start again, or move "
+                    f"{path} away to go on from an older checkpoint"
+                }
         else:
             failure, said = error, {"failure": str(error)}
 
@@ -144,12 +155,27 @@ def _attempt(
     return found, verdict
 
 
+def _is_out_of_reach(error: BaseException | None) -> bool:
+    """Says whether a file may be fine, though it cannot be read now: rights, descriptors, a network."""
+    lost = FileNotFoundError | NotADirectoryError | IsADirectoryError
+    return isinstance(error, OSError) and not isinstance(error, lost) and error.errno != errno.EIO
+
+
 class Mismatch(CheckpointError):
     """A valid checkpoint has another tree than is wanted; to callers it is a `CheckpointError` like others."""
 
 
 class NothingValid(CheckpointError):
     """There are checkpoints, and none verifies; to callers it is a `CheckpointError` like others."""
+
+
+def nothing_valid(root: Path | str, reasons: Sequence[str]) -> NothingValid:
+    """Returns the error for a folder none of whose checkpoints verifies, `reasons` why."""
+    return NothingValid(
+        f"{root}: none of its {len(reasons)} checkpoints is valid: {'; '.join(reasons)}; nothing of them is removed. "
+        f"To go on, put a whole one back from a copy, or restore with only=(pattern, ...) the leaves that `braidax "
+        f"inspect {root}` shows to be whole; to start anew, move them away or give another path"
+    )
 
 
 class Want(NamedTuple):
@@ -163,11 +189,12 @@ class Want(NamedTuple):
 def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dict[str, Want]:
     """Checks that a checkpoint has the leaves, shapes and dtypes of `like`: nothing is cast, left out or made up.
 
-    **Arguments:** `only`: patterns of the paths that matter.
+    **Arguments:** `only`: patterns of the paths that matter; one may come alone.
 
     **Returns:** what to restore, by path. **Raises:** `CheckpointError` naming all leaves that differ, what is saved,
     what `like` has, and the remedy.
     """
+    only = (only,) if isinstance(only, str) else only
     values = _matching(named_leaves(like), only, "in `like`")
     entries = _matching(content.entries, only, "in the checkpoint")
     num_rows = padded_rows(like)
@@ -302,10 +329,6 @@ def listed_in(root: Path) -> list[folders.Found]:
         return folders.checkpoints(root)
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read: {error}; give the folder of a run") from error
-
-
-def _reasons(skipped: Sequence[Skipped]) -> str:
-    return "".join(f"; {each.reason}" for each in skipped)
 
 
 def _is_far(leaf: Any) -> bool:
