@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,12 +152,31 @@ def test_a_run_that_did_not_restore_mixes_nothing(server: BucketServer, tmp_path
 def test_the_newest_stay_and_leftovers_go(server: BucketServer, tmp_path: Path) -> None:
     server.store.put("runs/a/step-00000001.0123456789abcdef/arrays-00000.safetensors", b"left by a crash")
     server.store.put("runs/a/notes.txt", b"of somebody")
+    server.store.put("runs/a/step-00000001.0123456789abcdef/notes.txt", b"of somebody, too")
     with archive(server, tmp_path, every=1, keep=2) as saver:
         for number in range(1, 5):
             saver.update(tree(number))
             saver.save(tree(-number))  # a second one of this step, of which only the newest revision counts
     steps = {name.partition(".")[0] for name in objects(server)}
-    assert steps == {"runs/a/notes", "runs/a/step-00000003-1", "runs/a/step-00000004-1"}
+    assert steps == {"runs/a/notes", "runs/a/step-00000001", "runs/a/step-00000003-1", "runs/a/step-00000004-1"}
+    assert [name for name in objects(server) if "step-00000001" in name] == ["runs/a/step-00000001.notes.txt"]
+
+
+def test_copies_under_other_names_are_neither_uploaded_nor_fetched(server: BucketServer, tmp_path: Path) -> None:
+    with archive(server, tmp_path, every=1) as saver:
+        saver.update(tree(1))
+    for number in range(90, 96):  # more than it tries for what is removed meanwhile
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / f"step-000000{number}")
+    with archive(server, tmp_path, every=1) as saver:
+        assert same(saver.restore(tree(0)), tree(1))
+        saver._begin(None)  # the newest
+    assert {name.rpartition(".")[0].partition(".")[0] for name in objects(server)} == {"runs/a/step-00000001"}
+    for meta in [meta for chunk in server.store.list() for meta in chunk]:
+        copied = meta["path"].replace("step-00000001", "step-00000099")
+        server.store.put(copied, server.store.get(meta["path"]).bytes())
+    with archive(server, tmp_path / "new", every=1) as saver:
+        assert same(saver.restore(tree(0)), tree(1))
+        assert saver.num_updates == 1
 
 
 @EITHER

@@ -1,5 +1,6 @@
 """Parts of checkpoints on two hosts each: who is whose neighbor, who reads what from whom, and one process alone."""
 
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -165,3 +166,34 @@ def test_only_what_is_due_is_prepared_and_that_is_what_is_saved(tmp_path: Path) 
         saver.save({"x": jnp.float32(8)})
         assert prepared == [3, 6, 8]
         assert saver.restore({"x": jnp.float32(0)}) == {"x": 108}
+
+
+def test_folders_of_processes_that_are_no_more_go_but_not_those_of_others(tmp_path: Path) -> None:
+    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+        saver.save(small(1))
+    shutil.copytree(tmp_path / "slot-0", tmp_path / "slot-1")
+    shutil.copytree(tmp_path / "slot-0", tmp_path / "slot-2")
+    shutil.copytree(tmp_path / "slot-0", tmp_path / "slot-3")
+    (tmp_path / "slot-2" / "notes.txt").write_text("of somebody")
+    for name in ("slot-4", "slot-b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "coins.txt").write_text("of a casino")
+    with Peers(tmp_path, bx.Every(1), alone()) as saver, bx.Checkpointer(tmp_path / "slot-3", bx.Every(1)):
+        assert same(saver.restore(small(0)), small(1))
+        saver.save(small(2))
+    assert names(tmp_path) == ["slot-0", "slot-2", "slot-3", "slot-4", "slot-b"]
+    assert names(tmp_path / "slot-2") == ["notes.txt"]
+    assert names(tmp_path / "slot-3") == ["step-00000000"]
+    assert names(tmp_path / "slot-4") == names(tmp_path / "slot-b") == ["coins.txt"]
+
+
+def test_a_copy_under_another_name_is_not_restored_and_stays(tmp_path: Path) -> None:
+    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+        for number in (1, 2):
+            saver.update(small(number))
+    shutil.copytree(tmp_path / "slot-0" / "step-00000002", tmp_path / "slot-0" / "step-00000099")
+    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+        assert same(saver.restore(small(0)), small(2))
+        assert saver.num_updates == 2
+        assert saver.save(small(3)).name == "step-00000002-1"
+    assert names(tmp_path / "slot-0") == ["step-00000002-1", "step-00000099"]

@@ -1,5 +1,6 @@
 """Several processes save in several places: what is lost with one place comes back from another, bit for bit."""
 
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import braidax as bx
 from braidax.checkpoint import Archive, Messages, Peers, Tiers, neighbors
 from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.comm import Communicator
-from braidax.errors import BraidaxError, RankFailed
+from braidax.errors import BraidaxError, RankFailed, WaitTimeout
 from braidax.gang import LocalGang
 from tests.bucket_server import serving_bucket
 from tests.checkpoint.saving import names
@@ -122,10 +123,9 @@ def failing(comm: Communicator, folder: Path, who: int) -> str:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    devices = Mesh(np.array(jax.devices()), ("a",))
     with Peers(folder, bx.Every(1), comm) as saver:
         for number in (1, 2, 3):
-            state = {"x": jax.device_put(jnp.full((8, 64), number), NamedSharding(devices, P("a")))}
+            state = a_tree(number)
             saver.num_updates = number
             os.fsync = full if comm.rank == who and number == 2 else fsync
             try:
@@ -143,6 +143,108 @@ def test_what_fails_in_one_process_fails_in_all(tmp_path: Path, two: LocalGang) 
         assert part in words
         assert "['step-00000001']" in words
         assert words.endswith("['step-00000003']")
+
+
+def a_tree(number: int) -> dict[str, Any]:
+    devices = Mesh(np.array(jax.devices()), ("a",))
+    return {"x": jax.device_put(jnp.full((8, 64), number), NamedSharding(devices, P("a")))}
+
+
+def recorded(comm: Communicator, folder: Path) -> str:
+    """Saves twice, and tells what it had made durable, named and removed meanwhile, in order."""
+    comm.timeout_seconds = SECONDS
+    events: list[tuple[str, str]] = []
+    fsync, rename, unlink = os.fsync, Path.rename, Path.unlink
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(("durable", str(Path(f"/proc/self/fd/{descriptor}").readlink()).removeprefix(str(folder))))
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append(("named", str(target).removeprefix(str(folder))))
+        return rename(path, target)
+
+    def unlinked(path: Path, missing_ok: bool = False) -> None:
+        events.append(("removed", path.name))
+        unlink(path, missing_ok)
+
+    with Peers(folder, bx.Every(1), comm) as saver:
+        saver.save(a_tree(1))
+        saver.num_updates = 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", synced)
+            patch.setattr(Path, "rename", renamed)
+            patch.setattr(Path, "unlink", unlinked)
+            saver.save(a_tree(2))
+    return json.dumps(events)
+
+
+def test_what_a_neighbor_keeps_is_durable_before_the_older_goes(tmp_path: Path, two: LocalGang) -> None:
+    for rank, words in enumerate(told(two, recorded, tmp_path)):
+        root, events = f"/slot-{rank}", [tuple(event) for event in json.loads(words)]
+        named = events.index(("named", f"{root}/step-00000002"))
+        durable = [path for what, path in events[:named] if what == "durable"]
+        unfinished = os.path.dirname(durable[0])  # noqa: PTH120 - it was renamed since
+        files = {f"{unfinished}/{name(part)}" for part in (0, 1) for name in (data_file, manifest_file)}
+        assert {*files, unfinished} == set(durable)
+        assert durable[-1] == unfinished  # the names in it come last
+        gone = next(at for at, (what, path) in enumerate(events) if what != "durable" and "unfinished" in path)
+        assert gone > named
+        assert ("durable", root) in events[named:gone]
+        assert [what for what, _ in events[gone:]] == ["named", *["removed"] * 4]
+        assert names(tmp_path / f"slot-{rank}") == ["step-00000002"]
+
+
+def missing(comm: Communicator, folder: Path) -> str:
+    """Process 1 waits no longer at the second update, whose checkpoint process 0 begins."""
+    comm.timeout_seconds = SECONDS
+    found: list[str] = []
+    with Peers(folder, bx.Every(1), comm) as saver:
+        settle = saver._behind.settle
+
+        def late(timeout_seconds: float) -> Exception | None:
+            assert settle(timeout_seconds) is None
+            raise WaitTimeout("it took too long")
+
+        for number in (1, 2, 3):
+            saver._behind.settle = late if comm.rank and number == 2 else settle
+            try:
+                saver.update(a_tree(number))
+            except BraidaxError as error:
+                found.append(f"{number}: {error}")
+        saver.close()
+    with Peers(folder, bx.Every(1), comm) as saver:
+        got = saver.restore(a_tree(0))["x"].addressable_data(0)
+        found.append(f"{saver.num_updates} {np.unique(got)} {names(folder / f'slot-{comm.rank}')}")
+    return json.dumps(found)
+
+
+def test_processes_that_parted_in_one_checkpoint_meet_in_the_next(tmp_path: Path, two: LocalGang) -> None:
+    first, second = (json.loads(words) for words in told(two, missing, tmp_path))
+    assert first[0] == (
+        f"3: {tmp_path}: process 1 could not copy its part: it took too long. Earlier checkpoints are untouched"
+    )
+    assert second[0] == "2: it took too long"
+    assert first[1:] == second[1:] == ["3 [3] ['step-00000003']"]
+
+
+def parting(comm: Communicator, folder: Path) -> str:
+    comm.timeout_seconds = SECONDS
+    with Peers(folder, bx.Every(1), comm) as saver:
+        saver.num_updates = 1
+        saver.save(a_tree(1))
+        saver.num_updates = 2 + comm.rank
+        saver.save(a_tree(2))
+    return ""
+
+
+def test_processes_that_save_other_steps_are_told(tmp_path: Path, two: LocalGang) -> None:
+    for words in told(two, parting, tmp_path):
+        assert "saves step 3 and process" in words or "saves step 2 and process" in words
+        assert (
+            "expected all processes to call `update` after the same steps. Earlier checkpoints are untouched" in words
+        )
+    assert names(tmp_path / "slot-0") == names(tmp_path / "slot-1") == ["step-00000001"]
 
 
 def dying(comm: Communicator, folder: Path, who: int) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,51 @@ def test_all_restore_what_verifies_on_all(tmp_path: Path, two: LocalGang) -> Non
     for words in told(two, restored, tmp_path):
         assert "CheckpointError" in words
         assert "leaf 'more' (a Python int) is in `like`, but not in the checkpoint" in words
+
+
+def late(comm: Communicator, folder: Path, who: int) -> str:
+    """Saves after every update; the disk of one process, which waits for 0.5 s only, hangs in the first checkpoint."""
+    released, found = threading.Event(), list[str]()
+    fsync = os.fsync
+
+    def hang(descriptor: int) -> None:
+        assert released.wait(SECONDS)
+        fsync(descriptor)
+
+    with Checkpointer(folder, Every(1), timeout_seconds=0.5 if comm.rank == who else 600.0) as saver:
+        os.fsync = hang if comm.rank == who else fsync
+        begun = time.monotonic()
+        try:
+            for number in range(1, 5):
+                try:
+                    saver.update(a_tree(number))
+                except BraidaxError as error:
+                    found.append(f"{number}: {type(error).__name__}: {error}")
+                if number == 2:  # the first update that waits
+                    found.append("soon" if time.monotonic() - begun < SECONDS / 2 else "late")
+                    comm.barrier()
+                    os.fsync = fsync
+                    released.set()
+                    saver.timeout_seconds = 600.0
+        finally:
+            os.fsync = fsync
+            released.set()
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_that_waits_no_longer_ends_the_wait_of_the_others(tmp_path: Path, two: LocalGang, who: int) -> None:
+    said = [json.loads(words) for words in told(two, late, tmp_path, who)]
+    words = f"{tmp_path}/step-00000001: writing this checkpoint took longer than timeout_seconds=0.5"
+    assert said[who][0].startswith(f"2: WaitTimeout: {words}")
+    assert said[1 - who][0].startswith("2: CheckpointError: ")
+    assert f"process {who} " in said[1 - who][0]
+    assert words in said[1 - who][0]
+    assert [each[1] for each in said] == ["soon", "soon"]
+    # Both checkpoints fail on both, and those that follow on neither.
+    assert [[error[:18] for error in each[2:]] for each in said] == [["3: CheckpointError"[:18]]] * 2
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert read_all(tmp_path / "step-00000004")["x"][7, 63] == 4.0
 
 
 def parting(comm: Communicator, folder: Path, what: str) -> Any:

@@ -1,5 +1,6 @@
 """`Archive`: checkpoints that are also kept in an object store."""
 
+import contextlib
 import json
 import logging
 import time
@@ -67,6 +68,7 @@ class Archive:
         self._spacing: Spacing | None = None
         self._is_closed = False
         self._num_agreed = self._num_renewed = 0
+        self._name = ""  # of the messages about the upload under way
         self._obsolete: frozenset[str] = frozenset()
         archived = self._archived()
         self._earlier = archived[0].name if archived else ""
@@ -121,7 +123,7 @@ class Archive:
             failure = failure or error
         if spacing.due(self.num_updates):
             begun = time.perf_counter()
-            failure = self._settle() or failure
+            failure = self._make_room() or failure
             self._begin(self.of.under_way)
             spacing.began()
             spacing.stalled(time.perf_counter() - begun)
@@ -132,8 +134,9 @@ class Archive:
         """As `Checkpointer.save`, and begins an upload, for which `close` waits. **Raises:** as `update`."""
         self._check_open()
         path = self.of.save(tree, metric=metric)
-        failure = self._settle()
+        failure = self._make_room()
         if failure is not None:
+            self._processes.withdraw(self._agreed("upload"), str(failure))
             raise failure
         saved: Future[Path] = Future()
         saved.set_result(path)
@@ -243,13 +246,24 @@ class Archive:
         self.spacing.ended()
         return failure
 
+    def _make_room(self) -> Exception | None:
+        """As of `Checkpointer`: where this process waits no longer, no other waits for it."""
+        try:
+            return self._settle()
+        except WaitTimeout as late:
+            with contextlib.suppress(CheckpointError):  # where nobody can be told, nobody waits
+                for name in (self._name, self._agreed("upload")):
+                    self._processes.withdraw(name, str(late))
+            raise
+
     def _begin(self, wanted: "Future[Path] | None") -> None:
         if self._earlier:
             raise CheckpointError(
                 f"{self._bucket.url}: has checkpoints of an earlier run, the newest {self._earlier}, which a new one "
                 "would mix with; call restore(like) first to go on from it, or give another URL"
             )
-        work = _Work(self._agreed("upload"), wanted, frozenset(each.path for each in self.of.skipped))
+        self._name = self._agreed("upload")
+        work = _Work(self._name, wanted, frozenset(each.path for each in self.of.skipped))
         self._behind.begin(f"{self._bucket.url}: uploading a checkpoint", lambda: self._upload(work))
 
     def _upload(self, work: "_Work") -> None:
@@ -298,24 +312,29 @@ class Archive:
                     f"{self.timeout_seconds:g}: expected it to end; look at the disk, or raise the limit"
                 ) from None
         wanted = None if work.wanted is None or work.wanted.exception() else work.wanted.result()
-        archived = self._bucket.checkpoints()
-        for _ in range(_ATTEMPTS):
-            found = [each for each in folders.checkpoints(self.path) if each.path not in work.invalid]
+        archived, invalid, num_gone = self._bucket.checkpoints(), set(work.invalid), 0
+        while num_gone < _ATTEMPTS:
+            found = [each for each in folders.checkpoints(self.path) if each.path not in invalid]
             if not found:
                 return None
             step, revision, path = next((each for each in found if each.path == wanted), found[0])
             try:
-                kept = Kept(step, revision, f"{path.name}.{read_manifest(path).about.token}")
+                about = read_manifest(path).about
+                if folders.misnamed(path, about.step):
+                    invalid.add(path)
+                    continue
+                kept = Kept(step, revision, f"{path.name}.{about.token}")
                 if kept in archived:
                     return None
                 staged.append(folders.begin(self.path, step))
-                for file in path.iterdir():
-                    (staged[-1] / file.name).hardlink_to(file)
+                for name in folders.files_in(path):
+                    (staged[-1] / name).hardlink_to(path / name)
             except (OSError, CheckpointError) as error:
                 if path.exists():
                     raise CheckpointError(
                         f"{path}: cannot be kept for its upload: {error}; expected a file system with hard links"
                     ) from error
+                num_gone += 1
                 while staged:
                     folders.discard(staged.pop())
             else:

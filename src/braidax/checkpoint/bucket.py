@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from braidax.checkpoint.manifest import manifest_file
+from braidax.checkpoint.manifest import is_name_of_file, manifest_file
 from braidax.errors import ArgumentError, CheckpointError
 from braidax.objects import Opener, address, first_line, lacks_bucket, lacks_credentials, status_of
 
@@ -143,7 +143,7 @@ class Bucket:
         found: dict[Kept, dict[str, int]] = {}
         for meta in metas:
             match = _SEVERAL.fullmatch(meta["path"][start:])
-            if match is not None:
+            if match is not None and is_name_of_file(match[4]):  # others are somebody else's, and stay
                 kept = Kept(int(match[2]), int(match[3] or 0), match[1])
                 found.setdefault(kept, {})[match[4]] = meta["size"]
         return found

@@ -1,5 +1,6 @@
 """`Checkpointer`: checkpoints of a PyTree behind the training step."""
 
+import contextlib
 import json
 import os
 import time
@@ -124,7 +125,7 @@ class Checkpointer:
 
         **Raises:** `CheckpointError` when an earlier checkpoint failed (one that is due is begun nevertheless), a leaf
         cannot be saved, or the folder has checkpoints of a run that was not restored. `WaitTimeout` when the previous
-        one takes too long.
+        one takes too long; of several processes no other waits for this one then, and both fail on all.
         """
         self._check_open()
         spacing = self.spacing
@@ -132,7 +133,7 @@ class Checkpointer:
         failure = self._failure()
         if spacing.due(self.num_updates):
             begun = time.perf_counter()
-            failure = self._settle() or failure
+            failure = self._make_room() or failure
             self._begin(tree, metric)
             spacing.began()
             spacing.stalled(time.perf_counter() - begun)
@@ -147,8 +148,9 @@ class Checkpointer:
         **Returns:** the folder of the checkpoint. **Raises:** as `update`.
         """
         self._check_open()
-        failure = self._settle()
+        failure = self._make_room()
         if failure is not None:
+            self._processes.withdraw(self._next_name(), str(failure))
             raise failure
         pending = self._begin(tree, metric)
         failure = self._settle()
@@ -165,7 +167,12 @@ class Checkpointer:
         failure = None
         if self._pending is not None:
             begun = time.perf_counter()
-            if self._outcome(self._pending.owned, "copying") is not None:
+            try:
+                outcome = self._outcome(self._pending.owned, "copying")
+            except WaitTimeout as late:
+                self._withdraw(self._pending.name, late)
+                raise
+            if outcome is not None:
                 failure = self._settle()
             self.spacing.stalled(time.perf_counter() - begun)
         failure = failure or self._failure()
@@ -268,16 +275,14 @@ class Checkpointer:
                 f"{self.path}: has checkpoints of an earlier run, the newest {self._earlier}, "
                 "which a new one would mix with; call restore(like) first to go on from it, or give another path"
             )
-        step = self.num_updates
-        self._num_attempts[step] += 1
-        name = f"save-{self._num_restored}-{step}-{self._num_attempts[step]}"
+        name = self._next_name()
         processes, retention = self._processes, self._retention
-        order = Order(self.path, step, name, _number(metric), self.limit_bytes_per_second)
+        order = Order(self.path, self.num_updates, name, _number(metric), self.limit_bytes_per_second)
         try:
             tree = prepared(tree, self._prepare)
             held = hold(tree, self._memory, process=processes.index, num_processes=processes.count, notes=self.notes)
         except BaseException as error:
-            persist.give_up(order, error, processes)
+            processes.withdraw(name, f"{type(error).__name__}: {error}")
             raise
         obsolete = [skipped.path for skipped in self.skipped]
         executor = ThreadPoolExecutor(2, thread_name_prefix=THREAD_NAME)
@@ -287,12 +292,35 @@ class Checkpointer:
         work = _Work(order, processes, retention, obsolete, self._lock)
         committed = executor.submit(_persist, part, self.trace, work)
         executor.shutdown(wait=False)
-        self._pending = _Pending(order.folder, executor, owned, committed)
+        self._pending = _Pending(name, order.folder, executor, owned, committed)
         return self._pending
 
     def _failure(self) -> Exception | None:
         """Returns what went wrong with a checkpoint that is over, once."""
         return self._settle() if self._pending is not None and self._pending.committed.done() else None
+
+    def _next_name(self) -> str:
+        """Returns the name of the messages about the next checkpoint, the same on all processes and used once."""
+        self._num_attempts[self.num_updates] += 1
+        return f"save-{self._num_restored}-{self.num_updates}-{self._num_attempts[self.num_updates]}"
+
+    def _make_room(self) -> Exception | None:
+        """Waits for the checkpoint under way before the next, and returns what went wrong with it.
+
+        Where that takes too long, neither of them keeps other processes waiting for this one.
+        """
+        pending = self._pending
+        try:
+            return self._settle()
+        except WaitTimeout as late:
+            assert pending is not None
+            for name in (pending.name, self._next_name()):
+                self._withdraw(name, late)
+            raise
+
+    def _withdraw(self, name: str, late: WaitTimeout) -> None:
+        with contextlib.suppress(CheckpointError):  # where nobody can be told, nobody waits
+            self._processes.withdraw(name, str(late))
 
     def _settle(self) -> Exception | None:
         """Waits for the checkpoint under way, and returns what went wrong with it."""
@@ -326,6 +354,7 @@ class Checkpointer:
 
 @dataclass(frozen=True)
 class _Pending:
+    name: str  # of the messages about it
     folder: Path
     executor: ThreadPoolExecutor
     owned: "Future[Snapshot]"

@@ -35,9 +35,11 @@ def fetch(kept: Kept, bucket: Bucket, root: Path, processes: Processes, name: st
             if json.loads(words):
                 return words
         try:
-            read_content(unfinished[0])
+            step = read_content(unfinished[0]).step
         except CheckpointError as error:
             return json.dumps({"reason": str(error)})
+        if step != kept.step:
+            return json.dumps({"reason": f"its manifest says step {step}: it is a copy of another, or was renamed"})
         with _explained(root, kept, bucket):
             folders.finish(unfinished[0], kept.step)
         unfinished.clear()

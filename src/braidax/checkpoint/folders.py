@@ -152,24 +152,25 @@ def clear(folder: Path) -> None:
 
     **Raises:** `OSError`.
     """
+    for name in files_in(folder):
+        (folder / name).unlink(missing_ok=True)
     strangers = strangers_in(folder)
-    for path in sorted(folder.iterdir()):
-        if is_name_of_file(path.name) and path.name not in strangers:
-            path.unlink(missing_ok=True)
     if strangers:
         _logger.warning("%s stays, because of %s, which no checkpointer has written", folder, ", ".join(strangers))
     else:
         folder.rmdir()
 
 
+def files_in(folder: Path) -> list[str]:
+    """Returns the names of the files of a checkpoint in a folder. **Raises:** `OSError`."""
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if _is_own(entry))
+
+
 def strangers_in(folder: Path) -> list[str]:
     """Returns the names of what is in a folder and is no file of a checkpoint. **Raises:** `OSError`."""
     with os.scandir(folder) as entries:
-        return sorted(
-            entry.name
-            for entry in entries
-            if not is_name_of_file(entry.name) or not entry.is_file(follow_symlinks=False)
-        )
+        return sorted(entry.name for entry in entries if not _is_own(entry))
 
 
 def remove(found: Found) -> None:
@@ -199,6 +200,10 @@ def sync(path: Path) -> None:
 def token_of(unfinished: Path) -> str:
     """Returns what is in the name of this unfinished folder alone."""
     return unfinished.name.split(".")[2]
+
+
+def _is_own(entry: "os.DirEntry[str]") -> bool:
+    return is_name_of_file(entry.name) and entry.is_file(follow_symlinks=False)
 
 
 def _unfinished(root: Path, step: int) -> Path:

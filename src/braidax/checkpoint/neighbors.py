@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -13,13 +12,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 from braidax.checkpoint import folders
 from braidax.checkpoint.lockstep import Lockstep, Messages
-from braidax.checkpoint.manifest import Manifest, OtherFormat, data_file, manifest_file
+from braidax.checkpoint.manifest import Manifest, OtherFormat, data_file, manifest_file, part_of_manifest
 from braidax.checkpoint.reading import File, content_of, opened, read_manifest
 from braidax.checkpoint.restoring import Mismatch, load, match
 from braidax.errors import CheckpointError
 
 _BLOCK_BYTES = 16 * 2**20  # that are sent at a time
-_MANIFEST = re.compile(r"manifest(?:-(\d{5,}))?\.json")
 _logger = logging.getLogger(__name__)
 
 
@@ -63,7 +61,7 @@ def place_of(rank: int, hosts: Sequence[Any]) -> Place:
 
 
 def pass_on(messages: Messages, place: Place, folder: Path, sizes: Sequence[tuple[int, int]]) -> Exception | None:
-    """Sends the files of this process to its neighbor, and stores those of the other neighbor beside them.
+    """Sends the files of this process to its neighbor, and stores those of the other neighbor beside them, durably.
 
     **Arguments:** `folder`: with the files. `sizes`: bytes of arrays and manifest, of all processes.
 
@@ -93,6 +91,11 @@ def pass_on(messages: Messages, place: Place, folder: Path, sizes: Sequence[tupl
                     failure = error
             if failure is None and files[1].tell() != sizes[place.source][number]:
                 failure = CheckpointError(f"{folder}: process {place.source} sent less than it said")
+            try:
+                if failure is None:
+                    os.fsync(files[1].fileno())
+            except OSError as error:
+                failure = error
     return failure
 
 
@@ -111,7 +114,7 @@ class Holdings:
                 for manifest in _readable(found.path):
                     about = manifest.about
                     self._mine[about.token, manifest.process] = found.path
-                    said.append((found.step, found.revision, about.token, about.num_processes, manifest.process))
+                    said.append((about.step, found.revision, about.token, about.num_processes, manifest.process))
         heard = messages.all_gather(json.dumps(said).encode())
         everything = [(rank, *each) for rank, words in enumerate(heard) for each in json.loads(bytes(words))]
         holders: dict[tuple[int, str, int], dict[int, list[int]]] = {}
@@ -213,12 +216,13 @@ def _text(path: Path) -> bytes:
 def _readable(folder: Path) -> Generator[Manifest]:
     """Gives the manifests in a folder whose arrays are there."""
     for path in sorted(folder.iterdir()):
-        name = _MANIFEST.fullmatch(path.name)
-        if name is None:
+        part = part_of_manifest(path.name)
+        if part is None:
             continue
-        part = int(name[1] or 0)
         try:
             manifest = read_manifest(folder, part)
+            if words := folders.misnamed(folder, manifest.about.step):
+                raise CheckpointError(words)
             with opened(folder / data_file(part), manifest.data):
                 yield manifest
         except CheckpointError as error:

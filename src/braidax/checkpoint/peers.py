@@ -1,11 +1,12 @@
 """`Peers`: checkpoints on the hosts of a job themselves, each part of them on two."""
 
+import contextlib
 import importlib.metadata
 import json
 import logging
 import os
+import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from braidax.checkpoint.lockstep import Messages
 from braidax.checkpoint.manifest import About, data_file, manifest_file
 from braidax.checkpoint.processes import all_processes
 from braidax.checkpoint.restoring import NothingValid
+from braidax.checkpoint.retention import Retention
 from braidax.checkpoint.snapshot import Held, Memory, Snapshot, hold
 from braidax.checkpoint.writing import Checksums, checksums_of, write
 from braidax.errors import ArgumentError, BraidaxError, CheckpointError, WaitTimeout
@@ -31,6 +33,7 @@ from braidax.spans import Trace, span
 
 THREAD_NAME = "braidax-peers"
 _NUM_COPIES = 2
+_SLOT = re.compile(r"slot-(\d+)")
 _logger = logging.getLogger(__name__)
 
 
@@ -80,6 +83,9 @@ class Peers:
         self._place = neighbors.place_of(messages.rank, messages.hosts)
         self._root = self.path / f"slot-{self._place.slot}"
         self._memory = Memory()
+        self._retention = Retention(newest=1)
+        self._saved: Path | None = None
+        self._missed: list[tuple[int, str]] = []  # steps that all others began to save, and why this process did not
         self._behind = Behind(THREAD_NAME)
         self._owned: Future[None] | None = None
         self._spacing: Spacing | None = None
@@ -127,7 +133,7 @@ class Peers:
         failure = self._heard()
         if spacing.due(self.num_updates):
             begun = time.perf_counter()
-            failure = self._settle() or failure
+            failure = self._make_room() or failure
             self._begin(tree)
             spacing.began()
             spacing.stalled(time.perf_counter() - begun)
@@ -136,10 +142,11 @@ class Peers:
 
     def save(self, tree: Any, *, metric: Any = None) -> Path:
         """As `Checkpointer.save`. **Returns:** the folder of this process."""
-        _raise(self._settle())
+        _raise(self._make_room())
         self._begin(tree)
         _raise(self._settle())
-        return folders.checkpoints(self._root)[0].path
+        assert self._saved is not None, "or there was a failure"
+        return self._saved
 
     def wait(self) -> None:
         """As `Checkpointer.wait`."""
@@ -225,6 +232,14 @@ class Peers:
         """Returns what went wrong with a checkpoint that is over, once."""
         return self._settle() if self._behind.is_over else None
 
+    def _make_room(self) -> Exception | None:
+        """Waits for the checkpoint under way before the next; where that takes too long, the others have to hear it."""
+        try:
+            return self._settle()
+        except WaitTimeout as late:
+            self._missed.append((self.num_updates, str(late)))
+            raise
+
     def _settle(self) -> Exception | None:
         """Waits for the checkpoint under way, and returns what went wrong with it."""
         self._check_open()
@@ -245,8 +260,9 @@ class Peers:
         """Returns the folders of processes that this host had and has no more, for one of its processes."""
         if self._place.slot:
             return []
-        slots = {int(path.name.removeprefix("slot-")): path for path in self.path.glob("slot-*")}
-        return [path for slot, path in slots.items() if slot >= self._place.num_slots]
+        slots = {int(name[1]): path for path in self.path.iterdir() if (name := _SLOT.fullmatch(path.name))}
+        has_had = {slot: path for slot, path in slots.items() if (path / folders.LOCK_FILE).is_file()}
+        return [path for slot, path in sorted(has_had.items()) if slot >= self._place.num_slots]
 
     def _begin(self, tree: Any) -> None:
         if self._is_mixed:
@@ -259,8 +275,15 @@ class Peers:
         options: dict[str, Any] = {"num_processes": self._messages.size, "notes": self.notes}
         rank, prepare = self._messages.rank, self._prepare
         failure = _failure_of(lambda: held.append(hold(prepared(tree, prepare), self._memory, process=rank, **options)))
-        self._owned = owned
-        self._behind.begin(f"{self.path}: saving step {step}", lambda: self._save(step, held, failure, owned))
+        self._owned, missed, self._missed = owned, self._missed, []
+
+        def job() -> None:
+            for number, words in missed:
+                with contextlib.suppress(CheckpointError):  # which it is for all
+                    self._agree(WaitTimeout(words), "copy its part", step=number)
+            self._save(step, held, failure, owned)
+
+        self._behind.begin(f"{self.path}: saving step {step}", job)
 
     def _save(self, step: int, held: list[Held], failure: Exception | None, owned: "Future[None]") -> None:
         """Saves a checkpoint together with all processes, on a thread of its own."""
@@ -270,8 +293,14 @@ class Peers:
             failure = failure or _failure_of(lambda: copied.append(held.pop().copy()))
         owned.set_result(None)
         digest, token = "" if failure is not None else copied[0].digest, secrets.token_hex(8)
-        said = self._agree(failure, "copy its part", digest=digest, token=token)
+        said = self._agree(failure, "copy its part", step=step, digest=digest, token=token)
         for process, each in enumerate(said):
+            if each["step"] != step:
+                raise CheckpointError(
+                    f"{self.path}: process {process} saves step {each['step']} and process {self._messages.rank} step "
+                    f"{step}: expected all processes to call `update` after the same steps. Earlier checkpoints are "
+                    "untouched"
+                )
             if each["digest"] != said[0]["digest"]:
                 raise CheckpointError(
                     f"{self.path}: process {process} saves another tree than process 0: expected the same paths, "
@@ -295,11 +324,11 @@ class Peers:
             for folder in (*staged, *final):
                 folders.discard(folder)
             raise
-        for found in folders.checkpoints(self._root):
-            if found.path != final[0]:
-                folders.remove(found)
+        self._saved = final[0]
+        listed = folders.checkpoints(self._root)
+        self._retention.apply(self._root, [found.path for found in listed if found.path != final[0]])
         for path in self._abandoned():
-            shutil.rmtree(path)
+            self._retention.give_up(path)
 
     def _share(self, snapshot: Snapshot, about: About, staged: list[Path]) -> None:
         """Writes the part of this process and that of its neighbor; when this returns all processes have done so."""

@@ -108,23 +108,16 @@ def commit(order: Order, part: Part, processes: Processes) -> Path:
     def end() -> str:
         said, mine = _say(order, unfinished[0], part, processes)
         _judge(order, processes.hear(order.name, said), mine)
+        processes.check(order.name)
         return _named(order, processes, lambda: folders.finish(unfinished[0], order.step)).name
 
     try:
         processes.lead(f"{order.name}/begin", start)
-        return order.root / processes.lead(f"{order.name}/end", end)
+        return order.root / processes.lead(order.name, end)
     except BaseException:
         if unfinished:
             folders.discard(unfinished[0])
         raise
-
-
-def give_up(order: Order, error: BaseException, processes: Processes) -> None:
-    """Tells the others that this process has nothing to write, because something went wrong before."""
-    if processes.index:
-        processes.say(order.name, f"{type(error).__name__}: {error}")
-    else:
-        processes.tell(f"{order.name}/begin", error=error)
 
 
 def _follow(order: Order, part: Part, processes: Processes) -> Path:
@@ -133,7 +126,7 @@ def _follow(order: Order, part: Part, processes: Processes) -> Path:
     processes.say(order.name, said)
     if error is not None:
         raise error
-    return order.root / processes.follow(f"{order.name}/end")
+    return order.root / processes.follow(order.name)
 
 
 def _say(order: Order, unfinished: Path, part: Part, processes: Processes) -> tuple[str, BaseException | None]:

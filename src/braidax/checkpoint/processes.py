@@ -4,6 +4,7 @@ Process 0 leads: it tells the others what to do, hears from each how that went, 
 may wait here, within a limit; no device is involved.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -23,6 +24,10 @@ _NUMBERS = itertools.count()  # of groups, which all processes make in the same 
 _Result = TypeVar("_Result")
 
 
+class _IsSet(Exception):
+    """A key has a value, which nothing overwrites."""
+
+
 class Processes:
     """The processes that share a folder; of one alone, all waits are over at once.
 
@@ -37,6 +42,7 @@ class Processes:
         self._client = client
         self._prefix = f"braidax/checkpoint/{next(_NUMBERS) if client is not None else 0}"
         self._over: str | None = None
+        self._withdrawn: dict[str, str] = {}
 
     def lead(self, name: str, make: Callable[[], str]) -> str:
         """Lets process 0 make a value, and returns it on all.
@@ -48,6 +54,7 @@ class Processes:
         if self.index:
             return self.follow(name)
         try:
+            self.check(name)
             value = make()
         except BaseException as error:
             self.tell(name, error=error)
@@ -55,8 +62,27 @@ class Processes:
         self.tell(name, value)
         return value
 
+    def withdraw(self, name: str, reason: str) -> None:
+        """Ends the others' wait for this process in what goes by a name, to which it has nothing to say any more.
+
+        What it has said of that before stands. On process 0 nothing can come of it any more.
+        """
+        if self._client is None:
+            return
+        if self.index:
+            self.say(name, reason)
+            return
+        self._withdrawn[name] = f"process 0 takes no part in it any more: {reason}"
+        for each in (f"{name}/begin", name):
+            self.tell(each, error=CheckpointError(self._withdrawn[name]))
+
+    def check(self, name: str) -> None:
+        """Raises `CheckpointError` when this process has withdrawn from what goes by a name."""
+        if name in self._withdrawn:
+            raise CheckpointError(self._withdrawn[name])
+
     def tell(self, name: str, value: str = "", *, error: BaseException | None = None) -> None:
-        """Tells the others a value, or what went wrong; for process 0."""
+        """Tells the others a value, or what went wrong; for process 0. The first word of a name counts."""
         said = {"value": value} if error is None else {"error": _said(error)}
         self._set(f"{name}/told", json.dumps(said).encode())
 
@@ -75,7 +101,7 @@ class Processes:
         return content["value"]
 
     def say(self, name: str, value: str) -> None:
-        """Says to process 0 how it went here; for the others."""
+        """Says to process 0 how it went here; for the others. The first word of a name counts."""
         self._set(f"{name}/said/{self.index}", value.encode())
 
     def hear(self, name: str, own: str) -> dict[int, str]:
@@ -120,7 +146,8 @@ class Processes:
 
     def _set(self, key: str, value: bytes) -> None:
         if self._client is not None:
-            self._reach(lambda client: client.key_value_set_bytes(f"{self._prefix}/{key}", value))
+            with contextlib.suppress(_IsSet):
+                self._reach(lambda client: client.key_value_set_bytes(f"{self._prefix}/{key}", value))
 
     def _get(self, key: str, deadline: float) -> bytes | None:
         while True:
@@ -141,6 +168,8 @@ class Processes:
         except JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 raise TimeoutError from error
+            if "ALREADY_EXISTS" in str(error):
+                raise _IsSet from error
             reason = str(error).strip().splitlines()[0]
             raise CheckpointError(
                 f"process {self.index} cannot talk to JAX's coordination service any more ({reason}): process 0, or "

@@ -3,6 +3,7 @@
 Names alone prove nothing: others call their folders `step-00000100` too, and a copy of a checkpoint is its maker's.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Collection, Iterator
@@ -59,6 +60,19 @@ class Retention:
         for found in listed:
             if found not in staying:
                 self._remove(found, is_known=found.path in obsolete or self._about(found) is not None)
+
+    def give_up(self, root: Path) -> None:
+        """Removes the folder of a run that is over, with all that is our own in it; not one that somebody occupies."""
+        try:
+            lock = folders.occupy(root)
+        except CheckpointError as error:
+            _logger.warning("%s is not removed: %s", root, error)
+            return
+        with contextlib.closing(lock):
+            self.apply(root, [found.path for found in folders.checkpoints(root)])
+            if [path.name for path in root.iterdir()] == [folders.LOCK_FILE]:
+                (root / folders.LOCK_FILE).unlink()
+                root.rmdir()
 
     def _remove(self, found: folders.Found, *, is_known: bool) -> None:
         try:
