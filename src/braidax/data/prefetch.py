@@ -10,11 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from braidax.data.fetching.fetch import result_within
 from braidax.data.fetching.slots import Slots
 from braidax.data.sharding.load_plan import LoadPlan, plan_load
 from braidax.data.source import loader_dtype, narrow
-from braidax.data.workers.threads import Threads
+from braidax.data.workers.threads import Threads, result_within
 from braidax.errors import ArgumentError, RecordError, WaitTimeout
 
 _END = object()

@@ -4,8 +4,9 @@ The functions below it are what the sources share: which dtype a leaf gets, and 
 place under that rule.
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from braidax.errors import FormatError, RecordError
+from braidax.errors import BraidaxError, FormatError, RecordError
 
 Indices = NDArray[np.int64]
 
@@ -132,6 +133,33 @@ def prepare(source: Source, indices: Indices) -> None:
 def _is_prepared(kind: type[Any]) -> bool:
     """Says whether a class of sources can fetch ahead; asked for every batch, and slow to find out."""
     return issubclass(kind, Prepared)
+
+
+def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:
+    """Reads samples into place; whatever a source raises becomes a braidax error that names the records."""
+    with _naming(source, indices):
+        source.read(indices, out)
+
+
+def read_slices(source: Source, indices: NDArray[np.int64], boxes: Sequence[Box | None], out: Sequence[Any]) -> None:
+    """Reads parts of samples into place, as `read_samples`. **Arguments:** as of `Sliced.read_slices`."""
+    with _naming(source, indices):
+        cast(Sliced, source).read_slices(indices, boxes, out)
+
+
+@contextlib.contextmanager
+def _naming(source: Source, indices: NDArray[np.int64]) -> Generator[None]:
+    try:
+        yield
+    except BraidaxError:
+        raise
+    except Exception as error:
+        listed = [int(index) for index in indices[:8]]
+        more = f"… ({len(indices)} in all)" if len(indices) > 8 else ""
+        raise RecordError(
+            f"source={type(source).__name__} raised {type(error).__name__}: {error}, while it read the records "
+            f"{listed}{more}; mend the source, or leave these records out"
+        ) from error
 
 
 VARYING: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.dtype(object))

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from braidax.data.fetching.slots import Slots
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
-from braidax.data.sharding.leaf_plan import ALIGNMENT
 from braidax.data.sharding.load_plan import LoadPlan, plan_load
+from braidax.data.workers.alignment import ALIGNMENT
 
 ROWS = 8 * 64
 

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.data.fetching.slots import Slots
-from braidax.data.sharding.leaf_plan import ALIGNMENT
 from braidax.data.sharding.load_plan import LoadPlan, plan_load, replicate_on_device
+from braidax.data.workers.alignment import ALIGNMENT
 from braidax.errors import ArgumentError, SpecError
 
 DTYPES = [np.bool_, np.uint8, np.int32, jnp.bfloat16, np.float32, np.float16]

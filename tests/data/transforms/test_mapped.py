@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import braidax.data as sources
 from braidax.data.loader import DataLoader
 from braidax.data.source import Source, allocate
-from braidax.data.transforms.images.resize import resize
+from braidax.data.transforms.images.kernels import resize
 from braidax.data.transforms.mapped import mapped, normalized, resized
 from braidax.errors import ArgumentError, FormatError, RecordError
 

@@ -2,8 +2,8 @@
 
 import itertools
 import math
+import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import braidax.data as sources
 from braidax.data.loader import DataLoader
 from braidax.data.source import Source, source_at
 from braidax.data.transforms.mixture import _assignment, _shares, mix
-from braidax.errors import ArgumentError, FormatError, RecordError
+from braidax.errors import ArgumentError, RecordError
 from tests.data.varying import Varying, window
 
 
@@ -163,18 +163,22 @@ def test_nested() -> None:
     assert {samples[number] for number in range(10)} == {4}
 
 
-def test_paths_are_opened(tmp_path: Path) -> None:
-    for name in "ab":
-        np.savez(tmp_path / f"{name}.npz", x=np.arange(5, dtype=np.int32))
-    mixture = mix({tmp_path / "a.npz": 1, str(tmp_path / "b.npz"): 4})
+def test_what_describes_a_mixture() -> None:
+    mixture = mix({numbers(0, 5): 1, numbers(0, 5): 4})
     assert mixture.describe() == {
         "format": "mixture of 2",
         "samples": "10",
-        f"source 0 ({tmp_path / 'a.npz'})": "20 % of the samples; 5 of its own, seen 0.4 times in an epoch; npz",
-        f"source 1 ({tmp_path / 'b.npz'})": "80 % of the samples; 5 of its own, seen 1.6 times in an epoch; npz",
+        "source 0": "20 % of the samples; 5 of its own, seen 0.4 times in an epoch; arrays in memory",
+        "source 1": "80 % of the samples; 5 of its own, seen 1.6 times in an epoch; arrays in memory",
     }
-    with pytest.raises(FormatError, match="there is no such file or folder"):
-        mix({tmp_path / "c.npz": 1})
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_only_sources_are_mixed() -> None:
+    with pytest.raises(
+        ArgumentError, match=re.escape("source 1 is 'a.npz'; expected a source: give braidax.open(...)")
+    ):
+        mix([(numbers(0, 3), 1), ("a.npz", 1)])  # pyright: ignore[reportArgumentType]
 
 
 # Parts that are redrawn, and fetched ahead

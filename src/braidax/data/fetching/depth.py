@@ -1,9 +1,9 @@
 """How far a loader runs ahead: the number of reading threads and of batches in flight, adapted while it runs."""
 
-import os
 import time
 from dataclasses import dataclass, field
 
+from braidax.data.workers.cores import usable_cores
 from braidax.errors import ArgumentError
 
 _MAX_THREADS = 32
@@ -124,9 +124,3 @@ class _Period:
     @classmethod
     def begin(cls) -> "_Period":
         return cls(time.perf_counter(), time.process_time())
-
-
-def usable_cores() -> int:
-    """Returns the cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # on Linux, where a process may be bound to some cores
-    return len(affinity(0)) if affinity else os.cpu_count() or 1

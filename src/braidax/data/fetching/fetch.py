@@ -10,22 +10,22 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.data.fetching.confirmation import Confirmation
 from braidax.data.fetching.slots import Slots
-from braidax.data.multihost.rounds import Confirmation
 from braidax.data.sharding.load_plan import LoadPlan, Reading
-from braidax.data.source import Box, PreparedSlices, Sliced, Source, prepare
+from braidax.data.source import PreparedSlices, Source, prepare, read_samples, read_slices
 from braidax.data.workers.cores import cores_near
-from braidax.data.workers.threads import Threads
-from braidax.errors import BraidaxError, RecordError, WaitTimeout
+from braidax.data.workers.threads import Threads, result_within, timed_out
+from braidax.errors import WaitTimeout
 from braidax.spans import Trace, span
 
 _READ_BYTES = 1 << 21  # what one read fills at most: enough to drown the cost of a task, small enough to spread
@@ -95,7 +95,7 @@ class Fetch:
                     except TimeoutError:
                         self._hedge(batch)
             if not batch.future.done():
-                raise _timeout(what, timeout_seconds)
+                raise timed_out(what, timeout_seconds)
             if batch.confirmed is not None:  # raises what this process raised, or another one
                 result_within(batch.confirmed.future, timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what)
             return batch.future.result()
@@ -300,47 +300,3 @@ class _Pace:
     def num_rows(self, least: int) -> int:
         """Returns how many rows one read should have. **Arguments:** `least`: as far as memory allows."""
         return max(1, min(self._max_rows, max(least, int(_READ_SECONDS / max(self._row_seconds, 1e-9)))))
-
-
-def read_samples(source: Source, indices: NDArray[np.int64], out: Any) -> None:
-    """Reads samples into place; whatever a source raises becomes a braidax error that names the records."""
-    with _naming(source, indices):
-        source.read(indices, out)
-
-
-def read_slices(source: Source, indices: NDArray[np.int64], boxes: Sequence[Box | None], out: Sequence[Any]) -> None:
-    """Reads parts of samples into place, as `read_samples`. **Arguments:** as of `Sliced.read_slices`."""
-    with _naming(source, indices):
-        cast(Sliced, source).read_slices(indices, boxes, out)
-
-
-@contextlib.contextmanager
-def _naming(source: Source, indices: NDArray[np.int64]) -> Generator[None]:
-    try:
-        yield
-    except BraidaxError:
-        raise
-    except Exception as error:
-        listed = [int(index) for index in indices[:8]]
-        more = f"… ({len(indices)} in all)" if len(indices) > 8 else ""
-        raise RecordError(
-            f"source={type(source).__name__} raised {type(error).__name__}: {error}, while it read the records "
-            f"{listed}{more}; mend the source, or leave these records out"
-        ) from error
-
-
-def result_within(future: "Future[Any]", *, timeout_seconds: float, what: str) -> Any:
-    """Returns a future's result. **Raises:** what it raised, or `WaitTimeout` that says `what` did not come."""
-    try:
-        return future.result(timeout=timeout_seconds)
-    except TimeoutError as error:
-        if future.done():
-            raise
-        raise _timeout(what, timeout_seconds) from error
-
-
-def _timeout(what: str, timeout_seconds: float) -> WaitTimeout:
-    return WaitTimeout(
-        f"{what} did not come within timeout_seconds={timeout_seconds:g}; the source may hang, or be slower than that: "
-        "raise Knobs(timeout_seconds=...)"
-    )

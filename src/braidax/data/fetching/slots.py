@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sharding.leaf_plan import ALIGNMENT
+from braidax.data.workers.alignment import ALIGNMENT
 
 
 class Slots:

@@ -2,14 +2,13 @@
 
 import contextlib
 import itertools
-import math
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
+from braidax.data.fetching.confirmation import Confirmation
 from braidax.data.multihost.hub import Door, Star, Verdict
 from braidax.data.multihost.meeting import Together, come_too_late, in_words
 from braidax.data.multihost.replicas import Replicas, Sums, compare, told
@@ -21,18 +20,6 @@ _CLOSE_SECONDS = 5.0  # which a thread that waits there, or for a device, has to
 _VERDICT_BATCHES = 2  # after which a comparison has to be over
 _LEAST_SECONDS = 1.0  # which others have when this process was slow itself
 _ANSWER_SECONDS = 4.0  # which others have, beyond the limit, to say who is late
-
-
-@dataclass
-class Confirmation:
-    """Whether all processes have read their part of a batch.
-
-    **Fields:** `future`: done when they have. `deadline`: until when somebody waits for it, `time.monotonic` seconds;
-    as long as nobody does, there is no limit: loops pause, and one process may be further ahead than another.
-    """
-
-    future: "Future[None]" = field(default_factory=Future[None])
-    deadline: float = math.inf
 
 
 class Rounds:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from braidax.data.fetching.fetch import read_samples, read_slices
 from braidax.data.fetching.slots import Slots
 from braidax.data.multihost.meeting import Together
 from braidax.data.sharding.load_plan import LoadPlan
-from braidax.data.source import Source
+from braidax.data.source import Source, read_samples, read_slices
 from braidax.errors import BraidaxError
 
 _TIMES = 3  # each way is tried, of which the quickest counts

@@ -12,9 +12,8 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 from numpy.typing import NDArray
 
+from braidax.data.sampling.splitmix import GOLDEN, mixed
 from braidax.errors import ArgumentError
-
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Draws:
@@ -27,7 +26,7 @@ class Draws:
     def __init__(self, indices: Int64[np.ndarray, " n"], *, seed: int | None, epoch: int, place: str) -> None:
         digest = hashlib.shake_256(f"braidax draws/{seed}/{epoch}/{place}".encode()).digest(16)
         first, second = np.frombuffer(digest, "<u8")
-        self._keys = _mixed(_mixed(indices.astype(np.uint64) ^ first) + second)
+        self._keys = mixed(mixed(indices.astype(np.uint64) ^ first) + second)
         self._drawn = 0
 
     @property
@@ -44,9 +43,9 @@ class Draws:
     def bits(self, shape: tuple[int, ...] = ()) -> NDArray[np.uint64]:
         """Draws 64 random bits for each number: uint64 `[n, *shape]`."""
         count = math.prod(shape)
-        counters = np.arange(self._drawn + 1, self._drawn + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        counters = np.arange(self._drawn + 1, self._drawn + count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
         self._drawn += count
-        return _mixed(self._keys[:, None] + counters).reshape(len(self._keys), *shape)
+        return mixed(self._keys[:, None] + counters).reshape(len(self._keys), *shape)
 
     def random(self, shape: tuple[int, ...] = ()) -> NDArray[np.float64]:
         """Draws numbers uniform in [0, 1): float64 `[n, *shape]`."""
@@ -71,9 +70,3 @@ class Draws:
         """Draws numbers of the standard normal distribution, by Box and Muller: float64 `[n, *shape]`."""
         radius = np.sqrt(-2.0 * np.log1p(-self.random(shape)))
         return (radius * np.cos(2.0 * np.pi * self.random(shape))).astype(np.float64)
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

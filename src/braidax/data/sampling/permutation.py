@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
+from braidax.data.sampling.splitmix import FIRST, SECOND
 from braidax.errors import ArgumentError
 
 _ROUNDS = 10
@@ -80,14 +81,14 @@ def _add_hash(
 ) -> None:
     """Adds to `values`, modulo `modulus`, a hash of `others` scaled to `range(modulus)`.
 
-    The hash is 32 bits mixed by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014).
+    The hash is 32 bits, mixed by the constants of SplitMix64.
     """
     bits, other = scratch
     np.bitwise_xor(others, key, out=bits)
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    bits *= FIRST
     np.right_shift(bits, np.uint64(27), out=other)
     bits ^= other
-    bits *= np.uint64(0x94D049BB133111EB)
+    bits *= SECOND
     bits += key
     bits *= np.uint64(0xD6E8FEB86659FD93)
     bits >>= np.uint64(32)

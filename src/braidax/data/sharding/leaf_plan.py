@@ -16,8 +16,7 @@ from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from braidax.data.sharding.load_sharding import Bounds, Loading, Target, local_slices
-
-ALIGNMENT = 64  # bytes: at such addresses JAX on CPU takes host memory as it is, without a copy
+from braidax.data.workers.alignment import ALIGNMENT, aligned
 
 _SMALL = 1 << 14  # bytes: a slice up to this size is read with its neighbors and then moved to an aligned place
 
@@ -159,10 +158,10 @@ class Layout:
                     stands[outer + part] = Stand(place, box, None)
         for bounds, stand in stands.items():
             if stand.offset % ALIGNMENT or stand.box != bounds[lead + 1 :]:
-                self.offset = _aligned(self.offset)
+                self.offset = aligned(self.offset)
                 stands[bounds] = stand._replace(copy=self.offset)
                 self.offset += _volume(bounds) * self._dtype.itemsize
-        self.offset = _aligned(self.offset)
+        self.offset = aligned(self.offset)
         frozen = {bounds: tuple(devices) for bounds, devices in self._slices.items()}
         target = self._target
         shape = tuple(target.spec.shape)
@@ -198,7 +197,7 @@ class Layout:
             begin = before.offset + (start - before.start) * row_bytes
             self.offset = begin + size
             return begin
-        begin = self.offset = _aligned(self.offset)
+        begin = self.offset = aligned(self.offset)
         for micro in range(self._num_micro):
             moved = micro * self._loading.num_rows
             if stop > start:
@@ -227,7 +226,3 @@ def _volume(bounds: Bounds) -> int:
 
 def _contains(box: Bounds, part: Bounds) -> bool:
     return all(first <= begin and end <= last for (first, last), (begin, end) in zip(box, part, strict=True))
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

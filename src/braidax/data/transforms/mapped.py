@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from braidax.data.sampling.draws import Draws
 from braidax.data.source import VARYING, Source, allocate, is_varying, loader_dtype, narrow
-from braidax.data.transforms.images.resize import resize
 from braidax.data.transforms.wrapping import Around, Drawing, Scratch, check_size, image_spec, place_of
 from braidax.errors import ArgumentError, RecordError
 from braidax.spans import span
@@ -30,6 +29,8 @@ def resized(source: Source, size: tuple[int, int], *, leaf: str = "image") -> So
     check_size(size)
     if spec.shape[:2] == tuple(size):
         return source
+    from braidax.data.transforms.images.kernels import resize  # imports numba, which takes a while and may be missing
+
     blank = np.zeros((1, *spec.shape), np.uint8)
     resize(blank, np.zeros((1, *size, spec.shape[2]), np.uint8))  # compiled, or known to be missing, before any batch
     facts = {"resized": f"{leaf} to {size[0]} x {size[1]}, bilinear, antialiased"}

@@ -8,7 +8,6 @@ Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980): in 
 import functools
 import heapq
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
@@ -17,7 +16,6 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.open import open as open_source
 from braidax.data.sampling.permutation import Permutation
 from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at
 from braidax.errors import ArgumentError
@@ -28,7 +26,7 @@ _FEWEST = 16  # of its samples in a period, which bounds how far a rounded weigh
 
 
 def mix(
-    sources: Mapping[Any, float] | Sequence[tuple[Any, float]], *, seed: int = 0, length: int | None = None
+    sources: Mapping[Source, float] | Sequence[tuple[Source, float]], *, seed: int = 0, length: int | None = None
 ) -> Source:
     """Returns a source that draws its samples from several others, in fixed proportions.
 
@@ -37,19 +35,22 @@ def mix(
     is another in each pass; an epoch of the mixture goes on where the last one ended. So over time all samples of a
     source are seen equally often, and none of a large source is out of reach.
 
-    **Arguments:** `sources`: source → weight, or pairs of them; a source is whatever `braidax.open` takes. Weights are
+    **Arguments:** `sources`: source → weight, or pairs of them. Weights are
     positive and count in proportion to their sum, in samples. `seed`: of the orders inside the sources; a loader has
     its own, which shuffles the mixture. `length`: samples in an epoch; by default as many as all sources have together.
 
     **Raises:** `ArgumentError` for weights that cannot be, and for sources whose samples differ in structure, shape or
-    dtype; what `braidax.open` raises.
+    dtype.
     """
-    pairs: list[tuple[Any, float]] = list(sources.items() if isinstance(sources, Mapping) else sources)
+    pairs: list[tuple[Source, float]] = list(sources.items() if isinstance(sources, Mapping) else sources)
     if not pairs:
         raise ArgumentError("sources= is empty; give at least one source and its weight")
-    names = [_name(given, number) for number, (given, _) in enumerate(pairs)]
+    names = [f"source {number}" for number in range(len(pairs))]
+    opened = [given for given, _ in pairs]
+    for name, given in zip(names, cast("list[Any]", opened), strict=True):
+        if not isinstance(given, Source):
+            raise ArgumentError(f"sources=: {name} is {given!r:.80}; expected a source: give braidax.open(...) of it")
     shares = _shares([weight for _, weight in pairs], names)
-    opened = [given if isinstance(given, Source) else open_source(given) for given, _ in pairs]
     for name, source in zip(names, opened, strict=True):
         if not len(source):
             raise ArgumentError(f"sources=: {name} has no samples; leave it out")
@@ -252,9 +253,3 @@ def _leaves(source: Source) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="."): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
         for path, leaf in paths
     }
-
-
-def _name(given: Any, number: int) -> str:
-    if isinstance(given, str | os.PathLike):
-        return f"source {number} ({cast('str | os.PathLike[str]', given)})"
-    return f"source {number}"

@@ -13,8 +13,8 @@ from typing import IO, Any, NamedTuple
 import jax
 import numpy as np
 
-from braidax.data.fetching.fetch import read_samples
-from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at
+from braidax.data.sampling.splitmix import GOLDEN, mixed
+from braidax.data.source import Indices, Source, allocate, check_indices, prepare, read_samples, source_at
 from braidax.errors import ArgumentError, FormatError, RecordError, WaitTimeout
 
 _MAX_ATTEMPTS = 64  # others that are tried in place of a bad record
@@ -332,11 +332,8 @@ def candidate(record: int, attempt: int, num_samples: int) -> int:
 
     **Arguments:** `record`: the bad one. `attempt`: from 0 on. `num_samples`: of the source.
 
-    **Returns:** a number in `[0, num_samples)`: a hash of the first two, by SplitMix64 (Steele, Lea and Flood, "Fast
-    splittable pseudorandom number generators", OOPSLA 2014, Figure 17).
+    **Returns:** a number in `[0, num_samples)`: a hash of the first two, by SplitMix64.
     """
     bits = (1 << 64) - 1
-    value = (record * 0x9E3779B97F4A7C15 + (attempt + 1) * 0xD1342543DE82EF95) & bits
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & bits
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & bits
-    return (value ^ value >> 31) * num_samples >> 64
+    value = (record * GOLDEN + (attempt + 1) * 0xD1342543DE82EF95) & bits
+    return int(mixed(np.array([value], np.uint64))[0]) * num_samples >> 64

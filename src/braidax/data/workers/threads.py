@@ -159,3 +159,21 @@ def _stop_and_join(work: _Work, threads: list[threading.Thread], seconds: float)
             if thread.is_alive():
                 return thread
     return None
+
+
+def result_within(future: "Future[Any]", *, timeout_seconds: float, what: str) -> Any:
+    """Returns a future's result. **Raises:** what it raised, or `WaitTimeout` that says `what` did not come."""
+    try:
+        return future.result(timeout=timeout_seconds)
+    except TimeoutError as error:
+        if future.done():
+            raise
+        raise timed_out(what, timeout_seconds) from error
+
+
+def timed_out(what: str, timeout_seconds: float) -> WaitTimeout:
+    """Returns the error that says `what` did not come within a limit."""
+    return WaitTimeout(
+        f"{what} did not come within timeout_seconds={timeout_seconds:g}; the source may hang, or be slower than that: "
+        "raise Knobs(timeout_seconds=...)"
+    )

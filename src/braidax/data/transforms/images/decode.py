@@ -226,6 +226,6 @@ def _simplejpeg() -> ModuleType:
 
 
 def _kernels() -> Any:
-    from braidax.data.transforms.images import boxes  # imports numba, which takes a while and may be missing
+    from braidax.data.transforms.images import kernels  # imports numba, which takes a while and may be missing
 
-    return boxes
+    return kernels

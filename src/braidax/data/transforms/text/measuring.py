@@ -14,8 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from braidax.data.fetching.fetch import read_samples
-from braidax.data.source import Indices, Source, allocate, prepare
+from braidax.data.source import Indices, Source, allocate, prepare, read_samples
 from braidax.data.storage import derived as stored
 from braidax.data.transforms.text.ragged import lengths_of
 from braidax.data.workers.threads import Threads

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.fetching.fetch import read_samples
-from braidax.data.source import Source, is_varying, source_at
+from braidax.data.source import Source, is_varying, read_samples, source_at
 from braidax.data.workers.processes.memory import SharedMemory, window_bytes, window_leaves
 from braidax.data.workers.processes.messages import packed, receive, send
 from braidax.data.workers.processes.pickling import unpack

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sharding.leaf_plan import ALIGNMENT
 from braidax.data.source import is_varying
+from braidax.data.workers.alignment import aligned
 
 
 def nameless_file() -> int:
@@ -69,4 +69,4 @@ def _padded(spec: Any, num_samples: int) -> int:
     if is_varying(spec):
         return 0
     num_bytes = num_samples * int(np.prod(spec.shape, dtype=np.int64)) * np.dtype(spec.dtype).itemsize
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return aligned(num_bytes)

@@ -19,7 +19,7 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.sharding.leaf_plan import ALIGNMENT
+from braidax.data.workers.alignment import ALIGNMENT, aligned
 from braidax.data.workers.processes.memory import nameless_file
 from braidax.errors import ArgumentError, FormatError
 
@@ -68,15 +68,11 @@ def unpack(descriptor: int) -> Any:
     whole = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
     num_parts = int(np.frombuffer(whole, np.int64, 1)[0])
     table = np.frombuffer(whole, np.int64, 1 + num_parts)
-    start, parts = _behind(0, table.nbytes), list[memoryview]()
+    start, parts = aligned(table.nbytes), list[memoryview]()
     for num_bytes in table[1:].tolist():
         parts.append(whole[start : start + num_bytes])
-        start = _behind(start, num_bytes)
+        start += aligned(num_bytes)
     return pickle.loads(parts[0], buffers=parts[1:])
-
-
-def _behind(start: int, num_bytes: int) -> int:
-    return start + -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from braidax.data.transforms.images.resize import resize
+from braidax.data.transforms.images.kernels import resize
 from braidax.errors import ArgumentError
 
 
