@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -495,6 +496,22 @@ def test_there_is_a_thread_only_while_a_checkpoint_is_under_way(tmp_path: Path) 
 def test_arguments_that_cannot_work(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Checkpointer(tmp_path, Every(1), **arguments)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("interval", [100, 0, None, Every])
+def test_an_interval_that_is_none_is_refused_at_once(tmp_path: Path, interval: Any) -> None:
+    words = "Every(100) or Adaptive()"
+    with pytest.raises(
+        ArgumentError, match=re.escape("expected what says when one is due, such as " + words)
+    ) as caught:
+        Checkpointer(tmp_path / "new", interval)
+    assert str(caught.value).startswith(f"interval={interval!r}: ")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(
+        ArgumentError, match=re.escape("interval=7: expected what says when one is due, such as Every(7)")
+    ):
+        Checkpointer(tmp_path / "new", 7)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:

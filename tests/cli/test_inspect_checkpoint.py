@@ -97,6 +97,51 @@ def test_a_renamed_one_is_known_by_its_files(tmp_path: Path, monkeypatch: pytest
     assert f"1,234,567 best 1 {VERSION} 0 s" in output
 
 
+def test_a_copy_under_another_name_is_told_from_the_newest(tmp_path: Path) -> None:
+    commit(tmp_path, state(), 7)
+    shutil.copytree(tmp_path / "step-00000007", tmp_path / "step-00000099")
+    code, output = run(tmp_path)
+    assert code == 1
+    assert f"7 step-00000099 1 {VERSION} 0 s" in output
+    assert "other name" in output
+    assert "leaves of step-00000007" in output
+    assert f"error: {tmp_path}/step-00000099: holds the checkpoint of step 7, as its manifest says: it is a" in output
+    assert run(tmp_path / "step-00000099")[0] == 0  # it is what was asked for
+
+
+def test_the_folder_of_a_run_leads_to_its_checkpoints(tmp_path: Path) -> None:
+    with bx.Checkpointer(tmp_path / "digits" / "checkpoints", bx.Every(1)) as saver:
+        saver.update(state())
+    (tmp_path / "digits" / "metrics.jsonl").write_text("{}")
+    code, output = run(tmp_path / "digits")
+    assert code == 0
+    assert f"checkpoints in {tmp_path}/digits/checkpoints" in output
+    assert f"1 step-00000001 1 {VERSION} 0 s" in output
+    assert "verified" in output
+
+
+def test_a_folder_of_runs_shows_a_line_of_each(tmp_path: Path) -> None:
+    for name, num_updates in (("digits/checkpoints", 3), ("own", 1200)):
+        with bx.Checkpointer(tmp_path / name, bx.Every(1)) as saver:
+            saver.restore(0)
+            saver.num_updates = num_updates - 1
+            saver.update(state())
+    shutil.copytree(tmp_path / "own" / "step-00001200", tmp_path / "own" / "step-00009999")
+    with bx.Checkpointer(tmp_path / "new", bx.Every(1)):
+        pass
+    (tmp_path / "notes").mkdir()
+    code, output = run(tmp_path)
+    assert code == 0
+    first, second = (
+        sum(file.stat().st_size for file in (tmp_path / name).rglob("step-*/*")) for name in ("digits", "own")
+    )
+    assert f"digits/checkpoints 3 1 {first:,} 0 s whole" in output
+    assert f"own 1,200 2 {second:,} 0 s whole" in output
+    assert "new 0 0" in output
+    assert "notes" not in output
+    assert "give one of these folders to see more of it" in output
+
+
 def test_every_process_is_read(tmp_path: Path) -> None:
     folder = commit_as_many(tmp_path, state(), 2)
     code, output = run(tmp_path)

@@ -15,7 +15,7 @@ from braidax.checkpoint.behind import Behind
 from braidax.checkpoint.bucket import Bucket, Kept
 from braidax.checkpoint.checkpointer import Checkpointer
 from braidax.checkpoint.fetching import fetch
-from braidax.checkpoint.interval import Interval, Spacing
+from braidax.checkpoint.interval import Interval, Spacing, check_interval
 from braidax.checkpoint.manifest import manifest_file
 from braidax.checkpoint.processes import all_processes
 from braidax.checkpoint.reading import read_manifest
@@ -57,6 +57,7 @@ class Archive:
         keep: int = 3,
         client: Mapping[str, Any] | None = None,
     ) -> None:
+        check_interval(interval)
         if keep < 1:
             raise ArgumentError(f"keep={keep!r}: expected a whole number >= 1; the newest checkpoint is always kept")
         self.of = of

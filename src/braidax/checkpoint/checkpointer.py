@@ -17,7 +17,7 @@ import numpy as np
 
 from braidax.checkpoint import folders, persist, restoring
 from braidax.checkpoint.copies import prepared
-from braidax.checkpoint.interval import Interval, Spacing
+from braidax.checkpoint.interval import Interval, Spacing, check_interval
 from braidax.checkpoint.persist import Order, Part
 from braidax.checkpoint.processes import Processes, all_processes
 from braidax.checkpoint.restoring import Skipped
@@ -69,6 +69,7 @@ class Checkpointer:
         timeout_seconds: float = 600.0,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
+        check_interval(interval)
         if keep < 1:
             raise ArgumentError(f"keep={keep!r}: expected a whole number >= 1; the newest checkpoint is always kept")
         if keep_every is not None and keep_every < 1:

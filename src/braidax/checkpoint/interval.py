@@ -183,6 +183,13 @@ class Regular:
         """Changes nothing."""
 
 
+def check_interval(interval: object) -> None:
+    """Raises `ArgumentError` when something is no interval, such as a number of updates."""
+    if not isinstance(interval, Interval) or isinstance(interval, type):
+        such = f"Every({interval})" if isinstance(interval, int) and interval > 0 else "Every(100)"
+        raise ArgumentError(f"interval={interval!r}: expected what says when one is due, such as {such} or Adaptive()")
+
+
 def _checked(num_updates: int) -> int:
     if num_updates < 1:
         raise ArgumentError(f"num_updates={num_updates!r}: expected a whole number >= 1, such as Every(100)")

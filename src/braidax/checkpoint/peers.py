@@ -19,7 +19,7 @@ import jax
 from braidax.checkpoint import folders, neighbors
 from braidax.checkpoint.behind import Behind
 from braidax.checkpoint.copies import prepared
-from braidax.checkpoint.interval import Interval, Spacing
+from braidax.checkpoint.interval import Interval, Spacing, check_interval
 from braidax.checkpoint.leaves import put_outside, with_outside
 from braidax.checkpoint.lockstep import Messages
 from braidax.checkpoint.manifest import About, data_file, manifest_file
@@ -68,6 +68,7 @@ class Peers:
         *,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
+        check_interval(interval)
         if (messages.rank, messages.size) != (jax.process_index(), jax.process_count()):
             raise ArgumentError(
                 f"messages= has rank {messages.rank} of {messages.size}, but this is process {jax.process_index()} of "

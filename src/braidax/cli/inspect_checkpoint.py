@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from braidax.checkpoint.boxes import Box, volume, whole
-from braidax.checkpoint.folders import LOCK_FILE, Found, checkpoints
+from braidax.checkpoint.folders import LOCK_FILE, Found, checkpoints, misnamed
 from braidax.checkpoint.manifest import Entry, OtherFormat, data_file, manifest_file
 from braidax.checkpoint.reading import Content, Reader, read_content
 from braidax.errors import CheckpointError
@@ -27,24 +27,40 @@ _MAX_NAMED = 5
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Says whether a path is the folder of a run or of one checkpoint, without looking into files."""
-    if not path.is_dir():
-        return False
-    if _is_one(path.absolute()) or any(_is_one(found.path) for found in checkpoints(path.absolute())):
+    """Says whether a path is a folder of checkpoints, of one, or of such folders, without looking into files."""
+    return path.is_dir() and (_is_any(path.absolute()) or bool(_below(path.absolute())))
+
+
+def _is_any(folder: Path) -> bool:
+    if _is_one(folder) or any(_is_one(found.path) for found in checkpoints(folder)):
         return True
-    return (path / LOCK_FILE).exists() and all(child.name.startswith(".") for child in path.iterdir())
+    return (folder / LOCK_FILE).exists() and all(child.name.startswith(".") for child in folder.iterdir())
+
+
+def _below(folder: Path) -> list[Path]:
+    """Returns the folders of checkpoints in that of a run, or of several: those that a `Checkpointer` has locked."""
+    inside = sorted(child for child in folder.iterdir() if child.is_dir())
+    candidates = [each for child in inside for each in (child, child / "checkpoints")]
+    return [each for each in candidates if (each / LOCK_FILE).is_file() and _is_any(each)]
 
 
 def inspect_checkpoint(path: Path, *, check: Check, console: Console) -> None:
     """Prints which checkpoints there are and whether they verify, and the leaves of the newest that can be read.
 
-    **Arguments:** `path`: the folder of a run, or of one checkpoint, which then counts as the newest. `check`: whose
-    arrays are read.
+    **Arguments:** `path`: the folder of a run, or of one checkpoint, which then counts as the newest; or of several
+    runs, of which it prints a line each. `check`: whose arrays are read; of several runs none are.
 
     **Raises:** `CheckpointError` when there is none, or saying what is wrong, with files and leaves, after all is
     printed.
     """
     folder = path.absolute()
+    below = [] if _is_any(folder) else _below(folder)
+    if len(below) > 1:
+        _inspect_runs(folder, below, console)
+        return
+    if below:
+        (folder,) = below
+        console.print(f"checkpoints in {folder}", markup=False, highlight=False, soft_wrap=True)
     one = _is_one(folder)
     unfinished = 0 if one else sum(1 for _ in folder.glob(".step-*.unfinished"))
     listed = [_found(folder)] if one else checkpoints(folder)
@@ -52,13 +68,15 @@ def inspect_checkpoint(path: Path, *, check: Check, console: Console) -> None:
     seen: list[_Seen] = []
     for number, found in enumerate(listed):
         looked = _look(found, console if number < chosen else None)
+        if not one:
+            looked = _named(looked)
         if found.path.exists():  # its run may have removed it
             seen.append(looked)
     if seen:
         console.print(_overview(seen))
     if unfinished:
         console.print(f"{unfinished} unfinished: being written, or left by a crash")
-    shown = next((each for each in seen if each.content is not None), None)
+    shown = next((each for each in seen if each.content is not None and each.verdict != "other name"), None)
     if shown is not None and shown.content is not None:
         console.print(_leaves(shown.content, shown.damaged))
         for name, text in shown.content.manifests[0].notes.items():
@@ -68,6 +86,27 @@ def inspect_checkpoint(path: Path, *, check: Check, console: Console) -> None:
     troubles = [trouble for each in seen for trouble in each.troubles]
     if troubles:
         raise CheckpointError("\n".join(troubles))
+
+
+def _inspect_runs(folder: Path, runs: Sequence[Path], console: Console) -> None:
+    table = Table("checkpoints in", "newest step", "checkpoints", "bytes", "age", "newest is")
+    for run in runs:
+        listed = checkpoints(run)
+        looked = (_named(_look(found, None)) for found in listed)
+        newest = next((each for each in looked if each.verdict != "other name"), None)
+        step, age, verdict = (
+            ("", "", "") if newest is None else (_step(newest), _age(newest.found.path), newest.verdict)
+        )
+        num_bytes = sum(_bytes_on_disk(found.path) for found in listed)
+        table.add_row(str(run.relative_to(folder)), step, str(len(listed)), f"{num_bytes:,}", age, verdict)
+    console.print(table)
+    console.print("give one of these folders to see more of it", markup=False)
+
+
+def _named(seen: "_Seen") -> "_Seen":
+    """Returns what was seen of a checkpoint as `restore` sees it, which does not take it under another's name."""
+    words = "" if seen.content is None else misnamed(seen.found.path, seen.content.step)
+    return replace(seen, verdict="other name", troubles=(words, *seen.troubles)) if words else seen
 
 
 @dataclass(frozen=True)
@@ -182,9 +221,8 @@ def _overview(seen: Sequence[_Seen]) -> Table:
     table = Table("step", "folder", "processes", "braidax", "age", "bytes", "state", title_justify="left")
     for each in seen:
         about = None if each.content is None else each.content.manifests[0].about
-        step = each.found.step if about is None else about.step
         table.add_row(
-            f"{step:,}" if step >= 0 else "?",
+            _step(each),
             each.found.path.name,
             "?" if about is None else str(about.num_processes),
             "?" if about is None else about.version,
@@ -193,6 +231,11 @@ def _overview(seen: Sequence[_Seen]) -> Table:
             each.verdict,
         )
     return table
+
+
+def _step(seen: _Seen) -> str:
+    step = seen.found.step if seen.content is None else seen.content.step
+    return f"{step:,}" if step >= 0 else "?"
 
 
 def _leaves(content: Content, damaged: frozenset[str]) -> Table:
