@@ -1,6 +1,7 @@
 """How ranks meet: what `connect` refuses, whom it names, and which strangers it does not mind."""
 
 import base64
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -8,14 +9,26 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import pytest
 
-from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, Store, Tuning, connect
+from braidax.comm import (
+    Communicator,
+    Hub,
+    InProcessTransport,
+    MemoryStore,
+    Store,
+    TcpStore,
+    TcpStoreServer,
+    Tuning,
+    connect,
+    rendezvous,
+)
 from braidax.comm.transports.tcp import TcpTransport
 from braidax.connections.handshake import connect_handshake
+from braidax.connections.world import World
 from braidax.errors import ArgumentError, BraidaxError, CommError, HandshakeError, PeerLost, WaitTimeout
 from tests.comm.relay import altered
 
@@ -297,6 +310,70 @@ def test_strangers_do_not_disturb(stranger: Callable[[int], Any], ranks: Ranks) 
             opened.join(30)
             assert not opened.is_alive()
     assert max(ranks.seconds.values()) < 5
+
+
+@final
+class Tap:
+    """Forwards connections to a port of this host, and keeps all that passes, in both directions."""
+
+    def __init__(self, port: int) -> None:
+        self.passed = bytearray()
+        self._to = port
+        self._opened: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        """Ends when both ends of all connections have."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(30)
+        for opened in (self._listener, *self._opened):
+            opened.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                here, _ = self._listener.accept()
+                there = socket.create_connection(("127.0.0.1", self._to))
+                self._opened += [here, there]
+                for ends in ((here, there), (there, here)):
+                    self._threads.append(threading.Thread(target=self._pass, args=ends))
+                    self._threads[-1].start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # reset
+            while data := source.recv(1 << 16):
+                self.passed += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_who_reads_along_at_the_store_cannot_join(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets: set[bytes] = set()
+
+    def keep(*given: Any, **options: Any) -> World:
+        world = World(*given, **options)
+        secrets.add(world.secret)
+        return world
+
+    monkeypatch.setattr(rendezvous, "World", keep)
+    of_store = b"the secret of the store itself.."
+    with TcpStoreServer(secret=of_store) as server, contextlib.ExitStack() as stack:
+        tap = Tap(int(server.address.rpartition(":")[2]))
+        stack.callback(tap.close)
+        for epoch in range(2):
+            for rank in range(2):
+                store = stack.enter_context(TcpStore("127.0.0.1", tap.port, secret=of_store))
+                ranks.begin(store, rank=rank, size=2, epoch=epoch)
+        assert ranks.end() == [[2.0] * 3] * 4
+        assert len(secrets) == 2  # one an epoch
+        for secret in (*secrets, of_store):
+            assert len(secret) == 32
+            assert secret not in tap.passed
+        assert b"job/1/seed" in tap.passed
 
 
 def test_the_same_job_meets_again_as_the_next_epoch() -> None:

@@ -54,6 +54,11 @@ def pid_of(comm: Communicator) -> int:
     return os.getpid()
 
 
+def surroundings() -> tuple[dict[str, str], str, list[str], list[str]]:
+    """Returns what a program might change in its process: variables, folder, arguments, and where modules lie."""
+    return dict(os.environ), str(Path.cwd()), list(sys.argv), list(sys.path)
+
+
 def variable(comm: Communicator, name: str) -> str | None:
     """Returns a variable of the rank's environment."""
     return os.environ.get(name)

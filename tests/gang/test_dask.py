@@ -1,5 +1,6 @@
 """Gangs on Dask, on real clusters of this machine: workers that are processes, and workers that are threads."""
 
+import io
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import distributed
@@ -16,8 +18,23 @@ import pytest
 from braidax.comm.stores.store import Store
 from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
 from braidax.gang.dask import DaskGang, DaskStore
+from braidax.gang.on_gang import launch_on
+from braidax.gang.program import Program
 from braidax.gang.shelf import Shelf
 from tests.gang import clusters
+from tests.gang.test_launch import JOIN
+
+LEAVING = """
+with comm:
+    assert os.environ["BRAIDAX_SECRET"] and sys.argv[1:] == ["--epochs", "3"]
+    os.chdir(os.path.dirname(__file__))
+    open(str(comm.rank), "w").close()
+    os.environ["PATH"] += ":/elsewhere"
+    os.environ["COLOR"] = "blue"
+    del os.environ["HOME"]
+    sys.path = [*sys.path, "/elsewhere"]
+    comm.barrier()
+"""
 
 
 def _cluster(**options: Any) -> Iterator[distributed.Client]:
@@ -186,6 +203,23 @@ def test_two_gangs_on_the_same_workers_do_not_wait_for_one_another(kind: str, re
         store.set("go", b"on")
         assert waiting.result(30) == [b"on"] * one.size
         client.cancel(shelf, force=True)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("raise ValueError('the value')", 1), ("sys.exit(3)", 3)])
+def test_a_worker_is_as_before_when_the_job_is_over(
+    client: distributed.Client, tmp_path: Path, ending: str, code: int
+) -> None:
+    """Also when it failed: no secret stays in a worker's environment, and no folder in its `sys.path`."""
+    script = tmp_path / "program.py"
+    script.write_text(JOIN + LEAVING + ending)
+    before = client.run(clusters.surroundings)
+    told = io.StringIO()
+    program = Program(str(script), ("--epochs", "3"), initialize="nothing")
+    assert launch_on(DaskGang(client), program, log=told) == code, told.getvalue()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "program.py"]
+    assert client.run(clusters.surroundings) == before
+    assert not [name for variables, *_ in before.values() for name in variables if name.startswith("BRAIDAX_")]
+    _nothing_is_left(client)
 
 
 def test_too_few_workers_are_counted(client: distributed.Client) -> None:

@@ -1,6 +1,8 @@
 """Launching on this machine: a program is what `python` would make of it, and its processes end together."""
 
 import io
+import json
+import pickle
 import re
 import signal
 import threading
@@ -11,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from braidax.comm import Tuning
 from braidax.errors import ArgumentError
 from braidax.gang import launch
-from braidax.gang.processes import Processes
+from braidax.gang.child import Birth
+from braidax.gang.member import pack_call
+from braidax.gang.processes import Command, Processes
 from braidax.gang.program import Program
 from tests.gang.programs import wait_until_gone
 
@@ -289,6 +294,20 @@ def test_secrets_are_on_no_command_line(run: Launch) -> None:
         print(len(secret), secret in open("/proc/self/cmdline").read())
         """
     assert run(text, size=1) == (0, ["[0] 64 False"])
+
+
+def test_secrets_are_in_no_text_of_an_object() -> None:
+    secret = b"0123456789abcdef"
+    job = launch.Job(secret, "tcp", "job")
+    told = job.environment("tcp://here:1", 0)
+    birth = Birth(0, 1, "job", 0, "tcp", ("here", 1, secret), 1.0, Tuning())
+    command = Command(("python",), told, stdin=json.dumps(told).encode())
+    for what in (job, birth, command, [job], pickle.loads(pickle.dumps(birth))):
+        assert secret.hex() not in repr(what)
+        assert secret.decode() not in repr(what)
+    with pytest.raises(ArgumentError, match=r"args\[0\] is \(Job\(transport='tcp', name='job'\), <unlocked") as caught:
+        pack_call(print, ((job, threading.Lock()),))
+    assert secret.decode() not in str(caught.value)
 
 
 def test_wrong_numbers_are_told() -> None:

@@ -156,14 +156,14 @@ class _Worlds:
 
 
 def _meet(store: ScopedStore, card: _Card, where: str, deadline: float) -> tuple[list[_Card], bytes]:
-    """Leaves a card, and collects those of all ranks, and the secret that rank 0 makes."""
+    """Leaves a card, and collects those of all ranks, and the secret of the seed that rank 0 leaves."""
     if store.add(f"joined/{card.rank}", 1) != 1:
         raise HandshakeError(
             f"rank {card.rank} has joined {where} before; expected each rank once: give another job its own job=, and "
             "the same job, when it connects again, the next epoch="
         )
     if card.rank == 0:
-        store.set("secret", secrets.token_bytes(32))
+        store.set("seed", secrets.token_bytes(32))
     store.set(f"card/{card.rank}", json.dumps(asdict(card)).encode())
     cards: dict[int, _Card] = {card.rank: card}
     while missing := [rank for rank in range(card.size) if rank not in cards]:
@@ -173,7 +173,7 @@ def _meet(store: ScopedStore, card: _Card, where: str, deadline: float) -> tuple
             raise _absent(store, missing, card, where) from None
         _check_fits(card, other)
         cards[missing[0]] = other
-    return [cards[rank] for rank in range(card.size)], _get(store, "secret", deadline)
+    return [cards[rank] for rank in range(card.size)], store.derive_secret(_get(store, "seed", deadline))
 
 
 def _get(store: ScopedStore, key: str, deadline: float) -> bytes:

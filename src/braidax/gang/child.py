@@ -4,7 +4,7 @@ import faulthandler
 import os
 import pickle
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from braidax.comm import TcpStore, Tuning
 from braidax.gang.member import Member
@@ -27,7 +27,7 @@ class Birth:
     job: str
     epoch: int
     transport: str
-    store: tuple[str, int, bytes]
+    store: tuple[str, int, bytes] = field(repr=False)
     timeout_seconds: float
     tuning: Tuning
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOBase
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Job:
     **Fields:** `secret`: of the store. `transport`: of `braidax.comm.from_environment`. `name`: a name of its own.
     """
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     transport: str
     name: str
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOBase
 from pathlib import Path
 from typing import final
@@ -40,7 +40,7 @@ class _Options:
     """What the ranks of every epoch start from."""
 
     transport: str
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
     log: TextIOBase | None
     timeout_seconds: float
     grace_seconds: float

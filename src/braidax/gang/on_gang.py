@@ -1,6 +1,9 @@
 """Launching on a gang: a program in the ranks of Ray or Dask."""
 
+import contextlib
 import os
+import sys
+from collections.abc import Generator
 from io import TextIOBase
 from pathlib import Path
 
@@ -37,8 +40,9 @@ def launch_on(
         try:
             gang.run(_run, program, job, epoch, str(Path.cwd()))
         except RankFailed as failed:
-            cause = failed.__cause__
-            code = cause.code if isinstance(cause, SystemExit) and isinstance(cause.code, int) else 1
+            # Where Dask is loaded its tblib pickles errors, and `SystemExit.code` is lost: its arguments are not.
+            said = failed.__cause__.args if isinstance(failed.__cause__, SystemExit) else ()
+            code = said[0] if said and isinstance(said[0], int) else 1
             notes = getattr(failed, "__notes__", [])
             return Failed(f"rank {failed.rank}", f"is reported so: {failed}", tuple(notes), code)
         return None
@@ -49,7 +53,29 @@ def launch_on(
 
 def _run(comm: Communicator, program: Program, job: Job, epoch: int, folder: str) -> None:
     """Runs the program as one rank, with what it would have been told by `braidax launch` in its environment."""
-    os.chdir(folder)
+    with _restored():
+        os.chdir(folder)
+        _run_there(comm, program, job, epoch)
+
+
+@contextlib.contextmanager
+def _restored() -> Generator[None, None, None]:
+    """Leaves variables, folder, `sys.argv` and `sys.path` as they were: a worker of Dask goes on after the job."""
+    folder = os.open(".", os.O_RDONLY)
+    variables, arguments, path, places = dict(os.environ), sys.argv, sys.path, list(sys.path)
+    try:
+        yield
+    finally:
+        os.fchdir(folder)
+        os.close(folder)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        sys.argv, sys.path = arguments, path
+        sys.path[:] = places
+
+
+def _run_there(comm: Communicator, program: Program, job: Job, epoch: int) -> None:
     server = TcpStoreServer(host="", secret=job.secret) if comm.rank == 0 else None
     try:
         store = ""

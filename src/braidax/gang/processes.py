@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOBase
 from typing import IO, Literal, final
 
@@ -46,10 +46,10 @@ class Command:
     """
 
     arguments: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
     folder: str | None = None
     descriptors: tuple[int, ...] = ()
-    stdin: bytes | None = None
+    stdin: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

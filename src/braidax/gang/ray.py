@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, final, get_args
 
 from braidax.comm.stores.limits import check_amount, check_value, key_bytes
@@ -93,7 +93,7 @@ class _Options:
     transport: str
     bundle: dict[str, float]
     strategy: str
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)
     timeout_seconds: float
 
 

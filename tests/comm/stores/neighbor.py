@@ -1,6 +1,7 @@
 """Another process for the tests of stores: does what the lines of its standard input say, a JSON object each.
 
-`open` a store under a name, or `join` JAX's coordination service; `set`, `get` and `add`; `leave` the service.
+`open` a store under a name, or `join` JAX's coordination service; `set`, `get`, `add`, `derive_secret`; `leave` the
+service.
 """
 
 import json
@@ -49,6 +50,8 @@ def answer(stores: dict[str, Store], action: str, name: str, **given: Any) -> An
             store.set(given["key"], bytes.fromhex(given["value"]))
         elif action == "get":
             return store.get(given["key"], timeout_seconds=given["seconds"]).hex()
+        elif action == "derive_secret":
+            return store.derive_secret(bytes.fromhex(given["seed"])).hex()
         elif action == "add":
             return [store.add(given["key"], given["amount"]) for _ in range(given["times"])]
     return None

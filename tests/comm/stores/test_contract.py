@@ -176,6 +176,17 @@ def test_a_wait_ends_in_time_and_names_key_and_store(place: Place, seconds: floa
     assert "does it use the same store, job and epoch?" in str(caught.value)
 
 
+def test_all_derive_the_same_secret_of_a_seed(place: Place) -> None:
+    seed = bytes(range(32))
+    derived = place.store.derive_secret(seed)
+    assert len(derived) == 32
+    for number in range(len(place.neighbors)):
+        assert bytes.fromhex(place.ask(number, "derive_secret", seed=seed.hex())) == derived
+    with_secret = place.name in ("tcp", "tls")
+    assert (derived == seed) == (not with_secret)
+    assert (place.store.derive_secret(bytes(32)) == derived) is False
+
+
 def test_odd_keys_are_keys_of_their_own(place: Place) -> None:
     for number, key in enumerate(ODD_KEYS):
         place.store.set(key, b"%d" % number)

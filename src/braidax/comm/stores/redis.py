@@ -8,7 +8,7 @@ from typing import final
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from braidax.comm.stores.limits import check_amount, check_value, key_bytes
-from braidax.comm.stores.store import Store, backoff, missing
+from braidax.comm.stores.store import Store, backoff, missing, shown_url
 from braidax.errors import ArgumentError, CommError, HandshakeError, import_extra
 
 PASSWORD_VARIABLE = "BRAIDAX_REDIS_PASSWORD"
@@ -127,7 +127,16 @@ def _name(key: str, kind: bytes) -> bytes:
 
 
 def _without_password(url: str) -> str:
-    parts = urlsplit(url)
+    """Returns a URL that says the same but for the password. Nothing of one that hides it elsewhere is ever shown."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = None
+    if parts is None or "@" in parts._replace(netloc="").geturl():
+        raise ArgumentError(
+            f"url={shown_url(url)}: expected redis://host:port, with any of @/?#[] in a password written as %40 and so "
+            f"on; better put it into the environment variable {PASSWORD_VARIABLE}"
+        )
     user, _, host = parts.netloc.rpartition("@")
     user = user.partition(":")[0]
     query = [(name, value) for name, value in parse_qsl(parts.query) if "password" not in name]

@@ -38,6 +38,14 @@ class Store(ABC):
         A counter is no value: `get` of its key is not defined.
         """
 
+    def derive_secret(self, seed: bytes) -> bytes:
+        """Returns the secret that all who have opened this store share for a seed that lies in it.
+
+        Where opening takes a secret, nobody else can tell it from the seed. Elsewhere it is the seed itself, and
+        whoever can read the store knows it: this is what is done here, for stores that do not say otherwise.
+        """
+        return seed
+
     @abstractmethod
     def close(self) -> None:
         """Gives up what this process holds of the store; the values stay. A second call does nothing."""
@@ -84,6 +92,9 @@ class ScopedStore(Store):
     def add(self, key: str, amount: int) -> int:
         return self._store.add(self._prefix + key, amount)
 
+    def derive_secret(self, seed: bytes) -> bytes:
+        return self._store.derive_secret(seed)
+
     def close(self) -> None:
         pass
 
@@ -103,3 +114,12 @@ def backoff(deadline: float, pause_seconds: float) -> float | None:
     """
     left = deadline - time.monotonic()
     return None if left <= 0 else min(pause_seconds, left)
+
+
+def shown_url(url: str) -> str:
+    """Returns a URL as messages show it, in quotes: without what may be a password or a secret, even if malformed."""
+    scheme, colon, rest = url.partition(":")
+    slashes = "//" if rest.startswith("//") else ""
+    before, at, behind = rest.removeprefix(slashes).rpartition("@")
+    place, asked, _ = behind.partition("?")
+    return repr(f"{scheme}{colon}{slashes}{before and '…'}{at}{place}{asked and '?…'}")

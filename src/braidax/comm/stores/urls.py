@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from braidax.comm.stores.file import FileStore
 from braidax.comm.stores.redis import RedisStore
-from braidax.comm.stores.store import Store
+from braidax.comm.stores.store import Store, shown_url
 from braidax.comm.stores.tcp import TcpStore
 from braidax.errors import ArgumentError
 
@@ -34,11 +34,16 @@ def open_store(
     """
     if url.startswith("/"):
         return FileStore(url)
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ArgumentError(f"url={shown_url(url)}: expected {', '.join(_OURS)} or an absolute path") from None
     match parts.scheme:
         case "file":
             if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-                raise ArgumentError(f"url={url!r}: expected file:///path, with three slashes and an absolute path")
+                raise ArgumentError(
+                    f"url={shown_url(url)}: expected file:///path, with three slashes and an absolute path"
+                )
             return FileStore(unquote(url.partition("://")[2].removeprefix("localhost")))
         case "tcp":
             host, port = _host_and_port(url)
@@ -58,7 +63,7 @@ def _host_and_port(url: str) -> tuple[str, int]:
     except ValueError:
         host, port = None, None
     if not host or not port or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise ArgumentError(f"url={url!r}: expected tcp://host:port, or tcp://[address]:port for IPv6")
+        raise ArgumentError(f"url={shown_url(url)}: expected tcp://host:port, or tcp://[address]:port for IPv6")
     return host, port
 
 
@@ -84,13 +89,13 @@ def _foreign(url: str, scheme: str) -> Store:
     if scheme not in found:
         others = sorted(f"{name}://" for name in found)
         raise ArgumentError(
-            f"url={url!r}: expected {', '.join((*_OURS, *others))} or an absolute path; packages add schemes by entry "
-            f"points of the group {ENTRY_POINTS!r}: is the package installed?"
+            f"url={shown_url(url)}: expected {', '.join((*_OURS, *others))} or an absolute path; packages add schemes "
+            f"by entry points of the group {ENTRY_POINTS!r}: is the package installed?"
         )
     store: Any = found[scheme].load()(url)
     if not isinstance(store, Store):
         raise ArgumentError(
-            f"url={url!r}: the entry point {found[scheme].value!r} returned {type(store).__name__}, expected a Store; "
-            "tell the authors of the package"
+            f"url={shown_url(url)}: the entry point {found[scheme].value!r} returned {type(store).__name__}, expected "
+            "a Store; tell the authors of the package"
         )
     return store
