@@ -1,0 +1,5 @@
+"""All cases of the fuzz, by name. A family of formats adds its own here."""
+
+from tests.data.fuzz import arrays
+
+CASES = {case.name: case for family in (arrays,) for case in family.CASES}
