@@ -10,12 +10,12 @@ from typing import Any
 
 import xxhash
 
-from braidax.data.formats.records.index import cache_folder
 from braidax.data.formats.tables.arrow import open_arrow
 from braidax.data.formats.tables.blocks import Blocks, BlockSource
 from braidax.data.formats.tables.tables import arrow, arrow_ipc, plain_table
 from braidax.data.open import open as open_source
 from braidax.data.source import Source
+from braidax.data.storage.derived import cache_folder
 from braidax.data.storage.progress import Progress
 from braidax.errors import FormatError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from braidax.data import Source, center_crop, flipped, random_resized_crop, resized
 from braidax.data import open as open_source
-from braidax.data.formats.records.index import cache_folder
+from braidax.data.storage.derived import cache_folder
 from braidax.errors import ArgumentError
 from braidax.tasks.digits import digits
 

@@ -14,8 +14,8 @@ import optax
 
 from braidax.data import Source
 from braidax.data import open as open_source
-from braidax.data.formats.records.index import cache_folder
 from braidax.data.storage import derived as stored
+from braidax.data.storage.derived import cache_folder
 from braidax.data.transforms.text.measuring import progress
 from braidax.errors import ArgumentError, FormatError
 from braidax.tasks.lm1b_model import (

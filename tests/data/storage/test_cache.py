@@ -69,10 +69,8 @@ def test_other_versions_and_other_objects_are_told_apart(tmp_path: Path) -> None
     assert unnamed.read(whole) == [None]
 
 
-def displaced(data: bytes) -> bytes:
-    """Returns a segment whose second page is the first one, checksum and all."""
-    first = data[128 : 128 + PAGE_BYTES]
-    return data[:8] + data[:8] + data[16:128] + first + first + data[128 + 2 * PAGE_BYTES :]
+HEAD = PAGE_BYTES  # in front of the table of checksums, which takes 128 bytes
+PAGES = HEAD + 128
 
 
 @pytest.mark.parametrize(
@@ -80,13 +78,17 @@ def displaced(data: bytes) -> bytes:
     [
         lambda data: data[: len(data) // 2],
         lambda data: b"",
-        lambda data: data[:200] + bytes(len(data) - 200),
+        lambda data: data[: HEAD + 200] + bytes(len(data) - HEAD - 200),
         lambda data: data[:-5] + b"\1" + data[-4:],
-        lambda data: b"\1" + data[1:],
-        lambda data: (
-            data[:8] + data[:8] + data[16:128] + 2 * data[128 : 128 + PAGE_BYTES] + data[128 + 2 * PAGE_BYTES :]
+        lambda data: data[:HEAD] + b"\1" + data[HEAD + 1 :],
+        lambda data: (  # the second page is the first one, checksum and all
+            data[: HEAD + 8]
+            + data[HEAD : HEAD + 8]
+            + data[HEAD + 16 : PAGES]
+            + 2 * data[PAGES : PAGES + PAGE_BYTES]
+            + data[PAGES + 2 * PAGE_BYTES :]
         ),
-        lambda data: data[: 128 + PAGE_BYTES] + data[128 : 128 + PAGE_BYTES] + data[128 + 2 * PAGE_BYTES :],
+        lambda data: data[: PAGES + PAGE_BYTES] + data[PAGES : PAGES + PAGE_BYTES] + data[PAGES + 2 * PAGE_BYTES :],
     ],
 )
 def test_a_damaged_page_is_not_returned_and_can_be_stored_again(tmp_path: Path, damage: object) -> None:
@@ -143,11 +145,14 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_default_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("BRAIDAX_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "braidax" / "remote"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_folder() == tmp_path / ".cache" / "braidax" / "remote"
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "mine"))
+    assert default_folder() == tmp_path / "mine" / "remote"
 
 
 def write_and_read(folder: Path, seed: int, num: int, room: int) -> None:

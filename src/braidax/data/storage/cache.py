@@ -1,11 +1,14 @@
 """A cache of remote objects on a local disk, shared by any number of processes without a server between them.
 
-An object is cut into segments; a segment is one sparse file: a table of checksums, then the pages where they belong.
-What is missing is a hole. A page counts only if its checksum is right, so whatever a crash, a full disk or another
-process left there is either the right bytes or nothing. Pages are written before their checksums, and no file is ever
-renamed, locked or truncated: two processes that write the same page write the same bytes. The name of a segment is a
-hash of URL, ETag and size of the object; when the object is written anew, its old segments are never looked at again,
-and age. Whole segments are deleted, the longest unused first.
+An object is cut into segments; a segment is one sparse file: a head that tells whose it is, a table of checksums, then
+the pages where they belong. What is missing is a hole. A page counts only if its checksum is right, so whatever a
+crash, a full disk or another process left there is either the right bytes or nothing. Pages are written before their
+checksums, and no file is ever renamed, locked or truncated: two processes that write the same page write the same
+bytes. The name of a segment is a hash of URL, ETag and size of the object; when the object is written anew, its old
+segments are never looked at again, and age. Whole segments are deleted, the longest unused first.
+
+All of them lie in one folder inside the one that the user names, who may keep anything beside it. Only a regular file
+with the name of a segment and that segment's own head is written to, counted or deleted.
 
 Pages are small (4 KiB): what a random record does not need is hardly fetched with it. Rounding to larger blocks pays
 only if their other records are read while they are cached. Of a data set that fits, every byte will be, and the fetches
@@ -17,6 +20,8 @@ neighbor within g records is wanted with probability 1 - exp(-gM/N), next to not
 import contextlib
 import fcntl
 import os
+import re
+import stat
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from braidax.data.storage.derived import cache_folder
 from braidax.data.storage.options import PAGE_BYTES
 from braidax.data.storage.units import Span
 from braidax.errors import ArgumentError
@@ -34,12 +40,15 @@ _TOUCH_SECONDS = 60.0  # how exact the age of a segment is
 _HIGH, FITTING = 7 / 8, 3 / 4  # of what it may hold: where deleting begins, and ends
 _LOOK_FRACTION = 1 / 64  # of it, written by one process, between two looks; 8 may write at once and stay within it
 _MASK = (1 << 64) - 1
+_FOLDER = "braidax-pages"
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+-[0-9]+")
+_HEAD_BYTES = PAGE_BYTES  # so that pages lie at multiples of their size
+_NO_LINK = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
 def default_folder() -> Path:
-    """Returns the folder `braidax/remote` in the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "braidax" / "remote"
+    """Returns the folder `remote` in the cache folder."""
+    return cache_folder() / "remote"
 
 
 class PageCache:
@@ -61,7 +70,7 @@ class PageCache:
         *,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        self._folder = folder / f"pages-{PAGE_BYTES}-{segment_bytes}"
+        self._folder = folder / _FOLDER
         self._cache_bytes = cache_bytes
         self._segment_bytes = segment_bytes
         self._table_bytes = segment_bytes // PAGE_BYTES * 8
@@ -72,14 +81,12 @@ class PageCache:
         self._has_warned = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "lock").open("ab"):
-                pass
+            os.close(_opened_lock(self._folder))
         except OSError as error:
             raise ArgumentError(
                 f"cache_dir={str(folder)!r} cannot be written ({error}); pass another folder, or "
                 "cache_bytes=0 for no cache"
             ) from error
-        self._lock = folder / "lock"
 
     def caches(self, file: int) -> bool:
         """Says whether an object is cached at all."""
@@ -135,8 +142,8 @@ class PageCache:
         """Returns the path of a segment of a cached object."""
         digest = self._digests[file]
         assert digest is not None, f"{file} is not cached"
-        name = f"{digest:032x}"
-        return self._folder / name[:2] / f"{name}-{segment}"
+        name = f"{digest:032x}-{self._segment_bytes}-{segment}"
+        return self._folder / name[:2] / name
 
     def _parts(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yields the parts of a range: file, segment, start and stop in it."""
@@ -146,12 +153,12 @@ class PageCache:
 
     def _make_room(self) -> None:
         """Deletes the segments that were not used for longest, if there are too many and nobody else is at it."""
-        with self._lock.open("ab") as lock:
+        with os.fdopen(_opened_lock(self._folder), "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 return
-            found = list(_segments_in(self._lock.parent))
+            found = list(_segments_in(self._folder))
             total = sum(num_bytes for _, num_bytes, _ in found)
             if total <= _HIGH * self._cache_bytes:
                 return
@@ -177,9 +184,9 @@ class PageCache:
         return min(self._segment_bytes, self._sizes[file] - segment * self._segment_bytes)
 
     @property
-    def table_bytes(self) -> int:
-        """The bytes of the table of checksums, in front of the pages."""
-        return self._table_bytes
+    def pages_offset(self) -> int:
+        """Where the pages begin in a segment: behind its head and the table of checksums."""
+        return _HEAD_BYTES + self._table_bytes
 
 
 class _Segments(contextlib.AbstractContextManager["_Segments"]):
@@ -201,7 +208,7 @@ class _Segments(contextlib.AbstractContextManager["_Segments"]):
             return None
         start, stop = first * PAGE_BYTES, min(last * PAGE_BYTES, self._cache.size_of(file, segment))
         try:
-            data = memoryview(os.pread(self._open[2], stop - start, self._cache.table_bytes + start))
+            data = memoryview(os.pread(self._open[2], stop - start, self._cache.pages_offset + start))
         except OSError:
             return None
         if len(data) < stop - start or self._cache.checksums(file, segment, start, data) != sums:
@@ -214,14 +221,14 @@ class _Segments(contextlib.AbstractContextManager["_Segments"]):
     def write(self, file: int, segment: int, low: int, data: memoryview) -> None:
         path = self._cache.path(file, segment)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = _opened_to_write(path)
         except FileNotFoundError:
             path.parent.mkdir(exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = _opened_to_write(path)
         try:
             sums = np.asarray(self._cache.checksums(file, segment, low, data), np.uint64)
-            _write_all(descriptor, data, self._cache.table_bytes + low)
-            _write_all(descriptor, memoryview(sums.tobytes()), low // PAGE_BYTES * 8)
+            _write_all(descriptor, data, self._cache.pages_offset + low)
+            _write_all(descriptor, memoryview(sums.tobytes()), _HEAD_BYTES + low // PAGE_BYTES * 8)
         finally:
             os.close(descriptor)
 
@@ -229,10 +236,7 @@ class _Segments(contextlib.AbstractContextManager["_Segments"]):
         """Returns the checksums of pages, or None where there is none for one of them."""
         if self._open[:2] != (file, segment):
             self.__exit__()
-            try:
-                descriptor = os.open(self._cache.path(file, segment), os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                descriptor = -1
+            descriptor = _opened_to_read(self._cache.path(file, segment))
             self._open = (file, segment, descriptor)
             if descriptor >= 0 and time.time() - os.fstat(descriptor).st_mtime > _TOUCH_SECONDS:
                 with contextlib.suppress(OSError):
@@ -240,7 +244,7 @@ class _Segments(contextlib.AbstractContextManager["_Segments"]):
         if self._open[2] < 0:
             return None
         try:
-            table = os.pread(self._open[2], (last - first) * 8, first * 8)
+            table = os.pread(self._open[2], (last - first) * 8, _HEAD_BYTES + first * 8)
         except OSError:
             return None
         sums = memoryview(table).cast("Q").tolist() if len(table) == (last - first) * 8 else [0]
@@ -248,14 +252,73 @@ class _Segments(contextlib.AbstractContextManager["_Segments"]):
 
 
 def _segments_in(folder: Path) -> Iterator[tuple[float, int, str]]:
-    """Yields when each segment below a folder was last used, the bytes it takes on the disk, and its path."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(parent, name)  # noqa: PTH118 (there may be very many)
-            with contextlib.suppress(FileNotFoundError):
-                state = os.stat(path)  # noqa: PTH116
-                if name != "lock":
-                    yield state.st_mtime, state.st_blocks * 512, path
+    """Yields when each segment in a folder was last used, the bytes it takes on the disk, and its path."""
+    with os.scandir(folder) as parents:
+        for parent in parents:
+            if len(parent.name) != 2 or not parent.is_dir(follow_symlinks=False):
+                continue
+            with os.scandir(parent) as files:
+                for file in files:
+                    if not _NAME.fullmatch(file.name) or not file.name.startswith(parent.name):
+                        continue
+                    descriptor = _opened_to_read(Path(file.path))
+                    if descriptor >= 0:
+                        state = os.fstat(descriptor)
+                        os.close(descriptor)
+                        yield state.st_mtime, state.st_blocks * 512, file.path
+
+
+def _opened_lock(folder: Path) -> int:
+    return os.open(folder / "lock", os.O_RDONLY | os.O_CREAT | _NO_LINK, 0o600)
+
+
+def _opened_to_read(path: Path) -> int:
+    """Opens a segment; -1 if there is none, or something else lies in its place."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK)
+    except OSError:
+        return -1
+    if _is_segment(descriptor, path):
+        return descriptor
+    os.close(descriptor)
+    return -1
+
+
+def _opened_to_write(path: Path) -> int:
+    """Opens a segment, or makes it. **Raises:** `OSError`, also if something else lies in its place."""
+    strange = OSError(f"{path} was not written by Braidax; move it away")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
+    except FileExistsError:
+        if path.is_symlink() or not path.is_file():
+            raise strange from None
+        descriptor = os.open(path, os.O_RDWR | _NO_LINK)
+        if os.fstat(descriptor).st_size:  # else it was just made, or a full disk kept it from getting more
+            if _is_segment(descriptor, path):
+                return descriptor
+            os.close(descriptor)
+            raise strange from None
+    try:
+        _write_all(descriptor, memoryview(_head(path)), 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_segment(descriptor: int, path: Path) -> bool:
+    """Says whether an open file is the segment that its name says."""
+    head = _head(path)
+    try:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode) and os.pread(descriptor, len(head), 0) == head
+    except OSError:
+        return False
+
+
+def _head(path: Path) -> bytes:
+    """Returns the first bytes of a segment, which no other file begins with."""
+    said = f"braidax pages 1 {PAGE_BYTES} {path.name}\n".encode()
+    return said + xxhash.xxh3_64_digest(said)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -18,6 +18,13 @@ Write = Callable[[IO[bytes]], Mapping[str, Any]]
 """Writes the numbers, and returns facts about them."""
 
 
+def cache_folder() -> Path:
+    """Returns the folder for what can be made again: `$BRAIDAX_CACHE`, or else `~/.cache/braidax`."""
+    if given := os.environ.get("BRAIDAX_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidax"
+
+
 class Kept(NamedTuple):
     """What a file holds: `data`, uint8 `[bytes]`, and the `facts` about it."""
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import xxhash
 
-from braidax.data.formats.records.index import cache_folder
+from braidax.data.storage.derived import cache_folder
 from braidax.data.storage.files import Files
 from braidax.data.storage.local import LocalFiles
 from braidax.data.storage.progress import Progress

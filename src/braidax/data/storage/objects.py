@@ -241,6 +241,14 @@ def failure(error: BaseException, url: str) -> Failure:
             ),
             True,
         )
+    if "invalid path" in text:
+        return Failure(
+            FormatError(
+                f"{url}: an object there has a name that leads out of its folder ({first_line(error)}); rename it, or "
+                "pass a list of URLs"
+            ),
+            False,
+        )
     tries = re.search(r"after (\d+) retries", text)
     what = f"the server answered {status}" if status else first_line(error)
     more = f" {int(tries[1]) + 1} times" if tries and status else ""

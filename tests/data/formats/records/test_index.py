@@ -12,8 +12,9 @@ import pytest
 
 import braidax.data.formats.records.index as index_module
 import braidax.data.storage.progress as progress
-from braidax.data.formats.records.index import Chunk, RecordIndex, cache_folder
+from braidax.data.formats.records.index import Chunk, RecordIndex
 from braidax.data.storage import LocalFiles
+from braidax.data.storage.derived import cache_folder
 from braidax.errors import FormatError
 
 

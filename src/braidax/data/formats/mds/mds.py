@@ -15,6 +15,7 @@ from braidax.data.formats.records.records import Decoder, RecordSource
 from braidax.data.source import Indices
 from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.data.storage.files import Files, Ranges
+from braidax.data.storage.names import inside
 from braidax.data.storage.objects import is_url
 from braidax.errors import ArgumentError, FormatError
 
@@ -50,7 +51,7 @@ def open_mds(
     entries = _entries(folder, name, remote)
     shards = [_shard(entry, name, number) for number, entry in enumerate(entries)]
     read = _columns(entries, columns, name)
-    files = _shard_files(folder, shards, cache, remote)
+    files = _shard_files(folder, shards, cache, remote, name)
     for number, shard in enumerate(shards):
         if files.sizes[number] != shard.num_bytes:
             raise FormatError(
@@ -227,9 +228,12 @@ def _columns(entries: Sequence[Any], chosen: Sequence[str] | Mapping[str, str] |
     ]
 
 
-def _shard_files(folder: str, shards: Sequence[Shard], cache: Path | None, remote: Remote | None) -> Files:
+def _shard_files(
+    folder: str, shards: Sequence[Shard], cache: Path | None, remote: Remote | None, told_by: str
+) -> Files:
     """Opens the shards; those that are there only compressed are decompressed first."""
-    names = [f"{folder}/{shard.name}" for shard in shards]
+    names = [inside(folder, shard.name, told_by=told_by) for shard in shards]
+    packed_names = [inside(folder, shard.packed_name or shard.name, told_by=told_by) for shard in shards]
     packed = [
         n for n, shard in enumerate(shards) if shard.packed_name and (is_url(folder) or not Path(names[n]).exists())
     ]
@@ -237,7 +241,7 @@ def _shard_files(folder: str, shards: Sequence[Shard], cache: Path | None, remot
         return _opened(names, remote)
     if is_url(folder):
         packed = list(range(len(shards)))  # some as they are: they are copied, to lie with the others
-    found = _opened([f"{folder}/{shards[n].packed_name or shards[n].name}" for n in packed], remote)
+    found = _opened([packed_names[n] for n in packed], remote)
     for number, path in zip(packed, decompressed(found, [shards[n] for n in packed], cache=cache), strict=True):
         names[number] = str(path)
     return LocalFiles(names)

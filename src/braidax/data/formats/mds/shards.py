@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
-from braidax.data.formats.records.index import cache_folder
 from braidax.data.formats.tables.tables import arrow
+from braidax.data.storage.derived import cache_folder
 from braidax.data.storage.files import Files
 from braidax.data.storage.progress import Progress
 from braidax.errors import FormatError, MissingExtra

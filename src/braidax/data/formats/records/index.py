@@ -15,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from braidax.data.source import Indices
+from braidax.data.storage.derived import cache_folder
 from braidax.data.storage.files import Files, Ranges
 from braidax.data.storage.progress import Progress
 from braidax.errors import FormatError
@@ -153,13 +154,6 @@ class RecordIndex(Index):
 
     def describe(self) -> str:
         return f"{self._path} ({self._path.stat().st_size if self._path.exists() else self._rows.nbytes:,} bytes)"
-
-
-def cache_folder() -> Path:
-    """Returns the folder for what can be made again: `$BRAIDAX_CACHE`, or else `~/.cache/braidax`."""
-    if given := os.environ.get("BRAIDAX_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidax"
 
 
 def _description(files: Files, kind: str) -> dict[str, Any]:

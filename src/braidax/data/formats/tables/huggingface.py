@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.tables.tables import arrow, arrow_ipc
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, prepare
+from braidax.data.storage.names import inside
 from braidax.errors import ArgumentError, FormatError
 
 DEFAULT_SPLIT = "train"
@@ -44,7 +45,7 @@ def read_folder(path: Path, split: str | None) -> Folder:
     if (path / "dataset_dict.json").is_file():
         splits = [str(name) for name in _json(path / "dataset_dict.json", "splits")]
         chosen = _chosen(path, splits, split)
-        return read_folder(path / chosen, None)._replace(split=chosen)
+        return read_folder(_inside(path, chosen, "dataset_dict.json"), None)._replace(split=chosen)
     if not (path / "state.json").is_file():
         return _cache_folder(path, split)
     state = _json(path / "state.json")
@@ -52,8 +53,8 @@ def read_folder(path: Path, split: str | None) -> Folder:
     if split is not None and split != name:
         raise ArgumentError(f"split={split!r}: {path} holds one split, {name!r}; leave it out")
     try:
-        files = [path / entry["filename"] for entry in state["_data_files"]]
-        indices = [path / entry["filename"] for key in _INDICES for entry in state.get(key) or ()]
+        files = [_inside(path, entry["filename"], "state.json") for entry in state["_data_files"]]
+        indices = [_inside(path, entry["filename"], "state.json") for key in _INDICES for entry in state.get(key) or ()]
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path / 'state.json'}: lacks {error} of its data files; save the dataset again") from error
     columns = state.get("_format_columns")
@@ -146,6 +147,10 @@ def _chosen(path: Path, splits: list[str], split: str | None) -> str:
     if chosen not in splits:
         raise ArgumentError(f"split={split!r}: expected one of the splits of {path}, which are {splits}")
     return chosen
+
+
+def _inside(path: Path, name: object, told_by: str) -> Path:
+    return Path(inside(str(path), name, told_by=str(path / told_by)))
 
 
 def _present(files: list[Path]) -> list[Path]:

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.formats.records.index import cache_folder
 from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at
 from braidax.data.storage import derived as stored
+from braidax.data.storage.derived import cache_folder
 from braidax.data.transforms.text.measuring import Stamped, differing, document_lengths, keep, progress
 from braidax.data.transforms.text.packing_plan import Plan, plan_in_memory, write_plan
 from braidax.data.transforms.text.ragged import Ragged, lengths_of
