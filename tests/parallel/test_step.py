@@ -284,26 +284,29 @@ def test_evaluation_takes_another_structure() -> None:
 
 
 class LinenNet(linen.Module):
-    """BatchNorm and dropout."""
+    """BatchNorm and dropout. **Fields:** `axis`: what code for `jax.pmap` would take statistics over."""
+
+    axis: str | None = None
 
     @linen.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
         hidden = linen.Dense(8)(inputs)
-        hidden = linen.BatchNorm(use_running_average=not train, momentum=0.9)(hidden)
+        hidden = linen.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis)(hidden)
         hidden = linen.Dropout(0.3, deterministic=not train)(linen.relu(hidden))
         return linen.Dense(1)(hidden)[:, 0]
 
 
-@pytest.mark.parametrize("mesh", ["4x2 explicit", "8 auto"])
-def test_flax_linen_with_batch_statistics_and_dropout(mesh: str) -> None:
-    model = LinenNet()
+@pytest.mark.parametrize(
+    ("mesh", "axis"), [("4x2 explicit", None), ("8 auto", None), ("4x2 explicit", "data"), ("8 auto", "batch")]
+)
+def test_flax_linen_with_batch_statistics_and_dropout(mesh: str, axis: str | None) -> None:
     batches = [{"x": np.random.default_rng(i).normal(size=(16, 4)).astype(np.float32)} for i in range(NUM_UPDATES)]
 
     def begin(key: jax.Array) -> Any:
-        made = model.init(key, jnp.zeros((1, 4)), train=False)
+        made = LinenNet(axis).init(key, jnp.zeros((1, 4)), train=False)
         return made["params"], {"batch_stats": made["batch_stats"]}
 
-    def loss(params: Any, batch: Any, key: jax.Array, variables: Any, train: bool) -> Any:
+    def applied(model: Any, params: Any, batch: Any, key: Any, variables: Any, train: bool) -> Any:
         every = {"params": params, **variables}
         target = jnp.sin(batch["x"].sum(1))
         if not train:
@@ -311,8 +314,11 @@ def test_flax_linen_with_batch_statistics_and_dropout(mesh: str) -> None:
         out, new = model.apply(every, batch["x"], train=True, rngs={"dropout": key}, mutable=["batch_stats"])
         return ((out - target) ** 2).mean(), {"variables": new}
 
+    def loss(params: Any, batch: Any, key: jax.Array, variables: Any, train: bool) -> Any:
+        return applied(LinenNet(axis), params, batch, key, variables, train)
+
     def reference(params: Any, variables: Any, key: Any, batch: Any) -> Any:
-        value, aux = loss(params, batch, key, variables, True)
+        value, aux = applied(LinenNet(), params, batch, key, variables, True)
         return value, ({}, aux["variables"])
 
     step = make_step(loss, mesh, init=begin, batch=specs(batches[0]), optimizer=optax.sgd(0.1, momentum=0.9))
@@ -324,8 +330,38 @@ def test_flax_linen_with_batch_statistics_and_dropout(mesh: str) -> None:
     assert_close(got, metrics)
     assert float(abs(state.variables["batch_stats"]["BatchNorm_0"]["mean"]).max()) > 0
     host = copied(state)
-    expected = loss(host.params, batches[0], state.key, host.variables, False)
+    expected = applied(LinenNet(), host.params, batches[0], state.key, host.variables, False)
     np.testing.assert_allclose(step.evaluate(state, batches[0])["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis", ["batch", "data"])
+def test_collectives_in_a_loss_for_pmap_mean_the_global_batch(axis: str) -> None:
+    """Sums over an axis are of the batch, and the first device, which holds all of it, draws the noise."""
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
+        num_parts, part = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
+        all_targets = jax.lax.all_gather(batch["target"], axis, tiled=True)
+        noise = jax.random.normal(jax.random.fold_in(key, part), batch["target"].shape)
+        error = batch["target"] - all_targets.mean() + noise * params["weight"].sum()
+        kept = jax.lax.psum(batch["mask"].sum(), axis)
+        value = jax.lax.psum((batch["mask"] * error**2).sum(), axis) / kept
+        return value, {
+            "largest": jax.lax.pmax(error.max(), axis),
+            "mean": jax.lax.pmean(error.mean(), axis) / num_parts,
+        }
+
+    def reference(params: Any, variables: Any, key: Any, batch: Any) -> Any:
+        noise = jax.random.normal(jax.random.fold_in(key, 0), batch["target"].shape)
+        error = batch["target"] - batch["target"].mean() + noise * params["weight"].sum()
+        value = (batch["mask"] * error**2).sum() / batch["mask"].sum()
+        return value, ({"largest": error.max(), "mean": error.mean()}, variables)
+
+    step, batches = make_step(loss), [make_batch(seed) for seed in range(NUM_UPDATES)]
+    state = step.init(jax.random.key(0))
+    params, _, metrics = single_device(reference, optax.adamw(1e-2), state, batches)
+    state, got = run(step, batches, state)
+    assert_close(state.params, params)
+    assert_close(got, metrics)
 
 
 class NnxNet(nnx.Module):

@@ -1,5 +1,6 @@
 """A decorated training step on any mesh is the undecorated one on one device."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,19 @@ def train_step(state: Training, batch: Any) -> tuple[Training, dict[str, Any]]:
     }
 
 
+def step_with(mean: Callable[[Any], Any]) -> Callable[[Training, Any], tuple[Training, dict[str, Any]]]:
+    """The same as code for `jax.pmap` has it: `mean` is over the devices."""
+
+    def train_step(state: Training, batch: Any) -> tuple[Training, dict[str, Any]]:
+        key, sub = jax.random.split(state.key)
+        (loss, aux), gradients = bx.value_and_grad(masked_loss, has_aux=True)(state.params, batch, sub)
+        updates, opt_state = OPTIMIZER.update(mean(gradients), state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return Training(state.step + 1, params, state.average, opt_state, key), mean({"loss": loss, **aux})
+
+    return train_step
+
+
 def begin(seed: int = 0) -> Training:
     params = init(jax.random.key(seed))
     # The average starts as the very same arrays.
@@ -73,6 +87,15 @@ def test_updates_equal_one_device(mesh: str) -> None:
 def test_a_jitted_step_is_opened(wrap: Any) -> None:
     expected_state, expected = run(jax.jit(train_step), begin(), 2)
     state, got = run(bx.parallelize(make_mesh(), DATA)(wrap(train_step)), begin(), 2)
+    assert_close(copied(state), copied(expected_state))
+    assert_close(copied(got), copied(expected))
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["plain", "jit"])
+def test_a_mean_over_the_axis_of_pmap_is_the_value_itself(wrap: Any) -> None:
+    expected_state, expected = run(jax.jit(step_with(lambda tree: tree)), begin())
+    step = bx.parallelize(make_mesh(), DATA)(wrap(step_with(lambda tree: jax.lax.pmean(tree, "batch"))))
+    state, got = run(step, begin())
     assert_close(copied(state), copied(expected_state))
     assert_close(copied(got), copied(expected))
 

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 from braidax.errors import ArgumentError, StateError
 
+from .axes import unbound_axis, without_axes
 from .names import difference, named_leaves
 
 
@@ -35,14 +36,26 @@ class Program:
 def trace(fn: Callable[..., Any], *args: Any) -> Program:
     """Traces a function under an empty mesh, so that its meaning cannot depend on where it will run.
 
+    An axis that it names and does not bind, as code for `jax.pmap` does, has one member, which holds the whole batch:
+    `lax.pmean` and `lax.psum` are the value itself, `lax.axis_index` is 0.
+
     **Arguments:** `fn`: a pure function of PyTrees of arrays. `args`: PyTrees of arrays or `jax.ShapeDtypeStruct`.
 
     **Returns:** the `Program`. Nothing is computed.
     """
     specs = specs_of(args)
+    axes: dict[str, int] = {}
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        closed, out_specs = jax.make_jaxpr(fn, return_shape=True)(*specs)
-    return Program(closed, specs, specs_of(out_specs))
+        while True:
+            try:
+                closed, out_specs = jax.make_jaxpr(fn, axis_env=[*axes.items()], return_shape=True)(*specs)
+                break
+            except NameError as error:
+                name = unbound_axis(error)
+                if name is None or name in axes:
+                    raise
+                axes[name] = 1
+        return Program(without_axes(closed, axes) if axes else closed, specs, specs_of(out_specs))
 
 
 def specs_of(tree: Any) -> Any:
