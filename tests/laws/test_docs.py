@@ -1,50 +1,51 @@
-"""Docs: every Python example in the README and in `docs/` runs, block after block, in an empty folder."""
+"""Docs: every Python example in the README and in `docs/` runs, block after block, in an empty folder.
 
-from collections.abc import Callable
+Each page runs in a process of its own, on a machine that has one device: a page that needs more says so at its top.
+"""
+
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.laws.pages import Pages, blocks, fresh_processes, run
 from tests.laws.tree import ROOT
 
 
-def blocks(text: str) -> list[tuple[int, str, bool]]:
-    """Returns the Python blocks of a Markdown text: line of the first statement, code, and whether to run it.
-
-    A block that opens with "```python no-run" is compiled, not run.
-    """
-    found: list[tuple[int, str, bool]] = []
-    lines = text.splitlines()
-    start: int | None = None
-    for number, line in enumerate(lines):
-        if start is None and line.startswith("```python"):
-            start = number + 1
-        elif start is not None and line.startswith("```"):
-            found.append((start + 1, "\n".join(lines[start:number]), "no-run" not in lines[start - 1]))
-            start = None
-    return found
-
-
-def run(document: Path) -> None:
-    """Runs the blocks of one document in one namespace; a failure shows the document's own line."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for line, code, runs in blocks(document.read_text()):
-        compiled = compile("\n" * (line - 1) + code, str(document), "exec")
-        if runs:
-            exec(compiled, namespace)
-
-
 def documents() -> list[str]:
-    """Returns the paths of all documents, relative to the repository."""
+    """Returns the paths of all documents that have examples, relative to the repository."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [path.relative_to(ROOT).as_posix() for path in paths]
+    return [path.relative_to(ROOT).as_posix() for path in paths if blocks(path.read_text())]
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[Pages]:
+    with fresh_processes() as pages:
+        yield pages
 
 
 @pytest.mark.parametrize("document", documents())
-def test_examples_run(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run(ROOT / document)
+def test_examples_run(document: str, pages: Pages, tmp_path: Path) -> None:
+    status, output = pages.run(ROOT / document, tmp_path)
+    assert status == 0, output
+
+
+def test_a_page_runs_on_one_device_and_a_broken_one_is_found(
+    plant: Callable[[dict[str, str]], Path], pages: Pages
+) -> None:
+    code = "import jax\nprint(jax.device_count())\njax.make_mesh((2,), ('data',))"
+    folder = plant({"a.md": f"\n```python\n{code}\n```\n"})
+    status, output = pages.run(folder / "a.md", folder)
+    assert status == 1
+    assert output.startswith("1\nTraceback")
+    assert 'a.md", line 5' in output
+    more = plant({"b.md": "```python\nimport jax\njax.config.update('jax_num_cpu_devices', 8)\n```\n" + code_of(code)})
+    assert pages.run(more / "b.md", more) == (0, "8\n")
+
+
+def code_of(code: str) -> str:
+    """Returns a block of Python."""
+    return f"```python\n{code}\n```\n"
 
 
 def test_a_broken_example_is_found(plant: Callable[[dict[str, str]], Path]) -> None:
