@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -110,11 +109,7 @@ def _run_here(document: Path, folder: Path) -> int:
     output = os.open(_OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for stream in (1, 2):
         os.dup2(output, stream)
-    try:
-        run(document)
-    except Exception:
-        traceback.print_exc()
-        return 1
+    run(document)
     return 0
 
 
