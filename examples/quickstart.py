@@ -1,7 +1,5 @@
 """The whole loop on real handwritten digits: python examples/quickstart.py. Stop it, run it again: it goes on."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,14 +27,13 @@ def loss_fn(params, batch):  # written for one device
     return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
 
 
-Path("runs").mkdir(exist_ok=True)
 digits = load_digits()
 order = np.random.default_rng(0).permutation(1797)
-for name, rows in {"train": order[:1477], "test": order[1477:]}.items():
-    np.savez(f"runs/{name}.npz", image=digits.images[rows].astype(np.uint8), label=digits.target[rows].astype(np.int32))
+samples = {"image": digits.images[order].astype(np.uint8), "label": digits.target[order].astype(np.int32)}
+train, test = ({name: array[rows] for name, array in samples.items()} for rows in (slice(1477), slice(1477, None)))
 
-mesh = jax.make_mesh((len(jax.devices()),), ("data",))
-source = bx.open("runs/train.npz")
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
+source = bx.open(train)  # a dict of arrays here; a path to files all the same
 step = bx.parallelize(
     loss_fn, optax.adam(3e-3), mesh, {"data": bx.DataParallel()}, init=init_fn, batch=source.batch_spec(64)
 )
@@ -54,6 +51,6 @@ with (
             saver.update((state, loader.cursor))  # copied under the next gradients, written behind the next steps
         saver.save((state, loader.cursor))
 
-test = bx.DataLoader("runs/test.npz", mesh, step.batch_shardings, batch_size=64, seed=None)
-accuracies = [float(step.evaluate(state, batch)["accuracy"]) for batch in test]
-print(f"test accuracy {100 * np.mean(accuracies):.1f} %")
+with bx.DataLoader(test, mesh, step.batch_shardings, batch_size=64, seed=None) as batches:
+    metrics = bx.evaluate(step, state, batches)
+print(f"test accuracy {100 * metrics['accuracy']:.1f} %")

@@ -1,6 +1,7 @@
 """Handwritten digits: the files, the split, and that the loss falls."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_files_that_are_there_are_not_written_again(folder: Path) -> None:
     before = [path.stat().st_mtime_ns for path in sorted(folder.iterdir())]
     write_digits(folder)
     assert [path.stat().st_mtime_ns for path in sorted(folder.iterdir())] == before
+
+
+def test_several_may_write_at_once_and_a_file_that_is_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "train.npz").write_bytes(b"somebody's own")
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: write_digits(tmp_path / f"{number % 2}"), range(16)))
+    for number in range(2):
+        assert sorted(path.name for path in (tmp_path / f"{number}").iterdir()) == ["test.npz", "train.npz"]
+        assert len(np.load(tmp_path / f"{number}" / "train.npz")["label"]) == 1500
+    write_digits(tmp_path)
+    assert (tmp_path / "train.npz").read_bytes() == b"somebody's own"
+    assert len(np.load(tmp_path / "test.npz")["label"]) == 297
 
 
 def test_values_are_stretched_to_a_full_byte(folder: Path) -> None:

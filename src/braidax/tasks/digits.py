@@ -1,5 +1,7 @@
 """Handwritten digits: 1,797 real 8×8 images that scikit-learn ships, so that nothing has to be downloaded."""
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ def digits(folder: str | Path) -> Task:
 
 
 def write_digits(folder: str | Path) -> tuple[Path, Path]:
-    """Writes the digits to two files, unless they are there, each class in the same share in both.
+    """Writes the digits to two files, each class in the same share in both; a file that is there is left as it is.
+
+    A file is whole once it has its name, whichever process wrote it.
 
     **Returns:** the paths of `train.npz` and `test.npz`: `image` uint8 `[n, 8, 8, 1]` of 0 to 16, `label` int32 `[n]`.
     """
@@ -40,10 +44,20 @@ def write_digits(folder: str | Path) -> tuple[Path, Path]:
         chosen = _stratified(labels, _NUM_TEST)
         Path(folder).mkdir(parents=True, exist_ok=True)
         for path, rows in ((train, ~chosen), (test, chosen)):
-            beside = path.with_name(f"{path.stem}.new.npz")
-            np.savez(beside, image=images[rows], label=labels[rows])
-            beside.replace(path)
+            if not path.exists():
+                _write(path, image=images[rows], label=labels[rows])
     return train, test
+
+
+def _write(path: Path, **arrays: Any) -> None:
+    descriptor, part = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            np.savez(file, **arrays)
+        Path(part).chmod(0o644)
+        Path(part).replace(path)
+    finally:
+        Path(part).unlink(missing_ok=True)
 
 
 def _stratified(labels: Any, num_chosen: int) -> Any:
