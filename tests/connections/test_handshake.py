@@ -1,5 +1,6 @@
 """The handshake: who fits gets in, with a payload that is the other's own; all others are told why."""
 
+import selectors
 import socket
 import struct
 import time
@@ -8,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from braidax.connections import handshake
-from braidax.connections.handshake import Handshake, accept_handshake, connect_handshake
+from braidax.connections.greeting import Greeting
+from braidax.connections.handshake import Handshake, connect_handshake
 from braidax.errors import ArgumentError, HandshakeError, WaitTimeout
 from tests.comm.stores.servers import in_thread
 
@@ -17,6 +19,20 @@ SECRET = b"s" * 32
 
 def soon() -> float:
     return time.monotonic() + 20
+
+
+def accept_handshake(connection: socket.socket, *, purpose: bytes, peer: str) -> bytes:
+    """Does the handshake of the accepting end, as those who accept connections do, and returns the payload."""
+    connection.setblocking(False)
+    greeting = Greeting(connection, Handshake("accept", purpose=purpose, secret=SECRET, peer=peer), soon())
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, greeting.interest)
+        while not greeting.advance():
+            assert selector.select(20)
+            selector.modify(connection, greeting.interest)
+    connection.settimeout(None)
+    assert greeting.handshake.payload is not None
+    return greeting.handshake.payload
 
 
 def shake(connecting: Handshake, accepting: Handshake, *, step: int = 10_000) -> None:
@@ -57,7 +73,7 @@ def test_both_ends_get_the_payload_of_the_other(step: int) -> None:
 
 def test_sockets_are_left_as_they_were_and_nothing_behind_is_read(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[0].settimeout(7)
-    accepted = in_thread(accept_handshake, pair[1], purpose=b"w", secret=SECRET, peer="a", deadline=soon())
+    accepted = in_thread(accept_handshake, pair[1], purpose=b"w", peer="a")
     assert connect_handshake(pair[0], purpose=b"w", secret=SECRET, peer="b", deadline=soon(), payload=b"P") == b""
     pair[0].sendall(b"behind")
     assert accepted.get() == b"P"
@@ -66,7 +82,7 @@ def test_sockets_are_left_as_they_were_and_nothing_behind_is_read(pair: tuple[so
 
 
 def test_another_secret_is_refused_at_both_ends(pair: tuple[socket.socket, socket.socket]) -> None:
-    accepted = in_thread(accept_handshake, pair[1], purpose=b"tcp", secret=SECRET, peer="rank 3", deadline=soon())
+    accepted = in_thread(accept_handshake, pair[1], purpose=b"tcp", peer="rank 3")
     with pytest.raises(HandshakeError, match=r"^rank 0 does not know the secret of this process; .*BRAIDAX_SECRET"):
         connect_handshake(pair[0], purpose=b"tcp", secret=b"S" * 32, peer="rank 0", deadline=soon())
     with pytest.raises(HandshakeError, match=r"^rank 3 does not know the secret of this process; .* secret="):
@@ -178,7 +194,7 @@ def test_an_end_that_goes_is_an_error_at_once(pair: tuple[socket.socket, socket.
     with pytest.raises(
         HandshakeError, match=r"rank 2 closed the connection within the handshake \(end of the stream\)"
     ):
-        accept_handshake(pair[0], purpose=b"tcp", secret=SECRET, peer="rank 2", deadline=soon())
+        connect_handshake(pair[0], purpose=b"tcp", secret=SECRET, peer="rank 2", deadline=soon())
 
 
 def test_silence_and_drops_end_in_time(pair: tuple[socket.socket, socket.socket]) -> None:

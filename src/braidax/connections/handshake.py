@@ -187,25 +187,7 @@ def connect_handshake(
     **Raises:** `HandshakeError` when the other end does not fit, knows another secret, or went away; `WaitTimeout` when
     it did not answer in time. The socket is left to be closed by the caller.
     """
-    return _run(connection, Handshake("connect", purpose=purpose, secret=secret, peer=peer, payload=payload), deadline)
-
-
-def accept_handshake(
-    connection: socket.socket, *, purpose: bytes, secret: bytes, peer: str, deadline: float, payload: bytes = b""
-) -> bytes:
-    """Does the handshake of the accepting end on a socket; all else as for `connect_handshake`."""
-    return _run(connection, Handshake("accept", purpose=purpose, secret=secret, peer=peer, payload=payload), deadline)
-
-
-def check_secret(secret: bytes) -> None:
-    """Raises `ArgumentError` for a secret that is too short to be one."""
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ArgumentError(
-            f"secret= has {len(secret)} bytes: expected at least {MIN_SECRET_BYTES}, such as secrets.token_bytes(32)"
-        )
-
-
-def _run(connection: socket.socket, handshake: Handshake, deadline: float) -> bytes:
+    handshake = Handshake("connect", purpose=purpose, secret=secret, peer=peer, payload=payload)
     before = connection.gettimeout()
     try:
         _send(connection, handshake, deadline)
@@ -236,6 +218,14 @@ def _run(connection: socket.socket, handshake: Handshake, deadline: float) -> by
         ) from error
     finally:
         connection.settimeout(before)
+
+
+def check_secret(secret: bytes) -> None:
+    """Raises `ArgumentError` for a secret that is too short to be one."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ArgumentError(
+            f"secret= has {len(secret)} bytes: expected at least {MIN_SECRET_BYTES}, such as secrets.token_bytes(32)"
+        )
 
 
 def _send(connection: socket.socket, handshake: Handshake, deadline: float) -> None:

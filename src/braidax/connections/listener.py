@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-import selectors
 import socket
 import ssl
 import sys
@@ -16,14 +15,16 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, final
 
-from braidax.connections.handshake import accept_handshake, connect_handshake
+from braidax.connections.greeting import Greeting
+from braidax.connections.handshake import Handshake, connect_handshake
 from braidax.connections.hosts import ADDRESS, LOOPBACK, host_addresses, host_id
+from braidax.connections.reception import Reception, known_addresses
 from braidax.connections.world import World
 from braidax.errors import CommError, HandshakeError, PeerLost, WaitTimeout
 
-_HANDSHAKE_SECONDS = 10.0  # for one connection; a stranger who says nothing costs no more
+_HANDSHAKE_SECONDS = 10.0  # for one connection; it waits until the peer accepts
 _DIAL_SECONDS = 5.0  # for one address of a host that has several
-_MAX_STRANGERS = 16  # connections whose handshake is under way at once
+_MAX_CLOSED = 5  # times that a peer hangs up within the handshake before that is an error: it may be crowded
 _CHECK_SECONDS = 0.5  # how often it is asked whether the others have given up
 _LOOK_SECONDS = 0.02  # how often the accepting thread looks whether all have come
 _AGAIN_SECONDS = 0.05  # before a peer's addresses are tried again
@@ -101,8 +102,8 @@ class Listener:
         meeting = _Meeting(world, purpose, deadline)
         opened: dict[int, socket.socket] = {}
         stop = threading.Event()
-        with ThreadPoolExecutor(1 + _MAX_STRANGERS, thread_name_prefix="braidax-accept") as executor:
-            accepting = executor.submit(self._accept, executor, meeting, set(accepted), stop)
+        with ThreadPoolExecutor(1, thread_name_prefix="braidax-accept") as executor:
+            accepting = executor.submit(self._accept, meeting, set(accepted), stop)
             try:
                 for rank in dialed:
                     opened[rank] = _dial(rank, self, meeting)
@@ -116,53 +117,38 @@ class Listener:
                 raise
         return opened
 
-    def _accept(
-        self, executor: ThreadPoolExecutor, meeting: _Meeting, missing: set[int], stop: threading.Event
-    ) -> dict[int, socket.socket]:
+    def _accept(self, meeting: _Meeting, missing: set[int], stop: threading.Event) -> dict[int, socket.socket]:
         opened: dict[int, socket.socket] = {}
-        waiting: set[socket.socket] = set()  # for those that have yet to say who they are
-        lock = threading.Lock()
 
-        def greet(connection: socket.socket, handle: socket.socket) -> None:
-            peer = _greet(connection, self, meeting)
-            with lock:
-                waiting.discard(handle)
-                handle.close()
-                if peer is not None and peer[0] in missing:
-                    opened[peer[0]] = peer[1]
-                    missing.discard(peer[0])
-                elif peer is not None:
-                    peer[1].close()
+        def greet(connection: socket.socket, deadline: float) -> Greeting:
+            handshake = Handshake(
+                "accept",
+                purpose=meeting.purpose,
+                secret=meeting.world.secret,
+                peer="whoever connects",  # and is never told why it was refused
+                payload=_payload(meeting.world.rank),
+            )
+            if self.tls is not None:
+                connection = self.tls.server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            return Greeting(connection, handshake, deadline)
 
-        absent: list[int] = sorted(missing)
-        with selectors.DefaultSelector() as asked:
-            for listening in self._sockets:
-                listening.setblocking(False)
-                asked.register(listening, selectors.EVENT_READ, listening)
-            try:
-                while missing and not stop.is_set() and time.monotonic() <= meeting.deadline:
-                    meeting.check()
-                    for key, _ in asked.select(_LOOK_SECONDS):
-                        with contextlib.suppress(BlockingIOError):
-                            connection: socket.socket = key.data.accept()[0]
-                            connection.setblocking(True)
-                            handle = connection.dup()
-                            with lock:
-                                waiting.add(handle)
-                            executor.submit(greet, connection, handle)
-                absent = sorted(missing)
-            finally:
-                with lock:
-                    missing.clear()  # whoever comes now comes too late
-                    for handle in waiting:  # nobody waits for what strangers may still say
-                        with contextlib.suppress(OSError):
-                            handle.shutdown(socket.SHUT_RDWR)
-                    if absent:
-                        for connection in opened.values():
-                            connection.close()
-        if not absent:
-            return opened
-        listed = ", ".join(meeting.world.describe(rank) for rank in absent)
+        known = known_addresses(meeting.world, missing)
+        with contextlib.ExitStack() as given_up, Reception(self._sockets, known=known, greet=greet) as reception:
+            given_up.callback(lambda: [connection.close() for connection in opened.values()])
+            while missing and not stop.is_set() and time.monotonic() <= meeting.deadline:
+                meeting.check()
+                for peer in reception.arrivals(_LOOK_SECONDS):
+                    rank = int.from_bytes(peer.handshake.payload or b"", "big")
+                    if rank in missing:
+                        _prepare(peer.socket)
+                        opened[rank] = peer.socket
+                        missing.discard(rank)
+                    else:
+                        peer.socket.close()
+            if not missing:
+                given_up.pop_all()
+                return opened
+        listed = ", ".join(meeting.world.describe(rank) for rank in sorted(missing))
         raise WaitTimeout(
             f"{listed} did not connect to {meeting.world.describe(meeting.world.rank)} in time; expected the port "
             f"{self._port} to be reachable from there: look for a firewall, or name the address that others can reach "
@@ -183,28 +169,6 @@ class Listener:
         self.close()
 
 
-def _greet(connection: socket.socket, listener: Listener, meeting: "_Meeting") -> tuple[int, socket.socket] | None:
-    """Returns the rank at the other end, and what to talk to it through; None for a stranger, who is not told why."""
-    opened = connection
-    try:
-        if listener.tls is not None:
-            connection.settimeout(_HANDSHAKE_SECONDS)
-            opened = listener.tls.server.wrap_socket(connection, server_side=True)
-        payload = accept_handshake(
-            opened,
-            purpose=meeting.purpose,
-            secret=meeting.world.secret,
-            peer=f"the process at {_shown(opened)}",
-            deadline=min(meeting.deadline, time.monotonic() + _HANDSHAKE_SECONDS),
-            payload=_payload(meeting.world.rank),
-        )
-        _prepare(opened)
-    except (CommError, WaitTimeout, OSError):
-        opened.close()
-        return None
-    return int.from_bytes(payload, "big"), opened
-
-
 def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
     """Connects to a peer, at whichever of its addresses answers."""
     world = meeting.world
@@ -214,6 +178,7 @@ def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
         addresses = [places.get("local") or LOOPBACK]
     peer, port = world.describe(rank), places["port"]
     failures: dict[str, str] = {}
+    num_closed = 0
     while True:
         for address in addresses:
             left = meeting.deadline - time.monotonic()
@@ -235,9 +200,15 @@ def _dial(rank: int, listener: Listener, meeting: "_Meeting") -> socket.socket:
                         world.hosts[rank],
                     ) from error
             else:
-                with contextlib.suppress(WaitTimeout):  # it may be too busy; the limit is looked at above
+                try:
                     return _meet(connection, rank, address, listener, meeting)
-                failures[address] = f"{_written(address, port)}: it did not finish the handshake"
+                except WaitTimeout:  # it may be too busy; the limit is looked at above
+                    failures[address] = f"{_written(address, port)}: it did not finish the handshake"
+                except HandshakeError as error:
+                    num_closed += 1
+                    if not isinstance(error.__cause__, ConnectionError) or num_closed == _MAX_CLOSED:
+                        raise
+                    failures[address] = f"{_written(address, port)}: it hung up within the handshake"
         time.sleep(min(_AGAIN_SECONDS, max(0.0, meeting.deadline - time.monotonic())))
 
 
@@ -289,6 +260,9 @@ def _meet(connection: socket.socket, rank: int, address: str, listener: Listener
             f"{peer} and this rank cannot agree on TLS: {error}; give all ranks tls= with certificates that the others "
             "trust, or none"
         ) from error
+    except ConnectionError as error:
+        opened.close()
+        raise HandshakeError(f"{peer} closed the connection before TLS had begun ({error}); is it alive?") from error
     except BaseException:
         opened.close()
         raise
@@ -346,15 +320,6 @@ def _prepare(connection: socket.socket) -> None:
 
 def _payload(rank: int) -> bytes:
     return rank.to_bytes(4, "big")
-
-
-def _shown(connection: socket.socket) -> str:
-    if connection.family == socket.AF_UNIX:
-        return "the other end of a local socket"
-    with contextlib.suppress(OSError):
-        host, port = connection.getpeername()[:2]
-        return _written(str(host).removeprefix("::ffff:"), port)
-    return "an unknown address"
 
 
 _TCP_CLOSE = 7  # a state of Linux

@@ -2,14 +2,13 @@
 
 import contextlib
 import selectors
-import socket
 import ssl
 from collections import deque
 from typing import NamedTuple, final
 
 from braidax.comm.stores.limits import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from braidax.comm.stores.tcp_frames import ANSWER, REQUEST
-from braidax.connections.handshake import Handshake
+from braidax.connections.greeting import Greeting
 from braidax.errors import HandshakeError
 
 _CHUNK_BYTES = 1 << 16  # more than a record of TLS holds, so that none is left where no selector sees it
@@ -32,19 +31,19 @@ class Request(NamedTuple):
 class Connection:
     """A client, or a stranger who may become one.
 
-    **Arguments:** `socket`: non-blocking; with TLS still to begin where it has any. `handshake`: to be done first.
-    `deadline`: until when the owner waits for it, `time.monotonic` seconds.
+    **Arguments:** `greeting`: to be done first.
 
-    **Fields:** `parked`: the key that it waits for. `interest`: the events that let it move on.
+    **Fields:** `socket`: of the greeting. `deadline`: until when the owner waits for it, `time.monotonic` seconds.
+    `is_greeted`: whether it has proved itself. `parked`: the key that it waits for. `interest`: the events that let it
+    move on.
     """
 
-    def __init__(self, socket: socket.socket, handshake: Handshake, deadline: float) -> None:
-        self.socket = socket
-        self.handshake = handshake
-        self.deadline = deadline
+    def __init__(self, greeting: Greeting) -> None:
+        self.socket = greeting.socket
+        self.deadline = greeting.deadline
+        self.is_greeted = False
         self.parked: bytes | None = None
-        self._tls = socket if isinstance(socket, ssl.SSLSocket) else None
-        self._tls_begun = False
+        self._greeting = greeting
         self._wants_to_write = False
         self._arrived = bytearray()
         self._outgoing: deque[memoryview] = deque()
@@ -52,6 +51,8 @@ class Connection:
     @property
     def interest(self) -> int:
         """What a selector should look for: room where something waits to be sent, bytes always."""
+        if not self.is_greeted:
+            return self._greeting.interest
         writes = self._outgoing or self._wants_to_write
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
 
@@ -62,17 +63,18 @@ class Connection:
         """
         self._wants_to_write = False
         try:
-            if self._tls is not None and not self._tls_begun:
-                self._tls.do_handshake()
-                self._tls_begun = True
-            if not self.handshake.done:
-                self._shake()
+            if not self.is_greeted:
+                self.is_greeted = self._greeting.advance()
+                if not self.is_greeted:
+                    return None
             self._flush()
             return self._receive()
         except (BlockingIOError, ssl.SSLWantReadError):
             pass
         except ssl.SSLWantWriteError:
             self._wants_to_write = True
+        except HandshakeError as error:
+            raise Misbehavior from error
         return None
 
     def answer(self, status: int, value: bytes) -> None:
@@ -84,26 +86,6 @@ class Connection:
             self._outgoing += (memoryview(head), memoryview(value))
         with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             self._flush()
-
-    def _shake(self) -> None:
-        while not self.handshake.done:
-            self._queue_handshake()
-            self._flush()
-            data = self._some(self.handshake.needed_bytes)
-            try:
-                self.handshake.feed(data)
-            except HandshakeError as error:
-                self._queue_handshake()
-                self._flush()
-                with contextlib.suppress(OSError):  # left unread, it would make the close take back what was sent
-                    self.socket.recv(_CHUNK_BYTES)
-                raise Misbehavior from error
-        self._queue_handshake()
-
-    def _queue_handshake(self) -> None:
-        outgoing = self.handshake.take()
-        if outgoing:
-            self._outgoing.append(memoryview(outgoing))
 
     def _receive(self) -> Request | None:
         data = self._some(_CHUNK_BYTES)

@@ -14,6 +14,7 @@ from typing import final
 
 from braidax.comm.stores.tcp_connection import Connection, Misbehavior, Request
 from braidax.comm.stores.tcp_frames import ADD, AMOUNT, GET, MISSING, OK, PURPOSE, SECONDS, SET, TOTAL, url
+from braidax.connections.greeting import Greeting
 from braidax.connections.handshake import Handshake, check_secret
 from braidax.errors import ArgumentError, CommError
 
@@ -173,7 +174,7 @@ class _Loop:
         handshake = Handshake(
             "accept", purpose=PURPOSE, secret=self._secret, peer=peer, max_payload_bytes=_MAX_PAYLOAD_BYTES
         )
-        return Connection(accepted, handshake, self._set_alarm(self._handshake_seconds))
+        return Connection(Greeting(accepted, handshake, self._set_alarm(self._handshake_seconds)))
 
     def _serve(self, connection: Connection) -> None:
         """Lets a connection move on, and does what it asks for."""
@@ -181,7 +182,7 @@ class _Loop:
             return
         try:
             request = connection.advance()
-            if connection in self._strangers and connection.handshake.done:
+            if connection in self._strangers and connection.is_greeted:
                 del self._strangers[connection]
                 connection.deadline = math.inf
             if request is not None:
@@ -232,7 +233,7 @@ class _Loop:
     def _drop(self, connection: Connection) -> None:
         del self._connections[connection]
         self._strangers.pop(connection, None)
-        self.num_refused += not connection.handshake.done
+        self.num_refused += not connection.is_greeted
         self._forget_wait(connection)
         if connection.socket in self._selector.get_map():
             self._selector.unregister(connection.socket)
