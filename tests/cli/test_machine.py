@@ -9,6 +9,12 @@ from braidax.cli.machine import describe_mesh, make_mesh, parse_mesh, parse_spec
 from braidax.errors import ArgumentError
 
 
+@pytest.fixture(autouse=True)
+def started() -> None:
+    """JAX has its eight devices, whichever test is the first."""
+    assert len(jax.devices()) == 8
+
+
 def test_a_mesh_is_read() -> None:
     assert parse_mesh("data=4,model=2") == {"data": 4, "model": 2}
     assert parse_mesh(" data=1 ") == {"data": 1}
@@ -16,8 +22,9 @@ def test_a_mesh_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "data", "data=0", "data=-1", "data=two", "4=data", "data=2,data=2", "data=2,"])
 def test_what_is_no_mesh_is_named(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match=r"expected different axes .* such as data=4,model=2"):
+    with pytest.raises(typer.BadParameter, match=r"expected different axes .* such as data=4,model=2") as caught:
         parse_mesh(text)
+    assert caught.value.format_message().startswith(f"Invalid value for --mesh: {text!r}: ")
 
 
 def test_a_spec_is_read() -> None:
@@ -28,8 +35,9 @@ def test_a_spec_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "data,", "1", "data+", "a b"])
 def test_what_is_no_spec_is_named(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="expected mesh axes per dim"):
+    with pytest.raises(typer.BadParameter, match="expected mesh axes per dim") as caught:
         parse_spec(text)
+    assert caught.value.format_message().startswith(f"Invalid value for --spec: {text!r}: ")
 
 
 def test_a_mesh_is_made_of_the_devices_there_are() -> None:

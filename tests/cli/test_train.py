@@ -140,6 +140,9 @@ def test_cifar_100_trains_from_its_archive(tmp_path: Path) -> None:
         (["train", "wide_resnet"], 2, "wide_resnet needs the path of its data"),
         (["train", "digits", "--preset", "tiny"], 2, "tiny: digits leaves no such choice"),
         (["train", "digits", "--mesh", "4x2"], 2, "such as data=4,model=2"),
+        (["plan", "digits", "--mesh", "data4"], 2, "--mesh: 'data4': expected different axes"),
+        (["train", "digits", "--out", "afile/x"], 1, "error: --out afile/x: "),
+        (["train", "digits", "--out", "afile"], 1, "afile is a file, expected a folder or nothing yet"),
         (["train", "digits", "--epochs", "0"], 2, "--epochs"),
         (["train", "digits", "--batch-size", "12"], 1, "error: batch"),
         (["train", "digits", "--mesh", "data=64"], 1, "error: --mesh data=64 asks for 64 devices"),
@@ -150,6 +153,7 @@ def test_wrong_input_is_named_without_a_traceback(
     arguments: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("afile").touch()
     exit_code, output = run(*arguments)
     assert exit_code == code
     assert message in " ".join(output.split())

@@ -36,6 +36,23 @@ def test_what_is_no_strategy_is_named(wrong: Any) -> None:
         bx.parallelize(make_mesh(), {"data": wrong})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        (bx.DataParallel(), r"strategies is DataParallel\(\), .*: strategies=\{'data': bx\.DataParallel\(\)\}"),
+        (bx.Hybrid(combine_bytes=8), r"strategies=\{'data': bx\.Hybrid\(combine_bytes=8\)\}"),
+        (bx.Hybrid, r"strategies=\{'data': bx\.DataParallel\(\)\}"),
+        ("data", r"strategies is 'data', expected a dict that says what each mesh axis is for"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_dict_of_strategies_is_named(wrong: Any, remedy: str) -> None:
+    with pytest.raises(ArgumentError, match=remedy):
+        bx.parallelize(make_mesh(), wrong)
+    with pytest.raises(ArgumentError, match=remedy):
+        bx.parallelize(masked_loss, optax.sgd(0.1), make_mesh(), strategies=wrong, init=init, batch=specs(make_batch()))
+
+
 def test_without_strategies_every_device_sees_all_samples() -> None:
     step = bx.parallelize(masked_loss, optax.sgd(0.1), make_mesh(), {}, init=init, batch=specs(make_batch(size=3)))
     assert step.batch_shardings["ids"].is_fully_replicated

@@ -70,10 +70,12 @@ def _train(
     """Train a ready-made task; run it again to go on after an interruption."""
     from braidax.checkpoint import Adaptive, Every
     from braidax.cli.machine import parse_mesh
+    from braidax.cli.run_options import check_folder
     from braidax.cli.tasks import make_task, options_of
     from braidax.cli.train import Settings, train
 
     out = Path("runs") / task if out is None else out
+    check_folder(out)
     # What is wrong with it is said once, and its data is there.
     made = make_task(task, out, path=data, preset=preset, image_size=image_size)
     if processes > 1:

@@ -17,7 +17,7 @@ _FORCED = "xla_force_host_platform_device_count"
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Returns the axes of a mesh that is written as `data=4,model=2`.
+    """Returns the axes of a mesh that `--mesh` says as `data=4,model=2`.
 
     **Raises:** `typer.BadParameter` for anything else.
     """
@@ -25,13 +25,15 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in axes:
-            raise typer.BadParameter(f"{text!r}: expected different axes with positive sizes, such as data=4,model=2")
+            raise typer.BadParameter(
+                f"{text!r}: expected different axes with positive sizes, such as data=4,model=2", param_hint="--mesh"
+            )
         axes[name] = int(size)
     return axes
 
 
 def parse_spec(text: str) -> PartitionSpec:
-    """Returns the `PartitionSpec` that is written as an entry per dim: `data`, `data+model`, or `-` for whole dims.
+    """Returns the `PartitionSpec` that `--spec` says as an entry per dim: `data`, `data+model`, or `-` for whole dims.
 
     `data+model,-` is `PartitionSpec(("data", "model"), None)`.
 
@@ -41,7 +43,9 @@ def parse_spec(text: str) -> PartitionSpec:
     for part in text.split(","):
         names = tuple(part.strip().split("+"))
         if part.strip() != "-" and not all(name.isidentifier() for name in names):
-            raise typer.BadParameter(f"{text!r}: expected mesh axes per dim, such as data or data+model,-")
+            raise typer.BadParameter(
+                f"{text!r}: expected mesh axes per dim, such as data or data+model,-", param_hint="--spec"
+            )
         entries.append(None if part.strip() == "-" else names)
     return PartitionSpec(*entries)
 

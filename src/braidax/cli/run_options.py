@@ -1,6 +1,7 @@
 """The options of a run, kept beside it, so that a session that goes on with others says so."""
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ class Compared:
 
     seed: int
     told: str
+
+
+def check_folder(out: Path) -> None:
+    """Raises `ArgumentError` when the folder of a run cannot be made, or not be written to; makes nothing itself."""
+    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ArgumentError(f"--out {out}: {there} is a file, expected a folder or nothing yet; give another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ArgumentError(f"--out {out}: nothing can be written to {there}; give another folder, or change its mode")
 
 
 def compare(out: Path, options: Mapping[str, Value], *, saved: bool) -> Compared:

@@ -207,7 +207,13 @@ def num_bytes(spec: jax.ShapeDtypeStruct) -> int:
 
 
 def check_strategies(mesh: Mesh, strategies: Mapping[str, Any]) -> None:
-    """Raises when a strategy stands for an axis that the mesh lacks, or is none."""
+    """Raises when there is no strategy for each axis, or one stands for an axis that the mesh lacks, or is none."""
+    if not isinstance(strategies, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        bare = isinstance(strategies, Strategy) and not isinstance(strategies, type)
+        raise ArgumentError(
+            f"strategies is {strategies!r}, expected a dict that says what each mesh axis is for: "
+            f"strategies={{{mesh.axis_names[0]!r}: bx.{strategies if bare else 'DataParallel()'}}}"
+        )
     for axis, strategy in strategies.items():
         if axis not in mesh.axis_names:
             raise SpecError(
