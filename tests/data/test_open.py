@@ -288,8 +288,13 @@ def test_encoded_images_are_decoded_to_a_size(tmp_path: Path) -> None:
     assert source.sample_spec["image"].shape == (3, 4, 3)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_image_size_without_images(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(3))
+    for size, said in ((32, "32: expected .* such as image_size=.32, 32"), ((8.0, 8), r"\(8.0, 8\): expected")):
+        wrong: Any = size
+        with pytest.raises(ArgumentError, match=f"image_size={said}"):
+            sources.open(tmp_path / "a.npy", image_size=wrong)
     with pytest.raises(ArgumentError, match=r"image_size=\(4, 4\): the samples have no leaf 'image' to resize"):
         sources.open(tmp_path / "a.npy", image_size=(4, 4))
 

@@ -22,6 +22,7 @@ FLOORS = (
     ("__init__",),
     ("tasks",),
     ("cli",),
+    ("__main__",),
 )
 STRANGERS = (
     {"data", "checkpoint", "parallel", "frame"},  # they meet only through JAX's values

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from braidax import __version__
 from braidax.errors import BraidaxError
 
 
@@ -35,7 +36,13 @@ _DATA_HELP = "The task's data as downloaded; most have some of their own."
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def main() -> None:
@@ -43,8 +50,21 @@ def main() -> None:
     app(prog_name="braidax")
 
 
+def _tell_version(wanted: bool) -> bool:
+    if wanted:
+        typer.echo(f"braidax {__version__}")
+        raise typer.Exit
+    return wanted
+
+
+_VERSION = typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True)
+
+
 @app.callback()
-def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, _VERSION] = False,
+) -> None:
     """Braid loading, compute, communication and checkpoints into one JAX training step."""
 
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
@@ -13,6 +15,7 @@ from typing import Literal, NoReturn
 import typer
 
 from braidax.comm.environment import Place, rank_from_environment
+from braidax.comm.transports.named import check_transport
 from braidax.errors import ArgumentError
 from braidax.gang.hosts import read_hosts
 from braidax.gang.launch import GRACE_SECONDS, find_gpus, launch_here
@@ -59,6 +62,9 @@ def launch(
         )
     place = rank_from_environment(os.environ)
     started = place if place is not None and place.origin != "braidax" else None
+    check_transport(transport, "--transport")
+    if where.hosts is None and where.gang is None:
+        _check_here(program)
     if started is not None and started.size > 1 and (where.processes or where.hosts or where.gang):
         raise ArgumentError(
             f"{started.origin} has started {started.size} processes already, and each would start its own; leave out "
@@ -67,10 +73,7 @@ def launch(
     if where.hosts is None and where.gang is None and where.processes is None:
         if started is not None:
             _become(started, program, restarts, grace_seconds)
-        raise ArgumentError(
-            "--processes is not given: say how many processes to start, or on which --hosts; or let srun or mpirun "
-            "start `braidax launch`"
-        )
+        raise ArgumentError(_without_processes(program))
     if where.gang is not None and grace_seconds is not None:
         raise ArgumentError(
             f"--grace-seconds {grace_seconds:g}: --gang {where.gang} ends its ranks at once; leave it out, and take "
@@ -89,6 +92,31 @@ def launch(
             assert where.processes is not None
             code = launch_here(program, where.processes, restarts=restarts, transport=transport, grace_seconds=grace)
     raise typer.Exit(code)
+
+
+def _check_here(program: Program) -> None:
+    """Raises `ArgumentError` for a program that is not on this machine, before any process is started."""
+    target = program.target
+    if program.kind == "module":
+        package = target.partition(".")[0]
+        if PathFinder.find_spec(package, [str(Path.cwd())]) is None and find_spec(package) is None:
+            raise ArgumentError(
+                f"there is no module {target} (seen from {Path.cwd()}); expected a name as behind `python -m`"
+            )
+    elif not Path(target).exists():
+        raise ArgumentError(
+            f"there is no program {target} (seen from {Path.cwd()}); expected the path of a Python file"
+        )
+    elif Path(target).is_dir() and not (Path(target) / "__main__.py").exists():
+        raise ArgumentError(f"{target} is a folder without __main__.py; expected a Python program")
+
+
+def _without_processes(program: Program) -> str:
+    told = "--processes is not given: say how many processes to start, or on which --hosts; or let srun or mpirun "
+    told += f"start `braidax launch`; such as `braidax launch -n 2 {program.target}`"
+    if {"-n", "--processes", "--hosts", "--gang"} & set(program.arguments):
+        told += ": what stands behind SCRIPT is its own"
+    return told
 
 
 def _launch_on_gang(program: Program, where: Where, restarts: int, transport: str) -> int:

@@ -20,6 +20,7 @@ from braidax.data.source import Source, is_varying, listed
 from braidax.data.storage import Files, Ranges, Remote, open_files
 from braidax.data.storage.inflate import compression_of, inflated_head
 from braidax.data.transforms.images.decode import Decode
+from braidax.data.transforms.wrapping import check_size
 from braidax.errors import ArgumentError, FormatError
 
 _HEAD_BYTES = 512  # a block of a tar file
@@ -74,6 +75,8 @@ def open(
         "delimiter": delimiter,
     }
     options = {name: value for name, value in given.items() if value is not None}
+    if image_size is not None:
+        check_size(image_size, "image_size")
     if _is_place(path_or_object):
         known, look = _recognized(path_or_object, remote)
         if image_size is not None and known.resizes:

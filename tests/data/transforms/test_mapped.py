@@ -73,7 +73,7 @@ def test_resized_windows_of_many_lengths(source: Source) -> None:
 def test_a_size_that_is_none(unchecked: None, source: Source, size: Any) -> None:
     with pytest.raises(ArgumentError) as caught:
         resized(source, size)
-    assert f"size={size!r} is not a (height, width) of positive integers" in str(caught.value)
+    assert f"size={size!r}: expected (height, width), two positive integers" in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [lambda s: resized(s, (4, 4)), lambda s: normalized(s, [0.5], [0.5])])

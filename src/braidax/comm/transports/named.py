@@ -43,14 +43,19 @@ def make_transport(name: str) -> Transport:
             return _third_party(name)
 
 
-def _third_party(name: str) -> Transport:
-    theirs = entry_points(group=ENTRY_POINTS)
-    if name not in theirs.names:
+def check_transport(name: str, option: str = "name") -> None:
+    """Raises `ArgumentError`, in which the name is an `option`'s, for one that stands for no transport."""
+    theirs = entry_points(group=ENTRY_POINTS).names
+    if name not in _OURS and name not in theirs:
         raise ArgumentError(
-            f"name={name!r}: expected one of {sorted({*_OURS, *theirs.names})}; other packages add transports by an "
+            f"{option}={name!r}: expected one of {sorted({*_OURS, *theirs})}; other packages add transports by an "
             f"entry point of the group {ENTRY_POINTS!r}: is the package installed?"
         )
-    entry = theirs[name]
+
+
+def _third_party(name: str) -> Transport:
+    check_transport(name)
+    entry = entry_points(group=ENTRY_POINTS)[name]
     made: Any = entry.load()()
     if not isinstance(made, Transport):
         raise ArgumentError(

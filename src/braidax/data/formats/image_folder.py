@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from braidax.data.source import VARYING, Box, Indices, Sliced, Source, check_indices, listed
 from braidax.data.storage.local import ReadAhead, ask_ahead
 from braidax.data.transforms.images.decode import Decode
-from braidax.errors import ArgumentError, FormatError, RecordError
+from braidax.errors import FormatError, RecordError
 from braidax.spans import span
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
@@ -41,8 +41,6 @@ class ImageFolder(Source, Sliced):
         decode: Decode = "fast",
         facts: Mapping[str, str],
     ) -> None:
-        if image_size is not None and (len(image_size) != 2 or min(image_size) < 1):
-            raise ArgumentError(f"image_size={image_size!r}: expected (height, width), two positive numbers of pixels")
         from braidax.data.transforms.images.decoded import (
             decode_leaf,  # wraps sources: at the top this would be a cycle
         )

@@ -1,7 +1,7 @@
 """Sources around other sources: what all of them hand on to the source inside."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -95,7 +95,11 @@ def image_spec(source: Source, leaf: str, *, needed_by: str) -> jax.ShapeDtypeSt
     return image
 
 
-def check_size(size: tuple[int, int], name: str = "size") -> None:
+def check_size(size: Any, name: str = "size") -> None:
     """Raises `ArgumentError` unless a size is two positive integers."""
-    if len(size) != 2 or min(size) < 1:
-        raise ArgumentError(f"{name}={size!r} is not a (height, width) of positive integers, such as {name}=(224, 224)")
+    numbers = list(cast("Sequence[Any]", size)) if isinstance(size, tuple | list) else []
+    if len(numbers) != 2 or not all(isinstance(number, int | np.integer) and number >= 1 for number in numbers):
+        side = size if isinstance(size, int) and size >= 1 else 224
+        raise ArgumentError(
+            f"{name}={size!r}: expected (height, width), two positive integers, such as {name}=({side}, {side})"
+        )

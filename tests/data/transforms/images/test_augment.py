@@ -187,7 +187,7 @@ def test_files_are_decoded_only_where_they_are_cropped(files: Files, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size": (4, 0)}, r"size=\(4, 0\) is not a \(height, width\)"),
+        ({"size": (4, 0)}, r"size=\(4, 0\): expected \(height, width\)"),
         ({"scale": (0.5, 0.1)}, r"scale=\(0.5, 0.1\): expected \(least, most\), positive"),
         ({"scale": (0.5, 1.5)}, r"scale=\(0.5, 1.5\): a part cannot be larger than the image"),
         ({"ratio": (0, 1)}, r"ratio=\(0, 1\): expected \(least, most\), positive"),

@@ -291,7 +291,7 @@ def test_what_cannot_be_decoded(source: Files, unchecked: None) -> None:
         decoded(source, leaf="id")
     with pytest.raises(ArgumentError, match='decode=\'quick\': expected "fast" or "exact"'):
         decoded(source, leaf="picture", decode="quick")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ArgumentError, match=r"size=\(0, 4\) is not a \(height, width\)"):
+    with pytest.raises(ArgumentError, match=r"size=\(0, 4\): expected \(height, width\)"):
         decoded(source, leaf="picture", size=(0, 4))
     with pytest.raises(RecordError, match="leaf 'image', record 1: holds a str, expected the bytes of an encoded"):
         read(decoded(Files([encode(photo()), "text"]), size=SIZE), [0, 1])

@@ -1,0 +1,71 @@
+"""What every command line has: a version, help by either name, and `python -m braidax`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import braidax
+from braidax.cli import app
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version") == (0, f"braidax {braidax.__version__}")
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["plan"], ["launch"], ["inspect"]])
+def test_help_has_two_names(command: list[str]) -> None:
+    code, short = run(*command, "-h")
+    assert (code, short) == run(*command, "--help")
+    assert code == 0
+    assert "Usage: " + " ".join(["root", *command]) in short
+
+
+def test_python_runs_the_package_as_the_command(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "braidax", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"braidax {braidax.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothere.py"], "error: there is no program nothere.py (seen from "),
+        (["-n", "2", "nothere.py"], "error: there is no program nothere.py (seen from "),
+        (["-n", "2", "folder"], "error: folder is a folder without __main__.py"),
+        (["-n", "2", "-m", "no_module.x"], "error: there is no module no_module.x (seen from "),
+        (["-n", "2", "--transport", "udp", "here.py"], "error: --transport='udp': expected one of ['mpi', 'tcp', 'ucx"),
+        (["here.py"], "error: --processes is not given: say how many"),
+        (["here.py", "-n", "2"], "such as `braidax launch -n 2 here.py`: what stands behind SCRIPT is its own"),
+    ],
+)
+def test_what_cannot_be_launched_is_said_before_a_process_is_started(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*arguments: object, **options: object) -> int:
+        raise AssertionError("started")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("braidax.cli.launch.launch_here", start)
+    code, output = run("launch", *arguments)
+    assert (code, said in output) == (1, True), output
+
+
+def test_programs_that_are_here_are_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text("")
+    monkeypatch.setattr("braidax.cli.launch.launch_here", lambda *arguments, **options: 7)
+    for program in (["here.py"], ["folder"], ["-m", "here"], ["-m", "folder.part"], ["-m", "braidax.cli"]):
+        assert run("launch", "-n", "2", *program) == (7, "")
