@@ -1,14 +1,29 @@
 """Tables by rows in checkpoints: restored to another number of shards, and to single-device form."""
 
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
+import pytest
 
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
-from tests.parallel.models import assert_close, copied
-from tests.parallel.test_hybrid import make_batch, make_step, placed, pooled
+from braidax.comm import Communicator
+from braidax.errors import CheckpointError
+from braidax.parallel.rows import row_adagrad
+from braidax.parallel.state import Origin
+from tests.checkpoint.told import told
+from tests.data.jax_gang import jax_gang
+from tests.parallel.models import assert_close, copied, specs
+from tests.parallel.test_hybrid import HYBRID, make_batch, make_step, placed, pooled
 
 
 def test_a_checkpoint_goes_on_over_another_number_of_devices_and_whole(tmp_path: Path) -> None:
@@ -33,3 +48,194 @@ def test_a_checkpoint_goes_on_over_another_number_of_devices_and_whole(tmp_path:
     for step, going_on in ((eight, state), (two, restored)):
         going_on, _ = step.update(going_on, make_batch(2))
         assert_close(copied(step.to_dense(going_on)), copied(whole), atol=2e-5)
+
+
+WHOLE = {"data": bx.DataParallel()}
+HOT = {"data": bx.Hybrid({"params/table": bx.Rows(hot=(3, 7))})}
+ADAM = optax.adam(optax.linear_schedule(5e-2, 1e-2, 9))
+ADAGRAD = optax.adagrad(0.3)
+PLACED = {"HYBRID": HYBRID, "WHOLE": WHOLE, "HOT": HOT}
+
+
+class Cursor(NamedTuple):
+    seed: int
+    epoch: int
+    position: int
+
+
+def bag(params: Any, batch: Any) -> Any:
+    return ((params["table"][batch["ids"]].mean(1) @ params["kernel"] - batch["target"]) ** 2).mean()
+
+
+def begin(key: jax.Array) -> Any:
+    first, second = jax.random.split(key)
+    return {"table": jax.random.normal(first, (37, 4)), "kernel": jax.random.normal(second, (4,))}
+
+
+def some(seed: int, size: int = 4) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, 37, (size, 3)).astype(np.int32)
+    return {"ids": ids, "target": random.normal(size=size).astype(np.float32)}
+
+
+def small(optimizer: Any, strategies: Any, *, num_devices: int = 2, batch: Any = None) -> bx.Step:
+    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    batch = specs(some(0) if batch is None else batch)
+    return bx.parallelize(bag, optimizer, mesh, strategies, init=begin, batch=batch)
+
+
+def same_bits(one: Any, other: Any) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for got, expected in zip(jax.tree.leaves(copied(one)), jax.tree.leaves(copied(other)), strict=True):
+        assert (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+
+
+def trained(step: bx.Step, seeds: range, state: bx.State | None = None) -> bx.State:
+    state = step.init(jax.random.key(3)) if state is None else state
+    for seed in seeds:
+        state, _ = step.update(state, some(seed))
+    return state
+
+
+def save(root: Path, step: bx.Step, state: bx.State, *, noted: bool = True) -> None:
+    with Checkpointer(root, Every(1)) as saver:
+        if noted:
+            saver.notes["plan"] = step.plan.to_json()
+        saver.save((state, Cursor(1, 2, 3)))
+
+
+def restored(root: Path, step: bx.Step, **options: Any) -> Any:
+    with Checkpointer(root, Every(1)) as saver:
+        return saver.restore((step.init(jax.random.key(4)), Cursor(0, 0, 0)), **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ("HYBRID", "WHOLE", "params/table was by rows and is whole now"),
+        ("WHOLE", "HYBRID", "params/table was whole and is by rows now"),
+        pytest.param("HOT", "WHOLE", "params/table was by rows and is whole now", marks=pytest.mark.slow),
+        ("HOT", "HYBRID", "params/table has other hot rows now"),
+        pytest.param("WHOLE", "HOT", "params/table was whole and is by rows now", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_by_another_plan_bit_for_bit(
+    tmp_path: Path, before: str, now: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = (small(ADAM, PLACED[name]) for name in (before, now))
+    state = trained(old, range(3))
+    save(tmp_path, old, state)
+    with caplog.at_level(logging.INFO, logger="braidax"):
+        got, cursor = restored(tmp_path, new)
+    told = f"the plan has changed since it was saved: {words} (batch size, mesh and strategies decide that); it is rest"
+    assert told in caplog.text
+    assert cursor == Cursor(1, 2, 3)
+    same_bits(new.to_dense(got), old.to_dense(state))
+    same_bits(got, new.adopt(state, old))
+    # It trains on, and what it saves restores as always.
+    got = trained(new, range(3, 4), got)
+    save(tmp_path / "on", new, got)
+    same_bits(restored(tmp_path / "on", new)[0], got)
+
+
+def test_there_and_back_is_the_same_state(tmp_path: Path) -> None:
+    hybrid, whole = (small(ADAGRAD, each) for each in (HYBRID, WHOLE))
+    state = trained(hybrid, range(3))
+    save(tmp_path / "1", hybrid, state, noted=False)
+    save(tmp_path / "2", whole, restored(tmp_path / "1", whole)[0], noted=False)
+    got, _ = restored(tmp_path / "2", hybrid)
+    same_bits(hybrid.to_dense(got), hybrid.to_dense(state))
+    same_bits(hybrid.to_dense(trained(hybrid, range(3, 5), got)), hybrid.to_dense(trained(hybrid, range(3, 5), state)))
+
+
+def test_a_larger_batch_on_fewer_devices(tmp_path: Path) -> None:
+    little, large = small(ADAM, HYBRID), some(1, 256)
+    state = trained(little, range(2))
+    save(tmp_path, little, state)
+    step = small(ADAM, HYBRID, num_devices=1, batch=large)
+    assert (placed(little)["params/table"], placed(step)["params/table"]) == ({"rows"}, {"replicated"})
+    got, _ = restored(tmp_path, step)
+    same_bits(step.to_dense(got), little.to_dense(state))
+    step.update(got, large)
+
+
+def test_a_part_is_restored_with_nothing_put_off(tmp_path: Path) -> None:
+    hybrid, whole = small(ADAM, HYBRID), small(ADAM, WHOLE)
+    state = trained(hybrid, range(4))
+    save(tmp_path, hybrid, state)
+    settled = hybrid.settled(state)
+    assert not np.array_equal(state.params["table"], settled.params["table"])
+    for step in (hybrid, whole):
+        like = step.init(jax.random.key(4))
+        got, cursor = restored(tmp_path, step, only=("0/params/*", "1/epoch"))
+        same_bits(got.params, step.adopt(state, hybrid).params)
+        same_bits(got.opt_state, like.opt_state)
+        assert (int(got.step), cursor) == (0, Cursor(0, 2, 0))
+    same_bits(restored(tmp_path, hybrid, only="*")[0], state)
+
+
+def test_without_a_way_one_line_says_what_has_changed(tmp_path: Path) -> None:
+    own = small(ADAGRAD, {"data": bx.Hybrid(row_optimizers={"params/table": row_adagrad(0.1)})})
+    whole, hot, hybrid = (small(ADAGRAD, each) for each in (WHOLE, HOT, HYBRID))
+    save(tmp_path / "whole", whole, trained(whole, range(1)))
+    with pytest.raises(CheckpointError) as caught:
+        restored(tmp_path / "whole", own)
+    assert str(caught.value) == (
+        f"{tmp_path}/whole/step-00000000: the plan has changed since it was saved: params/table was whole and is by "
+        "rows now (batch size, mesh and strategies decide that), and there is no way from there: row_optimizers moves "
+        "['table'] in a way that is no dense optimizer's, so that single-device training has no such state: save and "
+        "restore this step's own"
+    )
+    save(tmp_path / "hot", hot, trained(hot, range(1)), noted=False)
+    with pytest.raises(CheckpointError) as caught:
+        restored(tmp_path / "hot", hybrid)
+    assert str(caught.value) == (
+        f"{tmp_path}/hot/step-00000000: the plan may have changed since it was saved, and nothing in it tells which "
+        "rows of params/table are hot; note the plan before saving, as fit does: "
+        'saver.notes["plan"] = step.plan.to_json()'
+    )
+    # What else has changed is still told leaf by leaf.
+    adam = small(ADAM, HYBRID)
+    save(tmp_path / "adam", adam, trained(adam, range(1)))
+    with pytest.raises(CheckpointError, match=r"is whole now .*, and more has: .*(\n.*)*leaf '0/opt_state/"):
+        restored(tmp_path / "adam", whole)
+
+
+def test_a_state_is_like_any_other_whoever_made_it() -> None:
+    step = small(ADAGRAD, WHOLE)
+    state = step.init(jax.random.key(0))
+    other = replace(state, origin=Origin())
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    assert state.saved_as({"params/table": 37}, {}) is not None
+    assert other.saved_as({"params/table": 37}, {}) is None
+    shapes = jax.tree.map(np.shape, state)
+    assert pickle.loads(pickle.dumps(shapes)) == copy.deepcopy(shapes) == shapes
+    made = weakref.ref(step)
+    del step
+    gc.collect()
+    assert made() is None  # a state does not keep its step
+    assert state.saved_as({"params/table": 37}, {}) is None
+
+
+def of_two(comm: Communicator, root: Path) -> str:
+    """Saves by rows, restores whole and by rows, and saves that, over the devices of two processes."""
+    steps = [small(ADAM, each, num_devices=4) for each in (HYBRID, WHOLE)]
+    state = trained(steps[0], range(3))
+    save(root / "1", steps[0], state)
+    whole, cursor = restored(root / "1", steps[1])
+    assert cursor == Cursor(1, 2, 3)
+    expected = steps[0].to_dense(state)
+    for got, wanted in zip(jax.tree.leaves(whole.params), jax.tree.leaves(expected.params), strict=True):
+        assert np.asarray(got.addressable_data(0)).tobytes() == np.asarray(wanted.addressable_data(0)).tobytes()
+    save(root / "2", steps[1], whole)
+    back, _ = restored(root / "2", steps[0])
+    back = steps[0].to_dense(back)
+    for got, wanted in zip(jax.tree.leaves(back.opt_state), jax.tree.leaves(expected.opt_state), strict=True):
+        assert np.asarray(got.addressable_data(0)).tobytes() == np.asarray(wanted.addressable_data(0)).tobytes()
+    return str(placed(steps[0])["params/table"])
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_by_another_plan(tmp_path: Path) -> None:
+    with jax_gang(2, 2) as gang:
+        assert told(gang, of_two, tmp_path) == ["{'rows'}"] * 2

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -14,7 +14,7 @@ from braidax.checkpoint import folders
 from braidax.checkpoint.lockstep import Lockstep, Messages
 from braidax.checkpoint.manifest import Manifest, OtherFormat, data_file, manifest_file, part_of_manifest
 from braidax.checkpoint.reading import File, content_of, opened, read_manifest
-from braidax.checkpoint.restoring import Mismatch, load, match
+from braidax.checkpoint.restoring import Mismatch, load, planned
 from braidax.errors import CheckpointError
 
 _BLOCK_BYTES = 16 * 2**20  # that are sent at a time
@@ -145,6 +145,7 @@ class Holdings:
         """
         rank = self._messages.rank
         tree: Any = None
+        back: Callable[[Any], Any] = lambda tree: tree  # noqa: E731
         manifests = self._gather(whole)
         with contextlib.ExitStack() as stack:
 
@@ -180,7 +181,9 @@ class Holdings:
             try:
                 parsed = [Manifest.from_json(text, name=str(where)) for text in manifests]
                 content = content_of(where, parsed)
-                tree = load(content, like, match(content, like, only), open_file)
+                way, wants = planned(content, like, only)
+                tree = load(content, way.like, wants, open_file)
+                back = way.back
             except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
                 is_damage = isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch)
                 words = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -192,7 +195,7 @@ class Holdings:
             for process, each in enumerate(heard):
                 if kind in each:
                     return None, {kind: f"process {process}: {each[kind]}" if process else each[kind]}
-        return tree, {}
+        return back(tree), {}
 
     def _gather(self, whole: Whole) -> list[bytes]:
         """Returns the manifests of all parts, each as the first process that has it reads it."""

@@ -21,6 +21,7 @@ from braidax.checkpoint.padding import Conversion, conversion
 from braidax.checkpoint.placing import sharding_of, weakly_typed
 from braidax.checkpoint.processes import Processes, all_processes, alone
 from braidax.checkpoint.reading import Content, OpenFile, Reader, read_content
+from braidax.checkpoint.replanned import Way, way_from
 from braidax.errors import ArgumentError, CheckpointError
 
 # JAX leaves some of itself unannotated.
@@ -100,8 +101,8 @@ def newest(
                 break  # removed while it was read, so there are newer ones
             if "reason" not in verdict:
                 assert found is not None
-                tree, content = found
-                restored = put_outside(like, tree)
+                tree, content, back = found
+                restored = put_outside(like, back(tree))
                 return Restored(restored, content.step, path, tuple(skipped), content.manifests[0].notes), skipped
             skipped.append(Skipped(path, verdict["reason"]))
             _logger.warning("skipped the checkpoint %s, and look for an older one: %s", path, verdict["reason"])
@@ -115,17 +116,20 @@ def newest(
 
 def _attempt(
     path: Path, like: Any, only: Sequence[str] | None, processes: Processes, name: str
-) -> tuple[tuple[Any, Content] | None, dict[str, Any]]:
-    """Loads one checkpoint on all processes. **Returns:** tree and manifests, and why it is skipped, if it is."""
-    found: tuple[Any, Content] | None = None
+) -> tuple["tuple[Any, Content, Callable[[Any], Any]] | None", dict[str, Any]]:
+    """Loads one checkpoint on all processes.
+
+    **Returns:** tree, manifests and what makes the tree that is wanted of it; and why it is skipped, if it is.
+    """
+    found: tuple[Any, Content, Callable[[Any], Any]] | None = None
     failure: Exception | None = None
     said: dict[str, Any] = {}
     try:
         content = read_content(path)
         if words := folders.misnamed(path, content.step):
             raise CheckpointError(words)
-        wants = match(content, like, only)
-        found = load(content, like, wants), content
+        way, wants = planned(content, like, only)
+        found = load(content, way.like, wants), content, way.back
     except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
         gone = not path.exists()
         if isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch):
@@ -232,6 +236,25 @@ def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dic
             "only=(pattern, ...)"
         )
     return wants
+
+
+def planned(content: Content, like: Any, only: Sequence[str] | None) -> tuple[Way, dict[str, Want]]:
+    """Returns the form in which a tree was saved, and what to restore of that, as `match` does.
+
+    **Raises:** as `match`; `CheckpointError` in one line where a plan has changed and there is no way back.
+    """
+    only = (only,) if isinstance(only, str) else only
+    _matching(named_leaves(like), only, "in `like`")
+    way = way_from(content.entries, content.manifests[0].notes, like, only)
+    if isinstance(way, str):
+        raise Mismatch(f"{content.folder}: {way}")
+    try:
+        wants = match(content, way.like, way.only)
+    except Mismatch as error:
+        raise (Mismatch(f"{content.folder}: {way.said}, and more has: {error}") if way.said else error) from None
+    if way.said:
+        _logger.info("%s: %s; it is restored by way of the form that it was saved in", content.folder, way.said)
+    return way, wants
 
 
 def load(content: Content, like: Any, wants: Mapping[str, Want], open_file: OpenFile | None = None) -> Any:

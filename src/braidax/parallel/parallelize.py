@@ -15,6 +15,7 @@ from .loss import Loss
 from .placements import Rows
 from .plan import make_plan, variables_of
 from .reads import row_reads
+from .replanning import Tables, strategies_for
 from .row_options import row_options
 from .step import Step
 from .strategies import DataParallel, Hybrid, Strategy, batch_axes, check_strategies, shard_batch
@@ -98,6 +99,12 @@ def _parallelize_loss(
         raise ArgumentError(f"microbatches is {microbatches}, expected a whole number of at least 1")
     batch = specs_of(batch)
     batch_shardings = shard_batch(mesh, batch_axes(mesh, strategies), batch, microbatches=microbatches)
+
+    def replanned(tables: Tables) -> Step:
+        told = strategies_for(strategies, tables)
+        return _parallelize_loss(loss, optimizer, mesh, told, init, batch, microbatches)
+
+    options_of_step: dict[str, Any] = {"compiler_options": _compiler_options(strategies), "replanned": replanned}
     born = trace_init(init, loss)
     program = traced_loss(loss, born.out_specs, batch, microbatches)
     if _whole(strategies):
@@ -108,9 +115,9 @@ def _parallelize_loss(
         plan = make_plan(mesh, strategies, reads.variables("params", options), microbatches=microbatches)
         if any(isinstance(p, Rows) for v in plan.variables for p in v.placements):
             arithmetic = WithTables(loss, optimizer, options, born, program, mesh, plan, reads=reads)
-            return Step(arithmetic, mesh, plan, batch, batch_shardings, compiler_options=_compiler_options(strategies))
+            return Step(arithmetic, mesh, plan, batch, batch_shardings, **options_of_step)
     arithmetic = Whole(loss, optimizer, born, program, mesh, plan)
-    return Step(arithmetic, mesh, plan, batch, batch_shardings, compiler_options=_compiler_options(strategies))
+    return Step(arithmetic, mesh, plan, batch, batch_shardings, **options_of_step)
 
 
 def _whole(strategies: Mapping[str, Strategy]) -> bool:

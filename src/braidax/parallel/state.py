@@ -1,10 +1,39 @@
 """`State`: everything that an update changes."""
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import jax
+
+Way = tuple[Any, Callable[[Any], Any], str] | str | None
+"""From the form in which a state was saved, as of `State.saved_as`."""
+
+
+@final
+class Origin:
+    """What made a state, as long as that is there. Any two are equal: a state is none the less like another.
+
+    **Arguments:** `way_to`: a method of it that answers `State.saved_as`; only weakly referenced. None: nobody knows.
+    """
+
+    def __init__(self, way_to: Callable[[Mapping[str, int | None], Mapping[str, str]], Way] | None = None) -> None:
+        self._way_to = None if way_to is None else weakref.WeakMethod(way_to)
+
+    def way_to(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
+        """As of `State.saved_as`; None where nobody knows."""
+        way_to = None if self._way_to is None else self._way_to()
+        return None if way_to is None else way_to(saved, notes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __reduce__(self) -> tuple[type["Origin"], tuple[()]]:
+        return Origin, ()
 
 
 @jax.tree_util.register_dataclass
@@ -14,7 +43,7 @@ class State:
 
     `step`: int32 scalar, updates done. `params`, `opt_state`: PyTrees. `variables`: what the loss changes besides
     (BatchNorm statistics), `{}` when it asks for none. `key`: the PRNG key that the keys of all steps come from.
-    `tables`: of the leaves that are stored by rows, `[ceil(V / N), N, ...]`, the path and V.
+    `tables`: of the leaves that are stored by rows, `[ceil(V / N), N, ...]`, the path and V. `origin`: the step.
     """
 
     step: Any
@@ -23,8 +52,20 @@ class State:
     variables: Any
     key: Any
     tables: tuple[tuple[str, int], ...] = field(default=(), metadata={"static": True})
+    origin: Origin = field(default=Origin(), repr=False, metadata={"static": True})
 
     @property
     def padded_rows(self) -> Mapping[str, int]:
         """`tables` as a checkpoint asks for them, so that they can be restored to another N."""
         return dict(self.tables)
+
+    def saved_as(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
+        """Returns the form in which a state was saved, as a checkpoint asks for it that was planned otherwise.
+
+        **Arguments:** `saved`: the paths of the leaves that were saved, each with its V if it has padded rows. `notes`:
+        that were kept with them.
+
+        **Returns:** a state in that form, with abstract arrays, what makes one of this form from it, and in words what
+        has changed, if anything has. Words alone where there is no way, None where there is nothing to do.
+        """
+        return self.origin.way_to(saved, notes)

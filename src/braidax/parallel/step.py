@@ -15,7 +15,8 @@ from .arrays import adopt, place
 from .id_watch import IdWatch
 from .in_flight import InFlight
 from .plan import Plan
-from .state import State
+from .replanning import Tables, way_to
+from .state import Origin, State, Way
 from .strategies import shard_batch
 
 
@@ -42,10 +43,12 @@ class Step:
         batch_shardings: Any,
         *,
         compiler_options: Mapping[str, Any] | None = None,
+        replanned: "Callable[[Tables], Step] | None" = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self._arithmetic = arithmetic
+        self._replanned = replanned
         self._state_specs: State = arithmetic.initial.out_specs
         self._batch_specs = batch
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -96,7 +99,19 @@ class Step:
                 f"key is {getattr(key, 'dtype', type(key).__name__)}{list(getattr(key, 'shape', []))}, expected one "
                 f"{self._state_specs.key.dtype}: make it with jax.random.key(seed)"
             )
-        return self._init(place(key, self._replicated))
+        return self._own(self._init(place(key, self._replicated)))
+
+    @property
+    def state_specs(self) -> State:
+        """Of every leaf of a state shape, dtype and sharding: enough for a checkpoint to restore one."""
+        return self._own(_with_shardings(self._state_specs, self.state_shardings))
+
+    def _own(self, state: State) -> State:
+        """Returns a state that knows that it is of this step, for those who restore it from that of another plan."""
+        return replace(state, origin=Origin(self._way_to))
+
+    def _way_to(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
+        return None if self._replanned is None else way_to(self, self._replanned, saved, notes)
 
     def update(
         self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
@@ -172,7 +187,7 @@ class Step:
         """
         self._check_state(state)
         self._ids.check(late=1)
-        return self._converted(self._arithmetic.settled, state, self.state_shardings, self.state_shardings)
+        return self._own(self._converted(self._arithmetic.settled, state, self.state_shardings, self.state_shardings))
 
     def to_dense(self, state: State) -> State:
         """Returns a state as single-device training has it, and `parallelize` with `DataParallel`.
@@ -186,7 +201,8 @@ class Step:
         self._check_state(state)
         self._ids.check(late=1)
         replicated = jax.tree.map(lambda _: self._replicated, self._arithmetic.dense_specs())
-        return self._converted(self._arithmetic.to_dense, state, self.state_shardings, replicated)
+        whole = self._converted(self._arithmetic.to_dense, state, self.state_shardings, replicated)
+        return replace(whole, origin=Origin())
 
     def from_dense(self, state: State) -> State:
         """Returns the state of this step from one that single-device training, or `to_dense`, has.
@@ -197,7 +213,7 @@ class Step:
         if message := difference(specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")
         replicated = jax.tree.map(lambda _: self._replicated, specs)
-        return self._converted(self._arithmetic.from_dense, state, replicated, self.state_shardings)
+        return self._own(self._converted(self._arithmetic.from_dense, state, replicated, self.state_shardings))
 
     def adopt(self, state: State, step: "Step") -> State:
         """Returns a state to go on with from that of another step, which was planned otherwise.
@@ -212,10 +228,18 @@ class Step:
             return self.from_dense(step.to_dense(state))
         settled = step.settled(state)
         if not new.form:
-            return settled
+            return self._own(settled)
         opt_state = {**settled.opt_state, "hot": {}}
         given = replace(self.state_shardings, opt_state={**self.state_shardings.opt_state, "hot": {}})
-        return self._converted(new.renewed, replace(settled, opt_state=opt_state), given, self.state_shardings)
+        return self._own(
+            self._converted(new.renewed, replace(settled, opt_state=opt_state), given, self.state_shardings)
+        )
+
+    def check_adoptable(self, step: "Step") -> None:
+        """Checks that `adopt` can go on from states of another step. **Raises:** `ArgumentError` when it cannot."""
+        if step.mesh != self.mesh or step._arithmetic.form != self._arithmetic.form:
+            for arithmetic in (step._arithmetic, self._arithmetic):
+                arithmetic.dense_specs()
 
     def _converted(self, convert: Callable[[State], State], state: State, given: Any, wanted: Any) -> State:
         if convert not in self._conversions:
@@ -227,7 +251,7 @@ class Step:
 
         **Returns:** `Lowered(gradients, apply)`; `.compile().memory_analysis()` tells what each needs.
         """
-        state = _with_shardings(self._state_specs, self.state_shardings)
+        state = self.state_specs
         read = (*self._readable(state), _with_shardings(self._batch_specs, self.batch_shardings))
         return Lowered(
             self._gradients.lower(*read),
