@@ -8,6 +8,7 @@ from braidax.checkpoint.checkpointer import Checkpointer
 from braidax.checkpoint.interval import Every, Interval, Spacing, Verdict
 from braidax.checkpoint.leaves import Outside, PaddedRows
 from braidax.checkpoint.preempt import Preemption
+from braidax.checkpoint.replanned import Replanned
 from braidax.checkpoint.restoring import Restored, Skipped, restore
 from braidax.checkpoint.tiers import Saver, Tier, Tiers
 
@@ -30,6 +31,7 @@ __all__ = [
     "PaddedRows",
     "Peers",
     "Preemption",
+    "Replanned",
     "Restored",
     "Saver",
     "Skipped",

@@ -144,8 +144,7 @@ class Holdings:
         **Returns:** the tree, and what went wrong: a `reason` why it is not valid, or another `failure`.
         """
         rank = self._messages.rank
-        tree: Any = None
-        back: Callable[[Any], Any] = lambda tree: tree  # noqa: E731
+        found: list[tuple[Any, Callable[[Any], Any]]] = []
         manifests = self._gather(whole)
         with contextlib.ExitStack() as stack:
 
@@ -182,12 +181,9 @@ class Holdings:
                 parsed = [Manifest.from_json(text, name=str(where)) for text in manifests]
                 content = content_of(where, parsed)
                 way, wants = planned(content, like, only)
-                tree = load(content, way.like, wants, open_file)
-                back = way.back
+                found.append((load(content, way.like, wants, open_file), way.back))
             except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
-                is_damage = isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch)
-                words = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-                said = {"reason" if is_damage else "failure": words}
+                said = _said(error)
             finally:
                 lockstep.finish()
         heard = [json.loads(bytes(words)) for words in self._messages.all_gather(json.dumps(said).encode())]
@@ -195,6 +191,7 @@ class Holdings:
             for process, each in enumerate(heard):
                 if kind in each:
                     return None, {kind: f"process {process}: {each[kind]}" if process else each[kind]}
+        ((tree, back),) = found
         return back(tree), {}
 
     def _gather(self, whole: Whole) -> list[bytes]:
@@ -206,6 +203,13 @@ class Holdings:
             parts = [part for part, ranks in enumerate(whole.holders) if ranks[0] == rank]
             found.update(zip(parts, map(bytes, values), strict=True))
         return [found[part] for part in range(len(whole.holders))]
+
+
+def _said(error: Exception) -> dict[str, str]:
+    """Returns what others hear of an error: the `reason` why a checkpoint is not valid, or another `failure`."""
+    is_damage = isinstance(error, CheckpointError) and not isinstance(error, OtherFormat | Mismatch)
+    words = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return {"reason" if is_damage else "failure": words}
 
 
 def _text(path: Path) -> bytes:

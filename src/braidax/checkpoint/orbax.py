@@ -15,7 +15,7 @@ from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leave
 from braidax.checkpoint.manifest import Entry, manifest_file
 from braidax.checkpoint.placing import converted, placed, sharding_of
 from braidax.checkpoint.reading import Content, read_content
-from braidax.checkpoint.restoring import Want, load, match, restore
+from braidax.checkpoint.restoring import Want, load, match, planned, restore
 from braidax.errors import ArgumentError, CheckpointError, import_extra
 
 # JAX leaves some of itself unannotated.
@@ -47,7 +47,8 @@ def export_orbax(path: str | os.PathLike[str], target: str | os.PathLike[str], *
     like = _nested(_any_content(source, one).entries.values()) if like is None else like
     if one:
         content = read_content(source)
-        tree, step = load(content, like, match(content, like)), content.step
+        way, wants = planned(content, like)
+        tree, step = way.back(load(content, way.like, wants)), content.step
     else:
         found = restore(source, like)
         tree, step = found.tree, found.step

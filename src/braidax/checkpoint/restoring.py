@@ -238,7 +238,7 @@ def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dic
     return wants
 
 
-def planned(content: Content, like: Any, only: Sequence[str] | None) -> tuple[Way, dict[str, Want]]:
+def planned(content: Content, like: Any, only: Sequence[str] | None = None) -> tuple[Way, dict[str, Want]]:
     """Returns the form in which a tree was saved, and what to restore of that, as `match` does.
 
     **Raises:** as `match`; `CheckpointError` in one line where a plan has changed and there is no way back.

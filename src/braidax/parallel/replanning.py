@@ -8,7 +8,7 @@ for it, and `Step.adopt` goes on from there.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from glob import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from braidax.errors import ArgumentError
 
@@ -16,13 +16,33 @@ from .placements import Placement, Replicated, Rows
 from .plan import Plan
 from .strategies import DataParallel, Hybrid, Strategy
 
-if TYPE_CHECKING:
-    from .step import Step
-
 Tables = Mapping[str, tuple[int, ...]]
 """The hot rows of each variable that is a table by rows, by its path."""
 
 _MAX_NAMED = 3
+
+
+class Adopting(Protocol):
+    """What is needed of a `Step` here."""
+
+    plan: Plan
+
+    @property
+    def state_specs(self) -> Any:
+        """As of `Step`."""
+        ...
+
+    def settled(self, state: Any) -> Any:
+        """As of `Step`."""
+        ...
+
+    def check_adoptable(self, step: Any) -> None:
+        """As of `Step`."""
+        ...
+
+    def adopt(self, state: Any, step: Any) -> Any:
+        """As of `Step`."""
+        ...
 
 
 def tables_of(plan: Plan) -> Tables:
@@ -86,7 +106,7 @@ def strategies_for(strategies: Mapping[str, Strategy], tables: Tables) -> dict[s
 
 
 def way_to(
-    step: "Step", replanned: "Callable[[Tables], Step]", saved: Mapping[str, int | None], notes: Mapping[str, str]
+    step: Adopting, replanned: Callable[[Tables], Adopting], saved: Mapping[str, int | None], notes: Mapping[str, str]
 ) -> tuple[Any, Callable[[Any], Any], str] | str | None:
     """Returns the form in which a state was saved and the way from there to a step, as `State.saved_as` does.
 
