@@ -3,7 +3,7 @@
 LM1B with its whole vocabulary, DLRM with 26 tables, BERT and ResNet-50, cut so that all systems fit into memory; the
 sizes are part of each case's name. Devices are virtual and share the cores: compared are work, and the bytes that the
 compiled programs exchange. Then processes that exchange by gloo, their bytes counted at the sockets. Further: how the
-step grows with the vocabulary, whether losses go the same way, and how long BERT-base takes to plan.
+step grows with the vocabulary, whether losses go the same way, and how long BERT-base and Flax' lm1b take to plan.
 """
 
 import functools

@@ -1,5 +1,6 @@
 """Systems that train one model, one after another or taking turns, and what is claimed of them."""
 
+import functools
 import gc
 import statistics
 import sys
@@ -14,8 +15,9 @@ from jax.sharding import Mesh
 
 import braidax as bx
 from benchmarks.harness import Report, take_turns
+from benchmarks.parallax.flax_lm1b import flax_lm1b
 from benchmarks.parallax.models import Model
-from benchmarks.parallax.systems import DENSE, GATHER, OURS, PLAIN, XLA, System, ours, plain, split_by_hybrid
+from benchmarks.parallax.systems import DENSE, GATHER, OURS, PLAIN, XLA, System, ours, plain, split_by_hybrid, step_of
 from benchmarks.parallax.traffic import FORMULA, Formulas
 from braidax.data.source import allocate
 from braidax.tasks.bert import bert
@@ -138,16 +140,43 @@ def curves(report: Report, mesh: Mesh, names: Sequence[str], *, steps: int) -> N
 
 
 def planning(report: Report, mesh: Mesh, *, rounds: int) -> None:
-    """Takes the time to trace and plan BERT-base."""
+    """Takes the time to trace and plan BERT-base, and Flax' lm1b under both strategies, in turns."""
     task = bert()
     batch = task.train.batch_spec(task.batch_size)
-    seconds: list[float] = []
-    for _ in range(rounds):
-        jax.clear_caches()
-        start = time.perf_counter()
-        bx.parallelize(task.loss, task.optimizer(100), mesh, {"data": bx.Hybrid()}, init=task.init, batch=batch)
-        seconds.append(time.perf_counter() - start)
+
+    def plan_bert() -> bx.Step:
+        return bx.parallelize(task.loss, task.optimizer(100), mesh, {"data": bx.Hybrid()}, init=task.init, batch=batch)
+
+    seconds = [_seconds(plan_bert)[0] for _ in range(rounds)]
     report.at_most("trace", report.add("BERT-base", OURS, "trace and plan", "s", seconds), 5)
+    model = flax_lm1b(32 * mesh.size)
+    systems = {name: functools.partial(step_of, model, mesh, strategy) for name, strategy in _STRATEGIES.items()}
+    compiled = {name: _seconds(plan)[1] for name, plan in systems.items()}
+    turns = {name: functools.partial(lambda plan: _seconds(plan)[0], plan) for name, plan in systems.items()}
+    figures = take_turns(turns, rounds=max(rounds, 3))
+    for name, values in figures.items():
+        report.add(model.name, name, "trace and plan", "s", values)
+        report.add(model.name, name, "programs compiled while planning", "", [compiled[name]])
+        say(f"  {model.name}, {name}: {statistics.median(values):.2f} s, {compiled[name]} programs compiled")
+    report.at_most("plan_hybrid", statistics.median(figures[OURS]), 2)
+
+
+def _seconds(plan: Callable[[], Any]) -> tuple[float, int]:
+    """Returns how long planning takes with nothing in JAX's caches, and how many programs are compiled meanwhile."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        start = time.perf_counter()
+        plan()
+        return time.perf_counter() - start, len(compiled)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def language_model(report: Report, model: Model, mesh: Mesh, systems: Mapping[str, System], *, rounds: int) -> None:
