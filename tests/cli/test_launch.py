@@ -186,6 +186,7 @@ def test_wrong_input_is_named_without_a_traceback(
     arguments: list[str], variables: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text("")
     result = CliRunner().invoke(app, ["launch", *arguments, "program.py"], env={"COLUMNS": "200", **variables})
     assert result.exit_code in (1, 2)
     assert message in " ".join(result.output.split())
