@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from braidax.comm.messages import FIRST_BYTES, Unpacking, empty, pack, parts_of
+from braidax.comm.messages import FIRST_BYTES, Unpacking, pack
 from braidax.errors import CommError
 
 DTYPES = [*map(np.dtype, "?bBhHiIlLefdFD"), np.dtype("U3"), np.dtype("S2"), np.dtype("M8[us]"), np.dtype("i4,f8")]
@@ -17,13 +17,10 @@ DTYPES = [*map(np.dtype, "?bBhHiIlLefdFD"), np.dtype("U3"), np.dtype("S2"), np.d
 
 def travel(value: Any) -> Any:
     """Packs a value and unpacks it from the bytes of its messages."""
-    parcel = pack(*parts_of(value))
+    parcel = pack(value)
     first = b"".join(parcel.first)
     assert len(first) <= FIRST_BYTES
-    place = empty(FIRST_BYTES)
-    place[: len(first)] = np.frombuffer(first, np.uint8)
-    arriving = Unpacking(place)
-    assert arriving.num_bytes == len(first)
+    arriving = Unpacking(np.frombuffer(first, np.uint8))
     rest = b"".join(parcel.rest)
     assert (arriving.rest is None) == (not parcel.rest)
     if arriving.rest is not None:
@@ -68,17 +65,13 @@ def test_dtypes_that_numpy_lacks(name: str) -> None:
 
 def test_memory_is_not_copied() -> None:
     array = np.arange(10_000)
-    parcel = pack(*parts_of(array))
+    parcel = pack(array)
     assert np.shares_memory(np.frombuffer(parcel.rest[0], np.uint8), array)
     strided = array[::2]
-    assert not np.shares_memory(np.frombuffer(pack(*parts_of(strided)).rest[0], np.uint8), array)
+    assert not np.shares_memory(np.frombuffer(pack(strided).rest[0], np.uint8), array)
 
 
 def test_a_dtype_that_nobody_knows_is_an_error() -> None:
-    head, parts = parts_of(np.zeros(2, ml_dtypes.bfloat16))
-    parcel = pack(head, parts)
-    data = b"".join(parcel.first).replace(b"bfloat16", b"cfloat16")
-    place = empty(FIRST_BYTES)
-    place[: len(data)] = np.frombuffer(data, np.uint8)
+    data = b"".join(pack(np.zeros(2, ml_dtypes.bfloat16)).first).replace(b"bfloat16", b"cfloat16")
     with pytest.raises(CommError, match=r"announced an array of dtype={'name': 'cfloat16'} and shape=\(2,\)"):
-        Unpacking(place).value()
+        Unpacking(np.frombuffer(data, np.uint8)).value()

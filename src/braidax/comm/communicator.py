@@ -1,13 +1,13 @@
 """`Communicator`: messages between the ranks of a job, on the host."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar, cast, final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from braidax.comm.group import Group
 from braidax.comm.messages import Value, bytes_of
@@ -16,12 +16,11 @@ from braidax.comm.request import run
 from braidax.comm.starting import Starting
 from braidax.comm.transports.transport import Operation
 from braidax.comm.watch import Notice
-from braidax.errors import ArgumentError, CommError, WaitTimeout
+from braidax.errors import ArgumentError, CommError
 from braidax.spans import Trace, span
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
-_POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass
@@ -37,12 +36,13 @@ class Communicator:
 
     A value is a NumPy array, a buffer (`bytes`, `memoryview`, `pyarrow.Buffer` …), or a list of buffers, of any size.
     It arrives as what it was: an array of the same dtype and shape, a `memoryview`, a list of them. All ranks of a
-    group call the same collectives in the same order. Any thread may call; collectives of a group come from one at a
+    group call the same collectives in the same order, and what they bring is compared: a collective does not return
+    before the rank before this one has come to the same. Any thread may call; collectives of a group come from one at a
     time.
 
-    Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, an `abort` or a limit that
-    passes end the *epoch*: every call on every rank then raises, naming the rank. Go on by connecting again, as the
-    next epoch.
+    Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, whatever a collective raises,
+    an `abort`, Ctrl-C in a call, or a limit that passes end the *epoch*: every call on every rank then raises, naming
+    the rank. Go on by connecting again, as the next epoch.
 
     **Fields:** `rank`, `size`: of this rank in the group, and the number of its ranks. `hosts`: the host's name of each
     rank. `timeout_seconds`: may be changed. `trace`: gets a span for each call, on the lane `comm`. `start`: the same
@@ -57,7 +57,7 @@ class Communicator:
         self.trace = Trace()
         self.start = Starting(group, lambda: self.timeout_seconds)
         self._group = group
-        self._first_tag = group.point_tag(0)
+        self._first_tag = group.buffer_tag(0)
         self._peers = dict(enumerate(group.ranks))
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
@@ -71,14 +71,16 @@ class Communicator:
 
         **Raises:** `ArgumentError` for what is no value, rank or tag; `PeerLost`, `Aborted`, `WaitTimeout`.
         """
-        self._run("send", self._group.send(value, dest, tag), _num_bytes(value))
+        self._run("send", self._group.send, value, dest, tag, num_bytes=_num_bytes(value))
 
     def recv(self, source: int, *, tag: int = 0) -> Value:
         """Receives the next value that a rank sent under a tag. **Arguments, Raises:** as `send`."""
-        return self._run("recv", self._group.recv(source, tag))
+        return self._run("recv", self._group.recv, source, tag)
 
     def send_buffer(self, buffer: Any, dest: int, *, tag: int = 0) -> None:
         """Sends bytes as they are, for a `recv_buffer` that knows how many come at most; the quickest way.
+
+        `recv` does not see them, nor `recv_buffer` what `send` sends.
 
         **Arguments:** `buffer`: a contiguous array or buffer. The others, and **Raises:** as `send`.
         """
@@ -88,11 +90,17 @@ class Communicator:
         else:
             number = self._first_tag
         try:
-            operation = self._send_now(peer, number, (buffer if self._takes_arrays else memoryview(buffer).cast("B"),))
-        except (TypeError, ValueError, BufferError):
-            operation = self._send_now(peer, number, (_flat(buffer),))
-        if not operation.done or operation.error is not None:
-            self._wait("send_buffer", operation)
+            try:
+                operation = self._send_now(
+                    peer, number, (buffer if self._takes_arrays else memoryview(buffer).cast("B"),)
+                )
+            except (TypeError, ValueError, BufferError):
+                operation = self._send_now(peer, number, (_flat(buffer),))
+            if not operation.done or operation.error is not None:
+                self._wait(operation)
+        except BaseException as error:
+            self._group.failed("send_buffer", error, self.timeout_seconds)
+            raise
 
     def recv_buffer(self, buffer: Any, source: int, *, tag: int = 0) -> int:
         """Receives bytes of `send_buffer` into their place.
@@ -105,55 +113,63 @@ class Communicator:
         else:
             number = self._first_tag
         try:
-            operation = self._receive_now(peer, number, buffer if self._takes_arrays else memoryview(buffer).cast("B"))
-        except (TypeError, ValueError, BufferError):
-            operation = self._receive_now(peer, number, _flat(buffer))
-        if not operation.done or operation.error is not None:
-            self._wait("recv_buffer", operation)
+            try:
+                operation = self._receive_now(
+                    peer, number, buffer if self._takes_arrays else memoryview(buffer).cast("B")
+                )
+            except (TypeError, ValueError, BufferError):
+                operation = self._receive_now(peer, number, _flat(buffer))
+            if not operation.done or operation.error is not None:
+                self._wait(operation)
+        except BaseException as error:
+            self._group.failed("recv_buffer", error, self.timeout_seconds)
+            raise
         return operation.num_bytes
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
-        self._run("barrier", self._group.barrier())
+        self._run("barrier", self._group.barrier)
 
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Value:
         """Returns the root's value on every rank; what others give is not looked at."""
-        return self._run("broadcast", self._group.broadcast(value, root))
+        return self._run("broadcast", self._group.broadcast, value, root)
 
     def gather(self, value: Value, *, root: int = 0) -> list[Value]:
         """Returns the values of all ranks in their order on the root, an empty list elsewhere."""
-        return self._run("gather", self._group.gather(value, root), _num_bytes(value))
+        return self._run("gather", self._group.gather, value, root, num_bytes=_num_bytes(value))
 
     def all_gather(self, value: Value) -> list[Value]:
         """Returns the values of all ranks in their order; they may differ in kind and size."""
-        return self._run("all_gather", self._group.all_gather(value), _num_bytes(value))
+        return self._run("all_gather", self._group.all_gather, value, num_bytes=_num_bytes(value))
 
-    def reduce(self, array: NDArray[Any], operation: np.ufunc = np.add, *, root: int = 0) -> NDArray[Any]:
+    def reduce(self, array: ArrayLike, operation: np.ufunc = np.add, *, root: int = 0) -> NDArray[Any]:
         """Returns the reduction of all ranks' arrays on the root, an empty array elsewhere.
 
-        **Arguments:** `array`: the same shape and dtype on all ranks. `operation`: a ufunc of two operands that is
-        associative and commutative, such as `np.add`, `np.maximum`.
+        **Arguments:** `array`: the same shape and dtype on all ranks; what is no array is made one by `np.asarray`.
+        `operation`: a ufunc of two operands that is associative and commutative, such as `np.add`, `np.maximum`.
+
+        **Raises:** `ArgumentError` for what cannot be reduced; `CommError` or `Aborted` naming both, on all ranks, when
+        two of them do not bring the same; `PeerLost`, `WaitTimeout`.
         """
-        return self._run("reduce", self._group.reduce(array, operation, root), array.nbytes)
+        return self._run("reduce", self._group.reduce, array, operation, root, num_bytes=_num_bytes(array))
 
-    def all_reduce(self, array: NDArray[Any], operation: np.ufunc = np.add) -> NDArray[Any]:
+    def all_reduce(self, array: ArrayLike, operation: np.ufunc = np.add) -> NDArray[Any]:
         """Returns the reduction of all ranks' arrays, the same bits on every rank. **Arguments:** as `reduce`."""
-        return self._run("all_reduce", self._group.all_reduce(array, operation), array.nbytes)
+        return self._run("all_reduce", self._group.all_reduce, array, operation, num_bytes=_num_bytes(array))
 
-    def reduce_scatter(self, array: NDArray[Any], operation: np.ufunc = np.add) -> NDArray[Any]:
+    def reduce_scatter(self, array: ArrayLike, operation: np.ufunc = np.add) -> NDArray[Any]:
         """Returns this rank's block of the reduction of all ranks' arrays.
 
         **Arguments:** `array`: `[size · n, …]`; the block is `[n, …]`. The others as for `reduce`.
         """
-        return self._run("reduce_scatter", self._group.reduce_scatter(array, operation), array.nbytes)
+        return self._run("reduce_scatter", self._group.reduce_scatter, array, operation, num_bytes=_num_bytes(array))
 
     def all_to_all(self, parts: Sequence[Value]) -> list[Value]:
         """Returns what every rank has for this one, in their order; parts may differ in kind and size.
 
         **Arguments:** `parts`: one value for each rank.
         """
-        num_bytes = sum(_num_bytes(part) for part in parts)
-        return self._run("all_to_all", self._group.all_to_all(parts), num_bytes)
+        return self._run("all_to_all", self._group.all_to_all, parts, num_bytes=_num_bytes(parts))
 
     def split(self, color: int, *, key: int = 0) -> "Communicator":
         """Returns the group of the ranks that gave the same color, ordered by key and then by rank.
@@ -205,32 +221,21 @@ class Communicator:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
-    def _run(self, name: str, steps: Steps[T], num_bytes: int = 0) -> T:
-        """Runs an algorithm here; what fails in a collective ends the epoch, as others would wait in vain."""
+    def _run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
+        """Runs an algorithm here. **Arguments:** `begin`: returns it, given the arguments."""
         with self.trace.active(), span("comm", name, num_bytes=num_bytes):
             try:
-                return run(self._progress, steps, time.monotonic() + self.timeout_seconds)
-            except WaitTimeout as error:
-                self._give_up(name, error)
-                raise
-            except CommError as error:
-                if name not in _POINT_TO_POINT:
-                    self.abort(f"{name} failed: {error}")
+                return run(self._progress, begin(*arguments), time.monotonic() + self.timeout_seconds)
+            except BaseException as error:
+                self._group.failed(name, error, self.timeout_seconds)
                 raise
 
     def _checked(self, peer: int, name: str, tag: int) -> tuple[int, int]:
         self._group.check_rank(peer, name)
-        return self._peers[peer], self._group.point_tag(tag)
+        return self._peers[peer], self._group.buffer_tag(tag)
 
-    def _wait(self, name: str, operation: Operation) -> None:
-        try:
-            self._progress.wait((operation,), time.monotonic() + self.timeout_seconds)
-        except WaitTimeout as error:
-            self._give_up(name, error)
-            raise
-
-    def _give_up(self, name: str, error: WaitTimeout) -> None:
-        self.abort(f"{name} took longer than {self.timeout_seconds:g} s: {error}")
+    def _wait(self, operation: Operation) -> None:
+        self._progress.wait((operation,), time.monotonic() + self.timeout_seconds)
 
 
 def _flat(buffer: Any) -> memoryview:

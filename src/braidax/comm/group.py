@@ -1,6 +1,7 @@
 """What a rank can do in a group, as algorithms that have been checked and not yet begun."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, final
 
 import numpy as np
@@ -8,9 +9,12 @@ from numpy.typing import NDArray
 
 from braidax.comm.collectives import reductions, values
 from braidax.comm.messages import Value
-from braidax.comm.port import COLLECTIVE, MAX_NUMBER, POINT_TO_POINT, Port, Steps, tag_of
+from braidax.comm.port import BUFFER, COLLECTIVE, MAX_NUMBER, POINT_TO_POINT, Port, Steps, head_of, tag_of
 from braidax.comm.progress import Progress
-from braidax.errors import ArgumentError
+from braidax.comm.watch import Notice
+from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
+
+_BETWEEN_TWO = ("send", "recv", "send_buffer", "recv_buffer")
 
 
 @final
@@ -42,74 +46,123 @@ class Group:
 
     def barrier(self) -> Steps[None]:
         """Returns the algorithm of `Communicator.barrier`."""
-        return values.barrier(self._next())
+        return values.barrier(self._next(_head("barrier")))
 
     def broadcast(self, value: Value, root: int) -> Steps[Value]:
         """Returns the algorithm of `Communicator.broadcast`."""
         self.check_rank(root, "root")
-        return values.broadcast(self._next(), value, root)
+        return values.broadcast(self._next(_head(f"broadcast from root {root}")), value, root)
 
     def gather(self, value: Value, root: int) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.gather`."""
         self.check_rank(root, "root")
-        return values.gather(self._next(), value, root)
+        return values.gather(self._next(_head(f"gather to root {root}")), value, root)
 
     def all_gather(self, value: Value) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.all_gather`."""
-        return values.all_gather(self._next(), value)
+        return values.all_gather(self._next(_head("all_gather")), value)
 
-    def reduce(self, array: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
+    def reduce(self, array: Any, operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.reduce`."""
         self.check_rank(root, "root")
-        _check_operands(array, operation)
-        return reductions.reduce(self._next(), array, operation, root)
+        operand = _operand(array)
+        head = _head_of_reduction(f"reduce to root {root}", operation, operand.dtype, operand.shape)
+        return reductions.reduce(self._next(head), operand, operation, root)
 
-    def all_reduce(self, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
+    def all_reduce(self, array: Any, operation: np.ufunc) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.all_reduce`."""
-        _check_operands(array, operation)
-        return reductions.all_reduce(self._next(), array, operation)
+        operand = _operand(array)
+        head = _head_of_reduction("all_reduce", operation, operand.dtype, operand.shape)
+        return reductions.all_reduce(self._next(head), operand, operation)
 
-    def reduce_scatter(self, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
+    def reduce_scatter(self, array: Any, operation: np.ufunc) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.reduce_scatter`."""
-        _check_operands(array, operation)
-        if not array.ndim or len(array) % self.size:
+        operand = _operand(array)
+        head = _head_of_reduction("reduce_scatter", operation, operand.dtype, operand.shape)
+        if not operand.ndim or len(operand) % self.size:
             raise ArgumentError(
-                f"array= has shape {array.shape}: expected dim 0 to be a multiple of the {self.size} ranks; pad it"
+                f"array= has shape {operand.shape}: expected dim 0 to be a multiple of the {self.size} ranks; pad it"
             )
-        return reductions.reduce_scatter(self._next(), array, operation)
+        return reductions.reduce_scatter(self._next(head), operand, operation)
 
     def all_to_all(self, parts: Sequence[Value]) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.all_to_all`."""
         if len(parts) != self.size:
             raise ArgumentError(f"parts= has {len(parts)} values: expected one for each of the {self.size} ranks")
-        return values.all_to_all(self._next(), parts)
+        return values.all_to_all(self._next(_head("all_to_all")), parts)
 
-    def check_rank(self, peer: int, name: str) -> None:
+    def failed(self, name: str, error: BaseException, timeout_seconds: float) -> None:
+        """Ends the epoch, unless what an operation failed of harms nobody else.
+
+        Others wait for whoever leaves a collective, and would take its next one for this one. An interrupt leaves
+        messages half sent, or received by nobody.
+
+        **Arguments:** `name`: of the operation. `timeout_seconds`: its limit.
+        """
+        if self.progress.failure is not None:
+            return
+        if isinstance(error, ArgumentError | CommError) and (name in _BETWEEN_TWO or self.size == 1):
+            return
+        if isinstance(error, PeerLost) and error.rank not in self.progress.left:
+            return  # whoever waits for it judges who was lost first
+        if isinstance(error, WaitTimeout):
+            how = f"took longer than {timeout_seconds:g} s: {error}"
+        elif isinstance(error, ArgumentError | CommError):
+            how = f"failed: {error}"
+        else:
+            how = f"failed: {type(error).__name__}" + (f": {error}" if str(error) else "")
+        self.progress.fail(Notice("aborted", self.progress.world.rank, f"{name} {how}"))
+
+    def check_rank(self, peer: Any, name: str) -> None:
         """Raises `ArgumentError` for what is no rank of the group. **Arguments:** `name`: of the parameter."""
-        if not 0 <= peer < self.size:
+        if not isinstance(peer, int | np.integer) or not 0 <= peer < self.size:
             raise ArgumentError(f"{name}={peer!r}: expected a rank from 0 to {self.size - 1}")
 
-    def point_tag(self, tag: int) -> int:
-        """Returns the tag of point-to-point messages. **Raises:** `ArgumentError` for a `tag` that is out of range."""
-        if not 0 <= tag <= MAX_NUMBER:
+    def buffer_tag(self, tag: int) -> int:
+        """Returns the tag of `send_buffer`. **Raises:** `ArgumentError` for a `tag` that is out of range."""
+        return self._tag(BUFFER, tag)
+
+    def _tag(self, kind: int, tag: Any) -> int:
+        if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_NUMBER:
             raise ArgumentError(f"tag={tag!r}: expected a whole number from 0 to {MAX_NUMBER:,}")
-        return tag_of(self.number, POINT_TO_POINT, tag)
+        return tag_of(self.number, kind, int(tag))
 
     def _point(self, peer: int, name: str, tag: int) -> Port:
         self.check_rank(peer, name)
-        return Port(self.progress, self.ranks, self.rank, self.point_tag(tag), self.hosts)
+        return Port(self.progress, self.ranks, self.rank, self._tag(POINT_TO_POINT, tag), self.hosts)
 
-    def _next(self) -> Port:
-        """Returns the door for the next collective."""
+    def _next(self, head: bytes) -> Port:
+        """Returns the door for the next collective. **Arguments:** `head`: what this rank brings to it."""
         self._num_collectives = (self._num_collectives + 1) & MAX_NUMBER
         tag = tag_of(self.number, COLLECTIVE, self._num_collectives)
-        return Port(self.progress, self.ranks, self.rank, tag, self.hosts)
+        return Port(self.progress, self.ranks, self.rank, tag, self.hosts, head)
 
 
-def _check_operands(array: NDArray[Any], operation: np.ufunc) -> None:
+def _operand(array: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(array)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"array= is a {type(array).__name__} of which NumPy makes no array: {error}; expected numbers"
+        ) from error
+
+
+_head = lru_cache(1024)(head_of)
+
+
+@lru_cache(1024)
+def _head_of_reduction(name: str, operation: np.ufunc, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Returns what a rank brings. **Raises:** `ArgumentError` for an operation or a dtype that cannot be reduced."""
     if operation.nin != 2 or operation.nout != 1:
         raise ArgumentError(
             f"operation={operation.__name__}: expected a ufunc of two operands and one result, such as numpy.add"
         )
-    if array.dtype.hasobject:
-        raise ArgumentError(f"array= has dtype={array.dtype}: expected numbers; Python objects do not travel")
+    if dtype.hasobject:
+        raise ArgumentError(f"array= has dtype={dtype}: expected numbers; Python objects do not travel")
+    try:
+        operation.resolve_dtypes((dtype, dtype, dtype))
+    except TypeError as error:
+        raise ArgumentError(
+            f"array= has dtype={dtype}: expected one that operation={operation.__name__} makes the same of ({error})"
+        ) from error
+    return head_of(f"{name}({operation.__name__}) of {dtype}{list(shape)}")

@@ -1,14 +1,13 @@
 """How values become messages: a head that says what they are, and their bytes as they lie in memory.
 
 An array arrives as an array of the same dtype and shape, any other buffer as a `memoryview`, and a list of buffers,
-which is one message, as a list of them. Nothing is pickled.
+which is one message, as a list of them, each at a multiple of `ALIGNMENT`. Nothing is pickled.
 
 What is sent first fits in `FIRST_BYTES`, so that it can be received by somebody who knows nothing of it: the lengths
-of head and body, and the head and the body as far as there is room for them whole. What had no room follows as one
-message.
+of head and body, a number, and the head and the body as far as there is room for them whole. What had no room follows
+as one message, which is known by the number.
 """
 
-import itertools
 import json
 import struct
 from collections.abc import Sequence
@@ -26,8 +25,11 @@ Value = Any
 """What is sent: a NumPy array, a buffer (`bytes`, `memoryview`, `pyarrow.Buffer` …), or a list of buffers."""
 
 FIRST_BYTES = 1 << 13
+ALIGNMENT = 64
+"""Bytes: as Arrow wants its buffers, and vector instructions theirs."""
 
-_LENGTHS = struct.Struct("<QQ")  # of head and body
+_LENGTHS = struct.Struct("<QQQ")  # of head and body; the number of the second message
+_ZEROS = memoryview(bytes(ALIGNMENT))
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,15 @@ class Head:
     shape: tuple[int, ...] = ()
 
     @property
-    def num_bytes(self) -> int:
-        """Of all parts."""
-        return sum(self.lengths)
+    def begins(self) -> list[int]:
+        """Where each part begins in the body, and where the body ends."""
+        if len(self.lengths) == 1:
+            return [0, self.lengths[0]]
+        begins, position = [0], 0
+        for length in self.lengths[:-1]:
+            position = _rounded_up(position + length)
+            begins.append(position)
+        return [*begins, position + self.lengths[-1]] if self.lengths else begins
 
 
 def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
@@ -75,55 +83,95 @@ def bytes_of(array: NDArray[Any]) -> Buffer:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A value on its way. **Fields:** `first`: buffers of the first message; `rest`: of the second, if there is one."""
+    """A value on its way.
+
+    **Fields:** `first`: buffers of the first message. `rest`: of the second, if there is one. `number`: of the second.
+    """
 
     first: list[Buffer]
     rest: list[Buffer]
+    number: int
 
 
-def pack(head: Head, parts: Sequence[Buffer]) -> Parcel:
-    """Returns the messages of a value."""
+def pack(value: Value, number: int = 0) -> Parcel:
+    """Returns the messages of a value. **Arguments:** `number`: of the second one. **Raises:** as `parts_of`."""
+    head, parts = parts_of(value)
     about = json.dumps([head.form, head.dtype, head.shape, head.lengths]).encode()
-    lengths = _LENGTHS.pack(len(about), head.num_bytes)
+    num_bytes = head.begins[-1]
+    lengths = _LENGTHS.pack(len(about), num_bytes, number)
+    body = _spaced(parts)
     room = FIRST_BYTES - _LENGTHS.size - len(about)
-    if room >= head.num_bytes:
-        return Parcel([memoryview(lengths + about), *parts], [])
+    if room >= num_bytes:
+        return Parcel([memoryview(lengths + about), *body], [], number)
     if room >= 0:
-        return Parcel([memoryview(lengths + about)], [*parts])
-    return Parcel([memoryview(lengths)], [memoryview(about), *parts])
+        return Parcel([memoryview(lengths + about)], body, number)
+    return Parcel([memoryview(lengths)], [memoryview(about), *body], number)
+
+
+def _spaced(parts: list[Buffer]) -> list[Buffer]:
+    """Returns buffers with zeros between them, so that each begins where `Head.begins` says."""
+    spaced: list[Buffer] = []
+    for part in parts[:-1]:
+        spaced.append(part)
+        if short := -len(part) % ALIGNMENT:
+            spaced.append(_ZEROS[:short])
+    return [*spaced, *parts[-1:]]
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Unpacking:
     """A value that arrives: made of its first message, then given the rest.
 
-    **Fields:** `rest`: memory for the second message, None without one. `num_bytes`: of the first message.
+    **Arguments:** `first`: the first message, nothing else.
+
+    **Fields:** `first`. `rest`: memory for the second message, None without one. `number`: of the second message.
+
+    **Raises:** `CommError` for what is no first message of a value.
     """
 
     def __init__(self, first: NDArray[np.uint8]) -> None:
-        self._head_bytes, self._body_bytes = _LENGTHS.unpack_from(first.data)
-        self._first = first
+        if len(first) < _LENGTHS.size:
+            raise _no_value(f"one of {len(first)} bytes")
+        self._head_bytes, self._body_bytes, self.number = _LENGTHS.unpack_from(first.data)
+        self.first = first
         room = FIRST_BYTES - _LENGTHS.size - self._head_bytes
-        self._num_rest = 0 if room >= self._body_bytes else self._body_bytes + (self._head_bytes if room < 0 else 0)
+        num_rest = 0 if room >= self._body_bytes else self._body_bytes + (self._head_bytes if room < 0 else 0)
         self._has_head = room >= 0
-        self.rest = empty(self._num_rest) if self._num_rest else None
-        self.num_bytes = (
-            _LENGTHS.size + (self._head_bytes if room >= 0 else 0) + (0 if self._num_rest else self._body_bytes)
-        )
+        inside = (self._head_bytes if self._has_head else 0) + (0 if num_rest else self._body_bytes)
+        if len(first) != _LENGTHS.size + inside:
+            raise _no_value(f"{len(first)} bytes that announce {_LENGTHS.size + inside:,}")
+        self.rest = empty(num_rest) if num_rest else None
 
     def value(self) -> Value:
         """Returns the value, once the rest is there. **Raises:** as `value_of`."""
         start = _LENGTHS.size
-        about = self._first[start:] if self._has_head or self.rest is None else self.rest
-        head = _head(about[: self._head_bytes])
+        about = self.first[start:] if self._has_head or self.rest is None else self.rest
+        head = _head(about[: self._head_bytes], self._body_bytes)
         if self.rest is not None:
             return value_of(head, self.rest if self._has_head else _aligned(self.rest[self._head_bytes :]))
-        body = self._first[start + self._head_bytes : start + self._head_bytes + self._body_bytes]
-        return value_of(head, _aligned(body))
+        return value_of(head, _aligned(self.first[start + self._head_bytes :]))
 
 
-def _head(data: NDArray[np.uint8]) -> Head:
-    form, dtype, shape, lengths = json.loads(data.tobytes())
-    return Head(tuple(lengths), form, dtype, tuple(shape))
+def _head(data: NDArray[np.uint8], num_bytes: int) -> Head:
+    """Returns the head of a body of so many bytes."""
+    try:
+        form, dtype, shape, lengths = json.loads(data.tobytes())
+        head = Head(tuple(lengths), form, dtype, tuple(shape))
+        fits = head.begins[-1] == num_bytes and all(length >= 0 for length in head.lengths)
+    except (ValueError, TypeError) as error:
+        raise _no_value(f"a head of {len(data):,} bytes that says nothing ({error})") from error
+    if not fits:
+        raise _no_value(f"a head of parts of {head.lengths} bytes with a body of {num_bytes:,}")
+    return head
+
+
+def _no_value(what: str) -> CommError:
+    return CommError(
+        f"a message is no value: {what}; expected what send() sends: install the same version of braidax on all hosts"
+    )
 
 
 def _aligned(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -150,13 +198,14 @@ def value_of(head: Head, data: NDArray[np.uint8]) -> Value:
     view = data.data
     if head.form == "buffer":
         return view
-    ends = np.cumsum([0, *head.lengths]).tolist()
-    return [view[begin:end] for begin, end in itertools.pairwise(ends)]
+    return [view[begin : begin + length] for begin, length in zip(head.begins, head.lengths, strict=False)]
 
 
 def empty(num_bytes: int) -> NDArray[np.uint8]:
-    """Returns memory for a message, aligned for every dtype."""
-    return np.empty(-(-num_bytes // 16) * 2, np.uint64).view(np.uint8)[:num_bytes]
+    """Returns memory for a message, which begins at a multiple of `ALIGNMENT`."""
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[begin : begin + num_bytes]
 
 
 def _buffer(value: Any, name: str) -> Buffer:

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -16,9 +17,14 @@ T = TypeVar("T")
 Steps = Generator[Sequence[Operation], None, T]
 """An algorithm: it begins operations, yields those that must have ended before it goes on, and returns its result."""
 
-POINT_TO_POINT, COLLECTIVE = 0, 1
+POINT_TO_POINT, COLLECTIVE, BODY, BUFFER = range(4)
+"""Kinds of messages: first ones of values, those of collectives, second ones of values, and those of `send_buffer`."""
 MAX_NUMBER = (1 << 30) - 1
 MAX_GROUPS = 1 << 12
+HEAD_BYTES = 128
+"""Of what a member says it brings to a collective."""
+
+_KIND_BITS = 32  # the lower ones of a tag: kind and number
 
 
 @final
@@ -28,6 +34,7 @@ class Port:
 
     **Arguments:** `progress`: moves the messages. `ranks`: of the members in the world, by rank in the group. `rank`:
     in the group. `tag`: see `tag_of`. `hosts`: a number for each member's host, the same for ranks on the same one.
+    `brings`: what this member brings to the collective, `HEAD_BYTES` from `head_of`; nothing point to point.
     """
 
     progress: Progress
@@ -35,6 +42,7 @@ class Port:
     rank: int
     tag: int
     hosts: Sequence[int]
+    brings: bytes = b""
 
     @property
     def size(self) -> int:
@@ -48,6 +56,14 @@ class Port:
     def receive(self, peer: int, buffer: Buffer) -> Operation:
         """Begins to receive from a member at most as many bytes as the buffer has."""
         return self.progress.receive(self.ranks[peer], self.tag, buffer)
+
+    def send_body(self, peer: int, number: int, buffers: Sequence[Buffer]) -> Operation:
+        """Begins to send the second message of a value, whose number its first one has told."""
+        return self.progress.send(self.ranks[peer], self._body_tag(number), buffers)
+
+    def receive_body(self, peer: int, number: int, buffer: Buffer) -> Operation:
+        """Begins to receive the second message of a value."""
+        return self.progress.receive(self.ranks[peer], self._body_tag(number), buffer)
 
     def send_array(self, peer: int, array: NDArray[Any]) -> Operation:
         """Begins to send the bytes of a contiguous array."""
@@ -74,7 +90,28 @@ class Port:
             members.index(self.rank),
             self.tag,
             [self.hosts[member] for member in members],
+            self.brings,
         )
+
+    def check_brings(self, operation: Operation, place: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Compares what a member brings, as its message says first, with what this one does.
+
+        **Arguments:** `place`: where the message was received. **Returns:** the message behind that.
+
+        **Raises:** `CommError` naming both.
+        """
+        theirs = bytes(place.data[: min(operation.num_bytes, HEAD_BYTES)])
+        if theirs != self.brings:
+            world = self.progress.world
+            raise CommError(
+                f"{world.describe(operation.peer)} brings {_words(theirs)} to a collective, "
+                f"{world.describe(world.rank)} {_words(self.brings)}; expected the same of all ranks: call the same "
+                "operations in the same order, with the same shapes and dtypes"
+            )
+        return place[HEAD_BYTES : operation.num_bytes]
+
+    def _body_tag(self, number: int) -> int:
+        return self.tag >> _KIND_BITS << _KIND_BITS | tag_of(0, BODY, number & MAX_NUMBER)
 
 
 def tag_of(group: int, kind: int, number: int) -> int:
@@ -83,7 +120,22 @@ def tag_of(group: int, kind: int, number: int) -> int:
     **Arguments:** `group`: below `MAX_GROUPS`. `kind`: `POINT_TO_POINT` or `COLLECTIVE`. `number`: the user's tag, or
     which collective of its group this is; up to `MAX_NUMBER`.
     """
-    return group << 32 | kind << 30 | number
+    return group << _KIND_BITS | kind << 30 | number
+
+
+def head_of(operation: str) -> bytes:
+    """Returns what a member brings to a collective, in words that are the same for what fits together.
+
+    **Arguments:** `operation`: such as `all_reduce(add) of float32[3]`; a long one is cut, and ends with its hash.
+    """
+    words = operation.encode()
+    if len(words) > HEAD_BYTES:
+        words = words[: HEAD_BYTES - 20] + b" \xe2\x80\xa6" + blake2b(words, digest_size=8).hexdigest().encode()
+    return words.ljust(HEAD_BYTES, b"\0")
+
+
+def _words(head: bytes) -> str:
+    return head.rstrip(b"\0").decode("utf-8", "replace") or "nothing"
 
 
 def together(parts: Sequence[Steps[Any]]) -> Steps[list[Any]]:

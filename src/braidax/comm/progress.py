@@ -6,20 +6,23 @@ sleeps otherwise. Nobody spins for longer than `spin_seconds`, and nobody sleeps
 """
 
 import contextlib
+import itertools
 import logging
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, final
 
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.transport import Buffer, Operation, Transport
+from braidax.comm.waiting import again, all_done, late, left
 from braidax.comm.watch import Notice, Watch
 from braidax.connections.world import World
-from braidax.errors import CommError, PeerLost, WaitTimeout
+from braidax.errors import CommError, PeerLost
 
-_FOLLOW_SECONDS = 0.005, 0.2  # how often the thread looks whether callers still move messages: first, and at last
+_FOLLOW_SECONDS = 0.005, 0.05  # how often the thread looks whether callers still move messages: first, and at last
 _VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
 _LEADER_SECONDS = 1.0  # which a caller that moves messages has to hear that they are closed
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
@@ -34,7 +37,8 @@ class Progress:
     **Arguments:** `transport`, `watch`: connected; this owns both from now on. `world`: what they connect.
     `spin_seconds`: how long a caller that waits keeps a core before it sleeps.
 
-    **Fields:** `failure`: what ended the epoch, if anything did. `takes_arrays`: see `Transport`.
+    **Fields:** `failure`: what ended the epoch, if anything did. `takes_arrays`: see `Transport`. `send_now`,
+    `receive_now`: as `send` and `receive`, but move it along at once, for a caller that has nothing else to do.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
@@ -48,13 +52,16 @@ class Progress:
         self._lock = threading.Lock()  # guards the transport, the watch and all below
         self._changed = threading.Condition(self._lock)  # for callers that wait while another one moves messages
         self._num_followers = 0
-        self._leading = False  # whether a caller moves messages
+        self._leader = 0  # the thread of the caller that moves messages, if one does
         self._sleeping = False  # whether that caller sleeps
         self._hurried = False  # whether a caller moved messages lately
         self._closed = False
         self._released = False  # whether transport and watch are closed
         self._ready: list[Operation] = []
         self._then: dict[Operation, Callable[[], None]] = {}
+        self._numbers = itertools.count()
+        self.send_now = partial(self._begin_now, self._begin_send)
+        self.receive_now = partial(self._begin_now, self._begin_receive)
         self._follow_seconds = _FOLLOW_SECONDS[0]
         self._left_at = 0.0  # when the latest rank left
         self._wake_caller, self._wake_thread = Bell(), Bell()
@@ -66,53 +73,11 @@ class Progress:
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer]) -> Operation:
         """Begins to send. **Arguments, Returns:** see `Transport.send`. **Raises:** the failure, if there is one."""
-        operation = Operation(peer)
-        with self._lock:
-            self.check()
-            self._begin_send(peer, tag, buffers, operation)
-            if self._sleeping and not operation.done:
-                self._wake_caller.ring()
-        return operation
+        return self._begin(self._begin_send, peer, tag, buffers)
 
     def receive(self, peer: int, tag: int, buffer: Buffer) -> Operation:
         """Begins to receive. **Arguments, Returns:** see `Transport.receive`. **Raises:** the failure, if any."""
-        operation = Operation(peer)
-        with self._lock:
-            self.check()
-            self._begin_receive(peer, tag, buffer, operation)
-            if self._sleeping and not operation.done:
-                self._wake_caller.ring()
-        return operation
-
-    def send_now(self, peer: int, tag: int, buffers: Sequence[Any]) -> Operation:
-        """As `send`, but moves it along at once, for a caller that has nothing else to do."""
-        operation = Operation(peer)
-        with self._lock:
-            if self.failure is not None:
-                raise again(self.failure)
-            self._begin_send(peer, tag, buffers, operation)
-            self._hurried = True
-            if operation.done:
-                return operation
-            called = self._hurry()
-        for call in called:
-            call()
-        return operation
-
-    def receive_now(self, peer: int, tag: int, buffer: Any) -> Operation:
-        """As `receive`, but moves it along at once, for a caller that has nothing else to do."""
-        operation = Operation(peer)
-        with self._lock:
-            if self.failure is not None:
-                raise again(self.failure)
-            self._begin_receive(peer, tag, buffer, operation)
-            self._hurried = True
-            if operation.done:
-                return operation
-            called = self._hurry()
-        for call in called:
-            call()
-        return operation
+        return self._begin(self._begin_receive, peer, tag, buffer)
 
     def wait(self, operations: Sequence[Operation], deadline: float) -> None:
         """Returns when all operations have ended.
@@ -122,8 +87,13 @@ class Progress:
         **Raises:** the failure that ended the epoch; the error of the first operation that has one; `WaitTimeout`
         naming the peers that were waited for.
         """
-        if not _all_done(operations) and self._takes_the_lead(operations, deadline):
-            self._lead(operations, deadline)
+        if not all_done(operations):
+            try:
+                if self._takes_the_lead(operations, deadline):
+                    self._lead(operations, deadline)
+            except BaseException:
+                self._step_down()
+                raise
         for operation in operations:
             if operation.error is not None:
                 raise self._judge(operation.error)
@@ -133,18 +103,18 @@ class Progress:
         with self._lock:
             self.check()
             missing = [operation for operation in operations if not operation.done]
-            left = len(missing)
+            num_missing = len(missing)
 
             def ended() -> None:
-                nonlocal left
-                left -= 1
-                if not left:
+                nonlocal num_missing
+                num_missing -= 1
+                if not num_missing:
                     call()
 
             for operation in missing:
                 operation.ready = self._ready
                 self._then[operation] = ended
-            if missing and not self._leading:
+            if missing and not self._leader:
                 self._wake_thread.ring()
         if not missing:
             call()
@@ -160,16 +130,14 @@ class Progress:
             if self._sleeping:
                 self._wake_caller.ring()
 
+    def number(self) -> int:
+        """Returns a number that this rank has given nothing else."""
+        return next(self._numbers)
+
     def fail(self, notice: Notice) -> CommError:
         """Ends the epoch for all ranks, unless it has ended. **Returns:** the failure."""
         with self._lock:
-            if self.failure is None:
-                self._watch.tell(notice)
-                self._fail(notice)
-            failure = self.failure
-            assert failure is not None
-            self._wake_thread.ring()
-        return failure
+            return self._end_epoch(notice)
 
     def close(self, *, timeout_seconds: float) -> None:
         """Delivers what was sent, says goodbye, and ends the thread; later calls raise. A second call does nothing."""
@@ -188,24 +156,83 @@ class Progress:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._changed:
-            self._changed.wait_for(lambda: not self._leading, _LEADER_SECONDS)
+            self._changed.wait_for(lambda: not self._leader, _LEADER_SECONDS)
             self._watch.close()
             for owned in (self._naps, self._wake_caller, self._wake_thread):
                 owned.close()
+
+    @property
+    def left(self) -> Collection[int]:
+        """The ranks that have closed their communicators."""
+        return self._watch.left
 
     def check(self) -> None:
         """Raises the failure, if there is one."""
         if self.failure is not None:
             raise again(self.failure)
 
-    def _hurry(self) -> Sequence[Callable[[], None]]:
-        """Saves a short wait the change of leaders. **Returns:** what is to be called."""
-        if self._leading:
-            if self._sleeping:
+    def _begin(self, begin: Callable[..., None], peer: int, tag: int, data: Any) -> Operation:
+        operation = Operation(peer)
+        with self._lock:
+            self.check()
+            try:
+                begin(peer, tag, data, operation)
+            except BaseException as error:
+                self._break(error)
+                raise
+            if self._sleeping and (self._ready or not operation.done):
                 self._wake_caller.ring()
-            return ()
-        self._poll(self._spin_seconds)
-        return self._ended() if self._ready or self._num_followers else ()
+            elif self._ready and not self._leader:
+                self._wake_thread.ring()
+        return operation
+
+    def _begin_now(self, begin: Callable[..., None], peer: int, tag: int, data: Any) -> Operation:
+        operation = Operation(peer)
+        called: Sequence[Callable[[], None]] = ()
+        with self._lock:
+            if self.failure is not None:
+                raise again(self.failure)
+            try:
+                begin(peer, tag, data, operation)
+                self._hurried = True
+                if operation.done and not self._ready:
+                    return operation
+                if not self._leader:  # saves a short wait the change of leaders
+                    self._poll(0.0 if operation.done else self._spin_seconds)
+                    called = self._ended() if self._ready or self._num_followers else ()
+                elif self._sleeping:
+                    self._wake_caller.ring()
+            except (TypeError, ValueError, BufferError):  # of a buffer that the transport does not take
+                raise
+            except BaseException as error:
+                self._break(error)
+                raise
+        self._call(called)
+        return operation
+
+    def _call(self, called: Sequence[Callable[[], None]]) -> None:
+        """Calls what waited for operations that have ended; without the lock."""
+        try:
+            for call in called:
+                call()
+        except BaseException as error:
+            with self._lock:
+                self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        """Ends the epoch: the transport was interrupted amid a message, so that what it holds is not what was sent."""
+        how = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self._end_epoch(Notice("aborted", self.world.rank, f"{how}, in the middle of a message"))
+
+    def _end_epoch(self, notice: Notice) -> CommError:
+        if self.failure is None:
+            failure = self._fail(notice)
+            self._watch.tell(notice)
+        else:
+            failure = self.failure
+        self._wake_thread.ring()
+        return failure
 
     def _judge(self, error: CommError) -> CommError:
         """Returns what to raise for an operation that failed.
@@ -223,48 +250,62 @@ class Progress:
     def _takes_the_lead(self, operations: Sequence[Operation], deadline: float) -> bool:
         """Sleeps while another caller moves messages. **Returns:** False when the operations have ended meanwhile."""
         with self._changed:
-            while not _all_done(operations):
+            while not all_done(operations):
                 self.check()
-                if not self._leading:
-                    self._leading = True
+                if not self._leader:
+                    self._leader = threading.get_ident()
                     return True
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self.late(operations)
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
+                    raise late(self.world, operations)
+                self._check_left(operations)
+                self._hear_of(operations)
                 self._num_followers += 1
                 try:
-                    self._changed.wait(left)
+                    self._changed.wait(min(seconds, _LEFT_SECONDS))
                 finally:
                     self._num_followers -= 1
+            if not self._leader:  # whoever led may have left it to this caller to go on
+                self._hand_over()
         return False
 
     def _lead(self, operations: Sequence[Operation], deadline: float) -> None:
-        try:
-            while True:
-                with self._lock:
-                    self.check()
+        while True:
+            with self._lock:
+                self.check()
+                try:
                     self._poll(self._spin_seconds)
                     called = self._ended()
-                    if _all_done(operations):
-                        self._leading = self._sleeping = False
-                        self._hand_over()
-                        break
-                    self._check_left(operations)
-                    self._sleeping = self._transport.arm() and not called
-                for call in called:
-                    call()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self.late(operations)
-                if self._sleeping:
-                    self._nap(min(left, self._transport.nap_seconds or left, _LEFT_SECONDS))
-            for call in called:
-                call()
-        except BaseException:
-            with self._lock:
-                self._leading = self._sleeping = False
+                    self._sleeping = not all_done(operations) and self._transport.arm() and not called
+                except BaseException as error:
+                    self._break(error)
+                    raise
+                if all_done(operations):
+                    self._leader = 0
+                    self._hand_over()
+                    break
+                self._check_left(operations)
+                self._hear_of(operations)
+            self._call(called)
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                raise late(self.world, operations)
+            if self._sleeping:
+                self._nap(min(seconds, self._transport.nap_seconds or seconds, _LEFT_SECONDS))
+        self._call(called)
+
+    def _step_down(self) -> None:
+        """Leaves the lead, if this thread has it, to others."""
+        with self._lock:
+            if self._leader == threading.get_ident():
+                self._leader, self._sleeping = 0, False
                 self._hand_over()
-            raise
+
+    def _hear_of(self, operations: Sequence[Operation]) -> None:
+        """Lets operations say that they have ended, whichever call ends them: who waits for them is about to sleep."""
+        for operation in operations:
+            if operation.ready is None:
+                operation.ready = self._ready
 
     def _nap(self, seconds: float) -> None:
         for key, _ in self._naps.select(seconds):
@@ -284,34 +325,20 @@ class Progress:
             self._changed.notify_all()
         if not self._ready:
             return []
-        called = [self._then.pop(operation) for operation in self._ready]
+        called = [self._then.pop(operation) for operation in self._ready if operation in self._then]
         self._ready.clear()
         return called
-
-    def late(self, operations: Sequence[Operation]) -> WaitTimeout:
-        """Returns the error of operations that have not ended in time."""
-        peers = sorted({operation.peer for operation in operations if not operation.done})
-        listed = ", ".join(self.world.describe(peer) for peer in peers[:8]) + ("…" if len(peers) > 8 else "")
-        return WaitTimeout(
-            f"{self.world.describe(self.world.rank)} waited for {listed} up to the limit; expected it to take part in "
-            "the same operation: do all ranks call the same ones in the same order? If it is only slow, raise "
-            "timeout_seconds="
-        )
 
     def _check_left(self, operations: Sequence[Operation]) -> None:
         gone = [operation.peer for operation in operations if operation.peer in self._watch.left and not operation.done]
         if gone and time.monotonic() > self._left_at + _LEFT_SECONDS:
-            raise PeerLost(
-                f"{self.world.describe(gone[0])} is lost: it closed its communicator while this rank waited for it; "
-                "close communicators only when all ranks are done, such as behind a barrier()",
-                gone[0],
-                self.world.hosts[gone[0]],
-            )
+            raise left(self.world, gone[0])
 
-    def _fail(self, notice: Notice) -> None:
-        self.failure = notice.error(self.world)
+    def _fail(self, notice: Notice) -> CommError:
+        self.failure = failure = notice.error(self.world)
         self._changed.notify_all()
         self._wake_caller.ring()
+        return failure
 
     def _release(self, timeout_seconds: float) -> None:
         if not self._released:
@@ -340,8 +367,7 @@ class Progress:
                 if self.failure is not None:
                     return
                 called, seconds = self._serve(selector)
-            for call in called:
-                call()
+            self._call(called)
             for key, _ in selector.select(seconds):
                 if key.fd == self._wake_thread.fileno():
                     self._wake_thread.hush()
@@ -358,7 +384,7 @@ class Progress:
 
     def _serve(self, selector: selectors.BaseSelector) -> tuple[list[Callable[[], None]], float]:
         """Moves messages if no caller does. **Returns:** what is to be called, and how long to sleep then."""
-        if self._leading or (self._hurried and not self._then):
+        if self._leader or (self._hurried and not self._then):
             self._hurried = False
             self._follow_seconds = min(2 * self._follow_seconds, _FOLLOW_SECONDS[1])
             with contextlib.suppress(KeyError):
@@ -372,12 +398,3 @@ class Progress:
         sleeps = self._transport.arm() and not called
         pause = self._watch.pause_seconds
         return called, min(pause, self._transport.nap_seconds or pause) if sleeps else 0.0
-
-
-def _all_done(operations: Sequence[Operation]) -> bool:
-    return all(operation.done for operation in operations)
-
-
-def again(error: CommError) -> CommError:
-    """Returns an error to raise once more, with a traceback of its own."""
-    return type(error)(*error.args)

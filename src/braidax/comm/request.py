@@ -1,12 +1,13 @@
 """An operation that goes on while its caller does something else."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast, final
 
 from braidax.comm.port import Steps
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Operation
+from braidax.comm.waiting import all_done, late
 from braidax.errors import CommError, WaitTimeout
 
 T = TypeVar("T")
@@ -17,12 +18,22 @@ class Request(Generic[T]):
     """What has been begun: `wait` returns its result. Made by `Communicator.start`.
 
     Arrays and buffers that were given must not be changed before `wait` has returned, or `done` is true.
+
+    **Arguments:** `progress`: moves the messages. `steps`: the algorithm. `timeout_seconds`: the limit of `wait`.
+    `failed`: is told what it failed of, as soon as that is known.
     """
 
-    def __init__(self, progress: Progress, steps: Steps[T], timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        steps: Steps[T],
+        timeout_seconds: float,
+        failed: Callable[[BaseException], None],
+    ) -> None:
         self._progress = progress
         self._steps = steps
         self._timeout_seconds = timeout_seconds
+        self._failed = failed
         self._operations: Sequence[Operation] = ()  # that the algorithm waits for
         self._whole = Operation(progress.world.rank)
         self._result: T | None = None
@@ -46,7 +57,10 @@ class Request(Generic[T]):
         try:
             self._progress.wait([self._whole], time.monotonic() + limit)
         except WaitTimeout:
-            raise self._progress.late(self._operations) from None
+            raise late(self._progress.world, self._operations) from None
+        except BaseException as error:
+            self._failed(error)
+            raise
         if self._error is not None:
             raise self._error
         return cast("T", self._result)
@@ -58,20 +72,23 @@ class Request(Generic[T]):
             while True:
                 failed = next((item.error for item in self._operations if item.error is not None), None)
                 if failed is not None:
-                    self._progress.end(self._whole, failed)
-                    return
+                    raise failed
                 self._operations = operations = next(self._steps)
-                if not all(operation.done for operation in operations):
+                if not all_done(operations):
                     self._progress.then(operations, self._advance)
                     return
         except StopIteration as stop:
             self._result = stop.value
             self._progress.end(self._whole)
-        except CommError as error:
-            self._progress.end(self._whole, error)
-        except BaseException as error:  # noqa: BLE001 (raised by wait: what a user's ufunc or dtype makes of its operands)
-            self._error = error
+        except BaseException as error:
+            self._failed(error)
+            if isinstance(error, CommError):
+                self._progress.end(self._whole, error)
+                return
+            self._error = error  # raised by wait: what a user's ufunc or dtype makes of its operands
             self._progress.end(self._whole)
+            if not isinstance(error, Exception):  # an interrupt is for whoever noticed that this may go on, too
+                raise
 
 
 def run(progress: Progress, steps: Steps[Any], deadline: float) -> Any:

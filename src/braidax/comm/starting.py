@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from braidax.comm.group import Group
 from braidax.comm.messages import Value
@@ -27,43 +27,53 @@ class Starting:
 
     def send(self, value: Value, dest: int, *, tag: int = 0) -> Request[None]:
         """Begins `Communicator.send`."""
-        return self._begin(self._group.send(value, dest, tag))
+        return self._begin("send", self._group.send, value, dest, tag)
 
     def recv(self, source: int, *, tag: int = 0) -> Request[Value]:
         """Begins `Communicator.recv`."""
-        return self._begin(self._group.recv(source, tag))
+        return self._begin("recv", self._group.recv, source, tag)
 
     def barrier(self) -> Request[None]:
         """Begins `Communicator.barrier`."""
-        return self._begin(self._group.barrier())
+        return self._begin("barrier", self._group.barrier)
 
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Request[Value]:
         """Begins `Communicator.broadcast`."""
-        return self._begin(self._group.broadcast(value, root))
+        return self._begin("broadcast", self._group.broadcast, value, root)
 
     def gather(self, value: Value, *, root: int = 0) -> Request[list[Value]]:
         """Begins `Communicator.gather`."""
-        return self._begin(self._group.gather(value, root))
+        return self._begin("gather", self._group.gather, value, root)
 
     def all_gather(self, value: Value) -> Request[list[Value]]:
         """Begins `Communicator.all_gather`."""
-        return self._begin(self._group.all_gather(value))
+        return self._begin("all_gather", self._group.all_gather, value)
 
-    def reduce(self, array: NDArray[Any], operation: np.ufunc = np.add, *, root: int = 0) -> Request[NDArray[Any]]:
+    def reduce(self, array: ArrayLike, operation: np.ufunc = np.add, *, root: int = 0) -> Request[NDArray[Any]]:
         """Begins `Communicator.reduce`."""
-        return self._begin(self._group.reduce(array, operation, root))
+        return self._begin("reduce", self._group.reduce, array, operation, root)
 
-    def all_reduce(self, array: NDArray[Any], operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+    def all_reduce(self, array: ArrayLike, operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
         """Begins `Communicator.all_reduce`."""
-        return self._begin(self._group.all_reduce(array, operation))
+        return self._begin("all_reduce", self._group.all_reduce, array, operation)
 
-    def reduce_scatter(self, array: NDArray[Any], operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+    def reduce_scatter(self, array: ArrayLike, operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
         """Begins `Communicator.reduce_scatter`."""
-        return self._begin(self._group.reduce_scatter(array, operation))
+        return self._begin("reduce_scatter", self._group.reduce_scatter, array, operation)
 
     def all_to_all(self, parts: Sequence[Value]) -> Request[list[Value]]:
         """Begins `Communicator.all_to_all`."""
-        return self._begin(self._group.all_to_all(parts))
+        return self._begin("all_to_all", self._group.all_to_all, parts)
 
-    def _begin(self, steps: Steps[T]) -> Request[T]:
-        return Request(self._group.progress, steps, self._limit())
+    def _begin(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any) -> Request[T]:
+        limit = self._limit()
+        group = self._group
+
+        def failed(error: BaseException) -> None:
+            group.failed(name, error, limit)
+
+        try:
+            return Request(group.progress, begin(*arguments), limit, failed)
+        except BaseException as error:
+            failed(error)
+            raise

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.comm.collectives.opening import OPENING_BYTES, Opening, headed, opened, place_of
+from braidax.comm.messages import bytes_of
 from braidax.comm.port import Port, Steps, scratch
+from braidax.comm.transports.transport import Operation
 
-_SMALL_BYTES = 1 << 14  # up to here rounds count, beyond it bytes
+_SMALL_BYTES = OPENING_BYTES  # up to here rounds count, beyond it bytes
 _PAIRWISE_BYTES = 1 << 20  # of a reduce_scatter whose blocks are exchanged directly
 _PIECE_BYTES = 1 << 19  # of a ring: one is reduced while the next ones are on their way
 _AHEAD = 4  # pieces that are received into memory of their own
@@ -22,26 +25,21 @@ _AHEAD = 4  # pieces that are received into memory of their own
 def all_reduce(port: Port, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
     """Returns the reduction of all members' arrays on every member."""
     own = _flat(array)
-    result = np.empty_like(own)
     groups = _by_host(port)
-    if 1 < len(groups) < port.size:
-        yield from _two_levels(port, own, result, operation, groups)
+    if port.size == 2 and own.nbytes <= _SMALL_BYTES:
+        result = yield from _exchange(port, own, operation)
+    elif 1 < len(groups) < port.size:
+        result = yield from opened(port, _two_levels(port, own, operation, groups))
     else:
-        yield from _flat_all_reduce(port, own, result, operation)
+        result = yield from opened(port, _flat_all_reduce(port, own, operation))
     return result.reshape(np.shape(array))
 
 
 def reduce(port: Port, array: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
     """Returns the reduction of all members' arrays on the root, an empty array elsewhere."""
     own = _flat(array)
-    if own.nbytes <= _SMALL_BYTES or port.size == 1:
-        result = own.copy()
-        yield from _tree_reduce(port, result, operation, root)
-    else:
-        result, bounds = np.empty_like(own), _bounds(own.size, port.size)
-        yield from _ring_reduce_scatter(port, own, result, operation, bounds)
-        yield from _collect(port, result, bounds, root)
-    return result.reshape(np.shape(array)) if port.rank == root else np.empty(0, result.dtype)
+    result = yield from opened(port, _reduce(port, own, operation, root))
+    return result.reshape(np.shape(array)) if port.rank == root else np.empty(0, own.dtype)
 
 
 def reduce_scatter(port: Port, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
@@ -51,28 +49,46 @@ def reduce_scatter(port: Port, array: NDArray[Any], operation: np.ufunc) -> Step
     begin, end = bounds[port.rank], bounds[port.rank + 1]
     if own.nbytes <= _PAIRWISE_BYTES or port.size == 1:
         block = own[begin:end].copy()
-        yield from _pairwise_reduce_scatter(port, own, block, operation, bounds)
+        yield from opened(port, _pairwise_reduce_scatter(port, own, block, operation, bounds))
     else:
         result = np.empty_like(own)
-        yield from _ring_reduce_scatter(port, own, result, operation, bounds)
+        yield from opened(port, _ring_reduce_scatter(port, own, result, operation, bounds))
         block = result[begin:end].copy()
     return block.reshape(len(array) // port.size, *array.shape[1:])
 
 
-def _flat_all_reduce(port: Port, own: NDArray[Any], result: NDArray[Any], operation: np.ufunc) -> Steps[None]:
-    """Reduces what is this member's own, which may be where the result goes."""
+def _exchange(port: Port, own: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
+    """Reduces a small array with the only other member, in one message each way."""
+    opening = Opening(port, [bytes_of(own)])
+    other = (yield from opening.heard()).view(own.dtype)
+    result = np.empty_like(own)
+    first, second = (own, other) if port.rank == 0 else (other, own)  # so that both get the same bits
+    operation(first, second, out=result)
+    yield [opening.sent]
+    return result
+
+
+def _flat_all_reduce(port: Port, own: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
     if own.nbytes <= _SMALL_BYTES or port.size == 1:
-        result[:] = own
-        yield from _recursive_doubling(port, result, operation)
-    else:
-        bounds = _bounds(own.size, port.size)
-        yield from _ring_reduce_scatter(port, own, result, operation, bounds)
-        yield from _ring_all_gather(port, result, bounds)
+        return (yield from _recursive_doubling(port, own, operation))
+    result, bounds = np.empty_like(own), _bounds(own.size, port.size)
+    yield from _ring_reduce_scatter(port, own, result, operation, bounds)
+    yield from _ring_all_gather(port, result, bounds)
+    return result
+
+
+def _reduce(port: Port, own: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
+    if own.nbytes <= _SMALL_BYTES or port.size == 1:
+        return (yield from _tree_reduce(port, own, operation, root))
+    result, bounds = np.empty_like(own), _bounds(own.size, port.size)
+    yield from _ring_reduce_scatter(port, own, result, operation, bounds)
+    yield from _collect(port, result, bounds, root)
+    return result
 
 
 def _two_levels(
-    port: Port, own: NDArray[Any], result: NDArray[Any], operation: np.ufunc, groups: Sequence[Sequence[int]]
-) -> Steps[None]:
+    port: Port, own: NDArray[Any], operation: np.ufunc, groups: Sequence[Sequence[int]]
+) -> Steps[NDArray[Any]]:
     """Reduces inside hosts first, so that what crosses between them is as little as can be.
 
     With equally many members on all hosts, each reduces a share of its host's with its counterparts on the others.
@@ -81,75 +97,77 @@ def _two_levels(
     mine = next(group for group in groups if port.rank in group)
     inside = port.among(mine)
     if len({len(group) for group in groups}) == 1 and own.nbytes > _SMALL_BYTES:
-        bounds = _bounds(own.size, len(mine))
-        yield from _ring_reduce_scatter(inside, own, result, operation, bounds)
+        result, bounds = np.empty_like(own), _bounds(own.size, len(mine))
+        yield from opened(inside, _ring_reduce_scatter(inside, own, result, operation, bounds))
         share = result[bounds[inside.rank] : bounds[inside.rank + 1]]
-        yield from _flat_all_reduce(port.among([group[inside.rank] for group in groups]), share, share, operation)
+        across = port.among([group[inside.rank] for group in groups])
+        share[:] = yield from opened(across, _flat_all_reduce(across, share, operation))
         yield from _ring_all_gather(inside, result, bounds)
-        return
-    result[:] = own
-    yield from _tree_reduce(inside, result, operation, 0)
+        return result
+    result = yield from _tree_reduce(inside, own, operation, 0)
     if inside.rank == 0:
-        yield from _flat_all_reduce(port.among([group[0] for group in groups]), result, result, operation)
-    yield from _tree_broadcast(inside, result)
+        across = port.among([group[0] for group in groups])
+        result = yield from opened(across, _flat_all_reduce(across, result, operation))
+    return (yield from _tree_broadcast(inside, result))
 
 
-def _recursive_doubling(port: Port, flat: NDArray[Any], operation: np.ufunc) -> Steps[None]:
+def _recursive_doubling(port: Port, own: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
     """Exchanges with partners at doubling distances; members beyond the largest power of two lend theirs to others."""
     core = 1 << (port.size.bit_length() - 1)
     extra = port.size - core
-    incoming = scratch(flat, flat.size)
+    message, flat = headed(port, own)
     if port.rank >= core:
-        yield [port.send_array(port.rank - core, flat)]
-        received = port.receive_array(port.rank - core, flat)
-        yield [received]
-        port.check_whole(received, flat)
-        return
+        yield [port.send(port.rank - core, message.data)]
+        return (yield from _received(port, port.rank - core, own)).copy()
     if port.rank < extra:
-        received = port.receive_array(port.rank + core, incoming)
-        yield [received]
-        port.check_whole(received, incoming)
+        incoming = yield from _received(port, port.rank + core, own)
         operation(flat, incoming, out=flat)
     distance = 1
     while distance < core:
         partner = port.rank ^ distance
-        received = port.receive_array(partner, incoming)
-        yield [received, port.send_array(partner, flat)]
-        port.check_whole(received, incoming)
+        incoming = yield from _received(port, partner, own, port.send(partner, message.data))
         # The lower rank's operand comes first on both sides, so that both get the same bits.
         first, second = (flat, incoming) if port.rank < partner else (incoming, flat)
         operation(first, second, out=flat)
         distance *= 2
     if port.rank < extra:
-        yield [port.send_array(port.rank + core, flat)]
+        yield [port.send(port.rank + core, message.data)]
+    return flat
 
 
-def _tree_reduce(port: Port, flat: NDArray[Any], operation: np.ufunc, root: int) -> Steps[None]:
+def _tree_reduce(port: Port, own: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
     place = (port.rank - root) % port.size
-    incoming = scratch(flat, flat.size)
+    message, flat = headed(port, own)
     distance = 1
     while distance < port.size:
         if place & distance:
-            yield [port.send_array((place - distance + root) % port.size, flat)]
-            return
+            yield [port.send((place - distance + root) % port.size, message.data)]
+            break
         if place + distance < port.size:
-            received = port.receive_array((place + distance + root) % port.size, incoming)
-            yield [received]
-            port.check_whole(received, incoming)
+            incoming = yield from _received(port, (place + distance + root) % port.size, own)
             operation(flat, incoming, out=flat)
         distance *= 2
+    return flat
 
 
-def _tree_broadcast(port: Port, flat: NDArray[Any]) -> Steps[None]:
+def _tree_broadcast(port: Port, own: NDArray[Any]) -> Steps[NDArray[Any]]:
+    """Returns the array of member 0."""
     distance = 1 << (port.size - 1).bit_length()
     while distance > 1:
         distance //= 2
         if port.rank % (2 * distance) == distance:
-            received = port.receive_array(port.rank - distance, flat)
-            yield [received]
-            port.check_whole(received, flat)
+            own = (yield from _received(port, port.rank - distance, own)).copy()
         elif port.rank % (2 * distance) == 0 and port.rank + distance < port.size:
-            yield [port.send_array(port.rank + distance, flat)]
+            yield [port.send(port.rank + distance, headed(port, own)[0].data)]
+    return own
+
+
+def _received(port: Port, peer: int, like: NDArray[Any], sent: Operation | None = None) -> Steps[NDArray[Any]]:
+    """Returns an array of a member that brings the same. **Arguments:** `sent`: what else is waited for."""
+    place = place_of(port, like.nbytes)
+    received = port.receive(peer, place.data)
+    yield [received] if sent is None else [received, sent]
+    return port.check_brings(received, place).view(like.dtype)
 
 
 def _ring_reduce_scatter(
@@ -196,13 +214,14 @@ def _pairwise_reduce_scatter(
 ) -> Steps[None]:
     """Adds to a member's block what the others have for it."""
     peers = [peer for peer in range(port.size) if peer != port.rank]
-    places = {peer: scratch(own, block.size) for peer in peers}
-    receives = [port.receive_array(peer, places[peer]) for peer in peers]
-    sends = [port.send_array(peer, own[bounds[peer] : bounds[peer + 1]]) for peer in peers]
-    yield [*receives, *sends]
+    places = {peer: place_of(port, block.nbytes) for peer in peers}
+    receives = [port.receive(peer, places[peer].data) for peer in peers]
+    brings = memoryview(port.brings)
+    sends = [port.send(peer, brings, bytes_of(own[bounds[peer] : bounds[peer + 1]])) for peer in peers]
     for received, peer in zip(receives, peers, strict=True):
-        port.check_whole(received, places[peer])
-        operation(block, places[peer], out=block)
+        yield [received]
+        operation(block, port.check_brings(received, places[peer]).view(own.dtype), out=block)
+    yield sends
 
 
 def _collect(port: Port, flat: NDArray[Any], bounds: Sequence[int], root: int) -> Steps[None]:

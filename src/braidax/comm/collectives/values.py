@@ -1,46 +1,45 @@
 """Algorithms on values of any kind and size: point to point, broadcast, gather, all to all."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm.messages import FIRST_BYTES, Unpacking, Value, empty, pack, parts_of
+from braidax.comm.collectives.opening import Opening, opened, place_of
+from braidax.comm.messages import FIRST_BYTES, Parcel, Unpacking, Value, pack
 from braidax.comm.port import Port, Steps, together
 from braidax.comm.transports.transport import Operation
 
 _PIPE_BYTES = 1 << 18  # from here on a broadcast is a pipeline, not a tree
 _PIECE_BYTES = 1 << 19  # of a pipeline
+_LENGTH_BYTES = 4  # of a block that travels with others
 
 
 def barrier(port: Port) -> Steps[None]:
     """Returns when all members have come: dissemination, log2(size) rounds (Hensgen, Finkel and Manber 1988)."""
-    nothing = memoryview(bytearray())
-    distance = 1
+    if port.size == 1:
+        return
+    opening = Opening(port)
+    yield from opening.heard()
+    distance = 2
     while distance < port.size:
-        yield [
-            port.send((port.rank + distance) % port.size, nothing),
-            port.receive((port.rank - distance) % port.size, nothing),
-        ]
+        place = place_of(port)
+        received = port.receive((port.rank - distance) % port.size, place.data)
+        yield [port.send((port.rank + distance) % port.size, memoryview(port.brings)), received]
+        port.check_brings(received, place)
         distance *= 2
+    yield [opening.sent]
 
 
 def send(port: Port, peer: int, value: Value) -> Steps[None]:
     """Sends a value to a member."""
-    yield _begin_send(port, peer, value)
+    yield _begin_send(port, peer, _packed(port, value))
 
 
 def receive(port: Port, peer: int) -> Steps[Value]:
     """Receives a value from a member."""
-    first = empty(FIRST_BYTES)
-    yield [port.receive(peer, first.data)]
-    arriving = Unpacking(first)
-    if arriving.rest is not None:
-        operation = port.receive(peer, arriving.rest.data)
-        yield [operation]
-        port.check_whole(operation, arriving.rest)
-    return arriving.value()
+    arriving = yield from _first(port, peer)
+    return (yield from _rest(port, peer, arriving))
 
 
 def broadcast(port: Port, value: Value, root: int) -> Steps[Value]:
@@ -49,20 +48,22 @@ def broadcast(port: Port, value: Value, root: int) -> Steps[Value]:
     The first message, and all of a small value, goes down a binomial tree. A large one goes through all members as a
     pipeline of pieces, so that every link carries it once; neighbors in rank are mostly on one host.
     """
+    return opened(port, _broadcast(port, value, root))
+
+
+def _broadcast(port: Port, value: Value, root: int) -> Steps[Value]:
     place = (port.rank - root) % port.size
     arriving: Unpacking | None = None
     if place == 0:
-        parcel = pack(*parts_of(value))
-        first = np.frombuffer(b"".join(parcel.first), np.uint8)
+        parcel = pack(value)
+        first = memoryview(b"".join((port.brings, *parcel.first)))
         rest = np.frombuffer(b"".join(parcel.rest), np.uint8) if len(parcel.rest) > 1 else None
         if rest is None and parcel.rest:
             rest = np.frombuffer(parcel.rest[0], np.uint8)
     else:
-        first = empty(FIRST_BYTES)
-        yield [port.receive(_parent(place, root, port.size), first.data)]
-        arriving = Unpacking(first)
-        first, rest = first[: arriving.num_bytes], arriving.rest
-    yield [port.send(child, first.data) for child in _children(place, root, port.size)]
+        arriving = yield from _first(port, _parent(place, root, port.size))
+        first, rest = memoryview(port.brings + arriving.first.data), arriving.rest
+    yield [port.send(child, first) for child in _children(place, root, port.size)]
     if rest is not None and rest.nbytes >= _PIPE_BYTES and port.size > 2:
         yield from _pipeline(port, rest, root)
     elif rest is not None:
@@ -76,6 +77,10 @@ def broadcast(port: Port, value: Value, root: int) -> Steps[Value]:
 
 def gather(port: Port, value: Value, root: int) -> Steps[list[Value]]:
     """Returns the values of all members in rank order on the root, an empty list elsewhere."""
+    return opened(port, _gather(port, value, root))
+
+
+def _gather(port: Port, value: Value, root: int) -> Steps[list[Value]]:
     if port.rank != root:
         yield from send(port, root, value)
         return []
@@ -90,7 +95,7 @@ def all_gather(port: Port, value: Value) -> Steps[list[Value]]:
 
     First messages travel by Bruck's algorithm (1997) in log2(size) rounds; what does not fit in them by a ring.
     """
-    parcel = pack(*parts_of(value))
+    parcel = pack(value)
     blocks = yield from _bruck(port, b"".join(parcel.first))
     arriving = [Unpacking(np.frombuffer(block, np.uint8)) for block in blocks]
     after, before = (port.rank + 1) % port.size, (port.rank - 1) % port.size
@@ -110,43 +115,88 @@ def all_gather(port: Port, value: Value) -> Steps[list[Value]]:
 
 def all_to_all(port: Port, values: Sequence[Value]) -> Steps[list[Value]]:
     """Returns what every member has for this one, by rank: each pair exchanges directly."""
-    distances = range(1, port.size)
-    peers = [(port.rank + distance) % port.size for distance in distances]
-    sources = [(port.rank - distance) % port.size for distance in distances]
+    if port.size == 1:
+        return list(values)
+    parcels = {peer: _packed(port, value) for peer, value in enumerate(values) if peer != port.rank}
+    after, before = (port.rank + 1) % port.size, (port.rank - 1) % port.size
+    opening = Opening(port, parcels[after].first)
     # What is sent is waited for last: it may end only when the others, who also send, receive it.
-    sends = [operation for peer in peers for operation in _begin_send(port, peer, values[peer])]
-    received = yield from together([receive(port, source) for source in sources])
+    sends = [opening.sent]
+    if parcels[after].rest:
+        sends.append(port.send_body(after, parcels[after].number, parcels[after].rest))
+    for distance in range(2, port.size):
+        peer = (port.rank + distance) % port.size
+        sends += _begin_send(port, peer, parcels[peer])
+    sources = [(port.rank - distance) % port.size for distance in range(2, port.size)]
+    others = [receive(port, source) for source in sources]
+    arriving = Unpacking((yield from opening.heard()))
+    received = yield from together([_rest(port, before, arriving), *others])
     yield sends
-    results: list[Any] = [None] * port.size
-    for source, value in zip(sources, received, strict=True):
+    results = list(values)
+    for source, value in zip([before, *sources], received, strict=True):
         results[source] = value
-    results[port.rank] = values[port.rank]
     return results
 
 
-def _begin_send(port: Port, peer: int, value: Value) -> list[Operation]:
-    parcel = pack(*parts_of(value))
-    operations = [port.send(peer, *parcel.first)]
-    return [*operations, port.send(peer, *parcel.rest)] if parcel.rest else operations
+def _packed(port: Port, value: Value) -> Parcel:
+    return pack(value, port.progress.number())
+
+
+def _begin_send(port: Port, peer: int, parcel: Parcel) -> list[Operation]:
+    head, *parts = parcel.first
+    operations = [port.send(peer, memoryview(port.brings + head), *parts)]
+    return [*operations, port.send_body(peer, parcel.number, parcel.rest)] if parcel.rest else operations
+
+
+def _first(port: Port, peer: int) -> Steps[Unpacking]:
+    """Receives the first message of a value, and in a collective what its sender brings to that."""
+    place = place_of(port, FIRST_BYTES)
+    received = port.receive(peer, place.data)
+    yield [received]
+    return Unpacking(port.check_brings(received, place) if port.brings else place[: received.num_bytes])
+
+
+def _rest(port: Port, peer: int, arriving: Unpacking) -> Steps[Value]:
+    """Receives the second message of a value, if there is one."""
+    if arriving.rest is not None:
+        operation = port.receive_body(peer, arriving.number, arriving.rest.data)
+        yield [operation]
+        port.check_whole(operation, arriving.rest)
+    return arriving.value()
 
 
 def _bruck(port: Port, block: bytes) -> Steps[list[bytes]]:
     """Gathers one block of at most `FIRST_BYTES` from every member on all of them."""
     blocks = [block]
-    distance = 1
+    if port.size == 1:
+        return blocks
+    opening = Opening(port, [memoryview(_listed(blocks))])
+    blocks += _unlisted((yield from opening.heard()))
+    distance = 2
     while distance < port.size:
         count = min(distance, port.size - distance)
-        data = b"".join(len(item).to_bytes(4, "little") + item for item in blocks[:count])
-        place = empty(count * (FIRST_BYTES + 4))
-        incoming = port.receive((port.rank + distance) % port.size, place.data)
-        yield [incoming, port.send((port.rank - distance) % port.size, memoryview(data))]
-        position = 0
-        while position < incoming.num_bytes:
-            end = position + 4 + int.from_bytes(place.data[position : position + 4], "little")
-            blocks.append(place[position + 4 : end].tobytes())
-            position = end
+        place = place_of(port, count * (FIRST_BYTES + _LENGTH_BYTES))
+        incoming = port.receive((port.rank - distance) % port.size, place.data)
+        data = memoryview(port.brings + _listed(blocks[:count]))
+        yield [incoming, port.send((port.rank + distance) % port.size, data)]
+        blocks += _unlisted(port.check_brings(incoming, place))
         distance *= 2
-    return [blocks[(rank - port.rank) % port.size] for rank in range(port.size)]
+    yield [opening.sent]
+    return [blocks[(port.rank - rank) % port.size] for rank in range(port.size)]
+
+
+def _listed(blocks: Sequence[bytes]) -> bytes:
+    return b"".join(len(item).to_bytes(_LENGTH_BYTES, "little") + item for item in blocks)
+
+
+def _unlisted(data: NDArray[np.uint8]) -> list[bytes]:
+    blocks: list[bytes] = []
+    position = 0
+    while position < data.nbytes:
+        begin = position + _LENGTH_BYTES
+        position = begin + int.from_bytes(data.data[position:begin], "little")
+        blocks.append(data[begin:position].tobytes())
+    return blocks
 
 
 def _pipeline(port: Port, data: NDArray[np.uint8], root: int) -> Steps[None]:

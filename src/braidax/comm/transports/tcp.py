@@ -3,22 +3,35 @@
 import selectors
 import socket
 import ssl
-import struct
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import final
 
-from braidax.comm.transports.tcp_link import Link, Message, Outgoing, Posted, write_some
-from braidax.comm.transports.transport import Buffer, Operation, Transport, too_long
+from braidax.comm.transports.tcp_link import (
+    BYE,
+    FRAME,
+    GO,
+    KEEP_BYTES,
+    KIND_SHIFT,
+    OFFER,
+    REST,
+    ROOM,
+    WHOLE,
+    Link,
+    Message,
+    Outgoing,
+    Posted,
+    charge_of,
+    write_some,
+)
+from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, too_long
 from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
 from braidax.connections.world import World
 from braidax.errors import PeerLost
 
-_HEADER = struct.Struct("<QQ")  # tag, length
-_BYE = 1 << 63  # as a tag: the peer closes on purpose
-_KEEP_BYTES = 1 << 22  # of messages from one peer that nobody has asked for yet; more stay in the socket
 _SMALL_BYTES = 1 << 16  # a message that is kept at once
+_OWED_BYTES = KEEP_BYTES // 4  # of room that is given back in a frame of its own
 _CLOSED = "it closed its communicator"
 _TURN_BYTES = 1 << 22  # read from one peer before others have their turn
 
@@ -28,8 +41,8 @@ class TcpTransport(Transport):
     """Moves messages over TCP; needs nothing but Python.
 
     Every pair of ranks shares one connection, on which both have proved that they know the world's secret. A message
-    that was asked for is read into its place. One that was not is kept in memory while it is small; a large one stays
-    in the socket, which holds up its sender, until it is asked for or stands in the way of another that is.
+    that was asked for is read into its place. Of those that were not, up to 4 MiB a peer are kept in memory, when they
+    are small or stand in the way of others; the rest waits at the sender, whose `send` ends when it is asked for.
 
     **Arguments:** `interfaces`: addresses of this host that peers on other hosts may use, such as `("10.0.0.5",)`; by
     default those of all interfaces that are up. `tls`: encrypts the connections.
@@ -71,23 +84,29 @@ class TcpTransport(Transport):
         if (lost := link.lost or link.mute) is not None:
             operation.fail(lost)
             return
-        header = memoryview(_HEADER.pack(tag, sum(map(len, buffers))))
-        link.outgoing.append(Outgoing([header, *filter(len, buffers)], operation))
-        if len(link.outgoing) == 1:
+        is_idle = not link.outgoing
+        link.put(tag, buffers, operation)
+        if is_idle:
             self._write(link)
+        if link.paused and link.offered and link.lost is None:
+            self._resume(link)  # what the peer asks for comes behind what nobody asks for here
 
     def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation) -> None:
         link = self._links[peer]
         if (kept := link.kept.get(tag)) is not None:
-            self._take(link, kept, tag, buffer, operation)
+            message = kept.popleft()
+            if not kept:
+                del link.kept[tag]
+            self._match(link, message, buffer, operation)
+            if link.paused and link.asked:
+                self._resume(link)  # the rest comes behind what nobody asks for
             return
         if link.lost is not None:
             operation.fail(link.lost)
             return
         link.posted.setdefault(tag, deque()).append(Posted(buffer, operation))
         if link.paused:
-            link.paused = False
-            self._read(link)
+            self._resume(link)
 
     def poll(self, spin_seconds: float) -> None:
         for link in list(self._behind):
@@ -111,9 +130,9 @@ class TcpTransport(Transport):
         links = [link for link in self._links.values() if link.lost is None and link.rank != self._world.rank]
         if timeout_seconds > 0:
             for link in links:
-                link.outgoing.append(Outgoing([memoryview(_HEADER.pack(_BYE, 0))], Operation(link.rank)))
+                link.outgoing.append(Outgoing([link.frame(BYE)]))
                 self._write(link)
-            while any(link.outgoing for link in links) and (left := deadline - time.monotonic()) > 0:
+            while any(link.outgoing or link.offered for link in links) and (left := deadline - time.monotonic()) > 0:
                 self._selector.select(left)
                 self.poll(0)
             linger([link.connection for link in links if link.lost is None], deadline)
@@ -124,27 +143,50 @@ class TcpTransport(Transport):
 
     def _send_to_self(self, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
         link = self._links[self._world.rank]
-        message = memoryview(bytearray().join(buffers))
-        link.kept.setdefault(tag, deque()).append(message)
-        link.kept_bytes += len(message)
+        data = memoryview(bytearray().join(buffers))
+        message = Message(tag, len(data), data)
+        message.received = len(data)
         operation.finish()
-        if (posted := link.posted.get(tag)) is not None:
-            first = posted.popleft()
-            if not posted:
-                del link.posted[tag]
-            self._take(link, link.kept[tag], tag, first.buffer, first.operation)
+        self._arrive(link, message)
 
-    def _take(self, link: Link, kept: deque[Buffer], tag: int, buffer: Buffer, operation: Operation) -> None:
-        """Ends a receive with a message that was kept for it."""
-        message = kept.popleft()
-        if not kept:
-            del link.kept[tag]
-        link.kept_bytes -= len(message)
-        if len(message) > len(buffer):
-            operation.fail(too_long(self._world, link.rank, len(message), len(buffer)))
+    def _arrive(self, link: Link, message: Message) -> None:
+        """Gives a message to the oldest receive for it, or keeps it for the next one."""
+        posted = link.posted.get(message.tag)
+        if posted is None:
+            link.kept.setdefault(message.tag, deque()).append(message)
             return
-        buffer[: len(message)] = message
-        operation.finish(len(message))
+        first = posted.popleft()
+        if not posted:
+            del link.posted[message.tag]
+        self._match(link, message, first.buffer, first.operation)
+
+    def _match(self, link: Link, message: Message, buffer: Buffer, operation: Operation) -> None:
+        """Lets a receive have a message, as much of it as is here, and asks for the rest."""
+        if message.num_bytes > len(buffer):
+            operation.fail(too_long(self._world, link.rank, message.num_bytes, len(buffer)))
+            message.buffer = None
+        elif link.lost is not None and not message.is_whole:
+            operation.fail(link.lost)
+            return
+        else:
+            message.move(buffer, operation)
+            if message.is_whole:
+                operation.finish(message.num_bytes)
+        if link.lost is not None:
+            return
+        link.owed += message.charge
+        if message.number is not None:
+            if not message.is_whole:
+                link.asked[message.number] = message
+            self._put_first(link, GO, message.number)
+        elif link.owed >= _OWED_BYTES:
+            self._put_first(link, ROOM)
+
+    def _put_first(self, link: Link, kind: int, number: int = 0) -> None:
+        if link.mute is None:
+            link.put_first(kind, number)
+            if len(link.outgoing) == 1:
+                self._write(link)
 
     def _write(self, link: Link) -> None:
         try:
@@ -153,7 +195,8 @@ class TcpTransport(Transport):
                 first.cut(write_some(link.connection, first.parts))
                 if not first.parts:
                     link.outgoing.popleft()
-                    first.operation.finish()
+                    if first.operation is not None:
+                        first.operation.finish()
         except WOULD_BLOCK:
             pass
         except OSError as error:
@@ -174,24 +217,28 @@ class TcpTransport(Transport):
             self._selector.modify(link.connection, wanted, link)
         link.watched = wanted
 
+    def _resume(self, link: Link) -> None:
+        link.paused = False
+        self._read(link)
+
     def _read(self, link: Link) -> None:
         """Reads what has come, but not for ever: others have their turn."""
         budget = _TURN_BYTES
         self._behind.discard(link)
         try:
-            while budget > 0 and not link.paused:
+            while budget > 0 and not link.paused and link.lost is None:
                 if link.message is not None:
                     budget -= self._read_body(link, link.message)
-                elif link.end - link.begin >= _HEADER.size:
+                elif link.end - link.begin >= FRAME.size:
                     self._read_header(link)
                 else:
                     budget -= self._fill(link)
         except WOULD_BLOCK:
             pass
         except OSError as error:
-            self._lose(link, _CLOSED if link.left else f"the connection to it broke: {error}")
+            self._lose(link, f"the connection to it broke: {error}")
         except EOFError:
-            self._lose(link, _CLOSED if link.left else "its end of the connection was closed")
+            self._lose(link, "its end of the connection was closed")
         if link.lost is None:
             self._listen(link)
             if isinstance(link.connection, ssl.SSLSocket) and link.connection.pending() and not link.paused:
@@ -208,30 +255,46 @@ class TcpTransport(Transport):
         return count
 
     def _read_header(self, link: Link) -> None:
-        tag, num_bytes = _HEADER.unpack_from(link.stage, link.begin)
-        if tag == _BYE:
+        word, num_bytes, inside, number, given = FRAME.unpack_from(link.stage, link.begin)
+        kind, tag = word >> KIND_SHIFT, word & ((1 << KIND_SHIFT) - 1)
+        if kind in (WHOLE, OFFER):
+            is_wanted = tag in link.posted or num_bytes <= _SMALL_BYTES
+            if not (is_wanted or link.posted or link.offered or link.asked):
+                link.paused = True  # until a receive is posted, or the peer has to be heard
+                return
+        link.begin += FRAME.size
+        link.room += given
+        if kind in (WHOLE, OFFER):
+            self._begin_message(link, kind, tag, num_bytes, inside, number)
+        elif kind == REST and number in link.asked:
+            message = link.asked[number]
+            if inside > message.num_bytes - message.received:
+                raise OSError("it sent more of a message than it had announced")
+            link.message, link.missing = message, inside
+        elif kind == GO and number in link.offered:
+            link.put_rest(number)
+            self._write(link)
+        elif kind == BYE:
             link.left = True
-            link.begin += _HEADER.size
-            return
+        elif kind != ROOM:
+            raise OSError(f"it sent a frame of kind {kind} and number {number} that nobody expects")
+
+    def _begin_message(self, link: Link, kind: int, tag: int, num_bytes: int, inside: int, number: int) -> None:
+        charge = charge_of(kind, inside)
+        link.held += charge
+        if link.held > KEEP_BYTES or inside > num_bytes or tag > MAX_TAG or (kind == WHOLE and inside < num_bytes):
+            raise OSError(f"it sent {inside:,} of {num_bytes:,} bytes, for which it was given no room")
         posted = link.posted.get(tag)
-        if posted is not None:
-            first = posted.popleft()
-            if not posted:
-                del link.posted[tag]
-            message = Message(tag, num_bytes, first.buffer, first.operation)
-        elif link.posted or (num_bytes <= _SMALL_BYTES and link.kept_bytes + num_bytes <= _KEEP_BYTES):
-            message = Message(tag, num_bytes, memoryview(bytearray(num_bytes)), None)
-        else:
-            link.paused = True  # until a receive is posted
-            return
-        link.begin += _HEADER.size
-        link.message = message
-        if not num_bytes:
-            self._end_message(link, message)
+        has_place = posted is not None and len(posted[0].buffer) >= num_bytes
+        buffer = memoryview(b"") if has_place else memoryview(bytearray(inside))
+        message = Message(tag, num_bytes, buffer, number if kind == OFFER else None, charge)
+        if inside:
+            link.message, link.missing = message, inside
+        self._arrive(link, message)
 
     def _read_body(self, link: Link, message: Message) -> int:
-        staged = min(link.end - link.begin, message.missing)
-        place = message.place()
+        staged = min(link.end - link.begin, link.missing)
+        place = message.place(link.missing)
         if staged:
             count = min(staged, len(place))
             place[:count] = link.stage[link.begin : link.begin + count]
@@ -240,26 +303,16 @@ class TcpTransport(Transport):
             count = link.connection.recv_into(place)
             if not count:
                 raise EOFError
-        message.missing -= count
-        if not message.missing:
-            self._end_message(link, message)
+        message.received += count
+        link.missing -= count
+        if not link.missing:
+            link.message = None
+            if message.is_whole:
+                if message.number is not None:
+                    link.asked.pop(message.number, None)
+                if message.operation is not None:
+                    message.operation.finish(message.num_bytes)
         return count
-
-    def _end_message(self, link: Link, message: Message) -> None:
-        link.message = None
-        if message.operation is None:
-            link.kept.setdefault(message.tag, deque()).append(message.buffer)
-            link.kept_bytes += message.num_bytes
-            # A receive for it may have been posted while it was on its way.
-            if (posted := link.posted.get(message.tag)) is not None:
-                first = posted.popleft()
-                if not posted:
-                    del link.posted[message.tag]
-                self._take(link, link.kept[message.tag], message.tag, first.buffer, first.operation)
-        elif message.num_bytes > len(message.buffer):
-            message.operation.fail(too_long(self._world, link.rank, message.num_bytes, len(message.buffer)))
-        else:
-            message.operation.finish(message.num_bytes)
 
     def _mute(self, link: Link, how: str) -> None:
         """Ends the sends to a peer that takes no more; what it sent before can still be read."""
@@ -267,8 +320,9 @@ class TcpTransport(Transport):
             self._read(link)  # whether it went on purpose
         if link.lost is None:
             link.mute = self._peer_lost(link, _CLOSED if link.left else how)
-            muted = [outgoing.operation for outgoing in link.outgoing]
+            muted = link.unsent()
             link.outgoing.clear()
+            link.offered.clear()
             for operation in muted:
                 operation.fail(link.mute)
 
@@ -277,11 +331,10 @@ class TcpTransport(Transport):
 
     def _lose(self, link: Link, how: str) -> None:
         """Ends all operations with a peer whose connection is gone."""
-        link.lost = self._peer_lost(link, how)
-        waiting = [posted.operation for kept in link.posted.values() for posted in kept]
-        waiting += [outgoing.operation for outgoing in link.outgoing]
-        if link.message is not None and link.message.operation is not None:
-            waiting.append(link.message.operation)
+        if link.lost is not None:
+            return
+        link.lost = self._peer_lost(link, _CLOSED if link.left else how)
+        waiting = [*link.waiting(), *link.unsent()]
         self._drop(link)
         for operation in waiting:
             operation.fail(link.lost)
@@ -293,5 +346,7 @@ class TcpTransport(Transport):
         self._behind.discard(link)
         link.connection.close()
         link.outgoing.clear()
+        link.offered.clear()
         link.posted.clear()
+        link.asked.clear()
         link.message = None

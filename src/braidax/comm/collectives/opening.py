@@ -1,0 +1,75 @@
+"""How a collective begins, whichever it is: each member tells the next one what it brings, and hears the previous one.
+
+Members that do not bring the same thus notice, also where their algorithms would never send to one another: around the
+ring some member differs from the one before it. That one fails, and so ends the epoch for all.
+
+No wrong number comes of it meanwhile, since what a member brings also stands before everything that it sends for the
+first time to another one: data is not used, nor passed on, before that was compared.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm.port import HEAD_BYTES, Port, Steps
+from braidax.comm.transports.transport import Buffer, Operation
+
+T = TypeVar("T")
+
+OPENING_BYTES = 1 << 14
+"""What may follow in the first message between two members; so that it fits, whichever collective the other calls."""
+
+
+@final
+class Opening:
+    """The first message to the member after this one, and that of the member before it; for two members or more.
+
+    **Arguments:** `payload`: what else is sent with it, up to `OPENING_BYTES`; copied.
+
+    **Fields:** `sent`: to be waited for at last.
+    """
+
+    def __init__(self, port: Port, payload: Sequence[Buffer] = ()) -> None:
+        self._port = port
+        self._place = place_of(port)
+        self._received = port.receive((port.rank - 1) % port.size, self._place.data)
+        self.sent = port.send((port.rank + 1) % port.size, memoryview(b"".join((port.brings, *payload))))
+
+    def heard(self) -> Steps[NDArray[np.uint8]]:
+        """Returns what the member before has sent with it. **Raises:** `CommError` when it does not bring the same."""
+        yield [self._received]
+        return self._port.check_brings(self._received, self._place)
+
+
+def place_of(port: Port, num_bytes: int = OPENING_BYTES) -> NDArray[np.uint8]:
+    """Returns memory for the first message of another member. **Arguments:** `num_bytes`: at most, without the head."""
+    return np.empty(len(port.brings) + max(num_bytes, OPENING_BYTES), np.uint8)
+
+
+def opened(port: Port, steps: Steps[T]) -> Steps[T]:
+    """Runs an algorithm of two members or more with an opening; what it begins first goes beside that."""
+    if port.size == 1:
+        return (yield from steps)
+    opening = Opening(port)
+    try:
+        begun: Sequence[Operation] = next(steps)
+    except StopIteration as stop:
+        yield from opening.heard()
+        yield [opening.sent]
+        return stop.value
+    yield from opening.heard()
+    yield begun
+    result = yield from steps
+    yield [opening.sent]
+    return result
+
+
+def headed(port: Port, array: NDArray[np.generic]) -> tuple[NDArray[np.uint8], NDArray[np.generic]]:
+    """Returns memory that begins with what this member brings, and behind that a copy of a flat array."""
+    memory = np.empty(HEAD_BYTES + array.nbytes, np.uint8)
+    memory.data[:HEAD_BYTES] = port.brings
+    copy = memory[HEAD_BYTES:].view(array.dtype)
+    copy[:] = array
+    return memory, copy

@@ -1,0 +1,37 @@
+"""The words of waits that end without what was waited for."""
+
+from collections.abc import Sequence
+
+from braidax.comm.transports.transport import Operation
+from braidax.connections.world import World
+from braidax.errors import CommError, PeerLost, WaitTimeout
+
+
+def all_done(operations: Sequence[Operation]) -> bool:
+    """Returns whether all operations have ended."""
+    return all(operation.done for operation in operations)
+
+
+def late(world: World, operations: Sequence[Operation]) -> WaitTimeout:
+    """Returns the error of operations that have not ended in time."""
+    peers = sorted({operation.peer for operation in operations if not operation.done})
+    listed = ", ".join(world.describe(peer) for peer in peers[:8]) + ("…" if len(peers) > 8 else "")
+    return WaitTimeout(
+        f"{world.describe(world.rank)} waited for {listed} up to the limit; expected it to take part in the same "
+        "operation: do all ranks call the same ones in the same order? If it is only slow, raise timeout_seconds="
+    )
+
+
+def left(world: World, rank: int) -> PeerLost:
+    """Returns the error of a wait for a rank that has closed its communicator."""
+    return PeerLost(
+        f"{world.describe(rank)} is lost: it closed its communicator while this rank waited for it; close "
+        "communicators only when all ranks are done, such as behind a barrier()",
+        rank,
+        world.hosts[rank],
+    )
+
+
+def again(error: CommError) -> CommError:
+    """Returns an error to raise once more, with a traceback of its own."""
+    return type(error)(*error.args)
