@@ -27,10 +27,12 @@ def outcomes(
     tunings: Sequence[Tuning] | None = None,
     timeout_seconds: float = LIMIT_SECONDS,
     job: str = "test",
+    main_rank: int | None = None,
 ) -> list[Any]:
     """Runs a function on every rank, and returns what each returned or raised.
 
-    **Arguments:** `store`: opens the store of one rank; all share a `MemoryStore` by default.
+    **Arguments:** `store`: opens the store of one rank; all share a `MemoryStore` by default. `main_rank`: runs on the
+    caller's thread, so that a signal can reach it.
     """
     shared = MemoryStore()
     chosen = transports(transport, size)
@@ -57,8 +59,12 @@ def outcomes(
             found[rank] = error
 
     threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    if main_rank is not None:
+        del threads[main_rank]
     for thread in threads:
         thread.start()
+    if main_rank is not None:
+        rank_main(main_rank)
     for thread in threads:
         thread.join(2 * LIMIT_SECONDS)
         assert not thread.is_alive(), f"{thread.name} hangs"

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast, final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from braidax.comm.group import Group
 from braidax.comm.messages import Value, bytes_of
@@ -142,7 +142,7 @@ class Communicator:
         """Returns the values of all ranks in their order; they may differ in kind and size."""
         return self._run("all_gather", self._group.all_gather, value, num_bytes=_num_bytes(value))
 
-    def reduce(self, array: ArrayLike, operation: np.ufunc = np.add, *, root: int = 0) -> NDArray[Any]:
+    def reduce(self, array: Any, operation: np.ufunc = np.add, *, root: int = 0) -> NDArray[Any]:
         """Returns the reduction of all ranks' arrays on the root, an empty array elsewhere.
 
         **Arguments:** `array`: the same shape and dtype on all ranks; what is no array is made one by `np.asarray`.
@@ -153,11 +153,11 @@ class Communicator:
         """
         return self._run("reduce", self._group.reduce, array, operation, root, num_bytes=_num_bytes(array))
 
-    def all_reduce(self, array: ArrayLike, operation: np.ufunc = np.add) -> NDArray[Any]:
+    def all_reduce(self, array: Any, operation: np.ufunc = np.add) -> NDArray[Any]:
         """Returns the reduction of all ranks' arrays, the same bits on every rank. **Arguments:** as `reduce`."""
         return self._run("all_reduce", self._group.all_reduce, array, operation, num_bytes=_num_bytes(array))
 
-    def reduce_scatter(self, array: ArrayLike, operation: np.ufunc = np.add) -> NDArray[Any]:
+    def reduce_scatter(self, array: Any, operation: np.ufunc = np.add) -> NDArray[Any]:
         """Returns this rank's block of the reduction of all ranks' arrays.
 
         **Arguments:** `array`: `[size · n, …]`; the block is `[n, …]`. The others as for `reduce`.

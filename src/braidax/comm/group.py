@@ -160,9 +160,14 @@ def _head_of_reduction(name: str, operation: np.ufunc, dtype: np.dtype[Any], sha
     if dtype.hasobject:
         raise ArgumentError(f"array= has dtype={dtype}: expected numbers; Python objects do not travel")
     try:
-        operation.resolve_dtypes((dtype, dtype, dtype))
+        result = operation.resolve_dtypes((dtype, dtype, None))[2]
     except TypeError as error:
         raise ArgumentError(
-            f"array= has dtype={dtype}: expected one that operation={operation.__name__} makes the same of ({error})"
+            f"array= has dtype={dtype}: expected one that operation={operation.__name__} takes ({error})"
         ) from error
+    if not np.can_cast(result, dtype, "safe"):
+        raise ArgumentError(
+            f"array= has dtype={dtype}, of which operation={operation.__name__} makes {result}: expected one that it "
+            "makes the same of; convert the array first"
+        )
     return head_of(f"{name}({operation.__name__}) of {dtype}{list(shape)}")

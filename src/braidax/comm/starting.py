@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from braidax.comm.group import Group
 from braidax.comm.messages import Value
@@ -49,15 +49,15 @@ class Starting:
         """Begins `Communicator.all_gather`."""
         return self._begin("all_gather", self._group.all_gather, value)
 
-    def reduce(self, array: ArrayLike, operation: np.ufunc = np.add, *, root: int = 0) -> Request[NDArray[Any]]:
+    def reduce(self, array: Any, operation: np.ufunc = np.add, *, root: int = 0) -> Request[NDArray[Any]]:
         """Begins `Communicator.reduce`."""
         return self._begin("reduce", self._group.reduce, array, operation, root)
 
-    def all_reduce(self, array: ArrayLike, operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+    def all_reduce(self, array: Any, operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
         """Begins `Communicator.all_reduce`."""
         return self._begin("all_reduce", self._group.all_reduce, array, operation)
 
-    def reduce_scatter(self, array: ArrayLike, operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+    def reduce_scatter(self, array: Any, operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
         """Begins `Communicator.reduce_scatter`."""
         return self._begin("reduce_scatter", self._group.reduce_scatter, array, operation)
 

@@ -1,0 +1,163 @@
+"""What fails inside a call, Ctrl-C included: all ranks are told at once, and nothing later is taken for another."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from braidax.comm import Communicator
+from braidax.comm.transports import tcp
+from braidax.errors import Aborted, ArgumentError, CommError
+from tests.comm.ranks import outcomes
+
+TRANSPORTS = ["in-process", "tcp", "ucx"]
+AT_ONCE_SECONDS = 10.0  # on a machine that has more to do; the limit of a wait is 60
+
+Call = Callable[[Communicator], Any]
+
+
+def overflow(comm: Communicator) -> Any:
+    """Fails in the reduction itself, on the rank that asks NumPy to raise, with an error that is none of braidax."""
+    with np.errstate(over="raise" if comm.rank == 1 else "ignore"):
+        return comm.all_reduce(np.full(40_000, np.finfo(np.float64).max))
+
+
+def refuse(comm: Communicator) -> Any:
+    return comm.reduce_scatter(np.ones(comm.size + (comm.rank == 1)))
+
+
+def send_nothing(comm: Communicator) -> Any:
+    return comm.all_gather(3 if comm.rank == 1 else np.ones(3))
+
+
+def begin(comm: Communicator) -> Any:
+    with np.errstate(over="raise" if comm.rank == 1 else "ignore"):
+        return comm.start.all_reduce(np.full(40_000, np.finfo(np.float64).max)).wait()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (overflow, FloatingPointError, "all_reduce failed: FloatingPointError: overflow"),
+        (
+            refuse,
+            ArgumentError,
+            "reduce_scatter failed: array= has shape (4,): expected dim 0 to be a multiple of",
+        ),
+        (send_nothing, ArgumentError, "all_gather failed: value= is a int: expected a NumPy array"),
+    ],
+)
+def test_whatever_fails_in_a_collective_ends_the_epoch_for_all(
+    call: Call, kind: type[Exception], words: str, transport: str, unchecked: None
+) -> None:
+    start = time.monotonic()
+    found = outcomes(3, call, transport=transport)
+    assert time.monotonic() - start < AT_ONCE_SECONDS
+    assert isinstance(found[1], kind)
+    for rank in (0, 2):
+        assert isinstance(found[rank], Aborted)
+        assert "rank 1 (host " in str(found[rank])
+        assert f"ended the epoch: {words}" in str(found[rank])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_that_was_begun_ends_it_too(transport: str) -> None:
+    start = time.monotonic()
+    found = outcomes(3, begin, transport=transport)
+    assert time.monotonic() - start < AT_ONCE_SECONDS
+    for error in found:
+        assert isinstance(error, Aborted | FloatingPointError)
+        assert "overflow" in str(error)
+
+
+def test_no_collective_meets_an_earlier_one_of_others() -> None:
+    """A rank that goes on after an error met the others' earlier `all_reduce(10)`, and all got 120."""
+
+    def go_on(comm: Communicator) -> Any:
+        got: list[Any] = []
+        if comm.rank == 0:
+            with pytest.raises(ArgumentError):
+                comm.all_reduce(np.array(["x"]))
+        else:
+            with pytest.raises(Aborted):
+                got.append(comm.all_reduce(np.array([10])))
+        got.append(comm.all_reduce(np.array([100])))
+        return got
+
+    for error in outcomes(3, go_on):
+        assert isinstance(error, Aborted)
+        assert "all_reduce failed: array= has dtype=<U1, of which operation=add makes <U2" in str(error)
+
+
+def test_an_interrupt_amid_a_tcp_message_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the kernel's taking bytes and our noting it: they were sent twice, and no message came after."""
+    write, victim = tcp.write_some, list[int]()
+
+    def interrupted(connection: Any, parts: list[Any]) -> int:
+        count = write(connection, parts)
+        if threading.get_ident() in victim:
+            victim.clear()
+            raise KeyboardInterrupt
+        return count
+
+    monkeypatch.setattr(tcp, "write_some", interrupted)
+
+    def talk(comm: Communicator) -> Any:
+        if comm.rank == 0:
+            victim.append(threading.get_ident())
+            with pytest.raises(KeyboardInterrupt):
+                comm.send(np.arange(1_000_000), 1)
+            comm.send(np.arange(3), 1)
+            return None
+        return [comm.recv(0).tolist()[:3], comm.recv(0).tolist()]
+
+    start = time.monotonic()
+    found = outcomes(2, talk, transport="tcp")
+    assert time.monotonic() - start < AT_ONCE_SECONDS
+    for error in found:
+        assert isinstance(error, Aborted)
+        assert "rank 0 (host " in str(error)
+        assert "KeyboardInterrupt" in str(error)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("call", ["recv", "recv_buffer", "all_reduce", "barrier", "wait"])
+def test_ctrl_c_in_a_wait_is_told_to_all(call: str, transport: str) -> None:
+    calls: dict[str, Call] = {
+        "recv": lambda comm: comm.recv(1),
+        "recv_buffer": lambda comm: comm.recv_buffer(bytearray(8), 1),
+        "all_reduce": lambda comm: comm.all_reduce(np.ones(50_000)),
+        "barrier": lambda comm: comm.barrier(),
+        "wait": lambda comm: comm.start.recv(1).wait(),
+    }
+    main = threading.main_thread()
+    assert threading.current_thread() is main
+    told: list[BaseException] = []
+    begun = threading.Event()
+
+    def first(comm: Communicator) -> Any:
+        try:
+            begun.set()
+            calls[call](comm)
+        except BaseException as error:
+            told.append(error)
+            raise
+
+    def second(comm: Communicator) -> Any:
+        begun.wait(30)
+        time.sleep(0.05)  # it is most likely asleep in the call by now; nothing depends on it
+        signal.pthread_kill(main.ident, signal.SIGINT)
+        comm.recv(0, tag=7)
+
+    start = time.monotonic()
+    found = outcomes(2, lambda comm: (second if comm.rank else first)(comm), transport=transport, main_rank=0)
+    assert time.monotonic() - start < AT_ONCE_SECONDS
+    assert isinstance(found[0], KeyboardInterrupt)
+    assert isinstance(found[1], CommError)
+    assert "rank 0 (host " in str(found[1])
+    assert "KeyboardInterrupt" in str(found[1])
