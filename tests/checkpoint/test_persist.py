@@ -14,7 +14,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from braidax.checkpoint import folders, manifest, reading
+from braidax.checkpoint import folders, manifest, reading, restore_safetensors
 from braidax.checkpoint.manifest import Manifest, OtherFormat, data_file, manifest_file
 from braidax.checkpoint.reading import Reader, read_content, read_manifest
 from braidax.checkpoint.snapshot import hold
@@ -70,6 +70,23 @@ def test_safetensors_names_narrow_dtypes_and_sees_others_as_bytes(tmp_path: Path
         "int4": ("U8", [2, 3, 1]),
         "key": ("U32", [2]),
         "z": ("U8", [2, 16]),
+    }
+
+
+def test_torch_reads_eight_bits_and_numpy_what_lies_beside_them(tmp_path: Path) -> None:
+    torch, reader = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
+    names = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+    tree = {name: jnp.arange(4).astype(name) for name in names} | {"b": np.ones(3)}
+    path = commit(tmp_path, tree) / DATA_FILE
+    read = reader.load_file(path)
+    for name in names:
+        assert read[name].dtype == getattr(torch, name)
+        assert read[name].view(torch.uint8).numpy().tobytes() == np.asarray(tree[name]).tobytes()
+    with safetensors.safe_open(path, framework="np") as file:
+        np.testing.assert_array_equal(file.get_tensor("b"), np.ones(3))
+    got = restore_safetensors(path, tree)
+    assert {name: np.asarray(leaf).tobytes() for name, leaf in got.items()} == {
+        name: np.asarray(leaf).tobytes() for name, leaf in tree.items()
     }
 
 
