@@ -207,14 +207,18 @@ def test_a_state_is_like_any_other_whoever_made_it() -> None:
     other = replace(state, origin=Origin())
     assert jax.tree.structure(state) == jax.tree.structure(other)
     assert state.saved_as({"params/table": 37}, {}) is not None
-    assert other.saved_as({"params/table": 37}, {}) is None
+    assert other.saved_as({"params/table": None}, {}) is None
+    assert other.saved_as({"params/table": 37}, {}) == (
+        "the plan has changed since it was saved: params/table was by rows and is whole now (batch size, mesh and "
+        "strategies decide that); restore into what `init` of the step gives, which knows the way from there"
+    )
     shapes = jax.tree.map(np.shape, state)
     assert pickle.loads(pickle.dumps(shapes)) == copy.deepcopy(shapes) == shapes
     made = weakref.ref(step)
     del step
     gc.collect()
     assert made() is None  # a state does not keep its step
-    assert state.saved_as({"params/table": 37}, {}) is None
+    assert isinstance(state.saved_as({"params/table": 37}, {}), str)
 
 
 def of_two(comm: Communicator, root: Path) -> str:

@@ -7,6 +7,8 @@ from typing import Any, final
 
 import jax
 
+from .replanning import changes
+
 Way = tuple[Any, Callable[[Any], Any], str] | str | None
 """From the form in which a state was saved, as of `State.saved_as`."""
 
@@ -20,6 +22,11 @@ class Origin:
 
     def __init__(self, way_to: Callable[[Mapping[str, int | None], Mapping[str, str]], Way] | None = None) -> None:
         self._way_to = None if way_to is None else weakref.WeakMethod(way_to)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what made the state is there."""
+        return self._way_to is not None and self._way_to() is not None
 
     def way_to(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
         """As of `State.saved_as`; None where nobody knows."""
@@ -68,4 +75,8 @@ class State:
         **Returns:** a state in that form, with abstract arrays, what makes one of this form from it, and in words what
         has changed, if anything has. Words alone where there is no way, None where there is nothing to do.
         """
-        return self.origin.way_to(saved, notes)
+        if self.origin.is_known:
+            return self.origin.way_to(saved, notes)
+        before = {path: () for path, num_rows in saved.items() if num_rows is not None and path.startswith("params")}
+        said = changes(before, {path: () for path, _ in self.tables if path.startswith("params")})
+        return f"{said}; restore into what `init` of the step gives, which knows the way from there" if said else None
