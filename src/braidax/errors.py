@@ -6,7 +6,8 @@ BraidaxError
 │   └── SpecError                   a sharding does not fit the mesh or the batch
 ├── DataError                       data on disk, or from an object, is not usable
 │   ├── FormatError                 a file is missing, truncated or of no known format
-│   └── RecordError                 one record cannot be read, decoded or stacked
+│   ├── RecordError                 one record is damaged, or cannot be decoded, transformed or stacked
+│   └── ReadError                   a disk, a server or a connection failed; the data may be fine
 ├── ProcessFailed                   another process of the job cannot load its part of a batch
 ├── StateError                      state changed inside a traced function and was not returned
 ├── CheckpointError                 a checkpoint cannot be written or restored
@@ -48,7 +49,11 @@ class FormatError(DataError):
 
 
 class RecordError(DataError):
-    """One record cannot be read, decoded, transformed or stacked."""
+    """One record is damaged, or cannot be decoded, transformed or stacked."""
+
+
+class ReadError(DataError):
+    """A disk, a server or a connection failed: what the data are cannot be told; they may be fine."""
 
 
 class ProcessFailed(BraidaxError):

@@ -15,6 +15,7 @@ from braidax.data.sharding.explain import Explanation as Explanation
 from braidax.data.sharding.explain import simulated_mesh as simulated_mesh
 from braidax.data.source import VARYING as VARYING
 from braidax.data.source import Source as Source
+from braidax.data.source import Stamped as Stamped
 from braidax.data.storage import Remote as Remote
 from braidax.data.transforms.images.augment import center_crop as center_crop
 from braidax.data.transforms.images.augment import flipped as flipped
@@ -27,7 +28,6 @@ from braidax.data.transforms.mapped import resized as resized
 from braidax.data.transforms.mixture import mix as mix
 from braidax.data.transforms.skipping import skipping as skipping
 from braidax.data.transforms.text.measuring import Measured as Measured
-from braidax.data.transforms.text.measuring import Stamped as Stamped
 from braidax.data.transforms.text.packing import packed as packed
 from braidax.data.transforms.text.text import padded as padded
 from braidax.data.transforms.text.text import tokenized as tokenized

@@ -39,8 +39,6 @@ _log = logging.getLogger("braidax")
 _DEFAULT_BATCH_SIZE = 128
 _LANES = {"wait": "wait", "read": "read", "decode": "decode", "collate": "collate", "transfer": "host-to-device"}
 
-_LEDGER = "skipped.jsonl"
-
 OnError = Literal["raise", "skip"]
 Workers = Literal["threads", "processes"]
 
@@ -58,7 +56,7 @@ class DataLoader:
     `epochs`: a `for` ends when the cursor's epoch is a multiple of it; None never ends. `remainder`: `"drop"` leaves
     out the last samples of an epoch that fill no batch; `"pad"` fills up with zeros and adds to every batch the leaf
     `"mask"`, bool `[batch_size]`, true for real samples. `on_error`: `"skip"` replaces records that cannot be read and
-    lists them in `skipped.jsonl` in the current folder, 100 at most; `skipping` has options. `workers`: what reads;
+    lists them in a ledger in the current folder, 100 at most; `skipping` has options. `workers`: what reads;
     `"processes"` is for user code in the source that holds the GIL, see `in_processes`. `knobs`: threads, prefetch and
     limits. `microbatches`: makes every leaf a stack of so many microbatches, `[microbatches, batch, …]`, of which
     `specs` describe one. `like`: a compiled step, whose input shardings stand in for `mesh`, `specs` and `batch_size`.
@@ -340,7 +338,7 @@ class DataLoader:
 def _skipping(source: Source, on_error: OnError) -> Source:
     if on_error not in ("raise", "skip"):
         raise ArgumentError(f"on_error={on_error!r} is not 'raise' or 'skip'")
-    return skipping(source, ledger=_LEDGER) if on_error == "skip" else source
+    return skipping(source) if on_error == "skip" else source
 
 
 def _check(workers: str, **numbers: int | None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from braidax.errors import BraidaxError, FormatError, RecordError
+from braidax.errors import BraidaxError, FormatError, ReadError, RecordError
 
 Indices = NDArray[np.int64]
 
@@ -118,6 +118,21 @@ class PreparedSlices(Protocol):
         ...
 
 
+@runtime_checkable
+class Stamped(Protocol):
+    """A source that can say what its samples depend on."""
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, such as names, sizes and times of files; None: not known."""
+        ...
+
+
+def stamp_of(source: Source) -> str | None:
+    """Returns what becomes another when the samples of a source do; None: not known."""
+    return source.stamp if isinstance(source, Stamped) else None
+
+
 def source_at(source: Source, seed: int | None, epoch: int) -> Source:
     """Returns a source as it is in an epoch: itself, unless it is redrawn in each."""
     return source.at(seed, epoch) if isinstance(source, Redrawn) else source
@@ -156,10 +171,60 @@ def _naming(source: Source, indices: NDArray[np.int64]) -> Generator[None]:
     except Exception as error:
         listed = [int(index) for index in indices[:8]]
         more = f"… ({len(indices)} in all)" if len(indices) > 8 else ""
-        raise RecordError(
+        raised = (
             f"source={type(source).__name__} raised {type(error).__name__}: {error}, while it read the records "
-            f"{listed}{more}; mend the source, or leave these records out"
-        ) from error
+            f"{listed}{more}"
+        )
+        if is_outage(error):
+            raise ReadError(
+                f"{raised}; that says nothing of the records: check the disk, the server, the network or the memory"
+            ) from error
+        raise RecordError(f"{raised}; mend the source, or leave these records out") from error
+
+
+_OF_THE_BYTES = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    EOFError,
+    RuntimeError,
+    AssertionError,
+)
+_DECODERS = ("PIL", "cv2", "zlib", "_lzma", "lzma", "gzip", "struct", "pickle", "_pickle", "numpy", "xml", "av")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Says whether an error, or one that it came from, may be that of a disk, a server, a connection or the memory.
+
+    What parses bytes raises errors of the kinds that Python itself has for wrong values, or of its own library. All
+    else says nothing of the bytes: the next try may succeed.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if not _is_of_the_bytes(seen):
+            return True
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return False
+
+
+def _is_of_the_bytes(error: BaseException) -> bool:
+    if isinstance(error, BraidaxError):
+        return isinstance(error, RecordError | FormatError)
+    if type(error).__module__.partition(".")[0] in _DECODERS:
+        return True
+    if isinstance(error, OSError):
+        return type(error) is OSError and error.errno is None and _module_of(error) == "PIL"  # of images that are cut
+    return isinstance(error, _OF_THE_BYTES)
+
+
+def _module_of(error: BaseException) -> str:
+    """Returns the library whose code raised an error."""
+    trace, name = error.__traceback__, ""
+    while trace is not None:
+        name, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next
+    return name.partition(".")[0]
 
 
 VARYING: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.dtype(object))

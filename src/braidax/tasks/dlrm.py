@@ -20,7 +20,7 @@ from braidax.data.formats.records.records import Decoder, RecordSource
 from braidax.data.source import Indices, check_indices, prepare, source_at
 from braidax.data.storage import open_files
 from braidax.data.storage.files import Bytes
-from braidax.data.transforms.wrapping import Around
+from braidax.data.transforms.wrapping import Wrapping
 from braidax.errors import ArgumentError, FormatError, RecordError
 from braidax.tasks.dlrm_model import Sizes, init_dlrm, predict_clicks
 from braidax.tasks.task import Task, masked_mean
@@ -162,7 +162,7 @@ class _Clicks(Decoder):
 
 
 @dataclass(frozen=True)
-class _Stretch(Around):
+class _Stretch(Wrapping):
     """The samples of a source from one number to before another."""
 
     start: int

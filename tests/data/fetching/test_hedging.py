@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from braidax.data.fetching import fetch
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
-from braidax.errors import RecordError
+from braidax.errors import ReadError
 from tests.data.numbered import Large, Numbers, all_ids, check, ids, peeked, reading_threads
 
 
@@ -108,7 +108,7 @@ def test_a_read_that_fails_twice_has_failed(mesh: Mesh) -> None:
         raise OSError("always")
 
     knobs = Knobs(threads=2, hedge_seconds=0.0)
-    with pytest.raises(RecordError, match="OSError: always"):
+    with pytest.raises(ReadError, match="OSError: always"):
         list(DataLoader(Numbers(16, before), mesh, P("data"), batch_size=16, knobs=knobs))
 
 

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 import braidax.data as sources
-from braidax.errors import ArgumentError, FormatError, RecordError
+from braidax.errors import ArgumentError, FormatError, ReadError, RecordError
 from braidax.spans import Trace
 from tests.data.formats import files
 from tests.data.formats.reading import read
@@ -118,7 +118,7 @@ def test_an_image_that_went_away(tmp_path: Path) -> None:
     path = folder(tmp_path / "images")
     source = sources.open(path)
     (path / "c" / "1.png").unlink()
-    with pytest.raises(RecordError, match=r"c/1\.png, record 2: cannot be read"):
+    with pytest.raises(ReadError, match=r"c/1\.png, record 2: cannot be read"):
         read(source, [2])
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from braidax.data.storage import LocalFiles, Ranges, local
 from braidax.data.storage.local import ReadAhead, merged
-from braidax.errors import FormatError, RecordError
+from braidax.errors import FormatError, ReadError
 
 DATA = random.Random(0).randbytes(300_000)
 
@@ -143,13 +143,13 @@ def test_a_range_beyond_the_end_is_an_error(paths: list[Path]) -> None:
         LocalFiles(paths).read(ranges([(1, 990, 20)]))
 
 
-def test_a_disk_that_fails_is_an_error_of_the_record(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_no_error_of_the_record(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object) -> bytes:
         raise OSError(5, "Input/output error")
 
     files = LocalFiles(paths)
     monkeypatch.setattr(os, "pread", broken)
-    with pytest.raises(RecordError, match=r"a: 20 bytes at offset 10 cannot be read .*Input/output error.*check"):
+    with pytest.raises(ReadError, match=r"a: 20 bytes at offset 10 cannot be read .*Input/output error.*check"):
         files.read(ranges([(0, 10, 20)]))
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidax.data.storage import Files, Ranges, Remote, flights, open_files
-from braidax.errors import DataError, FormatError, RecordError, WaitTimeout
+from braidax.errors import DataError, FormatError, ReadError, WaitTimeout
 from tests.data.storage.faulty_server import RIGHT, Reply, Request, Server, serving
 
 DATA = random.Random(0).randbytes(1 << 20)
@@ -226,10 +226,10 @@ def test_what_nobody_reads_makes_room(server: Server, monkeypatch: pytest.Monkey
         (Reply(status=403), FormatError, "a.bin: the server answered 403.*credentials.*Remote\\(client="),
         (Reply(status=404), FormatError, "a.bin: there is no such object \\(404\\); check the URL"),
         (Reply(status=412), FormatError, "a.bin: changed while it was open.*open it again"),
-        (Reply(status=500), RecordError, "a.bin: cannot be read: the server answered 500 2 times; check the server"),
-        (Reply(shorter=1), RecordError, "a.bin: cannot be read:.*10..110, got 10..109"),
-        (Reply(missing=1), RecordError, "a.bin: cannot be read: 100 bytes from byte 10 on were asked for, 99 came"),
-        (Reply(keep=0.5), RecordError, "a.bin: cannot be read:.*body error"),
+        (Reply(status=500), ReadError, "a.bin: cannot be read: the server answered 500 2 times; check the server"),
+        (Reply(shorter=1), ReadError, "a.bin: cannot be read:.*10..110, got 10..109"),
+        (Reply(missing=1), ReadError, "a.bin: cannot be read: 100 bytes from byte 10 on were asked for, 99 came"),
+        (Reply(keep=0.5), ReadError, "a.bin: cannot be read:.*body error"),
         (Reply(ignore_range=True), FormatError, "a.bin: the server does not support Range requests"),
     ],
 )
@@ -286,7 +286,7 @@ def test_a_range_beyond_the_end_is_an_error(server: Server) -> None:
 def test_a_server_that_never_answers_is_a_timeout(server: Server) -> None:
     files = opened(server, Remote(cache_bytes=0, timeout_seconds=0.2))
     server.answer = lambda request: Reply(hang=True)
-    with pytest.raises((WaitTimeout, RecordError), match=r"a\.bin: "):
+    with pytest.raises((WaitTimeout, ReadError), match=r"a\.bin: "):
         files.read(ranges((0, 10, 100)))
     server.answer = lambda request: RIGHT
     assert bytes_of(files, ranges((0, 10, 100))) == [DATA[10:110]]
@@ -296,7 +296,7 @@ def test_a_server_that_is_gone_is_named() -> None:
     with serving({"train/a.bin": DATA, "train/b c.bin": SMALL}) as server:
         files = opened(server, Remote(cache_bytes=0, retries=1))
     with pytest.raises(
-        RecordError, match=r"a\.bin: cannot be read: .*error sending request; check the server and the net"
+        ReadError, match=r"a\.bin: cannot be read: .*error sending request; check the server and the net"
     ):
         files.read(ranges((0, 10, 100)))
 
@@ -340,9 +340,9 @@ def test_closed_files_say_so_and_leave_no_thread(server: Server) -> None:
         reading = threads.submit(files.read, ranges((0, 10, 100)))
         until(lambda: server.open_requests > 0)
         files.close()
-        with pytest.raises(RecordError, match="closed"):
+        with pytest.raises(ReadError, match="closed"):
             reading.result(10)
-    with pytest.raises(RecordError, match=r"a\.bin: was closed; open it again"):
+    with pytest.raises(ReadError, match=r"a\.bin: was closed; open it again"):
         files.read(ranges((0, 10, 100)))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("braidax")]
 
@@ -359,7 +359,7 @@ def test_files_that_nobody_uses_leave_no_thread(server: Server) -> None:
 def test_a_forked_process_is_told_to_open_them_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     files = opened(server)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    with pytest.raises(RecordError, match=r"a\.bin: was opened before this process was forked.*open it again here"):
+    with pytest.raises(ReadError, match=r"a\.bin: was opened before this process was forked.*open it again here"):
         files.read(ranges((0, 10, 100)))
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from braidax.data.source import VARYING, Box, Indices, Sliced, Source, check_indices, listed
 from braidax.data.storage.local import ReadAhead, ask_ahead
 from braidax.data.transforms.images.decode import Decode
-from braidax.errors import FormatError, RecordError
+from braidax.errors import FormatError, ReadError
 from braidax.spans import span
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
@@ -147,7 +147,7 @@ class EncodedFolder(Source, Sliced):
         try:
             return Path(path).read_bytes()
         except OSError as error:
-            raise RecordError(
+            raise ReadError(
                 f"{path}, record {record}: cannot be read ({error}); restore it or open the folder anew"
             ) from error
 

@@ -1,9 +1,11 @@
 """The contract of storage: files that are read at random, many ranges of bytes at a time, by many threads."""
 
+import json
 from collections.abc import Sequence
-from typing import IO, NamedTuple, Protocol, runtime_checkable
+from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 Bytes = bytes | memoryview
@@ -18,6 +20,30 @@ class Ranges(NamedTuple):
     file: NDArray[np.int64]
     offset: NDArray[np.int64]
     length: NDArray[np.int64]
+
+
+class Named(Protocol):
+    """Files of which name, size and stamp are known."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
+
+    @property
+    def stamps(self) -> Sequence[str]: ...
+
+
+def stamp_of_files(files: Named, *read_as: Any) -> str | None:
+    """Returns what becomes another when files do, or are read as something else; None when a file has no stamp.
+
+    **Arguments:** `read_as`: what the samples depend on besides the files, such as their spec.
+    """
+    if not all(files.stamps):
+        return None
+    about = [list(files.names), list(files.sizes), list(files.stamps), [str(part) for part in read_as]]
+    return xxhash.xxh3_128_hexdigest(json.dumps(about).encode())
 
 
 @runtime_checkable
@@ -42,7 +68,7 @@ class Files(Protocol):
     def read(self, ranges: Ranges) -> Sequence[Bytes]:
         """Returns the bytes of each range, in the order of the ranges; the GIL is not held while it waits.
 
-        **Raises:** `FormatError` for a file that is gone, shorter than it was, or was written anew; `RecordError` for
+        **Raises:** `FormatError` for a file that is gone, shorter than it was, or was written anew; `ReadError` for
         one that cannot be read there. Both name the file.
         """
         ...

@@ -21,7 +21,7 @@ from braidax.data.storage.local import most_open_files
 from braidax.data.storage.objects import Object, failure, fetch
 from braidax.data.storage.options import Remote
 from braidax.data.storage.units import Span, Unit, Units, Wait
-from braidax.errors import DataError, RecordError, WaitTimeout
+from braidax.errors import DataError, ReadError, WaitTimeout
 
 _MAX_REQUESTS = 512  # at 20 ms each, 25,000 a second
 _GROUP = 10  # ranges that one call of the client reads concurrently: a third of the cost of a call for each
@@ -178,9 +178,9 @@ class Flights:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RecordError(f"{self._objects[0].name}: was closed; open it again")
+            raise ReadError(f"{self._objects[0].name}: was closed; open it again")
         if self._process != os.getpid():
-            raise RecordError(
+            raise ReadError(
                 f"{self._objects[0].name}: was opened before this process was forked from its parent, whose requests "
                 "it cannot share; open it again here, or start processes by spawn"
             )
@@ -203,7 +203,7 @@ class Flights:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
         finally:
-            closed = RecordError("these files were closed while they were being read")
+            closed = ReadError("these files were closed while they were being read")
             with self._lock:
                 for unit in [*self._demanded, *self._ahead]:
                     unit.finish(None, closed)
@@ -253,10 +253,10 @@ class Flights:
         except DataError as error:
             found = error
         except asyncio.CancelledError:
-            found = RecordError(f"{self._objects[group[0].file].name}: was closed while it was being read")
+            found = ReadError(f"{self._objects[group[0].file].name}: was closed while it was being read")
         except Exception as error:  # noqa: BLE001 (whoever waits for it must get something)
             found = failure(error, self._objects[group[0].file].name).error
-        if isinstance(found, RecordError) and len(group) > 1 and not self._is_closed:
+        if isinstance(found, ReadError) and len(group) > 1 and not self._is_closed:
             self._in_flight += len(group)
             await asyncio.gather(*(self._fly([unit]) for unit in group))  # so that a bad one fails alone
             self._in_flight -= len(group)

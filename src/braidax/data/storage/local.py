@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.storage.files import Bytes, Files, Ranges
-from braidax.errors import FormatError, RecordError
+from braidax.errors import FormatError, ReadError
 
 Stretch = tuple[int, int, int, int, int]  # file, offset, length, and which ranges lie in it, from and to
 
@@ -126,7 +126,7 @@ class LocalFiles(Files):
             try:
                 part = os.pread(descriptor, left, offset + length - left)
             except OSError as error:
-                raise RecordError(
+                raise ReadError(
                     f"{name}: {left:,} bytes at offset {offset + length - left:,} cannot be read ({error}); check the "
                     "disk, or copy the file again"
                 ) from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from braidax.data.storage.options import Remote
-from braidax.errors import DataError, FormatError, RecordError
+from braidax.errors import DataError, FormatError, ReadError
 from braidax.objects import Opener, address, first_line, lacks_bucket, lacks_credentials, status_of
 
 _SCHEMES = ("s3", "gs", "http", "https")
@@ -252,7 +252,7 @@ def failure(error: BaseException, url: str) -> Failure:
     tries = re.search(r"after (\d+) retries", text)
     what = f"the server answered {status}" if status else first_line(error)
     more = f" {int(tries[1]) + 1} times" if tries and status else ""
-    return Failure(RecordError(f"{url}: cannot be read: {what}{more}; check the server and the network"), not exhausted)
+    return Failure(ReadError(f"{url}: cannot be read: {what}{more}; check the server and the network"), not exhausted)
 
 
 def _changed(url: str, how: str) -> FormatError:

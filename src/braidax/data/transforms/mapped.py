@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from braidax.data.sampling.draws import Draws
 from braidax.data.source import VARYING, Source, allocate, is_varying, loader_dtype, narrow
-from braidax.data.transforms.wrapping import Around, Drawing, Scratch, check_size, image_spec, place_of
+from braidax.data.transforms.wrapping import Drawing, Scratch, Wrapping, check_size, image_spec, place_of
 from braidax.errors import ArgumentError, RecordError
 from braidax.spans import span
 
@@ -102,8 +102,8 @@ def mapped(source: Source, transform: Callable[..., Any]) -> Source:
     return _MappedAtRandom(source, place, transform=transform, spec=spec)
 
 
-@dataclass(frozen=True)
-class _Remade(Around):
+@dataclass(frozen=True, eq=False)
+class _Remade(Wrapping):
     """A source one of whose leaves is made from the original by `remake(original, out)`, on whole windows."""
 
     leaf: str
@@ -126,8 +126,8 @@ class _Remade(Around):
         return {**self.source.describe(), **self.facts}
 
 
-@dataclass(frozen=True)
-class _Mapped(Around):
+@dataclass(frozen=True, eq=False)
+class _Mapped(Wrapping):
     transform: Callable[..., Any]
     spec: Any
 
@@ -142,7 +142,7 @@ class _Mapped(Around):
         return {**self.source.describe(), "transform": _name(self.transform)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _MappedAtRandom(Drawing):
     transform: Callable[..., Any] = field(kw_only=True)
     spec: Any = field(kw_only=True)

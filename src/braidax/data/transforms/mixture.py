@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.sampling.permutation import Permutation
-from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at
+from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at, stamp_of
 from braidax.errors import ArgumentError
 
 _EXACT_PERIOD = 1 << 20  # the longest period of a schedule
@@ -101,7 +101,7 @@ class _Mixture(Source):
     def __init__(
         self, sources: Sequence[Source], names: Sequence[str], schedule: _Schedule, length: int, seed: int
     ) -> None:
-        self._sources = list(sources)
+        self.sources = list(sources)
         self._names = list(names)
         self._schedule = schedule
         self._length = length
@@ -110,13 +110,13 @@ class _Mixture(Source):
 
     @property
     def sample_spec(self) -> Any:
-        return self._sources[0].sample_spec
+        return self.sources[0].sample_spec
 
     def __len__(self) -> int:
         return self._length
 
     def at(self, seed: int | None, epoch: int) -> Source:
-        moved = _Mixture(self._sources, self._names, self._schedule, self._length, self._seed)
+        moved = _Mixture(self.sources, self._names, self._schedule, self._length, self._seed)
         moved._place = (seed, epoch)
         return moved
 
@@ -135,23 +135,29 @@ class _Mixture(Source):
         for draw in self._draws(indices[(indices >= 0) & (indices < self._length)]):
             prepare(draw.source, draw.indices)
 
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        stamps, shares = [stamp_of(source) for source in self.sources], self._schedule.shares.tolist()
+        return None if None in stamps else f"mixture {stamps} {shares} {self._length} {self._seed} {self._place}"
+
     def describe(self) -> Mapping[str, str]:
         period = len(self._schedule.chosen)
         parts: dict[str, str] = {}
-        for name, source, share in zip(self._names, self._sources, self._schedule.shares.tolist(), strict=True):
+        for name, source, share in zip(self._names, self.sources, self._schedule.shares.tolist(), strict=True):
             drawn = self._length * share / period
             parts[name] = (
                 f"{100 * share / period:.4g} % of the samples; {len(source):,} of its own, seen "
                 f"{drawn / len(source):.3g} times in an epoch; {source.describe().get('format', type(source).__name__)}"
             )
-        return {"format": f"mixture of {len(self._sources)}", "samples": f"{self._length:,}", **parts}
+        return {"format": f"mixture of {len(self.sources)}", "samples": f"{self._length:,}", **parts}
 
     def _draws(self, indices: Indices) -> Iterator[_Draw]:
         """Sorts a window by where its samples come from; a source that is redrawn is another one in each pass."""
         seed, epoch = self._place
         chosen, counts = self._schedule.draws(indices + epoch * self._length)
         for number in np.unique(chosen).tolist():
-            source, rows = self._sources[number], np.flatnonzero(chosen == number)
+            source, rows = self.sources[number], np.flatnonzero(chosen == number)
             passes, places = np.divmod(counts[rows], len(source))
             found = np.empty(len(rows), np.int64)
             grouped: dict[int, tuple[Source, list[NDArray[np.int64]]]] = {}

@@ -12,42 +12,58 @@ from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
+import xxhash
 
 from braidax.data.sampling.splitmix import GOLDEN, mixed
-from braidax.data.source import Indices, Source, allocate, check_indices, prepare, read_samples, source_at
+from braidax.data.source import (
+    Indices,
+    Source,
+    allocate,
+    check_indices,
+    is_outage,
+    prepare,
+    read_samples,
+    source_at,
+    stamp_of,
+)
 from braidax.errors import ArgumentError, FormatError, RecordError, WaitTimeout
 
 _MAX_ATTEMPTS = 64  # others that are tried in place of a bad record
 _LOCK_SECONDS = 60.0  # a line is written in far less
-_VERSION = 1
+_VERSION = 2
 
 Epoch = tuple[int | None, int]
 """Seed and epoch, of a source whose samples are others in each epoch."""
 
 
-def skipping(source: Source, *, ledger: str | Path, budget: int = 100) -> Source:
+def skipping(source: Source, *, ledger: str | Path | None = None, budget: int = 100) -> Source:
     """Returns a source that reads another record in place of one that cannot be read.
 
     Which one is a function of the number of the bad record and of the data alone: hashes of the number say which others
     to try, and the first that can be read is taken. So batches are the same for any number of threads and processes and
-    after any restart. A record is bad when its read raises `RecordError`, or an error that is not braidax's own; all
-    other errors are raised as ever. When a window cannot be read, its halves are, and theirs, until the bad records are
-    found.
+    after any restart. A record is bad when its own bytes show it: its read raises `RecordError`, or an error that
+    Python or a decoder raises for wrong values. An error that a disk, a server, a connection or the memory may have
+    caused is raised as ever, also where it is the cause of a `RecordError`. When a window cannot be read, its halves
+    are, and theirs, until the bad records are found.
 
-    Each bad record is one line of JSON in the ledger: `record`, `error`, `replaced_by`. Records that are in it are
-    replaced without being read: delete the ledger when the data were mended. Several threads, processes and hosts may
-    share one. Of a source whose samples are others in each epoch the line also has `seed` and `epoch`, only they are
-    skipped unread, and records count as different when their errors differ.
+    Each bad record is one line of JSON in the ledger: `record`, `error`, `replaced_by`. A ledger belongs to one source,
+    as its files are: names, sizes and stamps. Then records that are in it are replaced without being read. Nothing
+    tells whether a source without a stamp has changed, such as an object in memory: of such a one they are read once
+    more. Several threads, processes and hosts may share a ledger. Of a source whose samples are others in each epoch
+    the line also has `seed` and `epoch`, only they are skipped unread, and records count as different when their errors
+    differ.
 
-    **Arguments:** `source`: to read from. `ledger`: a file, made if it is not there. `budget`: of different
-    bad records in the ledger; one more raises.
+    **Arguments:** `source`: to read from. `ledger`: a file, made if it is not there; None: `skipped-DIGEST.jsonl` in
+    the current folder, the digest being that of the source. `budget`: of different bad records in the ledger; one more
+    raises.
 
     **Raises:** `RecordError` when there are more bad records than `budget`, also at once, or when none is found that
-    can be read; `ArgumentError` for a ledger of another source.
+    can be read; `ReadError` as the source; `ArgumentError` for a ledger of another source.
     """
     if budget < 0:
         raise ArgumentError(f"budget={budget}: expected the number of bad records that may be skipped, 0 or more")
-    book = _Ledger(Path(ledger), budget, len(source), dict(source.describe()))
+    identity = _Identity(len(source), stamp_of(source), dict(source.describe()))
+    book = _Ledger(Path(f"skipped-{identity.digest}.jsonl") if ledger is None else Path(ledger), budget, identity)
     book.check_budget()
     return _Skipping(source, book, None)
 
@@ -56,7 +72,7 @@ class _Skipping(Source):
     """Samples of another source. `epoch`: the one that `source` is of; None where all are the same."""
 
     def __init__(self, source: Source, ledger: "_Ledger", epoch: Epoch | None) -> None:
-        self._source = source
+        self.source = source
         self._ledger = ledger
         self._epoch = epoch
         self._lock = threading.Lock()
@@ -66,13 +82,13 @@ class _Skipping(Source):
 
     @property
     def sample_spec(self) -> Any:
-        return self._source.sample_spec
+        return self.source.sample_spec
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Skipping, (self._source, self._ledger, self._epoch)
+        return _Skipping, (self.source, self._ledger, self._epoch)
 
     def read(self, indices: Indices, out: Any) -> None:
         check_indices(indices, len(self), where="the source")
@@ -91,15 +107,21 @@ class _Skipping(Source):
 
     def at(self, seed: int | None, epoch: int) -> Source:
         """Returns the source as it is in an epoch; what is bad in one epoch need not be so in another."""
-        source = source_at(self._source, seed, epoch)
-        return self if source is self._source else _Skipping(source, self._ledger, (seed, epoch))
+        source = source_at(self.source, seed, epoch)
+        return self if source is self.source else _Skipping(source, self._ledger, (seed, epoch))
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples, or which of them are skipped, do."""
+        inside = stamp_of(self.source)
+        return None if inside is None else f"{inside}/skipping {sorted(self._replaced.items())}"
 
     def prepare(self, indices: Indices) -> None:
         """Asks the source to fetch the samples ahead that will be read."""
-        prepare(self._source, self._chosen(indices))
+        prepare(self.source, self._chosen(indices))
 
     def describe(self) -> Mapping[str, str]:
-        return {**self._source.describe(), "bad records": f"skipped, {self._ledger.describe()}"}
+        return {**self.source.describe(), "bad records": f"skipped, {self._ledger.describe()}"}
 
     def _chosen(self, indices: Indices) -> Indices:
         """Returns the samples to read: others in place of those that are known to be bad."""
@@ -115,9 +137,9 @@ class _Skipping(Source):
     def _read(self, indices: Indices, out: Any) -> RecordError | None:
         """Reads samples; returns the error when one of them is bad."""
         try:
-            read_samples(self._source, indices, out)
+            read_samples(self.source, indices, out)
         except RecordError as error:
-            if isinstance(error.__cause__, MemoryError):
+            if is_outage(error):
                 raise
             return error
         return None
@@ -196,17 +218,38 @@ def _entry_of(fields: Mapping[str, Any]) -> _Entry:
     return _Entry(int(fields["record"]), str(fields["error"]), fields["replaced_by"], epoch)
 
 
+class _Identity(NamedTuple):
+    """Which source a ledger is of.
+
+    **Fields:** `num_samples`, `stamp`: of the source; without a stamp nothing tells whether it has changed. `facts`:
+    what describes it.
+    """
+
+    num_samples: int
+    stamp: str | None
+    facts: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Names the source in a file's name."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.told()).encode())[:8]
+
+    def told(self) -> dict[str, Any]:
+        """Returns what has to be the same for a ledger to be that of the source."""
+        stamp = None if self.stamp is None else xxhash.xxh3_128_hexdigest(self.stamp.encode())
+        return {"samples": self.num_samples, "stamp": stamp, "files": self.facts.get("files")}
+
+
 class _Ledger:
     """The file of bad records: lines of JSON, the first of which says of which source they are.
 
     Lines are read, and added, under the file's lock; a line that a writer who died left unfinished is removed.
     """
 
-    def __init__(self, path: Path, budget: int, num_samples: int, facts: Mapping[str, str]) -> None:
-        self.path = path
+    def __init__(self, path: Path, budget: int, identity: _Identity) -> None:
+        self.path = path.absolute()  # a worker process may stand in another folder
         self._budget = budget
-        self._num_samples = num_samples
-        self._facts = facts
+        self._identity = identity
         self._lock = threading.Lock()
         self._entries: dict[int | str, _Entry] = {}
         self._marked: dict[int | str, str] = {}  # bad, and not yet in the file
@@ -214,13 +257,15 @@ class _Ledger:
         with self._locked() as file:
             self._read(file)
             if self._offset == 0:
-                self._write(file, {"ledger": _VERSION, "samples": num_samples, "source": dict(facts)})
+                self._write(file, {"ledger": _VERSION, **identity.told(), "source": dict(identity.facts)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Ledger, (self.path, self._budget, self._num_samples, self._facts)
+        return _Ledger, (self.path, self._budget, self._identity)
 
     def replaced(self, epoch: Epoch | None) -> dict[int, int]:
-        """Returns what the bad records of an epoch are replaced by."""
+        """Returns what the bad records of an epoch are replaced by, as far as that is known without reading them."""
+        if self._identity.stamp is None:
+            return {}
         with self._guarded():
             entries = [entry for entry in self._entries.values() if entry.epoch == epoch]
         bad = {entry.record for entry in entries}
@@ -271,7 +316,7 @@ class _Ledger:
             try:
                 fields = json.loads(line)
                 entry = None if "ledger" in fields else _entry_of(fields)
-                then = (fields["samples"], fields["source"].get("files")) if entry is None else None
+                then = {name: fields.get(name) for name in self._identity.told()} if entry is None else None
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise FormatError(
                     f"{self.path}: the line {line[:80]!r} is none of a ledger ({type(error).__name__}: {error}); mend "
@@ -280,11 +325,11 @@ class _Ledger:
             if entry is not None:
                 self._entries.setdefault(entry.identity, entry)
                 self._marked.pop(entry.identity, None)
-            elif then != (self._num_samples, self._facts.get("files")) or fields["ledger"] != _VERSION:
+            elif then != self._identity.told() or fields["ledger"] != _VERSION:
                 raise ArgumentError(
                     f"ledger={str(self.path)!r}: belongs to another source or version: {fields}, expected "
-                    f"{self._num_samples} samples and {dict(self._facts)}; give each source a ledger of its own, and a "
-                    "new one when its files change"
+                    f"{self._identity.told()} of {dict(self._identity.facts)}; give each source a ledger of its own, "
+                    "and a new one when its files change"
                 )
         self._offset += whole
         file.seek(self._offset)

@@ -1,21 +1,21 @@
-"""Sources around other sources: what all of them hand on to the source inside."""
+"""Sources that wrap others: what all of them hand on to the source inside."""
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.source import Indices, Source, prepare, source_at
+from braidax.data.source import Indices, Sliced, Source, prepare, source_at, stamp_of
 from braidax.errors import ArgumentError
 
 
-@dataclass(frozen=True)
-class Around(Source):
-    """A source with as many samples as the one inside."""
+@dataclass(frozen=True, eq=False)
+class Wrapping(Source):
+    """A source with as many samples as the one inside, `source`, made into something else."""
 
     source: Source
 
@@ -24,15 +24,38 @@ class Around(Source):
 
     def at(self, seed: int | None, epoch: int) -> Source:
         """Returns itself around the source inside as that is in an epoch."""
-        return replace(self, source=source_at(self.source, seed, epoch))
+        inside = source_at(self.source, seed, epoch)
+        return self if inside is self.source else replace(self, source=inside)
 
     def prepare(self, indices: Indices) -> None:
         """Hands on to the source inside which samples will be read soon."""
         prepare(self.source, indices)
 
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        inside, own = stamp_of(self.source), self.own_stamp
+        return None if inside is None or own is None else f"{inside}/{own}"
 
-@dataclass(frozen=True)
-class Drawing(Around):
+    @property
+    def own_stamp(self) -> str | None:
+        """What becomes another when something else is made of the same samples; None: not known."""
+        return None
+
+
+class WrappingSlices(Sliced):
+    """What a source hands on whose source inside can be read in part."""
+
+    source: Source
+
+    @property
+    def cut_dims(self) -> Sequence[int]:
+        """Those of the source inside."""
+        return cast(Sliced, self.source).cut_dims
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing(Wrapping):
     """A source that draws random numbers for each of its samples."""
 
     place: str
@@ -44,13 +67,21 @@ class Drawing(Around):
         return replace(self, source=source_at(self.source, seed, epoch), seed=seed, epoch=epoch)
 
 
+def stamp_of_fields(source: Wrapping) -> str:
+    """Returns the kind of a source and all of its fields that are compared, but for the source inside."""
+    names = [field.name for field in fields(source) if field.compare and field.name != "source"]
+    return f"{type(source).__name__}{[(name, getattr(source, name)) for name in names]}"
+
+
 def place_of(source: Source, kind: str) -> str:
     """Returns a name for a new source around another, that none inside has: its kind, and how many draw inside."""
-    count, inside = 0, cast("Any", source)
-    while isinstance(inside, Source):
-        count += isinstance(inside, Drawing)
-        inside = getattr(inside, "source", None)
-    return f"{kind}/{count}"
+    return f"{kind}/{_num_drawing(source)}"
+
+
+def _num_drawing(source: Any) -> int:
+    """Counts the sources that draw, along the path on which most of them do."""
+    inside = [getattr(source, "source", None), *getattr(source, "sources", ())]
+    return isinstance(source, Drawing) + max(_num_drawing(one) if isinstance(one, Source) else 0 for one in inside)
 
 
 class Scratch(threading.local):

@@ -142,13 +142,14 @@ def test_columns_that_are_not_there(tmp_path: Path) -> None:
 def test_what_is_no_json_lines(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"a\.jsonl, the record at byte 0: is list, expected an object \{…\}"):
         opened(tmp_path, [1, 2])
-    with pytest.raises(RecordError, match=r"a\.jsonl, the record at byte 9: b'\{' does not decode"):
-        opened(tmp_path, {"a": 1}, "{")
+    with pytest.raises(RecordError, match=r"a\.jsonl, record 1 \(at byte 9\): b'\{' does not decode"):
+        read(opened(tmp_path, {"a": 1}, "{"), [1])
     with pytest.raises(FormatError, match=r"a\.jsonl: holds 0 records"):
         opened(tmp_path, "", "")
 
 
 def test_text_in_a_field_that_is_not_utf_8(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "x"}\n{"a": "\xff"}\n{"a": "y"}\n')
-    with pytest.raises(RecordError, match=r"the record at byte 11: .*does not decode"):
-        open_jsonl(LocalFiles([tmp_path / "a.jsonl"]))
+    source = open_jsonl(LocalFiles([tmp_path / "a.jsonl"]))
+    with pytest.raises(RecordError, match=r"record 1 \(at byte 11\): .*does not decode"):
+        read(source, [1])

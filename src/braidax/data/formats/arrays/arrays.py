@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, gather, loader_dtype
+from braidax.data.storage.files import stamp_of_files
 from braidax.data.storage.mapped import Mapped, gather_held
 from braidax.errors import ArgumentError, FormatError
 
@@ -89,6 +90,13 @@ class ArraySource(Source, Sliced):
             places, row_bytes = self._rows(name, indices)
             if self._mapped is not None and len(places):
                 self._mapped.prepare(places, np.full(len(places), row_bytes))
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        if self._mapped is None:
+            return None
+        return stamp_of_files(self._mapped, type(self).__name__, self.sample_spec, len(self), self._facts)
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from braidax.data.formats.arrays.arrays import ArraySource, npy_layout
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed, loader_dtype
-from braidax.data.storage.files import Files, Ranges
+from braidax.data.storage.files import Files, Ranges, stamp_of_files
 from braidax.data.storage.local import LocalFiles
 from braidax.data.storage.mapped import Fetched, Mapped, Memory
 from braidax.errors import ArgumentError, FormatError
@@ -116,6 +116,11 @@ class FixedSource(Source, Sliced):
             runs = self._layout.runs(box)
             places = (self._places(inside)[:, None] + runs.offsets).reshape(-1)
             self._memory.prepare(places, np.full(len(places), runs.num_bytes, np.int64))
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        return stamp_of_files(self._files, type(self).__name__, self.sample_spec, len(self), self._facts)
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from braidax.data.formats.records.example import features
 from braidax.data.formats.records.example_decoder import example_decoder
-from braidax.data.formats.records.fields import Columns, sampled_indices
+from braidax.data.formats.records.fields import Columns, readable, sampled_indices
 from braidax.data.formats.records.records import Decoder
 from braidax.data.source import VARYING, Indices, Source, check_indices, listed
-from braidax.data.storage.files import Bytes, Files
+from braidax.data.storage.files import Bytes, Files, stamp_of_files
 from braidax.errors import ArgumentError, FormatError, RecordError, import_extra
 from braidax.spans import span
 
@@ -94,6 +94,11 @@ class ArrayRecordSource(Source):
 
         return name
 
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        return stamp_of_files(self._files, type(self).__name__, self.sample_spec, len(self))
+
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples and bytes."""
         return {
@@ -107,15 +112,10 @@ class ArrayRecordSource(Source):
         """Looks at some records, from the first to the last; those that cannot be read are left to their reads."""
         if self._columns is not None and list(self._columns) == [RECORD]:
             return RawRecords()
-        found: list[bytes] = []
-        kept: list[int] = []
-        for number in sampled_indices(len(self)).tolist():
-            try:
-                found += self.payloads(np.array([number]))
-                kept.append(number)
-            except RecordError:
-                if number == len(self) - 1 and not found:
-                    raise
+        records = readable(
+            lambda number: (number, *self.payloads(np.array([number]))), sampled_indices(len(self)).tolist()
+        )
+        kept, found = [number for number, _ in records], [payload for _, payload in records]
         if self._columns is None and not all(map(_is_example, found)):
             return RawRecords()
         return example_decoder(found, self._columns, _whole, self.where(np.array(kept)), name=self._files.names[0])

@@ -8,7 +8,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.formats.records.fields import Columns, Field, fields_of, sampled_indices
+from braidax.data.formats.records.fields import Columns, Field, fields_of, readable, sampled_indices
 from braidax.data.formats.records.index import Chunk, RecordIndex
 from braidax.data.formats.records.lines import BOM, between, chunks, decoded, first_byte
 from braidax.data.formats.records.records import Decoder, RecordSource
@@ -47,10 +47,13 @@ def open_csv(
             f"{files.names[0]}: holds a header and 0 records in {len(files.names)} file(s); expected some"
         )
     ranges = index.ranges(sampled_indices(len(index)))
-    rows: list[list[str]] = []
-    for number, payload in enumerate(files.read(ranges)):
-        where = f"{files.names[int(ranges.file[number])]}, the record at byte {int(ranges.offset[number]):,}"
-        rows.append(style.split(payload, len(names), lambda where=where: where))
+    payloads = files.read(ranges)
+
+    def read(row: int) -> list[str]:
+        where = f"{files.names[int(ranges.file[row])]}, the record at byte {int(ranges.offset[row]):,}"
+        return style.split(payloads[row], len(names), lambda: where)
+
+    rows = readable(read, range(len(payloads)))
     sampled = {name: _parsed(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
     fields = fields_of(sampled, columns, where=files.names[0])
     facts = {"format": "TSV" if delimiter == "\t" else "CSV"}

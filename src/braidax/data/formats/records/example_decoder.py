@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.records.example import Feature, features, floats, int64s
-from braidax.data.formats.records.fields import Columns, Field, fields_of
+from braidax.data.formats.records.fields import Columns, Field, fields_of, readable
 from braidax.data.formats.records.records import Decoder
 from braidax.data.source import Indices
 from braidax.data.storage.files import Bytes
@@ -35,12 +35,16 @@ def example_decoder(
     `RecordError` for a record that does not decode.
     """
     sampled: dict[str, list[Any]] = {}
-    for row, payload in enumerate(payloads):
-        record = _features(payload, message, functools.partial(where, row))
+
+    def read(row: int) -> dict[str, Any]:
+        features = _features(payloads[row], message, functools.partial(where, row))
+        return {feature: _seen(values, where(row)) for feature, values in features.items()}
+
+    for row, record in enumerate(readable(read, range(len(payloads)))):
         for feature in record:
             sampled.setdefault(feature, [None] * row)
         for feature, values in sampled.items():
-            values.append(_seen(record.get(feature), where(row)))
+            values.append(record.get(feature))
     declared = columns if isinstance(columns, Mapping) else {}
     fields: dict[str, _Typed] = {}
     numbers = {feature: _filled(values) for feature, values in sampled.items()}

@@ -1,9 +1,9 @@
 """Fields of records: what the values under each name are, told by a sample of the records or declared, and stored."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ a size that differs from sample to sample, or `VARYING`.
 """
 
 NUM_SAMPLED = 256  # records, from the first to the last, that tell what a field holds
+_T = TypeVar("_T")
 _TEXT = np.dtype(object)
 _WIDE = {"b": np.dtype(bool), "i": np.dtype(np.int64), "u": np.dtype(np.uint64), "f": np.dtype(np.float64)}
 
@@ -211,6 +212,23 @@ def _declared(seen: Field, declaration: Any, where: str) -> Field:
 def sampled_indices(num_records: int) -> NDArray[np.int64]:
     """Returns the numbers of the records to look at: the first, the last, and others between them."""
     return np.unique(np.linspace(0, num_records - 1, min(num_records, NUM_SAMPLED)).astype(np.int64))
+
+
+def readable(read: Callable[[int], _T], numbers: Iterable[int]) -> list[_T]:
+    """Returns what is read of some records, without those that cannot be: they are errors when they are asked for.
+
+    **Raises:** the first `RecordError` when none can be read.
+    """
+    found: list[_T] = []
+    first_error: RecordError | None = None
+    for number in numbers:
+        try:
+            found.append(read(number))
+        except RecordError as error:
+            first_error = first_error or error
+    if not found and first_error is not None:
+        raise first_error
+    return found
 
 
 def _shape(value: Any) -> tuple[int, ...]:

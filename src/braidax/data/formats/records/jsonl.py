@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from braidax.data.formats.records.fields import Columns, Field, fields_of, sampled_indices
+from braidax.data.formats.records.fields import Columns, Field, fields_of, readable, sampled_indices
 from braidax.data.formats.records.index import RecordIndex
 from braidax.data.formats.records.lines import scan_filled_lines
 from braidax.data.formats.records.records import Decoder, RecordSource
@@ -35,12 +35,17 @@ def open_jsonl(files: Files, *, columns: Columns | None = None, cache: Path | No
         raise FormatError(f"{files.names[0]}: holds 0 records in {len(files.names)} file(s); expected at least one")
     ranges = index.ranges(sampled_indices(len(index)))
     json = import_extra("msgspec", "json", purpose=_PURPOSE).json
-    sampled: dict[str, list[Any]] = {}
-    for row, payload in enumerate(files.read(ranges)):
+    payloads = files.read(ranges)
+
+    def read(row: int) -> dict[str, Any]:
         where = f"{files.names[int(ranges.file[row])]}, the record at byte {int(ranges.offset[row]):,}"
-        record = _decoded(json.decode, payload, where)
+        record = _decoded(json.decode, payloads[row], where)
         if not isinstance(record, dict):
             raise RecordError(f"{where}: is {type(record).__name__}, expected an object {{…}} on every line")
+        return cast("dict[str, Any]", record)
+
+    sampled: dict[str, list[Any]] = {}
+    for row, record in enumerate(readable(read, range(len(payloads)))):
         for name in record:
             sampled.setdefault(name, [None] * row)
         for name, values in sampled.items():

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from braidax.data.formats.records.index import Index
 from braidax.data.source import Indices, Source, check_indices, listed
-from braidax.data.storage.files import Bytes, Files
+from braidax.data.storage.files import Bytes, Files, stamp_of_files
 from braidax.errors import FormatError
 from braidax.spans import span
 
@@ -76,6 +76,11 @@ class RecordSource(Source):
         """Asks the storage to fetch the bytes of these records ahead."""
         inside = indices[(indices >= 0) & (indices < len(self))]
         self._files.prepare(self._index.ranges(inside))
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        return stamp_of_files(self._files, type(self).__name__, self.sample_spec, len(self), self._facts)
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples, bytes and index."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.records.contents import Place, Where, loaded_array, place_bytes, place_integers, place_text
+from braidax.data.formats.records.fields import readable
 from braidax.data.formats.records.index import Chunk, RecordIndex
 from braidax.data.formats.records.records import Decoder, RecordSource
 from braidax.data.formats.records.tar import Window, decompressor_of, members
@@ -186,17 +187,13 @@ def _field(sample: Mapping[str, Any], fields: Sequence[str], where: Where, numbe
 def _looked_at(files: Files, index: RecordIndex) -> list[dict[str, Any]]:
     """Returns some samples, from the first to the last; those that cannot be read are left to the reads of them."""
     numbers = np.unique(np.linspace(0, len(index) - 1, _NUM_LOOKED_AT).astype(np.int64))
-    samples: list[dict[str, Any]] = []
-    first_error: RecordError | None = None
     ranges = index.ranges(numbers)
-    for payload, file, offset in zip(files.read(ranges), ranges.file, ranges.offset, strict=True):
-        try:
-            samples.append(_sample(payload, lambda file=file, at=offset: f"{files.names[file]}, at byte {at:,}"))
-        except RecordError as error:
-            first_error = first_error or error
-    if not samples and first_error is not None:
-        raise first_error
-    return samples
+    payloads = files.read(ranges)
+
+    def read(row: int) -> dict[str, Any]:
+        return _sample(payloads[row], lambda: f"{files.names[ranges.file[row]]}, at byte {ranges.offset[row]:,}")
+
+    return readable(read, range(len(payloads)))
 
 
 def _chosen(

@@ -15,6 +15,7 @@ from braidax.data.formats.tables.ipc import Batch, Layout, read_layout
 from braidax.data.formats.tables.tables import arrow, arrow_ipc, column_of, leaves_of, list_lengths
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed
 from braidax.data.storage import Files, LocalFiles
+from braidax.data.storage.files import stamp_of_files
 from braidax.data.storage.mapped import Fetched, Mapped, Memory
 from braidax.errors import ArgumentError, FormatError, RecordError
 from braidax.spans import span
@@ -80,6 +81,11 @@ class ArrowSource(Source, Sliced):
         for direct, box in zip(self._sorted, boxes, strict=True):
             if box is not None:
                 direct.prepare(self._memory, batches, rows, box)
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        return stamp_of_files(self._memory, type(self).__name__, self.sample_spec, len(self), self._facts)
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples, columns and record batches."""

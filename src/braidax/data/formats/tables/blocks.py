@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.tables.columns import Column, Leaf, fill
 from braidax.data.source import Indices, Source, check_indices
+from braidax.data.storage.files import stamp_of_files
 from braidax.errors import ArgumentError, WaitTimeout
 
 WAIT_SECONDS = 600.0
@@ -152,6 +153,11 @@ class BlockSource(Source):
             else:
                 self._windows.take(index, group)  # before it gives way to others
         self._table.prepare(missing)
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples do, as `braidax.data.Stamped`."""
+        return stamp_of_files(self._table, type(self).__name__, self.sample_spec, len(self), self._facts)
 
     def describe(self) -> Mapping[str, str]:
         """Returns format, files, samples, leaves, blocks, and what random access costs."""

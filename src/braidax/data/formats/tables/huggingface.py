@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from braidax.data.formats.tables.tables import arrow, arrow_ipc
-from braidax.data.source import Box, Indices, Sliced, Source, check_indices, prepare
+from braidax.data.source import Box, Indices, Sliced, Source, check_indices, prepare, stamp_of
 from braidax.data.storage.names import inside
+from braidax.data.transforms.wrapping import WrappingSlices
 from braidax.errors import ArgumentError, FormatError
 
 DEFAULT_SPLIT = "train"
@@ -90,40 +92,43 @@ class _Selected(Source):
     """Some of the samples of a source, in another order."""
 
     def __init__(self, source: Source, rows: NDArray[Any]) -> None:
-        self._source = source
+        self.source = source
         self._rows = rows
 
     @property
     def sample_spec(self) -> Any:
-        return self._source.sample_spec
+        return self.source.sample_spec
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, indices: Indices, out: Any) -> None:
-        self._source.read(self._found(indices), out)
+        self.source.read(self._found(indices), out)
 
     def prepare(self, indices: Indices) -> None:
-        prepare(self._source, self._rows[indices].astype(np.int64))
+        prepare(self.source, self._rows[indices].astype(np.int64))
+
+    @property
+    def stamp(self) -> str | None:
+        """What becomes another when the samples, or their order, do."""
+        inside = stamp_of(self.source)
+        order = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self._rows).data)
+        return None if inside is None else f"{inside}/{order}"
 
     def describe(self) -> Mapping[str, str]:
-        stored = f"{len(self):,} of {len(self._source):,} stored, selected by an indices mapping"
-        return {**self._source.describe(), "samples": f"{len(self):,}", "indices": stored}
+        stored = f"{len(self):,} of {len(self.source):,} stored, selected by an indices mapping"
+        return {**self.source.describe(), "samples": f"{len(self):,}", "indices": stored}
 
     def _found(self, indices: Indices) -> Indices:
         check_indices(indices, len(self), where="the indices mapping")
         return self._rows[indices].astype(np.int64)
 
 
-class _SelectedSlices(_Selected, Sliced):
+class _SelectedSlices(_Selected, WrappingSlices):
     """Some of the samples of a source that can be read in part."""
 
-    @property
-    def cut_dims(self) -> Sequence[int]:
-        return cast(Sliced, self._source).cut_dims
-
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
-        cast(Sliced, self._source).read_slices(self._found(indices), boxes, out)
+        cast(Sliced, self.source).read_slices(self._found(indices), boxes, out)
 
 
 def _cache_folder(path: Path, split: str | None) -> Folder:

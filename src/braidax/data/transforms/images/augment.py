@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from braidax.data.sampling.draws import Draws
 from braidax.data.source import Indices, Source
 from braidax.data.transforms.images.decoded import DecodedSource, encoded
-from braidax.data.transforms.wrapping import Around, Drawing, Scratch, check_size, image_spec, leaf_spec, place_of
+from braidax.data.transforms.wrapping import (
+    Drawing,
+    Scratch,
+    Wrapping,
+    check_size,
+    image_spec,
+    leaf_spec,
+    place_of,
+    stamp_of_fields,
+)
 from braidax.errors import ArgumentError, RecordError
 from braidax.spans import span
 
@@ -150,7 +159,7 @@ def _kernels() -> Any:
     return kernels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _RandomResizedCrop(Drawing):
     leaf: str = field(kw_only=True)
     size: tuple[int, int] = field(kw_only=True)
@@ -182,13 +191,18 @@ class _RandomResizedCrop(Drawing):
         corners[failed] = (sizes[failed] - parts[failed]) // 2
         return np.concatenate([corners, parts], axis=1)
 
+    @property
+    def own_stamp(self) -> str | None:
+        """Of what is done, and of what is drawn."""
+        return stamp_of_fields(self)
+
     def describe(self) -> Mapping[str, str]:
         height, width = self.size
         return {**self.source.describe(), "crop": f"{self.leaf} to {height}×{width}, a random part, resized"}
 
 
-@dataclass(frozen=True)
-class _CenterCrop(Around):
+@dataclass(frozen=True, eq=False)
+class _CenterCrop(Wrapping):
     leaf: str = field(kw_only=True)
     size: tuple[int, int] = field(kw_only=True)
     fraction: float | None = field(kw_only=True)
@@ -214,13 +228,18 @@ class _CenterCrop(Around):
             )
         return np.concatenate([(sizes - parts) // 2, parts], axis=1)
 
+    @property
+    def own_stamp(self) -> str | None:
+        """Of what is done, and of what is drawn."""
+        return stamp_of_fields(self)
+
     def describe(self) -> Mapping[str, str]:
         how = "" if self.fraction is None else f", {self.fraction:g} of the image, resized"
         crop = f"{self.leaf} to {self.size[0]}×{self.size[1]}, the center{how}"
         return {**self.source.describe(), "crop": crop}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _RandomCrop(Drawing):
     leaf: str = field(kw_only=True)
     size: tuple[int, int] = field(kw_only=True)
@@ -241,12 +260,17 @@ class _RandomCrop(Drawing):
             corners = (draws.random((2,)) * room).astype(np.int64) - self.padding
             _kernels().cut(images, corners, out[self.leaf])
 
+    @property
+    def own_stamp(self) -> str | None:
+        """Of what is done, and of what is drawn."""
+        return stamp_of_fields(self)
+
     def describe(self) -> Mapping[str, str]:
         crop = f"{self.leaf} to {self.size[0]}×{self.size[1]}, a random part, padding {self.padding}"
         return {**self.source.describe(), "crop": crop}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Flipped(Drawing):
     leaf: str = field(kw_only=True)
     probability: float = field(kw_only=True)
@@ -260,6 +284,11 @@ class _Flipped(Drawing):
         draws = Draws(indices, seed=self.seed, epoch=self.epoch, place=self.place)
         with span("decode", "flip", num_bytes=out[self.leaf].nbytes):
             _kernels().mirror(out[self.leaf], draws.random() < self.probability)
+
+    @property
+    def own_stamp(self) -> str | None:
+        """Of what is done, and of what is drawn."""
+        return stamp_of_fields(self)
 
     def describe(self) -> Mapping[str, str]:
         return {**self.source.describe(), "flip": f"{self.leaf} with probability {self.probability:g}"}

@@ -17,7 +17,7 @@ from braidax.data.transforms.images.decode import (
     decode_images,
     image_size,
 )
-from braidax.data.transforms.wrapping import Around, check_size, leaf_spec
+from braidax.data.transforms.wrapping import Wrapping, WrappingSlices, check_size, leaf_spec
 from braidax.errors import ArgumentError
 
 Name = Callable[[int], str]
@@ -77,8 +77,8 @@ class Decoding:
     crops: bool = False
 
 
-@dataclass(frozen=True)
-class DecodedSource(Around):
+@dataclass(frozen=True, eq=False)
+class DecodedSource(Wrapping):
     """A source whose leaf of encoded images is decoded."""
 
     leaf: str
@@ -111,6 +111,11 @@ class DecodedSource(Around):
             resizes=self.decoding.resizes or choose is not None,
         )
 
+    @property
+    def own_stamp(self) -> str | None:
+        """Of the decoder."""
+        return f"decoded {self.leaf} {self.size} {self.decoding.decode} {self.decoding.resizes} {self.decoding.crops}"
+
     def describe(self) -> Mapping[str, str]:
         exact = ", exact" if self.decoding.decode == "exact" else ""
         how = f" (resized{exact})" if self.decoding.resizes else " (of the first image)"
@@ -121,14 +126,9 @@ class DecodedSource(Around):
         return replace(self, size=size, decoding=replace(self.decoding, resizes=True, crops=True))
 
 
-@dataclass(frozen=True)
-class DecodedSlices(DecodedSource, Sliced):
+@dataclass(frozen=True, eq=False)
+class DecodedSlices(DecodedSource, WrappingSlices):
     """The same around a source that can leave out leaves: an image that is not wanted is neither read nor decoded."""
-
-    @property
-    def cut_dims(self) -> Sequence[int]:
-        """Those of the source inside; of the images 0."""
-        return cast(Sliced, self.source).cut_dims
 
     def read_slices(self, indices: Indices, boxes: Sequence[Box | None], out: Sequence[NDArray[Any] | None]) -> None:
         """Reads leaves, and decodes the images if they are wanted."""

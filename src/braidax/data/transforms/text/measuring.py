@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from braidax.data.source import Indices, Source, allocate, prepare, read_samples
+from braidax.data.source import Indices, Source, allocate, prepare, read_samples, stamp_of
 from braidax.data.storage import derived as stored
 from braidax.data.transforms.text.ragged import lengths_of
 from braidax.data.workers.threads import Threads
@@ -39,16 +39,6 @@ class Measured(Protocol):
         ...
 
 
-@runtime_checkable
-class Stamped(Protocol):
-    """A source that can say what its samples depend on."""
-
-    @property
-    def stamp(self) -> str | None:
-        """What becomes another when the samples do, such as names, sizes and times of files; None: not known."""
-        ...
-
-
 def document_lengths(source: Source, leaf: str, folder: Path, *, is_asked: bool) -> tuple[NDArray[np.int64], str]:
     """Returns the lengths of all documents, int64 `[n]`, and their digest: known, kept from before, or measured."""
     known = source.lengths(leaf) if isinstance(source, Measured) else None
@@ -60,7 +50,7 @@ def document_lengths(source: Source, leaf: str, folder: Path, *, is_asked: bool)
                 f"leaf={leaf!r}, expected one for each of its {len(source)} samples"
             )
         return known, xxhash.xxh3_128_hexdigest(known.data)
-    stamp = source.stamp if isinstance(source, Stamped) else None
+    stamp = stamp_of(source)
     identity: Any = dict(source.describe()) if stamp is None else stamp
     about = {"kind": "lengths", "source": identity, "leaf": leaf, "samples": len(source)}
     path = stored.place(folder, about)

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at
+from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at, stamp_of
 from braidax.data.storage import derived as stored
 from braidax.data.storage.derived import cache_folder
-from braidax.data.transforms.text.measuring import Stamped, differing, document_lengths, keep, progress
+from braidax.data.transforms.text.measuring import differing, document_lengths, keep, progress
 from braidax.data.transforms.text.packing_plan import Plan, plan_in_memory, write_plan
 from braidax.data.transforms.text.ragged import Ragged, lengths_of
 from braidax.errors import ArgumentError, RecordError
@@ -102,7 +102,7 @@ class _Packed(Source):
     @property
     def stamp(self) -> str | None:
         """What becomes another when the rows do."""
-        inner = self.source.stamp if isinstance(self.source, Stamped) else None
+        inner = stamp_of(self.source)
         return None if inner is None else f"{inner}/packed {self._length} {[leaf.leaf for leaf in self._leaves]}"
 
     def read(self, indices: Indices, out: Any) -> None:

@@ -1,7 +1,6 @@
 """Text: tokenized on whole windows without holding the GIL, and arrays of any length padded to one."""
 
 import copy
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +13,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from braidax.data.source import VARYING, Indices, Source, prepare, source_at
+from braidax.data.source import VARYING, Indices, Source
 from braidax.data.transforms.text.ragged import Ragged, check_absent, check_varying, fields, lengths_of
+from braidax.data.transforms.wrapping import Wrapping
 from braidax.errors import ArgumentError, BraidaxError, FormatError, RecordError, import_extra
 from braidax.spans import span
 
@@ -91,33 +91,7 @@ def _padded(source: Source, length: int, ragged: Ragged, pad: float) -> Source:
 
 
 @dataclass(frozen=True, eq=False)
-class _Wrapping(Source):
-    """A source that has the samples of another one, made into something else."""
-
-    source: Source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def at(self, seed: int | None, epoch: int) -> Source:
-        inner = source_at(self.source, seed, epoch)
-        return self if inner is self.source else dataclasses.replace(self, source=inner)
-
-    def prepare(self, indices: Indices) -> None:
-        prepare(self.source, indices)
-
-    @property
-    def stamp(self) -> str | None:
-        """What becomes another when the samples do, as `braidax.data.transforms.text.packing.Stamped`."""
-        inner, own = getattr(self.source, "stamp", None), self._own_stamp()
-        return None if inner is None or own is None else f"{inner}/{own}"
-
-    def _own_stamp(self) -> str | None:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, eq=False)
-class _Tokenized(_Wrapping):
+class _Tokenized(Wrapping):
     encode: Encode
     leaf: str
     end: int | None
@@ -139,7 +113,8 @@ class _Tokenized(_Wrapping):
     def describe(self) -> Mapping[str, str]:
         return {**self.source.describe(), "tokenized": f"{self.leaf} by {_name(self.encode)}"}
 
-    def _own_stamp(self) -> str | None:
+    @property
+    def own_stamp(self) -> str | None:
         return self.encode_stamp and f"tokenized {self.leaf} {self.end} {self.encode_stamp}"
 
     def _encode(self, texts: list[Any], indices: Indices) -> list[NDArray[np.int32]]:
@@ -199,7 +174,7 @@ def _ended(arrays: list[NDArray[np.int32]], end: int) -> list[NDArray[np.int32]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Padded(_Wrapping):
+class _Padded(Wrapping):
     length: int
     ragged: Ragged
     blank: NDArray[Any]
@@ -229,7 +204,8 @@ class _Padded(_Wrapping):
     def describe(self) -> Mapping[str, str]:
         return {**self.source.describe(), "padded": f"{self.ragged.leaf} to {self.length}"}
 
-    def _own_stamp(self) -> str | None:
+    @property
+    def own_stamp(self) -> str | None:
         return f"padded {self.ragged.leaf} {self.length} {self.blank.ravel()[:1]}"
 
 

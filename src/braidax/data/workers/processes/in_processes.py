@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from braidax.data.source import Source, is_varying, source_at
+from braidax.data.source import Source, is_varying, source_at, stamp_of
 from braidax.data.workers.cores import usable_cores
 from braidax.data.workers.processes.memory import window_bytes, window_leaves
 from braidax.data.workers.processes.pickling import pack
@@ -51,13 +51,13 @@ class InProcesses(Source):
     """
 
     def __init__(self, source: Source, pool: "_Pool", at: tuple[int | None, int] | None = None) -> None:
-        self._source = source
+        self.source = source
         self._pool = pool
         self._at = at
 
     @property
     def sample_spec(self) -> Any:
-        return self._source.sample_spec
+        return self.source.sample_spec
 
     @property
     def num_workers(self) -> int:
@@ -65,7 +65,7 @@ class InProcesses(Source):
         return self._pool.num_workers
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def read(self, indices: Int64[np.ndarray, " n"], out: Any) -> None:
         deaths: list[str] = []
@@ -77,14 +77,14 @@ class InProcesses(Source):
             except WorkerDied as died:
                 deaths.append(str(died))
         raise RecordError(
-            f"source={type(self._source).__name__}: reading the records {_listed(indices)} ended {len(deaths)} worker "
+            f"source={type(self.source).__name__}: reading the records {_listed(indices)} ended {len(deaths)} worker "
             f"processes one after the other; the last one {deaths[-1]}; read these records with workers='threads' "
             "to see why, mend the code that crashes on them, or leave them out"
         )
 
     def _read_by(self, worker: Worker, indices: NDArray[np.int64], out: Any) -> None:
         limit = self._pool.timeout_seconds
-        specs, treedef = jax.tree.flatten(self._source.sample_spec)
+        specs, treedef = jax.tree.flatten(self.source.sample_spec)
         targets = treedef.flatten_up_to(out)
         memory = worker.memory.array(window_bytes(specs, len(indices)))
         try:
@@ -100,18 +100,23 @@ class InProcesses(Source):
             np.copyto(target, next(varying) if is_varying(spec) else leaf)  # numbers without the GIL
 
     def describe(self) -> Mapping[str, str]:
-        return {**self._source.describe(), "workers": f"{self.num_workers} processes"}
+        return {**self.source.describe(), "workers": f"{self.num_workers} processes"}
 
     def at(self, seed: int | None, epoch: int) -> "InProcesses":
         """Returns the source as it is in an epoch, read by the same workers."""
-        return InProcesses(source_at(self._source, seed, epoch), self._pool, (seed, epoch))
+        return InProcesses(source_at(self.source, seed, epoch), self._pool, (seed, epoch))
+
+    @property
+    def stamp(self) -> str | None:
+        """That of the source that the workers read."""
+        return stamp_of(self.source)
 
     def close(self) -> None:
         """Ends the workers within a few seconds; a read under way raises. May be called twice."""
         self._pool.close()
 
     def __reduce__(self) -> Any:  # a worker needs no workers of its own
-        return _unchanged, (self._source,)
+        return _unchanged, (self.source,)
 
 
 class _Pool:
