@@ -5,9 +5,9 @@ from .bodies import Body as Body
 from .bodies import Path as Path
 from .bodies import bodies as bodies
 from .bodies import equation_at as equation_at
+from .bounds import bounds as bounds
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
-from .elementwise import ELEMENTWISE as ELEMENTWISE
 from .execute import compile_on as compile_on
 from .loops import with_sums_behind_loops as with_sums_behind_loops
 from .marks import mark_gradient as mark_gradient
@@ -25,6 +25,13 @@ from .split import Origin as Origin
 from .split import Part as Part
 from .split import Split as Split
 from .split import split_at_marks as split_at_marks
+from .terms import Term as Term
+from .terms import Terms as Terms
+from .terms import compute as compute
+from .terms import of_no_rows as of_no_rows
+from .terms import sums_below as sums_below
+from .terms import terms_between as terms_between
+from .terms import terms_of as terms_of
 from .trace import Program as Program
 from .trace import call_watched as call_watched
 from .trace import spec_of as spec_of

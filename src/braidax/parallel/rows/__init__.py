@@ -1,12 +1,6 @@
 """Tables split by rows over a mesh, of which a step moves only the rows that it uses."""
 
-from .catch_up import AdamRows as AdamRows
-from .catch_up import MomentumRows as MomentumRows
-from .catch_up import adam as adam
-from .catch_up import momentum as momentum
-from .clipping import Clipping as Clipping
-from .clipping import split_clipping as split_clipping
-from .elementwise import check_elementwise as check_elementwise
+from .catch_up import Now as Now
 from .exchange import SLACK as SLACK
 from .exchange import Exchange as Exchange
 from .exchange import Hop as Hop
@@ -22,7 +16,7 @@ from .islands import pull_rows as pull_rows
 from .islands import push_rows as push_rows
 from .islands import route_ids as route_ids
 from .islands import settle_rows as settle_rows
-from .islands import squared_norm as squared_norm
+from .islands import sum_rows as sum_rows
 from .islands import update_rows as update_rows
 from .layout import from_stored as from_stored
 from .layout import init_stored as init_stored
@@ -34,11 +28,15 @@ from .layout import stored_spec as stored_spec
 from .layout import to_stored as to_stored
 from .optimizers import RowOptimizer as RowOptimizer
 from .optimizers import RowState as RowState
+from .optimizers import kept_besides as kept_besides
 from .optimizers import row_adagrad as row_adagrad
 from .optimizers import row_optimizer as row_optimizer
-from .recognize import recognized as recognized
+from .optimizers import table_optimizer as table_optimizer
 from .route import Round as Round
 from .route import Route as Route
+from .split import Split as Split
+from .split import TableUpdate as TableUpdate
+from .split import TracedOptimizer as TracedOptimizer
 from .traffic import all_gather_bytes as all_gather_bytes
 from .traffic import all_reduce_bytes as all_reduce_bytes
 from .traffic import exchange_bytes as exchange_bytes

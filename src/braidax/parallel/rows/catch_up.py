@@ -1,130 +1,204 @@
-"""Momentum and Adam that equal the dense ones, with the steps that a row has missed taken in one.
+"""Rows that lag behind, brought to where the dense optimizer would have them: the steps they have missed are taken.
 
-Without a gradient, moments decay by known factors, so the moves that a dense optimizer would have made are a sum of
-known terms. It is cut off where what follows is lost in float32.
+Without a gradient, moments often decay by known factors, so that the moves a dense optimizer would have made are a sum
+of known terms, cut off where what follows is lost in float32. Other steps are taken one by one.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from braidax.errors import ArgumentError
+from braidax.program import Term, compute
 
-from .optimizers import RowOptimizer, RowState, row_optimizer
+from .recognize import AdamFading, Fading, recognized
+from .split import CatchUp, TableUpdate
 
-LearningRate = float | Callable[[Any], Any]
 NEGLIGIBLE = 1e-9  # of a sum; float32 has 6e-8
 MAX_NODES = 48
 
-
-class MomentumRows(NamedTuple):
-    """Rows of `momentum`: `trace [R, N, ...]`, and `last [R, N]`, the number of steps that a row has seen."""
-
-    trace: jax.Array
-    last: jax.Array
+Rows = dict[str, Any]
+Settle = Callable[[jax.Array, Rows, Any], tuple[jax.Array, Rows]]
 
 
-class AdamRows(NamedTuple):
-    """Rows of `adam`: `mu`, `nu [R, N, ...]`, and `last [R, N]`, the number of steps that a row has seen."""
+class Now(NamedTuple):
+    """What the rows of a table move by, besides themselves.
 
-    mu: jax.Array
-    nu: jax.Array
-    last: jax.Array
-
-
-def momentum(learning_rate: LearningRate, decay: float = 0.9, *, nesterov: bool = False) -> RowOptimizer:
-    """Makes a row optimizer that equals `optax.sgd(learning_rate, decay, nesterov)` on the whole table.
-
-    **Arguments:** `learning_rate`: a number, or a schedule. `decay`: of the trace, in [0, 1). `nesterov`: as in optax.
+    **Fields:** `clock`: how many steps were taken, int32. `scalars`: of the state, those of a `CatchUp`, in its order.
+    `context`: of a `TableUpdate`, in its order; empty where nothing is moved.
     """
-    _check_decays(decay=decay)
-    rounded, rate = float(np.float32(decay)), _schedule(learning_rate)
-    num_terms = _num_terms(rounded)
 
-    def init(table: jax.Array) -> RowState:
-        return RowState(MomentumRows(jnp.zeros_like(table), _never(table)), jnp.zeros((), jnp.int32))
-
-    def settle(values: jax.Array, rows: MomentumRows, step: jax.Array) -> tuple[jax.Array, MomentumRows]:
-        missed = _missed(rows.last, step)
-
-        def term(number: jax.Array, total: jax.Array) -> jax.Array:
-            return total + _power(rounded, number) * rate(rows.last + number - 1) * (number <= missed)
-
-        total = _sum_terms(term, jnp.zeros(missed.shape, values.dtype), missed, num_terms)
-        moved = values - (total * (rounded if nesterov else 1.0))[:, None] * rows.trace
-        trace = rows.trace * _power(rounded, missed)[:, None]
-        return moved, MomentumRows(trace, jnp.maximum(rows.last, step))
-
-    def update(gradients: jax.Array, values: jax.Array, rows: MomentumRows, step: jax.Array) -> Any:
-        settled, rows = settle(values, rows, step)
-        trace = gradients + decay * rows.trace
-        direction = gradients + decay * trace if nesterov else trace
-        return settled - rate(step) * direction - values, MomentumRows(trace, rows.last + 1), step + 1
-
-    def going_on(arrays: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]) -> RowState:
-        step = scalars[0] if scalars else jnp.zeros((), jnp.int32)  # a constant rate needs no count
-        return RowState(MomentumRows(arrays[0], _seen(arrays[0], step)), step)
-
-    return RowOptimizer(init, update, settle, going_on)
+    clock: Any
+    scalars: tuple[Any, ...]
+    context: tuple[Any, ...] = ()
 
 
-def adam(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    *,
-    eps_root: float = 0.0,
-    weight_decay: float = 0.0,
-) -> RowOptimizer:
-    """Makes a row optimizer that equals `optax.adam`, or `optax.adamw` with a weight decay, on the whole table.
+def settling(table: TableUpdate) -> Settle:
+    """Returns `settle(values, rows, now) -> (values, rows)`: rows as they are once every step has moved them.
 
-    **Arguments:** as optax has them. With an `eps_root`, or with decays for which missed moves do not fade soon, the
-    missed steps are taken one by one, as by `row_optimizer`.
+    Rows are dicts of what is kept, `[m, D]` or `[m]`, of `last`, the number of steps each has seen, and of `own`, its
+    scalars of the kind "own" then.
     """
-    _check_decays(b1=b1, b2=b2)
-    nodes = _num_nodes(b1, b2)
-    if eps_root or not eps > 0 or nodes > MAX_NODES or (weight_decay and callable(learning_rate)):
-        options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
-        if weight_decay:
-            return row_optimizer(optax.adamw(learning_rate, weight_decay=weight_decay, **options))
-        return row_optimizer(optax.adam(learning_rate, **options))
-    first, second, rate = float(np.float32(b1)), float(np.float32(b2)), _schedule(learning_rate)
-    kept = 1.0 if callable(learning_rate) else 1.0 - learning_rate * weight_decay
-    if not 0 < kept <= 1:
-        raise ArgumentError(
-            f"learning_rate={learning_rate} with weight_decay={weight_decay} shrinks a row to {kept} of itself each "
-            f"step: expected more than 0 and at most 1"
-        )
-    missing = _Missing(first, second, eps, rate, kept, nodes)
+    catch_up, form = table.catch_up, recognized(table)
+    assert catch_up is not None, "asked for rows that move without a gradient"
+    brought = _replayed(table, catch_up)
+    if isinstance(form, Fading):
+        brought = _faded(table, catch_up, form)
+    elif form is not None and _num_nodes(form.b1, form.b2) <= MAX_NODES:
+        brought = _adam_faded(table, catch_up, form)
 
-    def init(table: jax.Array) -> RowState:
-        return RowState(AdamRows(jnp.zeros_like(table), jnp.zeros_like(table), _never(table)), jnp.zeros((), jnp.int32))
+    def settle(values: jax.Array, rows: Rows, now: Now) -> tuple[jax.Array, Rows]:
+        missed = jnp.maximum(now.clock - rows["last"], 0)  # rows beyond the table, read as filler, have missed nothing
+        kept = tuple(rows[name] for name in table.names)
+        values, kept = brought(values, kept, rows.get("own", ()), missed, now)
+        settled: Rows = {**dict(zip(table.names, kept, strict=True)), "last": jnp.maximum(rows["last"], now.clock)}
+        return values, settled | own_scalars(catch_up, now, missed.shape)
 
-    def settle(values: jax.Array, rows: AdamRows, step: jax.Array) -> tuple[jax.Array, AdamRows]:
-        missed = _missed(rows.last, step)
-        moved = values * _power(kept, missed)[:, None] - missing.moves(rows, missed)
-        mu, nu = rows.mu * _power(first, missed)[:, None], rows.nu * _power(second, missed)[:, None]
-        return moved, AdamRows(mu, nu, jnp.maximum(rows.last, step))
+    return settle
 
-    def update(gradients: jax.Array, values: jax.Array, rows: AdamRows, step: jax.Array) -> Any:
-        settled, rows = settle(values, rows, step)
-        mu, nu = (1 - b1) * gradients + b1 * rows.mu, (1 - b2) * jnp.square(gradients) + b2 * rows.nu
-        count = step + 1
-        direction = (mu / (1 - b1**count)) / (jnp.sqrt(nu / (1 - b2**count)) + eps)
-        moves = settled - rate(step) * (direction + weight_decay * settled) - values
-        return moves, AdamRows(mu, nu, rows.last + 1), step + 1
 
-    def going_on(arrays: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]) -> RowState:
-        mu, nu = arrays
-        return RowState(AdamRows(mu, nu, _seen(mu, scalars[0])), scalars[0])
+def own_scalars(catch_up: CatchUp, now: Now, shape: tuple[int, ...]) -> Rows:
+    """Returns what rows keep of the scalars of the kind "own": a copy each."""
+    own = [one for one, scalar in zip(now.scalars, catch_up.scalars, strict=True) if scalar.kind == "own"]
+    return {"own": tuple(jnp.full(shape, one) for one in own)} if own else {}
 
-    return RowOptimizer(init, update, settle, going_on)
+
+def _replayed(table: TableUpdate, catch_up: CatchUp) -> Any:
+    """Takes the missed steps one by one, as long as any row that has some is not asleep."""
+    own = [scalar for scalar in catch_up.scalars if scalar.kind == "own"]
+    wanted = [catch_up.move, *catch_up.next, *(scalar.next for scalar in own)]
+    sleeping = _sleeping(table, catch_up)
+
+    def one(value: jax.Array, kept: Sequence[jax.Array], scalars: Mapping[int, Any]) -> Any:
+        known: dict[int, Any] = {**scalars, table.value.number: value[None]}
+        known |= {term.number: leaf[None] for term, leaf in zip(table.kept, kept, strict=True)}
+        move, *after = compute(wanted, known, rows=table.sizes(value[None]))
+        rows, numbers = after[: len(kept)], after[len(kept) :]
+        return (value + move[0]).astype(value.dtype), tuple(leaf[0] for leaf in rows), tuple(numbers)
+
+    def again(start: Sequence[jax.Array], missed: jax.Array, now: Now) -> tuple[Any, Any]:
+        def scalars(number: jax.Array, own_now: Sequence[jax.Array]) -> dict[int, Any]:
+            of_rows, found = iter(own_now), dict[int, Any]()
+            for value, scalar in zip(now.scalars, catch_up.scalars, strict=True):
+                if scalar.kind == "count":
+                    found[scalar.term.number] = (value - missed + number).astype(value.dtype)
+                else:
+                    found[scalar.term.number] = value if scalar.kind == "fixed" else next(of_rows)
+            return found
+
+        axes = {scalar.term.number: None if scalar.kind == "fixed" else 0 for scalar in catch_up.scalars}
+
+        def late(state: Any) -> jax.Array:
+            number, _, kept, _ = state
+            return (number < missed) & _awake(kept, sleeping)
+
+        def step(state: Any) -> Any:
+            number, *old = state
+            new = jax.vmap(one, in_axes=(0, 0, axes))(old[0], old[1], scalars(number, old[2]))
+
+            def choose(after: jax.Array, before: jax.Array) -> jax.Array:
+                which = late(state).reshape(late(state).shape + (1,) * (before.ndim - 1))
+                return jnp.where(which, after.astype(before.dtype), before)
+
+            return number + 1, *jax.tree.map(choose, new, tuple(old))
+
+        begun = (jnp.zeros((), jnp.int32), *start)
+        _, values, kept, _ = jax.lax.while_loop(lambda state: jnp.any(late(state)), step, begun)
+        return values, kept
+
+    def brought(values: jax.Array, kept: Any, own: Any, missed: jax.Array, now: Now) -> tuple[jax.Array, Any]:
+        start = table.shaped(values, table.value), tuple(map(table.shaped, kept, table.kept)), tuple(own)
+        moved, after = again(start, missed, now)
+        return moved.reshape(values.shape), tuple(new.reshape(old.shape) for new, old in zip(after, kept, strict=True))
+
+    return brought
+
+
+def _sleeping(table: TableUpdate, catch_up: CatchUp) -> tuple[int, ...] | None:
+    """Which of what is kept must be 0 for a row to rest until it has a gradient; None if that is not enough."""
+    moving = [at for at, after in enumerate(catch_up.next) if after is not table.kept[at]]
+    reading = [at for at, kept in enumerate(table.kept) if catch_up.move.reads & kept.reads]
+    zeros = {at: table.terms.literal(0, table.kept[at].shape, table.kept[at].dtype) for at in {*moving, *reading}}
+    replaced = {table.kept[at]: zero for at, zero in zeros.items()}
+    if not table.terms.rested(catch_up.move, replaced).equals(0):
+        return None
+    for at, after in enumerate(catch_up.next):
+        rests = table.terms.rested(after, replaced)
+        if not (rests.equals(0) if at in zeros else rests is table.kept[at]):
+            return None
+    return tuple(sorted(zeros))
+
+
+def _awake(kept: Sequence[jax.Array], sleeping: tuple[int, ...] | None) -> jax.Array | bool:
+    if sleeping is None:
+        return True
+    parts = [jnp.any(kept[at].reshape(kept[at].shape[0], -1) != 0, axis=1) for at in sleeping]
+    return jnp.any(jnp.stack(parts), axis=0) if parts else True
+
+
+def _faded(table: TableUpdate, catch_up: CatchUp, form: Fading) -> Any:
+    """Sums up the moves of rows all of which fades."""
+
+    def brought(values: jax.Array, kept: Any, own: Any, missed: jax.Array, now: Now) -> tuple[jax.Array, Any]:
+        moved = values if form.grown == 1 else values * _power(form.grown, missed)[:, None]
+        for leaf, factor, rate in zip(kept, form.factors, form.rates, strict=True):
+            if rate is not None:
+                total = _rates(catch_up, rate, factor, form.grown, missed, now)
+                moved = moved + total[:, None] * leaf
+        factors = [_power(factor, missed) for factor in form.factors]
+        after = [
+            leaf if number == 1 else leaf * factor.reshape(factor.shape + (1,) * (leaf.ndim - 1))
+            for leaf, factor, number in zip(kept, factors, form.factors, strict=True)
+        ]
+        return moved, tuple(after)
+
+    return brought
+
+
+def _rates(
+    catch_up: CatchUp, rate: Term, factor: float, grown: float, missed: jax.Array, now: Now
+) -> jax.Array:
+    """The sum of what the missed steps multiply something kept by, that fades by a factor."""
+    at = _rate(catch_up, rate, missed, now)
+
+    def term(number: jax.Array, total: jax.Array) -> jax.Array:
+        weight = _power(factor, number - 1) * at(number)
+        if grown != 1:
+            weight = weight * _power(grown, jnp.maximum(missed - number, 0))
+        return total + weight * (number <= missed)
+
+    return _sum_terms(term, jnp.zeros(missed.shape, jnp.float32), missed, _num_terms(factor))
+
+
+def _rate(catch_up: CatchUp, rate: Term, missed: jax.Array, now: Now) -> Callable[[Any], jax.Array]:
+    """A scalar term in the missed step of a number, from 1, of each row."""
+    if rate.is_literal:
+        return lambda number: jnp.asarray(rate.value, jnp.float32)
+    used = [at for at, scalar in enumerate(catch_up.scalars) if rate.reads & scalar.term.reads]
+
+    def one(*counts: Any) -> Any:
+        known = {catch_up.scalars[at].term.number: count for at, count in zip(used, counts, strict=True)}
+        return compute([rate], known)[0].astype(jnp.float32)
+
+    return lambda number: jax.vmap(one)(*(now.scalars[at] - missed + (number - 1) for at in used))
+
+
+def _adam_faded(table: TableUpdate, catch_up: CatchUp, form: AdamFading) -> Any:
+    at = next(at for at, scalar in enumerate(catch_up.scalars) if scalar.term is form.count)
+    nodes = _num_nodes(form.b1, form.b2)
+
+    def brought(values: jax.Array, kept: Any, own: Any, missed: jax.Array, now: Now) -> tuple[jax.Array, Any]:
+        mu, nu = kept[form.mu], kept[form.nu]
+        missing = _Missing(form, _rate(catch_up, form.rate, missed, now), nodes)
+        moves = missing.moves(mu, nu, now.scalars[at] - missed, missed)
+        moved = values if form.grown == 1 else values * _power(form.grown, missed)[:, None]
+        after = {form.mu: mu * _power(form.b1, missed)[:, None], form.nu: nu * _power(form.b2, missed)[:, None]}
+        return moved + moves, (after[0], after[1])
+
+    return brought
 
 
 class _Missing(NamedTuple):
@@ -135,46 +209,45 @@ class _Missing(NamedTuple):
     smooth, whatever `nu`: interpolated at a few Chebyshev nodes, the sum over all `j` becomes a sum over the nodes.
     """
 
-    b1: float
-    b2: float
-    eps: float
+    form: AdamFading
     rate: Callable[[Any], jax.Array]
-    kept: float
     num_nodes: int
 
-    def moves(self, rows: AdamRows, missed: jax.Array) -> jax.Array:
-        """Sums the moves of all missed steps: `[m, D]`, to be subtracted."""
-        num_terms = _num_terms(self.b1 / math.sqrt(self.b2))
-        low = self._log_floor(rows.last, 1)
-        high = self._log_floor(rows.last, jnp.clip(missed, 1, num_terms))
+    def moves(self, mu: jax.Array, nu: jax.Array, last: jax.Array, missed: jax.Array) -> jax.Array:
+        """Sums the moves of all missed steps: `[m, D]`. **Arguments:** `last`: Adam's count in the row's last step."""
+        b1, grown = self.form.b1, self.form.grown
+        num_terms = _num_terms(b1 / math.sqrt(self.form.b2))
+        low = self._log_floor(last, 1)
+        high = self._log_floor(last, jnp.clip(missed, 1, num_terms))
         middle, half = (low + high) / 2, jnp.maximum((high - low) / 2, 1e-6)
-        first = _power(self.b1, rows.last)
+        first = _power(b1, last)
 
         def term(number: jax.Array, sums: jax.Array) -> jax.Array:
-            fade = _power(self.b1, number)
-            log_floor = self._log_floor(rows.last, number)
-            weight = self.rate(rows.last + number - 1) * fade / (1 - first * fade)
-            weight = jnp.where(number <= missed, weight * jnp.exp(log_floor - math.log(self.eps)), 0)
-            if self.kept != 1:
-                weight = weight * _power(self.kept, jnp.maximum(missed - number, 0))
+            fade = _power(b1, number)
+            log_floor = self._log_floor(last, number)
+            weight = self.rate(number) * fade / (1 - first * fade)
+            weight = jnp.where(number <= missed, weight * jnp.exp(log_floor - math.log(self.form.eps)), 0)
+            if grown != 1:
+                weight = weight * _power(grown, jnp.maximum(missed - number, 0))
             place = jnp.clip((log_floor - middle) / half, -1, 1)
             values = [jnp.ones_like(place), place]
             for _ in range(2, self.num_nodes):
                 values.append(2 * place * values[-1] - values[-2])
             return sums + weight * jnp.stack(values[: self.num_nodes])
 
-        start = jnp.zeros((self.num_nodes, *missed.shape), rows.mu.dtype)
+        start = jnp.zeros((self.num_nodes, *missed.shape), mu.dtype)
         sums = _sum_terms(term, start, missed, num_terms)
         nodes, matrix = _chebyshev(self.num_nodes)
         weights = jnp.matmul(jnp.asarray(matrix, sums.dtype), sums, precision="highest")
-        root, total = jnp.sqrt(rows.nu), jnp.zeros_like(rows.mu)
+        root, total = jnp.sqrt(nu), jnp.zeros_like(mu)
         for node, weight in zip(nodes.tolist(), weights, strict=True):
             total = total + weight[:, None] / (root + jnp.exp(middle + half * node)[:, None])
-        return rows.mu * total
+        return mu * total
 
     def _log_floor(self, last: jax.Array, number: jax.Array | int) -> jax.Array:
-        correction = -jnp.expm1((last + number) * math.log(self.b2))
-        return math.log(self.eps) + jnp.log(correction) / 2 - number * (math.log(self.b2) / 2)
+        b2, eps = self.form.b2, self.form.eps
+        correction = -jnp.expm1((last + number) * math.log(b2))
+        return math.log(eps) + jnp.log(correction) / 2 - number * (math.log(b2) / 2)
 
 
 def _chebyshev(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -215,28 +288,6 @@ def _power(factor: float, number: jax.Array) -> jax.Array:
     """`factor ** number`, also of many steps; 0 ** 0 is 1."""
     if factor == 0:
         return jnp.where(number == 0, 1.0, 0.0)
+    if factor == 1:
+        return jnp.ones(jnp.shape(number))
     return jnp.exp(number * math.log(factor))
-
-
-def _missed(last: jax.Array, step: jax.Array) -> jax.Array:
-    return jnp.maximum(step - last, 0)  # rows beyond the table, read as filler, have missed nothing
-
-
-def _never(table: jax.Array) -> jax.Array:
-    return jnp.zeros(table.shape[:2], jnp.int32)
-
-
-def _seen(table: jax.Array, step: jax.Array) -> jax.Array:
-    return jnp.full(table.shape[:2], step, jnp.int32)
-
-
-def _schedule(learning_rate: LearningRate) -> Callable[[Any], jax.Array]:
-    if callable(learning_rate):
-        return lambda count: jnp.asarray(learning_rate(count))
-    return lambda count: jnp.asarray(learning_rate, jnp.float32)
-
-
-def _check_decays(**decays: float) -> None:
-    for name, value in decays.items():
-        if not 0 <= value < 1:
-            raise ArgumentError(f"{name}={value} does not decay: expected a number in [0, 1)")

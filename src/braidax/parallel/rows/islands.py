@@ -113,24 +113,51 @@ def push_rows(exchange: Exchange, route: Route, gradients: Sequence[jax.Array]) 
     return _island(exchange, local, (split, split), split)(route, tuple(gradients))
 
 
-def squared_norm(exchange: Exchange, route: Route, pushed: Pushed) -> jax.Array:
-    """Computes the sum of squares of the tables' gradients, exactly as if they were dense: a scalar.
+class Sum(NamedTuple):
+    """A sum over all rows of a table, to which a row without a gradient adds nothing.
 
-    Together with the sum over dense leaves, its root is the global norm.
+    **Fields:** `table`: which one. `spec`: of the sum. `of(gradients, given) -> sum`: of rows `[m, D]`. `join`: how the
+    sums of some rows and of others make one, "add", "and" or "or".
     """
 
-    def local(route: Route, pushed: Pushed) -> jax.Array:
-        def visit(total: jax.Array, rows: jax.Array, sums: jax.Array) -> jax.Array:
-            for size, part, own in zip(exchange.local_rows, *_by_table(exchange, rows, sums), strict=True):
-                own = jnp.where((part < size)[:, None], own, 0).astype(jnp.float32)
-                total = total + jnp.sum(jnp.square(own))
-            return total
+    table: int
+    spec: jax.ShapeDtypeStruct
+    of: Callable[[jax.Array, Any], jax.Array]
+    join: Literal["add", "and", "or"]
 
-        zero = jnp.zeros((), jnp.float32)
-        return jax.lax.psum(travel.fold(exchange, route, pushed.sums, pushed.left, visit, zero), exchange.axes)
+    def joined(self, one: jax.Array, other: jax.Array) -> jax.Array:
+        """Returns the sum of two sums."""
+        return {"add": jnp.add, "and": jnp.logical_and, "or": jnp.logical_or}[self.join](one, other)
+
+
+def sum_rows(exchange: Exchange, route: Route, pushed: Pushed, sums: Sequence[Sum], given: Any) -> tuple[jax.Array, ...]:
+    """Computes sums over all rows of tables.
+
+    **Arguments:** `given`: PyTree of what they need besides. **Returns:** the sums, the same on each device.
+    """
+
+    def local(route: Route, pushed: Pushed, given: Any) -> tuple[jax.Array, ...]:
+        def visit(totals: tuple[jax.Array, ...], rows: jax.Array, gradients: jax.Array) -> tuple[jax.Array, ...]:
+            parts, own = _by_table(exchange, rows, gradients)
+            some: list[jax.Array] = []
+            for total, one in zip(totals, sums, strict=True):
+                exists = parts[one.table] < exchange.local_rows[one.table]
+                some.append(one.joined(total, one.of(jnp.where(exists[:, None], own[one.table], 0), given)))
+            return tuple(some)
+
+        nothing = tuple(jnp.full(one.spec.shape, one.join == "and", one.spec.dtype) for one in sums)
+        totals = travel.fold(exchange, route, pushed.sums, pushed.left, visit, nothing)
+        return tuple(_over_devices(total, one.join, exchange.axes) for total, one in zip(totals, sums, strict=True))
 
     split = _split(exchange)
-    return _island(exchange, local, (split, split), PartitionSpec())(route, pushed)
+    return _island(exchange, local, (split, split, PartitionSpec()), PartitionSpec())(route, pushed, given)
+
+
+def _over_devices(total: jax.Array, join: str, axes: tuple[str, ...]) -> jax.Array:
+    if join == "add":
+        return jax.lax.psum(total, axes)
+    over = jax.lax.pmin if join == "and" else jax.lax.pmax
+    return over(total.astype(jnp.int32), axes).astype(total.dtype)
 
 
 def update_rows(
@@ -141,20 +168,17 @@ def update_rows(
     states: Sequence[RowState],
     *,
     optimizers: Sequence[RowOptimizer],
-    scale: jax.Array | float | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[RowState, ...]]:
     """Applies the optimizers to the touched rows, in place where tables and states are donated.
 
-    **Arguments:** `tables`, `states`: in their stored form. `optimizers`: one for each table. `scale`: what gradients
-    are multiplied by first, such as the factor of a clipped norm.
+    **Arguments:** `tables`, `states`: in their stored form. `optimizers`: one for each table.
 
     **Returns:** the new tables and states.
     """
     _check_tables(exchange, tables)
 
-    def local(route: Route, pushed: Pushed, tables: Any, states: Any, scale: Any) -> Any:
+    def local(route: Route, pushed: Pushed, tables: Any, states: Any) -> Any:
         def visit(carry: Any, rows: jax.Array, sums: jax.Array) -> Any:
-            sums = sums if scale is None else sums * scale.astype(sums.dtype)
             tables, held, _ = carry
             parts = zip(optimizers, *_by_table(exchange, rows, sums), tables, held, states, strict=True)
             moved = [
@@ -166,20 +190,25 @@ def update_rows(
         tables, rows, shared = travel.fold(exchange, route, pushed.sums, pushed.left, visit, carry)
         return tables, tuple(RowState(*pair) for pair in zip(rows, shared, strict=True))
 
-    split, stored, whole = _split(exchange), stored_spec(exchange.axes), PartitionSpec()
-    specs = (split, split, stored, _state_specs(exchange), whole)
-    factor = None if scale is None else jnp.asarray(scale)
+    split, stored = _split(exchange), stored_spec(exchange.axes)
+    specs = (split, split, stored, _state_specs(exchange))
     island = _island(exchange, local, specs, (stored, _state_specs(exchange)))
-    return island(route, pushed, tuple(tables), tuple(states), factor)
+    return island(route, pushed, tuple(tables), tuple(states))
 
 
 def settle_rows(
-    axes: tuple[str, ...], table: jax.Array, state: RowState, *, optimizer: RowOptimizer, block: int = 4096
+    axes: tuple[str, ...],
+    table: jax.Array,
+    state: RowState,
+    *,
+    optimizer: RowOptimizer,
+    block: int = 4096,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, RowState]:
     """Brings every row of a table to where the dense optimizer would have it by now, for a checkpoint or an evaluation.
 
     **Arguments:** `axes`: the mesh axes that the table is split over. `table`, `state`: in their stored form.
-    `block`: how many rows of a device at a time.
+    `block`: how many rows of a device at a time. `wanted`: a bool scalar, False where all should stay as it is.
 
     **Returns:** table and state; what was given, when the optimizer moves touched rows only.
     """
@@ -187,7 +216,7 @@ def settle_rows(
     if settle is None:
         return table, state
 
-    def local(table: jax.Array, state: RowState) -> Any:
+    def local(table: jax.Array, state: RowState, wanted: jax.Array) -> Any:
         num_rows = table.shape[0]
 
         def some(number: jax.Array, carry: Any) -> Any:
@@ -196,28 +225,36 @@ def settle_rows(
             new, kept = settle(_take(values, rows), jax.tree.map(lambda leaf: _take(leaf, rows), held), state.shared)
             return jax.tree.map(lambda leaf, new: _put(leaf, rows, new), (values, held), (new, kept))
 
-        table, held = jax.lax.fori_loop(0, -(-num_rows // block), some, (table, state.rows))
+        num_blocks = jnp.where(wanted, -(-num_rows // block), 0)
+        table, held = jax.lax.fori_loop(0, num_blocks, some, (table, state.rows))
         return table, RowState(held, state.shared)
 
     specs = (stored_spec(axes), RowState(stored_spec(axes), PartitionSpec()))
-    return island(axes, local, specs, specs)(table, state)
+    asked = jnp.ones((), bool) if wanted is None else wanted
+    return island(axes, local, (*specs, PartitionSpec()), specs)(table, state, asked)
 
 
 def _move(
     optimizer: RowOptimizer, rows: jax.Array, gradients: jax.Array, table: jax.Array, held: Any, shared: Any
 ) -> tuple[jax.Array, Any, Any]:
     """One table's touched rows: gather, update, scatter back. What is beyond the table is dropped."""
-    taken = jax.tree.map(lambda leaf: _take(leaf, rows), held)
-    moves, taken, shared = optimizer.update(gradients, _take(table, rows), taken, shared)
-    moves = moves.astype(table.dtype).reshape(-1, *table.shape[1:])
-    table = table.at[rows].add(moves, mode="drop", unique_indices=True)
+    taken, values = jax.tree.map(lambda leaf: _take(leaf, rows), held), _take(table, rows)
+    if optimizer.settle is not None:
+        values, taken = optimizer.settle(values, taken, shared)
+    moves, taken, shared = optimizer.update(gradients, values, taken, shared)
+    if optimizer.settle is None and moves.dtype == table.dtype:
+        moves = moves.reshape(-1, *table.shape[1:])
+        table = table.at[rows].add(moves, mode="drop", unique_indices=True)
+    else:
+        table = _put(table, rows, values + moves)
     return table, jax.tree.map(lambda leaf, new: _put(leaf, rows, new), held, taken), shared
 
 
 def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows of a device's part `[R, 1, ...]` of a stored array, as `[m, D]`; of `[R, 1]`, one number a row, as `[m]`."""
     # The part is never reshaped: the compiler would copy it, for the sake of a layout that is the same in memory.
-    filler = 0 if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.iinfo(leaf.dtype).max  # the last step of no row
+    counts = jnp.issubdtype(leaf.dtype, jnp.integer)
+    filler = jnp.iinfo(leaf.dtype).max if counts else 0  # the last step of no row
     taken = leaf.at[rows].get(mode="fill", fill_value=filler)
     return taken.reshape(rows.shape[0], math.prod(leaf.shape[1:])) if leaf.ndim > 2 else taken.reshape(-1)
 

@@ -1,6 +1,7 @@
-"""Optimizers that move the touched rows of a table, made from optax transformations where these are elementwise."""
+"""Optimizers that move the touched rows of a table, made from what an optax transformation is proven to do to rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -8,8 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from braidax.errors import ArgumentError
+from braidax.program import compute, sums_below, terms_between, terms_of, trace
 
-from .elementwise import check_elementwise
+from .catch_up import Now, own_scalars, settling
+from .split import Split, TableUpdate, TracedOptimizer, mixing
+
+SHAPE = (3, 5)
+"""Of the small table that optimizers for any table are read on."""
 
 
 class RowState(NamedTuple):
@@ -26,43 +32,103 @@ class RowState(NamedTuple):
 class RowOptimizer(NamedTuple):
     """How the rows of a table move.
 
-    **Fields:** `init(table) -> RowState`, for a stored table. `update(gradients, values, rows, shared) -> (moves, rows,
-    shared)`: for touched rows, `[m, D]` each, or `[m]` where there is one number a row; `moves` are added to the
-    values. `settle(values, rows, shared) -> (values, rows)`: rows as they would be had every step moved them, and what
-    is kept of them, or None where only touched rows ever move. `going_on(arrays, scalars) -> RowState`: what is kept of
-    a table that a dense optimizer has moved so far, from the leaves of its state: those like the (stored) table, and
-    the scalars, each in their order; None where it stands for no dense optimizer.
+    **Fields:** `init(table) -> RowState`, for a stored table. `settle(values, rows, shared) -> (values, rows)`: rows as
+    they would be had every step moved them, and what is kept of them, or None where only touched rows ever move.
+    `update(gradients, values, rows, shared) -> (moves, rows, shared)`: for touched rows, `[m, D]` each, or `[m]` where
+    there is one number a row, which have been settled; `moves` are added to the values.
     """
 
     init: Callable[[jax.Array], RowState]
     update: Callable[[jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
     settle: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]] | None = None
-    going_on: Callable[[tuple[jax.Array, ...], tuple[jax.Array, ...]], RowState] | None = None
+
+
+def table_optimizer(table: TableUpdate) -> RowOptimizer:
+    """Makes the row optimizer of a table that the optimizer of all variables moves; `shared` is a `Now`."""
+
+    def init(stored: jax.Array) -> RowState:
+        raise AssertionError("its state is part of that of all variables")
+
+    def update(gradients: jax.Array, values: jax.Array, rows: Any, now: Now) -> tuple[jax.Array, Any, Any]:
+        kept = [rows[name] for name in table.names]
+        known = {term.number: value for term, value in zip(table.context, now.context, strict=True)}
+        known |= {term.number: table.shaped(leaf, term) for term, leaf in zip(table.kept, kept, strict=True)}
+        known[table.gradient.number] = table.shaped(gradients.astype(table.gradient.dtype), table.gradient)
+        known[table.value.number] = table.shaped(values, table.value)
+        moves, *after = compute([table.move, *table.next], known, rows=table.sizes(values))
+        new = {
+            name: leaf.reshape(old.shape) for name, leaf, old in zip(table.names, after, kept, strict=True)
+        } | kept_besides(table, now, values.shape[:1], taken=True)
+        return moves.reshape(values.shape), new, now
+
+    return RowOptimizer(init, update, settling(table) if table.catch_up is not None else None)
+
+
+def kept_besides(table: TableUpdate, now: Now, shape: tuple[int, ...], *, taken: bool = False) -> dict[str, Any]:
+    """Returns what rows that lag behind keep besides the optimizer's state, of rows that do not.
+
+    **Arguments:** `shape`: of one number a row. `taken`: whether a step is being taken, which they will have seen.
+    """
+    if table.catch_up is None:
+        return {}
+    if taken:
+        known = {one.term.number: value for one, value in zip(table.catch_up.scalars, now.scalars, strict=True)}
+        after = compute([scalar.next for scalar in table.catch_up.scalars], known)
+        now = Now(now.clock + 1, tuple(after))
+    return {"last": jnp.full(shape, now.clock, jnp.int32), **own_scalars(table.catch_up, now, shape)}
+
+
+class Alone(NamedTuple):
+    """What the optimizer of one table keeps that does not go by rows: `clock`, its steps; `leaves`, of its state."""
+
+    clock: Any
+    leaves: tuple[Any, ...]
 
 
 def row_optimizer(optimizer: optax.GradientTransformation, *, mode: Literal["exact", "lazy"] = "exact") -> RowOptimizer:
-    """Makes a row optimizer from an elementwise optax transformation.
+    """Makes the row optimizer of one table from an elementwise optax transformation.
 
     With "exact" it equals the dense optimizer. Where a row without a gradient stays as it is (SGD, Adagrad), that is
-    free. Where it moves (momentum, Adam, weight decay), the steps that a row has missed are taken one by one before the
-    row is next read: the loop is as long as the longest absence among the rows of a batch. `adam` and `momentum`
-    of this package know shorter ways. With "lazy" rows without a gradient stay as they are.
+    free. Where it moves (momentum, Adam, weight decay), the steps that a row has missed are taken before the row is
+    next read: in one move where momentum or Adam make them in float32, else one by one, in a loop as long as the
+    longest absence among the rows of a batch. With "lazy" rows without a gradient stay as they are.
 
     **Arguments:** `optimizer`: any chain of elementwise transformations. `mode`: see above.
 
     **Raises:** `ArgumentError` when it is not elementwise, or when `mode="lazy"` would leave out weight decay.
     """
-    check_elementwise(optimizer)
-    if mode == "lazy" and _moves(optimizer, num_touched=0):
+    split, table = _read(optimizer)
+    if mode == "lazy" and not _rests_at_first(optimizer, table):
         raise ArgumentError(
             'optimizer moves rows that never had a gradient, as weight decay does, and mode="lazy" would leave that '
             'out: use mode="exact", or an optimizer without weight decay'
         )
-    if mode == "lazy" or not (_moves(optimizer, num_touched=0) or _moves(optimizer, num_touched=3)):
-        return RowOptimizer(
-            lambda table: _init(optimizer, table), lambda *given: _touch(optimizer, *given), going_on=RowState
-        )
-    return _replayed(optimizer)
+    table = replace(table, catch_up=None) if mode == "lazy" else table
+    moving, others = table_optimizer(table), [at for at in range(len(split.states)) if at not in split.kept]
+    inputs, after = [split.inputs[1 + at] for at in others], [split.states[at] for at in others]
+    scalars = [others.index(scalar.at) for scalar in table.catch_up.scalars] if table.catch_up else []
+
+    def now_of(shared: Alone) -> Now:
+        return Now(shared.clock, tuple(shared.leaves[at] for at in scalars))
+
+    def init(stored: jax.Array) -> RowState:
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(optimizer.init(stored))]
+        shared = Alone(jnp.zeros((), jnp.int32), tuple(leaves[at] for at in others))
+        rows = {name: leaves[at] for name, at in zip(table.names, table.at, strict=True)}
+        return RowState(rows | kept_besides(table, now_of(shared), stored.shape[:2]), shared)
+
+    def update(gradients: jax.Array, values: jax.Array, rows: Any, shared: Alone) -> tuple[jax.Array, Any, Any]:
+        known = {term.number: leaf for term, leaf in zip(inputs, shared.leaves, strict=True)}
+        now = now_of(shared)._replace(context=tuple(compute(table.context, known)))
+        moves, rows, _ = moving.update(gradients, values, rows, now)
+        leaves = [leaf.astype(old.dtype) for leaf, old in zip(compute(after, known), shared.leaves, strict=True)]
+        return moves, rows, Alone(shared.clock + 1, tuple(leaves))
+
+    def settle(values: jax.Array, rows: Any, shared: Alone) -> tuple[jax.Array, Any]:
+        assert moving.settle is not None, "asked for rows that move without a gradient"
+        return moving.settle(values, rows, now_of(shared))
+
+    return RowOptimizer(init, update, None if moving.settle is None else settle)
 
 
 def row_adagrad(learning_rate: float, *, initial: float = 0.1, eps: float = 1e-7) -> RowOptimizer:
@@ -81,78 +147,33 @@ def row_adagrad(learning_rate: float, *, initial: float = 0.1, eps: float = 1e-7
     return RowOptimizer(init, update)
 
 
-def _init(optimizer: optax.GradientTransformation, table: jax.Array) -> RowState:
-    leaves = jax.tree.leaves(optimizer.init(table))
-    rows = tuple(leaf for leaf in leaves if leaf.shape)
-    return RowState(rows, tuple(jnp.asarray(leaf) for leaf in leaves if not leaf.shape))
+def _read(optimizer: optax.GradientTransformation) -> tuple[Split, TableUpdate]:
+    """Reads an optimizer on a small table. **Raises:** `ArgumentError` when it is not elementwise."""
+    try:
+        traced = TracedOptimizer(optimizer, jax.ShapeDtypeStruct(SHAPE, jnp.float32))
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"optimizer cannot be applied to one array of rows ({type(error).__name__}: {error}): expected an optax "
+            f"transformation that takes any PyTree of parameters, such as optax.adagrad(0.1)"
+        ) from error
+    (name,) = traced.names
+    split = traced.split([name])
+    if why := split.refused.get(name):
+        raise ArgumentError(why)
+    table = split.tables[name]
+    if found := sums_below(table.context):
+        raise ArgumentError(mixing(f"its update has {found[0].primitive.name} over all rows"))
+    for term in terms_between([table.move, *table.next], {}):
+        if (term.table or term.even) and term.shape != SHAPE:
+            raise ArgumentError(mixing(f"its update has {term.primitive.name} within rows, so it is not elementwise"))
+    return split, replace(table, any_width=True)
 
 
-def _touch(
-    optimizer: optax.GradientTransformation, gradients: jax.Array, values: jax.Array, rows: Any, shared: Any
-) -> tuple[jax.Array, Any, Any]:
-    """Applies the transformation to rows that share its scalars."""
-    form = jax.eval_shape(optimizer.init, values)
-    arrays, scalars = iter(rows), iter(shared)
-    leaves = [next(arrays) if leaf.shape else next(scalars) for leaf in jax.tree.leaves(form)]
-    moves, state = optimizer.update(gradients, jax.tree.unflatten(jax.tree.structure(form), leaves), values)
-    leaves = jax.tree.leaves(state)
-    kinds = [bool(leaf.shape) for leaf in jax.tree.leaves(form)]
-    new = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind]
-    return jnp.asarray(moves), tuple(new), tuple(leaf for leaf, kind in zip(leaves, kinds, strict=True) if not kind)
-
-
-def _replayed(optimizer: optax.GradientTransformation) -> RowOptimizer:
-    """Takes the missed steps one by one: each row keeps the scalars of its last step, and the number of that step."""
-
-    def init(table: jax.Array) -> RowState:
-        rows, shared = _init(optimizer, table)
-        own = tuple(jnp.full(table.shape[:2], leaf) for leaf in shared)
-        return RowState((rows, own, jnp.zeros(table.shape[:2], jnp.int32)), jnp.zeros((), jnp.int32))
-
-    def step(gradients: jax.Array, values: jax.Array, rows: Any, own: Any) -> tuple[jax.Array, Any, Any]:
-        return jax.vmap(lambda *row: _touch(optimizer, *row))(gradients, values, rows, own)
-
-    def settle(values: jax.Array, kept: Any, shared: Any) -> tuple[jax.Array, Any]:
-        rows, own, last = kept
-        missed = shared - last
-
-        def go_on(state: Any) -> jax.Array:
-            return jnp.any(state[0] < missed)
-
-        def again(state: Any) -> Any:
-            number, values, rows, own = state
-            moves, *new = step(jnp.zeros_like(values), values, rows, own)
-            late = number < missed
-
-            def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-                return jnp.where(late.reshape(late.shape + (1,) * (old.ndim - 1)), new.astype(old.dtype), old)
-
-            return number + 1, *jax.tree.map(choose, (values + moves, *new), (values, rows, own))
-
-        _, values, rows, own = jax.lax.while_loop(go_on, again, (jnp.zeros((), jnp.int32), values, rows, own))
-        return values, (rows, own, jnp.maximum(last, shared))
-
-    def update(gradients: jax.Array, values: jax.Array, kept: Any, shared: Any) -> tuple[jax.Array, Any, Any]:
-        settled, (rows, own, last) = settle(values, kept, shared)
-        moves, rows, own = step(gradients, settled, rows, own)
-        return settled + moves - values, (rows, own, jnp.full_like(last, shared + 1)), shared + 1
-
-    def going_on(arrays: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...]) -> RowState:
-        num_rows = arrays[0].shape[:2] if arrays else ()
-        own = tuple(jnp.full(num_rows, leaf) for leaf in scalars)
-        return RowState((arrays, own, jnp.zeros(num_rows, jnp.int32)), jnp.zeros((), jnp.int32))
-
-    return RowOptimizer(init, update, settle, going_on)
-
-
-def _moves(optimizer: optax.GradientTransformation, *, num_touched: int) -> bool:
-    """Whether a row without a gradient changes, values or state, after so many steps with one: it is tried out."""
-    with jax.ensure_compile_time_eval():
-        values = jnp.linspace(0.5, 1.5, 6).reshape(2, 3)
-        state = _init(optimizer, values)
-        for number in range(num_touched):
-            moves, *kept = _touch(optimizer, jnp.cos(values + number), values, *state)
-            values, state = values + moves, RowState(*kept)
-        moves, rows, _ = _touch(optimizer, jnp.zeros_like(values), values, *state)
-        same = [bool(jnp.array_equal(new, old)) for new, old in zip(rows, state.rows, strict=True)]
-        return bool(jnp.any(moves != 0)) or not all(same)
+def _rests_at_first(optimizer: optax.GradientTransformation, table: TableUpdate) -> bool:
+    """Whether a row that never had a gradient stays where it is."""
+    program = trace(optimizer.init, jax.ShapeDtypeStruct(SHAPE, jnp.float32))
+    begun = [table.terms.rested(term) for term in terms_of(table.terms, program.closed, [table.value])]
+    replaced = {kept: begun[at] for kept, at in zip(table.kept, table.at, strict=True)}
+    return table.terms.rested(table.move, replaced).equals(0)

@@ -1,6 +1,7 @@
-"""Optax' Adam and momentum are recognized by what they do, so that rows that lag behind are brought up in one move."""
+"""Which rows without a gradient move in a way whose missed steps can be summed up, read off the optimizer's terms."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,121 +9,154 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from braidax.errors import ArgumentError
+from braidax.program import Term, Terms, bounds, terms_of, trace
 
-from .catch_up import adam, momentum
-from .optimizers import RowOptimizer
-
-_COUNTS = (0, 1, 7, 100, 10_000)  # at which a learning rate that is the same counts as constant
-_NUM_STEPS = 5
-_TOLERANCE = 2e-5
-_PASSIVE = (optax.EmptyState, optax.ScaleByScheduleState)
-_KNOWN = (*_PASSIVE, optax.ScaleByAdamState, optax.TraceState)
+from .split import TableUpdate
 
 
-def recognized(optimizer: optax.GradientTransformation) -> RowOptimizer | None:
-    """Returns this package's own form of an optax optimizer, or None where it has none.
+@dataclass(frozen=True)
+class Fading:
+    """What is kept fades by a factor in each step, and the move is a sum of multiples of it, and of the value.
 
-    An optimizer with the state of `optax.adam`, `adamw` or `sgd` with momentum is given numbers from which its factors
-    can be read off; then both are compared on others. Learning rates may be schedules.
+    **Fields:** `factors`: of what is kept. `rates`: by what each is multiplied in the move, a scalar term, or None.
+    `grown`: what a value without anything else becomes, as a part of itself.
     """
-    with jax.ensure_compile_time_eval():
-        try:
-            form = optimizer.init(jnp.zeros(1))
-            moving = [part for part in _parts(form) if not isinstance(part, _PASSIVE)]
-            if len(moving) != 1 or not all(isinstance(part, _KNOWN) for part in _parts(form)):
-                return None
-            probe = _Probe(optimizer, form)
-            found = _adam(probe) if isinstance(moving[0], optax.ScaleByAdamState) else _momentum(probe)
-        except (ArgumentError, ArithmeticError):
+
+    factors: tuple[float, ...]
+    rates: tuple[Term | None, ...]
+    grown: float
+
+
+@dataclass(frozen=True)
+class AdamFading:
+    """Adam. **Fields:** `mu`, `nu`: which of what is kept. `count`: its number of steps. `rate`: a scalar term, by which
+    its direction is multiplied in the move. `grown`: as of `Fading`."""
+
+    mu: int
+    nu: int
+    b1: float
+    b2: float
+    eps: float
+    count: Term
+    rate: Term
+    grown: float
+
+
+def recognized(table: TableUpdate) -> Fading | AdamFading | None:
+    """Returns how missed steps can be summed up, where that is known, in float32 and with rates that have a limit."""
+    catch_up = table.catch_up
+    if catch_up is None or any(scalar.kind != "count" for scalar in catch_up.scalars):
+        return None
+    if any(term.dtype != np.float32 for term in (table.value, catch_up.move, *table.kept)):
+        return None
+    factors = [_factor(after, kept) for after, kept in zip(catch_up.next, table.kept, strict=True)]
+    parts = _parts(table.terms, catch_up.move)
+    if parts is None or None in factors:
+        return None
+    grown = parts.pop(table.value, None)
+    if grown is not None and not grown.is_literal:
+        return None
+    part = 1.0 if grown is None else 1.0 + float(grown.value)
+    if not 0 < part <= 1 or any(not np.isfinite(bounds(rate)).all() for rate in parts.values()):
+        return None
+    known = tuple(float(factor) for factor in factors if factor is not None)
+    if set(parts) <= set(table.kept):
+        rates = tuple(parts.get(kept) for kept in table.kept)
+        fades = all(factor < 1 for factor, rate in zip(known, rates, strict=True) if rate is not None)
+        return Fading(known, rates, part) if fades else None
+    if len(parts) == 1:
+        ((direction, rate),) = parts.items()
+        return _adam(table, direction, rate, known, part)
+    return None
+
+
+def _factor(after: Term, kept: Term) -> float | None:
+    """By what something kept is multiplied in each step, if that is all."""
+    if after is kept:
+        return 1.0
+    if after.equals(0):
+        return 0.0
+    if after.made_by("mul"):
+        one, other = after.operands
+        number = other if one is kept else one
+        if kept in (one, other) and number.is_literal and 0 <= number.value <= 1:
+            return float(number.value)
+    return None
+
+
+def _parts(terms: Terms, move: Term) -> dict[Term, Term] | None:
+    """Takes a term apart into a sum of multiples. **Returns:** the scalar that each part is multiplied by."""
+    if move.equals(0):
+        return {}
+    if move.made_by("mul") or move.made_by("div"):
+        one, other = move.operands
+        if move.made_by("mul") and not one.shape:
+            one, other = other, one
+        if other.shape or not one.shape:
+            return _alone(terms, move)
+        return _scaled(_parts(terms, one), lambda rate: _made(terms, move, [rate, other]))
+    if move.made_by("neg"):
+        return _scaled(_parts(terms, move.operands[0]), lambda rate: _made(terms, move, [rate]))
+    if move.made_by("add") or move.made_by("sub"):
+        found = [_parts(terms, one) if one.shape else None for one in move.operands]
+        if found[0] is None or found[1] is None:
             return None
-        return found if _agree(optimizer, found) else None
+        zero = terms.literal(0, (), move.dtype)
+        return {
+            part: _made(terms, move, [found[0].get(part, zero), found[1].get(part, zero)])
+            for part in [*found[0], *(part for part in found[1] if part not in found[0])]
+        }
+    return _alone(terms, move)
 
 
-class _Probe:
-    """Takes one step of an optimizer from a state made up for one element."""
-
-    def __init__(self, optimizer: optax.GradientTransformation, form: Any) -> None:
-        self._optimizer, self._form = optimizer, form
-
-    def __call__(self, count: Any, *moments: float, gradient: float = 0.0, value: float = 0.0) -> tuple[Any, list[Any]]:
-        """Returns the move and the new moments. **Arguments:** `moments`: `mu, nu`, or the trace."""
-        held = iter(moments)
-        leaves = [
-            jnp.full(1, next(held)) if leaf.shape else jnp.asarray(count, leaf.dtype)
-            for leaf in jax.tree.leaves(self._form)
-        ]
-        state = jax.tree.unflatten(jax.tree.structure(self._form), leaves)
-        moves, state = self._optimizer.update(jnp.full(1, gradient), state, jnp.full(1, value))
-        return jnp.asarray(moves)[0], [leaf[0] for leaf in jax.tree.leaves(state) if leaf.shape]
-
-    def rate(self, move: Callable[[Any], Any]) -> float | Callable[[Any], Any]:
-        """Returns a learning rate: a number, or a schedule where it changes. **Arguments:** `move`: count -> rate."""
-        seen = [float(move(count)) for count in _COUNTS]
-        if np.ptp(seen) <= _TOLERANCE * max(np.abs(seen)):
-            return seen[0]
-        return lambda count: jax.vmap(move)(jnp.ravel(count)).reshape(jnp.shape(count))
+def _alone(terms: Terms, part: Term) -> dict[Term, Term]:
+    return {part: terms.literal(1, (), part.dtype)}
 
 
-def _adam(probe: _Probe) -> RowOptimizer:
-    b1, b2 = (1 - float(moment) for moment in probe(0, 0.0, 0.0, gradient=1.0)[1])
-
-    def direction(count: Any) -> tuple[Any, Any]:
-        count = jnp.asarray(count, jnp.int32) + 1  # rounded as optax rounds
-        return b1 / (1 - b1**count), jnp.sqrt(b2 / (1 - b2**count))
-
-    def move(count: Any) -> Any:
-        return -probe(count, 1.0, 1.0)[0]
-
-    # One move is divided by the root and eps, the other by eps alone.
-    at = _moving(move)
-    first, root = (float(value) for value in direction(at))
-    small = -float(probe(at, 1.0, 0.0)[0])
-    eps = root / (small / float(move(at)) - 1)
-    rate = small * eps / first
-    decay = -float(probe(at, 0.0, 1.0, value=1.0)[0]) / rate
-
-    def rate_at(count: Any) -> Any:
-        moment, root = direction(count)
-        return move(count) * (root + eps) / moment
-
-    learning_rate = probe.rate(rate_at)
-    return adam(learning_rate, b1, b2, eps, weight_decay=decay)
+def _scaled(parts: Mapping[Term, Term] | None, by: Any) -> dict[Term, Term] | None:
+    return None if parts is None else {part: by(rate) for part, rate in parts.items()}
 
 
-def _momentum(probe: _Probe) -> RowOptimizer:
-    at = _moving(lambda count: probe(count, 1.0)[0])
-    decay = float(probe(at, 1.0)[1][0])
-    with_gradient = float(probe(at, 0.0, gradient=1.0)[0])
-    kept = float(probe(at, 1.0)[0]) / with_gradient  # decay, and squared and over 1 + decay with Nesterov's
-    nesterov = abs(kept - decay) > abs(kept - decay**2 / (1 + decay))
-    scale = 1 + decay if nesterov else 1.0
-    return momentum(probe.rate(lambda count: -probe(count, 0.0, gradient=1.0)[0] / scale), decay, nesterov=nesterov)
+def _made(terms: Terms, like: Term, operands: list[Term]) -> Term:
+    """The same operation on scalars."""
+    return terms.simplified(like.primitive, like.params or {}, operands, jax.ShapeDtypeStruct((), like.dtype))
 
 
-def _moving(move: Callable[[Any], Any]) -> int:
-    """Returns the first of some counts at which the learning rate is not 0, as it is where it warms up."""
-    return next((count for count in _COUNTS if float(move(count))), 0)
+def _adam(
+    table: TableUpdate, direction: Term, rate: Term, factors: tuple[float, ...], grown: float
+) -> AdamFading | None:
+    """Recognizes the direction of `optax.scale_by_adam`: it is the very term that optax' own program comes to."""
+    assert table.catch_up is not None
+    eps = _added(direction)
+    if len(factors) != 2 or eps is None:
+        return None
+    for scalar in table.catch_up.scalars:
+        for mu, nu in ((0, 1), (1, 0)):
+            found = AdamFading(mu, nu, factors[mu], factors[nu], eps, scalar.term, rate, grown)
+            if 0 < found.b2 < 1 and found.b1 < 1 and _direction(table, found) is direction:
+                return found
+    return None
 
 
-def _agree(optimizer: optax.GradientTransformation, rows: RowOptimizer) -> bool:
-    """Whether both do the same to elements with gradients of all sizes, which tells a limit to them, and with none."""
-    table = jnp.array([0.5, -1.5, 2.0, -0.3, 0.7])[:, None, None]
-    scales = jnp.array([1e-6, 1e-3, 1.0, 1e3, 1e6])[:, None, None]
-    values, state = table, optimizer.init(table)
-    ours, held = table[:, 0], rows.init(table)
-    kept, shared = jax.tree.map(lambda leaf: leaf[:, 0], held.rows), held.shared
-    for number in range(_NUM_STEPS):
-        gradients = jnp.cos(3.0 * number + table) * scales * (number % 2 == 0)
-        moves, state = optimizer.update(gradients, state, values)
-        values = values + jnp.asarray(moves)
-        added, kept, shared = rows.update(gradients[:, 0], ours, kept, shared)
-        ours = ours + added
-    moved = np.abs(np.asarray(values - table))[:, 0]
-    rounded = _NUM_STEPS * np.finfo(np.float32).eps * np.abs(np.asarray(table))[:, 0]  # values are, at each step
-    return bool((np.abs(np.asarray(values[:, 0] - ours)) <= _TOLERANCE * moved + rounded).all())
+def _added(direction: Term) -> float | None:
+    """The number added to a root that something is divided by."""
+    if direction.made_by("div") and direction.operands[1].made_by("add"):
+        for one in direction.operands[1].operands:
+            if one.is_literal and one.value > 0:
+                return float(one.value)
+    return None
 
 
-def _parts(state: Any) -> list[Any]:
-    """Returns the states that an optimizer's state is a chain of."""
-    return jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, _KNOWN))
+def _direction(table: TableUpdate, found: AdamFading) -> Term:
+    """The direction in a row without a gradient, by optax."""
+    terms, like = table.terms, jax.ShapeDtypeStruct(table.value.shape, table.value.dtype)
+    adam = optax.scale_by_adam(found.b1, found.b2, found.eps)
+
+    def direction(gradient: Any, count: Any, mu: Any, nu: Any) -> Any:
+        return adam.update(gradient, optax.ScaleByAdamState(count, mu, nu))[0]
+
+    program = trace(direction, like, jax.ShapeDtypeStruct((), jnp.int32), like, like)
+    zero = terms.literal(0, like.shape, like.dtype)
+    inputs = [zero, found.count, table.kept[found.mu], table.kept[found.nu]]
+    (made,) = terms_of(terms, program.closed, inputs)
+    return terms.rested(made)

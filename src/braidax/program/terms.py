@@ -1,0 +1,338 @@
+"""Terms: a traced program as values made of values, with what is known of each about the rows of some inputs.
+
+A value goes *by rows* of a table when its dim 0 is that of the table and each of its rows is made of the same row of
+what goes by rows of that table, and of what does not go by rows at all. So a few rows of it can be computed from a few
+rows of the table.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import select_n_p
+from jax.extend.source_info_util import current_name_stack, user_context
+
+from .row_rules import SUMS, by_rows, is_even
+from .simplify import simpler
+
+_CALLS: dict[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}  # primitive: the parameter that holds its jaxpr
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A value of a program; the same value is the same object.
+
+    **Fields:** `number`: higher than those of its operands. `shape`, `dtype`. `primitive`, `params`, `operands`,
+    `index`: what makes it; of inputs, literals and constants there is no primitive. `value`: of a literal the number
+    that all elements are, of a constant the array. `reads`: the numbers of the inputs it is made of, as bits. `table`:
+    whose rows it goes by, or "". `even`: whether all its rows are alike. `why`: why it cannot be computed without whole
+    tables, or "", and `blamed` of which ones. `equation`: that it comes from.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: Any
+    primitive: Any = None
+    params: Mapping[str, Any] | None = None
+    operands: tuple["Term", ...] = ()
+    index: int = 0
+    value: Any = None
+    reads: int = 0
+    table: str = ""
+    even: bool = False
+    why: str = ""
+    blamed: frozenset[str] = frozenset()
+    equation: JaxprEqn | None = None
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the program."""
+        return self.primitive is None and self.value is None
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether all its elements are one known number."""
+        return self.primitive is None and self.value is not None and np.ndim(self.value) == 0
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is made of all rows of a table, summed (or joined by "and", "or")."""
+        return not self.table and any(operand.table for operand in self.operands)
+
+    def made_by(self, name: str) -> bool:
+        """Whether a primitive of that name makes it."""
+        return self.primitive is not None and self.primitive.name == name
+
+    def equals(self, number: float) -> bool:
+        """Whether all its elements are a number."""
+        return self.is_literal and bool(self.value == number)
+
+
+class Terms:
+    """Makes terms. **Arguments:** `gradients`: the indices of the inputs that are 0 in rows that nothing has used."""
+
+    def __init__(self, gradients: Collection[int] = ()) -> None:
+        self._made: dict[Any, Term] = {}
+        self._count = 0
+        self._gradients = frozenset(gradients)
+
+    def _new(self, key: Any, **fields: Any) -> Term:
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = Term(self._count, **fields)
+            self._count += 1
+        return found
+
+    def given(self, index: int, spec: Any, *, table: str = "") -> Term:
+        """Returns the input of a number. **Arguments:** `table`: whose rows it goes by, if any."""
+        return self._new(
+            ("input", index), shape=tuple(spec.shape), dtype=spec.dtype, reads=1 << index, index=index, table=table
+        )
+
+    def literal(self, value: Any, shape: tuple[int, ...], dtype: Any) -> Term:
+        """Returns the array, all of whose elements are a number."""
+        value = np.asarray(value).astype(dtype)[()]
+        key = ("literal", value.tobytes(), str(dtype), shape)
+        return self._new(key, shape=shape, dtype=np.dtype(dtype), value=value, even=bool(shape))
+
+    def constant(self, value: Any) -> Term:
+        """Returns a constant of a program."""
+        shape, dtype = np.shape(value), jax.typeof(value).dtype
+        if not shape and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and not isinstance(value, jax.core.Tracer):
+            return self.literal(np.asarray(value), (), dtype)
+        return self._new(("constant", id(value)), shape=shape, dtype=dtype, value=value)
+
+    def made(
+        self,
+        primitive: Any,
+        params: Mapping[str, Any],
+        operands: Sequence[Term],
+        aval: Any,
+        *,
+        index: int = 0,
+        equation: JaxprEqn | None = None,
+    ) -> Term:
+        """Returns what a primitive makes of operands, its output of that index, with what is known of its rows."""
+        try:
+            named: Any = tuple(sorted(params.items()))
+            hash(named)
+        except TypeError:
+            named = id(params)
+        key = (primitive, named, tuple(operand.number for operand in operands), index)
+        if key in self._made:
+            return self._made[key]
+        fields: dict[str, Any] = {
+            "shape": tuple(aval.shape), "dtype": aval.dtype, "primitive": primitive, "params": params,
+            "operands": tuple(operands), "index": index, "equation": equation,
+        }  # fmt: skip
+        fields["reads"] = 0
+        for operand in operands:
+            fields["reads"] |= operand.reads
+        return self._new(key, **fields, **self._of_rows(primitive, params, operands, tuple(aval.shape)))
+
+    def _of_rows(
+        self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Term], shape: tuple[int, ...]
+    ) -> dict[str, Any]:
+        blamed = frozenset[str]().union(*(operand.blamed for operand in operands))
+        if blamed:
+            return {"blamed": blamed, "why": next(operand.why for operand in operands if operand.why)}
+        tables = frozenset(operand.table for operand in operands if operand.table)
+        if not tables:
+            return {"even": is_even(primitive, params, operands, shape)}
+        (table, *others) = tables
+        why = by_rows(primitive, params, operands, shape) if not others else f"{primitive.name} of two tables"
+        if not why:
+            return {"table": table}
+        if not others and primitive.name in SUMS and 0 in params["axes"]:
+            if self.rested(operands[0]).equals(SUMS[primitive.name]):
+                return {}
+            why = f"{why}, of more than their gradients"
+        return {"blamed": tables, "why": why}
+
+    def walk(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Term], *, enter: bool = False) -> list[Term]:
+        """Returns the outputs of a jaxpr as terms.
+
+        Calls are entered where something goes by rows, and left whole elsewhere. **Arguments:** `enter`: enter all.
+        """
+        known: dict[Any, Term] = dict(zip(jaxpr.invars, inputs, strict=True))
+        known |= {variable: self.constant(value) for variable, value in zip(jaxpr.constvars, consts, strict=True)}
+
+        def read(atom: Any) -> Term:
+            return self.constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            outputs = self._outputs(equation, [read(atom) for atom in equation.invars], enter)
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _outputs(self, equation: JaxprEqn, operands: list[Term], enter: bool) -> list[Term]:
+        name, params = equation.primitive.name, equation.params
+        inside = enter or any(operand.table or operand.even for operand in operands)
+        inside |= not any(operand.shape for operand in operands) and any(v.aval.shape for v in equation.outvars)
+        if inside and name in _CALLS and _CALLS[name] in params:
+            body = params[_CALLS[name]]
+            return self.walk(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, enter=enter)
+        if inside and name == "cond":
+            which, *rest = operands
+            branches: Any = params["branches"]
+            if which.is_literal:
+                branches = [branches[int(np.clip(which.value, 0, len(branches) - 1))]]
+            found = [self.walk(branch.jaxpr, branch.consts, rest, enter=enter) for branch in branches]
+            return [self._chosen(which, cases) for cases in zip(*found, strict=True)]
+        make = self.simplified if enter else self.made
+        return [
+            make(equation.primitive, params, operands, variable.aval, index=index, equation=equation)
+            for index, variable in enumerate(equation.outvars)
+        ]
+
+    def _chosen(self, which: Term, cases: Sequence[Term]) -> Term:
+        """One of the results of the branches of a cond."""
+        if all(case is cases[0] for case in cases):
+            return cases[0]
+        return self.made(select_n_p, {}, [which, *cases], cases[0])
+
+    def simplified(
+        self,
+        primitive: Any,
+        params: Mapping[str, Any],
+        operands: Sequence[Term],
+        aval: Any,
+        *,
+        index: int = 0,
+        equation: JaxprEqn | None = None,
+    ) -> Term:
+        """As `made`, or something simpler that is the same."""
+
+        def literal(value: Any) -> Term:
+            return self.literal(value, tuple(aval.shape), aval.dtype)
+
+        found = simpler(literal, primitive, params, operands, aval)
+        return found or self.made(primitive, params, operands, aval, index=index, equation=equation)
+
+    def rested(self, term: Term, replaced: Mapping[Term, Term] | None = None) -> Term:
+        """Returns a term as it is in rows without a gradient, simplified; what it reads besides rows stays as it is.
+
+        **Arguments:** `replaced`: what else stands in place of terms.
+        """
+        done: dict[int, Term] = {one.number: other for one, other in (replaced or {}).items()}
+        for one in terms_between([term], done):
+            if one.is_input and one.table and one.index in self._gradients:
+                done[one.number] = self.literal(0, one.shape, one.dtype)
+            elif one.primitive is None or one.is_sum or not (one.table or one.even or not one.shape):
+                done[one.number] = one
+            else:
+                done[one.number] = self._again(one, [done[operand.number] for operand in one.operands])
+        return done[term.number]
+
+    def _again(self, term: Term, operands: list[Term]) -> Term:
+        name, params = term.primitive.name, term.params or {}
+        if name in _CALLS and _CALLS[name] in params:
+            body: Any = params[_CALLS[name]]
+            jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+            return self.walk(jaxpr, consts, operands, enter=True)[term.index]
+        return self.simplified(
+            term.primitive, params, operands, term, index=term.index, equation=term.equation
+        )
+
+
+def terms_between(wanted: Iterable[Term], known: Mapping[int, Any]) -> list[Term]:
+    """Returns what must be computed to have some terms, in order. **Arguments:** `known`: numbers of those at hand."""
+    found: dict[int, Term] = {}
+    todo = [term for term in wanted if term.number not in known]
+    while todo:
+        term = todo.pop()
+        if term.number not in found:
+            found[term.number] = term
+            todo += [operand for operand in term.operands if operand.number not in known]
+    return [found[number] for number in sorted(found)]
+
+
+def of_no_rows(wanted: Iterable[Term]) -> list[Term]:
+    """Returns the values that some terms by rows are made of and that do not go by rows, in order."""
+    found: dict[int, Term] = {}
+    todo, seen = list(wanted), set[int]()
+    while todo:
+        term = todo.pop()
+        if term.number in seen:
+            continue
+        seen.add(term.number)
+        if term.table or (term.even and not term.is_literal):
+            todo += term.operands
+        elif not term.is_literal:
+            found[term.number] = term
+    return [found[number] for number in sorted(found)]
+
+
+def compute(
+    wanted: Sequence[Term],
+    known: Mapping[int, Any],
+    *,
+    rows: tuple[int, ...] | None = None,
+) -> list[Any]:
+    """Computes terms.
+
+    **Arguments:** `known`: values by the numbers of terms, of all inputs that are needed, and of sums. `rows`: how many
+    rows there are of everything that goes by rows, or is even; with more numbers, the shape of all that. None where
+    these are whole.
+
+    **Returns:** the values, in order.
+    """
+    values = dict(known)
+    with jax.debug_nans(False):
+        for term in terms_between(wanted, values):
+            _compute(term, values, rows)
+    return [values[term.number] for term in wanted]
+
+
+def sums_below(wanted: Iterable[Term]) -> list[Term]:
+    """Returns the terms that sum all rows of a table and that others are made of, in order."""
+    found: dict[int, Term] = {}
+    todo, seen = list(wanted), set[int]()
+    while todo:
+        term = todo.pop()
+        if term.number not in seen:
+            seen.add(term.number)
+            if term.is_sum:
+                found[term.number] = term
+            todo += term.operands
+    return [found[number] for number in sorted(found)]
+
+
+def _compute(term: Term, values: dict[int, Any], rows: tuple[int, ...] | None) -> None:
+    shape = term.shape
+    if rows is not None and (term.table or term.even):
+        shape = (*rows, *shape[len(rows) :])
+    if term.primitive is None:
+        assert term.value is not None, "inputs are known"
+        whole = jax.numpy.full(shape, term.value, term.dtype) if term.is_literal and shape else term.value
+        values[term.number] = np.asarray(whole) if term.is_literal and not shape else whole
+        return
+    operands = [values[operand.number] for operand in term.operands]
+    params: Mapping[str, Any] = dict(term.params or {})
+    if rows is not None:
+        sized = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}.get(term.primitive.name)
+        params = {**params, sized: shape} if sized else params
+    if term.equation is None:
+        outputs = term.primitive.bind(*operands, **term.primitive.get_bind_params(params))
+    else:
+        names = current_name_stack() + term.equation.source_info.name_stack
+        with user_context(term.equation.source_info.traceback, name_stack=names), term.equation.ctx.manager:
+            outputs = term.primitive.bind(*operands, **term.primitive.get_bind_params(params))
+    values[term.number] = outputs[term.index] if term.primitive.multiple_results else outputs
+
+
+def terms_of(terms: Terms, closed: ClosedJaxpr, inputs: Sequence[Term]) -> list[Term]:
+    """Returns the outputs of a closed jaxpr."""
+    return terms.walk(closed.jaxpr, closed.consts, inputs)
