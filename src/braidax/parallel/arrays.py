@@ -64,4 +64,4 @@ def strong(tree: Any) -> Any:
 
 def _strong(leaf: Any) -> jax.Array:
     leaf = jnp.asarray(leaf)
-    return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf

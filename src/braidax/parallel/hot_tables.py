@@ -49,10 +49,10 @@ def hot_sums(axes: tuple[str, ...], places: jax.Array, gradients: jax.Array, *, 
     return hot_gradient(axes, places, counted, num_hot=num_hot)
 
 
-def hot_moved(optimizer: RowOptimizer, hot: HotTable, sums: jax.Array, *, scale: jax.Array | None = None) -> HotTable:
+def hot_moved(optimizer: RowOptimizer, hot: HotTable, sums: jax.Array) -> HotTable:
     """Moves hot rows: those without a gradient too, where the optimizer would, had it the whole table.
 
-    **Arguments:** `sums`: of `hot_sums`. `scale`: what gradients are multiplied by first.
+    **Arguments:** `sums`: of `hot_sums`.
     """
     num_hot = hot.values.shape[0]
 
@@ -60,8 +60,7 @@ def hot_moved(optimizer: RowOptimizer, hot: HotTable, sums: jax.Array, *, scale:
         return leaf.reshape(num_hot, -1) if leaf.ndim > 2 else leaf.reshape(num_hot)
 
     values, kept = hot.values.reshape(num_hot, -1), jax.tree.map(flat, hot.state.rows)
-    gradients = sums[:, :-1] if scale is None else sums[:, :-1] * scale.astype(sums.dtype)
-    moves, moved, shared = optimizer.update(gradients, values, kept, hot.state.shared)
+    moves, moved, shared = optimizer.update(sums[:, :-1], values, kept, hot.state.shared)
     used = sums[:, -1] > 0
 
     def chosen(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from .rows import (
     Route,
     RowOptimizer,
     RowState,
+    Sum,
     from_stored,
     join_rows,
     making_spec,
@@ -26,7 +27,7 @@ from .rows import (
     push_rows,
     route_ids,
     split_hot,
-    squared_norm,
+    sum_rows,
     to_stored,
     update_rows,
 )
@@ -212,26 +213,26 @@ class Packing:
             trips.append(Trip(way.route, push_rows(group.exchange, way.route, packed), hot))
         return trips
 
-    def squared_norm(self, trips: Sequence[Trip]) -> jax.Array:
-        """Returns the sum of the squares of all row gradients, as if they were dense: a float32 scalar."""
-        total = jnp.zeros((), jnp.float32)
+    def sums(self, trips: Sequence[Trip], sums: Sequence[tuple[str, Sum]], given: Any) -> list[jax.Array]:
+        """Computes sums over all rows of tables. **Arguments:** `sums`: with names of tables. `given`: see `Sum`."""
+        found: dict[int, jax.Array] = {}
         for group, trip in zip(self.groups, trips, strict=True):
-            total += squared_norm(group.exchange, trip.route, trip.pushed).astype(jnp.float32)
-            total += sum(jnp.sum(jnp.square(sums[:, :-1].astype(jnp.float32))) for sums in trip.hot.values())
-        return total
+            names = [self._tables[number].name for number in group.tables]
+            chosen = {at: one._replace(table=names.index(name)) for at, (name, one) in enumerate(sums) if name in names}
+            if chosen:
+                totals = sum_rows(group.exchange, trip.route, trip.pushed, list(chosen.values()), given)
+                for (at, one), total in zip(chosen.items(), totals, strict=True):
+                    hot = trip.hot.get(names[one.table])
+                    found[at] = total if hot is None else one.joined(total, one.of(hot[:, :-1], given))
+        return [found[at] for at in range(len(sums))]
 
     def update(
         self,
         trips: Sequence[Trip],
         tables: Mapping[str, jax.Array],
         held: Held,
-        *,
-        scale: jax.Array | None = None,
     ) -> tuple[dict[str, jax.Array], Held]:
-        """Moves the touched rows of all tables, in place where these are donated.
-
-        **Arguments:** as of `pull`; `scale`: what gradients are multiplied by first.
-        """
+        """Moves the touched rows of all tables, in place where these are donated. **Arguments:** as of `pull`."""
         tables, states, hot = dict(tables), dict(held.rows), dict(held.hot)
         for group, trip in zip(self.groups, trips, strict=True):
             members = [self._tables[number] for number in group.tables]
@@ -243,13 +244,12 @@ class Packing:
                 [tables[name] for name in names],
                 [states[name] for name in names],
                 optimizers=[table.optimizer for table in members],
-                scale=scale,
             )
             tables |= dict(zip(names, moved, strict=True))
             states |= dict(zip(names, kept, strict=True))
             for table in members:
                 if table.hot:
-                    hot[table.name] = hot_moved(table.optimizer, hot[table.name], trip.hot[table.name], scale=scale)
+                    hot[table.name] = hot_moved(table.optimizer, hot[table.name], trip.hot[table.name])
         return tables, Held(states, hot)
 
     def _num_ids(self, lookup: Lookup, num_shards: int) -> int:

@@ -111,7 +111,7 @@ def _parallelize_loss(
         plan = make_plan(mesh, strategies, variables_of(born.out_specs.params, "params"), microbatches=microbatches)
     else:
         reads = row_reads(program, microbatches=microbatches)
-        options = row_options(optimizer, strategies, reads.sparse)
+        options = row_options(optimizer, strategies, reads.params, reads.sparse)
         plan = make_plan(mesh, strategies, reads.variables("params", options), microbatches=microbatches)
         if any(isinstance(p, Rows) for v in plan.variables for p in v.placements):
             arithmetic = WithTables(loss, optimizer, options, born, program, mesh, plan, reads=reads)

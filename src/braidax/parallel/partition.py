@@ -213,7 +213,8 @@ def search_partitions(
     check_strategies(mesh, strategies)
     given, free = list(batches), _free_axes(mesh, strategies)
     traced = trace_reads(loss_fn, init, given, microbatches=microbatches)
-    variables = traced.reads.variables("params", row_options(optimizer, strategies, traced.reads.sparse))
+    options = row_options(optimizer, strategies, traced.reads.params, traced.reads.sparse)
+    variables = traced.reads.variables("params", options)
     plan = make_plan(mesh, strategies, variables, microbatches=microbatches)
     patterns = [pattern for strategy in strategies.values() for pattern in getattr(strategy, "overrides", {})]
     paths = [

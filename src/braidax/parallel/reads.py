@@ -1,7 +1,7 @@
 """How a loss reads its parameters, and the loss without those whose rows are fetched ahead of it."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from braidax.program import (
     LeafUses,
@@ -26,10 +26,11 @@ _BATCH = 3  # the argument of a traced loss that is the batch
 class RowReads(NamedTuple):
     """How a loss reads its parameters.
 
-    **Fields:** `uses`: of each leaf. `sparse`: by name, of those whose rows can be fetched before the loss is computed.
-    `microbatches`: of how many times the loss an update consists.
+    **Fields:** `params`: PyTree of specs. `uses`: of each leaf. `sparse`: by name, of those whose rows can be fetched
+    before the loss is computed. `microbatches`: of how many times the loss an update consists.
     """
 
+    params: Any
     uses: tuple[LeafUses, ...]
     sparse: Mapping[str, LeafUses]
     microbatches: int
@@ -40,7 +41,7 @@ class RowReads(NamedTuple):
         def variable(uses: LeafUses) -> Variable:
             path = join(root, uses.name)
             late = LATE if uses.verdict == "sparse" else ""
-            no_rows = options.no_rows(path) if uses.name in self.sparse else late
+            no_rows = options.no_rows(uses.name) if uses.name in self.sparse else late
             return Variable(path, uses.spec, uses, no_rows, self.microbatches)
 
         return [variable(uses) for uses in self.uses]
@@ -62,7 +63,7 @@ def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
         if not late:
             break
         sparse = {name: found for name, found in sparse.items() if name not in late}
-    return RowReads(uses, sparse, microbatches)
+    return RowReads(program.in_specs[0], uses, sparse, microbatches)
 
 
 def without_rows(program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange) -> RowProgram:

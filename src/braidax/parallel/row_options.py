@@ -1,51 +1,73 @@
 """What a user's optimizer and strategies say of the tables of a step."""
 
 import fnmatch
+import functools
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import optax
 
 from braidax.errors import ArgumentError
+from braidax.program import join
 
-from .rows import Clipping, RowOptimizer, recognized, row_optimizer, split_clipping
+from .rows import RowOptimizer, Split, TracedOptimizer
 from .strategies import Hybrid, Strategy
 from .touched import Touched
 
 OutOfRange = Literal["as jax", "raise"]
 
 
-class RowOptions(NamedTuple):
+@dataclass(frozen=True)
+class RowOptions:
     """How rows move, and what becomes of ids that no row has.
 
-    **Fields:** `default`: moves rows as the optimizer would, or None, and then `why` not. `by_pattern`: row optimizers
-    by pattern of a variable's path; the first that matches counts. `out_of_range`, `touched`: see `Hybrid`. `clipping`:
-    of the optimizer, where it clips by the norm of all gradients.
+    **Fields:** `transformation`: of the step. `params`: PyTree of specs. `tables`: names of the variables that are read
+    by rows; nothing else is asked about. `by_pattern`: row optimizers by pattern of a variable's path; the first that
+    matches counts. `out_of_range`, `touched`: see `Hybrid`.
     """
 
-    default: RowOptimizer | None
-    why: str
+    transformation: optax.GradientTransformation
+    params: Any
+    tables: tuple[str, ...]
     by_pattern: Mapping[str, RowOptimizer]
     out_of_range: OutOfRange
     touched: Mapping[str, Touched]
-    clipping: Clipping | None
 
-    def optimizer(self, path: str) -> RowOptimizer | None:
-        """Returns what moves the rows of a variable, or None."""
-        matching = (found for pattern, found in self.by_pattern.items() if fnmatch.fnmatchcase(path, pattern))
-        return next(matching, self.default)
+    def own(self, name: str) -> RowOptimizer | None:
+        """Returns the row optimizer that a strategy gives a table, or None."""
+        path = join("params", name)
+        return next((one for pattern, one in self.by_pattern.items() if fnmatch.fnmatchcase(path, pattern)), None)
 
-    def no_rows(self, path: str) -> str:
-        """Returns why the rows of a variable cannot be moved; "" if they can."""
-        return "" if self.optimizer(path) is not None else self.why
+    @functools.cached_property
+    def traced(self) -> TracedOptimizer:
+        """The optimizer of the step, on all variables."""
+        return TracedOptimizer(self.transformation, self.params)
+
+    @functools.cached_property
+    def _split(self) -> Split:
+        return self._split_for(self.tables)
+
+    def _split_for(self, tables: Collection[str]) -> Split:
+        apart = [name for name in tables if self.own(name) is not None]
+        return self.traced.split([name for name in tables if name not in apart], apart=apart)
+
+    def no_rows(self, name: str) -> str:
+        """Returns why the rows of a table cannot be moved; "" if they can."""
+        return self._split.refused.get(name, "")
+
+    def split(self, tables: Collection[str]) -> Split:
+        """Returns the optimizer, split where some of the tables are moved by rows, as it allows."""
+        return self._split if {*tables} == {*self.tables} - {*self._split.refused} else self._split_for(tables)
 
 
 def row_options(
-    optimizer: optax.GradientTransformation, strategies: Mapping[str, Strategy], tables: Collection[str]
+    optimizer: optax.GradientTransformation, strategies: Mapping[str, Strategy], params: Any, tables: Collection[str]
 ) -> RowOptions:
     """Gathers the options.
 
-    **Arguments:** `tables`: names of the variables that are read by rows; without any, the optimizer is asked nothing.
+    **Arguments:** `params`: PyTree of specs. `tables`: names of the variables that are read by rows; without any, the
+    optimizer is asked nothing.
 
     **Raises:** `ArgumentError` where strategies contradict each other.
     """
@@ -60,13 +82,4 @@ def row_options(
                 )
     raising = any(strategy.out_of_range == "raise" for strategy in hybrids.values())
     touched = {path: found for strategy in hybrids.values() for path, found in strategy.touched.items()}
-    out_of_range: OutOfRange = "raise" if raising else "as jax"
-    if not tables:
-        return RowOptions(None, "no variable is read by rows", by_pattern, out_of_range, touched, None)
-    clipping = split_clipping(optimizer)
-    moved = optimizer if clipping is None else clipping.inner
-    try:
-        default, why = recognized(moved) or row_optimizer(moved), ""
-    except ArgumentError as error:
-        default, why = None, str(error)
-    return RowOptions(default, why, by_pattern, out_of_range, touched, clipping)
+    return RowOptions(optimizer, params, tuple(tables), by_pattern, "raise" if raising else "as jax", touched)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, final
 
@@ -16,18 +16,18 @@ from braidax.errors import ArgumentError
 from braidax.program import Program, join, named_leaves, trace
 
 from .accumulate import all_gradients_of, microbatches_of
-from .arithmetic import OUT_OF_RANGE, Evaluate, applied, check_same_state, summed_once
+from .arithmetic import OUT_OF_RANGE, Evaluate, summed_once
 from .arrays import strong
-from .dense_form import Form, form_of, joined_state, parted_state
 from .hot_tables import HotTable, hot_table, with_hot_rows
 from .initial import Born
 from .loss import Loss
 from .packing import Held, Packing, Pull, Table
 from .placements import Rows
-from .plan import Plan, follow, shardings_of
+from .plan import Plan, PlannedVariable, follow, shardings_of
 from .reads import RowReads, row_reads, without_rows
 from .row_options import RowOptions
-from .rows import RowState, settle_rows, stored_sharding
+from .rows import RowState, settle_rows, stored_sharding, table_optimizer
+from .split_update import SplitUpdate
 from .state import State
 from .touched import Touched, expected_unique
 
@@ -36,8 +36,8 @@ from .touched import Touched, expected_unique
 class WithTables:
     """The arithmetic in which the variables that a plan places by `Rows` are tables.
 
-    A state then holds `[ceil(V / N), N, ...]` in their place, and as `opt_state` a dict: `"dense"`, of the optimizer
-    for all other variables, `"rows"`, a `RowState` for each table by name, and `"hot"`, the hot rows of some.
+    A state then holds `[ceil(V / N), N, ...]` in their place, and as `opt_state` a dict: `"dense"`, the optimizer's
+    without what has the rows of tables, `"rows"`, a `RowState` for each table by name, and `"hot"`, the hot rows of some.
 
     **Arguments:** as of `Whole`; `options`: how rows move. `reads`: of the program.
     """
@@ -59,7 +59,9 @@ class WithTables:
         self._born: Born = born.out_specs
         self._options = options
         self._tables = _tables_of(plan, self._born.params, mesh, options)
-        self._stored = tuple(path for table in self._tables.values() for path in _stored_leaves(table))
+        self._own = [name for name in self._tables if options.own(name) is not None]
+        self._update = SplitUpdate(options.split(self._tables), self._tables)
+        self._stored = tuple(_stored_leaves(self._tables, jax.eval_shape(self._born_states, self._born.params)))
         self.initial = trace(lambda key: self._first(born(key)), *born.in_specs)
         self._specs: State = self.initial.out_specs
         rows = without_rows(program, [reads.sparse[name] for name in self._tables], options.out_of_range)
@@ -68,7 +70,6 @@ class WithTables:
         self.state_shardings = self._shardings(plan)
         dense, _ = self._parted(self.state_shardings.params)
         self.gradient_shardings = (dense, self._packing.trip_shardings(mesh))
-        self._apply_dense = self._traced_apply()
 
     @property
     def watched(self) -> Sequence[tuple[str, int]]:
@@ -79,7 +80,7 @@ class WithTables:
 
     def held(self, opt_state: Any) -> Held:
         """Returns the states of the tables, by which rows that lag behind are brought up when they are read."""
-        return Held(opt_state["rows"], opt_state["hot"])
+        return Held(self._update.held(opt_state["dense"], opt_state["rows"]), opt_state["hot"])
 
     def gradients(self, params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
         """Pulls rows, computes the loss, pushes the rows' gradients; `row_rounds` is a metric: 1 unless room lacked."""
@@ -100,13 +101,10 @@ class WithTables:
         """Updates the tables' touched rows, and everything else by the optimizer."""
         of_dense, trips = gradients
         dense, tables = self._parted(params)
-        scale = None
-        if self._options.clipping is not None:
-            squared_norm = optax.tree.norm(of_dense, squared=True) + self._packing.squared_norm(trips)
-            scale = self._options.clipping.factor(squared_norm)
-            of_dense = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), of_dense)
-        dense, of_optimizer = self._apply_dense(dense, opt_state["dense"], of_dense)
-        tables, held = self._packing.update(trips, tables, self.held(opt_state), scale=scale)
+        held = Held(opt_state["rows"], opt_state["hot"])
+        dense, of_optimizer, tables, held = self._update.apply(
+            of_dense, dense, opt_state["dense"], trips, self._packing, tables, held
+        )
         return step + 1, self._joined(dense, tables), {"dense": of_optimizer, **held._asdict()}
 
     def evaluate(self, batch: Any) -> Evaluate:
@@ -133,10 +131,10 @@ class WithTables:
     def settled(self, state: State) -> State:
         """Brings up the rows that lag behind, and writes hot rows to where their tables have them."""
         dense, tables = self._parted(state.params)
-        held = self.held(state.opt_state)
-        states = dict(held.rows)
+        held, states = self.held(state.opt_state), dict(state.opt_state["rows"])
         for name in self._tables:
-            tables[name], states[name] = self._settled(name, tables[name], held)
+            tables[name], settled = self._settled(name, tables[name], held)
+            states[name] = RowState(settled.rows, states[name].shared)
         opt_state = {**state.opt_state, "rows": states}
         return replace(state, params=self._joined(dense, tables), opt_state=opt_state)
 
@@ -151,14 +149,14 @@ class WithTables:
         dense, stored = self._parted(state.params)
         whole = self._joined(dense, {name: table.whole(stored[name]) for name, table in self._tables.items()})
         states, of_dense = state.opt_state["rows"], state.opt_state["dense"]
-        opt_state = joined_state(self._form, self._dense_specs.opt_state, of_dense, states, self._tables)
+        opt_state = self._update.joined(of_dense, states)
         return replace(state, params=whole, opt_state=opt_state, tables=())
 
     def from_dense(self, state: State) -> State:
         """Undoes `to_dense`."""
         dense, tables = self._parted(state.params)
         stored = {name: self._tables[name].stored(value) for name, value in tables.items()}
-        of_dense, states = parted_state(self._form, state.opt_state, self._specs.opt_state["dense"], self._tables)
+        of_dense, states = self._update.parted(state.opt_state)
         opt_state = {"dense": of_dense, "rows": states, "hot": self._hot(stored, states)}
         return replace(state, params=self._joined(dense, stored), opt_state=opt_state, tables=self._stored)
 
@@ -174,32 +172,33 @@ class WithTables:
 
     def dense_specs(self) -> State:
         """Of the state in the form of single-device training."""
-        odd = [name for name, table in self._tables.items() if table.optimizer.going_on is None]
-        if odd:
+        if self._own:
             raise ArgumentError(
-                f"row_optimizers moves {odd} in a way that is no dense optimizer's, so that single-device training has "
-                f"no such state: save and restore this step's own"
+                f"row_optimizers moves {self._own} in a way that is no dense optimizer's, so that single-device "
+                f"training has no such state: save and restore this step's own"
             )
         return self._dense_specs
 
     @functools.cached_property
     def _dense_specs(self) -> State:
-        params = self._born.params
-        opt_state = jax.eval_shape(lambda params: strong(self._optimizer.init(params)), params)
-        return replace(self._specs, params=params, opt_state=opt_state, tables=())
-
-    @functools.cached_property
-    def _form(self) -> Form:
-        return form_of(self._optimizer)
+        return replace(self._specs, params=self._born.params, opt_state=self._update.state, tables=())
 
     def _first(self, born: Born) -> State:
         dense, tables = self._parted(born.params)
         stored = {name: self._tables[name].stored(value, self._mesh) for name, value in tables.items()}
-        states = {name: table.optimizer.init(stored[name]) for name, table in self._tables.items()}
-        of_dense = strong(self._optimizer.init(dense))
+        of_dense, states = self._begun(born.params, stored)
         opt_state = {"dense": of_dense, "rows": strong(states), "hot": strong(self._hot(stored, states))}
         step, params = jnp.zeros((), jnp.int32), self._joined(dense, stored)
         return State(step, params, opt_state, born.variables, born.key, self._stored)
+
+    def _begun(self, params: Any, stored: Mapping[str, jax.Array]) -> tuple[Any, dict[str, RowState]]:
+        """The states of the optimizer, and of those that tables have of their own."""
+        of_dense, states = self._update.parted(strong(self._optimizer.init(params)), self._mesh)
+        return of_dense, states | {name: self._tables[name].optimizer.init(stored[name]) for name in self._own}
+
+    def _born_states(self, params: Any) -> dict[str, RowState]:
+        _, tables = self._parted(params)
+        return self._begun(params, {name: self._tables[name].stored(value) for name, value in tables.items()})[1]
 
     def _hot(self, stored: Mapping[str, jax.Array], states: Mapping[str, RowState]) -> dict[str, HotTable]:
         return {
@@ -225,14 +224,6 @@ class WithTables:
         of_hot = jax.tree.map(lambda _: replicated, specs.opt_state["hot"])
         opt_state = {"dense": of_dense, "rows": of_rows, "hot": of_hot}
         return State(replicated, params, opt_state, variables, replicated, self._stored)
-
-    def _traced_apply(self) -> Program:
-        dense, opt_state = self._parted(self._specs.params)[0], self._specs.opt_state["dense"]
-        clipping = self._options.clipping
-        moved = self._optimizer if clipping is None else clipping.inner
-        program = trace(lambda *given: applied(moved, *given), dense, opt_state, dense)
-        check_same_state((dense, opt_state), program.out_specs)
-        return program
 
     def _ids_of(self, dense: Any, variables: Any, key: Any, batch: Any) -> Any:
         """The ids of each lookup; of all microbatches at once, stacked, where there are several."""
@@ -262,23 +253,29 @@ class WithTables:
 
 
 def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict[str, Table]:
+    specs = dict(named_leaves(params))
+    planned = {name: variable for name, variable in zip(specs, plan.variables, strict=True) if _over(plan, variable)}
+    split = options.split(planned)
     tables: dict[str, Table] = {}
-    for planned, (name, spec) in zip(plan.variables, named_leaves(params), strict=True):
-        pairs = zip(plan.axes, planned.placements, strict=True)
-        over = {axis.name: placement for axis, placement in pairs if isinstance(placement, Rows)}
-        if over:
-            axes, hot = tuple(over), tuple(sorted({id for placement in over.values() for id in placement.hot}))
-            if hot and hot[-1] >= spec.shape[0]:
-                raise ArgumentError(
-                    f"hot of Rows for {planned.path} names the row {hot[-1]}, and it has {spec.shape[0]} rows: "
-                    f"expected ids below that"
-                )
-            num_shards = math.prod(mesh.shape[axis] for axis in axes)
-            optimizer = options.optimizer(planned.path)
-            assert optimizer is not None, "rows are placed only where something moves them"
-            num_unique = _num_unique(options.touched.get(planned.path), planned.path, num_shards)
-            tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), hot, num_unique)
+    for name, variable in planned.items():
+        over, spec = _over(plan, variable), specs[name]
+        axes, hot = tuple(over), tuple(sorted({id for placement in over.values() for id in placement.hot}))
+        if hot and hot[-1] >= spec.shape[0]:
+            raise ArgumentError(
+                f"hot of Rows for {variable.path} names the row {hot[-1]}, and it has {spec.shape[0]} rows: "
+                f"expected ids below that"
+            )
+        num_shards = math.prod(mesh.shape[axis] for axis in axes)
+        optimizer = options.own(name) or table_optimizer(split.tables[name])
+        num_unique = _num_unique(options.touched.get(variable.path), variable.path, num_shards)
+        tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), hot, num_unique)
     return tables
+
+
+def _over(plan: Plan, variable: PlannedVariable) -> dict[str, Rows]:
+    """The axes that the rows of a variable are split over, and how."""
+    pairs = zip(plan.axes, variable.placements, strict=True)
+    return {axis.name: placement for axis, placement in pairs if isinstance(placement, Rows)}
 
 
 def _num_unique(touched: Touched | None, path: str, num_shards: int) -> int | None:
@@ -292,11 +289,11 @@ def _num_unique(touched: Touched | None, path: str, num_shards: int) -> int | No
     return expected_unique(touched)
 
 
-def _stored_leaves(table: Table) -> list[tuple[str, int]]:
-    """Returns the paths in a state of the leaves that have a table's rows, and how many rows it has."""
-    kept = jax.eval_shape(lambda: table.optimizer.init(table.stored(jnp.zeros(table.spec.shape, table.spec.dtype))))
-    paths = [path for path, _ in named_leaves(kept.rows, join("opt_state/rows", f"{table.name}/rows"))]
-    return [(path, table.spec.shape[0]) for path in (join("params", table.name), *paths)]
+def _stored_leaves(tables: Mapping[str, Table], states: Mapping[str, RowState]) -> Iterator[tuple[str, int]]:
+    """Yields the paths in a state of the leaves that have a table's rows, and how many rows it has."""
+    for name, table in tables.items():
+        paths = [path for path, _ in named_leaves(states[name].rows, join("opt_state/rows", f"{name}/rows"))]
+        yield from ((path, table.spec.shape[0]) for path in (join("params", name), *paths))
 
 
 def _aggregate(over: Mapping[str, Rows], mesh: Mesh) -> Literal["inner", "none"]:

@@ -90,7 +90,7 @@ def _over_all(_: Any, ranges: Sequence[Range]) -> Range:
 
 
 def _absolute(_: Any, ranges: Sequence[Range]) -> Range:
-    (low, high), = ranges
+    ((low, high),) = ranges
     return (0.0 if low <= 0 <= high else min(abs(low), abs(high))), max(abs(low), abs(high))
 
 

@@ -5,7 +5,7 @@ what goes by rows of that table, and of what does not go by rows at all. So a fe
 rows of the table.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Term:
         """Whether a primitive of that name makes it."""
         return self.primitive is not None and self.primitive.name == name
 
-    def equals(self, number: float) -> bool:
+    def equals(self, number: Any) -> bool:
         """Whether all its elements are a number."""
         return self.is_literal and bool(self.value == number)
 
@@ -110,7 +110,11 @@ class Terms:
     def constant(self, value: Any) -> Term:
         """Returns a constant of a program."""
         shape, dtype = np.shape(value), jax.typeof(value).dtype
-        if not shape and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and not isinstance(value, jax.core.Tracer):
+        if (
+            not shape
+            and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+            and not isinstance(value, jax.core.Tracer)
+        ):
             return self.literal(np.asarray(value), (), dtype)
         return self._new(("constant", id(value)), shape=shape, dtype=dtype, value=value)
 
@@ -242,9 +246,7 @@ class Terms:
             body: Any = params[_CALLS[name]]
             jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
             return self.walk(jaxpr, consts, operands, enter=True)[term.index]
-        return self.simplified(
-            term.primitive, params, operands, term, index=term.index, equation=term.equation
-        )
+        return self.simplified(term.primitive, params, operands, term, index=term.index, equation=term.equation)
 
 
 def terms_between(wanted: Iterable[Term], known: Mapping[int, Any]) -> list[Term]:

@@ -12,6 +12,7 @@ from .hot import split_hot as split_hot
 from .hot import store_hot as store_hot
 from .islands import Pulled as Pulled
 from .islands import Pushed as Pushed
+from .islands import Sum as Sum
 from .islands import pull_rows as pull_rows
 from .islands import push_rows as push_rows
 from .islands import route_ids as route_ids

@@ -5,7 +5,7 @@ of known terms, cut off where what follows is lost in float32. Other steps are t
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +44,7 @@ def settling(table: TableUpdate) -> Settle:
     """
     catch_up, form = table.catch_up, recognized(table)
     assert catch_up is not None, "asked for rows that move without a gradient"
-    brought = _replayed(table, catch_up)
+    brought: Any = _Steps(table, catch_up)
     if isinstance(form, Fading):
         brought = _faded(table, catch_up, form)
     elif form is not None and _num_nodes(form.b1, form.b2) <= MAX_NODES:
@@ -66,55 +66,56 @@ def own_scalars(catch_up: CatchUp, now: Now, shape: tuple[int, ...]) -> Rows:
     return {"own": tuple(jnp.full(shape, one) for one in own)} if own else {}
 
 
-def _replayed(table: TableUpdate, catch_up: CatchUp) -> Any:
+class _Steps:
     """Takes the missed steps one by one, as long as any row that has some is not asleep."""
-    own = [scalar for scalar in catch_up.scalars if scalar.kind == "own"]
-    wanted = [catch_up.move, *catch_up.next, *(scalar.next for scalar in own)]
-    sleeping = _sleeping(table, catch_up)
 
-    def one(value: jax.Array, kept: Sequence[jax.Array], scalars: Mapping[int, Any]) -> Any:
-        known: dict[int, Any] = {**scalars, table.value.number: value[None]}
-        known |= {term.number: leaf[None] for term, leaf in zip(table.kept, kept, strict=True)}
-        move, *after = compute(wanted, known, rows=table.sizes(value[None]))
-        rows, numbers = after[: len(kept)], after[len(kept) :]
-        return (value + move[0]).astype(value.dtype), tuple(leaf[0] for leaf in rows), tuple(numbers)
+    def __init__(self, table: TableUpdate, catch_up: CatchUp) -> None:
+        self._table, self._scalars = table, catch_up.scalars
+        own = [scalar.next for scalar in catch_up.scalars if scalar.kind == "own"]
+        self._wanted = [catch_up.move, *catch_up.next, *own]
+        self._sleeping = _sleeping(table, catch_up)
 
-    def again(start: Sequence[jax.Array], missed: jax.Array, now: Now) -> tuple[Any, Any]:
-        def scalars(number: jax.Array, own_now: Sequence[jax.Array]) -> dict[int, Any]:
-            of_rows, found = iter(own_now), dict[int, Any]()
-            for value, scalar in zip(now.scalars, catch_up.scalars, strict=True):
-                if scalar.kind == "count":
-                    found[scalar.term.number] = (value - missed + number).astype(value.dtype)
-                else:
-                    found[scalar.term.number] = value if scalar.kind == "fixed" else next(of_rows)
-            return found
+    def __call__(self, values: jax.Array, kept: Any, own: Any, missed: jax.Array, now: Now) -> tuple[jax.Array, Any]:
+        table = self._table
+        start = table.shaped(values, table.value), tuple(map(table.shaped, kept, table.kept)), tuple(own)
+        axes = {scalar.term.number: None if scalar.kind == "fixed" else 0 for scalar in self._scalars}
+        step = jax.vmap(self._step, in_axes=(0, 0, axes))
 
-        axes = {scalar.term.number: None if scalar.kind == "fixed" else 0 for scalar in catch_up.scalars}
+        def late(number: jax.Array, kept: Any) -> jax.Array:
+            return (number < missed) & _awake(kept, self._sleeping)
 
-        def late(state: Any) -> jax.Array:
-            number, _, kept, _ = state
-            return (number < missed) & _awake(kept, sleeping)
-
-        def step(state: Any) -> Any:
+        def again(state: Any) -> Any:
             number, *old = state
-            new = jax.vmap(one, in_axes=(0, 0, axes))(old[0], old[1], scalars(number, old[2]))
+            new, which = step(old[0], old[1], self._at(number, old[2], missed, now)), late(number, old[1])
 
             def choose(after: jax.Array, before: jax.Array) -> jax.Array:
-                which = late(state).reshape(late(state).shape + (1,) * (before.ndim - 1))
-                return jnp.where(which, after.astype(before.dtype), before)
+                chosen = which.reshape(which.shape + (1,) * (before.ndim - 1))
+                return jnp.where(chosen, after.astype(before.dtype), before)
 
             return number + 1, *jax.tree.map(choose, new, tuple(old))
 
         begun = (jnp.zeros((), jnp.int32), *start)
-        _, values, kept, _ = jax.lax.while_loop(lambda state: jnp.any(late(state)), step, begun)
-        return values, kept
-
-    def brought(values: jax.Array, kept: Any, own: Any, missed: jax.Array, now: Now) -> tuple[jax.Array, Any]:
-        start = table.shaped(values, table.value), tuple(map(table.shaped, kept, table.kept)), tuple(own)
-        moved, after = again(start, missed, now)
+        _, moved, after, _ = jax.lax.while_loop(lambda state: jnp.any(late(state[0], state[2])), again, begun)
         return moved.reshape(values.shape), tuple(new.reshape(old.shape) for new, old in zip(after, kept, strict=True))
 
-    return brought
+    def _step(self, value: jax.Array, kept: Any, scalars: Mapping[int, Any]) -> Any:
+        """Of one row: its value, what is kept of it, and its own scalars."""
+        table = self._table
+        known: dict[int, Any] = {**scalars, table.value.number: value[None]}
+        known |= {term.number: leaf[None] for term, leaf in zip(table.kept, kept, strict=True)}
+        move, *after = compute(self._wanted, known, rows=table.sizes(value[None]))
+        rows = tuple(leaf[0] for leaf in after[: len(kept)])
+        return (value + move[0]).astype(value.dtype), rows, tuple(after[len(kept) :])
+
+    def _at(self, number: jax.Array, own: Any, missed: jax.Array, now: Now) -> dict[int, Any]:
+        """The scalars of each row when it has taken a number of the steps that it missed."""
+        of_rows, found = iter(own), dict[int, Any]()
+        for value, scalar in zip(now.scalars, self._scalars, strict=True):
+            if scalar.kind == "count":
+                found[scalar.term.number] = (value - missed + number).astype(value.dtype)
+            else:
+                found[scalar.term.number] = value if scalar.kind == "fixed" else next(of_rows)
+        return found
 
 
 def _sleeping(table: TableUpdate, catch_up: CatchUp) -> tuple[int, ...] | None:
@@ -132,7 +133,7 @@ def _sleeping(table: TableUpdate, catch_up: CatchUp) -> tuple[int, ...] | None:
     return tuple(sorted(zeros))
 
 
-def _awake(kept: Sequence[jax.Array], sleeping: tuple[int, ...] | None) -> jax.Array | bool:
+def _awake(kept: Any, sleeping: tuple[int, ...] | None) -> jax.Array | bool:
     if sleeping is None:
         return True
     parts = [jnp.any(kept[at].reshape(kept[at].shape[0], -1) != 0, axis=1) for at in sleeping]
@@ -158,9 +159,7 @@ def _faded(table: TableUpdate, catch_up: CatchUp, form: Fading) -> Any:
     return brought
 
 
-def _rates(
-    catch_up: CatchUp, rate: Term, factor: float, grown: float, missed: jax.Array, now: Now
-) -> jax.Array:
+def _rates(catch_up: CatchUp, rate: Term, factor: float, grown: float, missed: jax.Array, now: Now) -> jax.Array:
     """The sum of what the missed steps multiply something kept by, that fades by a factor."""
     at = _rate(catch_up, rate, missed, now)
 

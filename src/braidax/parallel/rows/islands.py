@@ -130,7 +130,9 @@ class Sum(NamedTuple):
         return {"add": jnp.add, "and": jnp.logical_and, "or": jnp.logical_or}[self.join](one, other)
 
 
-def sum_rows(exchange: Exchange, route: Route, pushed: Pushed, sums: Sequence[Sum], given: Any) -> tuple[jax.Array, ...]:
+def sum_rows(
+    exchange: Exchange, route: Route, pushed: Pushed, sums: Sequence[Sum], given: Any
+) -> tuple[jax.Array, ...]:
     """Computes sums over all rows of tables.
 
     **Arguments:** `given`: PyTree of what they need besides. **Returns:** the sums, the same on each device.

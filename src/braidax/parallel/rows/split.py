@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, Term, Terms, difference, join, named_leaves, of_no_rows, terms_of, trace
+
+from ..arrays import strong
 
 
 @dataclass(frozen=True)
@@ -200,16 +201,6 @@ class TracedOptimizer:
         if self.program.closed.effects:
             refused |= dict.fromkeys(tables, "its update has side effects")
         return {name: mixing(why) for name, why in refused.items()}
-
-
-def strong(tree: Any) -> Any:
-    """Takes the weak type off every leaf."""
-
-    def one(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
-
-    return jax.tree.map(one, tree)
 
 
 def mixing(why: str) -> str:

@@ -1,0 +1,186 @@
+"""Tables by rows, under every kind of optimizer: the numbers of single-device training, or a plan that says why not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from tests.parallel.models import copied, specs
+
+ROWS, WIDTH, BATCH = 61, 4, 8
+Optimizer = optax.GradientTransformation | optax.GradientTransformationExtraArgs
+
+
+def init(key: jax.Array) -> Any:
+    keys = jax.random.split(key, 3)
+    return {
+        "bias": 0.1 * jax.random.normal(keys[0], (WIDTH,)),
+        "kernel": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 2,
+        "words": jax.random.normal(keys[2], (ROWS, WIDTH)),
+    }
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    rows = params["words"][batch["ids"]].astype(jnp.float32)
+    hidden = jnp.tanh(rows @ params["kernel"].astype(jnp.float32) + params["bias"].astype(jnp.float32))
+    return ((hidden.sum(-1) - batch["target"]) ** 2).mean()
+
+
+def make_batch(seed: int) -> dict[str, np.ndarray]:
+    """Rows of which most are touched rarely: a batch has few of them, and each window of batches its own."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, 7, BATCH) + 9 * (seed % 6)
+    ids[0] = 60  # in each of them
+    return {"ids": ids.astype(np.int32), "target": random.normal(size=BATCH).astype(np.float32)}
+
+
+def by_ndim(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+
+
+def by_path(tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "words", tree)
+
+
+def labels(tree: Any) -> Any:
+    return {name: "frozen" if name == "words" else "trained" for name in tree}
+
+
+def decays(rate: Any) -> Optimizer:
+    return optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(rate))
+
+
+FROZEN = {"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}
+TREE = {"bias": False, "kernel": True, "words": True}
+MASKED = {"bias": True, "kernel": True, "words": False}
+LABELS = {"bias": "trained", "kernel": "trained", "words": "frozen"}
+WARMUP = optax.linear_schedule(0.0, 0.05, 5)
+LATE = optax.piecewise_constant_schedule(0.1, {3: 0.0, 9: 0.5})
+CLIP = optax.clip_by_global_norm(0.5)
+
+BY_ROWS: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, 0.9),
+    "nesterov": lambda: optax.sgd(WARMUP, 0.9, nesterov=True),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+    "adamw, mask by ndim": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=by_ndim),
+    "adamw, mask by path": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=by_path),
+    "adamw, mask tree": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=TREE),
+    "adamw, table masked by a tree": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=MASKED),
+    "adamw, warmup from zero": lambda: optax.adamw(WARMUP, weight_decay=0.1),
+    "masked": lambda: optax.chain(optax.masked(optax.trace(0.9), by_path), optax.scale(-0.1)),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "rmsprop": lambda: optax.rmsprop(1e-2),
+    "rmsprop, centered, momentum": lambda: optax.rmsprop(1e-2, centered=True, momentum=0.9),
+    "lion": lambda: optax.lion(1e-2),
+    "amsgrad": lambda: optax.amsgrad(1e-2),
+    "frozen by a function": lambda: optax.multi_transform(FROZEN, labels),
+    "frozen by a tree": lambda: optax.multi_transform(FROZEN, LABELS),
+    "clipped adam": lambda: optax.chain(CLIP, optax.adam(1e-2)),
+    "clipped twice": lambda: optax.chain(CLIP, optax.scale(3.0), optax.clip_by_global_norm(0.3), optax.sgd(0.5)),
+    "clipped, mask tree": lambda: optax.chain(CLIP, optax.adamw(1e-2, weight_decay=0.1, mask=TREE)),
+    "some clipped": lambda: optax.chain(optax.masked(CLIP, by_path), optax.sgd(0.1)),
+    "cosine": lambda: optax.adam(optax.cosine_decay_schedule(0.05, 10)),
+    "staircase": lambda: optax.sgd(optax.exponential_decay(0.1, 4, 0.5, staircase=True), 0.9),
+    "rate zero for a while, decay": lambda: decays(LATE),
+    "rate zero at first, decay": lambda: decays(optax.piecewise_constant_schedule(0.0, {4: 1.0})),
+    "restarts": lambda: optax.sgd(optax.sgdr_schedule([{"init_value": 0.0, "peak_value": 0.1, "decay_steps": 5,
+                                                       "warmup_steps": 2, "end_value": 0.0}] * 4), 0.9),
+    "growing rate": lambda: optax.sgd(optax.exponential_decay(1e-4, 1, 1.3), 0.9),
+    "every third": lambda: optax.MultiSteps(optax.adam(1e-2), 3).gradient_transformation(),
+    "every third, sgd": lambda: optax.MultiSteps(optax.sgd(0.1), 3).gradient_transformation(),
+    "finite sgd": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
+    "injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=WARMUP, weight_decay=0.1),
+    "injected sgd": lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+    "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "noise-free yogi": lambda: optax.yogi(1e-2),
+    "adadelta": lambda: optax.adadelta(1.0),
+}  # fmt: skip
+
+DENSE: dict[str, tuple[Callable[[], Optimizer], str]] = {
+    "lamb": (lambda: optax.lamb(1e-2), "reduce_sum over all rows, of more than their gradients"),
+    "lars": (lambda: optax.lars(1e-2), "over all rows"),
+    "adafactor": (lambda: optax.adafactor(1e-2), "over all rows"),
+    "finite adam": (
+        lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+        "moves rows that have no gradient, by .*depends on the gradient of params",
+    ),
+    "noise": (
+        lambda: optax.chain(optax.sgd(0.1), optax.add_noise(0.1, 0.5, jax.random.key(0))),
+        "an array whose rows differ",
+    ),
+    "clipped moves": (lambda: optax.chain(optax.adam(1e-2), CLIP), "reduce_sum over all rows"),
+}
+
+
+def make_step(optimizer: Optimizer, dtype: Any = jnp.float32, strategy: Any = None) -> bx.Step:
+    def made(key: jax.Array) -> Any:
+        params = init(key)
+        return {**params, "words": params["words"].astype(dtype)}
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    return bx.parallelize(
+        loss, optimizer, mesh, {"data": strategy or bx.Hybrid()}, init=made, batch=specs(make_batch(0))
+    )
+
+
+def placement(step: bx.Step) -> tuple[str, str]:
+    (variable,) = [one for one in step.plan.variables if one.path == "params/words"]
+    return str(variable.placements[0]), variable.why
+
+
+def trained(step: bx.Step, optimizer: Optimizer, num_updates: int, begun: Any = None) -> tuple[Any, Any]:
+    """Parameters after updates by a step, and by plain JAX on one device."""
+    state = step.init(jax.random.key(0))
+    dense = copied(step.to_dense(state).params)
+    params = jax.tree.map(jnp.asarray, dense)
+    opt_state = optimizer.init(params)
+    if begun is not None:
+        opt_state = begun(opt_state)
+        whole = step.to_dense(state)
+        state = step.from_dense(bx.State(whole.step, whole.params, opt_state, whole.variables, whole.key))
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        moves, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, moves), opt_state, value
+
+    for seed in range(num_updates):
+        params, opt_state, value = update(params, opt_state, make_batch(seed))
+        state, metrics = step.update(state, make_batch(seed))
+        np.testing.assert_allclose(metrics["loss"], value, rtol=2e-5 if params["words"].dtype == jnp.float32 else 2e-2)
+    whole = step.to_dense(state)
+    assert jax.tree.structure(whole.opt_state) == jax.tree.structure(opt_state)
+    return (copied(whole.params), copied(whole.opt_state)), (copied(params), copied(opt_state))
+
+
+def assert_alike(got: Any, expected: Any, *, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert one.dtype == other.dtype, name
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=rtol, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_rows_move_as_on_one_device(name: str) -> None:
+    step = make_step(BY_ROWS[name]())
+    assert placement(step)[0] == "rows", placement(step)
+    assert_alike(*trained(step, BY_ROWS[name](), 13))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_is_not_proven_is_dense(name: str) -> None:
+    make, why = DENSE[name]
+    step = make_step(make())
+    assert placement(step)[0] == "replicated"
+    import re
+
+    assert re.search(why, placement(step)[1]), placement(step)
+    assert_alike(*trained(step, make(), 4))
