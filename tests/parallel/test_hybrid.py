@@ -308,7 +308,7 @@ def test_a_small_table_is_all_reduced() -> None:
 def test_an_optimizer_that_mixes_elements_keeps_all_dense() -> None:
     step = make_step(pooled, optax.lamb(1e-3))
     assert placed(step)["params/table"] == {"replicated"}
-    assert "optimizer is not elementwise" in step.plan.variables[-1].why
+    assert "optimizer does not move its rows one by one: its update has reduce_sum" in step.plan.variables[-1].why
 
 
 def test_overrides() -> None:

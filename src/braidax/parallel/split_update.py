@@ -29,7 +29,7 @@ class SplitUpdate:
 
     def __init__(self, split: Split, tables: Mapping[str, Table]) -> None:
         self._split, self._tables = split, tables
-        specs, self.state, params = split.program.in_specs
+        _, self.state, params = split.program.in_specs
         self._dense_at = [at for at in range(len(split.states)) if at not in split.kept]
         self._num_params = len(jax.tree.leaves(params))
 

@@ -37,7 +37,7 @@ class WithTables:
     """The arithmetic in which the variables that a plan places by `Rows` are tables.
 
     A state then holds `[ceil(V / N), N, ...]` in their place, and as `opt_state` a dict: `"dense"`, the optimizer's
-    without what has the rows of tables, `"rows"`, a `RowState` for each table by name, and `"hot"`, the hot rows of some.
+    without what has the rows of tables, `"rows"`, a `RowState` for each table by name, and `"hot"`, some of their rows.
 
     **Arguments:** as of `Whole`; `options`: how rows move. `reads`: of the program.
     """

@@ -18,7 +18,7 @@ def by_rows(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any], 
     """
     name, first = primitive.name, operands[0]
     if primitive in ELEMENTWISE:
-        odd = [one for one in operands if one.shape and (one.shape != shape or not (one.table or one.even))]
+        odd = [one for one in operands if one.shape and not _meets(one, shape)]
         return f"{name} with an array whose rows differ" if odd else ""
     if name in _REDUCTIONS:
         return f"{name} over all rows" if 0 in params["axes"] else ""
@@ -43,6 +43,11 @@ def is_even(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any], 
         return (operands[0].even and shape[0] == length) or (length == 1 and shape[0] > 1)
     if primitive not in ELEMENTWISE:
         return False
-    return all(not one.shape or (one.even and one.shape == shape) for one in operands) and any(
-        one.shape for one in operands
-    )
+    return all(not one.shape or _meets(one, shape) for one in operands) and any(one.shape for one in operands)
+
+
+def _meets(one: Any, shape: tuple[int, ...]) -> bool:
+    """Whether row `i` of a result is made of row `i` of an operand, or of one that is the same for all."""
+    if len(one.shape) != len(shape):
+        return False
+    return one.shape[0] == 1 or (one.shape[0] == shape[0] and bool(one.table or one.even))

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import select_n_p
 from jax.extend.source_info_util import current_name_stack, user_context
 
+from .bodies import aval_of
 from .row_rules import SUMS, by_rows, is_even
 from .simplify import simpler
 
@@ -184,7 +186,9 @@ class Terms:
     def _outputs(self, equation: JaxprEqn, operands: list[Term], enter: bool) -> list[Term]:
         name, params = equation.primitive.name, equation.params
         inside = enter or any(operand.table or operand.even for operand in operands)
-        inside |= not any(operand.shape for operand in operands) and any(v.aval.shape for v in equation.outvars)
+        inside |= not any(operand.shape for operand in operands) and any(
+            aval_of(variable).shape for variable in equation.outvars
+        )
         if inside and name in _CALLS and _CALLS[name] in params:
             body = params[_CALLS[name]]
             return self.walk(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, enter=enter)
@@ -318,7 +322,7 @@ def _compute(term: Term, values: dict[int, Any], rows: tuple[int, ...] | None) -
         shape = (*rows, *shape[len(rows) :])
     if term.primitive is None:
         assert term.value is not None, "inputs are known"
-        whole = jax.numpy.full(shape, term.value, term.dtype) if term.is_literal and shape else term.value
+        whole = jnp.full(shape, term.value, term.dtype) if term.is_literal and shape else term.value
         values[term.number] = np.asarray(whole) if term.is_literal and not shape else whole
         return
     operands = [values[operand.number] for operand in term.operands]

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from braidax.errors import ArgumentError
 from braidax.parallel import rows
 from braidax.program import compile_on
-from tests.parallel.rows.training import Case, make_mesh, quickly, shardings
+from tests.parallel.rows.training import Case, make_mesh, quickly, shardings, squared_norm
 
 SHAPES = [
     Case("8 auto", num_rows=(37,), width=(3,), id_shapes=((8, 9),), slack=1.0),
@@ -39,9 +39,9 @@ def compiled(case: Case) -> Any:
         pulled = rows.pull_rows(exchange, route, tables, like=ids)
         pushed = rows.push_rows(exchange, route, gradients)
         zeros = tuple(jnp.zeros_like(table) for table in tables)
-        states = [rows.RowState((), ())] * len(tables)
+        states = [optimizer.init(table) for optimizer, table in zip(optimizers, tables, strict=True)]
         sums, _ = rows.update_rows(exchange, route, pushed, zeros, states, optimizers=optimizers)
-        return pulled.rows, sums, rows.squared_norm(exchange, route, pushed), pulled.num_rounds
+        return pulled.rows, sums, squared_norm(exchange, route, pushed), pulled.num_rounds
 
     made = compile_on(mesh, both, in_shardings=(stored, split, split), out_shardings=(split, stored, whole, whole))
     tables = tuple(
@@ -142,8 +142,8 @@ def test_in_a_rematerialized_scan_rows_depend_on_the_carry(mesh: str) -> None:
         gradient, ids = jax.grad(lambda taps: run(pull, taps), has_aux=True)(jnp.zeros((3, 8, 4)))
         route = rows.route_ids(many, [ids.T])
         pushed = rows.push_rows(many, route, [gradient.swapaxes(0, 1)])
-        sgd, nothing = rows.row_optimizer(optax.sgd(1.0)), rows.RowState((), ())
-        return rows.update_rows(many, route, pushed, [stored], [nothing], optimizers=[sgd])[0][0]
+        sgd = rows.row_optimizer(optax.sgd(1.0))
+        return rows.update_rows(many, route, pushed, [stored], [sgd.init(stored)], optimizers=[sgd])[0][0]
 
     made = compile_on(make_mesh(mesh), on_mesh, in_shardings=(stored,), out_shardings=stored)
     given = jax.device_put(np.asarray(rows.to_stored(table, case.num_shards)), stored)
@@ -177,12 +177,13 @@ def test_a_table_without_ids_is_left_alone() -> None:
     mesh, table = make_mesh("8 explicit"), jnp.ones((37, 3), jnp.bfloat16) * jnp.arange(37, dtype=jnp.bfloat16)[:, None]
     exchange = rows.plan_exchange({"data": 8}, ("data",), num_rows=[37, 37], num_ids=[2, 0], slack=1.25)
     assert exchange.hops[0].capacities == (1, 0)
-    sgd, nothing = rows.row_optimizer(optax.sgd(1.0)), rows.RowState((), ())
+    sgd = rows.row_optimizer(optax.sgd(1.0))
 
     def subtracted(tables: Any, ids: Any) -> Any:
         route = rows.route_ids(exchange, ids)
         pushed = rows.push_rows(exchange, route, rows.pull_rows(exchange, route, tables, like=ids).rows)
-        return rows.update_rows(exchange, route, pushed, tables, [nothing] * 2, optimizers=[sgd] * 2)[0]
+        states = [sgd.init(table) for table in tables]
+        return rows.update_rows(exchange, route, pushed, tables, states, optimizers=[sgd] * 2)[0]
 
     split = NamedSharding(mesh, PartitionSpec("data"))
     with jax.set_mesh(mesh):

@@ -37,8 +37,7 @@ def test_hot_and_cold_rows_train_as_one_table(mesh: str) -> None:
         cold = rows.pull_rows(exchange, route, [table], like=[ids]).rows[0]
         (gradient,) = gradients([rows.join_rows(parts.hot, hot_table, cold)], [ids], [targets])
         pushed = rows.push_rows(exchange, route, [gradient])
-        nothing = rows.RowState((), ())
-        (table,), _ = rows.update_rows(exchange, route, pushed, [table], [nothing], optimizers=[sparse])
+        (table,), _ = rows.update_rows(exchange, route, pushed, [table], [sparse.init(table)], optimizers=[sparse])
         summed = rows.hot_gradient(case.axes, parts.hot, gradient, num_hot=5)
         return table, hot_table + dense.update(summed, dense.init(hot_table))[0]
 

@@ -1,4 +1,4 @@
-"""Optax' optimizers are recognized by what they do, and only those that have a shorter way."""
+"""Which missed steps are summed up is read off an optimizer's terms: optax' Adam and what fades, and nothing else."""
 
 from typing import Any
 
@@ -8,50 +8,68 @@ import numpy as np
 import optax
 import pytest
 
-from braidax.parallel.rows.recognize import recognized
-from tests.parallel.rows.test_catch_up import PAIRS
-
-KNOWN = ("momentum", "nesterov", "adam", "adam, scheduled", "adam, large eps", "adamw")
-
-
-def back_from(optimizer: Any, absence: int) -> list[np.ndarray]:
-    """Returns values and moments of a row that is touched, then away, then touched."""
-    values = jnp.array([[0.3, -2.0, 1.0]])
-    held, shared = optimizer.init(values[:, None])
-    held = jax.tree.map(lambda leaf: leaf.reshape(1, -1) if leaf.ndim > 2 else leaf[:, 0], held)
-    for gradient in ([1.0, 1e-7, -3.0], [0.5, -1e-7, 1e3]):
-        moves, held, shared = optimizer.update(jnp.array([gradient]), values, held, shared)
-        values, shared = values + moves, shared + absence
-    return [np.asarray(leaf) for leaf in (values, *jax.tree.leaves(held))]
+from braidax.parallel.rows.catch_up import MAX_NODES
+from braidax.parallel.rows.recognize import AdamFading, Fading, recognized
+from braidax.parallel.rows.split import TracedOptimizer
+from tests.parallel.rows.test_catch_up import IN_ONE, ONE_BY_ONE
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_what_is_recognized_does_the_same(name: str) -> None:
-    expected, optimizer = PAIRS[name]
-    found = recognized(optimizer)
-    assert found is not None
-    assert found.settle is not None
-    for one, other in zip(back_from(found, 40), back_from(expected, 40), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+def form_of(optimizer: optax.GradientTransformation, dtype: Any = jnp.float32) -> Any:
+    split = TracedOptimizer(optimizer, {"t": jax.ShapeDtypeStruct((7, 3), dtype)}).split(["t"])
+    assert not split.refused
+    return recognized(split.tables["t"])
+
+
+@pytest.mark.parametrize("name", IN_ONE)
+def test_what_is_summed_up(name: str) -> None:
+    assert form_of(IN_ONE[name]) is not None
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_what_is_not(name: str) -> None:
+    assert form_of(ONE_BY_ONE[name]) is None
+
+
+def test_adam_is_read_off() -> None:
+    found = form_of(optax.adamw(0.25, 0.8, 0.95, 1e-3, weight_decay=0.5))
+    assert isinstance(found, AdamFading)
+    np.testing.assert_allclose((found.b1, found.b2, found.eps, found.grown), (0.8, 0.95, 1e-3, 0.875), rtol=1e-6)
+    assert found.rate.equals(-0.25)
+    assert MAX_NODES == 48
+
+
+def test_momentum_is_read_off() -> None:
+    found = form_of(optax.chain(optax.clip(5.0), optax.sgd(0.5, 0.5, nesterov=True)))
+    assert isinstance(found, Fading)
+    assert found.factors == (0.5,)
+    assert found.rates[0] is not None
+    assert found.rates[0].equals(-0.125)  # rate times decay twice
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.adagrad(0.1),
-        optax.rmsprop(1e-2),
-        optax.adam(1e-2, eps_root=1e-6),
-        optax.adam(1e-2, b1=0.0),
-        optax.amsgrad(1e-2),
         optax.nadam(1e-2),
         optax.adamax(1e-2),
-        optax.chain(optax.clip(10.0), optax.adam(1e-2)),
-        optax.chain(optax.clip(1e5), optax.sgd(1e-2, 0.9)),
-        optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, 0.9)),
-        optax.chain(optax.sgd(0.1, 0.9), optax.add_decayed_weights(-1e-3)),
+        optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
         optax.chain(optax.adam(1e-2), optax.keep_params_nonnegative()),
-        optax.sgd(0.1),
+        optax.chain(optax.adam(1e-2), optax.clip(0.1)),
+        optax.sgd(optax.exponential_decay(0.1, 10, 1.5), 0.9),  # the rates have no limit
+        optax.adamw(2.0, weight_decay=0.6),  # a row would change its sign
+        optax.adam(1e-2, mu_dtype=jnp.bfloat16),
     ],
 )
-def test_what_differs_anywhere_is_not(optimizer: Any) -> None:
-    assert recognized(optimizer) is None
+def test_what_differs_anywhere_is_taken_step_by_step(optimizer: Any) -> None:
+    assert form_of(optimizer) is None
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_is_rounded_in_each_step_is_taken_step_by_step(dtype: Any) -> None:
+    assert form_of(optax.adam(1e-2), dtype) is None
+    assert form_of(optax.sgd(1e-2, 0.9), dtype) is None
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adagrad(0.1), optax.set_to_zero()])
+def test_rows_that_rest_need_nothing(optimizer: Any) -> None:
+    split = TracedOptimizer(optimizer, {"t": jax.ShapeDtypeStruct((7, 3), jnp.float32)}).split(["t"])
+    assert split.tables["t"].catch_up is None

@@ -28,7 +28,13 @@ def compiled(case: Case) -> Any:
     stored = shardings(case)[0]
     whole = [rows.stored_shape((size, *case.width), case.num_shards) for size in case.num_rows]
     tables = tuple(jax.ShapeDtypeStruct(shape, np.float32, sharding=stored) for shape in whole)
-    states = tuple(rows.RowState((table,), ()) for table in tables)
+    states = tuple(
+        jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=stored if leaf.shape else None),
+            jax.eval_shape(OPTIMIZER.init, table),
+        )
+        for table in tables
+    )
     return quickly(make_step(case, optimizers), tables, states, ids, targets)
 
 

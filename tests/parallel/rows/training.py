@@ -1,6 +1,6 @@
 """Training of tables on a mesh, by exchanged rows, and on one device, by dense gradients: they must agree."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,18 @@ def shardings(case: Case) -> tuple[Any, Any, Any]:
     return stored, NamedSharding(mesh, PartitionSpec(case.axes)), states
 
 
-def make_step(case: Case, optimizers: Sequence[rows.RowOptimizer], scale: Callable[[Any], Any] | None = None) -> Any:
+def squared_norm(exchange: rows.Exchange, route: Any, pushed: Any) -> jax.Array:
+    """The sum of the squares of all gradients."""
+
+    def of(own: jax.Array, _: Any) -> jax.Array:
+        return jnp.sum(jnp.square(own))
+
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    sums = [rows.Sum(at, number, of, "add") for at in range(len(exchange.num_rows))]
+    return jnp.sum(jnp.stack(rows.sum_rows(exchange, route, pushed, sums, ())))
+
+
+def make_step(case: Case, optimizers: Sequence[rows.RowOptimizer]) -> Any:
     """The jitted step: `(tables, states, ids, targets) -> (tables, states, number of rounds)`."""
     mesh, exchange = make_mesh(case.mesh), case.exchange()
     stored, split, held = shardings(case)
@@ -130,8 +141,7 @@ def make_step(case: Case, optimizers: Sequence[rows.RowOptimizer], scale: Callab
         route = rows.route_ids(exchange, ids)
         pulled = rows.pull_rows(exchange, route, tables, like=ids, states=states, optimizers=optimizers)
         pushed = rows.push_rows(exchange, route, gradients(pulled.rows, ids, targets))
-        factor = None if scale is None else scale(rows.squared_norm(exchange, route, pushed))
-        tables, states = rows.update_rows(exchange, route, pushed, tables, states, optimizers=optimizers, scale=factor)
+        tables, states = rows.update_rows(exchange, route, pushed, tables, states, optimizers=optimizers)
         return tables, states, pulled.num_rounds
 
     whole = NamedSharding(mesh, PartitionSpec())
@@ -171,7 +181,6 @@ def on_mesh(
     optimizers: Sequence[rows.RowOptimizer],
     *,
     num_steps: int,
-    scale: Callable[[Any], Any] | None = None,
 ) -> tuple[list[np.ndarray], Any, list[int]]:
     """Tables `[V, …]` after steps on the mesh, the stored states, and the number of rounds of each step."""
     tables, states = started(case, optimizers)
@@ -179,7 +188,7 @@ def on_mesh(
     step: Any = None
     for seed in range(num_steps):
         ids, targets = (tuple(x) for x in jax.device_put(case.batch(seed), split))
-        step = step or quickly(make_step(case, optimizers, scale), tables, states, ids, targets)
+        step = step or quickly(make_step(case, optimizers), tables, states, ids, targets)
         tables, states, rounds = step(tables, states, ids, targets)
         num_rounds.append(int(rounds))
     tables, states = settled(case, optimizers, tables, states)

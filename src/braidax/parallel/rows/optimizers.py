@@ -1,5 +1,6 @@
 """Optimizers that move the touched rows of a table, made from what an optax transformation is proven to do to rows."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -97,7 +98,26 @@ def row_optimizer(optimizer: optax.GradientTransformation, *, mode: Literal["exa
 
     **Raises:** `ArgumentError` when it is not elementwise, or when `mode="lazy"` would leave out weight decay.
     """
-    split, table = _read(optimizer)
+    of_dtype = functools.cache(lambda dtype: _alone(optimizer, mode, dtype))
+    moves = of_dtype(jnp.dtype("float32")).settle is not None
+
+    def init(stored: jax.Array) -> RowState:
+        return of_dtype(stored.dtype).init(stored)
+
+    def update(gradients: jax.Array, values: jax.Array, rows: Any, shared: Any) -> tuple[jax.Array, Any, Any]:
+        return of_dtype(values.dtype).update(gradients, values, rows, shared)
+
+    def settle(values: jax.Array, rows: Any, shared: Any) -> tuple[jax.Array, Any]:
+        found = of_dtype(values.dtype).settle
+        assert found is not None, "rows move in one dtype as in another"
+        return found(values, rows, shared)
+
+    return RowOptimizer(init, update, settle if moves else None)
+
+
+def _alone(optimizer: optax.GradientTransformation, mode: str, dtype: Any) -> RowOptimizer:
+    """Makes the row optimizer of a table of a dtype, which keeps all that the optimizer has."""
+    split, table = _read(optimizer, dtype)
     if mode == "lazy" and not _rests_at_first(optimizer, table):
         raise ArgumentError(
             'optimizer moves rows that never had a gradient, as weight decay does, and mode="lazy" would leave that '
@@ -147,10 +167,10 @@ def row_adagrad(learning_rate: float, *, initial: float = 0.1, eps: float = 1e-7
     return RowOptimizer(init, update)
 
 
-def _read(optimizer: optax.GradientTransformation) -> tuple[Split, TableUpdate]:
+def _read(optimizer: optax.GradientTransformation, dtype: Any) -> tuple[Split, TableUpdate]:
     """Reads an optimizer on a small table. **Raises:** `ArgumentError` when it is not elementwise."""
     try:
-        traced = TracedOptimizer(optimizer, jax.ShapeDtypeStruct(SHAPE, jnp.float32))
+        traced = TracedOptimizer(optimizer, jax.ShapeDtypeStruct(SHAPE, dtype))
     except ArgumentError:
         raise
     except Exception as error:
@@ -173,7 +193,7 @@ def _read(optimizer: optax.GradientTransformation) -> tuple[Split, TableUpdate]:
 
 def _rests_at_first(optimizer: optax.GradientTransformation, table: TableUpdate) -> bool:
     """Whether a row that never had a gradient stays where it is."""
-    program = trace(optimizer.init, jax.ShapeDtypeStruct(SHAPE, jnp.float32))
+    program = trace(optimizer.init, jax.ShapeDtypeStruct(SHAPE, table.value.dtype))
     begun = [table.terms.rested(term) for term in terms_of(table.terms, program.closed, [table.value])]
     replaced = {kept: begun[at] for kept, at in zip(table.kept, table.at, strict=True)}
     return table.terms.rested(table.move, replaced).equals(0)

@@ -29,8 +29,11 @@ class Fading:
 
 @dataclass(frozen=True)
 class AdamFading:
-    """Adam. **Fields:** `mu`, `nu`: which of what is kept. `count`: its number of steps. `rate`: a scalar term, by which
-    its direction is multiplied in the move. `grown`: as of `Fading`."""
+    """Adam.
+
+    **Fields:** `mu`, `nu`: which of what is kept. `count`: its number of steps. `rate`: a scalar term, by which its
+    direction is multiplied in the move. `grown`: as of `Fading`.
+    """
 
     mu: int
     nu: int

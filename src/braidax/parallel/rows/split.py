@@ -7,7 +7,7 @@ table, and what each operation comes to in a row that has no gradient.
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,9 +15,8 @@ import numpy as np
 import optax
 
 from braidax.errors import ArgumentError
+from braidax.parallel.arrays import strong
 from braidax.program import Program, Term, Terms, difference, join, named_leaves, of_no_rows, terms_of, trace
-
-from ..arrays import strong
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,8 @@ class TracedOptimizer:
             raise ArgumentError(f"optimizer.update returns another state than optimizer.init made: {message}")
         if jax.tree.structure(moves) != jax.tree.structure(params):
             raise ArgumentError(
-                f"optimizer.update returns updates of {jax.tree.structure(moves)}, expected {jax.tree.structure(params)}"
+                f"optimizer.update returns updates of the form {jax.tree.structure(moves)}, expected that of its "
+                f"params: {jax.tree.structure(params)}"
             )
 
     @functools.cached_property
@@ -133,7 +133,7 @@ class TracedOptimizer:
             wanted, others = ([name for name in names if name not in refused] for names in (tables, apart))
             found, more = self._tried(wanted, others)
             if not more:
-                return Split(**{**found.__dict__, "refused": refused})
+                return replace(found, refused=refused)
             refused |= more
 
     def _tried(self, tables: Sequence[str], apart: Collection[str]) -> tuple[Split, dict[str, str]]:
@@ -206,8 +206,8 @@ class TracedOptimizer:
 def mixing(why: str) -> str:
     """Says that rows cannot be moved alone, and what to do. **Arguments:** `why`: its update has …"""
     return (
-        f"optimizer does not move its rows one by one: {why}; use one that does (sgd, adagrad, adam, …), which may come "
-        f"behind optax.clip_by_global_norm, or keep this table dense"
+        f"optimizer does not move its rows one by one: {why}; use one that does (sgd, adagrad, adam, …), which may "
+        f"come behind optax.clip_by_global_norm, or keep this table dense"
     )
 
 
