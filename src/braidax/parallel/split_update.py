@@ -41,7 +41,7 @@ class SplitUpdate:
         states: dict[str, RowState] = {}
         for name, update in self._split.tables.items():
             table, clock = self._tables[name], jnp.zeros((), jnp.int32)
-            kept = {one: table.stored(leaves[at], mesh) for one, at in zip(update.names, update.at, strict=True)}
+            kept = {one.name: table.stored(leaves[one.at], mesh) for one in update.kept}
             now = Now(clock, self._scalars(update, leaves))
             shape = stored_shape(table.spec.shape, table.num_shards)[:2]
             states[name] = RowState(kept | kept_besides(update, now, shape), self._shared(update, now))
@@ -52,8 +52,8 @@ class SplitUpdate:
         leaves = dict(zip(self._dense_at, jax.tree.leaves(dense), strict=True))
         for name, update in self._split.tables.items():
             num_rows = self._tables[name].spec.shape[0]
-            for one, at, term in zip(update.names, update.at, update.kept, strict=True):
-                leaves[at] = from_stored(states[name].rows[one], num_rows).reshape(term.shape)
+            for one in update.kept:
+                leaves[one.at] = from_stored(states[name].rows[one.name], num_rows).reshape(one.term.shape)
         return jax.tree.unflatten(jax.tree.structure(self.state), [leaves[at] for at in range(len(leaves))])
 
     def held(self, dense: Any, states: Mapping[str, RowState]) -> dict[str, RowState]:
@@ -194,5 +194,5 @@ class SplitUpdate:
             known[update.gradient.number] = own
             return compute([term], known, rows=update.sizes(own))[0]
 
-        join: Any = _JOINS[term.primitive.name]
+        join: Any = _JOINS[term.name]
         return Sum(0, jax.ShapeDtypeStruct(term.shape, term.dtype), of, join)

@@ -23,10 +23,10 @@ def bounds(term: Term) -> Range:
             found = (0.0, 2.0**31)
         elif one.dtype.kind == "b":
             found = (0.0, 1.0)
-        elif one.primitive is not None and not one.shape:
-            rule = _RULES.get(one.primitive.name)
+        elif one.making is not None and not one.shape:
+            rule = _RULES.get(one.making.primitive.name)
             ranges = [known[operand.number] for operand in one.operands]
-            found = rule(one.params or {}, ranges) if rule is not None else _ANY
+            found = rule(one.making.params, ranges) if rule is not None else _ANY
         known[one.number] = found if not any(math.isnan(end) for end in found) else _ANY
     return known[term.number]
 

@@ -7,7 +7,7 @@ rows of the table.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,41 +32,79 @@ _CALLS: dict[str, str] = {
 }  # primitive: the parameter that holds its jaxpr
 
 
+class Making(NamedTuple):
+    """What makes a value: output `output` of a primitive. **Fields:** `equation`: that it comes from, if from one."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    operands: "tuple[Term, ...]"
+    output: int
+    equation: JaxprEqn | None
+
+
+class OfRows(NamedTuple):
+    """What is known of the rows of a value.
+
+    **Fields:** `table`: whose rows it goes by, or "". `even`: whether all its rows are alike. `why`: why it cannot be
+    computed without whole tables, or "", and `blamed` of which ones.
+    """
+
+    table: str = ""
+    even: bool = False
+    why: str = ""
+    blamed: frozenset[str] = frozenset()
+
+
+_NOTHING = OfRows()
+
+
 @dataclass(frozen=True, eq=False)
 class Term:
     """A value of a program; the same value is the same object.
 
-    **Fields:** `number`: higher than those of its operands. `shape`, `dtype`. `primitive`, `params`, `operands`,
-    `index`: what makes it; of inputs, literals and constants there is no primitive. `value`: of a literal the number
-    that all elements are, of a constant the array. `reads`: the numbers of the inputs it is made of, as bits. `table`:
-    whose rows it goes by, or "". `even`: whether all its rows are alike. `why`: why it cannot be computed without whole
-    tables, or "", and `blamed` of which ones. `equation`: that it comes from.
+    **Fields:** `number`: higher than those of its operands. `shape`, `dtype`. `making`: None of inputs, literals and
+    constants. `at`: of an input, which one it is. `value`: of a literal the number that all elements are, of a constant
+    the array. `reads`: the numbers of the inputs it is made of, as bits. `rows`: what is known of these.
     """
 
     number: int
     shape: tuple[int, ...]
     dtype: Any
-    primitive: Any = None
-    params: Mapping[str, Any] | None = None
-    operands: tuple["Term", ...] = ()
-    index: int = 0
+    making: Making | None = None
+    at: int = -1
     value: Any = None
     reads: int = 0
-    table: str = ""
-    even: bool = False
-    why: str = ""
-    blamed: frozenset[str] = frozenset()
-    equation: JaxprEqn | None = None
+    rows: OfRows = _NOTHING
+
+    @property
+    def operands(self) -> "tuple[Term, ...]":
+        """What it is made of."""
+        return () if self.making is None else self.making.operands
+
+    @property
+    def name(self) -> str:
+        """Of the primitive that makes it, or ""."""
+        return "" if self.making is None else self.making.primitive.name
+
+    @property
+    def table(self) -> str:
+        """Whose rows it goes by, or ""."""
+        return self.rows.table
+
+    @property
+    def even(self) -> bool:
+        """Whether all its rows are alike."""
+        return self.rows.even
 
     @property
     def is_input(self) -> bool:
         """Whether it is an input of the program."""
-        return self.primitive is None and self.value is None
+        return self.making is None and self.value is None
 
     @property
     def is_literal(self) -> bool:
         """Whether all its elements are one known number."""
-        return self.primitive is None and self.value is not None and np.ndim(self.value) == 0
+        return self.making is None and self.value is not None and np.ndim(self.value) == 0
 
     @property
     def is_sum(self) -> bool:
@@ -75,7 +113,7 @@ class Term:
 
     def made_by(self, name: str) -> bool:
         """Whether a primitive of that name makes it."""
-        return self.primitive is not None and self.primitive.name == name
+        return self.making is not None and self.name == name
 
     def equals(self, number: Any) -> bool:
         """Whether all its elements are a number."""
@@ -99,24 +137,22 @@ class Terms:
 
     def given(self, index: int, spec: Any, *, table: str = "") -> Term:
         """Returns the input of a number. **Arguments:** `table`: whose rows it goes by, if any."""
+        rows = OfRows(table=table)
         return self._new(
-            ("input", index), shape=tuple(spec.shape), dtype=spec.dtype, reads=1 << index, index=index, table=table
+            ("input", index), shape=tuple(spec.shape), dtype=spec.dtype, reads=1 << index, at=index, rows=rows
         )
 
     def literal(self, value: Any, shape: tuple[int, ...], dtype: Any) -> Term:
         """Returns the array, all of whose elements are a number."""
         value = np.asarray(value).astype(dtype)[()]
         key = ("literal", value.tobytes(), str(dtype), shape)
-        return self._new(key, shape=shape, dtype=np.dtype(dtype), value=value, even=bool(shape))
+        return self._new(key, shape=shape, dtype=np.dtype(dtype), value=value, rows=OfRows(even=bool(shape)))
 
     def constant(self, value: Any) -> Term:
         """Returns a constant of a program."""
-        shape, dtype = np.shape(value), jax.typeof(value).dtype
-        if (
-            not shape
-            and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-            and not isinstance(value, jax.core.Tracer)
-        ):
+        aval: Any = jax.typeof(value)
+        shape, dtype = tuple(aval.shape), aval.dtype
+        if not shape and not jnp.issubdtype(dtype, jax.dtypes.extended):
             return self.literal(np.asarray(value), (), dtype)
         return self._new(("constant", id(value)), shape=shape, dtype=dtype, value=value)
 
@@ -139,33 +175,32 @@ class Terms:
         key = (primitive, named, tuple(operand.number for operand in operands), index)
         if key in self._made:
             return self._made[key]
-        fields: dict[str, Any] = {
-            "shape": tuple(aval.shape), "dtype": aval.dtype, "primitive": primitive, "params": params,
-            "operands": tuple(operands), "index": index, "equation": equation,
-        }  # fmt: skip
-        fields["reads"] = 0
+        reads = 0
         for operand in operands:
-            fields["reads"] |= operand.reads
-        return self._new(key, **fields, **self._of_rows(primitive, params, operands, tuple(aval.shape)))
+            reads |= operand.reads
+        shape = tuple(aval.shape)
+        making = Making(primitive, params, tuple(operands), index, equation)
+        rows = self._of_rows(primitive, params, operands, shape)
+        return self._new(key, shape=shape, dtype=aval.dtype, making=making, reads=reads, rows=rows)
 
     def _of_rows(
         self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Term], shape: tuple[int, ...]
-    ) -> dict[str, Any]:
-        blamed = frozenset[str]().union(*(operand.blamed for operand in operands))
+    ) -> OfRows:
+        blamed = frozenset[str]().union(*(operand.rows.blamed for operand in operands))
         if blamed:
-            return {"blamed": blamed, "why": next(operand.why for operand in operands if operand.why)}
+            return OfRows(why=next(operand.rows.why for operand in operands if operand.rows.why), blamed=blamed)
         tables = frozenset(operand.table for operand in operands if operand.table)
         if not tables:
-            return {"even": is_even(primitive, params, operands, shape)}
+            return OfRows(even=is_even(primitive, params, operands, shape))
         (table, *others) = tables
         why = by_rows(primitive, params, operands, shape) if not others else f"{primitive.name} of two tables"
         if not why:
-            return {"table": table}
+            return OfRows(table=table)
         if not others and primitive.name in SUMS and 0 in params["axes"]:
             if self.rested(operands[0]).equals(SUMS[primitive.name]):
-                return {}
+                return _NOTHING
             why = f"{why}, of more than their gradients"
-        return {"blamed": tables, "why": why}
+        return OfRows(why=why, blamed=tables)
 
     def walk(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Term], *, enter: bool = False) -> list[Term]:
         """Returns the outputs of a jaxpr as terms.
@@ -236,21 +271,21 @@ class Terms:
         """
         done: dict[int, Term] = {one.number: other for one, other in (replaced or {}).items()}
         for one in terms_between([term], done):
-            if one.is_input and one.table and one.index in self._gradients:
+            if one.is_input and one.table and one.at in self._gradients:
                 done[one.number] = self.literal(0, one.shape, one.dtype)
-            elif one.primitive is None or one.is_sum or not (one.table or one.even or not one.shape):
+            elif one.making is None or one.is_sum or not (one.table or one.even or not one.shape):
                 done[one.number] = one
             else:
-                done[one.number] = self._again(one, [done[operand.number] for operand in one.operands])
+                done[one.number] = self._again(one, one.making, [done[operand.number] for operand in one.operands])
         return done[term.number]
 
-    def _again(self, term: Term, operands: list[Term]) -> Term:
-        name, params = term.primitive.name, term.params or {}
+    def _again(self, term: Term, making: Making, operands: list[Term]) -> Term:
+        name, params = making.primitive.name, making.params
         if name in _CALLS and _CALLS[name] in params:
             body: Any = params[_CALLS[name]]
             jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            return self.walk(jaxpr, consts, operands, enter=True)[term.index]
-        return self.simplified(term.primitive, params, operands, term, index=term.index, equation=term.equation)
+            return self.walk(jaxpr, consts, operands, enter=True)[making.output]
+        return self.simplified(making.primitive, params, operands, term, index=making.output, equation=making.equation)
 
 
 def terms_between(wanted: Iterable[Term], known: Mapping[int, Any]) -> list[Term]:
@@ -320,23 +355,25 @@ def _compute(term: Term, values: dict[int, Any], rows: tuple[int, ...] | None) -
     shape = term.shape
     if rows is not None and (term.table or term.even):
         shape = (*rows, *shape[len(rows) :])
-    if term.primitive is None:
+    making = term.making
+    if making is None:
         assert term.value is not None, "inputs are known"
         whole = jnp.full(shape, term.value, term.dtype) if term.is_literal and shape else term.value
         values[term.number] = np.asarray(whole) if term.is_literal and not shape else whole
         return
     operands = [values[operand.number] for operand in term.operands]
-    params: Mapping[str, Any] = dict(term.params or {})
-    if rows is not None:
-        sized = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}.get(term.primitive.name)
-        params = {**params, sized: shape} if sized else params
-    if term.equation is None:
-        outputs = term.primitive.bind(*operands, **term.primitive.get_bind_params(params))
+    params = dict(making.params)
+    sized = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}.get(making.primitive.name)
+    if rows is not None and sized:
+        params[sized] = shape
+    if making.equation is None:
+        outputs = making.primitive.bind(*operands, **making.primitive.get_bind_params(params))
     else:
-        names = current_name_stack() + term.equation.source_info.name_stack
-        with user_context(term.equation.source_info.traceback, name_stack=names), term.equation.ctx.manager:
-            outputs = term.primitive.bind(*operands, **term.primitive.get_bind_params(params))
-    values[term.number] = outputs[term.index] if term.primitive.multiple_results else outputs
+        source = making.equation.source_info
+        names = current_name_stack() + source.name_stack
+        with user_context(source.traceback, name_stack=names), making.equation.ctx.manager:
+            outputs = making.primitive.bind(*operands, **making.primitive.get_bind_params(params))
+    values[term.number] = outputs[making.output] if making.primitive.multiple_results else outputs
 
 
 def terms_of(terms: Terms, closed: ClosedJaxpr, inputs: Sequence[Term]) -> list[Term]:

@@ -52,9 +52,9 @@ def settling(table: TableUpdate) -> Settle:
 
     def settle(values: jax.Array, rows: Rows, now: Now) -> tuple[jax.Array, Rows]:
         missed = jnp.maximum(now.clock - rows["last"], 0)  # rows beyond the table, read as filler, have missed nothing
-        kept = tuple(rows[name] for name in table.names)
+        kept, names = tuple(rows[one.name] for one in table.kept), [one.name for one in table.kept]
         values, kept = brought(values, kept, rows.get("own", ()), missed, now)
-        settled: Rows = {**dict(zip(table.names, kept, strict=True)), "last": jnp.maximum(rows["last"], now.clock)}
+        settled: Rows = {**dict(zip(names, kept, strict=True)), "last": jnp.maximum(rows["last"], now.clock)}
         return values, settled | own_scalars(catch_up, now, missed.shape)
 
     return settle
@@ -77,7 +77,8 @@ class _Steps:
 
     def __call__(self, values: jax.Array, kept: Any, own: Any, missed: jax.Array, now: Now) -> tuple[jax.Array, Any]:
         table = self._table
-        start = table.shaped(values, table.value), tuple(map(table.shaped, kept, table.kept)), tuple(own)
+        terms = [one.term for one in table.kept]
+        start = table.shaped(values, table.value), tuple(map(table.shaped, kept, terms)), tuple(own)
         axes = {scalar.term.number: None if scalar.kind == "fixed" else 0 for scalar in self._scalars}
         step = jax.vmap(self._step, in_axes=(0, 0, axes))
 
@@ -102,7 +103,7 @@ class _Steps:
         """Of one row: its value, what is kept of it, and its own scalars."""
         table = self._table
         known: dict[int, Any] = {**scalars, table.value.number: value[None]}
-        known |= {term.number: leaf[None] for term, leaf in zip(table.kept, kept, strict=True)}
+        known |= {one.term.number: leaf[None] for one, leaf in zip(table.kept, kept, strict=True)}
         move, *after = compute(self._wanted, known, rows=table.sizes(value[None]))
         rows = tuple(leaf[0] for leaf in after[: len(kept)])
         return (value + move[0]).astype(value.dtype), rows, tuple(after[len(kept) :])
@@ -120,15 +121,16 @@ class _Steps:
 
 def _sleeping(table: TableUpdate, catch_up: CatchUp) -> tuple[int, ...] | None:
     """Which of what is kept must be 0 for a row to rest until it has a gradient; None if that is not enough."""
-    moving = [at for at, after in enumerate(catch_up.next) if after is not table.kept[at]]
-    reading = [at for at, kept in enumerate(table.kept) if catch_up.move.reads & kept.reads]
-    zeros = {at: table.terms.literal(0, table.kept[at].shape, table.kept[at].dtype) for at in {*moving, *reading}}
-    replaced = {table.kept[at]: zero for at, zero in zeros.items()}
+    kept = [one.term for one in table.kept]
+    moving = [at for at, after in enumerate(catch_up.next) if after is not kept[at]]
+    reading = [at for at, one in enumerate(kept) if catch_up.move.reads & one.reads]
+    zeros = {at: table.terms.literal(0, kept[at].shape, kept[at].dtype) for at in {*moving, *reading}}
+    replaced = {kept[at]: zero for at, zero in zeros.items()}
     if not table.terms.rested(catch_up.move, replaced).equals(0):
         return None
     for at, after in enumerate(catch_up.next):
         rests = table.terms.rested(after, replaced)
-        if not (rests.equals(0) if at in zeros else rests is table.kept[at]):
+        if not (rests.equals(0) if at in zeros else rests is kept[at]):
             return None
     return tuple(sorted(zeros))
 

@@ -51,14 +51,14 @@ def table_optimizer(table: TableUpdate) -> RowOptimizer:
         raise AssertionError("its state is part of that of all variables")
 
     def update(gradients: jax.Array, values: jax.Array, rows: Any, now: Now) -> tuple[jax.Array, Any, Any]:
-        kept = [rows[name] for name in table.names]
+        kept = [rows[one.name] for one in table.kept]
         known = {term.number: value for term, value in zip(table.context, now.context, strict=True)}
-        known |= {term.number: table.shaped(leaf, term) for term, leaf in zip(table.kept, kept, strict=True)}
+        known |= {one.term.number: table.shaped(leaf, one.term) for one, leaf in zip(table.kept, kept, strict=True)}
         known[table.gradient.number] = table.shaped(gradients.astype(table.gradient.dtype), table.gradient)
         known[table.value.number] = table.shaped(values, table.value)
-        moves, *after = compute([table.move, *table.next], known, rows=table.sizes(values))
+        moves, *after = compute([table.move, *(one.next for one in table.kept)], known, rows=table.sizes(values))
         new = {
-            name: leaf.reshape(old.shape) for name, leaf, old in zip(table.names, after, kept, strict=True)
+            one.name: leaf.reshape(old.shape) for one, leaf, old in zip(table.kept, after, kept, strict=True)
         } | kept_besides(table, now, values.shape[:1], taken=True)
         return moves.reshape(values.shape), new, now
 
@@ -134,7 +134,7 @@ def _alone(optimizer: optax.GradientTransformation, mode: str, dtype: Any) -> Ro
     def init(stored: jax.Array) -> RowState:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(optimizer.init(stored))]
         shared = Alone(jnp.zeros((), jnp.int32), tuple(leaves[at] for at in others))
-        rows = {name: leaves[at] for name, at in zip(table.names, table.at, strict=True)}
+        rows = {one.name: leaves[one.at] for one in table.kept}
         return RowState(rows | kept_besides(table, now_of(shared), stored.shape[:2]), shared)
 
     def update(gradients: jax.Array, values: jax.Array, rows: Any, shared: Alone) -> tuple[jax.Array, Any, Any]:
@@ -184,10 +184,10 @@ def _read(optimizer: optax.GradientTransformation, dtype: Any) -> tuple[Split, T
         raise ArgumentError(why)
     table = split.tables[name]
     if found := sums_below(table.context):
-        raise ArgumentError(mixing(f"its update has {found[0].primitive.name} over all rows"))
-    for term in terms_between([table.move, *table.next], {}):
+        raise ArgumentError(mixing(f"its update has {found[0].name} over all rows"))
+    for term in terms_between([table.move, *(one.next for one in table.kept)], {}):
         if (term.table or term.even) and term.shape != SHAPE:
-            raise ArgumentError(mixing(f"its update has {term.primitive.name} within rows, so it is not elementwise"))
+            raise ArgumentError(mixing(f"its update has {term.name} within rows, so it is not elementwise"))
     return split, replace(table, any_width=True)
 
 
@@ -195,5 +195,5 @@ def _rests_at_first(optimizer: optax.GradientTransformation, table: TableUpdate)
     """Whether a row that never had a gradient stays where it is."""
     program = trace(optimizer.init, jax.ShapeDtypeStruct(SHAPE, table.value.dtype))
     begun = [table.terms.rested(term) for term in terms_of(table.terms, program.closed, [table.value])]
-    replaced = {kept: begun[at] for kept, at in zip(table.kept, table.at, strict=True)}
+    replaced = {one.term: begun[one.at] for one in table.kept}
     return table.terms.rested(table.move, replaced).equals(0)

@@ -50,9 +50,10 @@ def recognized(table: TableUpdate) -> Fading | AdamFading | None:
     catch_up = table.catch_up
     if catch_up is None or any(scalar.kind != "count" for scalar in catch_up.scalars):
         return None
-    if any(term.dtype != np.float32 for term in (table.value, catch_up.move, *table.kept)):
+    if any(term.dtype != np.float32 for term in (table.value, catch_up.move, *(one.term for one in table.kept))):
         return None
-    factors = [_factor(after, kept) for after, kept in zip(catch_up.next, table.kept, strict=True)]
+    kept = [one.term for one in table.kept]
+    factors = [_factor(after, one) for after, one in zip(catch_up.next, kept, strict=True)]
     parts = _parts(table.terms, catch_up.move)
     if parts is None or None in factors:
         return None
@@ -63,8 +64,8 @@ def recognized(table: TableUpdate) -> Fading | AdamFading | None:
     if not 0 < part <= 1 or any(not np.isfinite(bounds(rate)).all() for rate in parts.values()):
         return None
     known = tuple(float(factor) for factor in factors if factor is not None)
-    if set(parts) <= set(table.kept):
-        rates = tuple(parts.get(kept) for kept in table.kept)
+    if {*parts} <= {*kept}:
+        rates = tuple(parts.get(one) for one in kept)
         fades = all(factor < 1 for factor, rate in zip(known, rates, strict=True) if rate is not None)
         return Fading(known, rates, part) if fades else None
     if len(parts) == 1:
@@ -122,7 +123,9 @@ def _scaled(parts: Mapping[Term, Term] | None, by: Any) -> dict[Term, Term] | No
 
 def _made(terms: Terms, like: Term, operands: list[Term]) -> Term:
     """The same operation on scalars."""
-    return terms.simplified(like.primitive, like.params or {}, operands, jax.ShapeDtypeStruct((), like.dtype))
+    assert like.making is not None, "not of an input"
+    scalar = jax.ShapeDtypeStruct((), like.dtype)
+    return terms.simplified(like.making.primitive, like.making.params, operands, scalar)
 
 
 def _adam(
@@ -160,6 +163,6 @@ def _direction(table: TableUpdate, found: AdamFading) -> Term:
 
     program = trace(direction, like, jax.ShapeDtypeStruct((), jnp.int32), like, like)
     zero = terms.literal(0, like.shape, like.dtype)
-    inputs = [zero, found.count, table.kept[found.mu], table.kept[found.nu]]
+    inputs = [zero, found.count, table.kept[found.mu].term, table.kept[found.nu].term]
     (made,) = terms_of(terms, program.closed, inputs)
     return terms.rested(made)

@@ -8,7 +8,7 @@ table, and what each operation comes to in a row that has no gradient.
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,28 +42,37 @@ class CatchUp:
     scalars: tuple[Scalar, ...]
 
 
+class Kept(NamedTuple):
+    """A leaf of the state that has the rows of a table: `at` which place, its `name`, it, and what follows it."""
+
+    at: int
+    name: str
+    term: Term
+    next: Term
+
+
 @dataclass(frozen=True)
 class TableUpdate:
     """What an optimizer does to one table.
 
-    **Fields:** `name`. `terms`: made all of these. `value`, `gradient`: of the table. `kept`: the leaves of the state
-    that have its rows, `at` which leaves these are, by `names`. `move`: what is added to the value; `next`: of what is
-    kept. `context`: what both read that does not go by rows. `catch_up`: None where rows without a gradient rest.
-    `any_width`: whether rows may be wider or narrower than those that it was traced with.
+    **Fields:** `name`. `terms`: made all of these. `value`, `gradient`: of the table. `move`: what is added to the
+    value. `kept`: what the state has of its rows. `catch_up`: None where rows without a gradient rest. `any_width`:
+    whether rows may be wider or narrower than those that it was traced with.
     """
 
     name: str
     terms: Terms
     value: Term
     gradient: Term
-    kept: tuple[Term, ...]
-    at: tuple[int, ...]
-    names: tuple[str, ...]
     move: Term
-    next: tuple[Term, ...]
-    context: tuple[Term, ...]
+    kept: tuple[Kept, ...]
     catch_up: CatchUp | None
     any_width: bool = False
+
+    @functools.cached_property
+    def context(self) -> tuple[Term, ...]:
+        """What moves and what follows what is kept read besides what goes by rows."""
+        return tuple(of_no_rows([self.move, *(one.next for one in self.kept)]))
 
     def shaped(self, leaf: jax.Array, term: Term) -> jax.Array:
         """Returns rows `[m, …]` in the shape that the program has them in."""
@@ -190,9 +199,9 @@ class TracedOptimizer:
         for number, (term, owner) in enumerate(zip([*moves, *states], owners, strict=True)):
             if owner in apart:
                 continue
-            if term.why:
-                for name in term.blamed:
-                    refused.setdefault(name, f"its update has {term.why}")
+            if term.rows.why:
+                for name in term.rows.blamed:
+                    refused.setdefault(name, f"its update has {term.rows.why}")
             elif owner in tables and term.table != owner and not term.even:
                 part = "what it keeps" if number >= len(moves) else "its update"
                 refused.setdefault(owner, f"{part} is an array of its shape that is not made of its rows")
@@ -221,19 +230,16 @@ def _of_table(
     at: tuple[int, ...],
 ) -> TableUpdate:
     num, which = len(traced.names), traced.names.index(name)
-    kept, after = tuple(inputs[num + one] for one in at), tuple(states[one] for one in at)
+    names = _short(name, [named_leaves(traced.state)[one][0] for one in at])
+    kept = tuple(Kept(one, called, inputs[num + one], states[one]) for one, called in zip(at, names, strict=True))
     return TableUpdate(
         name=name,
         terms=terms,
         value=inputs[len(inputs) - num + which],
         gradient=inputs[which],
-        kept=kept,
-        at=at,
-        names=_short(name, [named_leaves(traced.state)[one][0] for one in at]),
         move=move,
-        next=after,
-        context=tuple(of_no_rows([move, *after])),
-        catch_up=_catch_up(traced, terms, inputs, states, kept, move, after),
+        kept=kept,
+        catch_up=_catch_up(traced, terms, inputs, states, kept, move),
     )
 
 
@@ -249,12 +255,11 @@ def _catch_up(
     terms: Terms,
     inputs: Sequence[Term],
     states: Sequence[Term],
-    kept: Sequence[Term],
+    kept: Sequence[Kept],
     move: Term,
-    after: Sequence[Term],
 ) -> CatchUp | None:
-    resting, rested = terms.rested(move), tuple(terms.rested(one) for one in after)
-    if resting.equals(0) and all(one is other for one, other in zip(rested, kept, strict=True)):
+    resting, rested = terms.rested(move), tuple(terms.rested(one.next) for one in kept)
+    if resting.equals(0) and all(after is one.term for after, one in zip(rested, kept, strict=True)):
         return None
     num, scalars = len(traced.names), dict[int, Scalar]()
     todo = [(one, "") for one in of_no_rows([resting, *rested])]
