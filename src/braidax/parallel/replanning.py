@@ -8,7 +8,7 @@ for it, and `Step.adopt` goes on from there.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from glob import escape
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from braidax.errors import ArgumentError
 
@@ -22,6 +22,7 @@ Tables = Mapping[str, tuple[int, ...]]
 _MAX_NAMED = 3
 
 
+@runtime_checkable
 class Adopting(Protocol):
     """What is needed of a `Step` here."""
 
