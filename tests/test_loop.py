@@ -171,6 +171,37 @@ def test_another_seed_than_the_run_has_is_said(tmp_path: Path, caplog: pytest.Lo
     ]
 
 
+class Troubled:
+    """Samples of which one is bad."""
+
+    def __len__(self) -> int:
+        return 44
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 5:
+            raise ValueError("is torn")
+        return {name: array[index] for name, array in SAMPLES.items()}
+
+
+def test_what_was_skipped_is_said_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    loader = make_loader(step, Troubled(), epochs=2, on_error="skip")
+    fit(step, step.init(jax.random.key(0)), loader, report=Report(show="plain"))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("bad records: skipped, 1 of at most 100 in ")
+
+
+def test_a_loader_has_events_after_a_loop_of_ones_own(tmp_path: Path) -> None:
+    with DataLoader(SAMPLES, MESH, jax.P("data"), batch_size=8) as loader:
+        assert len(list(loader)) == 5
+        loader.trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = [event["cat"] for event in events if event["ph"] == "X"]
+    assert (lanes.count("wait"), lanes.count("read") >= 5) == (5, True)
+
+
 def test_a_trace_of_the_report_gets_what_loader_and_checkpointer_do(tmp_path: Path) -> None:
     step = make_step(optax.sgd(0.01), SAMPLES, 8)
     trace = Trace()

@@ -36,9 +36,10 @@ def fit(
     processes it is enough that one is told. The saver stays open: who made it closes it.
 
     **Arguments:** `step`: from `braidax.parallelize`. `state`: from `step.init`; it is donated. `loader`: batches as
-    `step` takes them. `saver`: restores before the first step, and is shown the state and the loader's cursor after
-    each one; the plan is in its notes. `report`: what is shown and written, nothing by default; a trace that it was
-    given becomes that of the loader and of a `Checkpointer`. `test`: if given, evaluated after each epoch.
+    `step` takes them; how many bad records were skipped is shown at the end. `saver`: restores before the first step,
+    and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
+    written, nothing by default; a trace that it was given becomes that of the loader and of a `Checkpointer`. `test`:
+    if given, evaluated after each epoch.
 
     **Returns:** the state after the last step; a run that was over already trains no more.
     """
@@ -69,6 +70,9 @@ def fit(
                 report.note({f"test_{name}": value for name, value in evaluate(step, state, test).items()})
         if saver is not None and loader.cursor != begun:
             saver.save((state, loader.cursor))
+        skipped = loader.source.describe().get("bad records")
+        if skipped is not None:
+            report.say(f"bad records: {skipped}")
     if interrupted():
         raise KeyboardInterrupt
     if preempted():

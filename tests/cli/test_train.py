@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from braidax.cli import app
@@ -131,6 +133,24 @@ def test_cifar_100_trains_from_its_archive(tmp_path: Path) -> None:
     code, output = run(*arguments, "--batch-size", "8", "--epochs", "1", "--mesh", "data=2", "--image-size", "48")
     assert code == 0, output
     assert "16 samples to train and 12 to test" in output
+
+
+def test_bad_images_are_skipped_on_demand_and_counted(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (2, 12, 9, 9, 3), np.uint8)
+    for name, part in zip(("train", "val"), images, strict=True):
+        for number, pixels in enumerate(part):
+            path = tmp_path / "images" / name / "ab"[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    (tmp_path / "images" / "train" / "b" / "7.png").write_bytes(b"no image")
+    arguments = ["train", "resnet", "--data", tmp_path / "images", "--preset", "tiny", "--image-size", "8"]
+    arguments += ["--batch-size", "4", "--epochs", "1", "--mesh", "data=2", "--out", tmp_path / "run"]
+    code, output = run(*arguments)
+    assert code == 1
+    assert "7.png" in output
+    code, output = run(*arguments, "--on-error", "skip")
+    assert code == 0, output
+    assert f"bad records: skipped, 1 of at most 100 in {tmp_path / 'run' / 'skipped.jsonl'}" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

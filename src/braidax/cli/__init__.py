@@ -34,6 +34,7 @@ class _Commands(TyperGroup):
 _TASK_HELP = "digits, wide_resnet, resnet, inception_v3, lm1b, bert or dlrm."
 _DATA_HELP = "The task's data as downloaded; most have some of their own."
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
+_ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(
@@ -81,6 +82,7 @@ def _train(
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters and of the shuffle.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     overhead: Annotated[float | None, typer.Option(help="Instead: what part of the time they may take.")] = None,
+    on_error: Annotated[Literal["raise", "skip"], typer.Option(help=_ON_ERROR_HELP)] = "raise",
     trace: Annotated[Path | None, typer.Option(help="Perfetto trace to write.", show_default="OUT/trace.json")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard event files.")] = None,
     processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="How many train together.")] = 1,
@@ -91,7 +93,7 @@ def _train(
     from braidax.checkpoint import Adaptive, Every
     from braidax.cli.machine import parse_mesh
     from braidax.cli.run_options import check_folder
-    from braidax.cli.tasks import make_task, options_of
+    from braidax.cli.tasks import make_task, options_of, skipping_bad
     from braidax.cli.train import Settings, train
 
     out = Path("runs") / task if out is None else out
@@ -110,6 +112,7 @@ def _train(
             "--seed": seed,
             "--checkpoint-every": checkpoint_every,
             "--overhead": overhead,
+            "--on-error": on_error,
             "--trace": trace,
             "--tensorboard": tensorboard,
         }
@@ -124,6 +127,7 @@ def _train(
         seed=seed,
         checkpoints=Every(checkpoint_every) if overhead is None else Adaptive(overhead=overhead),
     )
+    made = skipping_bad(made, out) if on_error == "skip" else made
     train(made, settings, options_of(task, path=data, preset=preset, image_size=image_size))
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from braidax.cli.run_options import Value
+from braidax.data import skipping
 
 if TYPE_CHECKING:
     from braidax.tasks.task import Task
@@ -42,6 +44,14 @@ def options_of(name: str, *, path: Path | None, preset: str | None, image_size: 
         preset = preset_of_its_own.default
     data = None if path is None else str(path.absolute())
     return {"task": name, "--data": data, "--preset": preset, "--image-size": image_size}
+
+
+def skipping_bad(task: "Task", out: Path) -> "Task":
+    """Returns a task whose bad records are replaced by others, and listed in the folder of the run."""
+    ledgers = out / "skipped.jsonl", out / "skipped-test.jsonl"
+    sources = task.train, task.test
+    train, test = (skipping(source, ledger=ledger) for source, ledger in zip(sources, ledgers, strict=True))
+    return replace(task, train=train, test=test)
 
 
 def _find(name: str) -> tuple[Any, Mapping[str, inspect.Parameter]]:

@@ -72,6 +72,10 @@ class PlainLines:
         """Writes values."""
         self._print(self._words.note(step, epoch, values))
 
+    def say(self, line: str) -> None:
+        """Writes a line."""
+        self._print(line)
+
     def close(self) -> None:
         """Hands over what is written."""
         self._output.flush()
@@ -104,6 +108,10 @@ class Line:
     def note(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Writes values above the line."""
         self._bar.console.print(self._words.note(step, epoch, values), markup=False, highlight=False)
+
+    def say(self, line: str) -> None:
+        """Writes a line above the one that is redrawn."""
+        self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:
         """Leaves the line as it is."""

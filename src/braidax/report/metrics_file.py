@@ -50,6 +50,9 @@ class MetricsFile:
         numbers = {name: _json_number(value) for name, value in values.items()}
         self._write({"step": step, "epoch": epoch, "time": time.time(), **numbers})
 
+    def say(self, line: str) -> None:
+        """Writes nothing: it is for people."""
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

@@ -71,6 +71,10 @@ class Sink(Protocol):
         """Takes values that were found after a step."""
         ...
 
+    def say(self, line: str) -> None:
+        """Takes a line for people."""
+        ...
+
     def close(self) -> None:
         """Finishes what was begun."""
         ...

@@ -102,6 +102,10 @@ class Report:
         self.noted.update(values)
         self._following().note(values)
 
+    def say(self, line: str) -> None:
+        """Shows a line to who looks on; it is not written to the metrics."""
+        self._following().say(line)
+
     @property
     def pace(self) -> Pace:
         """What all steps have added up to, without the first of each session, which compiles."""
@@ -148,6 +152,9 @@ class _Run:
     def note(self, values: Mapping[str, float]) -> None:
         self._submit(self._note, self.step, self.epoch, dict(values))
 
+    def say(self, line: str) -> None:
+        self._submit(self._say, line)
+
     def close(self) -> None:
         try:
             while self._pending:
@@ -177,6 +184,10 @@ class _Run:
     def _note(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.note(step, epoch, values)
+
+    def _say(self, line: str) -> None:
+        for sink in self._sinks:
+            sink.say(line)
 
 
 def _scalars(metrics: Any) -> dict[str, float]:
