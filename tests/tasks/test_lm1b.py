@@ -234,7 +234,7 @@ def test_samples_are_the_running_text(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_words_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
     first = lm1b(write_benchmark(tmp_path / "data"), preset="tiny")
-    kept = list((tmp_path / "cache" / "lm1b").iterdir())
+    kept = list((tmp_path / "cache" / "derived" / "lm1b").iterdir())
     assert len(kept) == 1
     monkeypatch.setattr("braidax.tasks.lm1b._count", None)
     again = lm1b(tmp_path / "data", preset="tiny")

@@ -1,12 +1,12 @@
 """Tables that are slow at random, converted once to Arrow without compression, which is gathered as it lies."""
 
 import os
-import tempfile
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -15,8 +15,10 @@ from braidax.data.formats.tables.blocks import Blocks, BlockSource
 from braidax.data.formats.tables.tables import arrow, arrow_ipc, plain_table
 from braidax.data.open import open as open_source
 from braidax.data.source import Source
-from braidax.data.storage.derived import cache_folder
+from braidax.data.storage.derived import Derived
+from braidax.data.storage.locks import NotKept
 from braidax.data.storage.progress import Progress
+from braidax.data.storage.room import Room
 from braidax.errors import FormatError
 
 _PARALLEL = 4  # blocks that are decoded at a time
@@ -50,62 +52,55 @@ def as_arrow(
     if not isinstance(source, BlockSource):
         return source
     table = source.table
-    target = _target(table, Path(cache) if cache is not None else cache_folder() / "arrow")
-    if not (all(table.stamps) and target.exists()):  # nothing tells whether a file without a stamp changed
-        _write(table, target)
-    return open_arrow(target)
+    room = Room("arrow", Path(cache) if cache is not None else None)
+    target = _target(table, room.folder)
+    room.claim([target.path])
+
+    def write(file: IO[bytes]) -> Mapping[str, Any]:
+        _write_blocks(table, file, work)
+        return {}
+
+    try:
+        num_bytes = sum(block.num_bytes for block in table.blocks)
+        with Progress("conversion to Arrow of", table.names[0], num_bytes) as work:
+            target.contents(write, work, is_new=not all(table.stamps))
+    except NotKept as error:
+        raise FormatError(
+            f"{target.path}: cannot be written ({error}); make room there, or give another folder with cache="
+        ) from error
+    room.forget(target.path.parent, target.path)  # of an earlier state of the files
+    room.made(target.path.stat().st_size)
+    found = open_arrow(target.path)
+    weakref.finalize(found, room.release)
+    return found
 
 
-def _target(table: Blocks, folder: Path) -> Path:
-    """Returns where the copy lies: a folder for the names of files and leaves, in it a name for the files' states."""
+def _target(table: Blocks, folder: Path) -> Derived:
+    """Returns where the copy lies: in a folder for the names of files and leaves, under a name for their states."""
     names = [name if "://" in name else str(Path(name).absolute()) for name in table.names]
-    what = _digest([*names, "", *(leaf.name for leaf in table.leaves)])
-    states = [f"{size} {stamp}" for size, stamp in zip(table.sizes, table.stamps, strict=True)]
-    return folder / what / f"{_digest(states)}.arrow"
+    leaves = [leaf.name for leaf in table.leaves]
+    about = {"kind": "arrow", "files": names, "leaves": leaves, "sizes": list(table.sizes), "stamps": [*table.stamps]}
+    return Derived.named(folder / _digest([*names, "", *leaves]), about)
 
 
 def _digest(texts: Sequence[str]) -> str:
     return xxhash.xxh3_64_hexdigest("\0".join(texts).encode())
 
 
-def _write(table: Blocks, target: Path) -> None:
-    """Writes the copy under another name, and gives it its own when it is whole and durable."""
-    part = ""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            _write_blocks(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(part).replace(target)
-        for other in target.parent.iterdir():  # of an earlier state of the files; whoever has it mapped keeps it
-            if other != target and other.suffix != ".part":
-                other.unlink(missing_ok=True)
-    except OSError as error:
-        raise FormatError(
-            f"{target}: cannot be written ({error}); make room there, or give another folder with cache="
-        ) from error
-    finally:
-        if part:
-            Path(part).unlink(missing_ok=True)
-
-
-def _write_blocks(table: Blocks, file: Any) -> None:
+def _write_blocks(table: Blocks, file: IO[bytes], work: Progress) -> None:
     """Decodes the blocks, several at a time, and writes them in their order."""
     num_blocks, name = len(table.blocks), table.names[0]
     pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="braidax-convert")
     writer: Any = None
     try:
-        with Progress("conversion to Arrow of", name, sum(block.num_bytes for block in table.blocks)) as progress:
-            pending = deque(pool.submit(table.load, index) for index in range(min(_PARALLEL, num_blocks)))
-            for index in range(num_blocks):
-                found = plain_table(pending.popleft().result())
-                if index + _PARALLEL < num_blocks:
-                    pending.append(pool.submit(table.load, index + _PARALLEL))
-                writer = writer or arrow_ipc().new_file(file, found.schema)
-                writer.write_table(found, max_chunksize=_BATCH_ROWS)
-                progress.show(index, table.blocks[index].num_bytes)
+        pending = deque(pool.submit(table.load, index) for index in range(min(_PARALLEL, num_blocks)))
+        for index in range(num_blocks):
+            found = plain_table(pending.popleft().result())
+            if index + _PARALLEL < num_blocks:
+                pending.append(pool.submit(table.load, index + _PARALLEL))
+            writer = writer or arrow_ipc().new_file(file, found.schema)
+            writer.write_table(found, max_chunksize=_BATCH_ROWS)
+            work.show(index, table.blocks[index].num_bytes)
     except arrow().ArrowException as error:
         raise FormatError(f"{name}: cannot be converted to Arrow ({error}); leave columns out with columns=") from error
     finally:

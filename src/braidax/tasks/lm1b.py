@@ -14,9 +14,11 @@ import optax
 
 from braidax.data import Source
 from braidax.data import open as open_source
-from braidax.data.storage import derived as stored
-from braidax.data.storage.derived import cache_folder
-from braidax.data.transforms.text.measuring import progress
+from braidax.data.storage.derived import Derived
+from braidax.data.storage.locks import NotKept
+from braidax.data.storage.progress import Progress
+from braidax.data.storage.room import Room
+from braidax.data.transforms.text.measuring import Show, counting
 from braidax.errors import ArgumentError, FormatError
 from braidax.tasks.lm1b_model import (
     Sizes,
@@ -147,55 +149,54 @@ def _kept_tokens(
     """Returns the ids of both parts, int32 `[words]`, encoded now or before; the vocabulary is that of the first."""
     states = [[[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in part] for part in parts]
     about = {"kind": "words", "files": states, "min_count": min_count, "vocabulary": vocabulary_size}
-    folder = cache_folder() / "lm1b"
-    place = stored.place(folder, about)
+    room = Room("lm1b")
+    place = Derived.named(room.folder, about)
+    room.claim([place.path])
+    try:
+        with Progress("words of", "", 2 * len(parts[0]) + len(parts[1]), unit="files") as work:
+            show = counting(work)
 
-    def write(file: IO[bytes]) -> Mapping[str, Any]:
-        vocabulary = _count(parts[0], split, min_count, vocabulary_size)
-        return {"num_words": [_encode(part, split, vocabulary, file) for part in parts]}
+            def write(file: IO[bytes]) -> Mapping[str, Any]:
+                vocabulary = _count(parts[0], split, min_count, vocabulary_size, show)
+                return {"num_words": [_encode(part, split, vocabulary, file, show) for part in parts]}
 
-    if (kept := stored.load(place, about)) is None:
-        try:
-            stored.store(place, about, write)
-        except OSError as error:
-            raise FormatError(
-                f"{folder}: the words as ids cannot be kept there ({error}); set the environment variable "
-                "BRAIDAX_CACHE to a folder that can be written"
-            ) from error
-        kept = stored.load(place, about)
-        if kept is None:
-            raise FormatError(f"{place}: was changed by another program at once; run this again")
+            kept = place.numbers(write, work)
+    except NotKept as error:
+        raise FormatError(
+            f"{room.folder}: the words as ids cannot be kept there ({error}); set the environment variable "
+            "BRAIDAX_CACHE to a folder that can be written"
+        ) from error
+    kept.check()
+    room.made(kept.data.nbytes)
     num_words = kept.facts["num_words"]
     for part, number in zip(parts, num_words, strict=True):
         if number <= _STEPS:
             raise FormatError(
-                f"{part[0] if part else folder}: {len(part)} file(s) of the text hold {number} words, expected more "
-                f"than the {_STEPS} of a sample"
+                f"{part[0] if part else place.path}: {len(part)} file(s) of the text hold {number} words, expected "
+                f"more than the {_STEPS} of a sample"
             )
     tokens = kept.data.view(np.int32)
     return tokens[: num_words[0]], tokens[num_words[0] :]
 
 
-def _count(files: Sequence[Path], split: SplitWords, min_count: int, size: int) -> Vocabulary:
+def _count(files: Sequence[Path], split: SplitWords, min_count: int, size: int, show: Show) -> Vocabulary:
     counts: Counter[str] = Counter()
-    with progress("counting words of", len(files)) as show:
-        for file in files:
-            for words in _sentences(file, split):
-                counts.update(words)
-            show(1)
+    for file in files:
+        for words in _sentences(file, split):
+            counts.update(words)
+        show(1)
     return Vocabulary.of(counts, size, num_reserved=_NUM_RESERVED, min_count=min_count)
 
 
-def _encode(files: Sequence[Path], split: SplitWords, vocabulary: Vocabulary, out: IO[bytes]) -> int:
+def _encode(files: Sequence[Path], split: SplitWords, vocabulary: Vocabulary, out: IO[bytes], show: Show) -> int:
     """Writes the ids of the sentences of some files, an end behind each; returns how many ids that are."""
     end, total = np.array([_END], np.int32), 0
-    with progress("encoding words of", len(files)) as show:
-        for file in files:
-            ids = [part for words in _sentences(file, split) for part in (vocabulary.encode(words), end)]
-            written = np.concatenate([np.empty(0, np.int32), *ids])
-            out.write(written.data)
-            total += len(written)
-            show(1)
+    for file in files:
+        ids = [part for words in _sentences(file, split) for part in (vocabulary.encode(words), end)]
+        written = np.concatenate([np.empty(0, np.int32), *ids])
+        out.write(written.data)
+        total += len(written)
+        show(1)
     return total
 
 

@@ -1,4 +1,5 @@
 import bz2
+import gc
 import gzip
 import lzma
 import os
@@ -38,15 +39,22 @@ def test_it_is_done_once_until_the_file_changes(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "a.gz"
     path.write_bytes(gzip.compress(b"old"))
-    (first,) = inflated(LocalFiles([path])).names
+    opened = inflated(LocalFiles([path]))
+    (first,) = opened.names
     with monkeypatch.context() as patch:
         patch.setattr(inflate, "_inflate", None)
         assert inflated(LocalFiles([path])).names == [first]
     path.write_bytes(gzip.compress(b"new"))
     os.utime(path, ns=(0, 7))
     (second,) = inflated(LocalFiles([path])).names
+    gc.collect()
     assert Path(second).read_bytes() == b"new"
-    assert [str(found) for found in (tmp_path / "cache").rglob("*") if found.is_file()] == [second]
+    assert [str(found) for found in (tmp_path / "cache").rglob("*-a")] == [first, second]  # the first is in use
+    del opened
+    gc.collect()
+    path.write_bytes(gzip.compress(b"newest"))
+    (third,) = inflated(LocalFiles([path])).names
+    assert [str(found) for found in (tmp_path / "cache").rglob("*-a")] == [third]
 
 
 class Unstamped(LocalFiles):

@@ -3,10 +3,9 @@
 import bz2
 import gzip
 import lzma
-import os
-import tempfile
+import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedIOBase
 from pathlib import Path
@@ -14,10 +13,12 @@ from typing import IO, Any
 
 import xxhash
 
-from braidax.data.storage.derived import cache_folder
+from braidax.data.storage.derived import Derived
 from braidax.data.storage.files import Files
 from braidax.data.storage.local import LocalFiles
+from braidax.data.storage.locks import NotKept
 from braidax.data.storage.progress import Progress
+from braidax.data.storage.room import Room
 from braidax.errors import FormatError
 
 _MAGICS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -48,37 +49,42 @@ def inflated_head(file: IO[bytes], compression: str, num_bytes: int, *, name: st
 def inflated(files: Files, *, cache: Path | None = None) -> LocalFiles:
     """Returns what compressed files hold, as local files; they are decompressed where that was not done before.
 
-    They lie in the cache folder (see `RecordIndex.build`) below `inflated`, until the compressed file changes: then
-    they are made anew in their place. A file appears under its name when it is complete.
+    They lie in the cache folder (see `RecordIndex.build`), until the compressed file changes: then they are made anew.
+    Of several processes that want one at once, one makes it and the others wait.
 
     **Arguments:** `files`: compressed with gzip, bzip2 or xz. `cache`: a folder for the contents, instead of that.
 
     **Raises:** `FormatError` for a file that is damaged, or when there is no room.
     """
-    folder = cache_folder() / "inflated" if cache is None else cache
-    targets = [_target(files, number, folder) for number in range(len(files.names))]
-    missing = [
-        number for number, target in enumerate(targets) if not (files.stamps[number] and target.exists())
-    ]  # nothing tells whether a file without a stamp changed
-    with Progress("inflating", files.names[0], sum(files.sizes[number] for number in missing)) as progress:
+    room = Room("inflated", cache)
+    targets = [_target(files, number, room.folder) for number in range(len(files.names))]
+    paths = [target.path for target in targets]
+    room.claim(paths)
+    missing = [number for number, target in enumerate(targets) if not (files.stamps[number] and target.has_contents())]
+    with Progress("inflating", files.names[0], sum(files.sizes[number] for number in missing)) as work:
         pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="braidax-inflate")
         try:
-            for future in [pool.submit(_inflate, files, number, targets[number], progress) for number in missing]:
-                future.result()
+            pending = [pool.submit(_inflate, files, number, targets[number], work) for number in missing]
+            for number, done in zip(missing, pending, strict=True):
+                done.result()
+                room.forget(paths[number].parent, paths[number])  # of an earlier state of the file
+                room.made(paths[number].stat().st_size)
         finally:
-            progress.stop.set()
+            work.stop.set()
             pool.shutdown(cancel_futures=True)
-    return LocalFiles(targets)
+    found = LocalFiles(paths)
+    weakref.finalize(found, room.release)
+    return found
 
 
-def _target(files: Files, number: int, folder: Path) -> Path:
-    """Returns where the contents of a file lie: a folder for its name, in it a name for its state."""
+def _target(files: Files, number: int, folder: Path) -> Derived:
+    """Returns where the contents of a file lie: in a folder for its name, under a name for its state."""
     name = files.names[number]
     place = name if "://" in name else str(Path(name).absolute())
-    state = f"{files.sizes[number]}\0{files.stamps[number]}"
+    state = {"kind": "inflated", "name": place, "size": files.sizes[number], "stamp": files.stamps[number]}
     stem = Path(name.rpartition("/")[2])
     inner = stem.stem if stem.suffix.lower() in SUFFIXES else stem.name
-    return folder / _digest(place) / f"{_digest(state)}-{inner}"
+    return Derived(folder / _digest(place) / f"{_digest(f'{state}')}-{inner}", state)
 
 
 def _digest(text: str) -> str:
@@ -94,39 +100,36 @@ def _opened(file: IO[bytes], compression: str, name: str) -> BufferedIOBase:
     return _OPENERS[compression](file)
 
 
-def _inflate(files: Files, number: int, target: Path, progress: Progress) -> None:
+def _inflate(files: Files, number: int, target: Derived, work: Progress) -> None:
     name = files.names[number]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
-    except OSError as error:
-        raise _no_room(target, error) from error
-    try:
-        with os.fdopen(descriptor, "wb") as out, files.open(number) as file:
-            compression = compression_of(file.read(6))
+
+    def write(out: IO[bytes]) -> Mapping[str, Any]:
+        try:
+            file = files.open(number)
+        except OSError as error:
+            raise FormatError(f"{name}: cannot be opened ({error}); restore it or its permissions") from error
+        with file:
+            compression = compression_of(_read(file.read, name, "compressed", 6))
             file.seek(0)
             with _opened(file, compression, name) as inner:
-                while data := _read(inner, name, compression):
-                    if progress.stop.is_set():
-                        return
-                    try:
-                        out.write(data)
-                    except OSError as error:
-                        raise _no_room(target, error) from error
-                    progress.show(number, file.tell())
-            out.flush()
-            os.fsync(out.fileno())
-        Path(part).replace(target)
-        for other in target.parent.iterdir():  # of an earlier state of the file; whoever has it open keeps it
-            if other != target and other.suffix != ".part":
-                other.unlink(missing_ok=True)
-    finally:
-        Path(part).unlink(missing_ok=True)
+                while data := _read(inner.read, name, compression, _COPY_BYTES):
+                    if work.stop.is_set():
+                        raise InterruptedError
+                    out.write(data)
+                    work.show(number, file.tell())
+        return {}
 
-
-def _read(inner: BufferedIOBase, name: str, compression: str) -> bytes:
     try:
-        return inner.read(_COPY_BYTES)
+        target.contents(write, work, number, is_new=not files.stamps[number])
+    except InterruptedError:
+        return
+    except NotKept as error:
+        raise _no_room(target.path, error) from error
+
+
+def _read(read: Callable[[int], bytes], name: str, compression: str, num_bytes: int) -> bytes:
+    try:
+        return read(num_bytes)
     except (*_CORRUPT, OSError) as error:
         raise _corrupt(name, compression, error) from error
 
@@ -135,7 +138,7 @@ def _corrupt(name: str, compression: str, error: Exception) -> FormatError:
     return FormatError(f"{name}: {compression} data that are truncated or corrupt ({error}); download it again")
 
 
-def _no_room(target: Path, error: OSError) -> FormatError:
+def _no_room(target: Path, error: NotKept) -> FormatError:
     return FormatError(
         f"{target}: the decompressed file cannot be written ({error}); make room there, or set the environment "
         "variable BRAIDAX_CACHE to another folder"

@@ -1,16 +1,18 @@
-import io
-import json
 import os
 import pickle
+import random
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
+import xxhash
 
-import braidax.data.formats.records.index as index_module
+import braidax.data.storage.derived as derived
 import braidax.data.storage.progress as progress
 from braidax.data.formats.records.index import Chunk, RecordIndex
 from braidax.data.storage import LocalFiles
@@ -86,7 +88,8 @@ def test_an_index_moves_with_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["size", "time", "kind", "truncated", "other footer", "no index at all"])
-def test_a_stale_or_damaged_index_is_built_anew(tmp_path: Path, change: str) -> None:
+def test_a_stale_or_damaged_index_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "000.bin"
     built = RecordIndex.build(write(tmp_path, 10), scan, kind="fours")
     stored = tmp_path / ".000.bin.fours.index"
@@ -101,7 +104,7 @@ def test_a_stale_or_damaged_index_is_built_anew(tmp_path: Path, change: str) -> 
     elif change == "truncated":
         stored.write_bytes(stored.read_bytes()[16:])
     elif change == "other footer":
-        stored.write_bytes(stored.read_bytes().replace(b'"num_records": [3]', b'"num_records": ["]'))
+        stored.write_bytes(stored.read_bytes().replace(b'"num_records": [3]', b'"num_records": [4]'))
     else:
         stored.write_bytes(b"mine")
     with pytest.raises(AssertionError, match=r"000\.bin is scanned again"):
@@ -171,22 +174,24 @@ def test_where_the_folder_cannot_be_written_the_cache_folder_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[Path] = []
-    real = index_module.tempfile.mkstemp
+    real = os.open
 
-    def mkstemp(*, prefix: str, suffix: str, dir: Path) -> tuple[int, str]:
-        if dir in refused:
+    def opened(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT and Path(path).parent in refused:
             raise PermissionError(13, "Permission denied")
-        return real(prefix=prefix, suffix=suffix, dir=dir)
+        return real(path, flags, *mode)
 
-    monkeypatch.setattr(index_module.tempfile, "mkstemp", mkstemp)
+    monkeypatch.setattr(os, "open", opened)
     monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
     files = write(tmp_path / "data", 10)
     refused.append(tmp_path / "data")
     index = RecordIndex.build(files, scan, kind="fours")
-    assert [path.parent for path in (tmp_path / "cache").rglob("*.index")] == [tmp_path / "cache" / "indexes"]
+    assert [path.parent for path in (tmp_path / "cache").rglob("*.index")] == [
+        tmp_path / "cache" / "derived" / "indexes"
+    ]
     assert str(tmp_path / "cache") in index.describe()
     assert rows(RecordIndex.build(files, refuse, kind="fours")) == rows(index)
-    refused.append(tmp_path / "cache" / "indexes")
+    refused.append(tmp_path / "cache" / "derived" / "indexes")
     with pytest.raises(FormatError, match=r"in none of .*data \(Permission denied\); .*set the.*BRAIDAX_CACHE"):
         RecordIndex.build(files, scan, kind="other")
 
@@ -206,7 +211,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     files = write(tmp_path, 10)
-    monkeypatch.setattr(index_module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(FormatError, match=r"fours\.index: the index cannot be written .*No space left.*make room"):
         RecordIndex.build(files, scan, kind="fours")
     assert listing(tmp_path) == ["000.bin"]
@@ -245,19 +250,71 @@ def test_a_thousand_million_records_open_at_once(tmp_path: Path) -> None:
     files = LocalFiles([tmp_path / "000.bin"])
     RecordIndex.build(files, scan, kind="fours")
     stored = tmp_path / ".000.bin.fours.index"
-    footer = {**json.loads(_footer(stored)), "num_records": [10**9]}
-    tail = json.dumps(footer).encode()
+    num_bytes = 16 * 10**9
+    sums = np.zeros(-(-num_bytes // 4096), np.uint64)
+    last = (num_bytes - 1) // 4096 * 4096
+    sums[-1] = xxhash.xxh3_64_intdigest(bytes(num_bytes - last), last)
+    footer = {**_footer(stored), "facts": {"num_records": [10**9]}, "bytes": num_bytes}
+    footer["sums"] = xxhash.xxh3_64_hexdigest(sums.data)
     with stored.open("wb") as file:  # a sparse file: nothing is written but its end
-        file.seek(16 * 10**9)
-        file.write(tail + len(tail).to_bytes(8, "little") + index_module._MAGIC)
+        file.seek(num_bytes)
+        file.write(sums.data)
+        derived._write_footer(file, footer)
+    begun = time.monotonic()
     index = RecordIndex.build(files, refuse, kind="fours")
+    assert time.monotonic() - begun < 2.0
     assert len(index) == 10**9
     assert index.ranges(np.array([10**9 - 1])).length.tolist() == [0]
 
 
-def _footer(path: Path) -> bytes:
-    with io.BytesIO(path.read_bytes()) as file:
-        file.seek(-24, io.SEEK_END)
-        length = int.from_bytes(file.read(8), "little")
-        file.seek(-24 - length, io.SEEK_END)
-        return file.read(length)
+def _footer(path: Path) -> dict[str, Any]:
+    found = derived._footer(path)
+    assert found is not None
+    return found
+
+
+def test_no_changed_byte_of_an_index_gives_other_data(tmp_path: Path) -> None:
+    files = write(tmp_path / "data", *[250] * 30)
+    cache = tmp_path / "cache"
+    expected = rows(RecordIndex.build(files, scan, kind="fours", cache=cache))
+    (path,) = cache.glob("*.index")
+    whole, rng = path.read_bytes(), random.Random(0)
+    outcomes: Counter[str] = Counter()
+    for _ in range(120):
+        path.write_bytes(mutated(whole, rng))
+        try:
+            found = rows(RecordIndex.build(files, scan, kind="fours", cache=cache))
+        except FormatError as error:
+            outcomes["named" if str(path) in str(error) else str(error)] += 1
+        else:
+            assert found == expected
+            outcomes["right"] += 1
+    assert set(outcomes) == {"named", "right"}
+    assert outcomes["named"] > 20
+    assert outcomes["right"] > 20  # the footer shows it: it was built anew
+
+
+def mutated(whole: bytes, rng: random.Random) -> bytes:
+    """Returns other bytes: some flipped, cut off, put in, or moved."""
+    place, length = rng.randrange(len(whole)), rng.randrange(1, 200)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :]
+    if kind == 1:
+        return whole[:place] + whole[place + length :]
+    if kind == 2:
+        return whole[:place] + rng.randbytes(length) + whole[place:]
+    other = rng.randrange(len(whole))
+    changed = whole[:place] + whole[other : other + length] + whole[place + length :]
+    return changed if changed != whole else whole + b"x"
+
+
+def test_an_index_that_is_not_ours_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    files = write(tmp_path / "data", 10)
+    mine = tmp_path / "data" / ".000.bin.fours.index"
+    mine.write_bytes(b"ten years of work")
+    index = RecordIndex.build(files, scan, kind="fours")
+    assert mine.read_bytes() == b"ten years of work"
+    assert index.describe().startswith(str(tmp_path / "cache"))
+    assert rows(RecordIndex.build(files, refuse, kind="fours")) == rows(index)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from braidax.data.loader import DataLoader
+from braidax.data.storage import progress
 from braidax.data.transforms.mixture import mix
-from braidax.data.transforms.text import measuring, packing
+from braidax.data.transforms.text import packing
 from braidax.data.transforms.text.packing import packed
 from braidax.data.transforms.text.packing_plan import Plan, plan_in_memory
 from braidax.data.transforms.text.text import tokenized
@@ -279,10 +280,10 @@ def test_a_stamp_keeps_lengths_and_a_large_plan_is_kept(own_cache: Path, monkeyp
     packed(source([3] * 40), 8)
     assert not own_cache.exists()
     packed(source([3] * 40, stamp="a"), 8)
-    assert [path.suffix for path in (own_cache / "packing").iterdir()] == [".lengths"]
+    assert [path.suffix for path in (own_cache / "derived" / "packing").iterdir()] == [".lengths"]
     monkeypatch.setattr(packing, "_WORTH_KEEPING", 40)
     rows = packed(source([3] * 40), 8)
-    (kept,) = (own_cache / "packing").glob("*.plan")
+    (kept,) = (own_cache / "derived" / "packing").glob("*.plan")
     assert rows.describe()["plan"] == str(kept)
     assert stat.S_IMODE(kept.stat().st_mode) == 0o644
 
@@ -325,7 +326,7 @@ def test_a_plan_travels_to_another_process_by_its_path(tmp_path: Path) -> None:
 def test_a_long_measurement_shows_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     packed(source([1] * 300), 8)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(measuring, "_QUIET_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
     packed(source([1] * 300), 8)
     shown = capsys.readouterr().err
     assert "measuring 'tokens' of documents" in shown

@@ -1,6 +1,7 @@
 """MosaicML's MDS format: shards whose heads say where their samples lie, listed in an index.json."""
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,9 +243,12 @@ def _shard_files(
     if is_url(folder):
         packed = list(range(len(shards)))  # some as they are: they are copied, to lie with the others
     found = _opened([packed_names[n] for n in packed], remote)
-    for number, path in zip(packed, decompressed(found, [shards[n] for n in packed], cache=cache), strict=True):
+    paths, room = decompressed(found, [shards[n] for n in packed], cache=cache)
+    for number, path in zip(packed, paths, strict=True):
         names[number] = str(path)
-    return LocalFiles(names)
+    files = LocalFiles(names)
+    weakref.finalize(files, room.release)
+    return files
 
 
 def _opened(names: Sequence[str], remote: Remote | None) -> Files:

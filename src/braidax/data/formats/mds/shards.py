@@ -1,24 +1,23 @@
 """Compressed shards of MosaicML's MDS format: decompressed once, into the cache folder."""
 
 import bz2
-import contextlib
 import gzip
 import hashlib
-import os
-import tempfile
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
 from braidax.data.formats.tables.tables import arrow
-from braidax.data.storage.derived import cache_folder
+from braidax.data.storage.derived import Derived
 from braidax.data.storage.files import Files
+from braidax.data.storage.locks import NotKept
 from braidax.data.storage.progress import Progress
+from braidax.data.storage.room import Room
 from braidax.errors import FormatError, MissingExtra
 
 _CODECS = {"zstd": "zstd", "br": "brotli", "snappy": "snappy"}  # the names that Arrow knows them by
@@ -37,91 +36,83 @@ class Shard:
     hashes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def decompressed(files: Files, shards: Sequence[Shard], *, cache: Path | None) -> list[Path]:
-    """Returns local files with the shards' contents, checked against the hashes that index.json has.
+def decompressed(files: Files, shards: Sequence[Shard], *, cache: Path | None) -> tuple[list[Path], Room]:
+    """Makes local files with the shards' contents, checked against the hashes that index.json has.
 
-    A file appears under its name when it is complete, so several processes may do this at once. It is used again as
-    long as the compressed one has the same size and stamp.
+    Of several processes that want a shard at once, one decompresses it and the others wait. It is used again as long as
+    the compressed one has the same size and stamp.
 
-    **Arguments:** `files`: the compressed ones, one a shard. `cache`: a folder for the contents; by default `mds` in
-    the cache folder, see `RecordIndex.build`.
+    **Arguments:** `files`: the compressed ones, one a shard. `cache`: a folder for the contents, instead of the cache
+    folder, see `RecordIndex.build`.
+
+    **Returns:** the files, and what keeps them from being removed.
 
     **Raises:** `FormatError` for a shard that is damaged, or a folder that cannot be written; `MissingExtra`.
     """
-    folder = cache or cache_folder() / "mds"
-    targets = [folder / _state(files, number) / shard.name for number, shard in enumerate(shards)]
-    missing = [number for number, target in enumerate(targets) if not _is_there(target, shards[number])]
-    if not missing:
-        return targets
+    room = Room("mds", cache)
+    targets = [Derived.named(room.folder, _state(files, number, shard)) for number, shard in enumerate(shards)]
+    room.claim([target.path for target in targets])
+    missing = [number for number, target in enumerate(targets) if not target.has_contents()]
     num_bytes = sum(shards[number].num_bytes for number in missing)
     with (
-        Progress("decompressing", files.names[0], num_bytes) as progress,
+        Progress("decompressing", files.names[0], num_bytes) as work,
         ThreadPoolExecutor(_PARALLEL, thread_name_prefix="braidax-decompress") as pool,
     ):
 
         def decompress(number: int) -> None:
-            _decompress(files, number, shards[number], targets[number])
-            progress.show(number, shards[number].num_bytes)
+            _decompress(files, number, shards[number], targets[number], work)
+            work.show(number, shards[number].num_bytes)
+            room.made(shards[number].num_bytes)
 
         pending = [pool.submit(decompress, number) for number in missing]
         try:
             for done in pending:
                 done.result()
         except BaseException:
+            work.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return targets
+    return [target.path for target in targets], room
 
 
-def _state(files: Files, number: int) -> str:
-    state = "\0".join((files.names[number], str(files.sizes[number]), files.stamps[number]))
-    return xxhash.xxh3_128_hexdigest(state.encode())
-
-
-def _is_there(target: Path, shard: Shard) -> bool:
-    try:
-        return target.stat().st_size == shard.num_bytes
-    except OSError:
-        return False
-
-
-def _decompress(files: Files, number: int, shard: Shard, target: Path) -> None:
+def _state(files: Files, number: int, shard: Shard) -> dict[str, Any]:
     name = files.names[number]
-    with files.open(number) as file:
-        packed = file.read()
-    contents = _contents(packed, shard, name)
-    if len(contents) != shard.num_bytes:
-        raise FormatError(
-            f"{name}: holds {len(contents):,} bytes, expected {shard.num_bytes:,} as index.json says; copy it again"
-        )
-    for algorithm, expected in shard.hashes.items():
-        found = _digest(algorithm, contents)
-        if found not in (None, expected):
+    place = name if "://" in name else str(Path(name).absolute())
+    state = {"kind": "mds", "name": place, "size": files.sizes[number], "stamp": files.stamps[number]}
+    return state | {"bytes": shard.num_bytes, "hashes": dict(shard.hashes)}
+
+
+def _decompress(files: Files, number: int, shard: Shard, target: Derived, work: Progress) -> None:
+    name = files.names[number]
+
+    def write(out: IO[bytes]) -> Mapping[str, Any]:
+        try:
+            with files.open(number) as file:
+                packed = file.read()
+        except OSError as error:
+            raise FormatError(f"{name}: cannot be read ({error}); copy it again, or restore its permissions") from error
+        contents = _contents(packed, shard, name)
+        if len(contents) != shard.num_bytes:
             raise FormatError(
-                f"{name}: its contents have the {algorithm} {found}, expected {expected} as index.json says; copy it "
-                "again"
+                f"{name}: holds {len(contents):,} bytes, expected {shard.num_bytes:,} as index.json says; copy it again"
             )
+        for algorithm, expected in shard.hashes.items():
+            found = _digest(algorithm, contents)
+            if found not in (None, expected):
+                raise FormatError(
+                    f"{name}: its contents have the {algorithm} {found}, expected {expected} as index.json says; copy "
+                    "it again"
+                )
+        out.write(contents)
+        return {}
+
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(prefix=target.name, suffix=".part", dir=target.parent)
-        with _removed(Path(part)), os.fdopen(descriptor, "wb") as out:
-            out.write(contents)
-            out.flush()
-            os.fsync(descriptor)
-            Path(part).replace(target)
-    except OSError as error:
+        target.contents(write, work, number, is_new=not files.stamps[number])
+    except NotKept as error:
         raise FormatError(
-            f"{target}: the decompressed shard cannot be written ({error}); make room there, or set the environment "
-            "variable BRAIDAX_CACHE to another folder"
+            f"{target.path}: the decompressed shard cannot be written ({error}); make room there, or set the "
+            "environment variable BRAIDAX_CACHE to another folder"
         ) from error
-
-
-@contextlib.contextmanager
-def _removed(part: Path) -> Generator[None]:
-    try:
-        yield
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _contents(packed: bytes, shard: Shard, name: str) -> Any:

@@ -1,13 +1,11 @@
 """How long the documents of a source are: known to it, kept from before, or measured in one pass."""
 
-import contextlib
+import io
 import logging
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,7 +13,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from braidax.data.source import Indices, Source, allocate, prepare, read_samples, stamp_of
-from braidax.data.storage import derived as stored
+from braidax.data.storage.derived import Derived, Kept, Write
+from braidax.data.storage.locks import NotKept
+from braidax.data.storage.progress import Progress
+from braidax.data.storage.room import Room
 from braidax.data.transforms.text.ragged import lengths_of
 from braidax.data.workers.threads import Threads
 from braidax.errors import ArgumentError, WaitTimeout
@@ -24,7 +25,6 @@ _log = logging.getLogger("braidax")
 _WINDOW = 128  # documents that one read measures
 _PROBES = 64  # documents that are measured again before kept lengths are used that no stamp vouches for
 _WAIT_SECONDS = 600.0
-_QUIET_SECONDS = 1.0
 
 Show = Callable[[int], None]
 """Is told how many more documents are done."""
@@ -39,7 +39,7 @@ class Measured(Protocol):
         ...
 
 
-def document_lengths(source: Source, leaf: str, folder: Path, *, is_asked: bool) -> tuple[NDArray[np.int64], str]:
+def document_lengths(source: Source, leaf: str, room: Room, *, is_asked: bool) -> tuple[NDArray[np.int64], str]:
     """Returns the lengths of all documents, int64 `[n]`, and their digest: known, kept from before, or measured."""
     known = source.lengths(leaf) if isinstance(source, Measured) else None
     if known is not None:
@@ -51,60 +51,67 @@ def document_lengths(source: Source, leaf: str, folder: Path, *, is_asked: bool)
             )
         return known, xxhash.xxh3_128_hexdigest(known.data)
     stamp = stamp_of(source)
-    identity: Any = dict(source.describe()) if stamp is None else stamp
-    about = {"kind": "lengths", "source": identity, "leaf": leaf, "samples": len(source)}
-    path = stored.place(folder, about)
-    may_keep = is_asked or stamp is not None
-    if may_keep and (kept := stored.load(path, about)) is not None:
-        lengths = kept.data.view("<i8")
-        if stamp is not None or differing(source, leaf, lengths) is None:
-            return lengths, kept.facts["digest"]
-    lengths = _measure(source, leaf)
-    digest = xxhash.xxh3_128_hexdigest(lengths.data)
+    with Progress(f"measuring {leaf!r} of", "", len(source), unit="documents") as work:
 
-    def write(file: IO[bytes]) -> Mapping[str, Any]:
-        file.write(lengths.astype("<i8", copy=False).data)
-        return {"digest": digest}
+        def write(file: IO[bytes]) -> Mapping[str, Any]:
+            return {"digest": _measure(source, leaf, work, file.write)}
 
-    if may_keep:
-        keep(path, about, write)
-    return lengths, digest
+        if is_asked or stamp is not None:
+            identity: Any = dict(source.describe()) if stamp is None else stamp
+            about = {"kind": "lengths", "source": identity, "leaf": leaf, "samples": len(source)}
+            kept = keep(Derived.named(room.folder, about), write, work, room)
+            if kept is not None and stamp is None and differing(source, leaf, _lengths(kept)) is not None:
+                kept = keep(Derived.named(room.folder, about), write, work, room, is_new=True)
+            if kept is not None:
+                return _lengths(kept), kept.facts["digest"]
+        file = io.BytesIO()
+        digest = _measure(source, leaf, work, file.write)
+    return np.frombuffer(file.getbuffer(), "<i8"), digest
 
 
-def keep(path: Path, about: Mapping[str, Any], write: stored.Write) -> bool:
-    """Writes a file that can be made again; where that fails it says so in the log, and returns False."""
+def keep(derived: Derived, write: Write, work: Progress, room: Room, *, is_new: bool = False) -> Kept | None:
+    """Opens numbers or makes them; where they cannot be written it says so in the log, and returns None."""
+    room.claim([derived.path])
     try:
-        stored.store(path, about, write)
-    except OSError as error:
+        kept = derived.numbers(write, work, is_new=is_new)
+    except NotKept as error:
+        path = derived.path
         _log.warning("packed: %s cannot be written (%s), so it will be made again each time; pass cache=", path, error)
-        return False
-    return True
+        return None
+    room.made(kept.data.nbytes)
+    return kept
 
 
-def _measure(source: Source, leaf: str) -> NDArray[np.int64]:
-    """Reads all of a source once, on several threads, for the lengths of one leaf."""
-    lengths = np.empty(len(source), np.int64)
+def _lengths(kept: Kept) -> NDArray[np.int64]:
+    kept.check()
+    return kept.data.view("<i8")
+
+
+def _measure(source: Source, leaf: str, work: Progress, write: Callable[[Any], Any]) -> str:
+    """Reads all of a source once, on several threads, and writes the lengths of one leaf; returns their digest."""
+    digest = xxhash.xxh3_128()
     windows = deque(range(0, len(source), _WINDOW))
     num_threads = (os.cpu_count() or 1) + 1
     threads = Threads(num_threads, "braidax-measure")
     pending: deque[tuple[NDArray[np.int64], Future[NDArray[np.int64]]]] = deque()
     try:
-        with progress(f"measuring {leaf!r} of", len(source)) as show:
-            while windows or pending:
-                while windows and len(pending) <= 2 * num_threads:
-                    start = windows.popleft()
-                    indices = np.arange(start, min(start + _WINDOW, len(source)), dtype=np.int64)
-                    prepare(source, indices)
-                    pending.append((indices, threads.submit(_measured, source, leaf, indices)))
-                indices, future = pending.popleft()
-                lengths[indices] = _result(future, f"the length of {leaf!r} in records {indices[0]} to {indices[-1]}")
-                show(len(indices))
+        while windows or pending:
+            while windows and len(pending) <= 2 * num_threads:
+                start = windows.popleft()
+                indices = np.arange(start, min(start + _WINDOW, len(source)), dtype=np.int64)
+                prepare(source, indices)
+                pending.append((indices, threads.submit(_measured, source, leaf, indices)))
+            indices, future = pending.popleft()
+            lengths = _result(future, f"the length of {leaf!r} in records {indices[0]} to {indices[-1]}")
+            write(lengths.astype("<i8", copy=False).data)
+            digest.update(lengths.data)
+            work.show(0, int(indices[-1]) + 1)
     except WaitTimeout:
         threads.abandon()
         raise
     finally:
         threads.close(timeout_seconds=_WAIT_SECONDS)
-    return lengths
+    return digest.hexdigest()
 
 
 def _measured(source: Source, leaf: str, indices: Indices) -> NDArray[np.int64]:
@@ -132,33 +139,13 @@ def differing(source: Source, leaf: str, lengths: NDArray[np.int64]) -> str | No
     return f"record {indices[wrong[0]]} has {now[wrong[0]]} tokens, and had {lengths[indices[wrong[0]]]}"
 
 
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Generator[Show]:
-    """Gives a function that counts documents; work that takes longer than a second shows a bar on stderr."""
-    begun, bar, done = time.monotonic(), None, 0
+def counting(work: Progress) -> Show:
+    """Returns a function that counts what is done."""
+    done = 0
 
     def show(num_documents: int) -> None:
-        nonlocal bar, done
+        nonlocal done
         done += num_documents
-        if bar is None and time.monotonic() > begun + _QUIET_SECONDS:
-            bar = _bar(what, total)
-        if bar is not None:
-            bar.update(bar.task_ids[0], completed=done)
-            bar.refresh()
+        work.show(0, done)
 
-    try:
-        yield show
-    finally:
-        if bar is not None:
-            bar.stop()
-
-
-def _bar(what: str, total: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description} documents"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-    bar.add_task(what, total=total)
-    bar.start()
-    return bar
+    return show

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.source import Indices, Source, allocate, check_indices, prepare, source_at, stamp_of
-from braidax.data.storage import derived as stored
-from braidax.data.storage.derived import cache_folder
-from braidax.data.transforms.text.measuring import differing, document_lengths, keep, progress
+from braidax.data.storage.derived import Derived
+from braidax.data.storage.progress import Progress
+from braidax.data.storage.room import Room
+from braidax.data.transforms.text.measuring import counting, differing, document_lengths, keep
 from braidax.data.transforms.text.packing_plan import Plan, plan_in_memory, write_plan
 from braidax.data.transforms.text.ragged import Ragged, lengths_of
 from braidax.errors import ArgumentError, RecordError
@@ -190,23 +191,20 @@ def _fits(value: int, dtype: np.dtype[Any]) -> bool:
 
 def _planned(source: Source, length: int, leaf: str, cache: Path | None) -> Plan:
     """Opens the plan that was kept, or makes one; it depends on nothing but the documents' lengths."""
-    folder = cache_folder() / "packing" if cache is None else cache
-    lengths, digest = document_lengths(source, leaf, folder, is_asked=cache is not None)
+    room = Room("packing", cache)
+    lengths, digest = document_lengths(source, leaf, room, is_asked=cache is not None)
     _check_epochs(source, leaf, lengths)
-    about = {"kind": "plan", "lengths": digest, "samples": len(lengths), "length": length}
-    path = stored.place(folder, about)
-    if cache is not None or len(lengths) >= _WORTH_KEEPING:
-        if (kept := stored.load(path, about)) is not None:
-            return Plan(kept, path, about)
+    with Progress("packing", "", len(lengths), unit="documents") as work:
+        if cache is not None or len(lengths) >= _WORTH_KEEPING:
+            about = {"kind": "plan", "lengths": digest, "samples": len(lengths), "length": length}
+            derived = Derived.named(room.folder, about)
 
-        def write(file: IO[bytes]) -> Mapping[str, Any]:
-            with progress("packing", len(lengths)) as show:
-                return write_plan(file.write, lengths, length, show)
+            def write(file: IO[bytes]) -> Mapping[str, Any]:
+                return write_plan(file.write, lengths, length, counting(work))
 
-        if keep(path, about, write) and (kept := stored.load(path, about)) is not None:
-            return Plan(kept, path, about)
-    with progress("packing", len(lengths)) as show:
-        return plan_in_memory(lengths, length, show)
+            if (kept := keep(derived, write, work, room)) is not None:
+                return Plan(kept, derived, room)
+        return plan_in_memory(lengths, length, counting(work))
 
 
 def _check_epochs(source: Source, leaf: str, lengths: NDArray[np.int64]) -> None:

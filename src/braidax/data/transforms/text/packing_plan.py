@@ -6,8 +6,7 @@ a row are cut into rows, and the pieces, the longest first, each go to the row w
 
 import io
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +14,15 @@ from numpy.typing import NDArray
 
 from braidax.data.sampling.permutation import Permutation
 from braidax.data.source import Indices
-from braidax.data.storage import derived as stored
+from braidax.data.storage.derived import Derived, Kept
+from braidax.data.storage.room import Room
 from braidax.data.transforms.text.measuring import Show
 from braidax.errors import FormatError
 
 _WINDOW = 1 << 13  # documents packed together, at least
 _WINDOW_ROWS = 1 << 8  # rows they should fill, so that the last ones, which stay half empty, weigh little
 _PIECE = np.dtype([("document", "<i8"), ("number", "<i4"), ("size", "<i4")])
+_START_BYTES = 8
 
 
 class Pieces(NamedTuple):
@@ -40,32 +41,35 @@ class Pieces(NamedTuple):
 class Plan:
     """The rows of a packed source.
 
-    **Arguments:** `kept`: what `write_plan` wrote. `path`, `about`: the file that it lies in; None for memory.
+    **Arguments:** `kept`: what `write_plan` wrote. `derived`: the file that it lies in; None for memory. `room`: keeps
+    that from being removed.
     """
 
-    def __init__(self, kept: stored.Kept, path: Path | None = None, about: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, kept: Kept, derived: Derived | None = None, room: Room | None = None) -> None:
         self.facts = kept.facts
-        self.path = path
+        self.path = None if derived is None else derived.path
         self._kept = kept
-        self._about = about
-        border = self.facts["pieces"] * _PIECE.itemsize
-        self._pieces = kept.data[:border].view(_PIECE)
-        self._starts = kept.data[border:].view("<i8")
+        self._derived = derived
+        self._room = room
+        self._border = self.facts["pieces"] * _PIECE.itemsize
+        self._pieces = kept.data[: self._border].view(_PIECE)
+        self._starts = kept.data[self._border :].view("<i8")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.path is None or self._about is None:
-            return Plan, (self._kept,)
-        return _reopened, (self.path, self._about)
+        return (Plan, (self._kept,)) if self._derived is None else (_reopened, (self._derived,))
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def rows(self, indices: Indices) -> Pieces:
         """Returns the pieces of rows, for int64 `[rows]` that are known to be in range."""
+        begins = self._border + indices * _START_BYTES
+        self._kept.check(np.concatenate([begins, begins + _START_BYTES]))
         starts = np.take(self._starts, indices)
         counts = np.take(self._starts, indices + 1) - starts
         ends = np.cumsum(counts)
         chosen = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
+        self._kept.check(chosen * _PIECE.itemsize)
         pieces = np.take(self._pieces, chosen)
         document, number, size = (pieces[name].astype(np.int64) for name in ("document", "number", "size"))
         return Pieces(document, number, size, counts)
@@ -75,7 +79,7 @@ def plan_in_memory(lengths: NDArray[np.int64], length: int, show: Show) -> Plan:
     """Packs documents of these lengths, int64 `[n]`, into rows of `length` tokens."""
     file = io.BytesIO()
     facts = write_plan(file.write, lengths, length, show)
-    return Plan(stored.Kept(np.frombuffer(file.getbuffer(), np.uint8), facts))
+    return Plan(Kept(np.frombuffer(file.getbuffer(), np.uint8), facts))
 
 
 def write_plan(write: Callable[[Any], Any], lengths: NDArray[np.int64], length: int, show: Show) -> dict[str, int]:
@@ -155,8 +159,8 @@ def _best_fit(sizes: list[int], length: int) -> NDArray[np.int64]:
     return np.array(rows, np.int64)
 
 
-def _reopened(path: Path, about: Mapping[str, Any]) -> Plan:
-    kept = stored.load(path, about)
+def _reopened(derived: Derived) -> Plan:
+    kept = derived.load()
     if kept is None:
-        raise FormatError(f"{path}: the plan of a packed source is gone, or another one; pack the source again")
-    return Plan(kept, path, about)
+        raise FormatError(f"{derived.path}: the plan of a packed source is gone, or another one; pack the source again")
+    return Plan(kept, derived)

@@ -1,0 +1,287 @@
+"""Once is once for all processes of a machine: one makes a derived file, the others wait, and a killed one leaves
+nothing."""
+
+import contextlib
+import fcntl
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+
+import braidax.data.storage.locks as locks
+from braidax.data.storage.derived import Derived
+from braidax.data.storage.locks import NoPlace
+from braidax.data.storage.progress import Progress
+from braidax.errors import FormatError, WaitTimeout
+
+ROOT = Path(__file__).parents[3]
+HEAD = (
+    f"import os, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\n"
+    "from braidax.data.storage.derived import Derived\n"
+    "from braidax.data.storage.progress import Progress\n"
+    "def say(text): print(text, flush=True)\n"
+)
+
+
+@contextlib.contextmanager
+def process(code: str, **environment: str) -> Generator[subprocess.Popen[str]]:
+    """Runs code in a process of its own, which is killed when the block ends."""
+    given = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def line(running: subprocess.Popen[str]) -> str:
+    assert running.stdout is not None
+    return running.stdout.readline().strip()
+
+
+def put(running: subprocess.Popen[str], text: str = "go") -> None:
+    assert running.stdin is not None
+    running.stdin.write(text + "\n")
+    running.stdin.flush()
+
+
+MAKING = """
+def write(file):
+    file.write(b"half")
+    file.flush()
+    say("making")
+    sys.stdin.readline()
+    file.write(b" and half")
+    return {"by": os.getpid()}
+derived = Derived(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(os.environ["TARGET"]), {"kind": "x"})
+with Progress("making", "x", 13) as work:
+    {method}
+"""
+NUMBERS = MAKING.replace(
+    "{method}", "kept = derived.numbers(write, work); say(f\"{bytes(kept.data)} {kept.facts['by']}\")"
+)
+CONTENTS = MAKING.replace("{method}", "derived.contents(write, work); say(f'{derived.path.read_bytes()} 0')")
+
+
+def made(by: int) -> Any:
+    def write(file: IO[bytes]) -> Mapping[str, Any]:
+        file.write(b"half and half")
+        return {"by": by}
+
+    return write
+
+
+def refuse(file: IO[bytes]) -> Mapping[str, Any]:
+    raise AssertionError("it is made again")
+
+
+@pytest.mark.parametrize("code", [NUMBERS, CONTENTS], ids=["numbers", "contents"])
+def test_who_comes_while_another_makes_it_waits_and_finds_it(tmp_path: Path, code: str) -> None:
+    target = tmp_path / "folder" / "x"
+    with process(code, TARGET=str(target)) as first:
+        assert line(first) == "making"
+        said = json.loads(target.with_name("x.lock").read_bytes())
+        assert said["pid"] == first.pid
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(use(target, code)))
+        thread.start()
+        with process(code, TARGET=str(target)) as second:
+            put(first)
+            assert line(second) == line(first)  # it has never said that it is making it
+        thread.join(30)
+        assert found == [b"half and half"]
+    names = sorted(path.name for path in target.parent.iterdir())
+    assert names == (["x"] if code is NUMBERS else ["x", "x.made"])
+
+
+def use(target: Path, code: str) -> bytes:
+    derived = Derived(target, {"kind": "x"})
+    with Progress("making", "x", 13) as work:
+        if code is NUMBERS:
+            return bytes(derived.numbers(refuse, work).data)
+        derived.contents(refuse, work)
+        return target.read_bytes()
+
+
+@pytest.mark.parametrize("code", [NUMBERS, CONTENTS], ids=["numbers", "contents"])
+def test_a_process_that_is_killed_leaves_no_lock_and_the_next_removes_its_part(tmp_path: Path, code: str) -> None:
+    target = tmp_path / "x"
+    others = dict.fromkeys(("x.12345678.part", "x.part", "y.abcdefgh.part"), b"mine")
+    for name, contents in others.items():
+        (tmp_path / name).write_bytes(contents)
+    with process(code, TARGET=str(target)) as first:
+        assert line(first) == "making"
+        first.send_signal(signal.SIGKILL)
+        first.wait(30)
+    parts = {path.name for path in tmp_path.glob("*.part")} - set(others)
+    assert parts  # which nobody could remove
+    with process(code, TARGET=str(target)) as second:
+        assert line(second) == "making"
+        assert not {path.name for path in tmp_path.glob("*.part")} & parts
+        put(second)
+        assert line(second).startswith("b'half and half'")
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".part", ".lock")}
+    assert left == others
+
+
+def test_a_waiting_process_takes_over_at_once_when_the_maker_is_killed(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    with process(NUMBERS, TARGET=str(target)) as first:
+        assert line(first) == "making"
+        with process(NUMBERS, TARGET=str(target)) as second:
+            first.send_signal(signal.SIGKILL)
+            assert line(second) == "making"
+            put(second)
+            assert line(second) == f"b'half and half' {second.pid}"
+
+
+def test_eight_processes_make_each_of_several_files_once(tmp_path: Path) -> None:
+    code = """
+import gzip
+from braidax.data.storage import LocalFiles
+from braidax.data.storage import inflate
+real = inflate._read
+def count(read, name, compression, num_bytes):
+    if num_bytes == 6:
+        say("reads " + name.rpartition("/")[2])
+    return real(read, name, compression, num_bytes)
+inflate._read = count
+sys.stdin.readline()
+files = inflate.inflated(LocalFiles(sorted(Path(os.environ["DATA"]).glob("*.gz"))))
+say("found " + " ".join(Path(name).read_bytes().decode() for name in files.names))
+"""
+    (tmp_path / "data").mkdir()
+    for number in range(3):
+        (tmp_path / "data" / f"{number}.gz").write_bytes(gzip.compress(f"contents{number}".encode()))
+    with contextlib.ExitStack() as stack:
+        environment = {"DATA": str(tmp_path / "data"), "BRAIDAX_CACHE": str(tmp_path / "cache")}
+        ranks = [stack.enter_context(process(code, **environment)) for _ in range(8)]
+        for rank in ranks:
+            put(rank)
+        said = [text for rank in ranks for text in iter(lambda rank=rank: line(rank), "")]
+    assert sorted(text for text in said if text.startswith("reads")) == [f"reads {number}.gz" for number in range(3)]
+    assert said.count("found contents0 contents1 contents2") == 8
+
+
+def test_a_maker_without_progress_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.3)
+    with process(NUMBERS, TARGET=str(tmp_path / "x")) as first:
+        assert line(first) == "making"
+        with (
+            Progress("making", "x", 13) as work,
+            pytest.raises(WaitTimeout, match=rf"x: process {first.pid} on .* without progress for .* x\.lock; end it"),
+        ):
+            Derived(tmp_path / "x", {"kind": "x"}).numbers(refuse, work)
+
+
+def test_progress_of_the_maker_is_shown_and_keeps_the_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.5)
+    target, begun = tmp_path / "x", time.monotonic()
+    descriptor = os.open(target.with_name("x.lock"), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    stop, moved = threading.Event(), threading.Event()
+
+    def make() -> None:
+        for done in range(1, 100):
+            said = json.dumps({"braidax": "lock 1", "pid": 7, "host": "h", "parts": [], "done": done}).encode()
+            os.pwrite(descriptor, said.ljust(1024), 0)
+            if time.monotonic() > begun + 2.0:
+                break
+            stop.wait(0.1)
+        moved.set()
+        os.close(descriptor)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    with Progress("making", "x", 100) as work:
+        kept = Derived(target, {"kind": "x"}).numbers(made(1), work)
+    assert moved.is_set()
+    assert bytes(kept.data) == b"half and half"
+    maker.join(10)
+    assert "making x" in capsys.readouterr().err  # how far the other one was
+
+
+@pytest.mark.parametrize("kind", ["text", "symlink", "folder"])
+def test_a_strange_lock_is_left_alone(tmp_path: Path, kind: str) -> None:
+    lock, work_of_years = tmp_path / "x.lock", tmp_path / "thesis.tex"
+    work_of_years.write_bytes(b"ten years")
+    if kind == "text":
+        lock.write_bytes(b"the only key")
+    elif kind == "symlink":
+        lock.symlink_to(work_of_years)
+    else:
+        lock.mkdir()
+    with Progress("making", "x", 13) as work, pytest.raises(NoPlace):
+        Derived(tmp_path / "x", {"kind": "x"}).numbers(made(1), work)
+    assert work_of_years.read_bytes() == b"ten years"
+    assert kind != "text" or lock.read_bytes() == b"the only key"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis.tex", "x.lock"]
+
+
+@pytest.mark.parametrize("kind", ["text", "symlink"])
+def test_what_lies_in_the_place_of_a_derived_file_is_left_alone(tmp_path: Path, kind: str) -> None:
+    target, work_of_years = tmp_path / "x", tmp_path / "thesis.tex"
+    work_of_years.write_bytes(b"ten years")
+    if kind == "text":
+        target.write_bytes(b"ten years")
+    else:
+        target.symlink_to(work_of_years)
+    derived = Derived(target, {"kind": "x"})
+    with Progress("making", "x", 13) as work:
+        with pytest.raises(NoPlace, match="x was not written by Braidax"):
+            derived.numbers(made(1), work)
+        with pytest.raises(NoPlace, match="x was not written by Braidax"):
+            derived.contents(made(1), work)
+        target.unlink()
+        target.with_name("x.made").write_bytes(b"ten years")
+        with pytest.raises(NoPlace, match=r"x\.made was not written by Braidax"):
+            derived.contents(made(1), work)
+    assert work_of_years.read_bytes() == target.with_name("x.made").read_bytes() == b"ten years"
+
+
+def test_where_there_are_no_locks_each_makes_it_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with Progress("making", "x", 13) as work:
+        kept = Derived(tmp_path / "x", {"kind": "x"}).numbers(made(1), work)
+    assert bytes(kept.data) == b"half and half"
+    assert "its file system has no locks, so each process makes it for itself" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
+
+
+def test_a_changed_byte_is_found_where_it_is_read(tmp_path: Path) -> None:
+    def write(file: IO[bytes]) -> Mapping[str, Any]:
+        file.write(bytes(10_000))
+        return {}
+
+    derived = Derived(tmp_path / "x", {"kind": "x"})
+    with Progress("making", "x", 1) as work:
+        derived.numbers(write, work)
+    data = bytearray((tmp_path / "x").read_bytes())
+    data[5000] ^= 1
+    (tmp_path / "x").write_bytes(data)
+    kept = derived.load()
+    assert kept is not None
+    kept.check(np.array([0, 9000]))
+    with pytest.raises(FormatError, match=r"x: the 4,096 bytes from byte 4,096 on are not those .*; delete it"):
+        kept.check(np.array([9000, 4097]))
+    with pytest.raises(FormatError, match=r"x: the 4,096 bytes"):
+        kept.check()
