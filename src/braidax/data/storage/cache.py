@@ -286,20 +286,15 @@ def _opened_to_read(path: Path) -> int:
 
 def _opened_to_write(path: Path) -> int:
     """Opens a segment, or makes it. **Raises:** `OSError`, also if something else lies in its place."""
-    strange = OSError(f"{path} was not written by Braidax; move it away")
+    if path.is_symlink():
+        raise OSError(f"{path} was not written by Braidax; move it away")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | _NO_LINK, 0o600)
+    state = os.fstat(descriptor)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
-    except FileExistsError:
-        if path.is_symlink() or not path.is_file():
-            raise strange from None
-        descriptor = os.open(path, os.O_RDWR | _NO_LINK)
-        if os.fstat(descriptor).st_size:  # else it was just made, or a full disk kept it from getting more
-            if _is_segment(descriptor, path):
-                return descriptor
-            os.close(descriptor)
-            raise strange from None
-    try:
-        _write_all(descriptor, memoryview(_head(path)), 0)
+        if stat.S_ISREG(state.st_mode) and not state.st_size:  # just made, or a full disk kept it from getting more
+            _write_all(descriptor, memoryview(_head(path)), 0)
+        elif not _is_segment(descriptor, path):
+            raise OSError(f"{path} was not written by Braidax; move it away")
     except OSError:
         os.close(descriptor)
         raise
