@@ -1,5 +1,8 @@
 """Values on their way: what is packed is what is unpacked, however long head and body are."""
 
+import contextlib
+import random
+import struct
 from typing import Any
 
 import ml_dtypes
@@ -75,3 +78,26 @@ def test_a_dtype_that_nobody_knows_is_an_error() -> None:
     data = b"".join(pack(np.zeros(2, ml_dtypes.bfloat16)).first).replace(b"bfloat16", b"cfloat16")
     with pytest.raises(CommError, match=r"announced an array of dtype={'name': 'cfloat16'} and shape=\(2,\)"):
         Unpacking(np.frombuffer(data, np.uint8)).value()
+
+
+@pytest.mark.parametrize("value", [np.arange(6.0).reshape(2, 3), b"some bytes", [b"ab", bytes(100)], np.zeros(9000)])
+def test_what_is_no_value_is_an_error(value: Any) -> None:
+    """Bytes that changed on their way make a value, another one perhaps, or an error of braidax; nothing else."""
+    parcel = pack(value)
+    first, draw = b"".join(parcel.first), random.Random(0)
+    for _ in range(400):
+        data = bytearray(first[: draw.randrange(len(first) + 1)] if draw.random() < 0.2 else first)
+        for _ in range(draw.randrange(3)):
+            if data:
+                data[draw.randrange(min(len(data), 120))] = draw.randrange(256)
+        with contextlib.suppress(CommError):
+            arriving = Unpacking(np.frombuffer(bytes(data), np.uint8))
+            if arriving.rest is not None:
+                arriving.rest[:] = 0
+            arriving.value()
+
+
+def test_a_message_that_announces_more_than_there_is_memory_is_an_error() -> None:
+    data = struct.pack("<QQQ", 20, 1 << 60, 0) + b" " * 20
+    with pytest.raises(CommError, match=r"announces 1,152,921,504,606,846,976 bytes"):
+        Unpacking(np.frombuffer(data, np.uint8))

@@ -143,7 +143,13 @@ class Unpacking:
         inside = (self._head_bytes if self._has_head else 0) + (0 if num_rest else self._body_bytes)
         if len(first) != _LENGTHS.size + inside:
             raise _no_value(f"{len(first)} bytes that announce {_LENGTHS.size + inside:,}")
-        self.rest = empty(num_rest) if num_rest else None
+        try:
+            self.rest = empty(num_rest) if num_rest else None
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise CommError(
+                f"a message announces {num_rest:,} bytes, for which this process has no memory ({error}); send less at "
+                "once"
+            ) from error
 
     def value(self) -> Value:
         """Returns the value, once the rest is there. **Raises:** as `value_of`."""
@@ -190,7 +196,7 @@ def value_of(head: Head, data: NDArray[np.uint8]) -> Value:
         try:
             dtype = _dtype(head.dtype)
             return data.view(dtype).reshape(head.shape) if dtype.itemsize else np.empty(head.shape, dtype)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError, SyntaxError) as error:
             raise CommError(
                 f"a message announced an array of dtype={head.dtype!r} and shape={head.shape!r} in {len(data):,} bytes "
                 f"({error}); expected one that NumPy or ml_dtypes knows here: install the same versions on all hosts"

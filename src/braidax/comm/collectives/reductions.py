@@ -25,10 +25,10 @@ _AHEAD = 4  # pieces that are received into memory of their own
 def all_reduce(port: Port, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
     """Returns the reduction of all members' arrays on every member."""
     own = _flat(array)
-    groups = _by_host(port)
     if port.size == 2 and own.nbytes <= _SMALL_BYTES:
-        result = yield from _exchange(port, own, operation)
-    elif 1 < len(groups) < port.size:
+        return (yield from _exchange(port, own, operation)).reshape(array.shape)
+    groups = _by_host(port)
+    if 1 < len(groups) < port.size:
         result = yield from opened(port, _two_levels(port, own, operation, groups))
     else:
         result = yield from opened(port, _flat_all_reduce(port, own, operation))

@@ -31,7 +31,7 @@ from braidax.connections.world import World
 from braidax.errors import PeerLost
 
 _SMALL_BYTES = 1 << 16  # a message that is kept at once
-_OWED_BYTES = KEEP_BYTES // 4  # of room that is given back in a frame of its own
+_OWED_BYTES = KEEP_BYTES // 2  # of room that is given back in a frame of its own
 _CLOSED = "it closed its communicator"
 _TURN_BYTES = 1 << 22  # read from one peer before others have their turn
 

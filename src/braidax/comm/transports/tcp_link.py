@@ -28,7 +28,7 @@ WHOLE, OFFER, REST, GO, ROOM, BYE = range(6)
 KIND_SHIFT = 56
 
 _OFFER_BYTES = KEEP_BYTES // 2  # of an offered message: it fills the time until the receiver asks, others have room
-_REST_BYTES = 1 << 22  # of a frame, between two of which the peer can be asked for something
+_REST_BYTES = 1 << 24  # of a frame, between two of which the peer can be asked for something
 _MAX_PARTS = 512  # buffers handed to the kernel in one call
 
 
