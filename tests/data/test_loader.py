@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -347,3 +348,35 @@ def test_the_default_batch_size_divides_by_an_odd_mesh(caplog: pytest.LogCapture
 def test_a_given_batch_size_is_not_talked_about(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     DataLoader(Numbers(100), mesh, P("data"), batch_size=8)
     assert caplog.records == []
+
+
+# What is left out
+
+
+def test_a_path_alone_is_enough(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(12, dtype=np.float32))
+    with DataLoader(tmp_path / "a.npz", batch_size=4, seed=None) as loader:
+        batches = list(loader)
+    assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert batches[0]["x"].sharding.device_set == {jax.local_devices()[0]}
+    looked_up = jax.jit(lambda table, x: table[x.astype(np.int32)])(np.arange(20) * 2, batches[2]["x"])
+    assert looked_up.tolist() == [16, 18, 20, 22]
+
+
+def test_a_mesh_alone_splits_the_batch_over_all_of_its_axes() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    loader = DataLoader(Numbers(32), mesh, batch_size=16)
+    assert all(sharding.spec == P(("data", "model")) for sharding in jax.tree.leaves(loader.shardings))
+
+
+@pytest.mark.parametrize("specs", [None, P("data")])
+def test_the_mesh_that_is_set_is_taken(specs: Any) -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    with jax.set_mesh(mesh):
+        loader = DataLoader(Numbers(32), specs=specs, batch_size=16)
+    assert all(sharding == NamedSharding(mesh, P("data")) for sharding in jax.tree.leaves(loader.shardings))
+
+
+def test_specs_without_any_mesh_are_refused() -> None:
+    with pytest.raises(SpecError, match="is a PartitionSpec, but mesh=None; give a mesh"):
+        DataLoader(Numbers(32), specs=P("data"), batch_size=16)

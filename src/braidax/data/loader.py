@@ -28,7 +28,7 @@ from braidax.data.sharding.explain import Explanation, explain
 from braidax.data.sharding.load_plan import plan_load
 from braidax.data.sharding.load_sharding import device_grid
 from braidax.data.sharding.masks import MASK, Mask, split_mask
-from braidax.data.sharding.specs import shared_batch_parts
+from braidax.data.sharding.specs import completed, shared_batch_parts
 from braidax.data.source import Sliced, Source, batch_spec, is_varying, source_at
 from braidax.data.transforms.skipping import skipping
 from braidax.data.workers.processes.in_processes import InProcesses, in_processes
@@ -38,6 +38,8 @@ from braidax.spans import LaneTotal, Trace
 _log = logging.getLogger("braidax")
 _DEFAULT_BATCH_SIZE = 128
 _LANES = {"wait": "wait", "read": "read", "decode": "decode", "collate": "collate", "transfer": "host-to-device"}
+
+_INTERRUPTED_SECONDS = 2.0  # which reads under way have to end after Ctrl-C
 
 OnError = Literal["raise", "skip"]
 Workers = Literal["threads", "processes"]
@@ -50,9 +52,10 @@ class DataLoader:
     restart. One `for` runs from the cursor to the end of the epoch, or of the next `epochs` epochs.
 
     **Arguments:** `source`: a `Source`, a path that `braidax.open` knows, or any object with `__len__` and
-    `__getitem__`. `mesh`: what `PartitionSpec`s refer to; None if `specs` holds none. `specs`: a `PartitionSpec` or
-    `NamedSharding`, or a PyTree of them like the batch; dim 0 is the batch. `batch_size`: samples in a global batch; by
-    default about 128, divisible by the sharding (and logged). `seed`: of the shuffle; None keeps the source's order.
+    `__getitem__`. `mesh`: what `PartitionSpec`s refer to; by default that of `jax.set_mesh`, else one device.
+    `specs`: a `PartitionSpec` or `NamedSharding`, or a PyTree of them like the batch; dim 0 is the batch, by default
+    split over all axes of the mesh. `batch_size`: samples in a global batch; by default about 128, divisible by the
+    sharding (and logged). `seed`: of the shuffle; None keeps the source's order.
     `epochs`: a `for` ends when the cursor's epoch is a multiple of it; None never ends. `remainder`: `"drop"` leaves
     out the last samples of an epoch that fill no batch; `"pad"` fills up with zeros and adds to every batch the leaf
     `"mask"`, bool `[batch_size]`, true for real samples. `on_error`: `"skip"` replaces records that cannot be read and
@@ -93,6 +96,8 @@ class DataLoader:
         self._processes: InProcesses | None = None
         self._fetch: Fetch | None = None
         self._running: object = None  # the iteration that owns the cursor
+        if like is None:
+            mesh, specs = completed(mesh, specs)
         self._together = meeting(devices_of(mesh, specs, like))
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -242,6 +247,10 @@ class DataLoader:
                 rounds.finish()
         except WaitTimeout:
             fetch.abandon()
+            raise
+        except (KeyboardInterrupt, SystemExit):  # reads that hang cannot keep the program from ending
+            with contextlib.suppress(WaitTimeout):
+                fetch.close(timeout_seconds=min(self._knobs.timeout_seconds, _INTERRUPTED_SECONDS))
             raise
         finally:
             if rounds is not None:

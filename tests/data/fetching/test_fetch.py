@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -165,6 +166,46 @@ def test_closing_does_not_wait_for_ever(mesh: Mesh) -> None:
         release.set()
     with pytest.raises(BraidaxError, match="closed"):
         next(batches)
+
+
+def test_ctrl_c_over_a_read_that_hangs_does_not_wait_for_it(mesh: Mesh) -> None:
+    release, hangs = threading.Event(), threading.Event()
+
+    def before(indices: np.ndarray) -> None:
+        hangs.set()
+        release.wait(60)
+
+    def interrupt() -> None:
+        assert hangs.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    presses = threading.Thread(target=interrupt)
+    loader = DataLoader(Numbers(16, before), mesh, P("data"), batch_size=16, knobs=Knobs(timeout_seconds=200.0))
+    presses.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+        assert not release.is_set()  # it still hangs
+    finally:
+        release.set()
+        presses.join(60)
+
+
+@pytest.mark.parametrize(("method", "hedge_seconds"), [("rows", None), ("empty_rows", 0.0), ("reads", None)])
+def test_memory_that_ends_in_a_reader_is_an_error_at_once(
+    mesh: Mesh, method: str, hedge_seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a thread that died in silence, and after the limit "the source may hang"."""
+
+    def fail(*arguments: Any) -> Any:
+        raise MemoryError("no room")
+
+    knobs = Knobs(timeout_seconds=30.0, hedge_seconds=hedge_seconds)
+    loader = DataLoader(Numbers(16), mesh, P("data"), batch_size=16, knobs=knobs)
+    for name in {method, "rows"} - ({"rows"} if method == "reads" else set()):
+        monkeypatch.setattr(type(loader._plan), name, fail)
+    with pytest.raises(MemoryError, match="no room"):
+        next(iter(loader))
 
 
 def test_a_source_may_raise_a_timeout_of_its_own(mesh: Mesh) -> None:

@@ -24,7 +24,7 @@ from braidax.data.source import Source, allocate, prepare, source_at
 from braidax.data.workers.processes import InProcesses, in_processes, worker
 from braidax.data.workers.processes.memory import SharedMemory, nameless_file
 from braidax.data.workers.processes.pickling import pack, unpack
-from braidax.errors import ArgumentError, BraidaxError, FormatError, RecordError, WaitTimeout
+from braidax.errors import ArgumentError, BraidaxError, FormatError, ReadError, RecordError, WaitTimeout
 from tests.data import troubled
 from tests.data.troubled import (
     NUM_SAMPLES,
@@ -155,7 +155,7 @@ def test_code_that_wants_to_exit_does_not(source: InProcesses) -> None:
 
 
 def test_a_timeout_of_the_source_is_no_hang(source: InProcesses) -> None:
-    with pytest.raises(RecordError, match="raised TimeoutError: mount"):
+    with pytest.raises(ReadError, match="raised TimeoutError: mount"):
         read(source, [troubled.SAYS_TIMEOUT])
 
 

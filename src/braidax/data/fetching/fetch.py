@@ -24,7 +24,7 @@ from braidax.data.fetching.slots import Slots
 from braidax.data.sharding.load_plan import LoadPlan, Reading
 from braidax.data.source import PreparedSlices, Source, prepare, read_samples, read_slices
 from braidax.data.workers.cores import cores_near
-from braidax.data.workers.threads import Threads, result_within, timed_out
+from braidax.data.workers.threads import Threads, timed_out
 from braidax.errors import WaitTimeout
 from braidax.spans import Trace, span
 
@@ -97,7 +97,7 @@ class Fetch:
             if not batch.future.done():
                 raise timed_out(what, timeout_seconds)
             if batch.confirmed is not None:  # raises what this process raised, or another one
-                result_within(batch.confirmed.future, timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what)
+                batch.confirmed.wait(timeout_seconds=timeout_seconds + _VERDICT_SECONDS, what=what)
             return batch.future.result()
 
     def close(self, *, timeout_seconds: float) -> None:
@@ -124,11 +124,11 @@ class Fetch:
                 self._prepare_slices(batch.source, batch.indices)
             else:
                 prepare(batch.source, batch.indices[self._local[: np.searchsorted(self._local, len(batch.indices))]])
+            least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
+            reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows(least))]
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
             batch.future.set_exception(raised)
             return
-        least = -(-len(self._local) // (_READS_EACH * self._threads.num_threads))
-        reads = [_Read(reading) for reading in self._plan.reads(self._pace.num_rows(least))]
         batch.num_left, batch.reads = len(reads), reads
         if not reads:  # this process has no device
             self._finish(batch)
@@ -166,19 +166,23 @@ class Fetch:
         if memory is None or read.is_done:
             return  # a hedge was here first
         read.began = time.monotonic()
-        error = self._attempt(batch, read, self._plan.rows(memory, read.reading))
+        error = self._attempt(batch, read, lambda: self._plan.rows(memory, read.reading))[1]
         self._pace.saw(read.reading.stop - read.reading.start, time.monotonic() - read.began)
         self._deliver(batch, read, error, None)
 
     def _fill_apart(self, batch: "Batch", read: "_Read") -> None:
-        rows = self._plan.empty_rows(read.reading)
-        self._deliver(batch, read, self._attempt(batch, read, rows), rows)
+        rows, error = self._attempt(batch, read, lambda: self._plan.empty_rows(read.reading))
+        self._deliver(batch, read, error, rows)
 
-    def _attempt(self, batch: "Batch", read: "_Read", rows: "_Rows") -> BaseException | None:
-        """Reads rows into place; returns what it raised."""
+    def _attempt(
+        self, batch: "Batch", read: "_Read", place: "Callable[[], _Rows]"
+    ) -> "tuple[_Rows, BaseException | None]":
+        """Reads rows into the place that is made for them; returns that place, and what was raised."""
         start, stop, boxes = read.reading
         wanted = batch.indices[start:stop]
+        made: _Rows = []
         try:
+            rows = made = place()
             if len(wanted) < stop - start:
                 for leaf in rows:
                     if leaf is not None:
@@ -192,8 +196,8 @@ class Fetch:
                     else:
                         read_slices(batch.source, wanted, boxes, rows)
         except BaseException as raised:  # noqa: BLE001 (it is raised again on the consumer's thread)
-            return raised
-        return None
+            return made, raised
+        return made, None
 
     def _deliver(self, batch: "Batch", read: "_Read", error: BaseException | None, apart: Any) -> None:
         """Counts a read that ended; the last one sends the batch."""

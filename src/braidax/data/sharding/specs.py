@@ -4,9 +4,35 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import SpecError
+
+
+def completed(mesh: Mesh | None, specs: Any) -> tuple[Mesh | None, Any]:
+    """Returns the mesh and the specs that are meant where one or both are left out.
+
+    Without a mesh it is that of `jax.set_mesh` or, where there is none, one device. Without specs, dim 0 of every leaf
+    is split over all axes of the mesh.
+
+    **Raises:** `SpecError` when several processes would each take a device of their own.
+    """
+    if specs is not None and (mesh is not None or _has_meshes(specs)):
+        return mesh, specs
+    if mesh is None and not (current := jax.sharding.get_mesh()).empty:
+        mesh = current
+    if mesh is None and specs is None:
+        if jax.process_count() > 1:
+            raise SpecError(
+                f"mesh=None, specs=None in a job of {jax.process_count()} processes: give the mesh of the batches, or "
+                "set it by jax.set_mesh(mesh)"
+            )
+        mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.local_devices()[:1])
+    return mesh, PartitionSpec(tuple(mesh.axis_names)) if specs is None and mesh is not None else specs
+
+
+def _has_meshes(specs: Any) -> bool:
+    return all(isinstance(spec, NamedSharding) for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
 
 
 def resolve_shardings(batch_spec: Any, mesh: Mesh | None, specs: Any) -> list[NamedSharding]:

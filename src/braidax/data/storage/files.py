@@ -22,17 +22,24 @@ class Ranges(NamedTuple):
     length: NDArray[np.int64]
 
 
+@runtime_checkable
 class Named(Protocol):
-    """Files of which name, size and stamp are known."""
+    """Files of which name, size and stamp are known, as of `Files`."""
 
     @property
-    def names(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]:
+        """Paths or URLs."""
+        ...
 
     @property
-    def sizes(self) -> Sequence[int]: ...
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each file."""
+        ...
 
     @property
-    def stamps(self) -> Sequence[str]: ...
+    def stamps(self) -> Sequence[str]:
+        """What becomes another when a file is written anew."""
+        ...
 
 
 def stamp_of_files(files: Named, *read_as: Any) -> str | None:

@@ -61,11 +61,11 @@ class Threads:
         self._start(work, *arguments)
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
-        self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
+        self._threads[:] = [thread for thread in self._threads if thread.is_alive() or thread.ident is None]
         name = f"{self._name}-{next(self._names)}"
         thread = threading.Thread(target=_run_on, args=(self._cores, work, arguments), name=name, daemon=True)
+        self._threads.append(thread)  # before it starts, so that no interrupt can keep it from being ended
         thread.start()
-        self._threads.append(thread)
 
     def run(self, work: Callable[..., None], *arguments: Any) -> None:
         """Queues a call that raises nothing and returns nothing."""
@@ -154,7 +154,7 @@ def _stop_and_join(work: _Work, threads: list[threading.Thread], seconds: float)
     _stop(work, len(threads))
     deadline = time.monotonic() + seconds
     for thread in threads:
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.ident is not None:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 return thread
