@@ -113,6 +113,11 @@ def test_other_options_on_a_run_are_said_and_nothing_written_is_lost(tmp_path: P
     assert (code, f"{tmp_path / 'run'} keeps its --seed 3" in " ".join(output.split())) == (0, True)
     assert files(tmp_path / "run") == after
 
+    code, output = run(*arguments, "--batch-size", "4", "--epochs", "1")  # fewer: it is over, and its options stay
+    assert (code, "this run is over: it ended with step 7" in output) == (0, True)
+    assert "--batch-size 4 instead of 10, --epochs 1 instead of 2" in " ".join(output.split())
+    assert files(tmp_path / "run") == after
+
     code, output = run("train", "digits", "--out", tmp_path / "run")
     assert code == 1
     assert "has a run of the task 'wide_resnet', and not of 'digits'; give another folder" in " ".join(output.split())

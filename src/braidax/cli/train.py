@@ -1,10 +1,11 @@
 """What `braidax train` does: a ready-made task, from files to accuracy."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import typer
@@ -41,6 +42,22 @@ class Settings:
     batch_size: int | None
     seed: int
     checkpoints: Interval
+
+
+class _Report(Report):
+    """Keeps the options of a session once it trains: of a run that is over they are nobody's."""
+
+    def __init__(self, keep_options: Callable[[], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._keep_options = keep_options
+        self._kept = False
+
+    def update(self, metrics: Any, *, epoch: int) -> None:
+        """Takes a step, as `Report` does."""
+        if not self._kept and jax.process_index() == 0:
+            self._keep_options()
+        self._kept = True
+        super().update(metrics, epoch=epoch)
 
 
 @dataclass(frozen=True)
@@ -107,12 +124,13 @@ def _begin(task: Task, settings: Settings, made_with: Mapping[str, Value], stack
     test = DataLoader(task.test, mesh, step.batch_shardings, batch_size=batch_size, seed=None, remainder="pad")
     for owner in (loader, test):
         stack.enter_context(owner)
-    report = Report(
-        metrics=settings.out / "metrics.jsonl", tensorboard=settings.tensorboard, trace=Trace(max_spans=_MAX_SPANS)
+    report = _Report(
+        lambda: keep(settings.out, {**options, "--seed": compared.seed}),
+        metrics=settings.out / "metrics.jsonl",
+        tensorboard=settings.tensorboard,
+        trace=Trace(max_spans=_MAX_SPANS),
     )
     _check_folder(settings.trace.parent)
-    if jax.process_index() == 0:
-        keep(settings.out, {**options, "--seed": compared.seed})
     return _Run(step, loader, test, saver, report)
 
 
