@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,12 +18,14 @@ import pytest
 
 from braidax.comm.stores.store import Store
 from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
+from braidax.gang import dask
 from braidax.gang.dask import DaskGang, DaskStore
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
 from braidax.gang.shelf import Shelf
 from tests.gang import clusters
 from tests.gang.test_launch import JOIN
+from tests.laws.tree import ROOT
 
 LEAVING = """
 with comm:
@@ -245,6 +248,64 @@ def test_a_worker_that_starts_no_rank_is_named_in_time(client: distributed.Clien
     finally:
         os.kill(pid, signal.SIGCONT)
     _nothing_is_left(client)
+
+
+def test_no_rank_stays_where_one_froze_while_they_met(
+    client: distributed.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = sorted(client.nthreads())[1]
+    pid = client.run(os.getpid)[frozen]
+    begin = dask._DaskRanks._ask
+
+    def ask(self: Any, method: str, *args: Any) -> None:
+        if method == "join":
+            os.kill(pid, signal.SIGSTOP)
+        begin(self, method, *args)
+
+    monkeypatch.setattr(dask._DaskRanks, "_ask", ask)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(WaitTimeout, match=r"^rank 1 of 3 did not start and join the others within"):
+            DaskGang(client, timeout_seconds=6.0).start()
+        assert time.monotonic() - begun < 20
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    begun = time.monotonic()
+    _nothing_is_left(client)
+    assert time.monotonic() - begun < 20  # it was 30 s, until a store that is gone had not answered
+
+
+CLIENT = """
+import sys, distributed
+from braidax.gang.dask import DaskGang
+from tests.gang import clusters
+
+with distributed.Client(sys.argv[1], set_as_default=False) as client, DaskGang(client, timeout_seconds=600) as gang:
+    print("runs", flush=True)
+    gang.run(clusters.wait_for_one_another)
+"""
+
+
+def test_no_rank_stays_when_the_client_is_killed(client: distributed.Client) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CLIENT, client.scheduler.address],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "runs\n"
+        clusters.until(lambda: all(client.run(_is_waiting).values()))
+        process.kill()
+    _nothing_is_left(client)
+
+
+def _is_waiting() -> bool:
+    """Says whether this worker's rank waits for a message."""
+    ranks = [thread.ident for thread in threading.enumerate() if thread.name.startswith("braidax-rank")]
+    places = sys._current_frames()
+    stacks = ["".join(traceback.format_stack(places.get(rank or 0))) for rank in ranks]
+    return any("wait_for_one_another" in stack for stack in stacks)
 
 
 def test_a_gang_that_cannot_meet_is_not_started(client: distributed.Client) -> None:

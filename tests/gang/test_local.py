@@ -222,6 +222,31 @@ def test_a_rank_that_cannot_join_says_why() -> None:
         pass
 
 
+SLEEPING = """
+import os, time
+try:
+    os.close(os.open(os.path.join(os.path.dirname(__file__), "first"), os.O_CREAT | os.O_EXCL))
+except FileExistsError:
+    {others}
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("others", "named"), [("pass", "rank [01]"), ("time.sleep(600)", "ranks 0, 1")])
+def test_processes_that_do_not_start_are_named_in_time(tmp_path: Path, others: str, named: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLEEPING.format(others=others))
+    gang = LocalGang(2, timeout_seconds=3.0, environment={"PYTHONPATH": str(tmp_path)})
+    words = rf"^{named} of 2 did not start and join the others within timeout_seconds=3; all ranks were ended"
+    begun = time.monotonic()
+    with pytest.raises(WaitTimeout, match=words), gang:
+        pass
+    assert 3.0 <= time.monotonic() - begun < 9.0
+    (tmp_path / "sitecustomize.py").unlink()
+    with gang:
+        assert len(gang.run(programs.pids)) == 2
+
+
 def test_starting_and_stopping_leave_nothing() -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

@@ -4,6 +4,7 @@ import faulthandler
 import os
 import pickle
 import socket
+import time
 from dataclasses import dataclass, field
 
 from braidax.comm import TcpStore, Tuning
@@ -19,7 +20,8 @@ class Birth:
     """What a rank is told first. It travels over the socket: nobody else on the machine sees the secret.
 
     **Fields:** `rank`, `size`, `job`, `epoch`, `transport`: of the gang. `store`: host, port and secret of its store.
-    `timeout_seconds`, `tuning`: as `connect` takes them.
+    `limits`: until when all must have met, by `time.monotonic`, which all processes of a machine share, and the seconds
+    that each later wait may take. `tuning`: as `connect` takes it.
     """
 
     rank: int
@@ -28,7 +30,7 @@ class Birth:
     epoch: int
     transport: str
     store: tuple[str, int, bytes] = field(repr=False)
-    timeout_seconds: float
+    limits: tuple[float, float]
     tuning: Tuning
 
 
@@ -43,18 +45,19 @@ def main(control: int) -> None:
     with socket.socket(fileno=control) as connection:
         birth: Birth = pickle.loads(_receive(connection))
         host, port, secret = birth.store
+        deadline, timeout_seconds = birth.limits
         member = Member(
-            TcpStore(host, port, secret=secret, timeout_seconds=birth.timeout_seconds),
+            TcpStore(host, port, secret=secret, timeout_seconds=timeout_seconds),
             rank=birth.rank,
             size=birth.size,
             job=birth.job,
             epoch=birth.epoch,
             transport=birth.transport,
-            timeout_seconds=birth.timeout_seconds,
+            timeout_seconds=timeout_seconds,
             tuning=birth.tuning,
         )
         try:
-            _send(connection, member.join())
+            _send(connection, member.join(timeout_seconds=max(1e-3, deadline - time.monotonic())))
             while True:
                 _send(connection, member.call(_receive(connection)))
         except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -2,96 +2,25 @@
 
 import asyncio
 import contextlib
-import functools
 import math
 import os
-import queue
 import secrets
-import socket
-import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from braidax.comm.stores.limits import check_amount, check_value, key_bytes
-from braidax.comm.stores.store import Store, backoff, missing
-from braidax.errors import ArgumentError, CommError, GangError, import_extra
+from braidax.comm.stores.store import backoff
+from braidax.errors import ArgumentError, GangError
+from braidax.gang.dask_rank import DaskRank
+from braidax.gang.dask_store import ANSWER_SECONDS, SCHEME, import_distributed
+from braidax.gang.dask_store import DaskStore as DaskStore
 from braidax.gang.gang import Ended, Gang, Ranks
-from braidax.gang.member import Member
 from braidax.gang.shelf import Shelf
 
-_SCHEME = "dask:"
-_ANSWER_SECONDS = 30.0  # that an actor on a busy worker may take to answer
 _LEAVE_SECONDS = 2.0  # that ranks may take to leave
 _LOOK_SECONDS = 0.5  # between looks at whether the scheduler still knows the workers
 _PAUSE_SECONDS = 0.1  # between looks for workers that are on their way
 _ALIVE = ("pending", "finished")  # what Dask says of an actor whose worker is there
-
-
-@final
-class DaskStore(Store):
-    """A store in an actor on a worker of Dask, reached over Dask's own connections.
-
-    It is opened in a task or an actor of the cluster, or where a client of it is the current one
-    (`with client.as_current()`); any thread may use it then.
-
-    **Arguments:** `address`: `dask:WORKER#KEY` of an actor that a `DaskGang` holds; it ends with the gang's epoch.
-
-    **Raises:** `ArgumentError` for another address, `CommError` where there is no client.
-    """
-
-    def __init__(self, address: str) -> None:
-        worker, _, key = address.removeprefix(_SCHEME).partition("#")
-        if not address.startswith(_SCHEME) or not worker or not key:
-            raise ArgumentError(f"{address=}: expected {_SCHEME}WORKER#KEY, as DaskStore.address gives it")
-        distributed = _distributed()
-        self._address = address
-        try:
-            distributed.get_client()
-        except ValueError as error:
-            raise CommError(
-                f"{address} cannot be opened: {error}; open it in a task of the cluster, or inside "
-                "`with client.as_current()`"
-            ) from error
-        self._shelf = distributed.Actor(Shelf, worker, key)
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    def set(self, key: str, value: bytes) -> None:
-        check_value(key, value)
-        self._ask("set", key_bytes(key), value)
-
-    def get(self, key: str, *, timeout_seconds: float) -> bytes:
-        value = self._ask("get", key_bytes(key), timeout_seconds, seconds=timeout_seconds)
-        if value is None:
-            raise missing(key, self._address, timeout_seconds)
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        check_amount(amount)
-        return self._ask("add", key_bytes(key), amount)
-
-    def close(self) -> None:
-        pass  # the gang ends the actor
-
-    def _ask(self, method: str, *args: Any, seconds: float = 0.0) -> Any:
-        limit = seconds + _ANSWER_SECONDS
-        try:
-            return getattr(self._shelf, method)(*args).result(timeout=limit)
-        except TimeoutError as error:
-            raise CommError(
-                f"{self._address} did not answer within {limit:g} s; it ends with the epoch of the gang that holds it: "
-                "does the gang run, and is the worker alive?"
-            ) from error
-        except (OSError, RuntimeError) as error:
-            raise CommError(
-                f"{self._address} cannot be reached: {error}; it ends with the epoch of the gang that holds it: does "
-                "the gang run, and is the worker alive?"
-            ) from error
 
 
 @final
@@ -122,11 +51,9 @@ class DaskGang(Gang):
         transport: str = "tcp",
         timeout_seconds: float = 60.0,
     ) -> None:
-        distributed = _distributed()
+        distributed = import_distributed()
         if not isinstance(client, distributed.Client) or client.asynchronous:
             raise ArgumentError(f"{client=}: expected a distributed.Client that is not asynchronous")
-        if not timeout_seconds > 0:
-            raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
         self._client = client
         self._allowed = None if workers is None else frozenset(workers)
         self._transport = transport
@@ -135,15 +62,16 @@ class DaskGang(Gang):
         there = len(self._there())
         if size is None and not there:
             raise GangError(f"size=None takes all workers, and there are none: {self._cluster()}; add workers")
-        super().__init__(there if size is None else size, job=f"dask-{secrets.token_hex(8)}")
+        super().__init__(
+            there if size is None else size, job=f"dask-{secrets.token_hex(8)}", timeout_seconds=timeout_seconds
+        )
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The address of each rank's worker, by rank, as of the last start."""
         return tuple(self._workers)
 
-    def _begin(self, epoch: int) -> Ranks:
-        deadline = time.monotonic() + self._timeout_seconds
+    def _begin(self, epoch: int, deadline: float) -> Ranks:
         self._workers = self._chosen(deadline)
         member = {
             "size": self._size,
@@ -192,20 +120,21 @@ class _DaskRanks(Ranks):
         self._actors: list[Any] = []
         self._owed: dict[asyncio.Task[Any], int] = {}
         name = f"braidax-{member['job']}-{member['epoch']}-{secrets.token_hex(8)}"
-        address = f"{_SCHEME}{workers[0]}#{name}-store"
+        address = f"{SCHEME}{workers[0]}#{name}-store"
         self._shelf = self._made(Shelf, workers[0], f"{name}-store")
         self._made_ranks = [
-            self._made(_Rank, worker, f"{name}-{rank}", address, rank, member) for rank, worker in enumerate(workers)
+            self._made(DaskRank, worker, f"{name}-{rank}", address, f"{name}-{rank}", rank, member)
+            for rank, worker in enumerate(workers)
         ]
         try:
             self._wait_until_made(deadline)
             with client.as_current():  # it need not be the default one
-                actor = _distributed().Actor
+                actor = import_distributed().Actor
                 self._actors = [
-                    actor(_Rank, worker, made.key) for worker, made in zip(workers, self._made_ranks, strict=True)
+                    actor(DaskRank, worker, made.key) for worker, made in zip(workers, self._made_ranks, strict=True)
                 ]
             self._places = self._found(deadline)
-            self._ask("join")
+            self._ask("join", max(1e-3, deadline - time.monotonic()))
         except BaseException:
             self.end()
             raise
@@ -236,7 +165,7 @@ class _DaskRanks(Ranks):
         made = {"the store": self._shelf, **{f"rank {rank}": made for rank, made in enumerate(self._made_ranks)}}
         left = max(0.0, deadline - time.monotonic())
         with contextlib.suppress(TimeoutError), self._client.as_current():
-            _distributed().wait(list(made.values()), timeout=left)
+            import_distributed().wait(list(made.values()), timeout=left)
         for who, future in made.items():
             if future.status == "pending":
                 raise GangError(
@@ -244,7 +173,7 @@ class _DaskRanks(Ranks):
                     f"{', '.join(self._workers)}): is the worker alive, and has it a thread that is free?"
                 )
             if future.status != "finished":
-                error = future.exception(timeout=_ANSWER_SECONDS) if future.status == "error" else None
+                error = future.exception(timeout=ANSWER_SECONDS) if future.status == "error" else None
                 why = future.status if error is None else f"{type(error).__name__}: {error}"
                 raise GangError(f"{who} cannot be started on its Dask worker: {why}") from error
 
@@ -302,67 +231,8 @@ class _DaskRanks(Ranks):
         return Ended(host, pid, how, time.time())
 
 
-class _Rank:
-    """An actor that is a rank. Its methods run in the worker's event loop, and what it is asked for in its thread."""
-
-    def __init__(self, address: str, rank: int, member: Mapping[str, Any]) -> None:
-        store = DaskStore(address)  # only in this thread does Dask know which worker this is
-        self._member = Member(store, rank=rank, **member)
-        self._answer: Future[bytes] | None = None
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._member, self._tasks), name=f"braidax-rank-{rank}", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, self._tasks.put, None)  # where the client is gone, Dask drops the actor
-
-    async def where(self) -> tuple[str, int]:
-        """Returns the names of the host and of the process."""
-        return socket.gethostname(), os.getpid()
-
-    async def join(self) -> bytes:
-        """Answers what `Member.join` does."""
-        return await self._done(self._member.join)
-
-    async def call(self, call: bytes) -> bytes:
-        """Answers what `Member.call` does."""
-        return await self._done(functools.partial(self._member.call, call))
-
-    async def leave(self, timeout_seconds: float) -> None:
-        """Lets the rank leave; if it is busy, its next message raises. Waits until it has left, up to a limit."""
-        is_busy = self._answer is not None and not self._answer.done()
-        self._tasks.put(None)
-        if is_busy:
-            await asyncio.to_thread(self._member.abort, "the gang has ended its ranks")
-        await asyncio.to_thread(self._thread.join, timeout_seconds)
-
-    async def _done(self, fn: Callable[[], bytes]) -> bytes:
-        answer: Future[bytes] = Future()
-        self._answer = answer
-        self._tasks.put((fn, answer))
-        return await asyncio.wrap_future(answer)
-
-
-_Task = tuple[Callable[[], bytes], Future[bytes]]
-
-
-def _serve(member: Member, tasks: "queue.SimpleQueue[_Task | None]") -> None:
-    """Does what a rank is asked for, and leaves when nothing more will come."""
-    try:
-        while (task := tasks.get()) is not None:
-            fn, answer = task
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(fn())
-    finally:
-        member.leave()
-
-
 async def _asked(actor: Any, method: str, *args: Any) -> Any:
     return await getattr(actor, method)(*args)
-
-
-def _distributed() -> Any:
-    return import_extra("distributed", "dask", purpose="a gang on Dask")
 
 
 def open_client(address: str | None) -> Any:
@@ -372,7 +242,7 @@ def open_client(address: str | None) -> Any:
 
     **Raises:** `ArgumentError` when nobody says, `GangError` when the scheduler does not answer.
     """
-    distributed = _distributed()
+    distributed = import_distributed()
     address = address or os.environ.get("DASK_SCHEDULER_ADDRESS")
     if not address:
         raise ArgumentError(

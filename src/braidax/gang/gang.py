@@ -64,22 +64,26 @@ class Gang(ABC):
 
     A gang whose function raised or whose rank died has ended its ranks; `restart` brings new ones. One thread uses it.
 
-    **Arguments:** `size`: the number of ranks. `job`: the name of the job, without `/`.
+    **Arguments:** `size`: the number of ranks. `job`: the name of the job, without `/`. `timeout_seconds`: how long all
+    ranks together may take to start and to meet.
     """
 
-    def __init__(self, size: int, *, job: str) -> None:
+    def __init__(self, size: int, *, job: str, timeout_seconds: float) -> None:
         if size < 1:
             raise ArgumentError(f"{size=}: expected at least 1 rank")
+        if not timeout_seconds > 0:
+            raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
         self._size = size
         self._job = job
+        self._start_seconds = timeout_seconds
         self._epoch = -1
         self._ranks: Ranks | None = None
         self._hosts: tuple[str, ...] = ()
         self._why_not = "it was not started: call start(), or use it in a with block"
 
     @abstractmethod
-    def _begin(self, epoch: int) -> Ranks:
-        """Starts all ranks of an epoch, without waiting for them to join.
+    def _begin(self, epoch: int, deadline: float) -> Ranks:
+        """Starts all ranks of an epoch, without waiting for them to join; they give up joining at the deadline.
 
         **Raises:** `GangError` when they cannot be started; nothing is left behind then.
         """
@@ -116,13 +120,15 @@ class Gang(ABC):
     def start(self) -> None:
         """Starts all ranks, and returns when each has heard of all others.
 
-        **Raises:** `GangError` when they cannot be started, `RankFailed` when one cannot join.
+        **Raises:** `GangError` when they cannot be started, `RankFailed` when one cannot join; `WaitTimeout` naming the
+        ranks that have not started within the limit. All ranks are ended then.
         """
         if self._ranks is not None:
             raise GangError("the gang runs already; restart() begins anew")
         self._epoch += 1
-        self._ranks = self._begin(self._epoch)
-        self._hosts = tuple(self._gather(self._ranks, timeout_seconds=None))
+        deadline = time.monotonic() + self._start_seconds
+        self._ranks = self._begin(self._epoch, deadline)
+        self._hosts = tuple(self._gather_started(self._ranks, deadline))
 
     @final
     def run(self, fn: Callable[..., Result], *args: Any, timeout_seconds: float | None = None) -> list[Result]:
@@ -181,24 +187,44 @@ class Gang(ABC):
         if ranks is not None:
             ranks.end()
 
+    def _gather_started(self, ranks: Ranks, deadline: float) -> list[Any]:
+        """Returns the answers of all ranks when they have joined; a little later they tell why they could not."""
+        seconds = max(0.0, deadline - time.monotonic()) + _OTHERS_SECONDS
+        results, troubles, missing = self._answers(ranks, seconds)
+        if missing and all(isinstance(trouble.cause, WaitTimeout) for trouble in troubles.values()):
+            self._end(f"{_listed(missing)} did not start in time: call restart()")
+            raise WaitTimeout(
+                f"{_listed(missing)} of {self._size} did not start and join the others within "
+                f"timeout_seconds={self._start_seconds:g}; all ranks were ended: allow more seconds, or see what they "
+                "wrote"
+            )
+        return self._settled(results, troubles, missing)
+
     def _gather(self, ranks: Ranks, *, timeout_seconds: float | None) -> list[Any]:
         """Returns the answers of all ranks to what they were asked last; if one failed or is late, ends them all."""
-        try:
-            results, troubles = _gathered(ranks, self._size, timeout_seconds)
-        except BaseException:
-            self._end("it was interrupted: call restart()")
-            raise
-        missing = [rank for rank in range(self._size) if rank not in results and rank not in troubles]
-        if troubles:
-            trouble = _first(troubles, missing)
-            self._end(f"rank {trouble.error.rank} failed: call restart()")
-            raise trouble.error from trouble.cause
-        if missing:
+        results, troubles, missing = self._answers(ranks, timeout_seconds)
+        if missing and not troubles:
             self._end(f"{_listed(missing)} did not answer in time: call restart()")
             raise WaitTimeout(
                 f"{_listed(missing)} of {self._size} did not answer within {timeout_seconds=}; all ranks were ended: "
                 "allow more seconds, or find out what they wait for"
             )
+        return self._settled(results, troubles, missing)
+
+    def _answers(self, ranks: Ranks, seconds: float | None) -> tuple[dict[int, Any], dict[int, "_Trouble"], list[int]]:
+        """Returns the results, the troubles, and the ranks that have neither within the limit."""
+        try:
+            results, troubles = _gathered(ranks, self._size, seconds)
+        except BaseException:
+            self._end("it was interrupted: call restart()")
+            raise
+        return results, troubles, [rank for rank in range(self._size) if rank not in results and rank not in troubles]
+
+    def _settled(self, results: dict[int, Any], troubles: dict[int, "_Trouble"], missing: list[int]) -> list[Any]:
+        if troubles:
+            trouble = _first(troubles, missing)
+            self._end(f"rank {trouble.error.rank} failed: call restart()")
+            raise trouble.error from trouble.cause
         return [results[rank] for rank in range(self._size)]
 
 

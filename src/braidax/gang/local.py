@@ -76,9 +76,8 @@ class LocalGang(Gang):
         grace_seconds: float = 30.0,
         tuning: Tuning = DEFAULT,
     ) -> None:
-        super().__init__(size, job=f"local-{os.getpid()}-{secrets.token_hex(4)}")
-        if not timeout_seconds > 0:
-            raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
+        job = f"local-{os.getpid()}-{secrets.token_hex(4)}"
+        super().__init__(size, job=job, timeout_seconds=timeout_seconds)
         if not 0 <= grace_seconds < math.inf:
             raise ArgumentError(f"{grace_seconds=}: expected a finite number of seconds >= 0")
         if tuning.tls is not None:
@@ -87,7 +86,7 @@ class LocalGang(Gang):
         self._secret = secrets.token_bytes(32)
         self._server: TcpStoreServer | None = None
 
-    def _begin(self, epoch: int) -> Ranks:
+    def _begin(self, epoch: int, deadline: float) -> Ranks:
         if self._server is None:
             self._server = TcpStoreServer(host=_HOST, secret=self._secret)
         port = int(self._server.address.rpartition(":")[2])
@@ -100,7 +99,7 @@ class LocalGang(Gang):
                 epoch=epoch,
                 transport=options.transport,
                 store=(_HOST, port, self._secret),
-                timeout_seconds=options.timeout_seconds,
+                limits=(deadline, options.timeout_seconds),
                 tuning=options.tuning,
             )
             for rank in range(self.size)

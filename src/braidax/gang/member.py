@@ -72,9 +72,12 @@ class Member:
         self._tuning = tuning
         self._comm: Communicator | None = None
 
-    def join(self) -> bytes:
-        """Waits until all ranks are there, and returns the answer: the name of this host, or what was raised."""
-        return self._answer(self._join)
+    def join(self, *, timeout_seconds: float) -> bytes:
+        """Waits until all ranks are there, and returns the answer: the name of this host, or what was raised.
+
+        **Arguments:** `timeout_seconds`: the limit of this; later waits have that of the constructor.
+        """
+        return self._answer(lambda: self._join(timeout_seconds))
 
     def call(self, call: bytes | bytearray) -> bytes:
         """Calls what `pack_call` packed, as `fn(comm, *args)`, and returns the answer: the result or what was raised.
@@ -86,11 +89,13 @@ class Member:
     def abort(self, reason: str) -> None:
         """Ends the epoch: the call under way raises `Aborted` at its next message, here and on all ranks.
 
-        Any thread may call it.
+        A `join` under way raises when its store sees that it was closed. Any thread may call this.
         """
         comm = self._comm
         if comm is not None:
             comm.abort(reason)
+        else:
+            self._store.close()
 
     def leave(self) -> None:
         """Leaves the other ranks and the store. A second call does nothing."""
@@ -101,7 +106,7 @@ class Member:
         finally:
             self._store.close()
 
-    def _join(self) -> str:
+    def _join(self, timeout_seconds: float) -> str:
         self._comm = connect(
             self._store,
             rank=self._rank,
@@ -109,9 +114,10 @@ class Member:
             transport=self._transport,
             job=self._job,
             epoch=self._epoch,
-            timeout_seconds=self._timeout_seconds,
+            timeout_seconds=timeout_seconds,
             tuning=self._tuning,
         )
+        self._comm.timeout_seconds = self._timeout_seconds
         return self._comm.hosts[self._rank]
 
     def _call(self, call: bytes | bytearray) -> Any:

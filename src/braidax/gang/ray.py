@@ -128,7 +128,7 @@ class RayGang(Gang):
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        super().__init__(size, job=f"ray-{secrets.token_hex(8)}")
+        super().__init__(size, job=f"ray-{secrets.token_hex(8)}", timeout_seconds=timeout_seconds)
         asked = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         for name, amount in (resources or {}).items():
             if name in ("CPU", "GPU"):
@@ -143,15 +143,13 @@ class RayGang(Gang):
             raise ArgumentError("num_cpus=0: expected that a rank takes something of a host; try num_cpus=0.001")
         if strategy not in get_args(Strategy):
             raise ArgumentError(f"{strategy=}: expected one of {', '.join(get_args(Strategy))}")
-        if not timeout_seconds > 0:
-            raise ArgumentError(f"{timeout_seconds=}: expected seconds > 0")
         self._options = _Options(transport, bundle, strategy, dict(environment or {}), timeout_seconds)
         self._ray = _ray()
         self._started = ""  # the address of the cluster that this gang started
 
-    def _begin(self, epoch: int) -> Ranks:
+    def _begin(self, epoch: int, deadline: float) -> Ranks:
         if self._ray.is_initialized():
-            return _RayRanks(self._ray, self._options, self._size, self._job, epoch)
+            return self._ranks_of(epoch, deadline)
         try:
             self._ray.init()
         except (OSError, RuntimeError, ValueError) as error:
@@ -162,10 +160,20 @@ class RayGang(Gang):
             ) from error
         self._started = self._cluster()
         try:
-            return _RayRanks(self._ray, self._options, self._size, self._job, epoch)
+            return self._ranks_of(epoch, deadline)
         except BaseException:
             self._close()
             raise
+
+    def _ranks_of(self, epoch: int, deadline: float) -> Ranks:
+        member = {
+            "size": self._size,
+            "job": self._job,
+            "epoch": epoch,
+            "transport": self._options.transport,
+            "timeout_seconds": self._options.timeout_seconds,
+        }
+        return _RayRanks(self._ray, self._options, member, deadline)
 
     def _close(self) -> None:
         started, self._started = self._started, ""
@@ -178,32 +186,28 @@ class RayGang(Gang):
 
 
 class _RayRanks(Ranks):
-    """The actors of one epoch, the placement group that they lie in, and the actor of their store."""
+    """The actors of one epoch, the placement group that they lie in, and the actor of their store.
 
-    def __init__(self, ray: Any, options: _Options, size: int, job: str, epoch: int) -> None:
+    **Arguments:** `member`: how each rank makes its `Member`. `deadline`: by `time.monotonic`.
+    """
+
+    def __init__(self, ray: Any, options: _Options, member: Mapping[str, Any], deadline: float) -> None:
         self._ray = ray
         self._options = options
-        self._size = size
+        self._size: int = member["size"]
         self._group: Any = None
         self._shelf: Any = None
         self._actors: list[Any] = []
         self._owed: dict[Any, int] = {}
-        deadline = time.monotonic() + options.timeout_seconds
         with contextlib.ExitStack() as undone:
             undone.callback(self.end)
             self._reserve(deadline)
             address = self._start_store()
-            member = {
-                "size": size,
-                "job": job,
-                "epoch": epoch,
-                "transport": options.transport,
-                "timeout_seconds": options.timeout_seconds,
-            }
-            for rank in range(size):
+            for rank in range(self._size):
                 self._actors.append(self._actor(rank).remote(address, rank, member))
             self._places = self._found(deadline)
-            self._owed = {actor.join.remote(): rank for rank, actor in enumerate(self._actors)}
+            left = max(1e-3, deadline - time.monotonic())
+            self._owed = {actor.join.remote(left): rank for rank, actor in enumerate(self._actors)}
             undone.pop_all()
 
     def call(self, call: bytes) -> None:
@@ -317,9 +321,9 @@ class _Rank:
         """Returns the names of the host and of the process."""
         return socket.gethostname(), os.getpid()
 
-    def join(self) -> bytes:
+    def join(self, timeout_seconds: float) -> bytes:
         """Answers what `Member.join` does."""
-        return self._member.join()
+        return self._member.join(timeout_seconds=timeout_seconds)
 
     def call(self, call: bytes) -> bytes:
         """Answers what `Member.call` does."""

@@ -1,0 +1,99 @@
+"""The store of ranks on Dask: an actor on one of the workers."""
+
+import time
+from typing import Any, final
+
+from braidax.comm.stores.limits import check_amount, check_value, key_bytes
+from braidax.comm.stores.store import Store, missing
+from braidax.errors import ArgumentError, CommError, import_extra
+from braidax.gang.shelf import Shelf
+
+SCHEME = "dask:"
+"""What addresses begin with."""
+
+ANSWER_SECONDS = 30.0
+"""That an actor on a busy worker may take to answer."""
+
+_SLICE_SECONDS = 0.5  # of a wait, between looks whether the store has been closed
+
+
+@final
+class DaskStore(Store):
+    """A store in an actor on a worker of Dask, reached over Dask's own connections.
+
+    It is opened in a task or an actor of the cluster, or where a client of it is the current one
+    (`with client.as_current()`); any thread may use it then.
+
+    **Arguments:** `address`: `dask:WORKER#KEY` of an actor that a `DaskGang` holds; it ends with the gang's epoch.
+
+    **Raises:** `ArgumentError` for another address, `CommError` where there is no client.
+    """
+
+    def __init__(self, address: str) -> None:
+        worker, _, key = address.removeprefix(SCHEME).partition("#")
+        if not address.startswith(SCHEME) or not worker or not key:
+            raise ArgumentError(f"{address=}: expected {SCHEME}WORKER#KEY, as DaskStore.address gives it")
+        distributed = import_distributed()
+        self._address = address
+        self._is_closed = False
+        try:
+            distributed.get_client()
+        except ValueError as error:
+            raise CommError(
+                f"{address} cannot be opened: {error}; open it in a task of the cluster, or inside "
+                "`with client.as_current()`"
+            ) from error
+        self._shelf = distributed.Actor(Shelf, worker, key)
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def set(self, key: str, value: bytes) -> None:
+        check_value(key, value)
+        self._ask("set", key_bytes(key), value)
+
+    def get(self, key: str, *, timeout_seconds: float) -> bytes:
+        value = self._ask("get", key_bytes(key), timeout_seconds, seconds=timeout_seconds)
+        if value is None:
+            raise missing(key, self._address, timeout_seconds)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        check_amount(amount)
+        return self._ask("add", key_bytes(key), amount)
+
+    def close(self) -> None:
+        """Ends the waits of all threads that use this object; the gang ends the actor."""
+        self._is_closed = True
+
+    def _ask(self, method: str, *args: Any, seconds: float = 0.0) -> Any:
+        limit = seconds + ANSWER_SECONDS
+        try:
+            return self._answer(getattr(self._shelf, method)(*args), time.monotonic() + limit)
+        except TimeoutError as error:
+            raise CommError(
+                f"{self._address} did not answer within {limit:g} s; it ends with the epoch of the gang that holds it: "
+                "does the gang run, and is the worker alive?"
+            ) from error
+        except (OSError, RuntimeError) as error:
+            raise CommError(
+                f"{self._address} cannot be reached: {error}; it ends with the epoch of the gang that holds it: does "
+                "the gang run, and is the worker alive?"
+            ) from error
+
+    def _answer(self, answer: Any, deadline: float) -> Any:
+        """Waits in slices: another thread may close this meanwhile."""
+        while not self._is_closed:
+            left = deadline - time.monotonic()
+            try:
+                return answer.result(timeout=max(0.0, min(left, _SLICE_SECONDS)))
+            except TimeoutError:
+                if left <= 0:
+                    raise
+        raise CommError(f"{self._address}: this DaskStore is closed; open another one")
+
+
+def import_distributed() -> Any:
+    """Returns the package of Dask's distributed workers, or raises `MissingExtra`."""
+    return import_extra("distributed", "dask", purpose="a gang on Dask")
