@@ -32,6 +32,7 @@ from braidax.errors import PeerLost
 
 _SMALL_BYTES = 1 << 16  # a message that is kept at once
 _OWED_BYTES = KEEP_BYTES // 2  # of room that is given back in a frame of its own
+_NOTHING = memoryview(b"")
 _CLOSED = "it closed its communicator"
 _TURN_BYTES = 1 << 22  # read from one peer before others have their turn
 
@@ -286,7 +287,7 @@ class TcpTransport(Transport):
             raise OSError(f"it sent {inside:,} of {num_bytes:,} bytes, for which it was given no room")
         posted = link.posted.get(tag)
         has_place = posted is not None and len(posted[0].buffer) >= num_bytes
-        buffer = memoryview(b"") if has_place else memoryview(bytearray(inside))
+        buffer = _NOTHING if has_place else memoryview(bytearray(inside))
         message = Message(tag, num_bytes, buffer, number if kind == OFFER else None, charge)
         if inside:
             link.message, link.missing = message, inside

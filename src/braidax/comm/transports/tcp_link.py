@@ -27,7 +27,7 @@ WHOLE, OFFER, REST, GO, ROOM, BYE = range(6)
 """Kinds: a message; the begin of one; the next part of an offered one, its number being asked for; room; the end."""
 KIND_SHIFT = 56
 
-_OFFER_BYTES = KEEP_BYTES // 2  # of an offered message: it fills the time until the receiver asks, others have room
+_OFFER_BYTES = KEEP_BYTES // 4 * 3  # of an offered message: it fills the time until the receiver asks, others have room
 _REST_BYTES = 1 << 24  # of a frame, between two of which the peer can be asked for something
 _MAX_PARTS = 512  # buffers handed to the kernel in one call
 
@@ -99,7 +99,8 @@ class Message:
     def move(self, buffer: Buffer, operation: Operation) -> None:
         """Gives a kept message to the receive that asked for it."""
         assert self.buffer is not None
-        buffer[: self.received] = self.buffer[: self.received]
+        if self.received:
+            buffer[: self.received] = self.buffer[: self.received]
         self.buffer, self.operation = buffer, operation
 
 
@@ -133,7 +134,7 @@ class Link:
     mute: PeerLost | None = field(default=None, init=False)
     lost: PeerLost | None = field(default=None, init=False)
 
-    def frame(self, kind: int, *, tag: int = 0, num_bytes: int = 0, inside: int = 0, number: int = 0) -> Buffer:
+    def frame(self, kind: int, tag: int = 0, num_bytes: int = 0, inside: int = 0, number: int = 0) -> Buffer:
         """Returns the first bytes of a frame, which give back what room is owed."""
         owed, self.owed = self.owed, 0
         self.held -= owed
@@ -145,7 +146,7 @@ class Link:
         num_bytes = sum(map(len, parts))
         if num_bytes + ENTRY_BYTES <= self.room:
             self.room -= num_bytes + ENTRY_BYTES
-            header = self.frame(WHOLE, tag=tag, num_bytes=num_bytes, inside=num_bytes)
+            header = self.frame(WHOLE, tag, num_bytes, num_bytes)
             self.outgoing.append(Outgoing([header, *parts], operation))
             return
         inside = max(0, min(num_bytes, self.room - ENTRY_BYTES, _OFFER_BYTES))
@@ -153,7 +154,7 @@ class Link:
         number = self.num_offered = (self.num_offered + 1) & 0xFFFFFFFF
         first, rest = _cut(parts, inside)
         self.offered[number] = Offered(rest, operation)
-        header = self.frame(OFFER, tag=tag, num_bytes=num_bytes, inside=inside, number=number)
+        header = self.frame(OFFER, tag, num_bytes, inside, number)
         self.outgoing.append(Outgoing([header, *first]))
 
     def put_rest(self, number: int) -> None:
