@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
+from braidax.data.storage.progress import Progress
 from braidax.errors import BraidaxError
 from braidax.gang import LocalGang
 from tests.data.jax_gang import RUN_SECONDS, Counting, jax_gang
@@ -99,6 +100,22 @@ def test_a_file_that_one_host_lacks_is_an_error_on_all(gang: LocalGang, tmp_path
         assert kind == "ProcessFailed"
         assert "process 1 cannot load this data: FormatError" in text
         assert "host-1" in text
+
+
+def indexing(rank: int) -> None:
+    """Process 1 makes an index before it makes its loader, which takes longer than the others would wait."""
+    if rank == 1:
+        begun = time.monotonic()
+        with Progress("index of", "x", 1000) as work:
+            while (elapsed := time.monotonic() - begun) < 6.0:
+                work.show(0, int(100 * elapsed))
+                time.sleep(0.05)  # what it costs to read on
+    with DataLoader(Numbers(60), mesh(), P("data"), batch_size=12, knobs=Knobs(timeout_seconds=2.0)) as loader:
+        assert sum(1 for _ in loader) == 5
+
+
+def test_a_process_that_makes_an_index_is_waited_for(gang: LocalGang) -> None:
+    assert [(kind, text) for kind, text, _ in told(gang, indexing)] == [("", "")] * 3
 
 
 class Broken(Numbers):

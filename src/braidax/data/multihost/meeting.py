@@ -19,7 +19,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from braidax.errors import ArgumentError, BraidaxError, ProcessFailed, WaitTimeout
-from braidax.program.coordination import CoordinationClient, coordination_client
+from braidax.program.coordination import CoordinationClient, busy, coordination_client
 
 _SLICE_SECONDS = 0.1  # of a wait inside JAX, which neither Ctrl-C nor `close` can end
 _GRACE_SECONDS = 2.0  # which others have to say that they too waited in vain
@@ -86,7 +86,9 @@ class Together:
     ) -> dict[int, bytes]:
         """Returns what every process gave under a name that is used once.
 
-        **Arguments:** `deadline`: `time.monotonic` seconds. `stop`: ends the wait as the deadline does.
+        **Arguments:** `deadline`: `time.monotonic` seconds; it is put off by as long again whenever it has come and
+        one of those that are missing has said meanwhile that it is at work, at an index for instance. `stop`: ends the
+        wait as the deadline does.
 
         **Raises:** `WaitTimeout` naming those that did not come.
         """
@@ -111,16 +113,29 @@ class Together:
 
     def _all_came(self, folder: str, deadline: float, stop: threading.Event) -> bool:
         """Waits for the last process; returns whether it came, or `stop` was set."""
-        while not stop.is_set() and (left := deadline - time.monotonic()) > 0:
+        patience, said = deadline - time.monotonic(), None
+        while not stop.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                now, before = busy(self._client), said or {}
+                if all(now.get(process) == before.get(process) for process in self._missing(folder)):
+                    return False
+                deadline, said, left = time.monotonic() + patience, now, patience
             try:
                 limit = math.ceil(1000 * min(left, _SLICE_SECONDS))
                 self._client.blocking_key_value_get_bytes(f"{folder}/all", limit)
             except JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+                said = busy(self._client) if said is None else said
             else:
                 return True
         return stop.is_set()
+
+    def _missing(self, folder: str) -> list[int]:
+        """Returns the processes that have not come."""
+        came = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get_bytes(f"{folder}/said/")}
+        return [process for process in self.processes if process not in came]
 
     def _late(self, folder: str) -> NoReturn:
         """Finds out who is late: those that do not say that they waited too."""

@@ -13,11 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+import braidax as bx
 from braidax.data.loader import DataLoader
 from braidax.data.storage import progress
 from braidax.data.transforms.mixture import mix
-from braidax.data.transforms.text import packing
+from braidax.data.transforms.text import measuring, packing
 from braidax.data.transforms.text.packing import packed
 from braidax.data.transforms.text.packing_plan import Plan, plan_in_memory
 from braidax.data.transforms.text.text import tokenized
@@ -389,3 +391,34 @@ def test_a_row_that_is_not_there() -> None:
     rows = packed(source([3, 5]), 8)
     with pytest.raises(RecordError, match="packed source: there is no record 1; it holds 1 samples"):
         window(rows, 1)
+
+
+def test_lengths_of_tokenized_files_are_measured_once(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"{'to be or not ' * (n % 5)}to be" for n in range(300)]
+    (tmp_path / "a.csv").write_text("text,other\n" + "".join(f"{line},1\n" for line in lines))
+    words = Tokenizer(models.WordLevel({"to": 0, "be": 1, "or": 2, "not": 3}, unk_token="or"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+
+    def rows(end: int) -> Any:
+        return packed(tokenized(bx.open(tmp_path / "a.csv", columns={"text": str}), words, end=end), 32)
+
+    first = rows(1)
+    measured: list[int] = []
+    real = measuring._measured
+
+    def count(source: Any, leaf: str, indices: Any) -> Any:
+        measured.append(len(indices))
+        return real(source, leaf, indices)
+
+    monkeypatch.setattr(measuring, "_measured", count)
+    again = rows(1)
+    assert measured == []
+    everything = range(len(first))
+    jax.tree.map(np.testing.assert_array_equal, window(again, *everything), window(first, *everything))
+    rows(2)  # of another tokenization
+    assert sum(measured) == 300
+    (tmp_path / "a.csv").write_text("text,other\n" + "".join(f"{line},2\n" for line in lines[::-1]))
+    rows(1)  # of other files
+    assert sum(measured) == 600
