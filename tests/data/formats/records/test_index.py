@@ -50,13 +50,15 @@ def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_records_of_one_file(tmp_path: Path) -> None:
+def test_records_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path.with_name(f"{tmp_path.name} cache")))
     files = write(tmp_path, 10)
     index = RecordIndex.build(files, scan, kind="fours")
     assert rows(index) == [(0, 0, 4), (0, 4, 4), (0, 8, 2)]
     assert index.starts.tolist() == [0, 3]
     assert [field.dtype for field in index.ranges(np.array([2, 0]))] == [np.int64] * 3
     assert listing(tmp_path) == [".000.bin.fours.index", "000.bin"]
+    assert not tmp_path.with_name(f"{tmp_path.name} cache").exists()
     assert index.describe().startswith(f"{tmp_path / '.000.bin.fours.index'} (")
 
 

@@ -89,12 +89,15 @@ class RecordIndex(Index):
         room = Room("indexes", cache)
         places = [*(_beside(files.names, kind) if cache is None else ()), room.folder / _cached(files.names, kind)]
         found = [Derived(path, wanted) for path in places]
-        room.claim(places)
         for derived in found if all(files.stamps) else ():
+            if not derived.path.exists():
+                continue
+            room.claim([derived.path])
             if (kept := derived.load()) is not None:
                 return cls(kept, derived, room)
         for derived in found:
             folder = derived.path.parent
+            room.claim([derived.path])
             try:
                 with Progress("index of", files.names[0], sum(files.sizes)) as work:
 
