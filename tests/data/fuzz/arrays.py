@@ -1,8 +1,11 @@
 """Arrays: npy, npz, tokens, IDX, MNIST, CIFAR."""
 
 import gzip
+import io
+import pickle
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +33,15 @@ def _npy_files(folder: Path) -> None:
 def _read_npy(folder: Path) -> Samples:
     parts = [np.load(path) for path in sorted(folder.glob("*.npy"))]
     return {"data": parts[0] if len(parts) == 1 else np.concatenate(parts)}
+
+
+def _arrays() -> dict[str, np.ndarray]:
+    return {"x": _rows(), "y": np.arange(40), "z": np.arange(40) % 3 == 0}
+
+
+def _read_npz(folder: Path) -> Samples:
+    with np.load(only_file(folder)) as found:
+        return {name: found[name] for name in found.files}
 
 
 def _tokens(folder: Path) -> None:
@@ -84,6 +96,27 @@ def _read_cifar_binary(folder: Path) -> Samples:
     return {"image": files.as_images(rows[:, 1:]), "label": rows[:, 0]}
 
 
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("numpy.core.multiarray", "_reconstruct"):
+            return np.ndarray.__reduce__(np.empty(0))[0]
+        return {"dtype": np.dtype, "ndarray": np.ndarray}[name]
+
+
+def _cifar_python(folder: Path) -> None:
+    for name, stored in files.cifar10_python(3).items():
+        (folder / name).write_bytes(stored)
+
+
+def _read_cifar_python(folder: Path) -> Samples:
+    parts = [
+        _Plain(io.BytesIO((folder / f"data_batch_{number}").read_bytes()), encoding="bytes").load()
+        for number in range(1, 6)
+    ]
+    planes = np.concatenate([part[b"data"] for part in parts])
+    return {"image": files.as_images(planes), "label": np.concatenate([part[b"labels"] for part in parts])}
+
+
 def _open_folder(folder: Path) -> data.Source:
     return data.open(folder)
 
@@ -98,6 +131,8 @@ CASES = [
     Case("npy 2.0", lambda folder: _npy(folder / "a.npy", _rows(), (2, 0)), read=_read_npy),
     Case("npy 3.0", lambda folder: _npy(folder / "a.npy", _rows("u1"), (3, 0)), read=_read_npy),
     Case("npy files", _npy_files, _open_folder, _read_npy),
+    Case("npz", lambda folder: np.savez(folder / "a.npz", **_arrays()), read=_read_npz),
+    Case("npz compressed", lambda folder: np.savez_compressed(folder / "a.npz", **_arrays()), read=_read_npz),
     Case("tokens", _tokens, _open_tokens, _read_tokens),
     Case("tokens of llm.c", _llmc, _open_tokens, _read_tokens),
     Case("idx", lambda folder: (folder / "a.idx").write_bytes(files.idx_bytes(_rows("f4"))), read=_read_idx),
@@ -109,4 +144,9 @@ CASES = [
         "mnist", lambda folder: files.mnist(folder / "mnist"), lambda folder: data.open(folder / "mnist"), _read_mnist
     ),
     Case("cifar binary", _cifar_binary, _open_folder, _read_cifar_binary),
+    Case("cifar python", _cifar_python, _open_folder, _read_cifar_python),
+    Case(
+        "cifar archive",
+        lambda folder: files.write_tar(folder / "a.tar.gz", "cifar-10-batches-py", files.cifar10_python(3)),
+    ),
 ]

@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         _limit_memory()
         for number in numbers:
             place = cleared(folder / f"mutant-{number}")
-            what = damaged(case, number, place)
+            what = damaged(case, number, whole, place)
             _say("begins", number, what)
             signal.alarm(TRIAL_SECONDS)
             outcome = tried(case, place, written)

@@ -22,10 +22,9 @@ _WINDOW = 5
 _MOST_SAMPLES = 64
 
 
-def damaged(case: Case, number: int, folder: Path) -> str:
-    """Writes a case into a folder and damages one of its files; returns which, and how."""
-    folder.mkdir(parents=True)
-    case.write(folder)
+def damaged(case: Case, number: int, whole: Path, folder: Path) -> str:
+    """Copies the folder of a case and damages one of its files; returns which, and how."""
+    shutil.copytree(whole, folder)
     random = np.random.default_rng([zlib.crc32(case.name.encode()), number])
     chosen = [path for path in files_of(folder) if path.stat().st_size]
     path = chosen[int(random.integers(len(chosen)))]

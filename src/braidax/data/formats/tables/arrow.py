@@ -11,8 +11,16 @@ from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Block
 from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
 from braidax.data.formats.tables.direct import DirectLeaf, direct_leaf
 from braidax.data.formats.tables.huggingface import is_huggingface, read_folder, selected
-from braidax.data.formats.tables.ipc import Batch, Layout, read_layout
-from braidax.data.formats.tables.tables import arrow, arrow_ipc, column_of, leaves_of, list_lengths
+from braidax.data.formats.tables.ipc import Batch, Layout
+from braidax.data.formats.tables.schemas import opened
+from braidax.data.formats.tables.tables import (
+    arrow,
+    arrow_ipc,
+    column_of,
+    list_lengths,
+    refusing,
+    validated,
+)
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed
 from braidax.data.storage import Files, LocalFiles
 from braidax.data.storage.files import stamp_of_files
@@ -210,14 +218,15 @@ class ArrowTable(Blocks):
         places, lengths = zip(*wanted, (batch.place, batch.num_bytes), strict=True)
         pieces = self._memory.slices(np.array(places), np.array(lengths))
         options = self._ipc.IpcReadOptions(included_fields=self._columns, use_threads=False)
-        try:
-            with self._ipc.open_stream(b"".join([layout.schema, *pieces]), options=options) as reader:
-                return reader.read_next_batch()
-        except (arrow().ArrowException, OSError) as error:
-            raise FormatError(
-                f"{self.names[block.file]}: record batch {block.number} (records {block.first_record} to "
-                f"{block.first_record + block.num_rows - 1}) is corrupt ({error}); write or copy the file again"
-            ) from error
+        message = (
+            f"{self.names[block.file]}: record batch {block.number} (records {block.first_record} to "
+            f"{block.first_record + block.num_rows - 1}) is corrupt"
+        )
+        with (
+            refusing(lambda error: f"{message} ({error}); write or copy the file again"),
+            self._ipc.open_stream(b"".join([layout.schema, *pieces]), options=options) as reader,
+        ):
+            return validated(reader.read_next_batch())
 
     def _found_blocks(self) -> list[Block]:
         found: list[Block] = []
@@ -254,7 +263,7 @@ def arrow_source(
     **Raises:** `FormatError` for files that are damaged, differ in their columns, or have columns of no use;
     `ArgumentError` for columns that are not there.
     """
-    layouts, leaves = _opened(memory, columns)
+    layouts, leaves = opened(memory, columns)
     facts = {**facts, "bytes": f"{sum(memory.sizes):,}"}
     batches = [batch for layout in layouts for batch in layout.batches]
     if all(leaf.is_direct for leaf in leaves) and not any(batch.is_compressed for batch in batches):
@@ -266,21 +275,13 @@ def arrow_source(
     return BlockSource(table, cache_bytes=cache_bytes, what="record batches", facts=facts)
 
 
-def _opened(memory: Memory, columns: Sequence[str] | None) -> tuple[list[Layout], list[Leaf]]:
-    layouts = [_without_empty(read_layout(memory, file)) for file in range(len(memory.names))]
-    schema = _one_schema(memory, layouts)
-    if not any(layout.batches for layout in layouts):
-        raise FormatError(f"{memory.names[0]}: holds 0 records in {len(memory.names)} file(s); expected at least one")
-    return layouts, leaves_of(schema, columns, where=memory.names[0])
-
-
 def _source_again(memory: Memory, columns: list[str], facts: Mapping[str, str]) -> Source:
     """Opens files in another process, where they are mapped to other places."""
     return arrow_source(memory, columns=columns, cache_bytes=DEFAULT_CACHE_BYTES, facts=facts)
 
 
 def _table_again(memory: Memory, columns: list[str]) -> ArrowTable:
-    return ArrowTable(memory, *_opened(memory, columns))
+    return ArrowTable(memory, *opened(memory, columns))
 
 
 def open_arrow(
@@ -319,42 +320,26 @@ def _open_huggingface(path: Path, split: str | None, columns: Sequence[str] | No
     }
     chosen = folder.columns if columns is None else columns
     source = arrow_source(Mapped(folder.files), columns=chosen, cache_bytes=cache_bytes, facts=facts)
-    return selected(source, folder)
+    return selected(source, folder.indices[0], _rows(folder.indices)) if folder.indices else source
+
+
+def _rows(indices: Sequence[Path]) -> NDArray[np.int64]:
+    """Reads the indices mapping of a dataset: one column, of the rows that it selects."""
+    memory = Mapped(indices)
+    table = ArrowTable(memory, *opened(memory, None))
+    parts = [table.load(index).column(0) for index in range(len(table.blocks))]
+    for block, part in zip(table.blocks, parts, strict=True):
+        if not arrow().types.is_integer(part.type) or part.null_count:
+            raise FormatError(
+                f"{memory.names[block.file]}: the indices mapping holds {part.type} and {part.null_count} nulls; "
+                "expected the numbers of rows: save the dataset again, with flatten_indices() before"
+            )
+    return np.concatenate([part.to_numpy().astype(np.int64) for part in parts])
 
 
 def arrow_files(path: Path) -> list[Path]:
     """Returns the Arrow files of a folder, sorted by name."""
     return sorted(child for child in path.iterdir() if child.suffix in SUFFIXES and child.name[0] not in "._")
-
-
-def _without_empty(layout: Layout) -> Layout:
-    kept = [batch for batch in layout.batches if batch.num_rows]
-    if layout.dictionaries and len(kept) < len(layout.batches):
-        before = np.cumsum([0, *(batch.num_rows > 0 for batch in layout.batches)])
-        moved = [(place, length, int(before[number])) for place, length, number in layout.dictionaries]
-        return Layout(layout.schema, kept, moved)
-    return Layout(layout.schema, kept, layout.dictionaries)
-
-
-def _one_schema(memory: Memory, layouts: Sequence[Layout]) -> Any:
-    """Returns the schema of all files. **Raises:** `FormatError` for one whose columns are others."""
-    schemas: dict[bytes, Any] = {}
-    first: Any = None
-    for name, layout in zip(memory.names, layouts, strict=True):
-        if layout.schema not in schemas:
-            try:
-                schemas[layout.schema] = arrow_ipc().read_schema(arrow().py_buffer(layout.schema))
-            except (arrow().ArrowException, OSError) as error:
-                raise FormatError(f"{name}: its schema is corrupt ({error}); write or copy the file again") from error
-        schema = schemas[layout.schema]
-        first = schema if first is None else first
-        found, expected = ([f"{field.name}: {field.type}" for field in one] for one in (schema, first))
-        if found != expected:
-            raise FormatError(
-                f"{name}: its columns are {found}, expected {expected} as in {memory.names[0]}; write the files with "
-                "one schema"
-            )
-    return first
 
 
 def _decoded_bytes(batch: Batch, leaf: Leaf) -> int:

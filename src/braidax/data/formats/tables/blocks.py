@@ -96,11 +96,13 @@ class BlockSource(Source):
         self._cache_bytes = cache_bytes
         self._starts = np.cumsum([0, *(block.num_rows for block in self._blocks)], dtype=np.int64)
         self._spec = {leaf.name: leaf.spec(table.names[0]) for leaf in self._leaves}
-        largest = max(block.num_bytes for block in self._blocks)
+        block = max(self._blocks, key=lambda block: block.num_bytes)
+        largest = block.num_bytes
         if cache_bytes < largest:
             raise ArgumentError(
                 f"cache_bytes={cache_bytes:,}: the largest of the {what} takes {largest:,} bytes when decoded and "
-                f"would be decoded anew for every read; give at least that, or write the files with smaller {what}"
+                f"would be decoded anew for every read (number {block.number} of {table.names[block.file]}); give at "
+                f"least that, or write the files with smaller {what}"
             )
         self._num_bytes = sum(block.num_bytes for block in self._blocks)
         self._fits = self._num_bytes <= cache_bytes

@@ -35,7 +35,9 @@ class DirectLeaf:
     **Arguments:** `leaf`: with known lengths. `base`: int64 `[batches]`, the place of the first record, in bits for
     kind "bit"; of a varying leaf, of its values. `stride`: from record to record; of a varying leaf, from element to
     element. `offsets`, `limits`: of a varying leaf, the place of the first offset, and how many elements there are.
-    `is_large`: 64-bit offsets. `nulls`: int64, sorted, the records that are null.
+    `counts`: of text and bytes, the records of each batch, whose offsets are looked at as a whole when the first of
+    them is read; None where they were at open. `is_large`: 64-bit offsets. `nulls`: int64, sorted, the records that are
+    null.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class DirectLeaf:
         stride: int,
         offsets: Places | None,
         limits: Places,
+        counts: NDArray[np.int64] | None,
         is_large: bool,
         nulls: NDArray[np.int64],
     ) -> None:
@@ -54,6 +57,8 @@ class DirectLeaf:
         self._stride = stride
         self._offsets = offsets
         self._limits = limits
+        self._counts = counts
+        self._is_checked = np.zeros(0 if counts is None else len(counts), np.bool_)
         self._offset_dtype = np.dtype("<i8" if is_large else "<i4")
         self._nulls = nulls
 
@@ -98,6 +103,9 @@ class DirectLeaf:
         """Asks for the bytes of records ahead; of a varying leaf, for their offsets. **Arguments:** as `read`."""
         if self._offsets is not None:
             width = self._offset_dtype.itemsize
+            fresh = self._fresh(batches)
+            if fresh.size:
+                memory.prepare(*self._whole_offsets(fresh))
             memory.prepare(self._offsets[batches] + rows * width, np.full(len(rows), 2 * width))
         elif self.leaf.kind == "bit":
             memory.prepare((self._base[batches] + rows * self._stride) // 8, np.full(len(rows), self._stride // 8 + 2))
@@ -113,17 +121,43 @@ class DirectLeaf:
     def _spans(self, memory: Memory, batches: Indices, rows: Indices, where: str) -> tuple[Places, Places]:
         """Returns place and number of bytes of each record of a varying leaf."""
         assert self._offsets is not None
+        self._check_offsets(memory, batches, where)
         width = self._offset_dtype.itemsize
         bounds = memory.take(self._offsets[batches] + rows * width, 2 * width).view(self._offset_dtype)
-        starts, stops = bounds.T.astype(np.int64)
+        starts, stops = bounds.T.astype(np.int64)  # read anew, and so are checked anew
         wrong = np.flatnonzero((starts < 0) | (stops < starts) | (stops > self._limits[batches]))
         if wrong.size:
-            raise FormatError(
-                f"{where}: column {self.leaf.name!r} has offsets {starts[wrong[0]]} to {stops[wrong[0]]} into "
-                f"{self._limits[batches][wrong[0]]:,} values of a record batch; the file is corrupt: write or copy it "
-                "again"
-            )
+            raise self._corrupt(int(starts[wrong[0]]), int(stops[wrong[0]]), int(batches[wrong[0]]), where)
         return self._base[batches] + starts * self._stride, (stops - starts) * self._stride
+
+    def _check_offsets(self, memory: Memory, batches: Indices, where: str) -> None:
+        """Checks all offsets of batches of which nothing was read yet: that they ascend, and end within the values."""
+        fresh = self._fresh(batches)
+        for start in range(0, len(fresh), _GROUP):
+            group = fresh[start : start + _GROUP]
+            pieces = memory.slices(*self._whole_offsets(group))
+            for batch, piece in zip(group.tolist(), pieces, strict=True):
+                offsets = np.frombuffer(piece, self._offset_dtype)
+                falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+                at = int(falls[0]) if falls.size else len(offsets) - 2
+                first, last = (int(offset) for offset in offsets[at : at + 2])
+                if falls.size or int(offsets[0]) < 0 or last > self._limits[batch]:
+                    raise self._corrupt(first, last, batch, where)
+            self._is_checked[group] = True
+
+    def _fresh(self, batches: Indices) -> Indices:
+        return np.unique(batches[~self._is_checked[batches]]) if self._counts is not None else batches[:0]
+
+    def _whole_offsets(self, batches: Indices) -> tuple[Places, Places]:
+        assert self._offsets is not None
+        assert self._counts is not None
+        return self._offsets[batches], (self._counts[batches] + 1) * self._offset_dtype.itemsize
+
+    def _corrupt(self, start: int, stop: int, batch: int, where: str) -> FormatError:
+        return FormatError(
+            f"{where}: column {self.leaf.name!r} has offsets {start} to {stop} into {self._limits[batch]:,} values of "
+            "a record batch; the file is corrupt: write or copy it again"
+        )
 
     def _read_bits(self, memory: Memory, places: Places, out: NDArray[Any]) -> None:
         width = (self._stride + 7) // 8 + 1  # bits of a record may begin anywhere in a byte
@@ -188,6 +222,7 @@ class _Walk:
 
     def lists(self, level: Level) -> int | None:
         """Steps down to the values of lists; returns their length, `RAGGED`, or None where some are null."""
+        self._check_node(level)
         if self._nodes[:, level.node, 1].any():
             return None
         offsets = self._offsets(level)
@@ -209,12 +244,16 @@ class _Walk:
 
     def nulls_of(self, level: Level | Value) -> None:
         """Takes note of the records in which something at this level is null."""
+        self._check_node(level)
         for batch in np.flatnonzero(self._nodes[:, level.node, 1]).tolist():
-            place, length = self._buffers[batch, level.buffer].tolist()
-            bits = np.unpackbits(self._bytes(place, length), bitorder="little")
-            first, count = int(self._first[batch]), int(self._count[batch])
-            if len(bits) < first + count:
+            place, num_bytes = self._buffers[batch, level.buffer].tolist()
+            length, num_nulls = self._nodes[batch, level.node].tolist()
+            if 8 * num_bytes < length:
                 raise self._corrupt(batch, "too few bits of validity")
+            bits = np.unpackbits(self._bytes(place, (length + 7) // 8), count=length, bitorder="little")
+            first, count = int(self._first[batch]), int(self._count[batch])
+            if length - np.count_nonzero(bits) != num_nulls:
+                raise self._corrupt(batch, f"bits of validity for another number of nulls than {num_nulls}")
             values = np.flatnonzero(bits[first : first + count] == 0) // max(1, self._per_record)
             if self._ragged is not None:
                 offsets = self._ragged.pieces[batch]
@@ -235,6 +274,7 @@ class _Walk:
                 stride=1,
                 offsets=self._buffers[:, leaf.value.buffer + 1, 0],
                 limits=data[:, 1],
+                counts=self._count,
                 is_large=leaf.value.is_large,
                 nulls=nulls,
             )
@@ -249,6 +289,7 @@ class _Walk:
             stride=stride,
             offsets=None if ragged is None else ragged.places,
             limits=self._count if ragged is None else ragged.last,
+            counts=None,
             is_large=ragged is not None and ragged.is_large,
             nulls=nulls,
         )
@@ -260,6 +301,12 @@ class _Walk:
         places = self._buffers[:, level.buffer + 1, 0] + self._first * dtype.itemsize
         lengths = np.where(self._count, (self._count + 1) * dtype.itemsize, 0)
         return [np.frombuffer(piece, dtype) for piece in self._memory.slices(places, lengths)]
+
+    def _check_node(self, level: Level | Value) -> None:
+        """Checks that this level has as many values in each batch as the one above needs."""
+        short = self._nodes[:, level.node, 0] < np.where(self._count, self._first + self._count, 0)
+        if short.any():
+            raise self._corrupt(int(np.flatnonzero(short)[0]), "fewer values than its records or lists have")
 
     def _need(self, level: Level | Value, count: NDArray[np.int64], bits: int) -> None:
         """Checks that the buffer behind the validity holds so many numbers in each batch that has values."""

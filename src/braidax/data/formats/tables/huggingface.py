@@ -10,7 +10,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from braidax.data.formats.tables.tables import arrow, arrow_ipc
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, prepare, stamp_of
 from braidax.data.storage.names import inside
 from braidax.data.transforms.wrapping import WrappingSlices
@@ -63,27 +62,15 @@ def read_folder(path: Path, split: str | None) -> Folder:
     return Folder(_present(files), _present(indices), columns and [str(column) for column in columns], name)
 
 
-def selected(source: Source, folder: Folder) -> Source:
-    """Returns the rows that the indices mapping of a dataset selects, in its order; the source itself without one."""
-    if not folder.indices:
-        return source
-    parts: list[NDArray[Any]] = []
-    for path in folder.indices:
-        try:
-            with arrow().memory_map(str(path)) as file, arrow_ipc().open_stream(file) as reader:
-                parts.append(reader.read_all().column(0).to_numpy())
-        except (arrow().ArrowException, OSError, IndexError) as error:
-            raise FormatError(
-                f"{path}: the indices mapping is truncated or corrupt ({error}); save the dataset again, with "
-                "flatten_indices() before"
-            ) from error
-    rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    if not len(rows):
-        raise FormatError(f"{folder.indices[0]}: selects 0 records; expected at least one")
-    if int(rows.max()) >= len(source):
+def selected(source: Source, path: Path, rows: NDArray[np.int64]) -> Source:
+    """Returns the rows that the indices mapping of a dataset selects, in its order.
+
+    **Arguments:** `path`: of the mapping, for errors. **Raises:** `FormatError` for rows that the source has not.
+    """
+    wrong = rows[(rows < 0) | (rows >= len(source))]
+    if wrong.size:
         raise FormatError(
-            f"{folder.indices[0]}: selects record {int(rows.max())} of {len(source)}; it belongs to other files: save "
-            "the dataset again"
+            f"{path}: selects record {wrong[0]} of {len(source)}; it belongs to other files: save the dataset again"
         )
     return (_SelectedSlices if isinstance(source, Sliced) else _Selected)(source, rows)
 

@@ -23,6 +23,8 @@ _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # what the header of a message is
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
 _PAIR = np.dtype(("<i8", 2))
 _MAX_ROWS = 1 << 48
+_ALIGNMENT = 8  # of buffers
+_VERSIONS = (3, 4)  # V4 since Arrow 0.8, V5 since 1.0
 
 
 class Batch(NamedTuple):
@@ -40,7 +42,10 @@ class Batch(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One file: its schema's message, its batches, and `(place, bytes, batches before it)` of each dictionary."""
+    """One file: its schema's message, its batches, and `(place, bytes, batches before it)` of each dictionary.
+
+    All lie inside the file, and every buffer inside its batch or dictionary.
+    """
 
     schema: bytes
     batches: list[Batch]
@@ -52,7 +57,7 @@ def read_layout(memory: Memory, file: int) -> Layout:
 
     **Arguments:** `memory`: holds the file. `file`: its number there.
 
-    **Raises:** `FormatError` for a file that is neither, or is truncated.
+    **Raises:** `FormatError` for a file that is neither, is truncated, or speaks of bytes that are elsewhere.
     """
     name, size = memory.names[file], memory.sizes[file]
     origin = int(memory.origins[file])
@@ -92,18 +97,22 @@ def _file_layout(memory: Memory, read: Callable[[int, int], Bytes], origin: int,
     footer_data = bytes(read(size - 10 - footer_bytes, footer_bytes))
     footer = _root(footer_data)
     blocks = {name: footer.structs(field, _BLOCK) for name, field in {"dictionaries": 2, "batches": 3}.items()}
-    dictionaries = [
-        (origin + int(block["offset"]), int(block["metadata"] + block["body"]), 0) for block in blocks["dictionaries"]
-    ]
-    found = blocks["batches"]
-    for block in (found, blocks["dictionaries"]):
-        edges = np.stack([block[name].astype(np.int64) for name in ("offset", "metadata", "body")])
+    for found in blocks.values():
+        edges = np.stack([found[name].astype(np.int64) for name in ("offset", "metadata", "body")])
         if ((edges < 0) | (edges > size)).any() or (edges.sum(axis=0) > size).any():
             raise ValueError("a block of the footer lies outside of the file")
-    metadata = memory.slices(found["offset"] + origin, found["metadata"].astype(np.int64))
+    messages = {
+        name: memory.slices(found["offset"] + origin, found["metadata"].astype(np.int64))
+        for name, found in blocks.items()
+    }
+    dictionaries = [
+        (*_dictionary(piece, origin + int(block["offset"]), origin + size), 0)
+        for piece, block in zip(messages["dictionaries"], blocks["dictionaries"], strict=True)
+    ]
+    offsets = (blocks["batches"]["offset"] + origin).tolist()
     batches = [
-        _batch(_message(piece), origin + offset, length)
-        for piece, offset, length in zip(metadata, found["offset"].tolist(), found["metadata"].tolist(), strict=True)
+        _batch(_message(piece), place, len(piece), origin + size)
+        for piece, place in zip(messages["batches"], offsets, strict=True)
     ]
     return Layout(_schema_message(footer_data, footer), batches, dictionaries)
 
@@ -137,12 +146,14 @@ def _stream_layout(read: Callable[[int, int], Bytes], origin: int, size: int) ->
         num_bytes = 8 + length + body_bytes
         if body_bytes < 0 or offset + num_bytes > size:
             raise ValueError(f"the message at byte {offset:,} ends behind the file's end")
-        if kind == _SCHEMA:
+        if kind == _SCHEMA and not schema:
             schema = bytes(piece)
         elif kind == _DICTIONARY:
-            dictionaries.append((origin + offset, num_bytes, len(batches)))
+            dictionaries.append((*_dictionary(piece, origin + offset, origin + size), len(batches)))
         elif kind == _BATCH:
-            batches.append(_batch(message, origin + offset, 8 + length))
+            batches.append(_batch(message, origin + offset, len(piece), origin + size))
+        else:
+            raise ValueError(f"the message at byte {offset:,} is of kind {kind}, which does not belong there")
         offset += num_bytes
     return Layout(schema, batches, dictionaries)
 
@@ -150,23 +161,50 @@ def _stream_layout(read: Callable[[int, int], Bytes], origin: int, size: int) ->
 def _message(piece: Bytes) -> "_Table":
     if bytes(piece[:4]) != STREAM_MARK:
         raise ValueError("a message of Arrow before 0.15 is not known")
-    return _root(piece[8:])
+    if int.from_bytes(piece[4:8], "little") > len(piece) - 8:
+        raise ValueError("a message is longer than its block in the footer")
+    message = _root(piece[8:])
+    version = message.number(0, "<h")
+    if version not in _VERSIONS:
+        raise ValueError(f"metadata of version {version} are not known")
+    return message
 
 
-def _batch(message: "_Table", place: int, metadata_bytes: int) -> Batch:
+def _dictionary(piece: Bytes, place: int, end: int) -> tuple[int, int]:
+    """Returns place and bytes of a dictionary, whose values are a record batch of one column."""
+    message = _message(piece)
+    if message.number(1, "<B") != _DICTIONARY:
+        raise ValueError("a block of the footer is no dictionary")
+    values = _batch_of(message, message.table(2).table(1), place, len(piece), end)
+    return values.place, values.num_bytes
+
+
+def _batch(message: "_Table", place: int, metadata_bytes: int, end: int) -> Batch:
     if message.number(1, "<B") != _BATCH:
         raise ValueError("a block of the footer is no record batch")
-    header = message.table(2)
+    return _batch_of(message, message.table(2), place, metadata_bytes, end)
+
+
+def _batch_of(message: "_Table", header: "_Table", place: int, metadata_bytes: int, end: int) -> Batch:
+    """Returns a batch that lies inside its file, which ends at the place `end`, as do all of its buffers."""
+    body_bytes = message.number(3, "<q")
+    body = place + metadata_bytes
+    if not 0 <= body_bytes <= end - body:
+        raise ValueError(f"a record batch has {body_bytes:,} bytes, of which {end - body:,} are left in the file")
     buffers = header.structs(2, _PAIR).astype(np.int64)
-    num_bytes = metadata_bytes + message.number(3, "<q")
-    if len(buffers) and (buffers.min() < 0 or (buffers > num_bytes - metadata_bytes - buffers[:, ::-1]).any()):
+    offsets, lengths = buffers[:, 0], buffers[:, 1]
+    if len(buffers) and (buffers.min() < 0 or (offsets > body_bytes - lengths).any()):
         raise ValueError("a buffer lies outside its record batch")
-    buffers[:, 0] += place + metadata_bytes
+    if (offsets % _ALIGNMENT)[lengths > 0].any():
+        raise ValueError(f"a buffer begins at no multiple of {_ALIGNMENT} bytes")
+    buffers[:, 0] += body
     nodes = header.structs(1, _PAIR).astype(np.int64)
     num_rows = header.number(0, "<q")
     if not 0 <= num_rows < _MAX_ROWS or (len(nodes) and not 0 <= nodes.min() <= nodes.max() < _MAX_ROWS):
         raise ValueError(f"a record batch of {num_rows:,} records cannot be")
-    return Batch(place, num_bytes, num_rows, header.has(3), nodes, buffers)
+    if (nodes[:, 1] > nodes[:, 0]).any():
+        raise ValueError("a column has more nulls than values")
+    return Batch(place, metadata_bytes + body_bytes, num_rows, header.has(3), nodes, buffers)
 
 
 class _Table:
@@ -178,7 +216,8 @@ class _Table:
         self._vtable = position - struct.unpack_from("<i", data, position)[0]
         if self._vtable < 0:
             raise ValueError("a FlatBuffer's table lies outside of it")
-        self._num_fields = struct.unpack_from("<H", data, self._vtable)[0] // 2 - 2
+        vtable_bytes, self._num_bytes = struct.unpack_from("<HH", data, self._vtable)
+        self._num_fields = vtable_bytes // 2 - 2
 
     def has(self, field: int) -> bool:
         return self._at(field) > 0
@@ -205,6 +244,8 @@ class _Table:
         if field >= self._num_fields:
             return 0
         offset = struct.unpack_from("<H", self._data, self._vtable + 4 + 2 * field)[0]
+        if offset >= self._num_bytes:
+            raise ValueError("a FlatBuffer's field lies outside of its table")
         return self.position + offset if offset else 0
 
 

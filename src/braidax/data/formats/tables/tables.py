@@ -1,14 +1,16 @@
 """The door to pyarrow: schemas become leaves, Arrow arrays become columns of NumPy arrays."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.tables.columns import FINE, NULL, RAGGED, Column, Leaf, Level, Value
-from braidax.errors import ArgumentError, FormatError, import_extra
+from braidax.errors import ArgumentError, BraidaxError, FormatError, import_extra
 
 
 def arrow() -> Any:
@@ -24,6 +26,50 @@ def arrow_ipc() -> Any:
 def arrow_parquet() -> Any:
     """Returns pyarrow's reader of Parquet. **Raises:** `MissingExtra`."""
     return import_extra("pyarrow.parquet", "arrow", purpose="reading Parquet")
+
+
+@contextlib.contextmanager
+def refusing(message: Callable[[Exception], str]) -> Generator[None]:
+    """Raises `FormatError` for what pyarrow raises when bytes are damaged. **Arguments:** `message`: says what is."""
+    try:
+        yield
+    except BraidaxError:  # of the storage that pyarrow reads from
+        raise
+    except (arrow().ArrowException, OSError, ValueError) as error:
+        raise FormatError(message(error)) from error
+
+
+class Counts(NamedTuple):
+    """What each record batch of a schema has.
+
+    **Fields:** `columns`: the number of each column's node. `nodes`, `buffers`: how many; any number of the latter
+    (None) where there are views.
+    """
+
+    columns: list[int]
+    nodes: int
+    buffers: int | None
+
+
+def counts_of(schema: Any) -> Counts:
+    """Returns how many nodes and buffers a record batch has, and which nodes are columns."""
+    walk, columns = _Walk(arrow().types), list[int]()
+    for field in schema:
+        columns.append(walk.num_nodes)
+        for _ in walk.leaves(field.name, 0, field.type, ()):
+            pass
+    return Counts(columns, walk.num_nodes, None if walk.has_views else walk.num_buffers)
+
+
+def validated(batch: Any) -> Any:
+    """Returns a record batch of which all is checked that pyarrow can check, but whether text is UTF-8: `fill` does.
+
+    **Raises:** `ArrowException`, for offsets, indices and lengths that lead elsewhere.
+    """
+    batch.validate()
+    for column in batch.columns:
+        _validate(column)
+    return batch
 
 
 def leaves_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> list[Leaf]:
@@ -59,6 +105,9 @@ def leaves_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> list
                 f"{where}: column {leaf.name!r} has the type {leaf.kind}; expected numbers, bools, text, bytes or "
                 f"lists of numbers: convert it, or read the others with columns={usable}"
             )
+    twice = [name for name, count in Counter(leaf.name for leaf in picked).items() if count > 1]
+    if twice:
+        raise FormatError(f"{where}: has several columns of the names {twice}; name each once, or leave them out")
     direct = not walk.has_views
     return [replace(leaf, is_direct=leaf.is_direct and direct) for leaf in picked if isinstance(leaf, Leaf)]
 
@@ -131,8 +180,8 @@ class _Walk:
 
     def __init__(self, types: Any) -> None:
         self._types = types
-        self._node = 0
-        self._buffer = 0
+        self.num_nodes = 0
+        self.num_buffers = 0
         self._number = -1
         self.has_views = False  # of which a batch has any number of buffers
 
@@ -207,9 +256,9 @@ class _Walk:
         return nested
 
     def _step(self, kind: Any, *, buffers: int, length: int = 0, is_large: bool = False) -> Level:
-        level = Level(kind, 0, length, is_large, self._node, self._buffer)
-        self._node += 1
-        self._buffer += buffers
+        level = Level(kind, 0, length, is_large, self.num_nodes, self.num_buffers)
+        self.num_nodes += 1
+        self.num_buffers += buffers
         return level
 
 
@@ -284,6 +333,23 @@ def _text(values: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     bounds = np.frombuffer(offsets, np.int64)[values.offset : values.offset + len(values) + 1]
     stored = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
     return stored[bounds[0] : bounds[-1]], bounds - bounds[0]
+
+
+def _validate(array: Any) -> None:
+    pa = arrow()
+    kind = array.type
+    if hasattr(kind, "storage_type"):
+        _validate(array.storage)
+    elif pa.types.is_dictionary(kind):
+        array.indices.validate(full=True)
+        pa.DictionaryArray.from_arrays(array.indices, array.dictionary, safe=True)  # checks the bounds of the indices
+        _validate(array.dictionary)
+    elif pa.types.is_struct(kind):
+        for number in range(kind.num_fields):
+            _validate(array.field(number))
+    else:
+        plain = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(kind)
+        (array if plain is None else array.view(plain)).validate(full=True)
 
 
 def _nulls(values: Any) -> NDArray[np.bool_]:

@@ -1,0 +1,148 @@
+"""Tables: Arrow, Feather, Hugging Face, Parquet. What is right says pyarrow, once it has validated all of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.ipc as ipc
+import pyarrow.parquet as pq
+
+import braidax.data as data
+from tests.data.fuzz.case import Case, Samples, only_file
+
+_NUM_ROWS = 60
+
+
+def _table(*, nulls: bool = False, dictionaries: bool = False) -> pa.Table:
+    rows = range(_NUM_ROWS)
+    columns: dict[str, Any] = {
+        "x": pa.array(np.random.default_rng(0).normal(size=_NUM_ROWS).astype(np.float32)),
+        "id": pa.array(np.arange(_NUM_ROWS)),
+        "flag": pa.array([row % 3 == 0 for row in rows]),
+        "tokens": pa.array([[row, row + 1, row + 2] for row in rows], pa.list_(pa.int32())),
+        "fixed": pa.array([[row, row + 1] for row in rows], pa.list_(pa.float32(), 2)),
+        "ragged": pa.array([list(range(row, row + row % 4)) for row in rows], pa.list_(pa.int32())),
+        "text": pa.array([f"é{row}" * (row % 5) for row in rows]),
+        "raw": pa.array([b"%d" % row * (row % 7) for row in rows], pa.large_binary()),
+        "struct": pa.array([{"p": row, "q": f"z{row}"} for row in rows]),
+    }
+    if nulls:
+        columns["some"] = pa.array([None if row % 17 == 5 else row for row in rows], pa.int32())
+        columns["words"] = pa.array([None if row % 19 == 5 else str(row) for row in rows])
+    if dictionaries:
+        columns["kind"] = pa.array([f"kind {row % 5}" for row in rows]).dictionary_encode()
+        columns["number"] = pa.array([row % 3 for row in rows], pa.int32()).dictionary_encode()
+    return pa.table(columns)
+
+
+def _stream(path: Path, table: pa.Table, **options: Any) -> None:
+    with ipc.new_stream(str(path), table.schema, options=ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=13)
+
+
+def _feather(path: Path, table: pa.Table, compression: str) -> None:
+    feather.write_feather(table, path, compression=compression, chunksize=17)
+
+
+def _samples(table: pa.Table) -> Samples:
+    while any(pa.types.is_struct(column.type) for column in table.columns):
+        table = table.flatten()
+    return {
+        name: [value for chunk in column.chunks for value in _values(chunk)]
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+
+
+def _values(chunk: pa.Array) -> list[Any]:
+    """Returns the values of an array if it is valid; else as many times None, as for text that is no UTF-8."""
+    if pa.types.is_dictionary(chunk.type):
+        values, indices = _values(chunk.dictionary), _values(chunk.indices)
+        return [values[index] if index is not None and 0 <= index < len(values) else None for index in indices]
+    if pa.types.is_string(chunk.type):
+        return [_text(value) for value in _values(chunk.view(pa.binary()))]
+    try:
+        chunk.validate(full=True)
+    except pa.ArrowInvalid:
+        return [None] * len(chunk)
+    return chunk.to_pylist()
+
+
+def _text(stored: bytes | None) -> str | None:
+    try:
+        return None if stored is None else stored.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _read_arrow(folder: Path) -> Samples:
+    return _samples(_whole(only_file(folder)))
+
+
+def _read_parquet(folder: Path) -> Samples:
+    return _samples(pq.ParquetFile(only_file(folder), page_checksum_verification=True).read())
+
+
+def _hugging_face(folder: Path) -> None:
+    saved = folder / "saved"
+    datasets.Dataset(_table().select(["x", "id", "tokens", "text"]).combine_chunks()).save_to_disk(str(saved))
+    _stream(saved / "indices.arrow", pa.table({"indices": np.array([7, 3, 50, 0, 59, 20], np.uint64)}))
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]}))
+
+
+def _open_hugging_face(folder: Path) -> data.Source:
+    return data.open(folder / "saved")
+
+
+def _read_hugging_face(folder: Path) -> Samples:
+    state = json.loads((folder / "saved" / "state.json").read_text())
+    stored, rows = (
+        pa.concat_tables([_whole(folder / "saved" / file["filename"]) for file in state[key]])
+        for key in ("_data_files", "_indices_data_files")
+    )
+    chosen = _samples(rows)["indices"]
+    return {name: [values[row] for row in chosen] for name, values in _samples(stored).items()}
+
+
+def _whole(path: Path) -> pa.Table:
+    stored = path.read_bytes()
+    with (ipc.open_file if stored.startswith(b"ARROW1") else ipc.open_stream)(pa.py_buffer(stored)) as reader:
+        return reader.read_all()
+
+
+def _parquet(folder: Path, table: pa.Table, **options: Any) -> None:
+    pq.write_table(table, folder / "a.parquet", row_group_size=25, **options)
+
+
+CASES = [
+    Case("arrow stream", lambda folder: _stream(folder / "a.arrow", _table()), read=_read_arrow),
+    Case("arrow file", lambda folder: _feather(folder / "a.arrow", _table(), "uncompressed"), read=_read_arrow),
+    Case("arrow nulls", lambda folder: _stream(folder / "a.arrow", _table(nulls=True)), read=_read_arrow),
+    Case(
+        "arrow dictionaries",
+        lambda folder: _stream(folder / "a.arrow", _table(dictionaries=True)),
+        read=_read_arrow,
+    ),
+    Case("feather lz4", lambda folder: _feather(folder / "a.feather", _table(), "lz4"), read=_read_arrow),
+    Case(
+        "arrow zstd nulls",
+        lambda folder: _stream(folder / "a.arrow", _table(nulls=True, dictionaries=True), compression="zstd"),
+        read=_read_arrow,
+    ),
+    Case("hugging face", _hugging_face, _open_hugging_face, _read_hugging_face),
+    Case("parquet", lambda folder: _parquet(folder, _table(nulls=True)), read=_read_parquet),
+    Case(
+        "parquet checksums",
+        lambda folder: _parquet(folder, _table(dictionaries=True), write_page_checksum=True, compression="zstd"),
+        read=_read_parquet,
+    ),
+    Case(
+        "parquet plain",
+        lambda folder: _parquet(folder, _table(), use_dictionary=False, compression="none", data_page_size=256),
+        read=_read_parquet,
+    ),
+]
