@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from braidax.data.formats.arrays.arrays import NPY_MAGIC, open_npy, open_npz
 from braidax.data.formats.arrays.cifar import cifar_folder, is_cifar_member, open_cifar_archive, open_cifar_folder
 from braidax.data.formats.arrays.fixed_width import has_header, open_npy_files, open_token_files, open_tokens
 from braidax.data.formats.arrays.mnist import has_idx_header, idx_size, image_files, open_idx, open_mnist_folder
+from braidax.data.formats.arrays.npy import MAGIC as NPY_MAGIC
+from braidax.data.formats.arrays.npy import open_npy, open_npz
 from braidax.data.formats.image_folder import has_images, open_image_folder
 from braidax.data.formats.mds.mds import INDEX_NAME, open_mds
 from braidax.data.formats.records.array_record import MAGIC as ARRAY_RECORD_MAGIC

@@ -6,15 +6,18 @@ and then what came of it; so whoever reads this knows of which mutation the proc
 
 import gc
 import json
+import os
 import resource
 import signal
 import sys
 from pathlib import Path
 
+from braidax.data.storage.limits import LIMIT
 from tests.data.fuzz.cases import CASES
 from tests.data.fuzz.trial import FINE, cleared, damaged, samples, tried
 
 MEMORY_BYTES = 1 << 30  # beyond what the process needs for the case as it was written
+MAX_BYTES = 64 << 20  # that compressed data may become
 TRIAL_SECONDS = 60  # of a busy machine; a trial takes a few milliseconds
 
 
@@ -30,6 +33,7 @@ def _say(*words: object) -> None:
 
 def main(folder: Path) -> None:
     """Answers until the input ends."""
+    os.environ[LIMIT] = str(MAX_BYTES)
     for line in sys.stdin:
         name, numbers = json.loads(line)
         case = CASES[name]

@@ -1,15 +1,9 @@
-"""Arrays that lie row by row in memory or in a file: `.npy`, `.npz`, and whatever else can be seen as such."""
+"""Arrays that lie row by row in memory, or in a file that is mapped."""
 
-import ast
 import functools
-import io
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +14,6 @@ from braidax.data.source import Box, Indices, Sliced, Source, check_indices, gat
 from braidax.data.storage.files import stamp_of_files
 from braidax.data.storage.mapped import Mapped, gather_held
 from braidax.errors import ArgumentError, FormatError
-
-NPY_MAGIC = b"\x93NUMPY"
 
 
 class ArraySource(Source, Sliced):
@@ -169,106 +161,3 @@ def from_arrays(arrays: Mapping[str, Any]) -> ArraySource:
             )
     leaves = {name: np.asarray(value) for name, value in arrays.items()}
     return ArraySource(leaves, where="arrays in memory", facts={"format": "arrays in memory"})
-
-
-def open_npy(path: Path) -> ArraySource:
-    """Opens a `.npy` file, memory-mapped, as the leaf `"data"`."""
-    with path.open("rb") as file:
-        layout = npy_layout(file, where=str(path), size=path.stat().st_size)
-    mapped = Mapped([path])
-    facts = {"format": "npy", "files": path.name}
-    return ArraySource({"data": _view(mapped, layout)}, where=str(path), facts=facts, mapped=mapped)
-
-
-def open_npz(path: Path) -> ArraySource:
-    """Opens an `.npz` file, a leaf per key; members stored without compression are memory-mapped, others loaded."""
-    leaves: dict[str, NDArray[Any]] = {}
-    views: list[str] = []
-    mapped = Mapped([path])
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
-                name = member.filename.removesuffix(".npy")
-                where = f"{path}, member {member.filename!r}"
-                if name == member.filename:
-                    raise FormatError(f"{where}: expected .npy members only; if this is an npz file, remove the others")
-                if member.compress_type == zipfile.ZIP_STORED:
-                    leaves[name] = _view(mapped, _stored_layout(path, member, where=where))
-                    views.append(name)
-                else:
-                    leaves[name] = _inflate(archive, member, where=where)
-    except (zipfile.BadZipFile, zlib.error, EOFError, struct.error) as error:
-        raise FormatError(
-            f"{path}: the zip archive of {path.stat().st_size:,} bytes is truncated or corrupt ({error}); "
-            "copy or write it again"
-        ) from error
-    facts = {"format": "npz", "files": path.name, "memory-mapped": ", ".join(views) or "none"}
-    return ArraySource(leaves, where=str(path), facts=facts, mapped=mapped)
-
-
-class NpyLayout(NamedTuple):
-    """What the header of an npy file says, and where the array begins."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    fortran_order: bool
-    offset: int
-
-
-def npy_layout(file: io.BufferedIOBase, *, where: str, size: int) -> NpyLayout:
-    """Reads the npy header at the file's position.
-
-    **Arguments:** `where`: names the file, for errors. `size`: bytes from there on, header included.
-
-    **Raises:** `FormatError` for another file, a truncated one, or one of Python objects.
-    """
-    start = file.tell()
-    prefix = file.read(8)
-    if len(prefix) < 8 or not prefix.startswith(NPY_MAGIC):
-        raise FormatError(
-            f"{where}: begins with {prefix[:6]!r}, expected {NPY_MAGIC!r}: it is no npy file, or a truncated one"
-        )
-    width = 2 if prefix[6] == 1 else 4
-    length = int.from_bytes(file.read(width), "little")
-    try:
-        header = ast.literal_eval(file.read(length).decode("latin1" if prefix[6] < 3 else "utf8"))
-        dtype = np.dtype(np.lib.format.descr_to_dtype(header["descr"]))
-        shape = tuple(int(dim) for dim in header["shape"])
-        fortran_order = bool(header["fortran_order"])
-    except (SyntaxError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{where}: the npy header is truncated or corrupt ({error}); write the file again") from error
-    if dtype.hasobject:
-        raise FormatError(
-            f"{where}: holds Python objects (dtype {dtype}), which are pickles that could run code; expected numbers: "
-            "save arrays of one shape as numbers, or pass the loaded object to open()"
-        )
-    offset = file.tell()
-    expected = offset - start + int(np.prod(shape, dtype=object)) * dtype.itemsize
-    if size < expected:
-        raise FormatError(
-            f"{where}: truncated: {size:,} bytes, expected {expected:,} for shape {shape} of {dtype}; copy it again"
-        )
-    return NpyLayout(dtype, shape, fortran_order, offset)
-
-
-def _stored_layout(path: Path, member: zipfile.ZipInfo, *, where: str) -> NpyLayout:
-    """Finds the array inside the archive's own bytes: behind the member's local header of 30 bytes, name and extra."""
-    with path.open("rb") as file:
-        file.seek(member.header_offset)
-        name_length, extra_length = struct.unpack("<26xHH", file.read(30))
-        file.seek(name_length + extra_length, 1)
-        return npy_layout(file, where=where, size=member.file_size)
-
-
-def _inflate(archive: zipfile.ZipFile, member: zipfile.ZipInfo, *, where: str) -> NDArray[Any]:
-    data = archive.read(member)
-    layout = npy_layout(io.BytesIO(data), where=where, size=len(data))
-    order = "F" if layout.fortran_order else "C"
-    return np.ndarray(layout.shape, layout.dtype, data, layout.offset, order=order)
-
-
-def _view(mapped: Mapped, layout: NpyLayout) -> NDArray[Any]:
-    if 0 in layout.shape:
-        return np.empty(layout.shape, layout.dtype)
-    order = "F" if layout.fortran_order else "C"
-    return np.ndarray(layout.shape, layout.dtype, mapped.array(0), layout.offset, order=order)

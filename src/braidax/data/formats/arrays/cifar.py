@@ -1,5 +1,6 @@
 """CIFAR-10 and CIFAR-100 as they are downloaded: Python or binary version, archive or unpacked folder."""
 
+import gzip
 import io
 import pickle
 import tarfile
@@ -14,9 +15,21 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.arrays.arrays import ArraySource
 from braidax.data.source import listed
+from braidax.data.storage.limits import refuse_larger
 from braidax.errors import ArgumentError, FormatError
 
 PIXELS = 3 * 32 * 32
+_SKIPPED_BYTES = 1 << 20
+_NO_PICKLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    MemoryError,  # of a length that the file does not have
+)
 
 
 @dataclass(frozen=True)
@@ -127,18 +140,30 @@ def open_cifar_archive(path: Path, *, split: str = "train") -> ArraySource:
 
 
 def _read_members(path: Path, split: str) -> tuple[list[str], dict[str, bytes]]:
-    """Goes through the archive once; returns the names of its files and the contents of those of the split."""
+    """Goes through the archive once; returns the names of its files and the contents of those of the split.
+
+    What is gzipped is read to its end, where its checksum is.
+    """
     wanted = {name for version in _VERSIONS for name in (*version.files(split), *version.names)}
     names: list[str] = []
     blobs: dict[str, bytes] = {}
-    with tarfile.open(path, "r|*") as archive:
-        for member in archive:
-            name = member.name.rpartition("/")[2]
-            if not member.isfile():
-                continue
-            names.append(name)
-            if name in wanted and (file := archive.extractfile(member)) is not None:
-                blobs[name] = file.read()
+    stored_bytes, num_bytes = path.stat().st_size, 0
+    with path.open("rb") as raw:
+        is_gzipped = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        file = gzip.GzipFile(fileobj=raw) if is_gzipped else raw
+        with file, tarfile.open(fileobj=file, mode="r|" if is_gzipped else "r|*") as archive:
+            for member in archive:
+                name = member.name.rpartition("/")[2]
+                if not member.isfile():
+                    continue
+                names.append(name)
+                if name in wanted and (content := archive.extractfile(member)) is not None:
+                    num_bytes += member.size
+                    refuse_larger(str(path), num_bytes, stored_bytes)
+                    blobs[name] = content.read()
+            while is_gzipped and file.read(_SKIPPED_BYTES):
+                pass
     return names, blobs
 
 
@@ -262,7 +287,7 @@ def _unpickle(blob: bytes, *, where: str) -> dict[str, Any]:
     """Returns the dict in a file of the Python version, whose Python 2 strings become the keys' text."""
     try:
         content = _NumbersOnly(io.BytesIO(blob), encoding="bytes").load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+    except _NO_PICKLE as error:
         raise FormatError(
             f"{where}: {len(blob):,} bytes that are no pickle of CIFAR ({error}); truncated, damaged or another file: "
             "download it again"

@@ -1,7 +1,6 @@
 """Records of one width, whose places are computed: npy and raw tokens, in files or in an object store."""
 
 import functools
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,8 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from braidax.data.formats.arrays.arrays import ArraySource, npy_layout
+from braidax.data.formats.arrays.arrays import ArraySource
+from braidax.data.formats.arrays.npy import HEAD_BYTES, npy_layout
 from braidax.data.formats.arrays.record_layout import RecordLayout, read_boxes
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed, loader_dtype
 from braidax.data.storage.files import Files, Ranges, stamp_of_files
@@ -18,7 +18,6 @@ from braidax.data.storage.local import LocalFiles
 from braidax.data.storage.mapped import Fetched, Mapped, Memory
 from braidax.errors import ArgumentError, FormatError
 
-_NPY_HEAD_BYTES = 1 << 12  # npy's header is rarely longer than 128 bytes
 _TOKEN_HEAD_BYTES = 12
 
 # The header of llm.c: 256 little-endian int32, of which the first three are magic, version and number of tokens.
@@ -142,8 +141,8 @@ def open_npy_files(files: Files) -> FixedSource:
     **Raises:** `FormatError` for files that differ, are truncated, or in Fortran order.
     """
     layouts = [
-        npy_layout(io.BytesIO(head), where=name, size=size)
-        for head, name, size in zip(_heads(files, _NPY_HEAD_BYTES), files.names, files.sizes, strict=True)
+        npy_layout(head, where=name, size=size)
+        for head, name, size in zip(_heads(files, HEAD_BYTES), files.names, files.sizes, strict=True)
     ]
     first = layouts[0]
     for layout, name in zip(layouts, files.names, strict=True):

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.arrays.arrays import ArraySource
+from braidax.data.storage.limits import refuse_larger
 from braidax.errors import ArgumentError, FormatError
 
+_HEAD_BYTES = 64
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _NAME = re.compile(r"(?P<split>train|t10k|test)-images[-.]idx3-ubyte(\.gz)?$")
 _SPLITS = {"train": ("train",), "test": ("t10k", "test")}
@@ -108,12 +110,9 @@ def _header(data: bytes) -> _Header:
 
 def _read_idx(path: Path) -> NDArray[Any]:
     """Reads an IDX file whole; what is not gzipped is memory-mapped."""
-    try:
-        with path.open("rb") as file:
-            gzipped = file.read(2) == b"\x1f\x8b"
-        data: Any = gzip.decompress(path.read_bytes()) if gzipped else _first_bytes(path)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise FormatError(f"{path}: truncated or corrupt gzip data ({error}); download it again") from error
+    with path.open("rb") as file:
+        gzipped = file.read(2) == b"\x1f\x8b"
+    data = _inflated(path) if gzipped else _first_bytes(path)
     size = len(data) if gzipped else path.stat().st_size
     if not has_idx_header(data) or len(data) < 4 + 4 * data[3]:
         raise FormatError(
@@ -131,6 +130,19 @@ def _read_idx(path: Path) -> NDArray[Any]:
     return np.memmap(path, header.dtype, "r", header.offset, header.shape).view(np.ndarray)
 
 
+def _inflated(path: Path) -> bytes:
+    """Inflates a file as far as its header says, and as far as it may become, so that its checksum is verified."""
+    stored_bytes = path.stat().st_size
+    try:
+        with gzip.open(path) as file:
+            head = file.read(_HEAD_BYTES)
+            expected = idx_size(head) if has_idx_header(head) else len(head)
+            refuse_larger(str(path), expected, stored_bytes)
+            return head + file.read(max(1, expected - len(head) + 1))  # one more, if it is there, is too many
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise FormatError(f"{path}: truncated or corrupt gzip data ({error}); download it again") from error
+
+
 def _first_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(64)
+        return file.read(_HEAD_BYTES)
