@@ -23,6 +23,8 @@ from braidax.data.formats.records.webdataset import open_webdataset
 from braidax.data.formats.tables.arrow import SUFFIXES as ARROW_SUFFIXES
 from braidax.data.formats.tables.arrow import arrow_files, open_arrow
 from braidax.data.formats.tables.huggingface import is_huggingface
+from braidax.data.formats.tables.parquet import ENCRYPTED_MAGIC as PARQUET_ENCRYPTED
+from braidax.data.formats.tables.parquet import MAGIC as PARQUET_MAGIC
 from braidax.data.formats.tables.parquet import open_parquet, parquet_files
 from braidax.data.source import Source
 from braidax.data.storage import Files, Remote
@@ -198,7 +200,7 @@ FILES = (
     ),
     Format(
         "Parquet",
-        lambda look: look.is_plain and look.head.startswith(b"PAR1"),
+        lambda look: look.is_plain and look.head.startswith((PARQUET_MAGIC, PARQUET_ENCRYPTED)),
         _by_either(open_parquet, open_parquet),
         _TABLE,
     ),

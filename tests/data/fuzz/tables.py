@@ -83,7 +83,19 @@ def _read_arrow(folder: Path) -> Samples:
 
 
 def _read_parquet(folder: Path) -> Samples:
-    return _samples(pq.ParquetFile(only_file(folder), page_checksum_verification=True).read())
+    """Reads row group by row group; one that cannot be read has as many records as the footer says, all None."""
+    file = pq.ParquetFile(only_file(folder), page_checksum_verification=True)
+    found: dict[str, list[Any]] = {}
+    for number in range(file.num_row_groups):
+        for name in file.schema_arrow.names:
+            try:
+                values = _samples(file.read_row_group(number, columns=[name]))
+            except (pa.ArrowException, OSError):
+                whole = file.schema_arrow.empty_table().select([name])
+                values = {leaf: [None] * file.metadata.row_group(number).num_rows for leaf in _samples(whole)}
+            for leaf, part in values.items():
+                found.setdefault(leaf, []).extend(part)
+    return found
 
 
 def _hugging_face(folder: Path) -> None:

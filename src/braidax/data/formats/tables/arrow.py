@@ -11,7 +11,7 @@ from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Block
 from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
 from braidax.data.formats.tables.direct import DirectLeaf, direct_leaf
 from braidax.data.formats.tables.huggingface import is_huggingface, read_folder, selected
-from braidax.data.formats.tables.ipc import Batch, Layout
+from braidax.data.formats.tables.ipc import Batch, Layout, inflated_bytes
 from braidax.data.formats.tables.schemas import opened
 from braidax.data.formats.tables.tables import (
     arrow,
@@ -24,6 +24,7 @@ from braidax.data.formats.tables.tables import (
 from braidax.data.source import Box, Indices, Sliced, Source, check_indices, listed
 from braidax.data.storage import Files, LocalFiles
 from braidax.data.storage.files import stamp_of_files
+from braidax.data.storage.limits import refuse_larger
 from braidax.data.storage.mapped import Fetched, Mapped, Memory
 from braidax.errors import ArgumentError, FormatError, RecordError
 from braidax.spans import span
@@ -214,9 +215,11 @@ class ArrowTable(Blocks):
         # pyarrow reads schema, dictionaries and batch as a stream of their own
         block, batch = self._blocks[index], self._batches[index]
         layout = self._layouts[block.file]
-        wanted = [(place, length) for place, length, before in layout.dictionaries if before <= block.number]
-        places, lengths = zip(*wanted, (batch.place, batch.num_bytes), strict=True)
+        wanted = [*(values for values, before in layout.dictionaries if before <= block.number), batch]
+        places, lengths = zip(*((one.place, one.num_bytes) for one in wanted), strict=True)
         pieces = self._memory.slices(np.array(places), np.array(lengths))
+        become = sum(inflated_bytes(one, piece) for one, piece in zip(wanted, pieces, strict=True))
+        refuse_larger(f"{self.names[block.file]}, record batch {block.number}", become, sum(lengths))
         options = self._ipc.IpcReadOptions(included_fields=self._columns, use_threads=False)
         message = (
             f"{self.names[block.file]}: record batch {block.number} (records {block.first_record} to "

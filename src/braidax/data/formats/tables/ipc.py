@@ -24,6 +24,7 @@ _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body",
 _PAIR = np.dtype(("<i8", 2))
 _MAX_ROWS = 1 << 48
 _ALIGNMENT = 8  # of buffers
+_LENGTH = struct.Struct("<q")  # of a compressed buffer when decompressed, before it; -1 if it is not compressed
 _VERSIONS = (3, 4)  # V4 since Arrow 0.8, V5 since 1.0
 
 
@@ -42,14 +43,14 @@ class Batch(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One file: its schema's message, its batches, and `(place, bytes, batches before it)` of each dictionary.
+    """One file: its schema's message, its batches, and its dictionaries, each with the batches before it.
 
     All lie inside the file, and every buffer inside its batch or dictionary.
     """
 
     schema: bytes
     batches: list[Batch]
-    dictionaries: list[tuple[int, int, int]]
+    dictionaries: list[tuple[Batch, int]]
 
 
 def read_layout(memory: Memory, file: int) -> Layout:
@@ -89,6 +90,17 @@ def read_layout(memory: Memory, file: int) -> Layout:
     )
 
 
+def inflated_bytes(batch: Batch, piece: Bytes) -> int:
+    """Returns how many bytes the buffers of a batch say that they become when decompressed.
+
+    **Arguments:** `piece`: the bytes of the batch.
+    """
+    if not batch.is_compressed:
+        return batch.num_bytes
+    starts = batch.buffers[batch.buffers[:, 1] >= _LENGTH.size, 0] - batch.place
+    return sum(max(0, _LENGTH.unpack_from(piece, start)[0]) for start in starts.tolist())
+
+
 def _file_layout(memory: Memory, read: Callable[[int, int], Bytes], origin: int, size: int) -> Layout:
     tail = bytes(read(size - 10, 10))
     if tail[4:] != FILE_MAGIC:
@@ -106,7 +118,7 @@ def _file_layout(memory: Memory, read: Callable[[int, int], Bytes], origin: int,
         for name, found in blocks.items()
     }
     dictionaries = [
-        (*_dictionary(piece, origin + int(block["offset"]), origin + size), 0)
+        (_dictionary(piece, origin + int(block["offset"]), origin + size), 0)
         for piece, block in zip(messages["dictionaries"], blocks["dictionaries"], strict=True)
     ]
     offsets = (blocks["batches"]["offset"] + origin).tolist()
@@ -131,7 +143,7 @@ def _schema_message(footer_data: bytes, footer: "_Table") -> bytes:
 
 
 def _stream_layout(read: Callable[[int, int], Bytes], origin: int, size: int) -> Layout:
-    schema, batches, dictionaries = b"", list[Batch](), list[tuple[int, int, int]]()
+    schema, batches, dictionaries = b"", list[Batch](), list[tuple[Batch, int]]()
     offset = 0
     while offset < size:
         mark = bytes(read(offset, 8))
@@ -149,7 +161,7 @@ def _stream_layout(read: Callable[[int, int], Bytes], origin: int, size: int) ->
         if kind == _SCHEMA and not schema:
             schema = bytes(piece)
         elif kind == _DICTIONARY:
-            dictionaries.append((*_dictionary(piece, origin + offset, origin + size), len(batches)))
+            dictionaries.append((_dictionary(piece, origin + offset, origin + size), len(batches)))
         elif kind == _BATCH:
             batches.append(_batch(message, origin + offset, len(piece), origin + size))
         else:
@@ -170,13 +182,12 @@ def _message(piece: Bytes) -> "_Table":
     return message
 
 
-def _dictionary(piece: Bytes, place: int, end: int) -> tuple[int, int]:
-    """Returns place and bytes of a dictionary, whose values are a record batch of one column."""
+def _dictionary(piece: Bytes, place: int, end: int) -> Batch:
+    """Returns a dictionary: its values are a record batch of one column."""
     message = _message(piece)
     if message.number(1, "<B") != _DICTIONARY:
         raise ValueError("a block of the footer is no dictionary")
-    values = _batch_of(message, message.table(2).table(1), place, len(piece), end)
-    return values.place, values.num_bytes
+    return _batch_of(message, message.table(2).table(1), place, len(piece), end)
 
 
 def _batch(message: "_Table", place: int, metadata_bytes: int, end: int) -> Batch:

@@ -7,6 +7,7 @@ row groups are decoded when a record of theirs is read, and shared as `blocks` s
 import io
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ import numpy as np
 
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Blocks, BlockSource, Group
 from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
-from braidax.data.formats.tables.tables import arrow, arrow_parquet, column_of, leaves_of, list_lengths
+from braidax.data.formats.tables.tables import arrow_parquet, column_of, leaves_of, list_lengths, refusing
 from braidax.data.source import listed
 from braidax.data.storage import Files, LocalFiles, Ranges
 from braidax.errors import FormatError
 from braidax.spans import span
 
 MAGIC = b"PAR1"
+ENCRYPTED_MAGIC = b"PARE"
 
 _PROBED_ROWS = 1024  # records that say whether lists have one length
+_SIGNATURE_BYTES = 28  # behind the footer of a file whose columns are encrypted: nonce and tag
 _TAIL_BYTES = 1 << 16  # what is read first of a file's end: mostly the whole footer
 
 
@@ -38,13 +41,15 @@ class ParquetTable(Blocks):
     def __init__(self, files: Files, columns: Sequence[str] | None) -> None:
         self._files = files
         self._parquet = arrow_parquet()
-        self._metadata = [self._footer(file) for file in range(len(files.names))]
-        schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
+        footers = [self._footer(file) for file in range(len(files.names))]
+        self._metadata = [metadata for metadata, _ in footers]
+        schemas = [schema for _, schema in footers]
         if not any(metadata.num_rows for metadata in self._metadata):
             raise FormatError(f"{self.names[0]}: holds 0 records in {len(self.names)} file(s); expected at least one")
         self._schema = schemas[0]
-        first = self._metadata[0].schema
-        self._paths = [first.column(number).path for number in range(len(first.names))]
+        with refusing(lambda error: f"{self.names[0]}: its schema is corrupt ({error}); write or copy the file again"):
+            first = self._metadata[0].schema
+            self._paths = [first.column(number).path for number in range(len(first.names))]
         leaves = leaves_of(schemas[0], columns, where=self.names[0])
         self._columns = list(dict.fromkeys(schemas[0].names[leaf.column] for leaf in leaves))
         self._check_schemas(schemas)
@@ -75,11 +80,12 @@ class ParquetTable(Blocks):
 
     def load(self, index: int) -> Any:
         block = self._blocks[index]
-        with self._reader(index) as reader:
-            try:
-                return reader.read_row_group(block.number, columns=self._columns, use_threads=False)
-            except (arrow().ArrowException, OSError) as error:
-                raise self._damaged(block, error) from error
+        with self._refusing(block), self._reader(index) as reader:
+            table = reader.read_row_group(block.number, columns=self._columns, use_threads=False)
+            table.validate()
+            if table.num_rows != block.num_rows:
+                raise ValueError(f"{table.num_rows:,} records in its pages")
+            return table
 
     def decode(self, index: int) -> Group:
         with span("decode", "row group", num_bytes=self._blocks[index].num_bytes):
@@ -91,20 +97,32 @@ class ParquetTable(Blocks):
             chunks = [self._chunks(self._blocks[index]) for index in indices]
             self._files.prepare(Ranges(*(np.concatenate(field) for field in zip(*chunks, strict=True))))
 
-    def _footer(self, file: int) -> Any:
+    def _footer(self, file: int) -> tuple[Any, Any]:
+        """Returns the metadata and the schema of a file."""
         name, size = self.names[file], self._files.sizes[file]
-        try:
+        with refusing(
+            lambda error: (
+                f"{name}: {size:,} bytes that are no Parquet file, or a truncated one ({error}); write or copy it again"
+            )
+        ):
             tail = self._read(file, max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
             needed = 8 + int.from_bytes(tail[-8:-4], "little")
+            if tail.endswith(ENCRYPTED_MAGIC):
+                raise self._encrypted(name)
             if not tail.endswith(MAGIC) or needed > size:
                 raise OSError(f"it ends with {tail[-8:]!r}")
             if needed > len(tail):
                 tail = self._read(file, size - needed, needed)
-            return self._parquet.read_metadata(io.BytesIO(MAGIC + tail))
-        except (arrow().ArrowException, OSError) as error:
-            raise FormatError(
-                f"{name}: {size:,} bytes that are no Parquet file, or a truncated one ({error}); write or copy it again"
-            ) from error
+            metadata = self._parquet.read_metadata(io.BytesIO(MAGIC + tail))
+            if needed - 8 - metadata.serialized_size == _SIGNATURE_BYTES:
+                raise self._encrypted(name)
+            return metadata, metadata.schema.to_arrow_schema()
+
+    def _encrypted(self, name: str) -> FormatError:
+        return FormatError(
+            f"{name}: columns or the footer of the Parquet file are encrypted, and there is no key for them here; "
+            "decrypt it, and write it without encryption"
+        )
 
     def _read(self, file: int, offset: int, length: int) -> bytes:
         return bytes(self._files.read(Ranges(np.array([file]), np.array([offset]), np.array([length])))[0])
@@ -128,12 +146,31 @@ class ParquetTable(Blocks):
         for file, metadata in enumerate(self._metadata):
             first_record = 0
             for number in range(metadata.num_row_groups):
-                group = metadata.row_group(number)
-                if group.num_rows:
-                    num_bytes = sum(self._decoded_bytes(group, leaf) for leaf in self._leaves)
-                    found.append(Block(file, number, first_record, group.num_rows, num_bytes))
-                first_record += group.num_rows
+                block = Block(file, number, first_record, metadata.row_group(number).num_rows, 0)
+                with self._refusing(block):
+                    num_bytes = self._checked_bytes(block)
+                if block.num_rows:
+                    found.append(block._replace(num_bytes=num_bytes))
+                first_record += block.num_rows
+            if first_record != metadata.num_rows:
+                raise FormatError(
+                    f"{self.names[file]}: the footer speaks of {metadata.num_rows:,} records, its row groups of "
+                    f"{first_record:,}; the file is corrupt: write or copy it again"
+                )
         return found
+
+    def _checked_bytes(self, block: Block) -> int:
+        """Returns the bytes of a row group when decoded, if it lies in its file."""
+        group, ranges = self._metadata[block.file].row_group(block.number), self._chunks(block)
+        ends = ranges.offset + ranges.length
+        if block.num_rows < 0 or min(ranges.offset.min(), ranges.length.min()) < 0:
+            raise ValueError(f"{block.num_rows:,} records cannot be, or lie before the file's beginning")
+        if (ranges.length > self._files.sizes[block.file]).any() or ends.max() > self._files.sizes[block.file]:
+            raise ValueError("a column lies behind the file's end")
+        num_bytes = [self._decoded_bytes(group, leaf) for leaf in self._leaves]
+        if min(num_bytes) < 0:
+            raise ValueError("a column of fewer than 0 bytes cannot be")
+        return sum(num_bytes)
 
     def _decoded_bytes(self, group: Any, leaf: Leaf) -> int:
         chunk = self._chunk(group, leaf)
@@ -145,7 +182,11 @@ class ParquetTable(Blocks):
     def _chunk(self, group: Any, leaf: Leaf) -> Any:
         """Returns a leaf's column chunk, by its path: another file may have the columns in another order."""
         path = self._paths[leaf.number]
-        return next(chunk for chunk in map(group.column, range(group.num_columns)) if chunk.path_in_schema == path)
+        for number in range(group.num_columns):
+            chunk = group.column(number)
+            if chunk.path_in_schema == path:
+                return chunk
+        raise ValueError(f"it has no column {path!r}")
 
     def _chunks(self, block: Block) -> Ranges:
         """Returns where the bytes of the columns of a row group are."""
@@ -161,15 +202,15 @@ class ParquetTable(Blocks):
         """Finds the lengths of lists: one length have those that do in the first records, and by number in all."""
         if not any(level.kind == "list" for leaf in leaves for level in leaf.levels):
             return list(leaves)
-        with self._reader(0) as reader:
-            try:
-                group = self._blocks[0].number
-                batches = reader.iter_batches(
-                    _PROBED_ROWS, row_groups=[group], columns=self._columns, use_threads=False
-                )
-                first = next(batches)
-            except (arrow().ArrowException, OSError) as error:
-                raise self._damaged(self._blocks[0], error) from error
+        block = self._blocks[0]
+        with self._refusing(block), self._reader(0) as reader:
+            batches = reader.iter_batches(
+                _PROBED_ROWS, row_groups=[block.number], columns=self._columns, use_threads=False
+            )
+            first = next(batches, None)
+            if first is None:
+                raise ValueError("there is no record in it")
+            first.validate()
         found: list[Leaf] = []
         for leaf in leaves:
             lengths = list_lengths(first.column(self._name_of(leaf)), leaf)
@@ -192,12 +233,16 @@ class ParquetTable(Blocks):
     def _reader(self, index: int) -> Any:
         block = self._blocks[index]
         segments = _Segments(self._files, self._chunks(block))
-        return self._parquet.ParquetFile(segments, metadata=self._metadata[block.file], pre_buffer=False)
+        return self._parquet.ParquetFile(
+            segments, metadata=self._metadata[block.file], pre_buffer=False, page_checksum_verification=True
+        )
 
-    def _damaged(self, block: Block, error: Exception) -> FormatError:
-        return FormatError(
-            f"{self.names[block.file]}: row group {block.number} (records {block.first_record} to "
-            f"{block.first_record + block.num_rows - 1}) is corrupt ({error}); write or copy the file again"
+    def _refusing(self, block: Block) -> AbstractContextManager[None]:
+        return refusing(
+            lambda error: (
+                f"{self.names[block.file]}: row group {block.number} (records {block.first_record} to "
+                f"{block.first_record + block.num_rows - 1}) is corrupt ({error}); write or copy the file again"
+            )
         )
 
 

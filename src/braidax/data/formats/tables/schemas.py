@@ -33,7 +33,7 @@ def _without_empty(layout: Layout) -> Layout:
     kept = [batch for batch in layout.batches if batch.num_rows]
     if layout.dictionaries and len(kept) < len(layout.batches):
         before = np.cumsum([0, *(batch.num_rows > 0 for batch in layout.batches)])
-        moved = [(place, length, int(before[number])) for place, length, number in layout.dictionaries]
+        moved = [(values, int(before[number])) for values, number in layout.dictionaries]
         return Layout(layout.schema, kept, moved)
     return Layout(layout.schema, kept, layout.dictionaries)
 

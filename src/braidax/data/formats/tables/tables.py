@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.tables.columns import FINE, NULL, RAGGED, Column, Leaf, Level, Value
-from braidax.errors import ArgumentError, BraidaxError, FormatError, import_extra
+from braidax.errors import ArgumentError, BraidaxError, DataError, FormatError, import_extra
 
 
 def arrow() -> Any:
@@ -30,11 +30,18 @@ def arrow_parquet() -> Any:
 
 @contextlib.contextmanager
 def refusing(message: Callable[[Exception], str]) -> Generator[None]:
-    """Raises `FormatError` for what pyarrow raises when bytes are damaged. **Arguments:** `message`: says what is."""
+    """Raises `FormatError` for what pyarrow raises when bytes are damaged.
+
+    Where memory is short, that need not be the file's fault: this is a `DataError`, of which no record is accused.
+
+    **Arguments:** `message`: says what is damaged.
+    """
     try:
         yield
     except BraidaxError:  # of the storage that pyarrow reads from
         raise
+    except MemoryError as error:
+        raise DataError(f"{message(error)}, unless it is whole and this host has too little memory for it") from error
     except (arrow().ArrowException, OSError, ValueError) as error:
         raise FormatError(message(error)) from error
 
