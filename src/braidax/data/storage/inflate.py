@@ -15,6 +15,7 @@ import xxhash
 
 from braidax.data.storage.derived import Derived
 from braidax.data.storage.files import Files
+from braidax.data.storage.limits import refuse_larger
 from braidax.data.storage.local import LocalFiles
 from braidax.data.storage.locks import NotKept
 from braidax.data.storage.progress import Progress
@@ -115,6 +116,7 @@ def _inflate(files: Files, number: int, target: Derived, work: Progress) -> None
                 while data := _read(inner.read, name, compression, _COPY_BYTES):
                     if work.stop.is_set():
                         raise InterruptedError
+                    refuse_larger(name, out.tell() + len(data), files.sizes[number])
                     out.write(data)
                     work.show(number, file.tell())
         return {}

@@ -1,4 +1,3 @@
-import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -274,21 +273,6 @@ def test_truncated(tmp_path: Path, write: Callable[[Path, pa.Table], Path], keep
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(FormatError, match=rf"{path}: .*(truncated|expected b'ARROW1')"):
         open_arrow(path)
-
-
-def test_damaged_metadata_is_never_followed_out_of_the_file(tmp_path: Path) -> None:
-    table = pa.table({"x": np.arange(40.0), "t": ["text"] * 40, "r": [[row] * (row % 3) for row in range(40)]})
-    for write in (stream, uncompressed):
-        path = write(tmp_path / "a.arrow", table)
-        data = path.read_bytes()
-        random = np.random.default_rng(0)
-        for _ in range(60):
-            damaged = bytearray(data)
-            start = int(random.integers(8, len(data) - 4))
-            damaged[start : start + 4] = random.integers(0, 256, 4, dtype=np.uint8).tobytes()
-            path.write_bytes(damaged)
-            with contextlib.suppress(FormatError, RecordError, ArgumentError):
-                read(open_arrow(path))
 
 
 def test_a_file_that_changes_while_it_is_open(tmp_path: Path) -> None:
