@@ -66,9 +66,7 @@ def test_a_body_that_ends_behind_its_file(tmp_path: Path, write: Callable[..., P
 def test_offsets_of_text_are_checked_when_a_batch_is_first_read(tmp_path: Path) -> None:
     path = stream(tmp_path / "a.arrow", table().select(["x", "text"]))
     offsets = int(batch_of(path, 1).buffers[3, 0])
-    put(
-        path, offsets + 4 * 5, (40).to_bytes(4, "little")
-    )  # record 14 would end with what is 15's
+    put(path, offsets + 4 * 5, (40).to_bytes(4, "little"))  # record 14 would end with what is 15's
     source = data.open(path, columns=["text"])
     assert read(source, [3, 35])["text"].tolist() == ["333", "353535"]
     with pytest.raises(FormatError, match=rf"{path}: column 'text' has offsets \d+ to \d+ into \d+ values"):
