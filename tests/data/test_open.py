@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -343,3 +345,25 @@ def test_prefixes_of_an_object_store(scheme: str, tmp_path: Path, monkeypatch: p
         server.store.put("lines/1.jsonl", b'{"n": 7}\n')
         with pytest.raises(FormatError, match=rf"{lines}/1\.jsonl: changed while it was open"):
             read(changing)
+
+
+def tables() -> dict[str, Any]:
+    columns = {"x": np.arange(4, dtype=np.int32), "y": np.linspace(0, 1, 4, dtype=np.float32)}
+    return {"pyarrow": pa.table(columns), "polars": pl.DataFrame(columns), "pandas": pd.DataFrame(columns)}
+
+
+@pytest.mark.parametrize("kind", ["pyarrow", "polars", "pandas"])
+def test_a_table_in_memory_has_a_sample_in_each_row(kind: str) -> None:
+    source = sources.open(tables()[kind])
+    assert len(source) == 4
+    got = read(source, [2, 0])
+    assert got["x"].tolist() == [2, 0]
+    np.testing.assert_allclose(got["y"], [2 / 3, 0])
+
+
+@pytest.mark.parametrize(
+    "table", [pa.table({"x": [1, None]}), pl.DataFrame({"x": [1, None]}), pl.DataFrame({"x": ["a"]}), pl.Series([1])]
+)
+def test_a_table_in_memory_that_holds_no_numbers_is_refused(table: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"column 'x' holds (1 missing|values of dtype)|a table of named columns"):
+        sources.open(table)

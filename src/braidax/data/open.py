@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from braidax.data.formats.arrays.arrays import from_arrays
 from braidax.data.formats.arrays.cifar import is_cifar_file
@@ -23,7 +23,7 @@ from braidax.data.transforms.images.decode import Decode
 from braidax.data.transforms.wrapping import check_size
 from braidax.errors import ArgumentError, FormatError
 
-_HEAD_BYTES = 512  # a block of a tar file
+_HEAD_BYTES = 4096  # of a tar, up to the header of its first member, behind what pax says of it
 _WILD = "*?["
 
 Place = str | os.PathLike[str]
@@ -213,12 +213,39 @@ def _wrap(given: Any) -> Source:
         return from_arrays({"data": given})
     if isinstance(given, Mapping):
         return from_arrays(cast("Mapping[str, Any]", given))
+    if type(given).__module__.partition(".")[0] in _TABLES:
+        return from_arrays(_columns_of(given))
     if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
         return IndexableSource(given)
     raise ArgumentError(
         f"path_or_object: a {type(given).__name__}; expected a path, a source, a dict of arrays, or an object with "
         "__len__ and __getitem__ (an iterator has no order to shuffle: use braidax.prefetch_to_device for it)"
     )
+
+
+_TABLES = ("pyarrow", "polars", "pandas")
+
+
+def _columns_of(table: Any) -> dict[str, NDArray[Any]]:
+    """Returns the columns of a table in memory as arrays, each without a missing value."""
+    kind = f"path_or_object: a {type(table).__module__.partition('.')[0]}.{type(table).__name__}"
+    names = getattr(table, "column_names", None) or list(getattr(table, "columns", ()))  # pyarrow has both
+    if not hasattr(table, "__getitem__") or not all(isinstance(name, str) for name in names) or not names:
+        raise ArgumentError(f"{kind}; expected a table of named columns: give a pyarrow.Table or a DataFrame")
+    found: dict[str, NDArray[Any]] = {}
+    for name in names:
+        column = table[name]
+        missing = column.null_count if hasattr(column, "null_count") else int(column.isna().sum())
+        missing = missing() if callable(missing) else missing
+        array = np.asarray(column.to_numpy())
+        if missing or array.dtype.kind not in "biufc":
+            why = f"{missing} missing value(s)" if missing else f"values of dtype {array.dtype}"
+            raise ArgumentError(
+                f"{kind} whose column {name!r} holds {why}; expected numbers in all rows: leave it out, or write the "
+                "table to a file, .parquet or .arrow, and open that"
+            )
+        found[name] = array
+    return found
 
 
 def _transformed(source: Source, image_size: tuple[int, int] | None, transform: Callable[..., Any] | None) -> Source:

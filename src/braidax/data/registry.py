@@ -18,6 +18,7 @@ from braidax.data.formats.records.array_record import open_array_record
 from braidax.data.formats.records.csv import open_csv
 from braidax.data.formats.records.jsonl import open_jsonl
 from braidax.data.formats.records.lines import open_lines
+from braidax.data.formats.records.tar import first_name
 from braidax.data.formats.records.tfrecord import has_tfrecord_header, open_tfrecord
 from braidax.data.formats.records.webdataset import open_webdataset
 from braidax.data.formats.tables.arrow import SUFFIXES as ARROW_SUFFIXES
@@ -128,12 +129,11 @@ def _is_mds(look: Look) -> bool:
 
 
 def _is_cifar(look: Look) -> bool:
-    first = look.head[:100].partition(b"\0")[0]  # where a tar has the name of its first member
-    return _is_tar(look) and is_cifar_member(first.decode("utf8", "replace"))
+    return is_cifar_member(first_name(look.head) or "")
 
 
 def _is_tar(look: Look) -> bool:
-    return look.head[257:262] == b"ustar"
+    return first_name(look.head) is not None
 
 
 def _is_idx(look: Look) -> bool:

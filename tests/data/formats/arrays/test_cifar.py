@@ -145,7 +145,7 @@ def test_a_truncated_archive(tmp_path: Path) -> None:
 
 
 def test_an_archive_of_something_else(tmp_path: Path) -> None:
-    path = files.write_tar(tmp_path / "a.tar.gz", "cifar-10", {"notes.txt": b"x"})
+    path = files.write_tar(tmp_path / "a.tar.gz", "cifar-10-batches-py", {"notes.txt": b"x"})
     with pytest.raises(FormatError, match=r"a\.tar\.gz: the archive holds no files of CIFAR; it holds 1: notes\.txt"):
         sources.open(path)
 
@@ -164,3 +164,10 @@ def test_one_file_of_a_download(tmp_path: Path, write: Callable[[], dict[str, by
 def test_a_token_file_of_the_same_name(tmp_path: Path) -> None:
     np.arange(2048, dtype=np.uint16).tofile(tmp_path / "train.bin")
     assert len(sources.open(tmp_path / "train.bin")) == 2
+
+
+def test_a_folder_without_the_names_of_its_classes_is_no_folder_of_tokens(tmp_path: Path) -> None:
+    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
+        (tmp_path / name).write_bytes(bytes(3073 * 2))
+    with pytest.raises(FormatError, match=r"holds CIFAR-10 \(binary\), but not 1: batches.meta.txt, which"):
+        sources.open(tmp_path)

@@ -150,3 +150,9 @@ def test_a_misplaced_quote_is_found_at_every_border(tmp_path: Path, monkeypatch:
     for content, place in (('a,b\n1,"x"y\n', 8), ('a,b\n1,x"y"\n', 7)):
         with pytest.raises(FormatError, match=f"a quote at byte {place} is neither"):
             opened(tmp_path, content)
+
+
+def test_a_name_in_the_header_may_hold_the_delimiter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('"x, in m",y\n1,2\n3,4\n')
+    source = open_csv(LocalFiles([tmp_path / "a.csv"]))
+    assert {name: leaf.tolist() for name, leaf in read(source).items()} == {"x, in m": [1, 3], "y": [2, 4]}

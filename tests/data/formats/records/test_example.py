@@ -127,3 +127,11 @@ def test_numbers_that_are_cut_off() -> None:
     with pytest.raises(ValueError, match="a float is cut off"):
         floats([bytes(4), bytes(3)])
     assert int64s([])[0].dtype == np.int64
+
+
+def test_a_sequence_example_is_refused_as_one() -> None:
+    """It would lose its feature lists: field 2 of the message, which an Example does not have."""
+    context = b"\x0a\x00"
+    with pytest.raises(ValueError, match=r"feature lists: a tf.train.SequenceExample, expected a tf.train.Example"):
+        features(context + b"\x12\x00")
+    assert features(context) == {}

@@ -3,6 +3,7 @@ import itertools
 import os
 import pickle
 import re
+import subprocess
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import braidax.data as sources
 from braidax.data.formats.records.records import RecordSource
 from braidax.data.formats.records.tar import Window, members
 from braidax.data.formats.records.webdataset import open_webdataset, scan
@@ -409,3 +411,15 @@ def test_shards_on_a_server(tmp_path: Path) -> None:
         files = open_files([f"{server.url}/{name}" for name in objects], remote=Remote(cache_bytes=0))
         with pytest.raises(FormatError, match=r"data/0.tar: damaged at byte 4,000: it ends there"):
             open_webdataset(files, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", ["v7", "ustar", "gnu", "pax"])
+def test_every_kind_of_tar_is_known(tmp_path: Path, kind: str) -> None:
+    """Those of Version 7 have no mark but their checksum, and directories that end in a slash."""
+    (tmp_path / "cifar-in").mkdir()  # no download of CIFAR
+    for number in range(3):
+        (tmp_path / "cifar-in" / f"cifar-{number}.txt").write_text(f"text {number}")
+    subprocess.run(["tar", f"--format={kind}", "-cf", "a.tar", "cifar-in"], cwd=tmp_path, check=True)
+    source = sources.open(tmp_path / "a.tar")
+    assert source.describe()["format"].startswith("WebDataset")
+    assert sorted(read(source)["txt"].tolist()) == ["text 0", "text 1", "text 2"]

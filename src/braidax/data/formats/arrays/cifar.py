@@ -76,19 +76,21 @@ _VERSIONS = (
         _HUNDRED,
     ),
 )
+_FOLDERS = {"cifar-10-batches-py", "cifar-10-batches-bin", "cifar-100-python", "cifar-100-binary"}
 _KNOWN = {name for version in _VERSIONS for name in (*version.train, *version.test, *version.names)}
 
 
 def cifar_folder(path: Path) -> Path | None:
     """Returns the folder that holds CIFAR's files: `path`, or its only subfolder that does; None without one."""
     candidates = [path, *sorted(child for child in path.iterdir() if child.is_dir())]
-    found = [folder for folder in candidates if _version_of(_names(folder)) is not None]
+    found = [folder for folder in candidates if _version_of(_names(folder), whole=False) is not None]
     return found[0] if found and (found[0] == path or len(found) == 1) else None
 
 
 def is_cifar_member(name: str) -> bool:
     """Says whether an archive whose first member has this name is one of CIFAR's."""
-    return "cifar-" in name or name.rpartition("/")[2] in {*_KNOWN, "readme.html"}
+    folder, _, last = name.removeprefix("./").rpartition("/")
+    return folder.partition("/")[0] in _FOLDERS or last in {*_KNOWN, "readme.html"}
 
 
 def is_cifar_file(path: Path) -> bool:
@@ -110,7 +112,13 @@ def open_cifar_folder(path: Path, *, split: str = "train") -> ArraySource:
     folder = cifar_folder(path)
     if folder is None:
         raise FormatError(f"{path}: holds no files of CIFAR; expected a folder such as cifar-10-batches-py")
-    version = cast("_Version", _version_of(_names(folder)))
+    version = _version_of(_names(folder))
+    if version is None:
+        nearly = cast("_Version", _version_of(_names(folder), whole=False))
+        raise FormatError(
+            f"{folder}: holds {nearly.name}, but not {listed(list(nearly.names))}, which has the names of the classes; "
+            "unpack the download again"
+        )
     wanted = (*version.files(split), *version.names)
     blobs = {name: (folder / name).read_bytes() for name in wanted if (folder / name).exists()}
     return _source(version, blobs, split=split, where=str(folder))
@@ -167,10 +175,11 @@ def _read_members(path: Path, split: str) -> tuple[list[str], dict[str, bytes]]:
     return names, blobs
 
 
-def _version_of(names: set[str]) -> _Version | None:
+def _version_of(names: set[str], *, whole: bool = True) -> _Version | None:
+    """Returns the version whose files are there, some data and all class names; if not `whole`, all of the data."""
     for version in _VERSIONS:
         data = {*version.train, *version.test}
-        if names & data and all(name in names for name in version.names):
+        if (names & data and names >= {*version.names}) or (not whole and names >= data and len(data) > 2):
             return version
     return None
 

@@ -69,14 +69,18 @@ class _Style:
 
     def split(self, payload: Bytes, num_fields: int, where: Callable[[], str]) -> list[str]:
         """Returns the fields of a record."""
-        text = decoded(payload, where)
-        fields = self._quoted(text, where) if self.quotes and '"' in text else text.split(self.delimiter)
+        fields = self.fields(payload, where)
         if len(fields) != num_fields:
             raise RecordError(
                 f"{where()}: has {len(fields)} fields, expected {num_fields} as in the header; quote fields that hold "
                 f"a {self.delimiter!r} or a newline, or mend the record"
             )
         return fields
+
+    def fields(self, payload: Bytes, where: Callable[[], str]) -> list[str]:
+        """Returns as many fields as a line has."""
+        text = decoded(payload, where)
+        return self._quoted(text, where) if self.quotes and '"' in text else text.split(self.delimiter)
 
     def _quoted(self, text: str, where: Callable[[], str]) -> list[str]:
         fields: list[str] = []
@@ -189,7 +193,7 @@ def _header(files: Files) -> bytes:
 
 
 def _names(header: bytes, style: _Style, name: str) -> list[str]:
-    columns = style.split(header, 1 + header.count(style.delimiter.encode()), lambda: f"{name}, the header")
+    columns = style.fields(header, lambda: f"{name}, the header")
     wrong = [column for column in columns if not column or columns.count(column) > 1]
     if wrong:
         raise FormatError(

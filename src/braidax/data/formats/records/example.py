@@ -31,6 +31,8 @@ def features(data: bytes) -> dict[str, Feature]:
     """
     found: dict[str, Feature] = {}
     for number, wire, start, stop in _fields(data, 0, len(data)):
+        if (number, wire) == (2, _BYTES):
+            raise ValueError("it has feature lists: a tf.train.SequenceExample, expected a tf.train.Example")
         if (number, wire) == (1, _BYTES):
             for inner, inner_wire, first, last in _fields(data, start, stop):
                 if (inner, inner_wire) == (1, _BYTES):

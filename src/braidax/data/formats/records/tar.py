@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import IO, NamedTuple
 
-from braidax.errors import BraidaxError
+from braidax.errors import BraidaxError, FormatError
 
 BLOCK_BYTES = 512
 _WINDOW_BYTES = 1 << 14  # read for each header: neighbors of small members come along
@@ -64,9 +64,36 @@ def members(read: Callable[[int, int], bytes], *, length: int | None, damaged: D
         else:
             size = int(extension.get("size", size))
             position = contents + _padded(size)
-            if kind in (b"0", b"\0", b"7"):
-                yield Member(extension.get("path") or _name(header), start, contents, size)
+            name = extension.get("path") or _name(header)
+            if kind in (b"0", b"\0", b"7") and not name.endswith("/"):  # as Version 7 writes a directory
+                yield Member(name, start, contents, size)
         start, extension = -1, {}
+
+
+def first_name(head: bytes) -> str | None:
+    """Returns the name of the first member of a tar with these first bytes, `""` if they do not tell; None for no tar.
+
+    A header is known by its checksum: tars of Version 7 have no other mark. Pax and GNU headers before it are read.
+    """
+
+    def damaged(position: int, reason: str) -> BraidaxError:
+        return FormatError(f"byte {position}: {reason}")
+
+    position, name = 0, ""
+    try:
+        while len(header := head[position : position + BLOCK_BYTES]) == BLOCK_BYTES:
+            _check(header, position, damaged)
+            size, kind = _size(header, position, damaged), header[156:157]
+            position += BLOCK_BYTES
+            if kind in (b"x", b"L"):
+                said = _extension(lambda at, length: head[at : at + length], kind, position, size, damaged)
+                name = said.get("path", name)
+            elif kind not in (b"g", b"K"):
+                return name or _name(header)
+            position += _padded(size)
+    except FormatError:
+        return name if position else None
+    return name if position else None
 
 
 class Window:

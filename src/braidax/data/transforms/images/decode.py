@@ -14,6 +14,7 @@ from jaxtyping import Int64, UInt8
 from numpy.typing import NDArray
 
 from braidax.data.transforms.images.exif import is_upright
+from braidax.data.transforms.images.headers import promised_size
 from braidax.errors import ArgumentError, RecordError, import_extra
 from braidax.spans import span
 
@@ -25,7 +26,7 @@ Choose = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 _JPEG = b"\xff\xd8"
 _SMALL = 64  # pixels on the longer side: decoding all of them costs nothing
-_MOST_PIXELS = 1 << 30  # as OpenCV: a header that promises more is damaged, or made to fill memory
+MAX_PIXELS = 1 << 27  # of an image, by default: 384 MiB of memory for each thread that decodes
 _MOST_SIDE = 1 << 15  # of what OpenCV interpolates in
 
 
@@ -37,17 +38,20 @@ def decode_images(
     choose: Choose | None = None,
     decode: Decode = "fast",
     resizes: bool = True,
+    max_pixels: int = MAX_PIXELS,
 ) -> None:
     """Decodes images as RGB, upright, into place.
 
     **Arguments:** `payloads`: bytes-like, the encoded images. `out`: uint8 `[n, h, w, 3]`, filled. `where`: names a
     payload for errors. `choose`: the crops; whole images by default. `resizes`: whether a crop of another size is
-    resized, or an error.
+    resized, or an error. `max_pixels`: of an image; what promises more is an error before it is decoded.
 
     **Raises:** `RecordError` for an image that is damaged or of another size; `MissingExtra`.
     """
     lengths = [_num_bytes(payload, where(place)) for place, payload in enumerate(payloads)]
     with span("decode", "images", num_bytes=sum(lengths)):
+        for place, payload in enumerate(payloads):
+            _check_pixels(payload, max_pixels, where(place))
         found = np.array([_jpeg_size(payload) for payload in payloads], np.int64).reshape(-1, 2)
         ours, loaded = found[:, 0] > 0, dict[int, NDArray[np.uint8]]()
         if choose is not None:
@@ -91,9 +95,10 @@ def compile_kernels() -> None:
     )
 
 
-def image_size(payload: Any, where: str) -> tuple[int, int]:
+def image_size(payload: Any, where: str, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Returns height and width of an encoded image, upright, after decoding it once to see that it is one."""
     _num_bytes(payload, where)
+    _check_pixels(payload, max_pixels, where)
     size = _jpeg_size(payload)
     if size != (0, 0):
         _decode_jpeg(payload, size, 8, _Room(), where)
@@ -123,8 +128,18 @@ def _jpeg_size(payload: Any) -> tuple[int, int]:
         height, width, colors, _ = _simplejpeg().decode_jpeg_header(data)
     except ValueError:
         return 0, 0
-    known = colors in ("YCbCr", "RGB", "Gray") and height * width <= _MOST_PIXELS and is_upright(data)
+    known = colors in ("YCbCr", "RGB", "Gray") and is_upright(data)
     return (height, width) if known else (0, 0)
+
+
+def _check_pixels(payload: Any, max_pixels: int, where: str) -> None:
+    """Raises `RecordError` for an image whose header promises more pixels than may be decoded."""
+    height, width = promised_size(memoryview(payload).cast("B"))
+    if height * width > max_pixels:
+        raise RecordError(
+            f"{where}: the image is said to have {height}×{width} = {height * width:,} pixels, more than max_pixels="
+            f"{max_pixels:,}; raise max_pixels= of braidax.data.decoded if it is not damaged, or remove it"
+        )
 
 
 def _eighths(box: Int64[np.ndarray, " 4"], slot: NDArray[np.uint8]) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from braidax.data.source import Box, Indices, Sliced, Source, allocate, is_varying
 from braidax.data.transforms.images.decode import (
+    MAX_PIXELS,
     Choose,
     Decode,
     check_decode,
@@ -25,7 +26,12 @@ Name = Callable[[int], str]
 
 
 def decoded(
-    source: Source, *, leaf: str = "image", size: tuple[int, int] | None = None, decode: Decode = "fast"
+    source: Source,
+    *,
+    leaf: str = "image",
+    size: tuple[int, int] | None = None,
+    decode: Decode = "fast",
+    max_pixels: int = MAX_PIXELS,
 ) -> Source:
     """Returns a source whose encoded images are pixels: uint8 `[height, width, 3]`, RGB, upright.
 
@@ -33,6 +39,7 @@ def decoded(
     `(height, width)` in pixels to resize to, antialiased; None when all images have the size of the first. `decode`:
     `"fast"` decodes JPEG images at the smallest scale that is not below the target and interpolates there; `"exact"`
     decodes in full, then resizes as Pillow does. They differ by one to three steps of 255 on average, by detail.
+    `max_pixels`: an image that promises more is an error, before memory is taken for it.
 
     **Raises:** `ArgumentError` if `leaf` is not of varying size, or `size` or `decode` is wrong; `RecordError` when an
     image cannot be decoded, naming its record; `MissingExtra`.
@@ -45,22 +52,33 @@ def decoded(
         )
     if size is None and not len(source):
         raise ArgumentError("source has no samples, so the size of its images cannot be known; give size=")
-    return decode_leaf(source, leaf, size, decode, lambda record: f"leaf {leaf!r}, record {record}")
+    if max_pixels < 1:
+        raise ArgumentError(f"max_pixels={max_pixels!r}: expected a positive number of pixels")
+    return decode_leaf(source, leaf, size, decode, lambda record: f"leaf {leaf!r}, record {record}", max_pixels)
 
 
-def decode_leaf(source: Source, leaf: str, size: tuple[int, int] | None, decode: Decode, name: Name) -> "DecodedSource":
+def decode_leaf(
+    source: Source,
+    leaf: str,
+    size: tuple[int, int] | None,
+    decode: Decode,
+    name: Name,
+    max_pixels: int = MAX_PIXELS,
+) -> "DecodedSource":
     """Returns `decoded(source)`, whose errors call a record by `name(record)`."""
     check_decode(decode)
     compile_kernels()
     if size is None:
         window = allocate(source.sample_spec, 1)
         source.read(np.zeros(1, np.int64), window)
-        first = image_size(window[leaf][0], name(0))
+        first = image_size(window[leaf][0], name(0), max_pixels=max_pixels)
     else:
         check_size(size)
         first = size
     kind = DecodedSlices if isinstance(source, Sliced) and type(source.sample_spec) is dict else DecodedSource
-    return kind(source, leaf, (first[0], first[1]), Decoding(decode, name, resizes=size is not None))
+    return kind(
+        source, leaf, (first[0], first[1]), Decoding(decode, name, resizes=size is not None, max_pixels=max_pixels)
+    )
 
 
 @dataclass(frozen=True)
@@ -68,13 +86,14 @@ class Decoding:
     """How images are decoded.
 
     **Fields:** `decode`: fast or exact. `name`: names a record for errors. `resizes`: whether all sizes are taken.
-    `crops`: whether a part of each image is asked for.
+    `crops`: whether a part of each image is asked for. `max_pixels`: of an image.
     """
 
     decode: Decode
     name: Name = field(repr=False)
     resizes: bool
     crops: bool = False
+    max_pixels: int = MAX_PIXELS
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +128,7 @@ class DecodedSource(Wrapping):
             choose=choose,
             decode=self.decoding.decode,
             resizes=self.decoding.resizes or choose is not None,
+            max_pixels=self.decoding.max_pixels,
         )
 
     @property
