@@ -147,12 +147,12 @@ def failing(rank: int, spec: P) -> None:
 @pytest.mark.parametrize("spec", [P("data"), P()])
 def test_an_error_on_one_process_is_raised_on_all_at_the_same_batch(gang: LocalGang, spec: P) -> None:
     first, second, third = told(gang, failing, spec)
-    assert third[0] == "RecordError"
+    assert third[0] == "ReadError"
     assert "record 21 is gone" in third[1]
     assert third[1].endswith("| after [12]")
     for kind, text, seconds in (first, second):
         assert kind == "ProcessFailed"
-        assert text.startswith("process 2 failed: RecordError: ")
+        assert text.startswith("process 2 failed: ReadError: ")
         assert "record 21 is gone" in text
         assert text.endswith("| after [12]")
         assert seconds < SECONDS / 2
@@ -173,7 +173,7 @@ def exchanging(rank: int) -> None:
 def test_an_error_found_ahead_is_raised_in_its_place(gang: LocalGang) -> None:
     # cut by rows, process 2 reads the last third of each batch
     for kind, text, seconds in told(gang, exchanging):
-        assert kind in ("ProcessFailed", "RecordError")
+        assert kind in ("ProcessFailed", "ReadError")
         assert "record 21 is gone" in text
         assert text.endswith("| after [12]")
         assert seconds < SECONDS / 2
