@@ -136,8 +136,7 @@ def column_of(array: Any, leaf: Leaf) -> Column:
             records.multiply(level.length)
         else:
             values = _list_values(values, next(lengths), records)
-    if arrow().types.is_dictionary(values.type):
-        values = values.dictionary_decode()
+    values = _plain(values)
     records.mark_nulls(values)
     if leaf.kind in ("text", "bytes"):
         data, offsets = _text(values)
@@ -168,11 +167,9 @@ def plain_table(table: Any) -> Any:
     pa = arrow()
     table = table if isinstance(table, pa.Table) else pa.Table.from_batches([table])
     for number, field in enumerate(table.schema):
-        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        kind = pa.large_string() if pa.types.is_string_view(kind) else kind
-        kind = pa.large_binary() if pa.types.is_binary_view(kind) else kind
-        if kind != field.type:
-            table = table.set_column(number, field.name, table.column(number).cast(kind))
+        column = _plain(table.column(number))
+        if column.type != field.type:
+            table = table.set_column(number, field.name, column)
     return table
 
 
@@ -327,6 +324,19 @@ def _numbers(values: Any, leaf: Leaf) -> NDArray[Any]:
         data = np.frombuffer(values.buffers()[1] or b"", np.uint8)
         return data[values.offset * width[0] : (values.offset + len(values)) * width[0]]
     return values.to_numpy(zero_copy_only=False)
+
+
+def _plain(values: Any) -> Any:
+    """Returns values that are no dictionary and no view, nested ones as they are."""
+    pa = arrow()
+    is_type = pa.types
+    is_dictionary = is_type.is_dictionary(values.type)
+    kind = values.type.value_type if is_dictionary else values.type
+    kind = pa.large_string() if is_type.is_string_view(kind) else kind
+    kind = pa.large_binary() if is_type.is_binary_view(kind) else kind
+    if is_dictionary:  # its values first: pyarrow picks none out of views
+        values = values.cast(pa.dictionary(values.type.index_type, kind, values.type.ordered))
+    return values if kind == values.type else values.cast(kind)
 
 
 def _text(values: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
