@@ -1,5 +1,6 @@
 """Decoding: within a few steps of Pillow, for every kind of file, and an error for every damaged one."""
 
+import io
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,9 @@ import pytest
 import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
-from braidax.data.transforms.images.decode import decode_images
+from braidax.data.transforms.images.decode import decode_images, image_size
 from braidax.data.transforms.images.decoded import decoded
 from braidax.errors import ArgumentError, RecordError
 from tests.data.formats.reading import read
@@ -128,6 +129,42 @@ def test_an_exif_segment_that_is_cut_short_decides_nothing_wrong(cut: int) -> No
     stands = cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_COLOR_RGB)
     got = run([file], choose=lambda sizes: np.array([[0, 0, *sizes[0]]]))[0]
     assert_near(got, np.asarray(Image.fromarray(stands).resize(SIZE[::-1], Image.Resampling.BILINEAR)))
+
+
+def webp(pixels: np.ndarray, exif_data: bytes, **options: Any) -> bytes:
+    """A WebP file whose Exif data lie there as given: Pillow takes the mark of JPEG files off when it writes."""
+    file = encode(pixels, "WEBP", mode="RGBA" if pixels.shape[-1] == 4 else "RGB", exif=exif_data, **options)
+    place, parts = 12, list[bytes]()
+    while place < len(file):
+        kind, length = file[place : place + 4], int.from_bytes(file[place + 4 : place + 8], "little")
+        data = exif_data if kind == b"EXIF" else file[place + 8 : place + 8 + length]
+        parts.append(kind + len(data).to_bytes(4, "little") + data + bytes(len(data) % 2))
+        place += 8 + length + length % 2
+    body = b"WEBP" + b"".join(parts)
+    return b"RIFF" + len(body).to_bytes(4, "little") + body
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("is_marked", [True, False])
+@pytest.mark.parametrize("is_lossless", [True, False])
+@pytest.mark.parametrize("has_alpha", [True, False])
+def test_webp_files_are_turned(orientation: int, is_marked: bool, is_lossless: bool, has_alpha: bool) -> None:
+    pixels = photo(3, 21, 34)
+    if has_alpha:
+        pixels = np.concatenate([pixels, np.full((21, 34, 1), 200, np.uint8)], axis=-1)
+    for order in "<>":
+        file = webp(pixels, exif(orientation, order)[0 if is_marked else 6 :], lossless=is_lossless, quality=95)
+        stands = ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB")
+        assert stands.size == ((34, 21) if orientation < 5 else (21, 34))
+        assert image_size(file, "it") == stands.size[::-1]
+        got = run([file], stands.size[::-1], resizes=False)[0]
+        assert_near(got, np.asarray(stands), most=0 if is_lossless else 8, mean=1)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 6, 8, 15, 20, 34])
+def test_exif_data_of_webp_that_are_cut_short_turn_nothing(cut: int) -> None:
+    file = webp(photo(1, 20, 30), exif(6)[:cut] or b"?", lossless=True)
+    assert np.array_equal(run([file], (20, 30))[0], photo(1, 20, 30))
 
 
 @given(

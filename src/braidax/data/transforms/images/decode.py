@@ -1,6 +1,7 @@
 """Encoded images decoded in windows: JPEG files by libjpeg-turbo at the scale that is needed, all others by OpenCV.
 
-Both run without the GIL. JPEG files that OpenCV reads better go there too: CMYK, and those that have to be turned.
+Both run without the GIL. JPEG files that OpenCV reads better go there too: CMYK, and those that have to be turned. WebP
+files are turned here: OpenCV does so only where their Exif data begin without the mark that JPEG files have.
 """
 
 import functools
@@ -13,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 from numpy.typing import NDArray
 
-from braidax.data.transforms.images.exif import is_upright
+from braidax.data.transforms.images.exif import is_upright, upright, webp_orientation
 from braidax.data.transforms.images.headers import promised_size
 from braidax.errors import ArgumentError, RecordError, import_extra
 from braidax.spans import span
@@ -203,14 +204,16 @@ def _resize_fast(image: NDArray[np.uint8], box: NDArray[np.float64], slot: NDArr
 
 
 def _load(payload: Any, where: str) -> NDArray[np.uint8]:
-    cv2, num_bytes = _cv2(), memoryview(payload).nbytes
+    cv2, data = _cv2(), memoryview(payload).cast("B")
+    is_webp = data[:4].tobytes() == b"RIFF" and data[8:12].tobytes() == b"WEBP"
+    flags = cv2.IMREAD_COLOR_RGB | (cv2.IMREAD_IGNORE_ORIENTATION if is_webp else 0)
     try:
-        image = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_COLOR_RGB) if num_bytes else None
+        image = cv2.imdecode(np.frombuffer(payload, np.uint8), flags) if data.nbytes else None
     except cv2.error:  # what it raises for a header that promises too many pixels, and the like
         image = None
     if image is None:
         raise _damaged(payload, where, "")
-    return image
+    return upright(image, webp_orientation(data)) if is_webp else image
 
 
 def _damaged(payload: Any, where: str, why: str) -> RecordError:
