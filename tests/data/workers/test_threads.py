@@ -89,3 +89,32 @@ def test_threads_work_also_where_their_cores_were_taken_away() -> None:
     threads = Threads(1, "braidax-test", cores=frozenset({100_000}))  # no kernel has so many
     assert threads.submit(os.sched_getaffinity, 0).result(10) == os.sched_getaffinity(0)
     threads.close(timeout_seconds=10)
+
+
+def test_an_interrupt_behind_a_thread_s_start_leaves_none_that_nobody_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that was not in the list took another's end mark, and `close` waited for that one up to its limit."""
+    threads, start = Threads(1, "braidax-test"), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        threads.resize(2)
+    started = [thread for thread in threading.enumerate() if thread.name.startswith("braidax-test")]
+    assert len(started) == 2
+    threads.close(timeout_seconds=10)
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_an_interrupt_before_a_thread_s_start_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    threads = Threads(1, "braidax-test")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        threads.resize(2)
+    assert threads.submit(int).result(10) == 0
+    threads.close(timeout_seconds=10)
