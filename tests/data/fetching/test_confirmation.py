@@ -5,9 +5,7 @@ from braidax.errors import ProcessFailed, WaitTimeout
 
 
 def test_processes_that_do_not_answer_are_not_reported_as_a_read_that_hangs() -> None:
-    with pytest.raises(
-        WaitTimeout, match=r"its part of batch 3, but did not hear within 0.01 s that the others"
-    ):
+    with pytest.raises(WaitTimeout, match=r"its part of batch 3, but did not hear within 0.01 s that the others"):
         Confirmation().wait(timeout_seconds=0.01, what="batch 3")
 
 
