@@ -19,12 +19,15 @@ class Case:
     **Fields:** `name`. `write`: writes it into an empty folder; it is the same every time. `open`: opens what lies
     there; `braidax.open` of the one file, or of the folder, by default. `read`: reads all of it with another library,
     and raises what it likes for what that library refuses; without it, only the samples as written are right.
+    `is_checked`: False where nothing tells a damaged value: other values are right too, in as many samples of the same
+    shapes.
     """
 
     name: str
     write: Callable[[Path], object]
     open: Callable[[Path], Source] | None = None
     read: Callable[[Path], Samples] | None = None
+    is_checked: bool = True
 
     def opened(self, folder: Path) -> Source:
         """Opens the data set in a folder."""
@@ -32,8 +35,8 @@ class Case:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns the files below a folder, in the order of their names."""
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    """Returns the files below a folder, in the order of their names, without what lies hidden there: indexes."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
 def only_file(folder: Path) -> Path:

@@ -55,6 +55,8 @@ def tried(case: Case, folder: Path, written: Samples) -> str:
                     if outcome != "refused":
                         return outcome
                     continue
+                if not case.is_checked and _alike(window, len(source), written):
+                    continue
                 if not _equal(window, indices, len(source), written):
                     wrong = _compared(case, folder, window, indices, len(source))
                     if wrong:
@@ -120,6 +122,15 @@ def _compared(case: Case, folder: Path, window: Any, indices: np.ndarray, length
     except Exception as error:  # noqa: BLE001 (of another library, which raises what it likes)
         return f"other samples, where another library raises {type(error).__name__}: {error}"
     return "" if _equal(window, indices, length, others) else "other samples than another library reads"
+
+
+def _alike(window: Any, length: int, expected: Samples) -> bool:
+    """Says whether the leaves of a window, and their shapes and dtypes, are those of a source as long."""
+    leaves = dict(_leaves(window))
+    return set(leaves) == set(expected) and all(
+        (len(expected[name]), expected[name][0].shape, expected[name][0].dtype) == (length, leaf.shape[1:], leaf.dtype)
+        for name, leaf in leaves.items()
+    )
 
 
 def _equal(window: Any, indices: np.ndarray, length: int, expected: Samples) -> bool:

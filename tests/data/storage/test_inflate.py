@@ -3,15 +3,19 @@ import gc
 import gzip
 import lzma
 import os
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import braidax
 import braidax.data.storage.inflate as inflate
 from braidax.data.storage import LocalFiles
 from braidax.data.storage.inflate import compression_of, inflated, inflated_head
-from braidax.errors import FormatError
+from braidax.errors import FormatError, RecordError
+from tests.data.formats.reading import read
 
 DATA = bytes(range(256)) * 5_000
 CODECS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
@@ -31,8 +35,10 @@ def test_what_was_compressed_is_found_again(tmp_path: Path, name: str) -> None:
     with paths[1].open("rb") as file:
         assert inflated_head(file, name, 5, name="x") == DATA[1:6]
     files = inflated(LocalFiles(paths), cache=tmp_path / "cache")
-    assert [Path(found).read_bytes() for found in files.names] == [DATA[number:] + b"end" for number in range(3)]
-    assert [found.rpartition("-")[2] for found in files.names] == ["0.txt", "1.txt", "2.txt"]
+    assert [Path(found).read_bytes() for found in files.contents.names] == [
+        DATA[number:] + b"end" for number in range(3)
+    ]
+    assert [found.rpartition("-")[2] for found in files.contents.names] == ["0.txt", "1.txt", "2.txt"]
 
 
 def test_it_is_done_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,20 +46,20 @@ def test_it_is_done_once_until_the_file_changes(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "a.gz"
     path.write_bytes(gzip.compress(b"old"))
     opened = inflated(LocalFiles([path]))
-    (first,) = opened.names
+    (first,) = opened.contents.names
     with monkeypatch.context() as patch:
         patch.setattr(inflate, "_inflate", None)
-        assert inflated(LocalFiles([path])).names == [first]
+        assert inflated(LocalFiles([path])).contents.names == [first]
     path.write_bytes(gzip.compress(b"new"))
     os.utime(path, ns=(0, 7))
-    (second,) = inflated(LocalFiles([path])).names
+    (second,) = inflated(LocalFiles([path])).contents.names
     gc.collect()
     assert Path(second).read_bytes() == b"new"
     assert {str(found) for found in (tmp_path / "cache").rglob("*-a")} == {first, second}  # the first is in use
     del opened
     gc.collect()
     path.write_bytes(gzip.compress(b"newest"))
-    (third,) = inflated(LocalFiles([path])).names
+    (third,) = inflated(LocalFiles([path])).contents.names
     assert [str(found) for found in (tmp_path / "cache").rglob("*-a")] == [third]
 
 
@@ -68,7 +74,7 @@ class Unstamped(LocalFiles):
 def test_files_without_a_stamp_are_inflated_each_time(tmp_path: Path) -> None:
     for contents in (b"old", b"new"):
         (tmp_path / "a.gz").write_bytes(gzip.compress(contents))
-        (found,) = inflated(Unstamped([tmp_path / "a.gz"]), cache=tmp_path / "cache").names
+        (found,) = inflated(Unstamped([tmp_path / "a.gz"]), cache=tmp_path / "cache").contents.names
         assert Path(found).read_bytes() == contents
 
 
@@ -92,3 +98,14 @@ def test_no_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "cache").touch()
     with pytest.raises(FormatError, match=r"a: the decompressed file cannot be written .*BRAIDAX_CACHE"):
         inflated(LocalFiles([tmp_path / "a.gz"]), cache=tmp_path / "cache")
+
+
+def test_what_is_wrong_inside_names_the_compressed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"n": 1}\n{"n": \n'))
+    source = braidax.open(path)
+    with pytest.raises(RecordError, match=re.escape(f"{path}, record 1 (at byte 9)")):
+        read(source, [1])
+    assert source.describe()["files"].endswith("a.jsonl.gz")
+    assert read(pickle.loads(pickle.dumps(source)), [0])["n"].tolist() == [1]

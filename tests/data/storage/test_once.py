@@ -160,7 +160,7 @@ def count(read, name, compression, num_bytes):
 inflate._read = count
 sys.stdin.readline()
 files = inflate.inflated(LocalFiles(sorted(Path(os.environ["DATA"]).glob("*.gz"))))
-say("found " + " ".join(Path(name).read_bytes().decode() for name in files.names))
+say("found " + " ".join(Path(name).read_bytes().decode() for name in files.contents.names))
 """
     (tmp_path / "data").mkdir()
     for number in range(3):

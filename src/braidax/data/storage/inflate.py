@@ -5,7 +5,7 @@ import gzip
 import lzma
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedIOBase
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import IO, Any
 import xxhash
 
 from braidax.data.storage.derived import Derived
-from braidax.data.storage.files import Files
+from braidax.data.storage.files import Bytes, Files, Ranges
 from braidax.data.storage.limits import refuse_larger
 from braidax.data.storage.local import LocalFiles
 from braidax.data.storage.locks import NotKept
@@ -47,8 +47,41 @@ def inflated_head(file: IO[bytes], compression: str, num_bytes: int, *, name: st
             raise _corrupt(name, compression, error) from error
 
 
-def inflated(files: Files, *, cache: Path | None = None) -> LocalFiles:
-    """Returns what compressed files hold, as local files; they are decompressed where that was not done before.
+class Inflated(Files):
+    """What compressed files hold, under the names that people know: those of the compressed files.
+
+    **Arguments:** `contents`: what they hold. `names`, `stamps`: of the compressed files.
+    """
+
+    def __init__(self, contents: LocalFiles, names: Sequence[str], stamps: Sequence[str]) -> None:
+        self.contents = contents
+        self._names = list(names)
+        self._stamps = list(stamps)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return self.contents.sizes
+
+    @property
+    def stamps(self) -> Sequence[str]:
+        return self._stamps
+
+    def read(self, ranges: Ranges) -> Sequence[Bytes]:
+        return self.contents.read(ranges)
+
+    def prepare(self, ranges: Ranges) -> None:
+        self.contents.prepare(ranges)
+
+    def open(self, number: int) -> IO[bytes]:
+        return self.contents.open(number)
+
+
+def inflated(files: Files, *, cache: Path | None = None) -> Inflated:
+    """Returns what compressed files hold, in local files; they are decompressed where that was not done before.
 
     They lie in the cache folder (see `RecordIndex.build`), until the compressed file changes: then they are made anew.
     Of several processes that want one at once, one makes it and the others wait.
@@ -73,7 +106,7 @@ def inflated(files: Files, *, cache: Path | None = None) -> LocalFiles:
         finally:
             work.stop.set()
             pool.shutdown(cancel_futures=True)
-    found = LocalFiles(paths)
+    found = Inflated(LocalFiles(paths), files.names, files.stamps)
     weakref.finalize(found, room.release)
     return found
 

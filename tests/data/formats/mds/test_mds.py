@@ -5,6 +5,7 @@ import re
 import struct
 import sys
 import threading
+import tracemalloc
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -406,3 +407,65 @@ def test_shards_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cod
         check(read(open_mds(f"{server.url}/data", split="val"), [19, 0, 7]), [19, 0, 7])
         with pytest.raises(FormatError, match=r"data/train/index.json"):
             open_mds(f"{server.url}/data", split="train")
+
+
+@pytest.mark.parametrize("codec", ["gzip", "bz2", "zstd", "brotli", "snappy"])
+def test_shards_become_no_more_than_their_index_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    folder = write_mds(tmp_path / "mds", {"n": "uint8"}, [{"n": b"\1"}], codec=codec)
+    (packed,) = folder.glob("shard*")
+    kept, index = packed.read_bytes(), json.loads((folder / "index.json").read_text())
+    packed.write_bytes(compress(bytes(1 << 26), codec))
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=re.escape(packed.name)):
+        open_mds(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 23
+    packed.write_bytes(kept)
+    index["shards"][0]["raw_data"]["bytes"] += 10
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=re.escape(packed.name)):  # of brotli and Snappy Arrow makes zeros of them
+        open_mds(folder)
+    index["shards"][0]["raw_data"]["bytes"] = (1 << 32) - 1
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=rf"{packed.name}: .* become 4,294,967,295 or more; expected at most"):
+        open_mds(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples": -1},
+        {"samples": 1 << 40},
+        {"samples": float("inf")},
+        {"raw_data": {"basename": "shard.00000.mds", "bytes": -5}},
+        {"raw_data": {"basename": "shard.00000.mds", "bytes": 50, "hashes": "sha1"}},
+        {"compression": 7, "zip_data": 7},
+        {"column_names": 7},
+        {"column_encodings": [7]},
+        {"column_encodings": ["uint8", "uint8"]},
+        {"column_sizes": ["1"]},
+        {"column_sizes": [-1]},
+    ],
+)
+def test_an_index_of_anything(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = write_mds(tmp_path / "mds", {"n": "uint8"}, [{"n": b"\1"}])
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][0].update(change)
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=re.escape(str(folder / "index.json"))):
+        open_mds(folder)
+
+
+def test_a_damaged_shard_is_named_as_it_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    folder = write_mds(tmp_path / "mds", {"n": "str"}, [{"n": b"word"}], codec="gzip")
+    (packed,) = folder.glob("shard*")
+    raw = bytearray(gzip.decompress(packed.read_bytes()))
+    raw[-4] = 0xFF
+    packed.write_bytes(gzip.compress(bytes(raw)))
+    with pytest.raises(RecordError, match=re.escape(str(packed))):
+        read(open_mds(folder))

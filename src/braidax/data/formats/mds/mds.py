@@ -16,11 +16,13 @@ from braidax.data.formats.records.records import Decoder, RecordSource
 from braidax.data.source import Indices
 from braidax.data.storage import LocalFiles, Remote, open_files
 from braidax.data.storage.files import Files, Ranges
+from braidax.data.storage.inflate import Inflated
 from braidax.data.storage.names import inside
 from braidax.data.storage.objects import is_url
 from braidax.errors import ArgumentError, FormatError
 
 INDEX_NAME = "index.json"
+_MOST_BYTES = (1 << 32) - 1  # of a shard, whose offsets have 32 bits
 _KEPT_BYTES = 1 << 28  # of the shards' tables of offsets; of larger data sets each read looks its records up
 
 
@@ -173,7 +175,7 @@ def _entries(folder: str, name: str, remote: Remote | None) -> list[Any]:
             content = json.loads(file.read())
         entries: list[Any] = content["shards"]
         kinds = {(entry["format"], entry["version"]) for entry in entries} | {("mds", content["version"])}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{name}: is no list of shards as MDSWriter writes it ({type(error).__name__}: {error}); write it anew"
         ) from error
@@ -188,15 +190,19 @@ def _entries(folder: str, name: str, remote: Remote | None) -> list[Any]:
 def _shard(entry: Mapping[str, Any], name: str, number: int) -> Shard:
     try:
         raw, packed = entry["raw_data"], entry.get("zip_data")
+        num_samples, num_bytes = int(entry["samples"]), int(raw["bytes"])
+        if not 8 <= 4 * (num_samples + 2) <= num_bytes <= _MOST_BYTES:
+            raise ValueError(f"{num_samples} samples in {num_bytes} bytes")
+        compression, hashes = entry.get("compression"), dict(raw.get("hashes") or {})
         return Shard(
             str(raw["basename"]),
-            int(entry["samples"]),
-            int(raw["bytes"]),
-            entry.get("compression"),
+            num_samples,
+            num_bytes,
+            None if compression is None else str(compression),
             str(packed["basename"]) if packed else None,
-            dict(raw.get("hashes") or {}),
+            {str(algorithm): str(digest) for algorithm, digest in hashes.items()},
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise FormatError(
             f"{name}: shard {number} is not described as MDSWriter does it ({type(error).__name__}: {error}); write it "
             "anew"
@@ -213,7 +219,7 @@ def _columns(entries: Sequence[Any], chosen: Sequence[str] | Mapping[str, str] |
                 f"{name}: shard {number} has the columns {entry.get(keys[0])} with encodings {entry.get(keys[1])}, "
                 f"expected those of shard 0, {layout[0]} with {layout[1]}; write all with one MDSWriter"
             )
-    names, encodings, sizes = layout
+    names, encodings, sizes = _checked_layout(layout, name)
     missing = [column for column in chosen or () if column not in names]
     if isinstance(chosen, str) or missing or (chosen is not None and not chosen):
         raise ArgumentError(
@@ -227,6 +233,24 @@ def _columns(entries: Sequence[Any], chosen: Sequence[str] | Mapping[str, str] |
         else Column(column, size)
         for column, encoding, size in zip(names, encodings, sizes, strict=True)
     ]
+
+
+def _checked_layout(layout: Sequence[Any], name: str) -> tuple[list[str], list[str], list[int | None]]:
+    """Returns names, encodings and sizes of the columns; what comes out of a file may be anything."""
+    kinds = (str, str, (int, type(None)))
+    if (
+        not all(isinstance(part, list) for part in layout)
+        or len({len(part) for part in layout}) != 1
+        or not all(isinstance(value, kind) for part, kind in zip(layout, kinds, strict=True) for value in part)
+        or any(not 0 <= size <= _MOST_BYTES for size in layout[2] if size is not None)
+        or len(set(layout[0])) != len(layout[0])
+    ):
+        raise FormatError(
+            f"{name}: names the columns {layout[0]}, with encodings {layout[1]} and sizes {layout[2]}; expected a "
+            "name, an encoding, and a number of bytes or null for each, as MDSWriter writes them: write it anew"
+        )
+    names, encodings, sizes = layout
+    return names, encodings, sizes
 
 
 def _shard_files(
@@ -244,9 +268,11 @@ def _shard_files(
         packed = list(range(len(shards)))  # some as they are: they are copied, to lie with the others
     found = _opened([packed_names[n] for n in packed], remote)
     paths, room = decompressed(found, [shards[n] for n in packed], cache=cache)
-    for number, path in zip(packed, paths, strict=True):
-        names[number] = str(path)
-    files = LocalFiles(names)
+    shown = list(names)
+    for number, path, name in zip(packed, paths, found.names, strict=True):
+        names[number], shown[number] = str(path), name
+    contents = LocalFiles(names)
+    files = Inflated(contents, shown, contents.stamps)
     weakref.finalize(files, room.release)
     return files
 

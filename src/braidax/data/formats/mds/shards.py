@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import hashlib
+import io
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,13 @@ import xxhash
 from braidax.data.formats.tables.tables import arrow
 from braidax.data.storage.derived import Derived
 from braidax.data.storage.files import Files
+from braidax.data.storage.limits import refuse_larger
 from braidax.data.storage.locks import NotKept
 from braidax.data.storage.progress import Progress
 from braidax.data.storage.room import Room
 from braidax.errors import FormatError, MissingExtra
 
-_CODECS = {"zstd": "zstd", "br": "brotli", "snappy": "snappy"}  # the names that Arrow knows them by
+_CODECS = {"zstd": "zstd", "br": "brotli"}  # the names that Arrow knows them by
 _PARALLEL = 4  # shards that are decompressed at a time; each is in memory as a whole
 
 
@@ -91,10 +93,12 @@ def _decompress(files: Files, number: int, shard: Shard, target: Derived, work: 
                 packed = file.read()
         except OSError as error:
             raise FormatError(f"{name}: cannot be read ({error}); copy it again, or restore its permissions") from error
+        refuse_larger(name, shard.num_bytes, len(packed))
         contents = _contents(packed, shard, name)
         if len(contents) != shard.num_bytes:
             raise FormatError(
-                f"{name}: holds {len(contents):,} bytes, expected {shard.num_bytes:,} as index.json says; copy it again"
+                f"{name}: holds {'more' if len(contents) > shard.num_bytes else f'{len(contents):,}'} bytes, expected "
+                f"{shard.num_bytes:,} as index.json says; copy it again"
             )
         for algorithm, expected in shard.hashes.items():
             found = _digest(algorithm, contents)
@@ -116,17 +120,22 @@ def _decompress(files: Files, number: int, shard: Shard, target: Derived, work: 
 
 
 def _contents(packed: bytes, shard: Shard, name: str) -> Any:
+    """Returns what a shard holds, and at most one byte more than index.json says, so that a bomb stays packed."""
     codec = (shard.compression or "").partition(":")[0] if shard.packed_name else ""
+    most = shard.num_bytes + 1
     try:
         match codec:
             case "":
                 return packed
             case "gz":
-                return gzip.decompress(packed)
+                return gzip.open(io.BytesIO(packed)).read(most)
             case "bz2":
-                return bz2.decompress(packed)
-            case "zstd" | "br" | "snappy":
-                return memoryview(_arrow(codec).decompress(packed, shard.num_bytes, codec=_CODECS[codec]))
+                return bz2.open(io.BytesIO(packed)).read(most)
+            case "zstd" | "br":
+                with _arrow(codec).CompressedInputStream(io.BytesIO(packed), _CODECS[codec]) as file:
+                    return file.read(most)
+            case "snappy":
+                return _unsnapped(packed, most)
             case _:
                 pass
     except (OSError, EOFError, ValueError, zlib.error) as error:
@@ -136,6 +145,16 @@ def _contents(packed: bytes, shard: Shard, name: str) -> Any:
     raise FormatError(
         f"{name}: is compressed with {shard.compression!r}; expected br, bz2, gz, snappy or zstd: write the shards anew"
     )
+
+
+def _unsnapped(packed: bytes, most: int) -> bytes:
+    """Returns what Snappy's data hold: of them the length stands first, as a varint, which Arrow takes from us."""
+    num_bytes = 0
+    for place, byte in enumerate(packed[:5]):
+        num_bytes |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return memoryview(_arrow("snappy").decompress(packed, min(num_bytes, most), codec="snappy")).tobytes()
+    raise ValueError("they begin with no length")
 
 
 def _arrow(codec: str) -> Any:
