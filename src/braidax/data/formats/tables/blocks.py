@@ -5,25 +5,19 @@ time; then a block that is decoded gives its records to every window that was an
 is decoded once for all announced windows together, not once for every read.
 """
 
-import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.data.formats.tables.columns import Column, Leaf, fill
+from braidax.data.formats.tables.block_cache import BlockCache, Group, Window, Windows
+from braidax.data.formats.tables.columns import Leaf, fill
 from braidax.data.source import Indices, Source, check_indices
 from braidax.data.storage.files import stamp_of_files
-from braidax.errors import ArgumentError, WaitTimeout
+from braidax.errors import ArgumentError
 
-WAIT_SECONDS = 600.0
 DEFAULT_CACHE_BYTES = 1 << 30
-
-Group = Mapping[str, Column]
 
 
 class Block(NamedTuple):
@@ -81,8 +75,9 @@ class Blocks(Protocol):
 class BlockSource(Source):
     """Samples of a table in blocks.
 
-    **Arguments:** `table`: the blocks. `cache_bytes`: for decoded blocks and announced windows; each reading thread
-    holds at most one block more. `what`: a block's name in the plural. `facts`: what `describe` shows besides.
+    **Arguments:** `table`: the blocks. `cache_bytes`: for blocks that are being decoded, are read or are kept, and for
+    announced windows: a thread that would need more waits for another. `what`: a block's name in the plural. `facts`:
+    what `describe` shows besides.
 
     **Raises:** `ArgumentError` for a cache smaller than one block.
     """
@@ -106,8 +101,8 @@ class BlockSource(Source):
             )
         self._num_bytes = sum(block.num_bytes for block in self._blocks)
         self._fits = self._num_bytes <= cache_bytes
-        self._windows = _Windows(cache_bytes if self._fits else max(0, (cache_bytes - largest) // 2))
-        self._cache = _Cache(cache_bytes, self._windows)
+        self._windows = Windows(cache_bytes if self._fits else max(0, (cache_bytes - largest) // 2))
+        self._cache = BlockCache(cache_bytes, self._windows)
 
     def __reduce__(self) -> tuple[Callable[..., "BlockSource"], tuple[Any, ...]]:
         return _source_again, (self._table, self._cache_bytes, self._what, self._facts)
@@ -139,21 +134,23 @@ class BlockSource(Source):
 
     def prepare(self, indices: Indices) -> None:
         """Takes note of records that will be read soon, so that a block which is decoded for one serves them all."""
-        if self._fits or not len(indices):
+        if self._fits:
             return
         row_bytes = max(1, self._num_bytes // len(self))
         wanted = np.unique(indices[: self._windows.capacity_bytes // row_bytes])
+        if not len(wanted):
+            return
         block_of = self._block_of(wanted)
         blocks, first = np.unique(block_of, return_index=True)
         rows = np.split(wanted - self._starts[block_of], first[1:])
-        self._windows.add(_Window(dict(zip(blocks.tolist(), rows, strict=True)), len(wanted) * row_bytes))
+        self._windows.add(Window(dict(zip(blocks.tolist(), rows, strict=True)), len(wanted) * row_bytes))
         missing: list[int] = []
         for index in blocks.tolist():
-            group = self._cache.peek(index)
-            if group is None:
-                missing.append(index)
-            else:
-                self._windows.take(index, group)  # before it gives way to others
+            with self._cache.kept(index) as group:
+                if group is None:
+                    missing.append(index)
+                else:
+                    self._windows.take(index, group)  # before it gives way to others
         self._table.prepare(missing)
 
     @property
@@ -187,26 +184,26 @@ class BlockSource(Source):
 
     def _at_hand(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
         rows = indices[places] - self._starts[index]
-        group = self._cache.peek(index)
-        if group is None:
-            found = self._windows.find(index, rows)
-            if found is None:
-                return False
-            group, rows = found
-        self._fill(group, index, rows, indices, places, out)
-        return True
+        with self._cache.kept(index) as group:
+            if group is not None:
+                self._fill(group, index, rows, indices, places, out)
+                return True
+        found = self._windows.find(index, rows)
+        if found is not None:
+            self._fill(found[0], index, found[1], indices, places, out)
+        return found is not None
 
     def _decoded_here(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
-        group = self._cache.get(index, self._decode, wait=False)
-        if group is not None:
-            self._fill(group, index, indices[places] - self._starts[index], indices, places, out)
+        with self._cache.decoded(index, self._blocks[index].num_bytes, self._decode, wait=False) as group:
+            if group is not None:
+                self._fill(group, index, indices[places] - self._starts[index], indices, places, out)
         return group is not None
 
     def _decoded(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
         if not self._at_hand(index, indices, places, out):
-            group = self._cache.get(index, self._decode)
-            assert group is not None
-            self._fill(group, index, indices[places] - self._starts[index], indices, places, out)
+            with self._cache.decoded(index, self._blocks[index].num_bytes, self._decode) as group:
+                assert group is not None
+                self._fill(group, index, indices[places] - self._starts[index], indices, places, out)
         return True
 
     def _fill(self, group: Group, index: int, rows: Indices, indices: Indices, places: Indices, out: Any) -> None:
@@ -229,111 +226,3 @@ class BlockSource(Source):
 def _source_again(table: Blocks, cache_bytes: int, what: str, facts: Mapping[str, str]) -> BlockSource:
     """Makes a source in another process, with a cache of its own."""
     return BlockSource(table, cache_bytes=cache_bytes, what=what, facts=facts)
-
-
-class _Window:
-    """Records that were announced: of each block the rows, int64, sorted, and their columns once it was decoded."""
-
-    def __init__(self, rows: dict[int, Indices], num_bytes: int) -> None:
-        self.rows = rows
-        self.num_bytes = num_bytes
-        self.parts: dict[int, Group] = {}
-
-
-class _Windows:
-    """The windows announced last, bounded in bytes."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self._lock = threading.Lock()
-        self._windows: deque[_Window] = deque()
-        self.num_bytes = 0
-
-    def add(self, window: _Window) -> None:
-        with self._lock:
-            self._windows.append(window)
-            self.num_bytes += window.num_bytes
-            while self.num_bytes > self.capacity_bytes:
-                self.num_bytes -= self._windows.popleft().num_bytes
-
-    def take(self, index: int, group: Group) -> None:
-        """Gives every window its records of a block that was just decoded."""
-        with self._lock:
-            wanting = [window for window in self._windows if index in window.rows and index not in window.parts]
-        for window in wanting:
-            window.parts[index] = {name: column.take(window.rows[index]) for name, column in group.items()}
-
-    def find(self, index: int, rows: Indices) -> tuple[Group, Indices] | None:
-        """Returns columns that hold these rows of a block, and where in them the rows are."""
-        with self._lock:
-            windows = [window for window in self._windows if index in window.parts]
-        for window in reversed(windows):
-            known = window.rows[index]
-            places = np.minimum(np.searchsorted(known, rows), len(known) - 1)
-            if np.array_equal(known[places], rows):
-                return window.parts[index], places
-        return None
-
-
-class _Cache:
-    """The blocks used last, bounded in bytes together with the windows; each is decoded once for all who ask for it."""
-
-    def __init__(self, capacity_bytes: int, windows: _Windows) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._windows = windows
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-        self._groups: OrderedDict[int, Group] = OrderedDict()
-        self._pending: dict[int, Future[Group]] = {}
-
-    def peek(self, index: int) -> Group | None:
-        """Returns a block if it is in memory."""
-        with self._lock:
-            if index in self._groups:
-                self._groups.move_to_end(index)
-            return self._groups.get(index)
-
-    def get(self, index: int, decode: Callable[[int], Group], *, wait: bool = True) -> Group | None:
-        """Returns a decoded block, decoding it on this thread if no other does; else waits, or returns None."""
-        while True:
-            with self._lock:
-                if index in self._groups:
-                    self._groups.move_to_end(index)
-                    return self._groups[index]
-                mine = Future[Group]()
-                pending = self._pending.setdefault(index, mine)
-            if pending is mine:
-                return self._fill(index, decode, mine)
-            if not wait:
-                return None
-            try:
-                return pending.result(WAIT_SECONDS)
-            except CancelledError:
-                continue  # the other thread failed: decoding it here raises the same error on this thread
-            except FutureTimeout as error:
-                raise WaitTimeout(
-                    f"block {index} was not decoded by another thread within {WAIT_SECONDS:.0f} s; is the disk stuck?"
-                ) from error
-
-    def _fill(self, index: int, decode: Callable[[int], Group], future: Future[Group]) -> Group:
-        try:
-            group = decode(index)
-            self._keep(index, group)
-            future.set_result(group)
-            return group
-        finally:
-            future.cancel()
-            with self._lock:
-                del self._pending[index]
-
-    def _keep(self, index: int, group: Group) -> None:
-        with self._lock:
-            self._groups[index] = group
-            self._num_bytes += _num_bytes(group)
-            while self._num_bytes > self._capacity_bytes - self._windows.num_bytes and self._groups:
-                _, old = self._groups.popitem(last=False)
-                self._num_bytes -= _num_bytes(old)
-
-
-def _num_bytes(group: Group) -> int:
-    return sum(column.num_bytes for column in group.values())

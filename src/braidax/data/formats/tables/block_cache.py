@@ -1,0 +1,193 @@
+"""Decoded blocks of tables in memory, bounded in bytes: those used last, and the records of announced windows."""
+
+import contextlib
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import numpy as np
+
+from braidax.data.formats.tables.columns import Column
+from braidax.data.source import Indices
+from braidax.errors import WaitTimeout
+
+WAIT_SECONDS = 600.0
+
+Group = Mapping[str, Column]
+"""The columns of a block, by name."""
+
+
+class Window:
+    """Records that were announced: of each block the rows, int64, sorted, and their columns once it was decoded."""
+
+    def __init__(self, rows: dict[int, Indices], num_bytes: int) -> None:
+        self.rows = rows
+        self.num_bytes = num_bytes
+        self.parts: dict[int, Group] = {}
+
+
+class Windows:
+    """The windows announced last, bounded in bytes."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._windows: deque[Window] = deque()
+        self.num_bytes = 0
+
+    def add(self, window: Window) -> None:
+        """Announces a window; the oldest give way to it."""
+        with self._lock:
+            self._windows.append(window)
+            self.num_bytes += window.num_bytes
+            while self.num_bytes > self.capacity_bytes:
+                self.num_bytes -= self._windows.popleft().num_bytes
+
+    def take(self, index: int, group: Group) -> None:
+        """Gives every window its records of a block that was just decoded."""
+        with self._lock:
+            wanting = [window for window in self._windows if index in window.rows and index not in window.parts]
+        for window in wanting:
+            window.parts[index] = {name: column.take(window.rows[index]) for name, column in group.items()}
+
+    def find(self, index: int, rows: Indices) -> tuple[Group, Indices] | None:
+        """Returns columns that hold these rows of a block, and where in them the rows are."""
+        with self._lock:
+            windows = [window for window in self._windows if index in window.parts]
+        for window in reversed(windows):
+            known = window.rows[index]
+            places = np.minimum(np.searchsorted(known, rows), len(known) - 1)
+            if np.array_equal(known[places], rows):
+                return window.parts[index], places
+        return None
+
+
+class _Decoding:
+    """A block that a thread is decoding: what comes of it, and how many others wait for it."""
+
+    def __init__(self) -> None:
+        self.future = Future[Group]()
+        self.num_waiting = 0
+
+
+class BlockCache:
+    """The blocks used last; each is decoded once for all who ask for it.
+
+    Their bytes are bounded together with those of the windows, of blocks that are being decoded and of blocks that a
+    thread copies from: these stay in the cache. So a thread that would need more waits until another is done.
+    """
+
+    def __init__(self, capacity_bytes: int, windows: Windows) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._windows = windows
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._groups: OrderedDict[int, Group] = OrderedDict()
+        self._users: Counter[int] = Counter()  # threads that copy from a block
+        self._decoding: dict[int, _Decoding] = {}
+
+    @contextlib.contextmanager
+    def kept(self, index: int) -> Generator[Group | None]:
+        """Lends a block if it is in memory."""
+        with self._changed:
+            group = self._lend(index)
+        with self._lent(index, group):
+            yield group
+
+    @contextlib.contextmanager
+    def decoded(
+        self, index: int, num_bytes: int, decode: Callable[[int], Group], *, wait: bool = True
+    ) -> Generator[Group | None]:
+        """Lends a block, decoding it on this thread if no other does; else waits for that one, or lends None."""
+        group = self._get(index, num_bytes, decode, wait)
+        with self._lent(index, group):
+            yield group
+
+    @contextlib.contextmanager
+    def _lent(self, index: int, group: Group | None) -> Generator[None]:
+        try:
+            yield
+        finally:
+            if group is not None:
+                with self._changed:
+                    self._users[index] -= 1
+                    self._changed.notify_all()
+
+    def _lend(self, index: int) -> Group | None:
+        group = self._groups.get(index)
+        if group is not None:
+            self._groups.move_to_end(index)
+            self._users[index] += 1
+        return group
+
+    def _get(self, index: int, num_bytes: int, decode: Callable[[int], Group], wait: bool) -> Group | None:
+        while True:
+            with self._changed:
+                group = self._lend(index)
+                if group is not None:
+                    return group
+                here = self._decoding.get(index)
+                mine = here is None
+                if here is None:
+                    here = self._decoding[index] = _Decoding()
+                elif wait:
+                    here.num_waiting += 1
+            if mine:
+                return self._decode(index, num_bytes, decode, here)
+            if not wait:
+                return None
+            try:
+                return here.future.result(WAIT_SECONDS)  # lent by whoever decoded it
+            except CancelledError:
+                continue  # the other thread failed: decoding it here raises the same error on this thread
+            except FutureTimeout as error:
+                raise WaitTimeout(
+                    f"block {index} was not decoded by another thread within {WAIT_SECONDS:.0f} s; is the disk stuck?"
+                ) from error
+
+    def _decode(self, index: int, num_bytes: int, decode: Callable[[int], Group], here: _Decoding) -> Group:
+        taken = 0
+        try:
+            self._make_room(index, num_bytes)
+            taken = num_bytes
+            group = decode(index)
+            with self._changed:
+                self._num_bytes += _num_bytes(group)
+                self._groups[index] = group
+                del self._decoding[index]
+                self._users[index] += 1 + here.num_waiting
+                here.future.set_result(group)
+            return group
+        finally:
+            with self._changed:
+                self._num_bytes -= taken
+                if here.future.cancel():
+                    del self._decoding[index]
+                self._changed.notify_all()
+
+    def _make_room(self, index: int, num_bytes: int) -> None:
+        """Counts a block that is to be decoded, when there is room for it or nothing else to wait for."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        with self._changed:
+            while True:
+                limit = self._capacity_bytes - self._windows.num_bytes - num_bytes
+                for old in [old for old in self._groups if not self._users[old]]:
+                    if self._num_bytes <= limit:
+                        break
+                    self._num_bytes -= _num_bytes(self._groups.pop(old))
+                    del self._users[old]
+                if self._num_bytes <= max(limit, 0):
+                    self._num_bytes += num_bytes
+                    return
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise WaitTimeout(
+                        f"there was no room for block {index} of {num_bytes:,} bytes within {WAIT_SECONDS:.0f} s: "
+                        f"cache_bytes={self._capacity_bytes:,} are in use by other threads; is the disk stuck?"
+                    )
+
+
+def _num_bytes(group: Group) -> int:
+    return sum(column.num_bytes for column in group.values())

@@ -1,0 +1,109 @@
+"""Blocks in memory: never more than the cache may hold, each decoded once for all who ask for it."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import braidax.data as sources
+from braidax.data.formats.tables.blocks import Block, BlockSource
+
+NUM_BLOCKS, ROWS, WIDTH = 12, 100, 50
+
+
+class Held:
+    """Counts the bytes of decoded blocks that anybody still refers to, or is decoding."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self._lock = threading.Lock()
+        self._now = 0
+        self.most = 0
+        self.num_decoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+    def decode(self, index: int) -> Any:
+        block: Block = self._table.blocks[index]
+        with self._lock:
+            self._now += block.num_bytes
+            self.most = max(self.most, self._now)
+            self.num_decoded += 1
+        group = Group(self._table.decode(index))
+        group.forget = lambda: self._forget(block.num_bytes)
+        return group
+
+    def _forget(self, num_bytes: int) -> None:
+        with self._lock:
+            self._now -= num_bytes
+
+
+class Group(dict[str, Any]):
+    forget: Any = None
+
+    def __del__(self) -> None:
+        self.forget()
+
+
+@pytest.fixture
+def source(tmp_path: Any) -> BlockSource:
+    values = np.arange(NUM_BLOCKS * ROWS * WIDTH, dtype=np.int32).reshape(-1, WIDTH)
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), WIDTH)
+    pq.write_table(pa.table({"x": rows}), tmp_path / "a.parquet", row_group_size=ROWS)
+    opened = sources.open(tmp_path / "a.parquet")
+    assert isinstance(opened, BlockSource)
+    return opened
+
+
+def read_by_threads(source: BlockSource, windows: Sequence[np.ndarray], threads: int) -> None:
+    def read(indices: np.ndarray) -> None:
+        out = {"x": np.empty((len(indices), WIDTH), np.int32)}
+        source.read(indices, out)
+        np.testing.assert_array_equal(out["x"][:, 0], indices * WIDTH)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, windows))
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+@pytest.mark.parametrize("announced", [False, True])
+def test_many_threads_hold_no_more_than_the_cache_may(source: BlockSource, room: int, announced: bool) -> None:
+    """It was one block a thread more."""
+    largest = max(block.num_bytes for block in source.table.blocks)
+    held = Held(source.table)
+    small = BlockSource(held, cache_bytes=room * largest, what="row groups", facts={})  # pyright: ignore
+    rng = np.random.default_rng(0)
+    windows = [rng.integers(NUM_BLOCKS * ROWS, size=20) for _ in range(40)]
+    if announced:
+        for window in windows[:8]:
+            small.prepare(window)
+    read_by_threads(small, windows, threads=8)
+    assert held.most <= room * largest
+
+
+def test_a_block_is_decoded_once_for_all_threads(source: BlockSource) -> None:
+    held = Held(source.table)
+    roomy = BlockSource(held, cache_bytes=1 << 30, what="row groups", facts={})  # pyright: ignore
+    read_by_threads(roomy, [np.arange(NUM_BLOCKS * ROWS)] * 8, threads=8)
+    assert held.num_decoded == NUM_BLOCKS
+
+
+def test_a_block_that_does_not_decode_frees_its_room(source: BlockSource) -> None:
+    class Failing(Held):
+        def decode(self, index: int) -> Any:
+            if index == 3:
+                raise ValueError("torn")
+            return super().decode(index)
+
+    largest = max(block.num_bytes for block in source.table.blocks)
+    failing = BlockSource(Failing(source.table), cache_bytes=largest, what="row groups", facts={})  # pyright: ignore
+    for _ in range(3):
+        with pytest.raises(ValueError, match="torn"):
+            read_by_threads(failing, [np.arange(300, 310)] * 4, threads=4)
+    read_by_threads(failing, [np.arange(300), np.arange(400, 1200)], threads=2)
