@@ -13,13 +13,15 @@ import xxhash
 from braidax.data.formats.tables.arrow import open_arrow
 from braidax.data.formats.tables.blocks import Blocks, BlockSource
 from braidax.data.formats.tables.tables import arrow, arrow_ipc, plain_table
+from braidax.data.open import is_place, recognized
 from braidax.data.open import open as open_source
+from braidax.data.registry import FILES, FOLDERS
 from braidax.data.source import Source
 from braidax.data.storage.derived import Derived
 from braidax.data.storage.locks import NotKept
 from braidax.data.storage.progress import Progress
 from braidax.data.storage.room import Room
-from braidax.errors import FormatError
+from braidax.errors import ArgumentError, FormatError
 
 _PARALLEL = 4  # blocks that are decoded at a time
 _BATCH_ROWS = 1 << 16
@@ -44,8 +46,10 @@ def as_arrow(
 
     **Returns:** the source; the table itself where its files need no copy.
 
-    **Raises:** what `braidax.open` raises; `FormatError` where there is no room.
+    **Raises:** what `braidax.open` raises; `ArgumentError` for what is no table of Parquet or Arrow files;
+    `FormatError` where there is no room.
     """
+    _check_table(where)
     options: dict[str, Any] = {"split": split, "columns": columns}
     given = {name: value for name, value in options.items() if value is not None}
     source = open_source(where, cache_bytes=1 << 62, **given)  # nothing is kept of what is decoded here
@@ -66,13 +70,26 @@ def as_arrow(
             target.contents(write, work, is_new=not all(table.stamps))
     except NotKept as error:
         raise FormatError(
-            f"{target.path}: cannot be written ({error}); make room there, or give another folder with cache="
+            f"{target.path}: the copy in Arrow cannot be written ({error}); make room there, give another folder with "
+            "cache=, or set the environment variable BRAIDAX_CACHE to one"
         ) from error
     room.forget(target.path.parent, target.path)  # of an earlier state of the files
     room.made(target.path.stat().st_size)
     found = open_arrow(target.path)
     weakref.finalize(found, room.release)
     return found
+
+
+def _check_table(where: Any) -> None:
+    """Raises `ArgumentError` for what is no table that can be copied."""
+    known = recognized(where, None)[0] if is_place(where) else None
+    if known is None or "cache_bytes" not in known.options:
+        takes = ", ".join(one.name for one in (*FILES, *FOLDERS) if "cache_bytes" in one.options)
+        what = f"{str(where)!r} was recognized as {known.name!r}" if known else f"a {type(where).__name__}"
+        raise ArgumentError(
+            f"where: {what}, of which as_arrow makes no copy; the formats it takes are: {takes}: open it with "
+            "braidax.open"
+        )
 
 
 def _target(table: Blocks, folder: Path) -> Derived:

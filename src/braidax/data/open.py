@@ -77,8 +77,8 @@ def open(
     options = {name: value for name, value in given.items() if value is not None}
     if image_size is not None:
         check_size(image_size, "image_size")
-    if _is_place(path_or_object):
-        known, look = _recognized(path_or_object, remote)
+    if is_place(path_or_object):
+        known, look = recognized(path_or_object, remote)
         if image_size is not None and known.resizes:
             options["image_size"] = image_size
             image_size = None
@@ -93,15 +93,18 @@ def open(
 _OBJECT = Format("object", lambda look: False, IndexableSource)
 
 
-def _is_place(given: Any) -> bool:
+def is_place(given: Any) -> bool:
     """Says whether something is a path or URL, or a list of them."""
     if isinstance(given, list | tuple) and given:
         return all(isinstance(item, str | os.PathLike) for item in cast("Sequence[Any]", given))
     return isinstance(given, str | os.PathLike)
 
 
-def _recognized(place: Place | Sequence[Place], remote: Remote | None) -> tuple[Format, Look]:
-    """Returns the format of what lies at a place, and what it looks like."""
+def recognized(place: Place | Sequence[Place], remote: Remote | None) -> tuple[Format, Look]:
+    """Returns the format of what lies at a place, and what it looks like.
+
+    **Raises:** `FormatError` for a place that is missing, empty or of no known format.
+    """
     if not isinstance(place, str | os.PathLike) or "://" in str(place):
         where = str(place) if isinstance(place, str | os.PathLike) else f"{place[0]} and {len(place) - 1} more"
         return _recognize(_look(where, open_files(place, remote=remote), remote=remote))

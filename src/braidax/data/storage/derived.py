@@ -275,8 +275,15 @@ def _fill(part: Path, write: Callable[[IO[bytes]], Any]) -> Any:
     except (BraidaxError, InterruptedError):
         raise
     except OSError as error:
-        raise NotKept(*error.args) from error
+        raise NotKept(error.errno, f"{error.strerror or error}, after {_size(part):,} bytes of it") from error
     return found
+
+
+def _size(part: Path) -> int:
+    try:
+        return part.stat().st_size
+    except OSError:
+        return 0
 
 
 def _write_numbers(file: IO[bytes], about: Mapping[str, Any], write: Write) -> None:
