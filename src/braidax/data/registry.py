@@ -27,6 +27,7 @@ from braidax.data.formats.tables.huggingface import is_huggingface
 from braidax.data.formats.tables.parquet import ENCRYPTED_MAGIC as PARQUET_ENCRYPTED
 from braidax.data.formats.tables.parquet import MAGIC as PARQUET_MAGIC
 from braidax.data.formats.tables.parquet import open_parquet, parquet_files
+from braidax.data.formats.tables.partitions import is_partitioned, open_partitioned
 from braidax.data.source import Source
 from braidax.data.storage import Files, Remote
 from braidax.data.storage.inflate import SUFFIXES as COMPRESSED_SUFFIXES
@@ -179,6 +180,12 @@ FOLDERS = (
     ),
     Format("MosaicML MDS", _is_mds_folder, _open_mds, _SPLIT | _COLUMNS, declares=True),
     Format("Hugging Face dataset", lambda look: is_huggingface(_path(look)), _by_path(open_arrow), _SPLIT | _TABLE),
+    Format(
+        "hive-partitioned folder of Parquet files",
+        lambda look: is_partitioned(_path(look)),
+        _by_path(open_partitioned),
+        _TABLE,
+    ),
     Format("folder of Arrow files", lambda look: bool(arrow_files(_path(look))), _by_path(open_arrow), _TABLE),
     Format("folder of Parquet files", lambda look: bool(parquet_files(_path(look))), _by_path(open_parquet), _TABLE),
     Format(
