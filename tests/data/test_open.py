@@ -32,8 +32,9 @@ FILES = (
     "text lines (.txt)"
 )
 FOLDERS = (
-    "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), MosaicML MDS, Hugging Face dataset, folder of "
-    "Arrow files, folder of Parquet files, image folder; or files of one of these formats: npy, Parquet,"
+    "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), MosaicML MDS, Hugging Face dataset, "
+    "hive-partitioned folder of Parquet files, folder of Arrow files, folder of Parquet files, image folder; "
+    "or files of one of these formats: npy, Parquet,"
 )
 UNCACHED = Remote(cache_bytes=0)
 
