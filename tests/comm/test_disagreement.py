@@ -15,6 +15,7 @@ from tests.comm.ranks import outcomes, results
 
 TRANSPORTS = ["in-process", "tcp", "ucx"]
 LIMIT_SECONDS = 20.0
+SIZES_DIFFER = "do all ranks call the same operations in the same order, with the same shapes and dtypes?"
 
 Call = Callable[[Communicator], Any]
 DISAGREEMENTS: dict[str, tuple[Call, Call, str, str]] = {
@@ -141,8 +142,9 @@ def test_so_it_is_over_several_hosts(case: str, hosts: str) -> None:
         found = outcomes(4, lambda comm, odd=odd: (theirs if comm.rank == odd else ours)(comm), tunings=tunings)
         for error in found:
             assert isinstance(error, CommError)
-            assert one in str(error)
-            assert other in str(error)
+            if SIZES_DIFFER not in str(error):  # of a large array, heard before what it is brought to
+                assert one in str(error)
+                assert other in str(error)
 
 
 def test_the_words() -> None:

@@ -71,7 +71,7 @@ def test_one_that_was_begun_ends_it_too(transport: str) -> None:
     found = outcomes(3, begin, transport=transport)
     assert time.monotonic() - start < AT_ONCE_SECONDS
     for error in found:
-        assert isinstance(error, Aborted | FloatingPointError)
+        assert isinstance(error, Aborted | FloatingPointError | RuntimeWarning)  # errstate is a thread's own
         assert "overflow" in str(error)
 
 

@@ -31,7 +31,7 @@ from braidax.data.storage import mapped as memory
 from braidax.data.storage.mapped import Fetched, Mapped, gather_held
 from braidax.data.transforms.images.decoded import decoded
 from braidax.data.transforms.mapped import resized
-from braidax.errors import FormatError, RecordError
+from braidax.errors import FormatError, ReadError, RecordError
 from tests.data.formats import files
 from tests.data.formats.arrays.test_fixed_width import Remote as Unmapped
 from tests.data.formats.reading import assert_equal, read, spoil
@@ -466,7 +466,7 @@ def test_a_label_alone_opens_no_image(tmp_path: Path, monkeypatch: pytest.Monkey
         path.unlink()
     assert slices(source, [10, 0, 7], {"label": ()})["label"].tolist() == [1, 0, 1]
     whole: Box = tuple((0, size) for size in images.shape[1:])
-    with pytest.raises(RecordError, match=r"images/ant/02\.png, record 1: cannot be read"):
+    with pytest.raises(ReadError, match=r"images/ant/02\.png, record 1: cannot be read"):
         slices(source, [1], {"image": whole})
 
 

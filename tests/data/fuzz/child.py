@@ -23,8 +23,12 @@ TRIAL_SECONDS = 60  # of a busy machine; a trial takes a few milliseconds
 
 def _limit_memory() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _lift_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
 def _say(*words: object) -> None:
@@ -37,11 +41,14 @@ def main(folder: Path) -> None:
     for line in sys.stdin:
         name, numbers = json.loads(line)
         case = CASES[name]
+        signal.alarm(TRIAL_SECONDS)
+        _lift_limit()  # a library that gets no memory for its threads may wait for them for ever
         whole = cleared(folder / "whole")
         whole.mkdir(parents=True)
         case.write(whole)
         written = samples(case.opened(whole)) if case.read is None else case.read(whole)
         assert tried(case, whole, written) in FINE, f"{name}: is not read as it was written"
+        signal.alarm(0)
         _limit_memory()
         for number in numbers:
             place = cleared(folder / f"mutant-{number}")

@@ -54,7 +54,12 @@ class Trials:
 
     def _running(self) -> Any:
         if self._process is None:
-            environment = {**os.environ, "BRAIDAX_CACHE": str(self._folder / "cache"), "JAX_PLATFORMS": "cpu"}
+            environment = {
+                **os.environ,
+                "BRAIDAX_CACHE": str(self._folder / "cache"),
+                "JAX_PLATFORMS": "cpu",
+                "MALLOC_ARENA_MAX": "2",  # an arena reserves 64 MiB of the addresses that are limited
+            }
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.data.fuzz.child", str(self._folder)],
                 stdin=subprocess.PIPE,
