@@ -19,10 +19,10 @@ import pytest
 from braidax.comm.stores.store import Store
 from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
 from braidax.gang import dask
+from braidax.gang.actor_store import ActorStore
 from braidax.gang.dask import DaskGang, DaskStore
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
-from braidax.gang.shelf import Shelf
 from tests.gang import clusters
 from tests.gang.test_launch import JOIN
 from tests.laws.tree import ROOT
@@ -70,11 +70,11 @@ def client(processes: distributed.Client) -> distributed.Client:
 def store(client: distributed.Client) -> Iterator[DaskStore]:
     worker = max(client.nthreads())
     with client.as_current():
-        shelf = client.submit(Shelf, actor=True, pure=False, workers=[worker])
-        distributed.wait(shelf, timeout=30)
-        with DaskStore(f"dask:{worker}#{shelf.key}") as opened:
+        made = client.submit(ActorStore, actor=True, pure=False, workers=[worker])
+        distributed.wait(made, timeout=30)
+        with DaskStore(f"dask:{worker}#{made.key}") as opened:
             yield opened
-        client.cancel(shelf, force=True)
+        client.cancel(made, force=True)
 
 
 def _nothing_is_left(client: distributed.Client) -> None:
@@ -196,16 +196,16 @@ def test_two_gangs_on_the_same_workers_do_not_wait_for_one_another(kind: str, re
     client: distributed.Client = request.getfixturevalue(kind)
     worker = min(client.nthreads())
     with client.as_current(), ThreadPoolExecutor(1) as pool, DaskGang(client) as one, DaskGang(client) as two:
-        shelf = client.submit(Shelf, actor=True, pure=False, workers=[worker])
-        distributed.wait(shelf, timeout=30)
-        store = DaskStore(f"dask:{worker}#{shelf.key}")
+        made = client.submit(ActorStore, actor=True, pure=False, workers=[worker])
+        distributed.wait(made, timeout=30)
+        store = DaskStore(f"dask:{worker}#{made.key}")
         assert one.job != two.job
         waiting = pool.submit(one.run, clusters.get_there, store.address, DaskStore, "go")
         sums = two.run(clusters.add_there, store.address, DaskStore, 1)
         assert sorted(sums) == [[number] for number in range(1, two.size + 1)]
         store.set("go", b"on")
         assert waiting.result(30) == [b"on"] * one.size
-        client.cancel(shelf, force=True)
+        client.cancel(made, force=True)
 
 
 @pytest.mark.parametrize(("ending", "code"), [("", 0), ("raise ValueError('the value')", 1), ("sys.exit(3)", 3)])

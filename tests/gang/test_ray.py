@@ -18,8 +18,8 @@ import ray
 
 from braidax.comm.stores.store import Store
 from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
+from braidax.gang.actor_store import ActorStore
 from braidax.gang.ray import RayGang, RayStore
-from braidax.gang.shelf import Shelf
 from tests.gang import clusters
 from tests.laws.tree import ROOT
 
@@ -76,10 +76,10 @@ def gang(shared: RayGang) -> RayGang:
 @pytest.fixture
 def store(cluster: None) -> Iterator[RayStore]:
     name = secrets.token_hex(8)
-    shelf = ray.remote(Shelf).options(num_cpus=0, name=name, namespace="tests", max_concurrency=100).remote()
+    made = ray.remote(ActorStore).options(num_cpus=0, name=name, namespace="tests", max_concurrency=100).remote()
     with RayStore(f"ray:tests/{name}") as opened:
         yield opened
-    ray.kill(shelf)
+    ray.kill(made)
 
 
 def test_results_come_in_rank_order_whoever_is_first(gang: RayGang) -> None:

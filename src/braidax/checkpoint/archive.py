@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, final
 
 from braidax.checkpoint import folders
-from braidax.checkpoint.behind import Behind
+from braidax.checkpoint.background_job import BackgroundJob
 from braidax.checkpoint.bucket import Bucket, Kept
 from braidax.checkpoint.checkpointer import Checkpointer
 from braidax.checkpoint.fetching import fetch
@@ -65,7 +65,7 @@ class Archive:
         self._keep = keep
         self._bucket = Bucket(url, client or {}, timeout_seconds=of.timeout_seconds)
         self._processes = all_processes(of.timeout_seconds)
-        self._behind = Behind(THREAD_NAME)
+        self._job = BackgroundJob(THREAD_NAME)
         self._spacing: Spacing | None = None
         self._is_closed = False
         self._num_agreed = self._num_renewed = 0
@@ -237,13 +237,13 @@ class Archive:
 
     def _heard(self) -> Exception | None:
         """Returns what went wrong with an upload that is over, once."""
-        return self._settle() if self._behind.is_over else None
+        return self._settle() if self._job.is_over else None
 
     def _settle(self) -> Exception | None:
         """Waits for the upload under way, and returns what went wrong with it."""
-        if not self._behind.is_busy:
+        if not self._job.is_busy:
             return None
-        failure = self._behind.settle(self.timeout_seconds)
+        failure = self._job.settle(self.timeout_seconds)
         self.spacing.ended()
         return failure
 
@@ -265,7 +265,7 @@ class Archive:
             )
         self._name = self._agreed("upload")
         work = _Work(self._name, wanted, frozenset(each.path for each in self.of.skipped))
-        self._behind.begin(f"{self._bucket.url}: uploading a checkpoint", lambda: self._upload(work))
+        self._job.begin(f"{self._bucket.url}: uploading a checkpoint", lambda: self._upload(work))
 
     def _upload(self, work: "_Work") -> None:
         processes, staged = self._processes, list[Path]()

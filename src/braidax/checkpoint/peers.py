@@ -17,7 +17,7 @@ from typing import Any, final
 import jax
 
 from braidax.checkpoint import folders, neighbors
-from braidax.checkpoint.behind import Behind
+from braidax.checkpoint.background_job import BackgroundJob
 from braidax.checkpoint.copies import prepared
 from braidax.checkpoint.interval import Interval, Spacing, check_interval
 from braidax.checkpoint.leaves import put_outside, with_outside
@@ -87,7 +87,7 @@ class Peers:
         self._retention = Retention(newest=1)
         self._saved: Path | None = None
         self._missed: list[tuple[int, str]] = []  # steps that all others began to save, and why this process did not
-        self._behind = Behind(THREAD_NAME)
+        self._job = BackgroundJob(THREAD_NAME)
         self._owned: Future[None] | None = None
         self._spacing: Spacing | None = None
         self._num_restored = 0
@@ -231,7 +231,7 @@ class Peers:
 
     def _heard(self) -> Exception | None:
         """Returns what went wrong with a checkpoint that is over, once."""
-        return self._settle() if self._behind.is_over else None
+        return self._settle() if self._job.is_over else None
 
     def _make_room(self) -> Exception | None:
         """Waits for the checkpoint under way before the next; where that takes too long, the others have to hear it."""
@@ -247,9 +247,9 @@ class Peers:
         return self._settle_closed()
 
     def _settle_closed(self) -> Exception | None:
-        if not self._behind.is_busy:
+        if not self._job.is_busy:
             return None
-        failure = self._behind.settle(self.timeout_seconds)
+        failure = self._job.settle(self.timeout_seconds)
         self._owned = None
         self.spacing.ended()
         return failure
@@ -284,7 +284,7 @@ class Peers:
                     self._agree(WaitTimeout(words), "copy its part", step=number)
             self._save(step, held, failure, owned)
 
-        self._behind.begin(f"{self.path}: saving step {step}", job)
+        self._job.begin(f"{self.path}: saving step {step}", job)
 
     def _save(self, step: int, held: list[Held], failure: Exception | None, owned: "Future[None]") -> None:
         """Saves a checkpoint together with all processes, on a thread of its own."""

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.group import Group
+from braidax.comm.group_messages import MAX_GROUPS, Steps
 from braidax.comm.messages import Value, bytes_of
-from braidax.comm.port import MAX_GROUPS, Steps
 from braidax.comm.request import run
 from braidax.comm.starting import Starting
 from braidax.comm.transports.transport import Operation

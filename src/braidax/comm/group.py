@@ -8,8 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.collectives import reductions, values
+from braidax.comm.group_messages import (
+    BUFFER,
+    COLLECTIVE,
+    MAX_NUMBER,
+    POINT_TO_POINT,
+    GroupMessages,
+    Steps,
+    head_of,
+    tag_of,
+)
 from braidax.comm.messages import Value
-from braidax.comm.port import BUFFER, COLLECTIVE, MAX_NUMBER, POINT_TO_POINT, Port, Steps, head_of, tag_of
 from braidax.comm.progress import Progress
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
@@ -127,15 +136,15 @@ class Group:
             raise ArgumentError(f"tag={tag!r}: expected a whole number from 0 to {MAX_NUMBER:,}")
         return tag_of(self.number, kind, int(tag))
 
-    def _point(self, peer: int, name: str, tag: int) -> Port:
+    def _point(self, peer: int, name: str, tag: int) -> GroupMessages:
         self.check_rank(peer, name)
-        return Port(self.progress, self.ranks, self.rank, self._tag(POINT_TO_POINT, tag), self.hosts)
+        return GroupMessages(self.progress, self.ranks, self.rank, self._tag(POINT_TO_POINT, tag), self.hosts)
 
-    def _next(self, head: bytes) -> Port:
-        """Returns the door for the next collective. **Arguments:** `head`: what this rank brings to it."""
+    def _next(self, head: bytes) -> GroupMessages:
+        """Returns the messages of the next collective. **Arguments:** `head`: what this rank brings to it."""
         self._num_collectives = (self._num_collectives + 1) & MAX_NUMBER
         tag = tag_of(self.number, COLLECTIVE, self._num_collectives)
-        return Port(self.progress, self.ranks, self.rank, tag, self.hosts, head)
+        return GroupMessages(self.progress, self.ranks, self.rank, tag, self.hosts, head)
 
 
 def _operand(array: Any) -> NDArray[Any]:

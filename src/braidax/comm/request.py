@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast, final
 
-from braidax.comm.port import Steps
+from braidax.comm.group_messages import Steps
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Operation
 from braidax.comm.waiting import all_done, late

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.group import Group
+from braidax.comm.group_messages import Steps
 from braidax.comm.messages import Value
-from braidax.comm.port import Steps
 from braidax.comm.request import Request
 
 T = TypeVar("T")

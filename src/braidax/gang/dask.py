@@ -11,11 +11,11 @@ from typing import Any, final
 
 from braidax.comm.stores.store import backoff
 from braidax.errors import ArgumentError, GangError
+from braidax.gang.actor_store import ActorStore
 from braidax.gang.dask_rank import DaskRank
 from braidax.gang.dask_store import ANSWER_SECONDS, SCHEME, import_distributed
 from braidax.gang.dask_store import DaskStore as DaskStore
 from braidax.gang.gang import Ended, Gang, Ranks
-from braidax.gang.shelf import Shelf
 
 _LEAVE_SECONDS = 2.0  # that ranks may take to leave
 _LOOK_SECONDS = 0.5  # between looks at whether the scheduler still knows the workers
@@ -121,7 +121,7 @@ class _DaskRanks(Ranks):
         self._owed: dict[asyncio.Task[Any], int] = {}
         name = f"braidax-{member['job']}-{member['epoch']}-{secrets.token_hex(8)}"
         address = f"{SCHEME}{workers[0]}#{name}-store"
-        self._shelf = self._made(Shelf, workers[0], f"{name}-store")
+        self._store = self._made(ActorStore, workers[0], f"{name}-store")
         self._made_ranks = [
             self._made(DaskRank, worker, f"{name}-{rank}", address, f"{name}-{rank}", rank, member)
             for rank, worker in enumerate(workers)
@@ -155,14 +155,14 @@ class _DaskRanks(Ranks):
                 self._client.sync(self._leave, actors)
             if made:
                 # By force: what stands for an actor counts as somebody who needs it, and lies in reference cycles.
-                self._client.cancel([*made, self._shelf], force=True)
+                self._client.cancel([*made, self._store], force=True)
 
     def _made(self, kind: type, worker: str, key: str, *args: Any) -> Any:
         options = {"workers": [worker], "allow_other_workers": False, "actor": True, "pure": False, "key": key}
         return self._client.submit(kind, *args, **options)
 
     def _wait_until_made(self, deadline: float) -> None:
-        made = {"the store": self._shelf, **{f"rank {rank}": made for rank, made in enumerate(self._made_ranks)}}
+        made = {"the store": self._store, **{f"rank {rank}": made for rank, made in enumerate(self._made_ranks)}}
         left = max(0.0, deadline - time.monotonic())
         with contextlib.suppress(TimeoutError), self._client.as_current():
             import_distributed().wait(list(made.values()), timeout=left)

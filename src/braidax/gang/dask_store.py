@@ -6,7 +6,7 @@ from typing import Any, final
 from braidax.comm.stores.limits import check_amount, check_value, key_bytes
 from braidax.comm.stores.store import Store, missing
 from braidax.errors import ArgumentError, CommError, import_extra
-from braidax.gang.shelf import Shelf
+from braidax.gang.actor_store import ActorStore
 
 SCHEME = "dask:"
 """What addresses begin with."""
@@ -43,7 +43,7 @@ class DaskStore(Store):
                 f"{address} cannot be opened: {error}; open it in a task of the cluster, or inside "
                 "`with client.as_current()`"
             ) from error
-        self._shelf = distributed.Actor(Shelf, worker, key)
+        self._actor = distributed.Actor(ActorStore, worker, key)
 
     @property
     def address(self) -> str:
@@ -70,7 +70,7 @@ class DaskStore(Store):
     def _ask(self, method: str, *args: Any, seconds: float = 0.0) -> Any:
         limit = seconds + ANSWER_SECONDS
         try:
-            return self._answer(getattr(self._shelf, method)(*args), time.monotonic() + limit)
+            return self._answer(getattr(self._actor, method)(*args), time.monotonic() + limit)
         except TimeoutError as error:
             raise CommError(
                 f"{self._address} did not answer within {limit:g} s; it ends with the epoch of the gang that holds it: "

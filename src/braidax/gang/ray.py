@@ -13,9 +13,9 @@ from typing import Any, Literal, final, get_args
 from braidax.comm.stores.limits import check_amount, check_value, key_bytes
 from braidax.comm.stores.store import Store, missing
 from braidax.errors import ArgumentError, CommError, GangError, import_extra
+from braidax.gang.actor_store import ActorStore
 from braidax.gang.gang import Ended, Gang, Ranks
 from braidax.gang.member import Member
-from braidax.gang.shelf import Shelf
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -45,7 +45,7 @@ class RayStore(Store):
         self._ray = _ray()
         self._address = address
         try:
-            self._shelf = self._ray.get_actor(name, namespace=namespace)
+            self._actor = self._ray.get_actor(name, namespace=namespace)
         except ValueError as error:
             raise CommError(
                 f"{address}: Ray knows no such actor ({error}); it ends with the epoch of the gang that holds it: is "
@@ -58,17 +58,17 @@ class RayStore(Store):
 
     def set(self, key: str, value: bytes) -> None:
         check_value(key, value)
-        self._answer(self._shelf.set.remote(key_bytes(key), value), 0.0)
+        self._answer(self._actor.set.remote(key_bytes(key), value), 0.0)
 
     def get(self, key: str, *, timeout_seconds: float) -> bytes:
-        value = self._answer(self._shelf.get.remote(key_bytes(key), timeout_seconds), timeout_seconds)
+        value = self._answer(self._actor.get.remote(key_bytes(key), timeout_seconds), timeout_seconds)
         if value is None:
             raise missing(key, self._address, timeout_seconds)
         return value
 
     def add(self, key: str, amount: int) -> int:
         check_amount(amount)
-        return self._answer(self._shelf.add.remote(key_bytes(key), amount), 0.0)
+        return self._answer(self._actor.add.remote(key_bytes(key), amount), 0.0)
 
     def close(self) -> None:
         pass  # the gang ends the actor
@@ -196,7 +196,7 @@ class _RayRanks(Ranks):
         self._options = options
         self._size: int = member["size"]
         self._group: Any = None
-        self._shelf: Any = None
+        self._store: Any = None
         self._actors: list[Any] = []
         self._owed: dict[Any, int] = {}
         with contextlib.ExitStack() as undone:
@@ -223,7 +223,7 @@ class _RayRanks(Ranks):
         actors, self._actors = self._actors, []
         owed, self._owed = self._owed, {}
         group, self._group = self._group, None
-        shelf, self._shelf = self._shelf, None
+        store, self._store = self._store, None
         if not self._ray.is_initialized():  # all of it went with the cluster, and Ray would begin a new one
             return
         quietly = contextlib.suppress(Exception)  # Ray raises just that for actors of a cluster that is gone
@@ -231,7 +231,7 @@ class _RayRanks(Ranks):
             if actors and not owed:
                 leaving = [actor.leave.remote() for actor in actors]
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
-        for actor in (*actors, shelf):
+        for actor in (*actors, store):
             with quietly:
                 if actor is not None:
                     self._ray.kill(actor)
@@ -258,8 +258,8 @@ class _RayRanks(Ranks):
     def _start_store(self) -> str:
         name = f"store-{secrets.token_hex(16)}"
         waiting = max(_MIN_WAITING, 4 * self._size)
-        shelf = self._ray.remote(Shelf)
-        self._shelf = shelf.options(num_cpus=0, name=name, namespace=_NAMESPACE, max_concurrency=waiting).remote()
+        store = self._ray.remote(ActorStore)
+        self._store = store.options(num_cpus=0, name=name, namespace=_NAMESPACE, max_concurrency=waiting).remote()
         return f"{_SCHEME}{_NAMESPACE}/{name}"
 
     def _actor(self, rank: int) -> Any:

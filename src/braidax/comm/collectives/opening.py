@@ -13,7 +13,7 @@ from typing import TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm.port import HEAD_BYTES, Port, Steps
+from braidax.comm.group_messages import HEAD_BYTES, GroupMessages, Steps
 from braidax.comm.transports.transport import Buffer, Operation
 
 T = TypeVar("T")
@@ -31,28 +31,30 @@ class Opening:
     **Fields:** `sent`: to be waited for at last.
     """
 
-    def __init__(self, port: Port, payload: Sequence[Buffer] = ()) -> None:
-        self._port = port
-        self._place = place_of(port)
-        self._received = port.receive((port.rank - 1) % port.size, self._place.data)
-        self.sent = port.send((port.rank + 1) % port.size, memoryview(b"".join((port.brings, *payload))))
+    def __init__(self, messages: GroupMessages, payload: Sequence[Buffer] = ()) -> None:
+        self._messages = messages
+        self._place = place_of(messages)
+        self._received = messages.receive((messages.rank - 1) % messages.size, self._place.data)
+        self.sent = messages.send(
+            (messages.rank + 1) % messages.size, memoryview(b"".join((messages.brings, *payload)))
+        )
 
     def heard(self) -> Steps[NDArray[np.uint8]]:
         """Returns what the member before has sent with it. **Raises:** `CommError` when it does not bring the same."""
         yield [self._received]
-        return self._port.check_brings(self._received, self._place)
+        return self._messages.check_brings(self._received, self._place)
 
 
-def place_of(port: Port, num_bytes: int = OPENING_BYTES) -> NDArray[np.uint8]:
+def place_of(messages: GroupMessages, num_bytes: int = OPENING_BYTES) -> NDArray[np.uint8]:
     """Returns memory for the first message of another member. **Arguments:** `num_bytes`: at most, without the head."""
-    return np.empty(len(port.brings) + max(num_bytes, OPENING_BYTES), np.uint8)
+    return np.empty(len(messages.brings) + max(num_bytes, OPENING_BYTES), np.uint8)
 
 
-def opened(port: Port, steps: Steps[T]) -> Steps[T]:
+def opened(messages: GroupMessages, steps: Steps[T]) -> Steps[T]:
     """Runs an algorithm of two members or more with an opening; what it begins first goes beside that."""
-    if port.size == 1:
+    if messages.size == 1:
         return (yield from steps)
-    opening = Opening(port)
+    opening = Opening(messages)
     try:
         begun: Sequence[Operation] = next(steps)
     except StopIteration as stop:
@@ -66,10 +68,10 @@ def opened(port: Port, steps: Steps[T]) -> Steps[T]:
     return result
 
 
-def headed(port: Port, array: NDArray[np.generic]) -> tuple[NDArray[np.uint8], NDArray[np.generic]]:
+def headed(messages: GroupMessages, array: NDArray[np.generic]) -> tuple[NDArray[np.uint8], NDArray[np.generic]]:
     """Returns memory that begins with what this member brings, and behind that a copy of a flat array."""
     memory = np.empty(HEAD_BYTES + array.nbytes, np.uint8)
-    memory.data[:HEAD_BYTES] = port.brings
+    memory.data[:HEAD_BYTES] = messages.brings
     copy = memory[HEAD_BYTES:].view(array.dtype)
     copy[:] = array
     return memory, copy

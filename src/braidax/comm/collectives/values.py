@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.collectives.opening import Opening, opened, place_of
+from braidax.comm.group_messages import GroupMessages, Steps, together
 from braidax.comm.messages import FIRST_BYTES, Parcel, Unpacking, Value, pack
-from braidax.comm.port import Port, Steps, together
 from braidax.comm.transports.transport import Operation
 
 _PIPE_BYTES = 1 << 18  # from here on a broadcast is a pipeline, not a tree
@@ -15,122 +15,122 @@ _PIECE_BYTES = 1 << 19  # of a pipeline
 _LENGTH_BYTES = 4  # of a block that travels with others
 
 
-def barrier(port: Port) -> Steps[None]:
+def barrier(messages: GroupMessages) -> Steps[None]:
     """Returns when all members have come: dissemination, log2(size) rounds (Hensgen, Finkel and Manber 1988)."""
-    if port.size == 1:
+    if messages.size == 1:
         return
-    opening = Opening(port)
+    opening = Opening(messages)
     yield from opening.heard()
     distance = 2
-    while distance < port.size:
-        place = place_of(port)
-        received = port.receive((port.rank - distance) % port.size, place.data)
-        yield [port.send((port.rank + distance) % port.size, memoryview(port.brings)), received]
-        port.check_brings(received, place)
+    while distance < messages.size:
+        place = place_of(messages)
+        received = messages.receive((messages.rank - distance) % messages.size, place.data)
+        yield [messages.send((messages.rank + distance) % messages.size, memoryview(messages.brings)), received]
+        messages.check_brings(received, place)
         distance *= 2
     yield [opening.sent]
 
 
-def send(port: Port, peer: int, value: Value) -> Steps[None]:
+def send(messages: GroupMessages, peer: int, value: Value) -> Steps[None]:
     """Sends a value to a member."""
-    yield _begin_send(port, peer, _packed(port, value))
+    yield _begin_send(messages, peer, _packed(messages, value))
 
 
-def receive(port: Port, peer: int) -> Steps[Value]:
+def receive(messages: GroupMessages, peer: int) -> Steps[Value]:
     """Receives a value from a member."""
-    arriving = yield from _first(port, peer)
-    return (yield from _rest(port, peer, arriving))
+    arriving = yield from _first(messages, peer)
+    return (yield from _rest(messages, peer, arriving))
 
 
-def broadcast(port: Port, value: Value, root: int) -> Steps[Value]:
+def broadcast(messages: GroupMessages, value: Value, root: int) -> Steps[Value]:
     """Returns the root's value on every member, the root's own object there.
 
     The first message, and all of a small value, goes down a binomial tree. A large one goes through all members as a
     pipeline of pieces, so that every link carries it once; neighbors in rank are mostly on one host.
     """
-    return opened(port, _broadcast(port, value, root))
+    return opened(messages, _broadcast(messages, value, root))
 
 
-def _broadcast(port: Port, value: Value, root: int) -> Steps[Value]:
-    place = (port.rank - root) % port.size
+def _broadcast(messages: GroupMessages, value: Value, root: int) -> Steps[Value]:
+    place = (messages.rank - root) % messages.size
     arriving: Unpacking | None = None
     if place == 0:
         parcel = pack(value)
-        first = memoryview(b"".join((port.brings, *parcel.first)))
+        first = memoryview(b"".join((messages.brings, *parcel.first)))
         rest = np.frombuffer(b"".join(parcel.rest), np.uint8) if len(parcel.rest) > 1 else None
         if rest is None and parcel.rest:
             rest = np.frombuffer(parcel.rest[0], np.uint8)
     else:
-        arriving = yield from _first(port, _parent(place, root, port.size))
-        first, rest = memoryview(port.brings + arriving.first.data), arriving.rest
-    yield [port.send(child, first) for child in _children(place, root, port.size)]
-    if rest is not None and rest.nbytes >= _PIPE_BYTES and port.size > 2:
-        yield from _pipeline(port, rest, root)
+        arriving = yield from _first(messages, _parent(place, root, messages.size))
+        first, rest = memoryview(messages.brings + arriving.first.data), arriving.rest
+    yield [messages.send(child, first) for child in _children(place, root, messages.size)]
+    if rest is not None and rest.nbytes >= _PIPE_BYTES and messages.size > 2:
+        yield from _pipeline(messages, rest, root)
     elif rest is not None:
         if place:
-            operation = port.receive(_parent(place, root, port.size), rest.data)
+            operation = messages.receive(_parent(place, root, messages.size), rest.data)
             yield [operation]
-            port.check_whole(operation, rest)
-        yield [port.send(child, rest.data) for child in _children(place, root, port.size)]
+            messages.check_whole(operation, rest)
+        yield [messages.send(child, rest.data) for child in _children(place, root, messages.size)]
     return value if arriving is None else arriving.value()
 
 
-def gather(port: Port, value: Value, root: int) -> Steps[list[Value]]:
+def gather(messages: GroupMessages, value: Value, root: int) -> Steps[list[Value]]:
     """Returns the values of all members in rank order on the root, an empty list elsewhere."""
-    return opened(port, _gather(port, value, root))
+    return opened(messages, _gather(messages, value, root))
 
 
-def _gather(port: Port, value: Value, root: int) -> Steps[list[Value]]:
-    if port.rank != root:
-        yield from send(port, root, value)
+def _gather(messages: GroupMessages, value: Value, root: int) -> Steps[list[Value]]:
+    if messages.rank != root:
+        yield from send(messages, root, value)
         return []
-    others = [peer for peer in range(port.size) if peer != root]
-    values = yield from together([receive(port, peer) for peer in others])
+    others = [peer for peer in range(messages.size) if peer != root]
+    values = yield from together([receive(messages, peer) for peer in others])
     values.insert(root, value)
     return values
 
 
-def all_gather(port: Port, value: Value) -> Steps[list[Value]]:
+def all_gather(messages: GroupMessages, value: Value) -> Steps[list[Value]]:
     """Returns the values of all members in rank order on every member.
 
     First messages travel by Bruck's algorithm (1997) in log2(size) rounds; what does not fit in them by a ring.
     """
     parcel = pack(value)
-    blocks = yield from _bruck(port, b"".join(parcel.first))
+    blocks = yield from _bruck(messages, b"".join(parcel.first))
     arriving = [Unpacking(np.frombuffer(block, np.uint8)) for block in blocks]
-    after, before = (port.rank + 1) % port.size, (port.rank - 1) % port.size
-    for step in range(port.size - 1):
-        outgoing, incoming = (port.rank - step) % port.size, (port.rank - step - 1) % port.size
+    after, before = (messages.rank + 1) % messages.size, (messages.rank - 1) % messages.size
+    for step in range(messages.size - 1):
+        outgoing, incoming = (messages.rank - step) % messages.size, (messages.rank - step - 1) % messages.size
         operations: list[Operation] = []
         place = arriving[incoming].rest
         if place is not None:
-            operations.append(port.receive(before, place.data))
+            operations.append(messages.receive(before, place.data))
         if (rest := arriving[outgoing].rest) is not None:
-            operations.append(port.send(after, *parcel.rest) if step == 0 else port.send(after, rest.data))
+            operations.append(messages.send(after, *parcel.rest) if step == 0 else messages.send(after, rest.data))
         yield operations
         if place is not None:
-            port.check_whole(operations[0], place)
-    return [value if rank == port.rank else arriving[rank].value() for rank in range(port.size)]
+            messages.check_whole(operations[0], place)
+    return [value if rank == messages.rank else arriving[rank].value() for rank in range(messages.size)]
 
 
-def all_to_all(port: Port, values: Sequence[Value]) -> Steps[list[Value]]:
+def all_to_all(messages: GroupMessages, values: Sequence[Value]) -> Steps[list[Value]]:
     """Returns what every member has for this one, by rank: each pair exchanges directly."""
-    if port.size == 1:
+    if messages.size == 1:
         return list(values)
-    parcels = {peer: _packed(port, value) for peer, value in enumerate(values) if peer != port.rank}
-    after, before = (port.rank + 1) % port.size, (port.rank - 1) % port.size
-    opening = Opening(port, parcels[after].first)
+    parcels = {peer: _packed(messages, value) for peer, value in enumerate(values) if peer != messages.rank}
+    after, before = (messages.rank + 1) % messages.size, (messages.rank - 1) % messages.size
+    opening = Opening(messages, parcels[after].first)
     # What is sent is waited for last: it may end only when the others, who also send, receive it.
     sends = [opening.sent]
     if parcels[after].rest:
-        sends.append(port.send_body(after, parcels[after].number, parcels[after].rest))
-    for distance in range(2, port.size):
-        peer = (port.rank + distance) % port.size
-        sends += _begin_send(port, peer, parcels[peer])
-    sources = [(port.rank - distance) % port.size for distance in range(2, port.size)]
-    others = [receive(port, source) for source in sources]
+        sends.append(messages.send_body(after, parcels[after].number, parcels[after].rest))
+    for distance in range(2, messages.size):
+        peer = (messages.rank + distance) % messages.size
+        sends += _begin_send(messages, peer, parcels[peer])
+    sources = [(messages.rank - distance) % messages.size for distance in range(2, messages.size)]
+    others = [receive(messages, source) for source in sources]
     arriving = Unpacking((yield from opening.heard()))
-    received = yield from together([_rest(port, before, arriving), *others])
+    received = yield from together([_rest(messages, before, arriving), *others])
     yield sends
     results = list(values)
     for source, value in zip([before, *sources], received, strict=True):
@@ -138,51 +138,51 @@ def all_to_all(port: Port, values: Sequence[Value]) -> Steps[list[Value]]:
     return results
 
 
-def _packed(port: Port, value: Value) -> Parcel:
-    return pack(value, port.progress.number())
+def _packed(messages: GroupMessages, value: Value) -> Parcel:
+    return pack(value, messages.progress.number())
 
 
-def _begin_send(port: Port, peer: int, parcel: Parcel) -> list[Operation]:
+def _begin_send(messages: GroupMessages, peer: int, parcel: Parcel) -> list[Operation]:
     head, *parts = parcel.first
-    operations = [port.send(peer, memoryview(port.brings + head), *parts)]
-    return [*operations, port.send_body(peer, parcel.number, parcel.rest)] if parcel.rest else operations
+    operations = [messages.send(peer, memoryview(messages.brings + head), *parts)]
+    return [*operations, messages.send_body(peer, parcel.number, parcel.rest)] if parcel.rest else operations
 
 
-def _first(port: Port, peer: int) -> Steps[Unpacking]:
+def _first(messages: GroupMessages, peer: int) -> Steps[Unpacking]:
     """Receives the first message of a value, and in a collective what its sender brings to that."""
-    place = place_of(port, FIRST_BYTES)
-    received = port.receive(peer, place.data)
+    place = place_of(messages, FIRST_BYTES)
+    received = messages.receive(peer, place.data)
     yield [received]
-    return Unpacking(port.check_brings(received, place) if port.brings else place[: received.num_bytes])
+    return Unpacking(messages.check_brings(received, place) if messages.brings else place[: received.num_bytes])
 
 
-def _rest(port: Port, peer: int, arriving: Unpacking) -> Steps[Value]:
+def _rest(messages: GroupMessages, peer: int, arriving: Unpacking) -> Steps[Value]:
     """Receives the second message of a value, if there is one."""
     if arriving.rest is not None:
-        operation = port.receive_body(peer, arriving.number, arriving.rest.data)
+        operation = messages.receive_body(peer, arriving.number, arriving.rest.data)
         yield [operation]
-        port.check_whole(operation, arriving.rest)
+        messages.check_whole(operation, arriving.rest)
     return arriving.value()
 
 
-def _bruck(port: Port, block: bytes) -> Steps[list[bytes]]:
+def _bruck(messages: GroupMessages, block: bytes) -> Steps[list[bytes]]:
     """Gathers one block of at most `FIRST_BYTES` from every member on all of them."""
     blocks = [block]
-    if port.size == 1:
+    if messages.size == 1:
         return blocks
-    opening = Opening(port, [memoryview(_listed(blocks))])
+    opening = Opening(messages, [memoryview(_listed(blocks))])
     blocks += _unlisted((yield from opening.heard()))
     distance = 2
-    while distance < port.size:
-        count = min(distance, port.size - distance)
-        place = place_of(port, count * (FIRST_BYTES + _LENGTH_BYTES))
-        incoming = port.receive((port.rank - distance) % port.size, place.data)
-        data = memoryview(port.brings + _listed(blocks[:count]))
-        yield [incoming, port.send((port.rank + distance) % port.size, data)]
-        blocks += _unlisted(port.check_brings(incoming, place))
+    while distance < messages.size:
+        count = min(distance, messages.size - distance)
+        place = place_of(messages, count * (FIRST_BYTES + _LENGTH_BYTES))
+        incoming = messages.receive((messages.rank - distance) % messages.size, place.data)
+        data = memoryview(messages.brings + _listed(blocks[:count]))
+        yield [incoming, messages.send((messages.rank + distance) % messages.size, data)]
+        blocks += _unlisted(messages.check_brings(incoming, place))
         distance *= 2
     yield [opening.sent]
-    return [blocks[(port.rank - rank) % port.size] for rank in range(port.size)]
+    return [blocks[(messages.rank - rank) % messages.size] for rank in range(messages.size)]
 
 
 def _listed(blocks: Sequence[bytes]) -> bytes:
@@ -199,18 +199,18 @@ def _unlisted(data: NDArray[np.uint8]) -> list[bytes]:
     return blocks
 
 
-def _pipeline(port: Port, data: NDArray[np.uint8], root: int) -> Steps[None]:
-    place = (port.rank - root) % port.size
-    after, before = (port.rank + 1) % port.size, (port.rank - 1) % port.size
+def _pipeline(messages: GroupMessages, data: NDArray[np.uint8], root: int) -> Steps[None]:
+    place = (messages.rank - root) % messages.size
+    after, before = (messages.rank + 1) % messages.size, (messages.rank - 1) % messages.size
     pieces = [data[start : start + _PIECE_BYTES] for start in range(0, data.nbytes, _PIECE_BYTES)]
-    receives = [port.receive(before, piece.data) for piece in pieces] if place else []
+    receives = [messages.receive(before, piece.data) for piece in pieces] if place else []
     sends: list[Operation] = []
     for index, piece in enumerate(pieces):
         if place:
             yield [receives[index]]
-            port.check_whole(receives[index], piece)
-        if place < port.size - 1:
-            sends.append(port.send(after, piece.data))
+            messages.check_whole(receives[index], piece)
+        if place < messages.size - 1:
+            sends.append(messages.send(after, piece.data))
     yield sends
 
 

@@ -53,7 +53,7 @@ class TcpTransport(Transport):
 
     def __init__(self, *, interfaces: Sequence[str] = (), tls: Tls | None = None) -> None:
         self._listener = Listener(interfaces=interfaces, tls=tls)
-        self._behind: set[Link] = set()  # whose turn ended with bytes that TLS has read, and no selector sees
+        self._buffered: set[Link] = set()  # whose turn ended with bytes that TLS has read, and no selector sees
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, Link] = {}
         self._world = World(0, (self._listener.address,), ("",), b"")
@@ -110,7 +110,7 @@ class TcpTransport(Transport):
             self._resume(link)
 
     def poll(self, spin_seconds: float) -> None:
-        for link in list(self._behind):
+        for link in list(self._buffered):
             self._read(link)
         for key, events in self._selector.select(0):
             link: Link = key.data
@@ -120,7 +120,7 @@ class TcpTransport(Transport):
                 self._read(link)
 
     def arm(self) -> bool:
-        return not self._behind
+        return not self._buffered
 
     def fileno(self) -> int:
         return self._selector.fileno()  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ class TcpTransport(Transport):
     def _read(self, link: Link) -> None:
         """Reads what has come, but not for ever: others have their turn."""
         budget = _TURN_BYTES
-        self._behind.discard(link)
+        self._buffered.discard(link)
         try:
             while budget > 0 and not link.paused and link.lost is None:
                 if link.message is not None:
@@ -243,7 +243,7 @@ class TcpTransport(Transport):
         if link.lost is None:
             self._listen(link)
             if isinstance(link.connection, ssl.SSLSocket) and link.connection.pending() and not link.paused:
-                self._behind.add(link)
+                self._buffered.add(link)
 
     def _fill(self, link: Link) -> int:
         """Reads many small messages at once."""
@@ -344,7 +344,7 @@ class TcpTransport(Transport):
         if link.watched:
             self._selector.unregister(link.connection)
             link.watched = 0
-        self._behind.discard(link)
+        self._buffered.discard(link)
         link.connection.close()
         link.outgoing.clear()
         link.offered.clear()

@@ -1,9 +1,9 @@
-"""What lies behind the stores of Ray and of Dask: an actor's values and counters."""
+"""The values and counters of the stores of Ray and of Dask, in an actor."""
 
 import asyncio
 
 
-class Shelf:
+class ActorStore:
     """Values and counters by key, in one event loop: that of the actor that this is.
 
     Waiting for a value keeps nobody else waiting. What is waited for is bounded by the one who asks.

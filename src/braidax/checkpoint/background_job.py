@@ -14,7 +14,7 @@ class _Job:
     done: "Future[None]"
 
 
-class Behind:
+class BackgroundJob:
     """Runs one job at a time on a thread of its own, which lives as long as the job.
 
     **Arguments:** `name`: of the thread.

@@ -1,4 +1,4 @@
-"""A rank's door to the others of its group, through which algorithms send and receive."""
+"""The messages of a group's members, which algorithms send and receive."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _KIND_BITS = 32  # the lower ones of a tag: kind and number
 
 @final
 @dataclass(frozen=True)
-class Port:
+class GroupMessages:
     """Sends to and receives from the ranks of a group, under one tag.
 
     **Arguments:** `progress`: moves the messages. `ranks`: of the members in the world, by rank in the group. `rank`:
@@ -82,9 +82,9 @@ class Port:
                 "same shapes and dtypes?"
             )
 
-    def among(self, members: Sequence[int]) -> "Port":
-        """Returns the door to some members only, this rank among them, by their ranks in this group."""
-        return Port(
+    def among(self, members: Sequence[int]) -> "GroupMessages":
+        """Returns the messages of some members only, this rank among them, by their ranks in this group."""
+        return GroupMessages(
             self.progress,
             [self.ranks[member] for member in members],
             members.index(self.rank),

@@ -22,7 +22,7 @@ from braidax.errors import BraidaxError, RankFailed, WaitTimeout
 from braidax.gang import LocalGang
 from tests.bucket_server import serving_bucket
 from tests.checkpoint.saving import names
-from tests.checkpoint.test_together import own, tree, whole
+from tests.checkpoint.test_several_processes import own, tree, whole
 from tests.checkpoint.told import told
 from tests.data.jax_gang import RUN_SECONDS, jax_gang
 
@@ -200,14 +200,14 @@ def missing(comm: Communicator, folder: Path) -> str:
     comm.timeout_seconds = SECONDS
     found: list[str] = []
     with Peers(folder, bx.Every(1), comm) as saver:
-        settle = saver._behind.settle
+        settle = saver._job.settle
 
         def late(timeout_seconds: float) -> Exception | None:
             assert settle(timeout_seconds) is None
             raise WaitTimeout("it took too long")
 
         for number in (1, 2, 3):
-            saver._behind.settle = late if comm.rank and number == 2 else settle
+            saver._job.settle = late if comm.rank and number == 2 else settle
             try:
                 saver.update(a_tree(number))
             except BraidaxError as error:
