@@ -9,7 +9,6 @@ process is killed. Everything is fsynced by all.
 
 import logging
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from benchmarks.checkfreq.systems import (
 from benchmarks.checkfreq.training import FULL as FULL_SIZE
 from benchmarks.checkfreq.training import QUICK as QUICK_SIZE
 from benchmarks.checkfreq.training import Size, Trainer
-from benchmarks.harness import Report, arguments
+from benchmarks.harness import Report, arguments, run, say
 
 
 @dataclass(frozen=True)
@@ -105,21 +104,18 @@ _Result = TypeVar("_Result")
 
 
 def main() -> int:
-    parser = arguments(__doc__ or "")
-    parser.add_argument(
-        "--only", metavar="CASE", nargs="*", choices=_CASES, help="beside the costs some of: %(choices)s"
-    )
+    parser = arguments("checkfreq", __doc__ or "", _CASES)
     parser.add_argument("--plot", metavar="FILE", help="draw overhead against distance to FILE (.png or .svg)")
     parser.add_argument(
         "--folder", metavar="FOLDER", help="where to save, on the disk to be measured (a temporary one)"
     )
     options = parser.parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax's, of what is no trouble
-    scale, report = QUICK if options.quick else FULL, Report()
+    scale, report = QUICK if options.quick else FULL, Report(options)
     chosen = _CASES if options.only is None else options.only
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         _Run(scale, report, Path(scratch), options.plot).measure(chosen)
-    return report.finish(options)
+    return report.finish()
 
 
 class _Run:
@@ -234,9 +230,9 @@ class _Run:
 def _timed(what: str, act: Callable[[], _Result]) -> _Result:
     start = time.perf_counter()
     result = act()
-    print(f"{what}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    say(f"{what}: {time.perf_counter() - start:.0f} s")
     return result
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -4,9 +4,7 @@ Latency and bandwidth, all_to_all and all_reduce for 2 and 4 ranks, objects betw
 barrier, and what waiting costs. Each system has processes of its own; one measures while the others sleep.
 """
 
-import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from benchmarks.comm.objects import DASK, RAY_FAR, RAY_NEAR, Transfer, dask_tran
 from benchmarks.comm.starting import LOCAL, starts
 from benchmarks.comm.tables import Comparison, Pair, named
 from benchmarks.comm.worlds import DEFAULT, GLOO, MPI, TAKING_TURNS, TCP, UCX, UCX_TCP, World, Worlds
-from benchmarks.harness import Report, arguments, take_turns
+from benchmarks.harness import Report, arguments, run, say, take_turns
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 TCP_GLOO, UCX_MPI, UCX_TCP_GLOO = (
@@ -70,10 +68,9 @@ QUICK = Scale((2,), (8, MIB, 16 * MIB), (8, MIB), (16 * MIB,), rounds=2, start_r
 
 
 def main() -> int:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--only", metavar="CASE", nargs="*", choices=[*CASES, *ALONE], help="some of: %(choices)s")
+    parser = arguments("comm", __doc__ or "", [*CASES, *ALONE])
     options = parser.parse_args()
-    scale, report = QUICK if options.quick else FULL, Report()
+    scale, report = QUICK if options.quick else FULL, Report(options)
     chosen = options.only or [*CASES, *ALONE]
     for size in scale.sizes:
         with Worlds(size) as worlds:
@@ -83,7 +80,7 @@ def main() -> int:
     for name in chosen:
         if name in ALONE:
             ALONE[name](report, scale)
-    return report.finish(options)
+    return report.finish()
 
 
 def _messages(report: Report, scale: Scale, worlds: Worlds) -> None:
@@ -130,7 +127,7 @@ def _start(report: Report, scale: Scale) -> None:
     """From nothing to behind the first barrier."""
     with starts() as running:
         figures = take_turns(running, rounds=scale.start_rounds)
-    _say(f"  start: {', '.join(f'{name} {statistics.median(values):.2f}' for name, values in figures.items())} s")
+    say(f"  start: {', '.join(f'{name} {statistics.median(values):.2f}' for name, values in figures.items())} s")
     for name, seconds in figures.items():
         report.add("start, 4 ranks", name, "to the first barrier", "s", seconds)
     report.at_most("start", statistics.median(figures[LOCAL]), 2)
@@ -193,7 +190,7 @@ def _turns(
     figures = take_turns(steady, rounds=rounds)
     comparison.add(report, num_bytes, figures)
     medians = ", ".join(f"{name} {1e6 * statistics.median(values):,.1f}" for name, values in figures.items())
-    _say(f"  {comparison.title}, {named(num_bytes)}: {medians} us ({time.perf_counter() - began:.1f} s)")
+    say(f"  {comparison.title}, {named(num_bytes)}: {medians} us ({time.perf_counter() - began:.1f} s)")
 
 
 def _steady(run: Transfer, num_bytes: int, seconds: float) -> Callable[[], float]:
@@ -214,10 +211,5 @@ def _idling(world: World, loop: str, seconds: float) -> Callable[[], float]:
     return lambda: max(world.ask(loop, seconds))
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        sys.exit(main())
+    run(main)

@@ -7,13 +7,14 @@ received, although its pages are not mapped yet.
 
 import contextlib
 import importlib
-import os
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+from benchmarks.harness.clusters import ray_module
 
 RAY_NEAR = ("Ray put", "Ray call")
 RAY_FAR = ("Ray put, 2 nodes", "Ray call, 2 nodes")
@@ -31,7 +32,7 @@ def ray_transfers(*, store_bytes: int) -> Generator[Mapping[str, Transfer]]:
 
     **Arguments:** `store_bytes`: of shared memory that the object store of each node takes.
     """
-    ray = _ray()
+    ray = ray_module()
     cluster_of: Any = importlib.import_module("ray.cluster_utils").Cluster
     node = {"num_cpus": 2, "object_store_memory": store_bytes, "include_dashboard": False}
     with contextlib.ExitStack() as stack:
@@ -71,23 +72,6 @@ def dask_transfers() -> Generator[Mapping[str, Transfer]]:
             return (time.perf_counter() - start) / count / 2
 
         yield {DASK: transfer}
-
-
-@contextmanager
-def ray_cluster(num_cpus: int, *, store_bytes: int = 1 << 28) -> Generator[Any]:
-    """A Ray of this machine; yields its module."""
-    ray = _ray()
-    ray.init(
-        num_cpus=num_cpus,
-        object_store_memory=store_bytes,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-    )
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
 
 
 @contextmanager
@@ -135,11 +119,6 @@ class _Holder:
         import ray
 
         return [ray.put(ray.get(held[0]))]
-
-
-def _ray() -> Any:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    return importlib.import_module("ray")
 
 
 def _array(num_bytes: int) -> Any:

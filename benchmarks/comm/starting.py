@@ -8,8 +8,9 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.comm.objects import dask_cluster, ray_cluster
+from benchmarks.comm.objects import dask_cluster
 from benchmarks.comm.worlds import environment_of, mpirun
+from benchmarks.harness.clusters import ray_cluster
 
 SIZE = 4
 LOCAL = f"LocalGang({SIZE})"

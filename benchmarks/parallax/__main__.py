@@ -7,7 +7,6 @@ step grows with the vocabulary, whether losses go the same way, and how long BER
 """
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from benchmarks.harness import Report, arguments
+from benchmarks.harness import Report, arguments, run, say
 from benchmarks.parallax import cases, models
-from benchmarks.parallax.cases import say
 from benchmarks.parallax.models import VOCABULARY
 from benchmarks.parallax.processes import against_torchrec, processes
 from benchmarks.parallax.systems import DENSE, MEASURED, OURS, PLAIN, XLA, make_mesh, systems_of
@@ -88,11 +86,10 @@ QUICK = Scale(
 
 
 def main() -> int:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--only", metavar="CASE", nargs="*", choices=tuple(_CASES), help="some of: %(choices)s")
+    parser = arguments("parallax", __doc__ or "", tuple(_CASES))
     parser.add_argument("--torchrec", metavar="PYTHON", help="of an environment with TorchRec, as a peer")
     options = parser.parse_args()
-    scale, report = QUICK if options.quick else FULL, Report()
+    scale, report = QUICK if options.quick else FULL, Report(options)
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     mesh = make_mesh()
     for name in options.only or scale.cases:
@@ -100,7 +97,7 @@ def main() -> int:
         _CASES[name](report, scale, mesh, options.torchrec)
         say(f"{name}: {time.perf_counter() - start:.0f} s")
         jax.clear_caches()
-    return report.finish(options)
+    return report.finish()
 
 
 def _lm1b(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
@@ -183,4 +180,4 @@ _CASES: dict[str, Callable[[Report, Scale, Mesh, str | None], None]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -3,7 +3,6 @@
 import functools
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import braidax as bx
-from benchmarks.harness import Report, take_turns
+from benchmarks.harness import Report, say, take_turns
 from benchmarks.parallax.flax_lm1b import flax_lm1b
 from benchmarks.parallax.models import Model
 from benchmarks.parallax.systems import DENSE, GATHER, OURS, PLAIN, XLA, System, ours, plain, split_by_hybrid, step_of
@@ -188,11 +187,6 @@ def language_model(report: Report, model: Model, mesh: Mesh, systems: Mapping[st
     report.at_least("lm1b_gather", found[GATHER].seconds / mine, 1.5)
     report.at_least("bytes", found[PLAIN].num_bytes / found[OURS].num_bytes, 20)
     claim_bytes(report, found, "bytes_formula")
-
-
-def say(line: str) -> None:
-    """Prints to stderr, while the benchmark runs."""
-    print(line, file=sys.stderr, flush=True)
 
 
 _TASKS: Mapping[str, Callable[..., Task]] = {"lm1b": lm1b, "dlrm": dlrm, "bert": bert}

@@ -1,8 +1,6 @@
 """The same on processes that exchange by gloo over loopback, and against TorchRec."""
 
 import contextlib
-import io
-import socket
 import statistics
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -11,19 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Report, take_turns
+from benchmarks.harness import Report, gangs, say, take_turns
 from benchmarks.parallax import rank, torchrec
-from benchmarks.parallax.cases import say
 from benchmarks.parallax.models import STEPS, Model
 from benchmarks.parallax.rank import Steps
 from benchmarks.parallax.systems import OURS
 from benchmarks.parallax.traffic import FORMULA
-from braidax.gang import LocalGang
 
 TORCHREC = "TorchRec"
 
 _LIMIT_SECONDS = 240.0  # of one call of the processes
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
 _ALIKE = 2e-3
 
 Ask = Callable[..., list[Any]]
@@ -98,19 +93,10 @@ def _noted(kept: list[Steps], steps: Sequence[Steps]) -> float:
 
 @contextlib.contextmanager
 def _joined(num_processes: int) -> Generator[Ask]:
-    """Processes of one `jax.distributed`; what they print is shown only if something goes wrong."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    log = io.StringIO()
-    try:
-        with LocalGang(num_processes, environment=_ENVIRONMENT, log=log) as gang:
+    with gangs.processes(num_processes) as (gang, port):
 
-            def ask(fn: Callable[..., Any], *args: Any) -> list[Any]:
-                return gang.run(fn, port, *args, timeout_seconds=_LIMIT_SECONDS)
+        def ask(fn: Callable[..., Any], *args: Any) -> list[Any]:
+            return gang.run(fn, port, *args, timeout_seconds=_LIMIT_SECONDS)
 
-            ask(rank.join)
-            yield ask
-    except BaseException:
-        say(log.getvalue())
-        raise
+        ask(rank.join)
+        yield ask

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 
 import braidax as bx
+from benchmarks.harness.sockets import Sent
 from benchmarks.parallax.models import Model
 from benchmarks.parallax.systems import OURS, PLAIN, XLA, make_mesh, ours, plain, split_by_hybrid
 from benchmarks.parallax.traffic import FORMULA, Formulas
-from benchmarks.parax.counting import Sent
 
 SYSTEMS = (OURS, PLAIN, XLA)
 WARMUP = 2

@@ -6,17 +6,15 @@ and a training loop. What each system delivers is compared with the files, numbe
 """
 
 import contextlib
-import io
-import socket
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Report, arguments, take_turns
+from benchmarks.harness import Report, arguments, run, say, take_turns
+from benchmarks.harness.gangs import processes
 from benchmarks.parax import rank
 from benchmarks.parax.broadcast import Cluster, ray_actor
 from benchmarks.parax.cases import DEVICES_EACH, NUM_PROCESSES, Case, write
@@ -25,7 +23,6 @@ from benchmarks.parax.rank import ALPA, JAX, MAXTEXT, OURS, RAY, RAY_THREADS, Co
 from braidax.gang import LocalGang
 
 _LIMIT_SECONDS = 120.0  # of one call of the processes
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
 _CASES = {
     "photos": ("data", "data_model", "stages"),
     "small photos": ("data_model",),
@@ -80,12 +77,11 @@ QUICK = Scale(
 
 
 def main() -> int:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--only", metavar="CASE", nargs="*", choices=[*CASES, _PLAN], help="some of: %(choices)s")
+    parser = arguments("parax", __doc__ or "", [*CASES, _PLAN])
     parser.add_argument("--inputs", metavar="FOLDER", help="keep the generated inputs here and use them again")
     parser.add_argument("--threads", type=int, default=1, help="that read and decode, per process (%(default)s)")
     options = parser.parse_args()
-    scale, report = QUICK if options.quick else FULL, Report()
+    scale, report = QUICK if options.quick else FULL, Report(options)
     chosen = options.only or [*scale.cases, _PLAN]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.inputs or scratch)
@@ -98,7 +94,7 @@ def main() -> int:
             _measure(report, scale, cases)
     if _PLAN in chosen:
         _plan(report, scale)
-    return report.finish(options)
+    return report.finish()
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,8 @@ class Found:
 
 
 def _measure(report: Report, scale: Scale, cases: Sequence[Case]) -> None:
-    with ray_actor() as ray, _processes(ray) as ask:
+    with ray_actor() as ray, processes(NUM_PROCESSES) as (gang, port):
+        ask = _Asking(gang, port, ray)
         ask(rank.join, DEVICES_EACH, ask.port, ray.address)
         found = {case.name: _case(report, scale, case, ask) for case in cases}
     report.at_most("redundancy", max(_redundancy(one) for one in found.values()), 1)
@@ -145,7 +142,7 @@ def _measure(report: Report, scale: Scale, cases: Sequence[Case]) -> None:
 
 def _case(report: Report, scale: Scale, case: Case, ask: "_Asking") -> Found:
     """Checks, counts and times all systems."""
-    _say(f"{case.name} …")
+    say(f"{case.name} …")
     counts: dict[str, Counts] = {}
     for system in rank.SYSTEMS:
         _check(case, system, ask)
@@ -207,7 +204,7 @@ def _turns(case: Case, ask: "_Asking", num_epochs: int, iterations: int | None, 
 
     figures = take_turns({system: turn(system) for system in rank.SYSTEMS}, rounds=rounds)
     medians = ", ".join(f"{system} {1e3 * statistics.median(values):.1f}" for system, values in figures.items())
-    _say(f"  {'ready' if iterations is None else 'loop'}: {medians} ms")
+    say(f"  {'ready' if iterations is None else 'loop'}: {medians} ms")
     return figures
 
 
@@ -266,24 +263,5 @@ class _Asking:
             return self(fn, *args)
 
 
-@contextlib.contextmanager
-def _processes(ray: Cluster) -> Generator[_Asking]:
-    """The processes; what they print is shown only if something goes wrong."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    log = io.StringIO()
-    try:
-        with LocalGang(NUM_PROCESSES, environment=_ENVIRONMENT, log=log) as gang:
-            yield _Asking(gang, port, ray)
-    except BaseException:
-        _say(log.getvalue())
-        raise
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

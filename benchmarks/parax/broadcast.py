@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from benchmarks.comm.objects import ray_cluster
+from benchmarks.harness.clusters import ray_cluster
 from benchmarks.parax.cases import NUM_PROCESSES, Case
 from benchmarks.parax.counting import Counted, Tally
 from benchmarks.parax.system import PREFETCH, Arrays, HostBatch, Reader, loaded_ahead, numbers, placed

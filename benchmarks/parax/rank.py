@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness.sockets import Sent
 from benchmarks.parax.broadcast import ThroughJax, ThroughRay, join_ray
 from benchmarks.parax.cases import NUM_PROCESSES, Case
-from benchmarks.parax.counting import Sent
 from benchmarks.parax.system import Arrays, System
 from benchmarks.parax.systems import Alpa, Grain, MaxText, Ours
 from benchmarks.parax.training import Step

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import braidax as bx
-from benchmarks.harness import Report, arguments, take_turns
+from benchmarks.harness import Report, arguments, run, take_turns
 from benchmarks.shuffle import alone, inputs, store, systems, training
 from braidax.data import Permutation
 
@@ -47,19 +47,18 @@ Systems = Mapping[str, Callable[[], float]]
 
 
 def main() -> int:
-    parser = arguments(__doc__ or "")
+    parser = arguments("shuffle", __doc__ or "", tuple(CASES))
     parser.add_argument("--inputs", metavar="FOLDER", help="keep the generated inputs here and use them again")
-    parser.add_argument("--only", metavar="CASE", nargs="*", help=f"some of: {', '.join(CASES)}")
     parser.add_argument("--streaming", metavar="PYTHON", help="of an environment with mosaicml-streaming, as a peer")
     options = parser.parse_args()
-    scale, report = QUICK if options.quick else FULL, Report()
+    scale, report = QUICK if options.quick else FULL, Report(options)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.inputs or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         for name in options.only or CASES:
             print(f"{name} …", file=sys.stderr, flush=True)
             CASES[name](report, scale, folder, options)
-    return report.finish(options)
+    return report.finish()
 
 
 def _tokens(report: Report, scale: Scale, folder: Path, options: Any) -> None:
@@ -379,4 +378,4 @@ def _takes(path: Path, batch_size: int) -> systems.Batches:
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 1)
-    sys.exit(main())
+    run(main)

@@ -12,7 +12,6 @@ import itertools
 import math
 import pickle
 import struct
-import sys
 import tarfile
 import tempfile
 import time
@@ -32,8 +31,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import braidax as bx
-from benchmarks.archives import write_cifar100, write_mnist
-from benchmarks.harness import Report, arguments, batches_per_second, take_turns
+from benchmarks.harness import Report, arguments, run, take_turns
+from benchmarks.naive.archives import write_cifar100, write_mnist
 from braidax.data import Knobs, Permutation
 from braidax.tasks.wide_resnet import wide_resnet
 
@@ -88,12 +87,12 @@ QUICK = Scale(
 
 
 def main() -> int:
-    parser = arguments(__doc__ or "")
+    parser = arguments("naive", __doc__ or "")
     parser.add_argument("--plot", metavar="FILE", help="draw runtime per sample to FILE (.png or .svg)")
     parser.add_argument("--archives", metavar="FOLDER", help="keep the generated archives here and use them again")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
-    scale, report = QUICK if options.quick else FULL, Report()
+    scale, report = QUICK if options.quick else FULL, Report(options)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.archives or scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +108,7 @@ def main() -> int:
     _permute(report, scale)
     if options.plot:
         _plot(report, options.plot)
-    return report.finish(options)
+    return report.finish()
 
 
 def _archives(folder: Path, scale: Scale) -> dict[str, Path]:
@@ -168,6 +167,23 @@ def naive_batches(
 
 
 # Cases
+
+
+def _intervals(batches: Iterator[Any], *, warmup: int, count: int) -> tuple[float, list[float]]:
+    """Draws batches and waits for each to be on its devices.
+
+    **Returns:** batches per second over `count` of them, and the seconds between their arrivals.
+    """
+    for _ in range(warmup):
+        jax.block_until_ready(next(batches))
+    marks = [time.perf_counter()]
+    for _ in range(count):
+        jax.block_until_ready(next(batches))
+        marks.append(time.perf_counter())
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
+    return count / (marks[-1] - marks[0]), list(np.diff(marks))
 
 
 def _our_batches(source: Any, mesh: Mesh, batch_size: int, threads: int | None) -> tuple[bx.DataLoader, Iterator[Any]]:
@@ -264,7 +280,7 @@ def _spread(report: Report, scale: Scale, path: Path) -> None:
             "naive": (naive_batches(images, labels, size, 512, devices), max(4, scale.intervals // 20)),
         }
         for system, (batches, count) in runs.items():
-            _, seconds = batches_per_second(batches, warmup=6, count=count)
+            _, seconds = _intervals(batches, warmup=6, count=count)
             intervals[system] += seconds
             ratios[system].append(float(np.percentile(seconds, 95) / np.median(seconds)))
     for system in intervals:
@@ -282,7 +298,7 @@ def _stall(report: Report, scale: Scale, path: Path) -> None:
     source = bx.open(path, image_size=SIZES["cifar100@224"])
     mesh = jax.make_mesh((8,), ("data",))
     _, batches = _our_batches(source, mesh, 512, None)
-    _, intervals = batches_per_second(batches, warmup=4, count=max(8, scale.intervals // 4))
+    _, intervals = _intervals(batches, warmup=4, count=max(8, scale.intervals // 4))
     step = _compute_for(1.2 * float(np.median(intervals)))
     stalls: list[float] = []
     outside: list[float] = []
@@ -417,13 +433,13 @@ def _plot(report: Report, path: str) -> None:
         for row in report.rows:
             if row.metric == metric and row.case.startswith(name) and row.case.endswith("threads=2"):
                 batch, devices = (int(part.split("=")[1]) for part in row.case.split()[1:3])
-                lines[row.system, f"{devices} devices"].append((batch, row.median, row.p95))
+                lines[row.system, f"{devices} devices"].append((batch, row.median, max(row.values)))
         for (system, label), points in sorted(lines.items()):
             sizes, medians, highs = (list(column) for column in zip(*sorted(points), strict=True))
             style = "-o" if system == "ours" else "--s"
             line = axis.plot(sizes, medians, style, label=f"{system}, {label}")[0]
             axis.fill_between(sizes, medians, highs, color=line.get_color(), alpha=0.2)
-        axis.set(title=f"{name}, {metric}", xlabel="batch size", ylabel="us, median to p95", xscale="log", yscale="log")
+        axis.set(title=f"{name}, {metric}", xlabel="batch size", ylabel="us, median to max", xscale="log", yscale="log")
         ticks = sorted({batch for points in lines.values() for batch, _, _ in points})
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
@@ -433,4 +449,4 @@ def _plot(report: Report, path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,0 +1,1 @@
+"""The loader against a naive loop: `python -m benchmarks.naive`."""
