@@ -138,7 +138,7 @@ def _words(head: bytes) -> str:
     return head.rstrip(b"\0").decode("utf-8", "replace") or "nothing"
 
 
-def together(parts: Sequence[Steps[Any]]) -> Steps[list[Any]]:
+def interleaved(parts: Sequence[Steps[Any]]) -> Steps[list[Any]]:
     """Runs algorithms side by side, each step of all of them at once, and returns their results in order."""
     results: list[Any] = [None] * len(parts)
     running = dict(enumerate(parts))

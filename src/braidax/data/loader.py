@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from braidax.data.fetching.depth import Depth
 from braidax.data.fetching.fetch import Batch, Fetch
 from braidax.data.knobs import Knobs, Stats
-from braidax.data.multihost.meeting import Together, agreeing, meeting
+from braidax.data.multihost.meeting import ProcessGroup, agreeing, process_group
 from braidax.data.multihost.replicas import Replicas
 from braidax.data.multihost.rounds import Rounds, begin
 from braidax.data.multihost.small_leaves import quicker
@@ -98,10 +98,10 @@ class DataLoader:
         self._running: object = None  # the iteration that owns the cursor
         if like is None:
             mesh, specs = completed(mesh, specs)
-        self._together = meeting(devices_of(mesh, specs, like))
+        self._group = process_group(devices_of(mesh, specs, like))
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            with agreeing(self._together, timeout_seconds=limit) as facts:
+            with agreeing(self._group, timeout_seconds=limit) as facts:
                 _check(workers, epochs=epochs, microbatches=microbatches, checksum_every=checksum_every)
                 opened: Source = source if isinstance(source, Source) else open_source(source)
                 _check_fixed(opened)
@@ -125,9 +125,9 @@ class DataLoader:
                 self._mask = Mask(self._plan, mesh, mask_spec) if remainder == "pad" else None
                 self.cursor = Cursor(seed)
                 facts.update(self._facts(epochs, remainder))
-            if self._together is not None and self._plan.reads_again:
+            if self._group is not None and self._plan.reads_again:
                 deadline = time.monotonic() + limit
-                self._plan = quicker(self._plan, plan(small="once"), self.source, self._together, deadline=deadline)
+                self._plan = quicker(self._plan, plan(small="once"), self.source, self._group, deadline=deadline)
             undo.pop_all()
         self._source_at = functools.lru_cache(maxsize=4)(functools.partial(source_at, self.source))
         self._checksum_every = checksum_every
@@ -217,7 +217,7 @@ class DataLoader:
         """Yields the batches from the cursor to the epoch `end`, the coming ones in flight."""
         knobs = self._knobs
         fetch = Fetch(self._plan, threads=self._threads, trace=self.trace, hedge_seconds=knobs.hedge_seconds)
-        rounds = None if self._together is None else self._begin(self._together, knobs.timeout_seconds)
+        rounds = None if self._group is None else self._begin(self._group, knobs.timeout_seconds)
         coming: deque[tuple[Cursor, Cursor, Batch]] = deque()
         made: deque[tuple[Cursor, Any]] = deque()  # the next one too, where devices exchange: under the step
         num_made = 2 if self._plan.reshard.members else 1
@@ -257,9 +257,9 @@ class DataLoader:
                 rounds.close()
             fetch.close(timeout_seconds=self._knobs.timeout_seconds)
 
-    def _begin(self, together: Together, timeout_seconds: float) -> Rounds:
+    def _begin(self, group: ProcessGroup, timeout_seconds: float) -> Rounds:
         replicas = None if self._checksum_every is None else Replicas(self._plan, self._checksum_every)
-        return begin(together, str(self._cursor), timeout_seconds, replicas)
+        return begin(group, str(self._cursor), timeout_seconds, replicas)
 
     def _made(self, fetch: Fetch, rounds: Rounds | None, cursor: Cursor, batch: Batch) -> Any:
         """Returns the batch at a cursor as the step takes it, or the error to raise in its place."""

@@ -1,4 +1,4 @@
-"""A star of processes: what becomes of a round, whoever fails, leaves or does not come, is the same for all."""
+"""A hub and the processes around it: what becomes of a round is the same for all, whoever fails or is late."""
 
 import contextlib
 import math
@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from braidax.data.multihost import hub as star_module
-from braidax.data.multihost.hub import Door, Star, Verdict
+from braidax.data.multihost.hub import Door, Hub, Verdict
 from braidax.errors import WaitTimeout
 
 SECONDS = 20.0
@@ -19,16 +19,16 @@ FINE = Verdict("fine")
 
 
 @contextlib.contextmanager
-def stars(num: int) -> Generator[list[Star]]:
-    """The stars of processes 0 to `num` - 1."""
+def hubs(num: int) -> Generator[list[Hub]]:
+    """The hubs of processes 0 to `num` - 1."""
     pairs = [socket.socketpair() for _ in range(num - 1)]
-    first = Star({process: pair[0] for process, pair in enumerate(pairs, start=1)}, is_first=True)
-    made = [first, *(Star({0: pair[1]}, is_first=False) for pair in pairs)]
+    first = Hub({process: pair[0] for process, pair in enumerate(pairs, start=1)}, is_first=True)
+    made = [first, *(Hub({0: pair[1]}, is_first=False) for pair in pairs)]
     try:
         yield made
     finally:
-        for star in made:
-            star.close()
+        for hub in made:
+            hub.close()
 
 
 def at_once(calls: list[Callable[[], object]]) -> list[object]:
@@ -37,20 +37,20 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
         return [future.result(timeout=2 * SECONDS) for future in [threads.submit(call) for call in calls]]
 
 
-def agreed(star: Star, number: int, seconds: float = SECONDS) -> Verdict | None:
+def agreed(hub: Hub, number: int, seconds: float = SECONDS) -> Verdict | None:
     deadline = time.monotonic() + seconds
-    return star.agree(number, deadline=lambda: deadline, stop=threading.Event())
+    return hub.agree(number, deadline=lambda: deadline, stop=threading.Event())
 
 
 def test_all_that_are_ready_are_fine() -> None:
-    with stars(4) as made:
+    with hubs(4) as made:
         for number in range(3):
-            assert at_once([lambda star=star, number=number: agreed(star, number) for star in made]) == [FINE] * 4
+            assert at_once([lambda hub=hub, number=number: agreed(hub, number) for hub in made]) == [FINE] * 4
 
 
 def test_nobody_goes_on_before_the_last_has_come() -> None:
-    with stars(3) as made, ThreadPoolExecutor(3) as threads:
-        early: list[Future[Verdict | None]] = [threads.submit(agreed, star, 0) for star in made[:2]]
+    with hubs(3) as made, ThreadPoolExecutor(3) as threads:
+        early: list[Future[Verdict | None]] = [threads.submit(agreed, hub, 0) for hub in made[:2]]
         with pytest.raises(TimeoutError):
             early[0].result(timeout=0.2)
         assert not early[1].done()
@@ -60,7 +60,7 @@ def test_nobody_goes_on_before_the_last_has_come() -> None:
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failure_is_told_to_all_and_rounds_go_on(failing: int) -> None:
-    with stars(3) as made:
+    with hubs(3) as made:
 
         def two_rounds(process: int) -> list[Verdict | None]:
             if process == failing:
@@ -74,13 +74,13 @@ def test_a_failure_is_told_to_all_and_rounds_go_on(failing: int) -> None:
 
 
 def test_who_does_not_come_is_named_on_all_that_did() -> None:
-    with stars(4) as made:
-        found = at_once([lambda star=star: agreed(star, 0, 0.3) for star in (made[0], made[1], made[3])])
+    with hubs(4) as made:
+        found = at_once([lambda hub=hub: agreed(hub, 0, 0.3) for hub in (made[0], made[1], made[3])])
         assert found == [Verdict("late", (2,))] * 3
 
 
 def test_who_gives_up_sooner_ends_the_round_for_all() -> None:
-    with stars(4) as made:
+    with hubs(4) as made:
         found = at_once(
             [lambda: agreed(made[0], 0), lambda: agreed(made[1], 0, 0.2), lambda: agreed(made[2], 0)]
         )  # process 3 does not come, and only process 1 has a short limit
@@ -89,41 +89,41 @@ def test_who_gives_up_sooner_ends_the_round_for_all() -> None:
 
 def test_the_first_is_named_where_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(star_module, "_GRACE_SECONDS", 0.2)
-    with stars(3) as made:
-        assert at_once([lambda star=star: agreed(star, 0, 0.2) for star in made[1:]]) == [Verdict("late", (0,))] * 2
+    with hubs(3) as made:
+        assert at_once([lambda hub=hub: agreed(hub, 0, 0.2) for hub in made[1:]]) == [Verdict("late", (0,))] * 2
 
 
 def test_a_round_that_was_given_up_does_not_disturb_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(star_module, "_GRACE_SECONDS", SECONDS)
-    with stars(2) as made, ThreadPoolExecutor(1) as threads:
+    with hubs(2) as made, ThreadPoolExecutor(1) as threads:
         other: Future[Verdict | None] = threads.submit(agreed, made[1], 0, 0.0)  # gives up at once
         with pytest.raises(TimeoutError):
             other.result(timeout=0.2)
         assert agreed(made[0], 0) == FINE
         assert other.result(timeout=SECONDS) == FINE
-        assert at_once([lambda star=star: agreed(star, 1) for star in made]) == [FINE] * 2
+        assert at_once([lambda hub=hub: agreed(hub, 1) for hub in made]) == [FINE] * 2
 
 
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_who_leaves_or_dies_is_known_at_once(leaving: int) -> None:
-    with stars(3) as made:
+    with hubs(3) as made:
         made[leaving].close()
-        staying = [star for process, star in enumerate(made) if process != leaving]
+        staying = [hub for process, hub in enumerate(made) if process != leaving]
         begun = time.monotonic()
-        assert at_once([lambda star=star: agreed(star, 0) for star in staying]) == [Verdict("left", (leaving,))] * 2
+        assert at_once([lambda hub=hub: agreed(hub, 0) for hub in staying]) == [Verdict("left", (leaving,))] * 2
         assert time.monotonic() - begun < SECONDS / 2
 
 
 def test_what_was_said_before_leaving_arrives() -> None:
-    with stars(3) as made, ThreadPoolExecutor(2) as threads:
-        others = [threads.submit(agreed, star, 0) for star in made[1:]]
+    with hubs(3) as made, ThreadPoolExecutor(2) as threads:
+        others = [threads.submit(agreed, hub, 0) for hub in made[1:]]
         assert agreed(made[0], 0) == FINE
         made[0].close()
         assert [future.result(timeout=SECONDS) for future in others] == [FINE] * 2
 
 
 def test_why_the_first_left_is_heard_by_who_comes_later() -> None:
-    with stars(2) as made:
+    with hubs(2) as made:
         made[0].fail(0, 0, "gone")
         made[0].close()
         assert agreed(made[1], 0) == Verdict("failed", (0,), "gone")
@@ -134,7 +134,7 @@ def test_why_the_first_left_is_heard_by_who_comes_later() -> None:
 def test_a_limit_may_be_set_while_waiting(monkeypatch: pytest.MonkeyPatch, process: int) -> None:
     monkeypatch.setattr(star_module, "_GRACE_SECONDS", 0.1)
     limits = [math.inf]
-    with stars(2) as made, ThreadPoolExecutor(1) as threads:
+    with hubs(2) as made, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(made[process].agree, 0, deadline=lambda: limits[0], stop=threading.Event())
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.3)
@@ -144,7 +144,7 @@ def test_a_limit_may_be_set_while_waiting(monkeypatch: pytest.MonkeyPatch, proce
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_wait_can_be_stopped(process: int) -> None:
-    with stars(2) as made, ThreadPoolExecutor(1) as threads:
+    with hubs(2) as made, ThreadPoolExecutor(1) as threads:
         stop = threading.Event()
         waiting = threads.submit(made[process].agree, 0, deadline=lambda: math.inf, stop=stop)
         stop.set()
@@ -152,16 +152,16 @@ def test_a_wait_can_be_stopped(process: int) -> None:
 
 
 def test_nobody_waits_for_a_process_that_failed_and_does_not_listen() -> None:
-    with stars(3) as made:
+    with hubs(3) as made:
         for number in range(100):
             made[1].fail(number, 1, "x" * 5000)
-            found = at_once([lambda star=star, number=number: agreed(star, number) for star in (made[0], made[2])])
+            found = at_once([lambda hub=hub, number=number: agreed(hub, number) for hub in (made[0], made[2])])
             assert found == [Verdict("failed", (1,), "x" * 3999 + "…")] * 2
 
 
 def test_nobody_waits_for_a_process_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(star_module, "_SEND_SECONDS", 0.1)
-    with stars(2) as made:
+    with hubs(2) as made:
         for number in range(100):
             made[0].fail(number, 0, "x" * 4000)
         assert agreed(made[0], 100) == Verdict("left", (1,))
@@ -174,12 +174,12 @@ def test_processes_find_each_other_by_what_they_are_told() -> None:
 
     def enter(number: int) -> Verdict | None:
         with doors[number] as door:
-            star = door.connect(words, deadline=time.monotonic() + SECONDS)
-        with contextlib.closing(star):
+            hub = door.connect(words, deadline=time.monotonic() + SECONDS)
+        with contextlib.closing(hub):
             if processes[number] == 6:
-                star.fail(0, 6, "gone")
+                hub.fail(0, 6, "gone")
                 return None
-            return agreed(star, 0)
+            return agreed(hub, 0)
 
     failed = Verdict("failed", (6,), "gone")
     assert at_once([lambda number=number: enter(number) for number in range(3)]) == [failed, failed, None]

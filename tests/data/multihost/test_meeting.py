@@ -191,7 +191,7 @@ def stopping(rank: int) -> None:
         assert sum(1 for _ in loader) == 2
         assert loader.cursor == Cursor(0, 4, 0)
     threads = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in threads if name.startswith(("braidax-read", "braidax-together"))]
+    assert not [name for name in threads if name.startswith(("braidax-read", "braidax-rounds"))]
 
 
 def test_a_pass_may_be_left_and_begun_anew(gang: LocalGang) -> None:

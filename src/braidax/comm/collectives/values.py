@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.collectives.opening import Opening, opened, place_of
-from braidax.comm.group_messages import GroupMessages, Steps, together
+from braidax.comm.group_messages import GroupMessages, Steps, interleaved
 from braidax.comm.messages import FIRST_BYTES, Parcel, Unpacking, Value, pack
 from braidax.comm.transports.transport import Operation
 
@@ -85,7 +85,7 @@ def _gather(messages: GroupMessages, value: Value, root: int) -> Steps[list[Valu
         yield from send(messages, root, value)
         return []
     others = [peer for peer in range(messages.size) if peer != root]
-    values = yield from together([receive(messages, peer) for peer in others])
+    values = yield from interleaved([receive(messages, peer) for peer in others])
     values.insert(root, value)
     return values
 
@@ -130,7 +130,7 @@ def all_to_all(messages: GroupMessages, values: Sequence[Value]) -> Steps[list[V
     sources = [(messages.rank - distance) % messages.size for distance in range(2, messages.size)]
     others = [receive(messages, source) for source in sources]
     arriving = Unpacking((yield from opening.heard()))
-    received = yield from together([_rest(messages, before, arriving), *others])
+    received = yield from interleaved([_rest(messages, before, arriving), *others])
     yield sends
     results = list(values)
     for source, value in zip([before, *sources], received, strict=True):

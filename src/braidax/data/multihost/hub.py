@@ -46,7 +46,7 @@ _FINE = Verdict("fine")
 class Door:
     """Where the other processes find the first one; it is closed by whoever made it, connections stay.
 
-    **Arguments:** `processes`: of the star, sorted. `process`: this one.
+    **Arguments:** `processes`: all of them, sorted. `process`: this one.
     """
 
     def __init__(self, processes: Sequence[int], process: int) -> None:
@@ -62,8 +62,8 @@ class Door:
         )
         """What the others have to be told."""
 
-    def connect(self, words: Mapping[int, str], *, deadline: float) -> "Star":
-        """Returns the star of all. **Arguments:** `words`: of each process. `deadline`: `time.monotonic` seconds.
+    def connect(self, words: Mapping[int, str], *, deadline: float) -> "Hub":
+        """Returns this side of the hub. **Arguments:** `words`: of each process. `deadline`: `time.monotonic` seconds.
 
         **Raises:** as `Listener.connect`.
         """
@@ -77,7 +77,7 @@ class Door:
         others = range(1, len(told))
         dialed, accepted = ((), others) if self._rank == 0 else ((0,), ())
         opened = self._listener.connect(world, purpose=_PURPOSE, dialed=dialed, accepted=accepted, deadline=deadline)
-        return Star({self._processes[rank]: connection for rank, connection in opened.items()}, is_first=not self._rank)
+        return Hub({self._processes[rank]: connection for rank, connection in opened.items()}, is_first=not self._rank)
 
     def close(self) -> None:
         """Lets nobody in any more."""
@@ -90,8 +90,8 @@ class Door:
         self.close()
 
 
-class Star:
-    """The connections of one process; rounds come in order.
+class Hub:
+    """One process's side of the hub: its connections. Rounds come in order.
 
     **Arguments:** `connections`: to all others on the first process, to that one elsewhere. `is_first`: of this one.
     """

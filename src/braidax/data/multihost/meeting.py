@@ -26,7 +26,7 @@ _GRACE_SECONDS = 2.0  # which others have to say that they too waited in vain
 _NUMBERS: Counter[str] = Counter()  # of loaders made by the same processes, which they make in the same order
 
 
-class Together:
+class ProcessGroup:
     """The processes of a loader.
 
     **Arguments:** `client`: of this process. `processes`: their indices, this one's among them. `process`: this one.
@@ -146,31 +146,31 @@ class Together:
         raise come_too_late(self.process, [process for process in self.processes if process not in waited])
 
 
-def meeting(devices: Sequence[Any]) -> Together | None:
+def process_group(devices: Sequence[Any]) -> ProcessGroup | None:
     """Returns the processes that own some devices, None where there is but one, or this one is none of them."""
     processes = {device.process_index for device in devices}
     client = coordination_client()
     process = jax.process_index()
     if client is None or len(processes) < 2 or process not in processes:
         return None
-    return Together(client, sorted(processes), process)
+    return ProcessGroup(client, sorted(processes), process)
 
 
 @contextlib.contextmanager
-def agreeing(together: Together | None, *, timeout_seconds: float) -> Generator[dict[str, str]]:
+def agreeing(group: ProcessGroup | None, *, timeout_seconds: float) -> Generator[dict[str, str]]:
     """Lets all processes do the `with` block, which fills in facts, and compares these; an error is raised on all.
 
-    **Raises:** as `Together.meet`.
+    **Raises:** as `ProcessGroup.meet`.
     """
     facts: dict[str, str] = {}
     try:
         yield facts
     except Exception as error:
-        if together is not None:
-            together.meet("start", error, timeout_seconds=timeout_seconds)
+        if group is not None:
+            group.meet("start", error, timeout_seconds=timeout_seconds)
         raise
-    if together is not None:
-        together.meet("start", facts, timeout_seconds=timeout_seconds)
+    if group is not None:
+        group.meet("start", facts, timeout_seconds=timeout_seconds)
 
 
 def come_too_late(process: int, missing: Sequence[int]) -> WaitTimeout:

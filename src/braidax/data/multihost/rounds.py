@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from braidax.data.fetching.confirmation import Confirmation
-from braidax.data.multihost.hub import Door, Star, Verdict
-from braidax.data.multihost.meeting import Together, come_too_late, in_words
+from braidax.data.multihost.hub import Door, Hub, Verdict
+from braidax.data.multihost.meeting import ProcessGroup, come_too_late, in_words
 from braidax.data.multihost.replicas import Replicas, Sums, compare, told
 from braidax.data.workers.threads import Threads
 from braidax.errors import ProcessFailed, WaitTimeout
@@ -27,22 +27,22 @@ class Rounds:
 
     A thread takes part in them ahead, while the step computes.
 
-    **Arguments:** `together`: the processes. `name`: of the pass. `star`: is owned, and closed. `timeout_seconds`: of
+    **Arguments:** `group`: the processes. `name`: of the pass. `hub`: is owned, and closed. `timeout_seconds`: of
     a comparison. `replicas`: what is compared of batches, if anything is.
     """
 
     def __init__(
-        self, together: Together, name: str, star: Star, timeout_seconds: float, replicas: Replicas | None
+        self, group: ProcessGroup, name: str, hub: Hub, timeout_seconds: float, replicas: Replicas | None
     ) -> None:
         self._replicas = replicas
         self._num_checked = 0
         self._comparisons: deque[tuple[int, Future[None]]] = deque()
-        self._together = together
+        self._group = group
         self._name = name
-        self._star = star
+        self._hub = hub
         self._numbers = itertools.count()
         self._timeout_seconds = timeout_seconds
-        self._threads = Threads(1, "braidax-together")
+        self._threads = Threads(1, "braidax-rounds")
         self._stop = threading.Event()
 
     def confirm(self, local: "Future[Any]") -> Confirmation:
@@ -59,7 +59,7 @@ class Rounds:
 
         That is raised some batches later, on all processes at the same one: nobody waits for a device.
 
-        **Raises:** `DataError` as `replicas.compare`; as `Together.gather`.
+        **Raises:** `DataError` as `replicas.compare`; as `ProcessGroup.gather`.
         """
         number, self._num_checked = self._num_checked, self._num_checked + 1
         if self._comparisons and self._comparisons[0][0] <= number - _VERDICT_BATCHES:
@@ -91,20 +91,20 @@ class Rounds:
         try:
             self._threads.close(timeout_seconds=_CLOSE_SECONDS)
         finally:
-            self._star.close()
+            self._hub.close()
 
     def _confirm(self, confirmation: Confirmation, number: int, local: "Future[Any]") -> None:
         try:
             self._await(local, confirmation)
         except BaseException as error:
-            self._star.fail(number, self._together.process, in_words(error))
+            self._hub.fail(number, self._group.process, in_words(error))
             raise
         if self._stop.is_set():
             return
         earliest = time.monotonic() + _LEAST_SECONDS
-        verdict = self._star.agree(number, deadline=lambda: max(confirmation.deadline, earliest), stop=self._stop)
+        verdict = self._hub.agree(number, deadline=lambda: max(confirmation.deadline, earliest), stop=self._stop)
         if verdict is not None and verdict.kind != "fine":
-            raise _error(verdict, self._together.process)
+            raise _error(verdict, self._group.process)
 
     def _await(self, local: "Future[Any]", confirmation: Confirmation) -> None:
         """Waits for this process's part, or until `close`. **Raises:** what it raised; `TimeoutError`."""
@@ -119,35 +119,35 @@ class Rounds:
     def _compare(self, number: int, sums: Sums) -> None:
         name = f"{self._name}/sums-{number}"
         deadline = time.monotonic() + self._timeout_seconds
-        messages = self._together.gather(name, told(sums), deadline=deadline, stop=self._stop)
+        messages = self._group.gather(name, told(sums), deadline=deadline, stop=self._stop)
         if self._stop.is_set():
             return
         compare(messages, f"batch {number} of this pass")
         if self._replicas is not None and number:
-            self._together.forget(f"{self._name}/sums-{number - self._replicas.every}")
+            self._group.forget(f"{self._name}/sums-{number - self._replicas.every}")
 
 
-def begin(together: Together, cursor: str, timeout_seconds: float, replicas: Replicas | None = None) -> Rounds:
+def begin(group: ProcessGroup, cursor: str, timeout_seconds: float, replicas: Replicas | None = None) -> Rounds:
     """Begins a pass over the data. **Arguments:** `cursor`: where it begins, in words; the others as of `Rounds`.
 
-    **Raises:** as `Together.meet` and `Door.connect`.
+    **Raises:** as `ProcessGroup.meet` and `Door.connect`.
     """
-    number = together.next_pass()
+    number = group.next_pass()
     start = f"pass-{number}/start"
     deadline = time.monotonic() + timeout_seconds
     try:
-        door = Door(together.processes, together.process)
+        door = Door(group.processes, group.process)
     except Exception as error:
-        together.meet(start, error, timeout_seconds=timeout_seconds)
+        group.meet(start, error, timeout_seconds=timeout_seconds)
         raise
     with door:
-        words = together.meet(start, {"where they begin": cursor}, door.words, timeout_seconds=timeout_seconds)
-        star = door.connect(words, deadline=max(deadline, time.monotonic() + _ANSWER_SECONDS))
+        words = group.meet(start, {"where they begin": cursor}, door.words, timeout_seconds=timeout_seconds)
+        hub = door.connect(words, deadline=max(deadline, time.monotonic() + _ANSWER_SECONDS))
     with contextlib.ExitStack() as undo:
-        undo.callback(star.close)
+        undo.callback(hub.close)
         if number:  # all have left the pass before
-            together.forget(f"pass-{number - 1}")
-        rounds = Rounds(together, f"pass-{number}", star, timeout_seconds, replicas)
+            group.forget(f"pass-{number - 1}")
+        rounds = Rounds(group, f"pass-{number}", hub, timeout_seconds, replicas)
         undo.pop_all()
     return rounds
 

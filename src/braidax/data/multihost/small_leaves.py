@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from braidax.data.fetching.slots import Slots
-from braidax.data.multihost.meeting import Together
+from braidax.data.multihost.meeting import ProcessGroup
 from braidax.data.sharding.load_plan import LoadPlan
 from braidax.data.source import Source, read_samples, read_slices
 from braidax.errors import BraidaxError
@@ -16,7 +16,7 @@ from braidax.errors import BraidaxError
 _TIMES = 3  # each way is tried, of which the quickest counts
 
 
-def quicker(again: LoadPlan, exchanged: LoadPlan, source: Source, together: Together, *, deadline: float) -> LoadPlan:
+def quicker(again: LoadPlan, exchanged: LoadPlan, source: Source, group: ProcessGroup, *, deadline: float) -> LoadPlan:
     """Returns one of two plans of the same batch, the same one on all processes.
 
     Each process reads its part of the first batch by either plan; then all exchange by the second one, which is a
@@ -25,13 +25,13 @@ def quicker(again: LoadPlan, exchanged: LoadPlan, source: Source, together: Toge
     **Arguments:** `again`: small leaves are read by all that hold them. `exchanged`: they are read once. `deadline`:
     `time.monotonic` seconds.
 
-    **Raises:** as `Together.gather`.
+    **Raises:** as `ProcessGroup.gather`.
     """
     reading = _seconds(lambda: _read(again, source)) - _seconds(lambda: _read(exchanged, source))
     arrays = exchanged.arrays(Slots(exchanged.num_bytes, keep=1).take())
     jax.block_until_ready(exchanged.batch(arrays))  # compiles
     exchange = _seconds(lambda: jax.block_until_ready(exchanged.batch(arrays)))
-    told = together.gather("small", json.dumps([reading, exchange]).encode(), deadline=deadline)
+    told = group.gather("small", json.dumps([reading, exchange]).encode(), deadline=deadline)
     found = np.array([json.loads(value) for value in told.values()])
     slowest_reading, slowest_exchange = found.max(axis=0)
     return exchanged if slowest_reading > slowest_exchange else again

@@ -74,7 +74,7 @@ class Reshard:
 def _program(leaves: Sequence[Exchanged]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
     packs = _packs(leaves)
 
-    def together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def joined(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         made: dict[int, jax.Array] = {}
         for pack in packs:
             whole = _in_one([arrays[number] for number in pack], [leaves[number] for number in pack])
@@ -85,7 +85,7 @@ def _program(leaves: Sequence[Exchanged]) -> Callable[[Sequence[jax.Array]], Seq
         ]
 
     shardings = [NamedSharding(leaf.loading.sharding.mesh, leaf.target.spec) for leaf in leaves]
-    return jax.jit(together, out_shardings=shardings)
+    return jax.jit(joined, out_shardings=shardings)
 
 
 def _packs(leaves: Sequence[Exchanged]) -> list[list[int]]:
