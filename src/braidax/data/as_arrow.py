@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,6 +13,7 @@ import xxhash
 
 from braidax.data.formats.tables.arrow import open_arrow
 from braidax.data.formats.tables.blocks import Blocks, BlockSource
+from braidax.data.formats.tables.partitions import Partitioned
 from braidax.data.formats.tables.tables import arrow, arrow_ipc, plain_table
 from braidax.data.open import is_place, recognized
 from braidax.data.open import open as open_source
@@ -53,9 +55,10 @@ def as_arrow(
     options: dict[str, Any] = {"split": split, "columns": columns}
     given = {name: value for name, value in options.items() if value is not None}
     source = open_source(where, cache_bytes=1 << 62, **given)  # nothing is kept of what is decoded here
-    if not isinstance(source, BlockSource):
+    blocks = source.source if isinstance(source, Partitioned) else source
+    if not isinstance(blocks, BlockSource):
         return source
-    table = source.table
+    table = blocks.table
     room = Room("arrow", Path(cache) if cache is not None else None)
     target = _target(table, room.folder)
     room.claim([target.path])
@@ -77,7 +80,7 @@ def as_arrow(
     room.made(target.path.stat().st_size)
     found = open_arrow(target.path)
     weakref.finalize(found, room.release)
-    return found
+    return replace(source, source=found) if isinstance(source, Partitioned) else found
 
 
 def _check_table(where: Any) -> None:

@@ -27,7 +27,7 @@ from braidax.data.formats.tables.huggingface import is_huggingface
 from braidax.data.formats.tables.parquet import ENCRYPTED_MAGIC as PARQUET_ENCRYPTED
 from braidax.data.formats.tables.parquet import MAGIC as PARQUET_MAGIC
 from braidax.data.formats.tables.parquet import open_parquet, parquet_files
-from braidax.data.formats.tables.partitions import is_partitioned, open_partitioned
+from braidax.data.formats.tables.partitions import has_key_folders, is_partitioned, open_partitioned
 from braidax.data.source import Source
 from braidax.data.storage import Files, Remote
 from braidax.data.storage.inflate import SUFFIXES as COMPRESSED_SUFFIXES
@@ -129,6 +129,10 @@ def _is_mds(look: Look) -> bool:
     return len(names) > 1 and any(name.endswith(f"/{INDEX_NAME}") for name in names)
 
 
+def _is_partitioned(look: Look) -> bool:
+    return "://" in look.where and look.files is not None and has_key_folders(look.where, look.files.names)
+
+
 def _is_cifar(look: Look) -> bool:
     return is_cifar_member(first_name(look.head) or "")
 
@@ -181,7 +185,7 @@ FOLDERS = (
     Format("MosaicML MDS", _is_mds_folder, _open_mds, _SPLIT | _COLUMNS, declares=True),
     Format("Hugging Face dataset", lambda look: is_huggingface(_path(look)), _by_path(open_arrow), _SPLIT | _TABLE),
     Format(
-        "hive-partitioned folder of Parquet files",
+        "hive-partitioned folder of Parquet or Arrow files",
         lambda look: is_partitioned(_path(look)),
         _by_path(open_partitioned),
         _TABLE,
@@ -198,6 +202,13 @@ FOLDERS = (
 )
 FILES = (
     Format("MosaicML MDS", _is_mds, _open_mds, _SPLIT | _COLUMNS, declares=True, is_mixed=True),
+    Format(
+        "hive-partitioned folder of Parquet or Arrow files",
+        _is_partitioned,
+        lambda look, **options: open_partitioned(look.where, look.files, **options),
+        _TABLE,
+        is_mixed=True,
+    ),
     Format("npy", lambda look: look.is_plain and look.head.startswith(NPY_MAGIC), _by_either(open_npy, open_npy_files)),
     Format(
         "npz",

@@ -93,10 +93,11 @@ class Stores:
             found = list(threads.map(self._open, urls))
         return self.exact(found)
 
-    def below(self, folder: str, *, is_deep: bool) -> list[Object]:
-        """Returns the objects in a folder, sorted by name; `s3://` and `gs://` only.
+    def below(self, folder: str, *, is_deep: bool) -> tuple[list[Object], list[str]]:
+        """Returns the objects in a folder, sorted by name, and the names of its folders; `s3://` and `gs://` only.
 
-        **Arguments:** `folder`: a URL that ends with a slash. `is_deep`: whether those in folders of it count.
+        **Arguments:** `folder`: a URL that ends with a slash. `is_deep`: whether the objects in folders of it count;
+        then no folders are named.
 
         **Raises:** `FormatError` if they cannot be listed.
         """
@@ -107,16 +108,19 @@ class Stores:
                 "through s3:// or gs://"
             )
         place = prefix.rstrip("/") or None
+        folders: list[str] = []
         try:
             if is_deep:
                 metas = [meta for chunk in store.list(place, chunk_size=1000) for meta in chunk]
             else:
-                metas = store.list_with_delimiter(place)["objects"]
+                listing = store.list_with_delimiter(place)
+                metas = listing["objects"]
+                folders = [path.rstrip("/").rpartition("/")[2] for path in listing["common_prefixes"]]
         except Exception as error:
             raise failure(error, folder).error from error
         root = folder[: len(folder) - len(prefix)]
         found = [self._object(root + meta["path"], meta, store) for meta in metas if meta["path"].startswith(prefix)]
-        return sorted(found, key=lambda item: item.url)
+        return sorted(found, key=lambda item: item.url), folders
 
     def exact(self, objects: Sequence[Object]) -> list[Object]:
         """Gives objects that were listed stores of their own, as `open` does, unless they are many."""

@@ -42,7 +42,8 @@ def list_files(where: Where | Sequence[Where], *, remote: Remote | None = None) 
 
     **Arguments:** `where`: a local file; a folder, for the files in it, sorted by name, without hidden ones; a pattern
     with `*`, `?`, `[…]` and `**`; a list of files; or the same as URLs: `s3://`, `gs://`, and of single files
-    `http://` and `https://`. `remote`: how URLs are read.
+    `http://` and `https://`. Of a URL with folders `key=value` the files in all of its folders. `remote`: how URLs are
+    read.
 
     **Returns:** their paths or URLs.
 
@@ -94,7 +95,7 @@ def _remote(url: str, stores: Stores) -> list[str] | list[Object]:
     wild = (_WILD_HTTP if url.startswith("http") else _WILD).search(url)
     if wild:
         pattern = re.compile(_expression(url))
-        found = stores.below(url[: url.rindex("/", 0, wild.start()) + 1], is_deep="/" in url[wild.start() :])
+        found, _ = stores.below(url[: url.rindex("/", 0, wild.start()) + 1], is_deep="/" in url[wild.start() :])
         fitting = [item for item in found if pattern.fullmatch(item.url) and _is_seen(item.url)]
         if not fitting:
             raise FormatError(f"{url}: none of {len(found)} objects fits this pattern; check it")
@@ -116,7 +117,11 @@ def _remote(url: str, stores: Stores) -> list[str] | list[Object]:
 
 
 def _children(folder: str, stores: Stores) -> list[Object]:
-    return [item for item in stores.below(folder, is_deep=False) if _is_seen(item.url)]
+    found, folders = stores.below(folder, is_deep=False)
+    if any("=" in name and name[0] not in "._" for name in folders):
+        found, _ = stores.below(folder, is_deep=True)
+        return [item for item in found if not re.search(r"/[._]", item.url[len(folder) - 1 :])]
+    return [item for item in found if _is_seen(item.url)]
 
 
 def _is_seen(url: str) -> bool:

@@ -11,8 +11,8 @@ from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Block
 from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
 from braidax.data.formats.tables.direct import DirectLeaf, direct_leaf
 from braidax.data.formats.tables.huggingface import is_huggingface, read_folder, selected
-from braidax.data.formats.tables.ipc import Batch, Layout, inflated_bytes
-from braidax.data.formats.tables.schemas import opened
+from braidax.data.formats.tables.ipc import Batch, Layout, inflated_bytes, read_layout
+from braidax.data.formats.tables.schemas import opened, read_schema
 from braidax.data.formats.tables.tables import (
     arrow,
     arrow_ipc,
@@ -255,6 +255,21 @@ class ArrowTable(Blocks):
         return found
 
 
+def arrow_contents(files: Files) -> list[tuple[int, list[str]]]:
+    """Returns of each file how many records it has, and the names of its columns.
+
+    **Raises:** `FormatError` for a file that is damaged.
+    """
+    memory = _memory_of(files)
+    found: list[tuple[int, list[str]]] = []
+    for file, name in enumerate(memory.names):
+        layout = read_layout(memory, file)
+        found.append(
+            (sum(batch.num_rows for batch in layout.batches), list(read_schema(layout.schema, name).schema.names))
+        )
+    return found
+
+
 def arrow_source(
     memory: Memory, *, columns: Sequence[str] | None, cache_bytes: int, facts: Mapping[str, str]
 ) -> Source:
@@ -305,12 +320,15 @@ def open_arrow(
         return _open_huggingface(where, split, columns, cache_bytes)
     if split is not None:
         raise ArgumentError(f"split={split!r}: only folders that Hugging Face datasets wrote have splits; leave it out")
-    if isinstance(where, Path):
-        memory = Mapped(arrow_files(where) if where.is_dir() else [where])
-    else:
-        memory = Mapped(where.names) if isinstance(where, LocalFiles) else Fetched(where)
+    memory = _memory_of(where)
     facts = {"format": "Arrow", "files": listed([name.rpartition("/")[2] for name in memory.names])}
     return arrow_source(memory, columns=columns, cache_bytes=cache_bytes, facts=facts)
+
+
+def _memory_of(where: Path | Files) -> Memory:
+    if isinstance(where, Path):
+        return Mapped(arrow_files(where) if where.is_dir() else [where])
+    return Mapped(where.names) if isinstance(where, LocalFiles) else Fetched(where)
 
 
 def _open_huggingface(path: Path, split: str | None, columns: Sequence[str] | None, cache_bytes: int) -> Source:

@@ -41,7 +41,7 @@ class ParquetTable(Blocks):
     def __init__(self, files: Files, columns: Sequence[str] | None) -> None:
         self._files = files
         self._parquet = arrow_parquet()
-        footers = [self._footer(file) for file in range(len(files.names))]
+        footers = [_footer(files, file) for file in range(len(files.names))]
         self._metadata = [metadata for metadata, _ in footers]
         schemas = [schema for _, schema in footers]
         if not any(metadata.num_rows for metadata in self._metadata):
@@ -97,36 +97,6 @@ class ParquetTable(Blocks):
             chunks = [self._chunks(self._blocks[index]) for index in indices]
             self._files.prepare(Ranges(*(np.concatenate(field) for field in zip(*chunks, strict=True))))
 
-    def _footer(self, file: int) -> tuple[Any, Any]:
-        """Returns the metadata and the schema of a file."""
-        name, size = self.names[file], self._files.sizes[file]
-        with refusing(
-            lambda error: (
-                f"{name}: {size:,} bytes that are no Parquet file, or a truncated one ({error}); write or copy it again"
-            )
-        ):
-            tail = self._read(file, max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
-            needed = 8 + int.from_bytes(tail[-8:-4], "little")
-            if tail.endswith(ENCRYPTED_MAGIC):
-                raise self._encrypted(name)
-            if not tail.endswith(MAGIC) or needed > size:
-                raise OSError(f"it ends with {tail[-8:]!r}")
-            if needed > len(tail):
-                tail = self._read(file, size - needed, needed)
-            metadata = self._parquet.read_metadata(io.BytesIO(MAGIC + tail))
-            if needed - 8 - metadata.serialized_size == _SIGNATURE_BYTES:
-                raise self._encrypted(name)
-            return metadata, metadata.schema.to_arrow_schema()
-
-    def _encrypted(self, name: str) -> FormatError:
-        return FormatError(
-            f"{name}: columns or the footer of the Parquet file are encrypted, and there is no key for them here; "
-            "decrypt it, and write it without encryption"
-        )
-
-    def _read(self, file: int, offset: int, length: int) -> bytes:
-        return bytes(self._files.read(Ranges(np.array([file]), np.array([offset]), np.array([length])))[0])
-
     def _name_of(self, leaf: Leaf) -> str:
         return self._schema.names[leaf.column]
 
@@ -153,10 +123,7 @@ class ParquetTable(Blocks):
                     found.append(block._replace(num_bytes=num_bytes))
                 first_record += block.num_rows
             if first_record != metadata.num_rows:
-                raise FormatError(
-                    f"{self.names[file]}: the footer speaks of {metadata.num_rows:,} records, its row groups of "
-                    f"{first_record:,}; the file is corrupt: write or copy it again"
-                )
+                raise _miscounted(self.names[file], metadata.num_rows, first_record)
         return found
 
     def _checked_bytes(self, block: Block) -> int:
@@ -286,6 +253,21 @@ def parquet_files(path: Path) -> list[Path]:
     return sorted(child for child in path.glob("*.parquet") if child.name[0] not in "._")
 
 
+def parquet_contents(files: Files) -> list[tuple[int, list[str]]]:
+    """Returns of each file how many records it has, and the names of its columns, by its footer.
+
+    **Raises:** `FormatError` for a file that is damaged.
+    """
+    found: list[tuple[int, list[str]]] = []
+    for file, name in enumerate(files.names):
+        metadata, schema = _footer(files, file)
+        counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        if min(counts, default=0) < 0 or sum(counts) != metadata.num_rows:
+            raise _miscounted(name, metadata.num_rows, sum(counts))
+        found.append((metadata.num_rows, list(schema.names)))
+    return found
+
+
 def open_parquet(
     where: Path | Files, *, columns: Sequence[str] | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
 ) -> BlockSource:
@@ -304,3 +286,43 @@ def open_parquet(
         "bytes": f"{sum(where.sizes):,}",
     }
     return BlockSource(ParquetTable(where, columns), cache_bytes=cache_bytes, what="row groups", facts=facts)
+
+
+def _footer(files: Files, file: int) -> tuple[Any, Any]:
+    """Returns the metadata and the schema of a file."""
+    name, size = files.names[file], files.sizes[file]
+    with refusing(
+        lambda error: (
+            f"{name}: {size:,} bytes that are no Parquet file, or a truncated one ({error}); write or copy it again"
+        )
+    ):
+        tail = _read(files, file, max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
+        needed = 8 + int.from_bytes(tail[-8:-4], "little")
+        if tail.endswith(ENCRYPTED_MAGIC):
+            raise _encrypted(name)
+        if not tail.endswith(MAGIC) or needed > size:
+            raise OSError(f"it ends with {tail[-8:]!r}")
+        if needed > len(tail):
+            tail = _read(files, file, size - needed, needed)
+        metadata = arrow_parquet().read_metadata(io.BytesIO(MAGIC + tail))
+        if needed - 8 - metadata.serialized_size == _SIGNATURE_BYTES:
+            raise _encrypted(name)
+        return metadata, metadata.schema.to_arrow_schema()
+
+
+def _encrypted(name: str) -> FormatError:
+    return FormatError(
+        f"{name}: columns or the footer of the Parquet file are encrypted, and there is no key for them here; "
+        "decrypt it, and write it without encryption"
+    )
+
+
+def _miscounted(name: str, told: int, counted: int) -> FormatError:
+    return FormatError(
+        f"{name}: the footer speaks of {told:,} records, its row groups of {counted:,}; the file is corrupt: write or "
+        "copy it again"
+    )
+
+
+def _read(files: Files, file: int, offset: int, length: int) -> bytes:
+    return bytes(files.read(Ranges(np.array([file]), np.array([offset]), np.array([length])))[0])

@@ -1,158 +1,248 @@
-"""Hive-partitioned folders of Parquet files: what stands in the names of the folders becomes columns.
+"""Hive-partitioned folders of Parquet or Arrow files: what stands in the names of the folders becomes columns.
 
-`folder/year=2024/part=a/0.parquet` holds records whose year is 2024 and whose part is "a".
+`folder/year=2024/part=a/0.parquet` holds records whose year is 2024 and whose part is "a". Keys are read as
+`pyarrow.dataset` reads them: int32 where all values of a key are such numbers, else text; names and values are decoded
+as of a URL; `__HIVE_DEFAULT_PARTITION__` is null; a folder without `=` says nothing.
 """
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-import jax
 import numpy as np
-from numpy.typing import NDArray
 
+from braidax.data.formats.tables.arrow import SUFFIXES as ARROW_SUFFIXES
+from braidax.data.formats.tables.arrow import arrow_contents, open_arrow
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES
-from braidax.data.formats.tables.parquet import open_parquet
-from braidax.data.formats.tables.tables import arrow, arrow_parquet
-from braidax.data.source import VARYING, Indices, Source
-from braidax.data.storage import LocalFiles
+from braidax.data.formats.tables.columns import FINE, Column, Leaf, fill, refuse_faults
+from braidax.data.formats.tables.parquet import open_parquet, parquet_contents
+from braidax.data.formats.tables.tables import arrow, column_of, leaves_of
+from braidax.data.source import Indices, Source, allocate, check_indices, listed
+from braidax.data.storage import Files, LocalFiles
+from braidax.data.storage.files import stamp_of_files
 from braidax.data.transforms.wrapping import Wrapping
-from braidax.errors import ArgumentError, FormatError
+from braidax.errors import FormatError
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-_INTEGER = re.compile(r"-?[0-9]{1,10}")
+_INTEGER = re.compile(r"-?0*[0-9]{1,10}")
+_SUFFIXES = frozenset({".parquet", *ARROW_SUFFIXES})
+_WINDOW = 1 << 16  # records that are compared at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Partitioned(Wrapping):
     """The records of files with the keys of their folders.
 
-    **Fields:** `source`: the records of the files. `keys`: by name the value for each file, int32 or text. `starts`:
-    int64, the first record of each file.
+    **Fields:** `source`: the records of the files. `keys`: what is read of each key, and its value for each file.
+    `starts`: int64, the first record of each file. `names`: of the files.
     """
 
-    keys: Mapping[str, NDArray[Any]]
+    keys: Sequence[tuple[Leaf, Column]]
     starts: Indices
+    names: Sequence[str]
 
     @property
     def sample_spec(self) -> Any:
         """A dict of `jax.ShapeDtypeStruct`: the leaves of the files, then the keys."""
-        added = {
-            key: jax.ShapeDtypeStruct((), VARYING if values.dtype == object else values.dtype)
-            for key, values in self.keys.items()
-        }
-        return {**self.source.sample_spec, **added}
+        return {**self.source.sample_spec, **{leaf.name: leaf.spec(self.names[0]) for leaf, _ in self.keys}}
 
     def read(self, indices: Indices, out: Any) -> None:
         """Reads records of the files, and gives each the keys of its file."""
         self.source.read(indices, {name: out[name] for name in self.source.sample_spec})
         file = np.searchsorted(self.starts, indices, side="right") - 1
-        for key, values in self.keys.items():
-            out[key][...] = values[file]
+        records = indices - self.starts[file]
+        for leaf, column in self.keys:
+            faults = None if column.faults is None else column.faults[file]
+            if faults is not None and (faults != FINE).any():
+                first = slice(place := int(np.argmax(faults != FINE)), place + 1)
+                refuse_faults(leaf, faults[first], records[first], where=self.names[int(file[place])])
+            fill(leaf, column, file, out[leaf.name], records=records, where=self.names[0])
 
     @property
     def own_stamp(self) -> str:
-        """The keys of every file."""
-        return f"partitioned{[(key, values.tolist()) for key, values in self.keys.items()]}"
+        """The keys; their values stand in the names of the files."""
+        return f"keys {[leaf.name for leaf, _ in self.keys]}"
 
     def describe(self) -> Mapping[str, str]:
         """Returns what the files' source does, and the keys."""
-        return {**self.source.describe(), "keys of folders": ", ".join(self.keys)}
+        return {**self.source.describe(), "keys of folders": ", ".join(leaf.name for leaf, _ in self.keys)}
+
+
+class _NoColumns(Source):
+    """The records of files of which no column is read."""
+
+    def __init__(self, files: Files, num_samples: int) -> None:
+        if not num_samples:
+            raise FormatError(f"{files.names[0]}: holds 0 records in {len(files.names)} file(s); expected at least one")
+        self._files = files
+        self._num_samples = num_samples
+
+    @property
+    def sample_spec(self) -> Any:
+        return {}
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def read(self, indices: Indices, out: Any) -> None:
+        check_indices(indices, len(self), where=f"{self._files.names[0]} ({len(self._files.names)} file(s))")
+
+    @property
+    def stamp(self) -> str | None:
+        return stamp_of_files(self._files, type(self).__name__, len(self))
+
+    def describe(self) -> Mapping[str, str]:
+        names = [name.rpartition("/")[2] for name in self._files.names]
+        return {"format": "keys of folders alone", "files": listed(names), "samples": f"{len(self):,}"}
 
 
 def is_partitioned(path: Path) -> bool:
-    """Says whether a folder has folders `key=value` with Parquet files in them."""
+    """Says whether a folder has folders `key=value` with Parquet or Arrow files in them."""
     has_keys = any("=" in child.name and child.name[0] not in "._" and child.is_dir() for child in path.iterdir())
-    return has_keys and bool(_files(path))
+    return has_keys and any(Path(name).suffix in _SUFFIXES for name in _names(path))
+
+
+def has_key_folders(root: str, names: Sequence[str]) -> bool:
+    """Says whether some of the files below the URL of a folder lie in folders `key=value` there."""
+    start = root.rstrip("/") + "/"
+    return any(name.startswith(start) and "=" in _relative(name, root).rpartition("/")[0] for name in names)
 
 
 def open_partitioned(
-    path: Path, *, columns: Sequence[str] | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
+    where: Path | str,
+    files: Files | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Source:
-    """Opens a hive-partitioned folder of Parquet files, in the order of their paths.
+    """Opens a hive-partitioned folder of Parquet or Arrow files, in the order of their paths.
 
-    A key is int32 where all its values are such numbers, else text, as pyarrow infers. Links to folders are not
-    followed.
+    Links to folders are not followed. A record whose key is null cannot be read, as one with a null in a column.
 
-    **Arguments:** `path`: the folder. `columns`: names of columns or keys, all when None. `cache_bytes`: of decoded row
-    groups kept in memory.
+    **Arguments:** `where`: the folder, or its URL. `files`: what lies below a URL. `columns`: names of columns or keys,
+    all when None. `cache_bytes`: of decoded row groups or batches kept in memory.
 
-    **Raises:** `FormatError` for files in folders of other keys, for a key that has no value, or that differs from what
-    a column of its name holds; and what `open_parquet` raises.
+    **Raises:** `FormatError` for files of several formats, in folders of other keys, for a name that is no text, a key
+    that is null everywhere, or one that differs from what a column of its name holds; and what `open_parquet` and
+    `open_arrow` raise.
     """
-    files = _files(path)
-    found = [_keys_of(path, file) for file in files]
-    for file, keys in zip(files, found, strict=True):
-        if list(keys) != list(found[0]):
+    names = list(files.names) if files is not None else _names(Path(where))
+    is_arrow = _suffix(where, names) in ARROW_SUFFIXES
+    files = files or LocalFiles(names)
+    found = [_keys_of(name, _relative(name, where)) for name in names]
+    for name, keys in zip(names, found, strict=True):
+        if set(keys) != set(found[0]):
             raise FormatError(
-                f"{file}: lies in folders of the keys {list(keys)}, expected {list(found[0])} as {files[0]} does; move "
+                f"{name}: lies in folders of the keys {list(keys)}, expected {list(found[0])} as {names[0]} does; move "
                 "it to such folders, or out of this one"
             )
-    held = _columns_of(files[0])
-    wanted = [name for name in held if name not in found[0]] if columns is None else columns
-    chosen = [key for key in found[0] if columns is None or key in columns]
+    contents = (arrow_contents if is_arrow else parquet_contents)(files)
+    rows = np.array([num_rows for num_rows, _ in contents])
+    starts = np.cumsum(rows) - rows
+
+    def read(columns: Sequence[str]) -> Source:
+        return (open_arrow if is_arrow else open_parquet)(files, columns=columns, cache_bytes=cache_bytes)
+
+    wanted = contents[0][1] if columns is None else columns
     inner = [name for name in wanted if name not in found[0]]
-    if not inner:
-        raise ArgumentError(f"columns={columns!r}: expected at least one column of the files of {path}: {held}")
-    values = {key: _values([keys[key] for keys in found], files, key) for key in chosen}
-    for key in chosen:
-        for file, value in zip(files, values[key].tolist(), strict=True):
-            _check_column(file, key, value)
-    source = open_parquet(LocalFiles(files), columns=inner, cache_bytes=cache_bytes)
-    rows = np.zeros(len(files), np.int64)
-    for block in source.table.blocks:
-        rows[block.file] += block.num_rows
-    return Partitioned(source, values, np.cumsum(rows) - rows)
+    texts = {key: [keys[key] for keys in found] for key in found[0] if columns is None or key in columns}
+    source = read(inner) if inner or not texts else _NoColumns(files, int(rows.sum()))
+    keys = [_key(key, values, where) for key, values in texts.items()]
+    for key, values in texts.items():
+        holding = [name for name, (_, held) in zip(names, contents, strict=True) if key in held]
+        if holding and len(holding) < len(names):
+            raise FormatError(
+                f"{holding[0]}: has a column {key!r}, which is a key of the folders too, and which other files lack; "
+                f"write the files with one schema, or choose columns= without {key!r}"
+            )
+        if holding:
+            _compare(read([key]), key, values, starts, names)
+    return Partitioned(source, keys, starts, names)
 
 
-def _files(path: Path) -> list[Path]:
-    """Returns the Parquet files below a folder, sorted by path; links to folders lead out of it and are left."""
+def _names(path: Path) -> list[str]:
+    """Returns the files in key folders, and the tables beside these, sorted by path; links to folders are left."""
     found: list[Path] = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if name[0] not in "._"]
-        found += [Path(folder, name) for name in names if name.endswith(".parquet") and name[0] not in "._"]
-    return sorted(found)
+        has_key = "=" in str(Path(folder).relative_to(path))
+        seen = [Path(folder, name) for name in names if name[0] not in "._"]
+        found += [file for file in seen if has_key or file.suffix in _SUFFIXES]
+    return [str(file) for file in sorted(found)]
 
 
-def _keys_of(path: Path, file: Path) -> dict[str, str]:
-    parts = [part.partition("=") for part in file.relative_to(path).parts[:-1]]
-    return {unquote(name): unquote(value) if sign else "" for name, sign, value in parts}
-
-
-def _columns_of(file: Path) -> list[str]:
-    try:
-        return list(arrow_parquet().read_schema(file).names)
-    except (arrow().ArrowException, OSError) as error:
-        raise FormatError(f"{file}: cannot be read as Parquet ({error}); write or copy it again") from error
-
-
-def _values(texts: Sequence[str], files: Sequence[Path], key: str) -> NDArray[Any]:
-    for text, file in zip(texts, files, strict=True):
-        if text in ("", _NULL):
-            raise FormatError(
-                f"{file}: the folder's key {key!r} has no value, expected one in every folder; name it "
-                f"{key}=value, or choose columns= without {key!r}"
-            )
-    if all(_INTEGER.fullmatch(text) and -(1 << 31) <= int(text) < 1 << 31 for text in texts):
-        return np.array([int(text) for text in texts], np.int32)
-    return np.array([*texts, None], object)[:-1]
-
-
-def _check_column(file: Path, key: str, value: Any) -> None:
-    """Raises `FormatError` where a column of a key's name holds something else than the folder's name says."""
-    if key not in _columns_of(file):
-        return
-    try:
-        held = arrow_parquet().ParquetFile(file).read(columns=[key]).column(0).unique().to_pylist()
-    except (arrow().ArrowException, OSError) as error:
-        raise FormatError(f"{file}: column {key!r} is corrupt ({error}); write or copy it again") from error
-    wrong = [one for one in held if one is None or str(one) != str(value)]
-    if wrong:
+def _suffix(where: Path | str, names: Sequence[str]) -> str:
+    """Returns the suffix of all files. **Raises:** `FormatError` where they are no tables of one format."""
+    kinds = Counter(PurePosixPath(name).suffix for name in names)
+    formats = {kind if kind not in ARROW_SUFFIXES else ".arrow" for kind in kinds}
+    if len(formats) != 1 or not formats <= _SUFFIXES:
+        held = ", ".join(f"{number} of {kind or 'no suffix'}" for kind, number in kinds.most_common())
         raise FormatError(
-            f"{file}: column {key!r} holds {wrong[0]!r}, but its folder says {key}={value}; expected the same: move "
-            f"the file, or choose columns= without {key!r}"
+            f"{where}: its folders key=value hold {held}; expected Parquet files or Arrow files alone: move the others "
+            "away, or open a pattern of files, of which the keys are no columns"
         )
+    return formats.pop()
+
+
+def _relative(name: str, where: Path | str) -> str:
+    return str(Path(name).relative_to(where)) if isinstance(where, Path) else name[len(where.rstrip("/")) + 1 :]
+
+
+def _keys_of(name: str, relative: str) -> dict[str, str | None]:
+    """Returns the keys of the folders in which a file lies; None for null."""
+    found: dict[str, str | None] = {}
+    for part in relative.split("/")[:-1]:
+        key, sign, value = part.partition("=")
+        if not sign:
+            continue
+        try:
+            key, value = unquote(key, errors="strict"), unquote(value, errors="strict")
+            f"{key}{value}".encode()
+        except UnicodeError as error:
+            raise FormatError(f"{name}: the folder {part!r} is no text of UTF-8 ({error}); rename it") from error
+        if key in found:
+            raise FormatError(f"{name}: lies in two folders of the key {key!r}; expected each key once: rename one")
+        found[key] = None if value == _NULL else value
+    return found
+
+
+def _key(key: str, texts: Sequence[str | None], where: Path | str) -> tuple[Leaf, Column]:
+    """Returns how a key is read, and its value for each file."""
+    pa, known = arrow(), [text for text in texts if text is not None]
+    if not known:
+        raise FormatError(
+            f"{where}: the key {key!r} is null ({_NULL}) in all folders; expected a value in one at least: leave it "
+            "out with columns="
+        )
+    is_number = all(_INTEGER.fullmatch(text) and -(1 << 31) <= int(text) < 1 << 31 for text in known)
+    kind = pa.int32() if is_number else pa.large_string()
+    (leaf,) = leaves_of(pa.schema([pa.field(key, kind)]), None, where=str(where))
+    values = [int(text) if is_number and text is not None else text for text in texts]
+    return leaf, column_of(pa.array(values, kind), leaf)
+
+
+def _compare(source: Source, key: str, texts: Sequence[str | None], starts: Indices, names: Sequence[str]) -> None:
+    """Raises `FormatError` where a column of a key's name holds something else than the folder's name says."""
+    for start in range(0, len(source), _WINDOW):
+        indices = np.arange(start, min(start + _WINDOW, len(source)))
+        out = allocate(source.sample_spec, len(indices))
+        source.read(indices, out)
+        file = np.searchsorted(starts, indices, side="right") - 1
+        for number in np.unique(file).tolist():
+            text = texts[number]
+            right = {text, str(int(text)) if text is not None and _INTEGER.fullmatch(text) else text}
+            wrong = {_text(value) for value in out[key][file == number].tolist()} - right
+            if wrong:
+                raise FormatError(
+                    f"{names[number]}: column {key!r} holds {min(wrong)}, but its folder says {key}={text}; expected "
+                    f"the same: move the file, or choose columns= without {key!r}"
+                )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -38,7 +38,7 @@ def _without_empty(layout: Layout) -> Layout:
     return Layout(layout.schema, kept, layout.dictionaries)
 
 
-class _Schema(NamedTuple):
+class Schema(NamedTuple):
     """A schema of pyarrow, its columns in words, and what its batches have."""
 
     schema: Any
@@ -46,10 +46,11 @@ class _Schema(NamedTuple):
     counts: Counts
 
 
-def _read_schema(message: bytes, name: str) -> _Schema:
+def read_schema(message: bytes, name: str) -> Schema:
+    """Reads the message of a schema. **Arguments:** `name`: of its file. **Raises:** `FormatError` if it is corrupt."""
     with refusing(lambda error: f"{name}: its schema is corrupt ({error}); write or copy the file again"):
         schema = arrow_ipc().read_schema(arrow().py_buffer(message))
-        return _Schema(schema, [f"{field.name}: {field.type}" for field in schema], counts_of(schema))
+        return Schema(schema, [f"{field.name}: {field.type}" for field in schema], counts_of(schema))
 
 
 def _one_schema(memory: Memory, layouts: Sequence[Layout]) -> Any:
@@ -57,10 +58,10 @@ def _one_schema(memory: Memory, layouts: Sequence[Layout]) -> Any:
 
     **Raises:** `FormatError` for a file whose schema is corrupt or another, or whose batches do not fit it.
     """
-    schemas: dict[bytes, _Schema] = {}
+    schemas: dict[bytes, Schema] = {}
     for name, layout in zip(memory.names, layouts, strict=True):
         if layout.schema not in schemas:
-            schemas[layout.schema] = _read_schema(layout.schema, name)
+            schemas[layout.schema] = read_schema(layout.schema, name)
         first, found = next(iter(schemas.values())), schemas[layout.schema]
         if found.columns != first.columns:
             raise FormatError(
