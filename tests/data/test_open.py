@@ -33,7 +33,7 @@ FILES = (
 )
 FOLDERS = (
     "CIFAR folder (python or binary), MNIST folder (IDX, also .gz), MosaicML MDS, Hugging Face dataset, "
-    "hive-partitioned folder of Parquet files, folder of Arrow files, folder of Parquet files, image folder; "
+    "hive-partitioned folder of Parquet or Arrow files, folder of Arrow files, folder of Parquet files, image folder; "
     "or files of one of these formats: npy, Parquet,"
 )
 UNCACHED = Remote(cache_bytes=0)
