@@ -1,0 +1,45 @@
+"""Runtime per sample and per device, as the seed's figures show it."""
+
+import collections
+import itertools
+import re
+from collections.abc import Sequence
+
+from benchmarks.harness import Row
+from benchmarks.naive.loading import THROUGHPUT
+from benchmarks.naive.systems import OURS, PILLOW, SIZES
+
+_AT = re.compile(r"batch (\d+), devices (\d+), threads 2")
+
+
+def draw(rows: Sequence[Row], path: str) -> None:
+    """Draws medians over the batch size, shaded from the smallest to the largest figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+    for (name, each), axis in zip(itertools.product(SIZES, ("sample", "device")), axes.flat, strict=True):
+        lines: dict[tuple[str, int], list[tuple[int, list[float]]]] = collections.defaultdict(list)
+        for row in rows:
+            at = _AT.fullmatch(row.at)
+            if at and row.case == f"{name}, {THROUGHPUT}" and row.system in (OURS, PILLOW):
+                batch, devices = map(int, at.groups())
+                times = devices if each == "device" else 1
+                lines[row.system, devices].append((batch, [1e6 / value * times for value in row.values]))
+        for (system, devices), points in sorted(lines.items()):
+            sizes = [size for size, _ in sorted(points)]
+            figures = [sorted(values) for _, values in sorted(points)]
+            medians = [values[len(values) // 2] for values in figures]
+            style = "-o" if system == OURS else "--s"
+            line = axis.plot(sizes, medians, style, label=f"{system}, {devices} devices")[0]
+            low, high = [values[0] for values in figures], [values[-1] for values in figures]
+            axis.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2)
+        axis.set(title=f"{name}, per {each}", xlabel="batch size", ylabel="us, min to max", xscale="log", yscale="log")
+        ticks = sorted({batch for points in lines.values() for batch, _ in points})
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.legend(fontsize=7, ncols=2)
+    figure.suptitle("Loader alone, 2 threads: runtime per sample and per device")
+    figure.savefig(path, dpi=110)
