@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from benchmarks.harness import absent
+from benchmarks.harness.inputs import made_whole
+
 TOKENS = 512  # in a record
 PHOTO = (375, 500)  # height and width
 _WORDS = (
@@ -35,19 +38,28 @@ def token_array(num_records: int) -> NDArray[np.uint16]:
     return np.random.default_rng(0).integers(0, 50_000, (num_records, TOKENS), dtype=np.uint16)
 
 
-def write_tokens(folder: Path, num_records: int) -> tuple[Path, Path]:
-    """Writes the same records as a NumPy file and as a Hugging Face folder with a column of fixed length."""
+def write_tokens(folder: Path, num_records: int) -> Path:
+    """Writes the records as a NumPy file."""
+    path = folder / f"tokens_{num_records}.npy"
+    if not path.exists():
+        with made_whole(path) as unfinished, unfinished.open("wb") as file:
+            np.save(file, token_array(num_records))
+    return path
+
+
+def write_tokens_for_hugging_face(npy: Path) -> Path:
+    """Writes the same records as a Hugging Face folder with a column of fixed length, if its library is there."""
+    folder = npy.with_name(f"{npy.stem}_hf")
+    if folder.exists() or absent("datasets"):
+        return folder
     import datasets
 
-    array, path, hugging = token_array(num_records), folder / "tokens.npy", folder / "tokens_hf"
-    if not path.exists():
-        np.save(path, array)
-    if not hugging.exists():
-        datasets.disable_progress_bars()
-        features = datasets.Features({"tokens": datasets.List(datasets.Value("uint16"), length=TOKENS)})
-        dataset = datasets.Dataset.from_dict({"tokens": array}, features=features)
-        dataset.save_to_disk(str(hugging))
-    return path, hugging
+    datasets.disable_progress_bars()
+    features = datasets.Features({"tokens": datasets.List(datasets.Value("uint16"), length=TOKENS)})
+    dataset = datasets.Dataset.from_dict({"tokens": np.load(npy)}, features=features)
+    with made_whole(folder) as unfinished:
+        dataset.save_to_disk(str(unfinished))
+    return folder
 
 
 def texts(num_records: int) -> list[str]:
@@ -60,25 +72,40 @@ def texts(num_records: int) -> list[str]:
 
 
 def write_texts(folder: Path, num_records: int) -> Path:
-    """Writes texts as a Hugging Face folder, and beside it as a text file, a line each."""
+    """Writes texts, a line each."""
+    path = folder / f"texts_{num_records}.txt"
+    if not path.exists():
+        with made_whole(path) as unfinished:
+            unfinished.write_text("\n".join(texts(num_records)))
+    return path
+
+
+def write_texts_for_hugging_face(lines: Path) -> Path:
+    """Writes the same texts as a Hugging Face folder, if its library is there."""
+    folder = lines.with_name(f"{lines.stem}_hf")
+    if folder.exists() or absent("datasets"):
+        return folder
     import datasets
 
-    path = folder / "texts_hf"
-    if not path.exists():
-        datasets.disable_progress_bars()
-        datasets.Dataset.from_dict({"text": texts(num_records)}).save_to_disk(str(path))
-        path.with_suffix(".txt").write_text("\n".join(texts(num_records)))
-    return path
+    datasets.disable_progress_bars()
+    with made_whole(folder) as unfinished:
+        datasets.Dataset.from_dict({"text": lines.read_text().splitlines()}).save_to_disk(str(unfinished))
+    return folder
 
 
 def write_photos(folder: Path, num_images: int) -> Path:
     """Writes JPEG files of 500 x 375 pixels, quality 90, in ten class folders; detail as photographs have it."""
-    path, (height, width) = folder / "photos", PHOTO
-    if path.exists():
-        return path
-    rng = np.random.default_rng(2)
+    path = folder / f"photos_{num_images}"
+    if not path.exists():
+        with made_whole(path) as unfinished:
+            _write_photos(unfinished, num_images)
+    return path
+
+
+def _write_photos(folder: Path, num_images: int) -> None:
+    rng, (height, width) = np.random.default_rng(2), PHOTO
     for number in range(num_images):
-        target = path / f"class{number % 10}" / f"{number:06}.jpg"
+        target = folder / f"class{number % 10}" / f"{number:06}.jpg"
         target.parent.mkdir(parents=True, exist_ok=True)
         layers = [
             np.asarray(
@@ -91,7 +118,6 @@ def write_photos(folder: Path, num_images: int) -> Path:
         ]
         pixels = 0.5 * layers[0] + 0.3 * layers[1] + 0.2 * layers[2]
         Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(target, "JPEG", quality=90)
-    return path
 
 
 def jpeg_bytes(path: Path) -> int:

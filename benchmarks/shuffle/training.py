@@ -1,7 +1,6 @@
-"""End to end: a small language model and a small vision model, fed by us and by serial ordered fetching."""
+"""A small language model and a small vision model, the step that trains them, and what an order of samples does."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,41 +64,34 @@ def vision_model(size: int) -> tuple[Any, Callable[[Any, Any], Any]]:
     return params, loss
 
 
-def throughput(
-    model: tuple[Any, Callable[[Any, Any], Any]],
-    make: Callable[[], Iterator[Any]],
-    leaf: Callable[[Any], Any],
-    batch_size: int,
-    *,
-    seconds: float,
-) -> float:
-    """Returns samples per second of training: gradients and Adam on each batch, some steps thrown away."""
-    params, loss = model
-    optimizer = optax.adam(1e-3)
+class Trainer:
+    """Trains with Adam on batch after batch. **Arguments:** `model`: parameters and loss. `leaf`: of a batch."""
 
-    @jax.jit
-    def update(params: Any, state: Any, batch: Any) -> Any:
-        gradients = jax.grad(loss)(params, batch)
-        updates, state = optimizer.update(gradients, state)
-        return optax.apply_updates(params, updates), state
+    def __init__(self, model: tuple[Any, Callable[[Any, Any], Any]], leaf: Callable[[Any], Any]) -> None:
+        self._params, loss = model
+        self._leaf = leaf
+        optimizer = optax.adam(1e-3)
+        self._state = optimizer.init(self._params)
+        self._num_steps = 0
 
-    state, batches = optimizer.init(params), make()
-    try:
-        for _ in range(3):
-            params, state = update(params, state, leaf(next(batches)))
-        jax.block_until_ready(params)
-        count, start = 0, time.perf_counter()
-        while time.perf_counter() - start < seconds:
-            params, state = update(params, state, leaf(next(batches)))
-            count += 1
-            if count % 4 == 0:
-                jax.block_until_ready(params)
-        jax.block_until_ready(params)
-        return count * batch_size / (time.perf_counter() - start)
-    finally:
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
+        @jax.jit
+        def update(params: Any, state: Any, batch: Any) -> Any:
+            gradients = jax.grad(loss)(params, batch)
+            updates, state = optimizer.update(gradients, state)
+            return optax.apply_updates(params, updates), state
+
+        self._update = update
+
+    def step(self, batch: Any) -> None:
+        """Trains on a batch; at most four steps are under way."""
+        self._params, self._state = self._update(self._params, self._state, self._leaf(batch))
+        self._num_steps += 1
+        if self._num_steps % 4 == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for all steps."""
+        jax.block_until_ready(self._params)
 
 
 def final_loss(order: NDArray[np.int64], inputs: NDArray[Any], labels: NDArray[Any], *, batch_size: int) -> float:

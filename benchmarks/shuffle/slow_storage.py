@@ -1,0 +1,121 @@
+"""The token records where reads wait: out of the page cache, and in an object store."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import braidax as bx
+from benchmarks.shuffle import inputs, store, systems
+from benchmarks.shuffle.cases import Bench, hugging_face, ours, stored
+from benchmarks.shuffle.timing import Make, Timed
+
+COLD, REMOTE = "tokens, cold", "object store"
+
+
+def cold(bench: Bench) -> None:
+    """The first epoch, or what comes of it in a time, through the page cache, empty before each figure."""
+    npy, size = inputs.write_tokens(bench.folder, bench.scale.num_tokens), 1024
+    folder = inputs.write_tokens_for_hugging_face(npy)
+    num = bench.scale.num_tokens
+
+    def mapped() -> Any:
+        return np.asarray(np.load(npy, mmap_mode="r"))
+
+    def taken(threads: int, count: int) -> Any:
+        return systems.fetched(functools.partial(np.take, mapped(), axis=0), num, size, count, threads=threads)
+
+    def from_folder(count: int) -> Any:
+        dataset = hugging_face(folder, "numpy")
+        return systems.fetched(lambda order: dataset[order.tolist()], num, size, count)
+
+    def from_torch(workers: int, count: int) -> Any:
+        return systems.torch_loader(hugging_face(folder, "torch"), size, count, workers=workers)
+
+    mine: dict[str, tuple[Path, Make]] = {
+        "braidax, npy": (npy, lambda n: ours(bx.open(npy), size)(n)),
+        "braidax, HF folder": (folder, lambda n: ours(bx.open(folder), size)(n)),
+    }
+    most = max(bench.scale.grain_threads)
+    peers: dict[str, tuple[Path, Make]] = {
+        "np.take, 1 thread": (npy, functools.partial(taken, 0)),
+        f"np.take, {most} threads": (npy, functools.partial(taken, most)),
+        "HF datasets, batched": (folder, from_folder),
+    }
+    for workers in bench.scale.workers:
+        peers[f"torch, HF, {workers} workers"] = (
+            folder,
+            functools.partial(from_torch, workers),
+        )
+    for threads in bench.scale.grain_threads:
+        peers[f"Grain, elements, {threads} threads"] = (
+            npy,
+            functools.partial(
+                lambda threads, n: systems.grain_elements(systems.Rows(mapped()), size, n, threads=threads), threads
+            ),
+        )
+        peers[f"Grain, gather, {threads} threads"] = (
+            npy,
+            functools.partial(
+                lambda threads, n: systems.grain_gather(
+                    functools.partial(np.take, mapped(), axis=0), num, size, n, threads=threads
+                ),
+                threads,
+            ),
+        )
+    running = {name: _one_epoch(bench, path, make, size) for name, (path, make) in (mine | peers).items()}
+    bench.measure(COLD, running, rounds=min(bench.scale.rounds, 3))
+    bench.claim("cold", COLD, "braidax, npy", list(peers), at_least=1)
+
+
+def remote(bench: Bench) -> None:
+    """The token records in an object store that answers each request after 5 or 20 ms."""
+    npy, size = inputs.write_tokens(bench.folder, bench.scale.num_tokens), 256
+    lines, peers = ("5 ms", "20 ms"), list[str]()
+    for line, delay in zip(lines, (0.005, 0.02), strict=True):
+        with store.serve(bench.folder, delay_seconds=delay) as address:
+            others = store_peers(bench, in_store(address, npy), size)
+            makes: dict[str, Make] = {"braidax": ours(stored(f"{address}/{npy.name}"), size), **others}
+            running: dict[str, Callable[[], float]] = {
+                name: Timed(make, size, seconds=2 * bench.scale.seconds) for name, make in makes.items()
+            }
+            records = in_store(address, npy)
+            running["serial"] = Timed(functools.partial(systems.one_by_one, records, 16), 16, seconds=50 * delay)
+            bench.measure(REMOTE, running, rounds=min(bench.scale.rounds, 3), at=line)
+            peers = [*others, "serial"]
+    bench.claim("remote", REMOTE, "braidax", peers, at_least=1.2)
+
+
+def in_store(address: str, npy: Path) -> systems.Remote:
+    """Returns the token records of an object."""
+    array = np.load(npy, mmap_mode="r")
+    record_bytes = array.dtype.itemsize * array.shape[1]
+    first = npy.stat().st_size - array.nbytes
+    return systems.Remote(address, npy.name, num_records=len(array), record_bytes=record_bytes, first=first)
+
+
+def store_peers(bench: Bench, records: systems.Remote, size: int) -> dict[str, Make]:
+    """Returns the peers that fetch ahead: a request a thread, or all requests of a batch from each thread."""
+    peers: dict[str, Make] = {
+        "asyncio, 2 batches at once": lambda n: systems.fetched(records.at_once, len(records), size, n, threads=2)
+    }
+    for threads in bench.scale.grain_threads:
+        peers[f"Grain, elements, {threads} threads"] = functools.partial(
+            systems.grain_elements, records, size, threads=threads
+        )
+    for threads in (2, bench.scale.grain_threads[0]):
+        peers[f"Grain, batches by asyncio, {threads} threads"] = functools.partial(
+            systems.grain_gather, records.at_once, len(records), size, threads=threads
+        )
+    return peers
+
+
+def _one_epoch(bench: Bench, path: Path, make: Make, batch_size: int) -> Callable[[], float]:
+    timed = Timed(make, batch_size, seconds=bench.scale.seconds)
+    return lambda: timed.until(
+        2 * bench.scale.seconds,
+        bench.scale.num_tokens // batch_size,
+        first=functools.partial(inputs.drop_from_page_cache, path),
+    )
