@@ -11,13 +11,12 @@ from typing import Any, final
 
 import jax
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from benchmarks.harness.clusters import ray_cluster
 from benchmarks.parax.cases import NUM_PROCESSES, Case
 from benchmarks.parax.counting import Counted, Tally
-from benchmarks.parax.system import PREFETCH, Arrays, HostBatch, Reader, loaded_ahead, numbers, placed
+from benchmarks.parax.system import PREFETCH, Arrays, HostBatch, Reader, drawn, loaded_ahead, numbers, placed
 
 NAMESPACE, ACTOR = "parax", "loader"
 
@@ -44,7 +43,14 @@ class _Cutting:
 
 @final
 class ThroughJax(_Cutting):
-    """Process 0 loads, its thread ahead; `broadcast_one_to_all`; every process cuts its shards."""
+    """Process 0 loads, its threads ahead; `broadcast_one_to_all`; every process cuts its shards.
+
+    **Arguments:** `threads`: of process 0; None for as many as each process has in other systems.
+    """
+
+    def __init__(self, case: Case, threads: int | None = None) -> None:
+        super().__init__(case)
+        self._num_threads = threads or case.threads
 
     @property
     def tally(self) -> Tally:
@@ -52,7 +58,7 @@ class ThroughJax(_Cutting):
         return self._source.tally
 
     def batches(self, epochs: int | None) -> Generator[Arrays]:
-        """As `System.batches`, in order."""
+        """As `System.batches`, globally shuffled."""
         from jax.experimental.multihost_utils import broadcast_one_to_all
 
         for batch in self._loaded(epochs):
@@ -65,9 +71,9 @@ class ThroughJax(_Cutting):
             nothing = {name: np.zeros(*self._like(name)) for name in self.shardings}
             yield from (nothing for _ in coming)
             return
-        reader = Reader(self._source, list(self.shardings), self._case.threads)
+        reader = Reader(self._source, list(self.shardings), self._num_threads)
         with contextlib.closing(reader):
-            yield from loaded_ahead(lambda number: reader.begin(_records(number, self._case)), coming)
+            yield from loaded_ahead(lambda number: reader.begin(_records(number, self._case, self._source)), coming)
 
 
 @final
@@ -92,7 +98,7 @@ class ThroughRay(_Cutting):
         return Tally(0, 0) if jax.process_index() else Tally(*self._get(self._actor.tally.remote(self._asked_for)))
 
     def batches(self, epochs: int | None) -> Generator[Arrays]:
-        """As `System.batches`, in order."""
+        """As `System.batches`, globally shuffled."""
         for held in loaded_ahead(self._ask, numbers(self._case, epochs)):
             batch: Mapping[str, NDArray[Any]] = self._get(held[0])
             self.received_bytes += sum(leaf.nbytes for leaf in batch.values())
@@ -132,7 +138,8 @@ class LoaderActor:
     def _begin(self, case: Case, number: int) -> Future[Any]:
         import ray
 
-        wait = self._reader(case)[1].begin(_records(number, case))
+        source, reader = self._reader(case)
+        wait = reader.begin(_records(number, case, source))
         return self._putting.submit(lambda: ray.put(wait()))
 
     def _reader(self, case: Case) -> tuple[Counted, Reader]:
@@ -143,9 +150,9 @@ class LoaderActor:
 
 
 class Cluster:
-    """A Ray of this machine. **Arguments:** `address`; `daemons`: the processes that it consists of."""
+    """A Ray of this machine. **Arguments:** `address`; `daemons`: the processes, of psutil, that it consists of."""
 
-    def __init__(self, address: str, daemons: Sequence[psutil.Process]) -> None:
+    def __init__(self, address: str, daemons: Sequence[Any]) -> None:
         self.address = address
         self._daemons = daemons
 
@@ -165,6 +172,8 @@ class Cluster:
 @contextlib.contextmanager
 def ray_actor() -> Generator[Cluster]:
     """A Ray of this machine, with the actor."""
+    import psutil
+
     before = set(psutil.Process().children())
     with ray_cluster(1, store_bytes=1 << 30) as ray:
         options = {"name": ACTOR, "namespace": NAMESPACE, "max_concurrency": NUM_PROCESSES * (PREFETCH + 2)}
@@ -181,5 +190,5 @@ def join_ray(address: str) -> None:
     ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
 
 
-def _records(number: int, case: Case) -> NDArray[np.int64]:
-    return np.arange(number * case.batch_size, (number + 1) * case.batch_size)
+def _records(number: int, case: Case, source: Counted) -> NDArray[np.int64]:
+    return drawn(number, len(source), case.batch_size, "shuffled")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import braidax as bx
+from benchmarks.harness.inputs import made_whole
 from benchmarks.parax.counting import Counted
 
 NUM_PROCESSES, DEVICES_EACH = 4, 2
@@ -98,15 +99,22 @@ def on_one_mesh(strategy: str, leaves: Sequence[str]) -> dict[str, NamedSharding
 
 def write(folder: Path, *, num_photos: int, num_sequences: int) -> None:
     """Writes the files of all cases: photographs in ten classes, and what a masked language model is trained on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "tokens.npz").exists():
-        np.savez(folder / "tokens.npz", allow_pickle=False, **_sequences(num_sequences))
+    tokens = folder / "tokens.npz"
+    if not tokens.exists():
+        with made_whole(tokens) as unfinished, unfinished.open("wb") as file:
+            np.savez(file, allow_pickle=False, **_sequences(num_sequences))
     for name, pixels in PIXELS.items():
-        rng = np.random.default_rng(1)
-        for number in range(0 if (folder / name).exists() else num_photos):
-            path = folder / name / f"class{number % 10}" / f"{number:06}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _photo(rng, pixels).save(path, "JPEG", quality=90)
+        if not (folder / name).exists():
+            with made_whole(folder / name) as unfinished:
+                _write_photos(unfinished, num_photos, pixels)
+
+
+def _write_photos(folder: Path, num_photos: int, pixels: tuple[int, int]) -> None:
+    rng = np.random.default_rng(1)
+    for number in range(num_photos):
+        path = folder / f"class{number % 10}" / f"{number:06}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _photo(rng, pixels).save(path, "JPEG", quality=90)
 
 
 def _photo(rng: np.random.Generator, pixels: tuple[int, int]) -> Image.Image:

@@ -21,17 +21,28 @@ from braidax.data import Cursor
 from braidax.data.sharding.load_plan import plan_load
 from braidax.data.source import allocate
 
-OURS, RAY, JAX, ALPA, GRAIN, MAXTEXT = "ours", "broadcast Ray", "broadcast JAX", "Alpa", "Grain", "MaxText"
-RAY_THREADS = "broadcast Ray, 4 x threads"
+OURS, GRAIN, MAXTEXT = "ours", "Grain", "MaxText"
+ALPA, ALPA_SHUFFLED = "Alpa, in order", "Alpa, shuffled"
+RAY, RAY_THREADS = "broadcast Ray", "broadcast Ray, 4 x threads"
+JAX, JAX_THREADS = "broadcast JAX", "broadcast JAX, 4 x threads"
 SYSTEMS: Mapping[str, Callable[[Case], System]] = {
     OURS: Ours,
     RAY: ThroughRay,
     RAY_THREADS: lambda case: ThroughRay(case, NUM_PROCESSES * case.threads),
     JAX: ThroughJax,
-    ALPA: Alpa,
+    JAX_THREADS: lambda case: ThroughJax(case, NUM_PROCESSES * case.threads),
+    ALPA: lambda case: Alpa(case, "in order"),
+    ALPA_SHUFFLED: lambda case: Alpa(case, "shuffled"),
     GRAIN: Grain,
     MAXTEXT: MaxText,
 }
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    RAY: ("ray", "psutil"),
+    RAY_THREADS: ("ray", "psutil"),
+    GRAIN: ("grain",),
+    MAXTEXT: ("grain",),
+}
+"""The modules that a system imports, of those that need one."""
 
 
 class Counts(NamedTuple):
@@ -49,10 +60,14 @@ class Counts(NamedTuple):
 
 
 def join(comm: Any, devices_each: int, port: int, ray_address: str) -> None:
-    """Makes the ranks the processes of one `jax.distributed`, whose service is at a port, and users of the actor."""
+    """Makes the ranks the processes of one `jax.distributed`, whose service is at a port, and users of the actor.
+
+    **Arguments:** `ray_address`: "" where there is no Ray.
+    """
     jax.config.update("jax_num_cpu_devices", devices_each)
     jax.distributed.initialize(f"127.0.0.1:{port}", comm.size, comm.rank, cluster_detection_method="deactivate")
-    join_ray(ray_address)
+    if ray_address:
+        join_ray(ray_address)
 
 
 def timed(comm: Any, case: Case, system: str, num_epochs: int, iterations: int | None) -> float:

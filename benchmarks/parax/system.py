@@ -1,10 +1,11 @@
 """What the systems share: the contract, and host batches that threads load ahead."""
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ PREFETCH = 2  # batches loaded ahead, in every system
 HostBatch = dict[str, NDArray[Any]]
 Arrays = dict[str, jax.Array]
 Rows = tuple[int, int]
+Order = Literal["in order", "shuffled"]
 
 
 class System(Protocol):
@@ -45,9 +47,21 @@ class System(Protocol):
 
 
 def numbers(case: Case, epochs: int | None) -> Iterator[int]:
-    """Yields the numbers of batches in their epoch, for so many epochs."""
-    each = range(case.num_batches)
-    return itertools.cycle(each) if epochs is None else itertools.chain(*[each] * epochs)
+    """Yields the numbers of batches, counted through so many epochs."""
+    return itertools.count() if epochs is None else iter(range(case.num_batches * epochs))
+
+
+def drawn(number: int, num_records: int, width: int, order: Order, *, first: int = 0) -> NDArray[np.int64]:
+    """Returns the records of a batch of some.
+
+    **Arguments:** `number`: of the batch, counted through the epochs. `num_records`: of an epoch, from `first` on.
+    `width`: records in a batch.
+    """
+    epoch, place = divmod(number, num_records // width)
+    begin = place * width
+    if order == "in order":
+        return np.arange(first + begin, first + begin + width)
+    return first + _permutation(num_records, epoch)[begin : begin + width]
 
 
 def loaded_ahead(load: Callable[[int], Callable[[], Any]], coming: Iterator[int]) -> Generator[Any]:
@@ -123,6 +137,11 @@ def placed(
         return rows[(slice(start - first, stop - first), *index[1:])]
 
     return jax.make_array_from_callback(shape, target, cut, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(num_records: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng(epoch).permutation(num_records)
 
 
 def _all_done(parts: Sequence[Future[None]], found: HostBatch) -> HostBatch:

@@ -13,7 +13,19 @@ from numpy.typing import NDArray
 import braidax as bx
 from benchmarks.parax.cases import Case, on_one_mesh
 from benchmarks.parax.counting import Counted, Tally
-from benchmarks.parax.system import PREFETCH, Arrays, HostBatch, Reader, held_rows, loaded_ahead, numbers, placed, read
+from benchmarks.parax.system import (
+    PREFETCH,
+    Arrays,
+    HostBatch,
+    Order,
+    Reader,
+    drawn,
+    held_rows,
+    loaded_ahead,
+    numbers,
+    placed,
+    read,
+)
 from braidax.data import Cursor, Knobs
 
 
@@ -68,14 +80,17 @@ class Alpa(_Reading):
     """Alpa's rule: each process reads the rows that any of its devices needs, whole, from a range of its own.
 
     Rows that several processes need are read by each of them. A thread loads ahead, which Alpa's loader does not.
+
+    **Arguments:** `order`: of records within a range; Alpa's loader reads in order.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, order: Order) -> None:
         super().__init__(case, case.shardings())
         self._leaves, self._first, self._last = self._held()
+        self._order: Order = order
 
     def batches(self, epochs: int | None) -> Generator[Arrays]:
-        """As `System.batches`, in order."""
+        """As `System.batches`."""
         reader = Reader(self._source, self._leaves, self._case.threads)
         with contextlib.closing(reader):
             coming = numbers(self._case, epochs)
@@ -88,8 +103,8 @@ class Alpa(_Reading):
     def _records(self, number: int) -> NDArray[np.int64]:
         width = self._last - self._first
         parts = self._case.batch_size // width
-        begin = self._first // width * (len(self._source) // parts) + number * width
-        return np.arange(begin, begin + width)
+        num_records = len(self._source) // parts
+        return drawn(number, num_records, width, self._order, first=self._first // width * num_records)
 
 
 @final
