@@ -58,11 +58,11 @@ class Model:
         return [self.batch(number) for number in range(count)]
 
 
-def lm1b(vocabulary: int, width: int, batch_size: int, *, most: int | None = None) -> Model:
+def lm1b(vocabulary: int, width: int, batch_size: int, *, most: int | None = None, num_sampled: int = 64) -> Model:
     """Returns the language model; nearly all parameters, and little of the work, are in its tables.
 
     **Arguments:** `width`: of the tables; the LSTM's state is 64. `most`: no word has a larger number; the last by
-    default.
+    default. `num_sampled`: candidates, which all devices share.
     """
     sizes = lm1b_model.Sizes(vocabulary, width, min(width, 64), width, dropout=0.0)
 
@@ -72,7 +72,7 @@ def lm1b(vocabulary: int, width: int, batch_size: int, *, most: int | None = Non
     def loss(params: Any, batch: Any, key: jax.Array, variables: Any) -> Any:
         words, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         outputs = lm1b_model.read_words(params, words, key=None, dropout=0.0)
-        candidates = lm1b_model.sample_classes(key, vocabulary, 64)
+        candidates = lm1b_model.sample_classes(key, vocabulary, num_sampled)
         losses = lm1b_model.sampled_softmax(params["softmax"], outputs, targets, candidates)
         return losses.mean(), {"variables": variables}
 
@@ -81,7 +81,7 @@ def lm1b(vocabulary: int, width: int, batch_size: int, *, most: int | None = Non
 
     adagrad = Adagrad(0.2, 1 / STEPS**2, 1e-7)
     return Model(
-        f"LM1B, V={vocabulary:,}, D={width}, {batch_size} x {STEPS} words",
+        f"LM1B, V={vocabulary:,}, D={width}, {batch_size} x {STEPS} words, {num_sampled:,} candidates",
         init,
         loss,
         adagrad.optax(),

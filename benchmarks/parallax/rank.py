@@ -8,7 +8,7 @@ import jax
 import braidax as bx
 from benchmarks.harness.sockets import Sent
 from benchmarks.parallax.models import Model
-from benchmarks.parallax.systems import OURS, PLAIN, XLA, make_mesh, ours, plain, split_by_hybrid
+from benchmarks.parallax.systems import OURS, PLAIN, XLA, Running, make_mesh, ours, plain, split_by_hybrid
 from benchmarks.parallax.traffic import FORMULA, Formulas
 
 SYSTEMS = (OURS, PLAIN, XLA)
@@ -36,13 +36,19 @@ def formulas(comm: Any, port: int, make: Callable[[], Model]) -> dict[str, float
 
 
 def take_steps(comm: Any, port: int, make: Callable[[], Model], system: str, count: int) -> Steps:
-    """Takes steps, and counts what the sockets of this process send. **Arguments:** `port`: as in `join`."""
-    model, mesh = make(), make_mesh()
-    if system == OURS:
-        running = ours(model, mesh, bx.Hybrid())
-    else:
-        running = plain(model, mesh, split_by_hybrid(model, mesh) if system == XLA else ())
-    batches = model.batches(WARMUP + count)
+    """Takes steps from the first state on, and counts what the sockets of this process send.
+
+    **Arguments:** `port`: as in `join`. `make`: pickled anew for each call; what it makes first is kept, by system.
+    """
+    if system not in _RUNNING:
+        model, mesh = make(), make_mesh()
+        if system == OURS:
+            running = ours(model, mesh, bx.Hybrid())
+        else:
+            running = plain(model, mesh, split_by_hybrid(model, mesh) if system == XLA else ())
+        _RUNNING[system] = running, model.batches(WARMUP + count)
+    running, batches = _RUNNING[system]
+    running.begin()
     warm = running.run(batches[:WARMUP])
     comm.barrier()
     before = Sent.now(port)
@@ -50,4 +56,8 @@ def take_steps(comm: Any, port: int, make: Callable[[], Model], system: str, cou
     ran = running.run(batches[WARMUP:])
     comm.barrier()
     data, _ = Sent.now(port).since(before)
+    running.end()
     return Steps(ran.seconds, warm.losses + ran.losses, data / count)
+
+
+_RUNNING: dict[str, tuple[Running, list[Any]]] = {}

@@ -1,6 +1,7 @@
 """The systems that train a model: ours, one `jax.jit` around everything, and Horovod's gathering of ids and rows."""
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from braidax.program import RowProgram, find_uses, named_leaves, trace, without_
 OURS, MEASURED = "ours, Hybrid", "ours, Hybrid, alpha measured"
 DENSE, ROWS = "ours, DataParallel", "ours, rows only"
 PLAIN, XLA, GATHER = "plain jit", "XLA, tables by rows", "gather (Horovod)"
+PLAIN_TWO = "plain jit, two programs"
 
 System = Callable[[Model, Mesh], "Running"]
 
@@ -33,22 +35,31 @@ class Ran(NamedTuple):
 
 
 class Running:
-    """A system under way.
+    """A system whose programs are compiled; it has a state from `begin` to `end`, so that others have room meanwhile.
 
-    **Arguments:** `mesh`; `state`; `update`: from state and batch to the next state, the loss and the rounds;
-    `compiled`: the programs of a step.
+    **Arguments:** `mesh`; `begin`: returns the first state; `update`: from state and batch to the next state, the loss
+    and the rounds; `compiled`: the programs of a step.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        state: Any,
+        begin: Callable[[], Any],
         update: Callable[[Any, Any], tuple[Any, Any, Any]],
         compiled: Callable[[], Sequence[Any]],
     ) -> None:
-        self._mesh, self._update = mesh, update
-        self._state = jax.block_until_ready(state)
+        self._mesh, self._begin, self._update = mesh, begin, update
+        self._state: Any = None
         self._compiled = functools.cache(compiled)
+
+    def begin(self) -> None:
+        """Makes the first state, the same each time."""
+        self._state = jax.block_until_ready(self._begin())
+
+    def end(self) -> None:
+        """Lets go of the state."""
+        self._state = None
+        gc.collect()
 
     def run(self, batches: Sequence[Any]) -> Ran:
         """Takes a step with each batch, one after the other; a step is over when its state is there."""
@@ -147,7 +158,10 @@ def ours(model: Model, mesh: Mesh, strategy: Any) -> Running:
         state, metrics = step.update(state, batch)
         return state, metrics["loss"], metrics.get("row_rounds", 1)
 
-    return Running(mesh, step.init(jax.random.key(0)), update, lambda: [lowered.compile() for lowered in step.lower()])
+    def compiled() -> list[Any]:
+        return [lowered.compile() for lowered in step.lower()]
+
+    return Running(mesh, lambda: step.init(jax.random.key(0)), update, compiled)
 
 
 def plain(model: Model, mesh: Mesh, tables: Sequence[str]) -> Running:
@@ -176,6 +190,47 @@ def plain(model: Model, mesh: Mesh, tables: Sequence[str]) -> Running:
         return (optax.apply_updates(params, updates), opt_state, aux["variables"], number + 1, key), loss
 
     return _running(mesh, step, first, held, (specs, model.spec))
+
+
+def plain_in_two(model: Model, mesh: Mesh) -> Running:
+    """As `plain`, without tables, in two programs: the gradients, and the update; each keeps what it is done with."""
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+
+    def first(key: jax.Array) -> Any:
+        own, others = jax.random.split(key)
+        params, variables = model.init(own)
+        return params, model.optimizer.init(params), variables, jnp.zeros((), jnp.int32), others
+
+    def differentiate(params: Any, variables: Any, number: Any, key: Any, batch: Any) -> Any:
+        evaluate = jax.value_and_grad(model.loss, has_aux=True)
+        (loss, aux), gradients = evaluate(params, batch, jax.random.fold_in(key, number), variables)
+        return gradients, aux["variables"], number + 1, loss
+
+    def move(params: Any, opt_state: Any, gradients: Any) -> Any:
+        updates, opt_state = model.optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    specs = jax.eval_shape(first, jax.random.key(0))
+    params, opt_state, variables, number, key = specs
+    evaluated = (
+        jax.jit(differentiate, in_shardings=(whole, whole, whole, whole, split), out_shardings=whole, donate_argnums=1)
+        .lower(params, variables, number, key, model.spec)
+        .compile()
+    )
+    moved = (
+        jax.jit(move, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1, 2))
+        .lower(params, opt_state, params)
+        .compile()
+    )
+
+    def update(state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        params, opt_state, variables, number, key = state
+        gradients, variables, number, loss = evaluated(params, variables, number, key, batch)
+        params, opt_state = moved(params, opt_state, gradients)
+        return (params, opt_state, variables, number, key), loss, 1
+
+    begin = jax.jit(first, out_shardings=whole)
+    return Running(mesh, lambda: begin(jax.random.key(0)), update, lambda: [evaluated, moved])
 
 
 def gathering(model: Model, mesh: Mesh) -> Running:
@@ -246,8 +301,8 @@ def _running(mesh: Mesh, step: Any, first: Any, held: Any, specs: Any) -> Runnin
     def update(state: Any, batch: Any) -> tuple[Any, Any, Any]:
         return *compiled(state, batch), 1
 
-    state = jax.jit(first, out_shardings=held)(jax.random.key(0))
-    return Running(mesh, state, update, lambda: [compiled])
+    begin = jax.jit(first, out_shardings=held)
+    return Running(mesh, lambda: begin(jax.random.key(0)), update, lambda: [compiled])
 
 
 def _mapped(params: Any, names: Sequence[str], change: Callable[[Any], Any]) -> Any:
