@@ -193,7 +193,7 @@ def plain(model: Model, mesh: Mesh, tables: Sequence[str]) -> Running:
 
 
 def plain_in_two(model: Model, mesh: Mesh) -> Running:
-    """As `plain`, without tables, in two programs: the gradients, and the update; each keeps what it is done with."""
+    """As `plain`, without tables, in two programs: one for the gradients, one for the update."""
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def first(key: jax.Array) -> Any:
@@ -218,7 +218,7 @@ def plain_in_two(model: Model, mesh: Mesh) -> Running:
         .compile()
     )
     moved = (
-        jax.jit(move, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1, 2))
+        jax.jit(move, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1))
         .lower(params, opt_state, params)
         .compile()
     )
