@@ -4,19 +4,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from benchmarks.checkfreq.systems import System, bytes_of, raw_write
+from benchmarks.checkfreq.floor import DIRECT, Floor
+from benchmarks.checkfreq.systems import System
 from benchmarks.checkfreq.training import Trainer
 from benchmarks.harness import Report, take_turns
 
 NUM_CALM = 4  # steps before a checkpoint and behind it, which tell what a step takes in peace
 _NUM_SETTLING = 2
 _MAX_STEPS = 400
-_FLOOR = "raw write + fsync"
+STALL, NAMED = "stall: added to the run, a checkpoint", "until it has its name, behind training"
+DURABLE, RESTORE = "until durable, nothing else running", "restore, page cache warm"
 
 
 class Cost(NamedTuple):
@@ -52,41 +53,39 @@ def measure_costs(
     take_turns({name: turn(name, system) for name, system in systems.items()}, rounds=rounds + 1)
     for name, costs in found.items():
         del costs[0]
-        report.add(case, name, "stall: added to the run, a checkpoint", "ms", [1e3 * cost.stall for cost in costs])
+        report.add(case, name, STALL, "ms", [1e3 * cost.stall for cost in costs])
         report.add(case, name, "of it in the next update", "ms", [1e3 * cost.later for cost in costs])
         report.add(case, name, "in calls, a checkpoint", "ms", [1e3 * cost.calls for cost in costs])
-        report.add(case, name, "until it has its name, behind training", "s", [cost.until_named for cost in costs])
+        report.add(case, name, NAMED, "s", [cost.until_named for cost in costs])
     report.add(case, "no checkpoints", "step", "ms", [1e3 * cost.step for costs in found.values() for cost in costs])
     return found
 
 
 def measure_durable(
     report: Report, trainer: Trainer, systems: Mapping[str, System], folder: Path, case: str, *, rounds: int
-) -> dict[str, float]:
-    """Saves with each system while nothing else runs, and writes the same bytes without any.
-
-    **Returns:** how many times as long as that each took until all was durable, the median of the rounds.
-    """
-    arrays = [bytes_of(leaf) for leaf in jax.tree.leaves(trainer.tree)]
-    content = memoryview(cast(Any, np.concatenate(arrays)))
-    del arrays  # else the next update finds the state held
-
-    def floor() -> float:
-        path = folder / "floor"
-        path.unlink(missing_ok=True)
-        return _seconds(lambda: raw_write(path, content))
-
-    def turn(system: System) -> Callable[[], float]:
-        return lambda: _seconds(lambda: system.save_now(trainer.tree))
-
-    figures = take_turns({_FLOOR: floor, **{name: turn(system) for name, system in systems.items()}}, rounds=rounds)
-    (folder / "floor").unlink()
+) -> None:
+    """Saves with each system while nothing else runs, and writes the same bytes without any, buffered and direct."""
+    with Floor(jax.tree.leaves(trainer.tree), folder / "floor") as floor:
+        why = floor.why_not_direct()
+        floors = {name: _written(floor, write) for name, write in floor.writes().items() if name != DIRECT or not why}
+        if why:
+            report.missing(case, DIRECT, why)
+        saves = {name: _saved(system, trainer) for name, system in systems.items()}
+        figures = take_turns({**floors, **saves}, rounds=rounds)
     for name, seconds in figures.items():
-        report.add(case, name, "until durable, nothing else running", "s", seconds)
-    return {
-        name: statistics.median(one / least for one, least in zip(figures[name], figures[_FLOOR], strict=True))
-        for name in systems
-    }
+        report.add(case, name, DURABLE, "s", seconds)
+
+
+def _written(floor: Floor, write: Callable[[], None]) -> Callable[[], float]:
+    def run() -> float:
+        floor.forget()
+        return _seconds(write)
+
+    return run
+
+
+def _saved(system: System, trainer: Trainer) -> Callable[[], float]:
+    return lambda: _seconds(lambda: system.save_now(trainer.tree))
 
 
 def measure_restore(report: Report, trainer: Trainer, systems: Mapping[str, System], case: str, *, rounds: int) -> None:
@@ -102,7 +101,7 @@ def measure_restore(report: Report, trainer: Trainer, systems: Mapping[str, Syst
 
     figures = take_turns({name: turn(system) for name, system in systems.items()}, rounds=rounds)
     for name, seconds in figures.items():
-        report.add(case, name, "restore, page cache warm", "s", seconds)
+        report.add(case, name, RESTORE, "s", seconds)
 
 
 def save_behind(trainer: Trainer, system: System) -> tuple[float, float]:

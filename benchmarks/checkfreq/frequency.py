@@ -12,6 +12,7 @@ from benchmarks.harness import Report, take_turns
 
 OVERHEAD = 0.035
 EPOCH_UPDATES = 1000  # of what saves at the end of an epoch only
+DISTANCE, SHARE = f"smallest distance at {100 * OVERHEAD:g} %", "overhead"
 _MAX_ATTEMPTS = 4
 _LARGEST_PROVEN = 32  # updates
 _LEAST_SHOWN = 0.2  # percent
@@ -31,6 +32,11 @@ def affordable(costs: Sequence[Cost]) -> int:
     return max(num_steps, math.ceil(stall / (OVERHEAD * step)), 1)
 
 
+def curve_case(case: str) -> str:
+    """Returns the case of overheads by distance."""
+    return f"{case}, overhead against distance"
+
+
 def measure_curve(
     report: Report,
     trainer: Trainer,
@@ -39,6 +45,7 @@ def measure_curve(
     distances: Sequence[int],
     *,
     num_checkpoints: int,
+    rounds: int,
 ) -> Curve:
     """Measures what checkpoints cost that come so soon that they may meet."""
     curve: Curve = {name: {} for name in systems}
@@ -47,9 +54,10 @@ def measure_curve(
         def turn(system: System, distance: int = distance) -> Callable[[], float]:
             return lambda: overhead(trainer, system, distance, num_checkpoints)
 
-        figures = take_turns({name: turn(system) for name, system in systems.items()}, rounds=1)
+        figures = take_turns({name: turn(system) for name, system in systems.items()}, rounds=rounds)
         for name, shares in figures.items():
-            median = report.add(case, name, f"overhead, every {distance}", "%", [100 * share for share in shares])
+            percents = [100 * share for share in shares]
+            median = report.add(curve_case(case), name, SHARE, "%", percents, at=f"every {distance}")
             curve[name][distance] = median / 100
     return curve
 

@@ -16,6 +16,7 @@ from benchmarks.checkfreq.systems import SYSTEMS
 from benchmarks.checkfreq.training import Trainer
 from benchmarks.harness import Report
 
+EXTRA, LOST = "peak RSS, more than without, of the state", "lost when killed, at its distance"
 _LIMIT_SECONDS = 120.0
 # What is freed goes back at once: otherwise the gaps that malloc keeps differ by half the state from run to run.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -41,7 +42,7 @@ def measure_memory(
     for name in names:
         shares[name] = (peaks[name] - peaks[NONE]) / num_bytes
         report.add(case, name, "peak RSS", "MB", [peaks[name] / 1e6])
-        report.add(case, name, "peak RSS, more than without, of the state", "x", [shares[name]])
+        report.add(case, name, EXTRA, "x", [shares[name]])
     return shares
 
 
@@ -65,7 +66,7 @@ def measure_lost(
             run = folder / f"killed-{_plain(name)}-{number}"
             reached = _killed(name, run, distance, size, moment)
             lost.append(reached - _restored(name, run, trainer))
-        report.add(case, name, f"lost, every {distance}, killed", "updates", lost)
+        report.add(case, name, LOST, "updates", lost)
 
 
 def kill_moments(num: int, longest_seconds: float) -> list[float]:

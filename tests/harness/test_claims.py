@@ -1,5 +1,7 @@
 """Claims are made against the best peer, turn by turn, and say which peers they were made without."""
 
+import math
+
 import pytest
 
 from benchmarks.harness import Report, arguments, installed, machine, report, take_turns
@@ -51,6 +53,22 @@ def test_a_peer_that_was_stopped_early_counts_in_the_rounds_in_which_it_ran() ->
     found.add("texts", "slow", "throughput", "samples/s", [2, 1])
     line = found.against("texts", "texts", "throughput", ours="ours", peers=["slow"]).worst
     assert (line.ratio, line.low, line.high, line.runs) == (3, 2, 4, 2)
+
+
+def test_what_costs_nothing_is_no_negative_ratio() -> None:
+    found = _report()
+    found.add("stall", "ours", "stall", "ms", [-2, 0, 4, 4])
+    found.add("stall", "peer", "stall", "ms", [8, 0, 8, -1])
+    line = found.against("stall", "stall", "stall", ours="ours", peers=["peer"]).worst
+    assert (line.low, line.ratio, line.high) == (0, 1.5, math.inf)
+
+
+def test_a_claim_about_ours_that_cannot_run_is_not_made() -> None:
+    found = _report()
+    found.missing("messages", "ours ucx", "not installed (libucx)")
+    claim = found.against("shared", "messages", "one way", ours="ours ucx", peers=["mpi4py"])
+    assert str(claim) == "not measured: ours ucx: not installed (libucx)"
+    assert claim.holds is None
 
 
 def test_a_peer_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
