@@ -22,6 +22,8 @@ import braidax as bx
 from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.checkpoint.reading import read_manifest
 from braidax.cli import app, inspect_checkpoint
+from braidax.parallel.placements import Replicated
+from braidax.parallel.plan import Plan, PlannedAxis, PlannedVariable
 from tests.checkpoint.saving import Tables, commit, commit_as_many
 
 VERSION = importlib.metadata.version("braidax")
@@ -118,6 +120,22 @@ def test_the_folder_of_a_run_leads_to_its_checkpoints(tmp_path: Path) -> None:
     assert f"checkpoints in {tmp_path}/digits/checkpoints" in output
     assert f"1 step-00000001 1 {VERSION} 0 s" in output
     assert "verified" in output
+
+
+def test_notes_are_shown_and_a_plan_as_its_table(tmp_path: Path) -> None:
+    variable = PlannedVariable("params/w", (4, 2), "float32", 32, (Replicated(),), "dense")
+    plan = Plan((PlannedAxis("data", 8, "data parallel"),), ("data",), 1, (variable,))
+    with bx.Checkpointer(tmp_path, bx.Every(1)) as saver:
+        saver.notes |= {"plan": plan.to_json(), "who": '{"a": 1}'}
+        saver.update(state())
+    code, output = run(tmp_path)
+    assert code == 0
+    assert " ".join(["plan:", *str(plan).split()]) in " ".join(output.split())
+    assert 'who: {"a": 1}' in output
+    with bx.Checkpointer(tmp_path / "own", bx.Every(1)) as saver:
+        saver.notes["plan"] = "by hand"
+        saver.update(state())
+    assert "plan: by hand" in run(tmp_path / "own")[1]
 
 
 def test_a_folder_of_runs_shows_a_line_of_each(tmp_path: Path) -> None:

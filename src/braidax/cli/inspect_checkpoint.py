@@ -17,7 +17,8 @@ from braidax.checkpoint.boxes import Box, volume, whole
 from braidax.checkpoint.folders import LOCK_FILE, Found, checkpoints, misnamed
 from braidax.checkpoint.manifest import Entry, OtherFormat, data_file, manifest_file
 from braidax.checkpoint.reading import Content, Reader, read_content
-from braidax.errors import CheckpointError
+from braidax.errors import ArgumentError, CheckpointError
+from braidax.parallel.plan import Plan
 
 Check = Literal["newest", "all", "none"]
 """Of which checkpoints the arrays are read and their checksums compared; the others' manifests and sizes are."""
@@ -80,12 +81,19 @@ def inspect_checkpoint(path: Path, *, check: Check, console: Console) -> None:
     if shown is not None and shown.content is not None:
         console.print(_leaves(shown.content, shown.damaged))
         for name, text in shown.content.manifests[0].notes.items():
-            console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
+            console.print(_note(name, text), markup=False, highlight=False, soft_wrap=True)
     if not seen:
         raise CheckpointError(f"{folder}: has no checkpoint yet; give the folder of a run that has saved one")
     troubles = [trouble for each in seen for trouble in each.troubles]
     if troubles:
         raise CheckpointError("\n".join(troubles))
+
+
+def _note(name: str, text: str) -> str:
+    if name == "plan":
+        with contextlib.suppress(ArgumentError):  # a note of the user's own
+            return f"plan:\n{Plan.from_json(text)}"
+    return f"{name}: {text}"
 
 
 def _inspect_runs(folder: Path, runs: Sequence[Path], console: Console) -> None:
