@@ -1,8 +1,12 @@
-"""The check of annotations that jaxtyping puts on every function of braidax while tests run."""
+"""The check of annotations on every function of braidax while tests run."""
 
+import dataclasses
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import jaxtyping
 from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintException
 
@@ -18,4 +22,43 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
 
+def check_quickly() -> None:
+    """Has jaxtyping's import hook put its own check, of shapes across arguments, only where shapes are annotated.
+
+    All other functions get `checked` itself, which takes a tenth of the time. Called before braidax is imported.
+    """
+    jaxtyping.jaxtyped = _jaxtyped
+
+
 _beartype: Callable[[Any], Any] = beartype(conf=BeartypeConf(is_pep484_tower=True))
+_with_shapes = jaxtyping.jaxtyped
+
+
+def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
+    def decorate(decorated: Any) -> Any:
+        if _has_shapes(decorated.__module__):
+            return _with_shapes(decorated, typechecker=typechecker)
+        if not isinstance(decorated, type):
+            return _switched(decorated, typechecker(decorated))
+        if dataclasses.is_dataclass(decorated) and "__init__" in vars(decorated):
+            decorated.__init__ = _switched(decorated.__init__, typechecker(decorated.__init__))
+        return decorated
+
+    return decorate
+
+
+def _switched(function: Callable[..., Any], checks: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is checked, unless jaxtyping's switch is off: the fixture `unchecked`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **options)
+        return checks(*args, **options)
+
+    return call
+
+
+@functools.cache
+def _has_shapes(module: str) -> bool:
+    return any(getattr(value, "__module__", "") == "jaxtyping" for value in vars(sys.modules[module]).values())

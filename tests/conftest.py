@@ -1,5 +1,6 @@
 """What every test gets: 8 virtual CPU devices, no leaked threads, and no skip that goes unseen in CI."""
 
+import gc
 import importlib
 import os
 import signal
@@ -19,7 +20,7 @@ THREAD_SECONDS = 10.0
 # flag ends the process and names it: then it may go.
 QUICK_COMPILER = "--xla_cpu_use_fusion_emitters=false"
 
-importlib.import_module("tests.annotations")  # --jaxtyping-packages looks it up as an attribute of `tests`
+importlib.import_module("tests.annotations").check_quickly()  # and --jaxtyping-packages finds it as `tests.annotations`
 
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -32,6 +33,12 @@ os.environ["XLA_FLAGS"] = f"{QUICK_COMPILER} {os.environ.get('XLA_FLAGS', '')}".
 hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.load_profile("ci" if IN_CI else "local")
+
+
+def pytest_collection_finish() -> None:
+    """Leaves modules and tests out of every later collection of garbage: there are millions of objects in them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -329,15 +329,18 @@ def test_ranks_have_time_to_save_when_they_are_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_seconds: float, saved: list[str]
 ) -> None:
     def save_later(comm: Communicator, folder: Path) -> None:
+        saved = threading.Event()
+
         def save(*_: object) -> None:
             time.sleep(0.3)
             (folder / str(comm.rank)).touch()
+            saved.set()
 
         signal.signal(signal.SIGTERM, save)
         comm.barrier()
         if comm.rank == 0:
             os.kill(os.getppid(), signal.SIGINT)
-        signal.pause()
+        saved.wait(60)
 
     monkeypatch.setattr(local, "_FORCE_SECONDS", 0.0 if saved else 600.0)
     with LocalGang(2, grace_seconds=grace_seconds) as gang, pytest.raises(KeyboardInterrupt):

@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 
+from braidax.data.transforms.images.kernels import resize
 from braidax.errors import import_extra
 from tests import annotations
 from tests.laws.tree import modules
@@ -18,8 +19,13 @@ def test_every_annotation_can_be_checked() -> None:
 
 
 def test_annotations_are_checked() -> None:
-    with pytest.raises(Exception, match="Expected type: <class 'str'>"):
+    with pytest.raises(Exception, match="violates type hint <class 'str'>"):
         import_extra(3, "none", purpose="a test")  # pyright: ignore[reportArgumentType]
+
+
+def test_shapes_are_checked_across_arguments() -> None:
+    with pytest.raises(Exception, match="Expected type: <class 'UInt8\\[ndarray, 'm h2 w2 c'\\]'>"):
+        resize(np.zeros((2, 4, 4, 3), np.uint8), np.zeros((2, 2, 2, 1), np.uint8))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -21,6 +21,13 @@ from braidax.data.workers.alignment import ALIGNMENT
 ROWS = 8 * 64
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Leaves what tests before have left behind out of the many collections of garbage here."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def mesh() -> Mesh:
     return jax.make_mesh((4, 2), ("data", "model"))
