@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from braidax.data.formats.arrays.cifar import cifar_folder, is_cifar_member, open_cifar_archive, open_cifar_folder
+from braidax.data.formats.arrays.cifar import (
+    cifar_folder,
+    is_cifar_member,
+    open_cifar_archive,
+    open_cifar_folder,
+    refuse_cifar_records,
+)
 from braidax.data.formats.arrays.fixed_width import has_header, open_npy_files, open_token_files, open_tokens
 from braidax.data.formats.arrays.mnist import has_idx_header, idx_size, image_files, open_idx, open_mnist_folder
 from braidax.data.formats.arrays.npy import MAGIC as NPY_MAGIC
@@ -117,6 +123,13 @@ def _by_either(by_path: Callable[..., Source], by_files: Callable[..., Source]) 
 
 def _open_mds(look: Look, **options: Any) -> Source:
     return open_mds(look.where if look.path is None else look.path, remote=look.remote, **options)
+
+
+def _open_tokens(look: Look, **options: Any) -> Source:
+    files = cast("Files", look.files)
+    name = next(name for name, size in zip(files.names, files.sizes, strict=True) if size)
+    refuse_cifar_records(name, look.size, look.head)
+    return _by_either(open_tokens, open_token_files)(look, **options)
 
 
 def _is_mds_folder(look: Look) -> bool:
@@ -234,7 +247,7 @@ FILES = (
     Format("CIFAR archive (.tar.gz, .tar)", _is_cifar, _by_path(open_cifar_archive), _SPLIT, is_single=True),
     Format("WebDataset (.tar)", _is_tar, _by_files(open_webdataset), _COLUMNS, declares=True),
     Format("IDX (MNIST, also .gz)", _is_idx, _by_path(open_idx), is_single=True),
-    Format("tokens (.bin, .tokens, llm.c)", _is_tokens, _by_either(open_tokens, open_token_files), _TOKENS),
+    Format("tokens (.bin, .tokens, llm.c)", _is_tokens, _open_tokens, _TOKENS),
     Format("JSON Lines (.jsonl, .ndjson)", _is_jsonl, _by_files(open_jsonl), _COLUMNS, declares=True),
     Format(
         "CSV (.csv, .tsv)",

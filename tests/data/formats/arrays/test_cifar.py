@@ -171,3 +171,23 @@ def test_a_folder_without_the_names_of_its_classes_is_no_folder_of_tokens(tmp_pa
         (tmp_path / name).write_bytes(bytes(3073 * 2))
     with pytest.raises(FormatError, match=r"holds CIFAR-10 \(binary\), but not 1: batches.meta.txt, which"):
         sources.open(tmp_path)
+
+
+@pytest.mark.parametrize("write", [files.cifar10_binary, files.cifar100_binary])
+def test_records_of_images_are_no_tokens(tmp_path: Path, write: Callable[[], dict[str, bytes]]) -> None:
+    """Without the names of the classes nothing tells them from tokens but their name, their size and their labels."""
+    content = {name: data for name, data in write().items() if name.endswith(".bin")}
+    folder = files.write_folder(tmp_path / "cifar", content)
+    first = sorted(content)[0]
+    for where in (str(folder), str(folder / first), f"{folder}/*.bin", [str(folder / name) for name in content]):
+        with pytest.raises(FormatError, match=r"CIFAR-10+ \(binary\)"):
+            sources.open(where)
+    for name in content:
+        (folder / name).rename(folder / f"of-{name}")
+    assert sources.open(folder, sequence_length=7).sample_spec["tokens"].shape == (7,)
+
+
+@pytest.mark.parametrize("label", [20, 255])
+def test_tokens_of_the_name_and_the_size_of_images(tmp_path: Path, label: int) -> None:
+    (tmp_path / "train.bin").write_bytes(bytes(3074) + bytes([label, 0]) * 1537)
+    assert read(sources.open(tmp_path / "train.bin", sequence_length=1537))["tokens"][1].tolist() == [label] * 1537

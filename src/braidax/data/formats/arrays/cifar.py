@@ -101,6 +101,26 @@ def is_cifar_file(path: Path) -> bool:
     )
 
 
+def refuse_cifar_records(name: str, size: int, head: bytes) -> None:
+    """Raises `FormatError` for a file of the binary version, which has no header and would pass for tokens.
+
+    **Arguments:** `name`, `size`: of the file; both have to fit. `head`: its first bytes, of which the labels have to.
+    """
+    file = name.rpartition("/")[2]
+    for version in _VERSIONS:
+        record_bytes = len(version.labels) + PIXELS
+        if version.pickled or file not in (*version.train, *version.test) or not size or size % record_bytes:
+            continue
+        records = [head[start : start + record_bytes] for start in range(0, min(size, len(head)), record_bytes)]
+        most = list(version.classes.values())
+        if any(label >= limit for record in records for label, limit in zip(record, most, strict=False)):
+            continue
+        raise FormatError(
+            f"{name}: holds {size // record_bytes:,} records of {version.name}, which are no tokens; open the folder "
+            f"around it, which needs {', '.join(version.names)} of the download too; if it does hold tokens, rename it"
+        )
+
+
 def open_cifar_folder(path: Path, *, split: str = "train") -> ArraySource:
     """Opens an unpacked download as `{"image": [32, 32, 3], "label": []}`, for CIFAR-100 also `"coarse_label"`.
 
