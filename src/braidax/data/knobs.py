@@ -43,12 +43,14 @@ class Stats:
     **Fields:** `seconds`: `"wait"`, of the consumer for batches; and summed over the threads `"read"`, for fetching
     bytes, `"decode"`, for decoding and transforming, `"collate"`, for putting samples together, `"transfer"`, for
     sending batches to the devices. `num_bytes`: by the same names. `num_batches`: handed out. `num_hedges`: reads done
-    a second time in the latest pass. `threads`, `prefetch`: at present.
+    a second time in the latest pass. `num_skipped`: samples read in place of bad records, as often as that was done, on
+    this process. `threads`, `prefetch`: at present.
     """
 
     seconds: Mapping[str, float]
     num_bytes: Mapping[str, int]
     num_batches: int
     num_hedges: int
+    num_skipped: int
     threads: int
     prefetch: int

@@ -297,6 +297,7 @@ class DataLoader:
             num_bytes={name: total.num_bytes for name, total in lanes.items()},
             num_batches=lanes["wait"].num_spans,
             num_hedges=0 if self._fetch is None else self._fetch.num_hedges,
+            num_skipped=totals.get("skip", LaneTotal()).num_spans,
             threads=self._threads,
             prefetch=self._prefetch,
         )

@@ -154,7 +154,7 @@ def _look(where: str, files: Files, *, path: Path | None = None, remote: Remote 
     compression = compression_of(head)
     if compression:
         with files.open(number) as file:
-            head = inflated_head(file, compression, _HEAD_BYTES, name=name)
+            head = inflated_head(file, compression, _HEAD_BYTES, name=name, stored_bytes=size)
     return Look(where, path, files, size, head, compression, remote)
 
 

@@ -5,6 +5,8 @@ import lzma
 import os
 import pickle
 import re
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def test_what_was_compressed_is_found_again(tmp_path: Path, name: str) -> None:
         path.write_bytes(compress(DATA[number:]) + compress(b"end"))  # two members, as `cat` makes them
     assert compression_of(paths[0].read_bytes()[:6]) == name
     with paths[1].open("rb") as file:
-        assert inflated_head(file, name, 5, name="x") == DATA[1:6]
+        assert inflated_head(file, name, 5, name="x", stored_bytes=100) == DATA[1:6]
     files = inflated(LocalFiles(paths), cache=tmp_path / "cache")
     assert [Path(found).read_bytes() for found in files.contents.names] == [
         DATA[number:] + b"end" for number in range(3)
@@ -85,6 +87,58 @@ def test_damaged_files_are_named_and_leave_nothing(tmp_path: Path, name: str) ->
     with pytest.raises(FormatError, match=rf"a\{suffix}: {name} data that are truncated or corrupt .*download it"):
         inflated(LocalFiles([tmp_path / f"a{suffix}"]), cache=tmp_path / "cache")
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+def test_what_stands_behind_an_xz_stream(tmp_path: Path) -> None:
+    """Zeros may, in whole words, and other streams; anything else is damage, and was left out in silence."""
+    one, other = lzma.compress(b"one"), lzma.compress(b"other")
+    for name, data, contents in (("zeros", one + bytes(8) + other + bytes(4), b"oneother"), ("empty", one, b"one")):
+        (tmp_path / f"{name}.xz").write_bytes(data)
+        (found,) = inflated(LocalFiles([tmp_path / f"{name}.xz"]), cache=tmp_path / "cache").contents.names
+        assert Path(found).read_bytes() == contents
+    (tmp_path / "a.xz").write_bytes(one + b"more")
+    with pytest.raises(FormatError, match=r"a\.xz: xz data that are truncated or corrupt"):
+        inflated(LocalFiles([tmp_path / "a.xz"]), cache=tmp_path / "cache")
+
+
+def of_dictionary(data: bytes, size: int) -> bytes:
+    """An xz file that says that it needs a dictionary of another size, the bits of section 5.3.1 of its format."""
+    header = bytearray(data[12 : 12 + 4 * data[12] + 4])
+    header[header.index(b"\x21\x01") + 2] = size
+    header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
+    return data[:12] + header + data[12 + len(header) :]
+
+
+def test_the_memory_of_an_xz_dictionary_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = lzma.compress(b"a line\n" * 1000, preset=1)
+    assert lzma.decompress(of_dictionary(data, 22)) == lzma.decompress(data)
+    path = tmp_path / "a.txt.xz"
+    path.write_bytes(of_dictionary(data, 37))  # 1.5 GiB
+    message = rf"a\.txt\.xz: to decompress its {len(data)} bytes takes more than 1,073,741,824 bytes of memory: "
+    for work in (lambda: inflated(LocalFiles([path]), cache=tmp_path / "cache"), lambda: braidax.open(path)):
+        with pytest.raises(FormatError, match=message):
+            work()
+    monkeypatch.setenv("BRAIDAX_MAX_BYTES", str(2 << 20))
+    path.write_bytes(data)  # 1 MiB
+    assert len(braidax.open(path)) == 1000
+    path.write_bytes(lzma.compress(b"a line\n" * 1001))  # 8 MiB
+    with pytest.raises(FormatError, match="takes more than 2,097,152 bytes of memory"):
+        braidax.open(path)
+
+
+def test_a_bomb_of_a_few_bytes_is_ended_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 401 bytes of bzip2 came 6 GB."""
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BRAIDAX_MAX_BYTES", str(4 << 20))
+    path = tmp_path / "a.jsonl.bz2"
+    path.write_bytes(bz2.compress(bytes(64 << 20)))
+    assert path.stat().st_size < 401
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"a\.jsonl\.bz2: .* bytes become .* or more; expected at most 4,194,304"):
+        braidax.open(path)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert not list((tmp_path / "cache").rglob("*a.jsonl*"))
 
 
 def test_what_cannot_be_inflated_is_named(tmp_path: Path) -> None:

@@ -348,6 +348,19 @@ def test_two_loaders_in_one_folder_do_not_collide(tmp_path: Path, monkeypatch: p
         assert [place for place, x in enumerate(batch["x"].tolist()) if x != place] == [bad]
 
 
+def test_a_loader_counts_what_was_skipped(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    source = skipping(Faulty(100, BAD), ledger=tmp_path / "a.jsonl")
+    with DataLoader(mapped(source, lambda window: window), mesh, P(), batch_size=20, epochs=3) as loader:
+        assert loader.stats().num_skipped == 0
+        list(loader)
+        assert loader.stats().num_skipped == 3 * len(BAD)  # found in one epoch, known in the others
+        assert sum(span.lane == "skip" for span in loader.trace.spans) == 3 * len(BAD)
+    with DataLoader(Numbers(100), mesh, P(), batch_size=20) as loader:
+        list(loader)
+        assert loader.stats().num_skipped == 0
+
+
 def test_what_is_known_of_a_source_without_a_stamp_is_looked_at_again(tmp_path: Path) -> None:
     """Another object of the same length and kind: nothing tells them apart, so no good record of it is replaced."""
     first, second = Faulty(100, [3, 8]), Faulty(100, [8, 40])

@@ -2,10 +2,11 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedIOBase
 from pathlib import Path
@@ -15,7 +16,7 @@ import xxhash
 
 from braidax.data.storage.derived import Derived
 from braidax.data.storage.files import Bytes, Files, Ranges
-from braidax.data.storage.limits import refuse_larger
+from braidax.data.storage.limits import max_bytes, needs_much_memory, refuse_larger
 from braidax.data.storage.local import LocalFiles
 from braidax.data.storage.locks import NotKept
 from braidax.data.storage.progress import Progress
@@ -23,7 +24,7 @@ from braidax.data.storage.room import Room
 from braidax.errors import FormatError
 
 _MAGICS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+_OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {"gzip": gzip.open, "bzip2": bz2.open}
 SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _CORRUPT = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 _PARALLEL = 4
@@ -35,16 +36,33 @@ def compression_of(head: bytes) -> str:
     return next((name for magic, name in _MAGICS.items() if head.startswith(magic)), "")
 
 
-def inflated_head(file: IO[bytes], compression: str, num_bytes: int, *, name: str) -> bytes:
+def inflated_head(file: IO[bytes], compression: str, num_bytes: int, *, name: str, stored_bytes: int) -> bytes:
     """Returns the first bytes of what a compressed file holds.
+
+    **Arguments:** `name`, `stored_bytes`: of the file.
 
     **Raises:** `FormatError` for data that are damaged, or compressed in a way that is not known here.
     """
-    with _opened(file, compression, name) as inner:
-        try:
-            return inner.read(num_bytes)
-        except (*_CORRUPT, OSError) as error:
-            raise _corrupt(name, compression, error) from error
+    with inflating(file, compression, name=name, stored_bytes=stored_bytes) as inner:
+        return _read(inner.read, name, compression, num_bytes)
+
+
+def inflating(file: IO[bytes], compression: str, *, name: str, stored_bytes: int) -> BufferedIOBase:
+    """Opens what a compressed file holds, to be read from its beginning on.
+
+    **Arguments:** `compression`: as `compression_of`. `name`, `stored_bytes`: of the file.
+
+    **Raises:** `FormatError` for a compression that is not known here; while it is read, for an xz file that takes more
+    memory than data may become, and what Python's decompressors raise.
+    """
+    if compression == "xz":
+        return io.BufferedReader(_Pieces(_xz_pieces(file, name, stored_bytes)), _COPY_BYTES)
+    if compression not in _OPENERS:
+        raise FormatError(
+            f"{name}: is compressed with {compression or 'nothing that is known'}, which cannot be read at random; "
+            "decompress it, or compress it with gzip, bzip2 or xz: these are decompressed into the cache folder once"
+        )
+    return _OPENERS[compression](file)
 
 
 class Inflated(Files):
@@ -125,13 +143,48 @@ def _digest(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def _opened(file: IO[bytes], compression: str, name: str) -> BufferedIOBase:
-    if compression not in _OPENERS:
-        raise FormatError(
-            f"{name}: is compressed with {compression or 'nothing that is known'}, which cannot be read at random; "
-            "decompress it, or compress it with gzip, bzip2 or xz: these are decompressed into the cache folder once"
-        )
-    return _OPENERS[compression](file)
+def _xz_pieces(file: IO[bytes], name: str, stored_bytes: int) -> Iterator[bytes]:
+    """Yields what the streams of an xz file hold; `lzma.open` has no limit for the memory that a dictionary takes."""
+    limit = max_bytes(stored_bytes)
+    data = file.read(_COPY_BYTES)
+    while data:
+        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=limit)
+        while not stream.eof:
+            if stream.needs_input and not data:
+                data = file.read(_COPY_BYTES)
+                if not data:
+                    raise EOFError("it ends before its end mark")
+            try:
+                piece = stream.decompress(data, _COPY_BYTES)
+            except lzma.LZMAError as error:
+                if "limit" in str(error):
+                    raise needs_much_memory(name, stored_bytes) from error
+                raise
+            data = b""
+            if piece:
+                yield piece
+        data = stream.unused_data.lstrip(b"\0")  # zeros may stand behind a stream
+        while not data and (more := file.read(_COPY_BYTES)):
+            data = more.lstrip(b"\0")
+
+
+class _Pieces(io.RawIOBase):
+    """Pieces of bytes, read one behind the other."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        self._left = self._left or memoryview(next(self._pieces, b""))
+        length = min(len(view), len(self._left))
+        view[:length] = self._left[:length]
+        self._left = self._left[length:]
+        return length
 
 
 def _inflate(files: Files, number: int, target: Derived, work: Progress) -> None:
@@ -145,7 +198,7 @@ def _inflate(files: Files, number: int, target: Derived, work: Progress) -> None
         with file:
             compression = compression_of(_read(file.read, name, "compressed", 6))
             file.seek(0)
-            with _opened(file, compression, name) as inner:
+            with inflating(file, compression, name=name, stored_bytes=files.sizes[number]) as inner:
                 while data := _read(inner.read, name, compression, _COPY_BYTES):
                     if work.stop.is_set():
                         raise InterruptedError

@@ -36,3 +36,15 @@ def refuse_larger(name: str, num_bytes: int, stored_bytes: int) -> None:
             f"{name}: {stored_bytes:,} compressed bytes become {num_bytes:,} or more; expected at most {limit:,}: the "
             f"file is damaged or a bomb; if it is neither, set the environment variable {LIMIT} to more"
         )
+
+
+def needs_much_memory(name: str, stored_bytes: int) -> FormatError:
+    """Returns the error of compressed data for which to decompress takes more memory than data may become.
+
+    **Arguments:** `name`: of the file. `stored_bytes`: as of `max_bytes`.
+    """
+    return FormatError(
+        f"{name}: to decompress its {stored_bytes:,} bytes takes more than {max_bytes(stored_bytes):,} bytes of "
+        f"memory: the file is damaged or a bomb; if it is neither, set the environment variable {LIMIT} to more, or "
+        "compress it with a smaller dictionary"
+    )

@@ -27,6 +27,7 @@ from braidax.data.source import (
     stamp_of,
 )
 from braidax.errors import ArgumentError, FormatError, RecordError, WaitTimeout
+from braidax.spans import span
 
 _MAX_ATTEMPTS = 64  # others that are tried in place of a bad record
 _LOCK_SECONDS = 60.0  # a line is written in far less
@@ -51,7 +52,7 @@ def skipping(source: Source, *, ledger: str | Path | None = None, budget: int = 
     tells whether a source without a stamp has changed, such as an object in memory: of such a one they are read once
     more. Several threads, processes and hosts may share a ledger. Of a source whose samples are others in each epoch
     the line also has `seed` and `epoch`, only they are skipped unread, and records count as different when their errors
-    differ.
+    differ. Each replaced sample is a span on the lane `skip`, which `loader.stats()` counts.
 
     **Arguments:** `source`: to read from. `ledger`: a file, made if it is not there; None: `skipped-DIGEST.jsonl` in
     the current folder, the digest being that of the source. `budget`: of different bad records in the ledger; one more
@@ -104,6 +105,10 @@ class _Skipping(Source):
             elif error is not None:
                 self._settle(int(chosen[0]), error)
                 pending.append((start, stop))
+            else:
+                for _ in range(np.count_nonzero(chosen != indices[start:stop])):
+                    with span("skip", "bad record"):
+                        pass
 
     def at(self, seed: int | None, epoch: int) -> Source:
         """Returns the source as it is in an epoch; what is bad in one epoch need not be so in another."""

@@ -191,3 +191,20 @@ def test_records_of_images_are_no_tokens(tmp_path: Path, write: Callable[[], dic
 def test_tokens_of_the_name_and_the_size_of_images(tmp_path: Path, label: int) -> None:
     (tmp_path / "train.bin").write_bytes(bytes(3074) + bytes([label, 0]) * 1537)
     assert read(sources.open(tmp_path / "train.bin", sequence_length=1537))["tokens"][1].tolist() == [label] * 1537
+
+
+@pytest.mark.parametrize("mode", ["w:xz", "w:bz2"])
+def test_archives_of_other_compressions(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = files.write_tar(tmp_path / "a.tar.any", "x", files.cifar10_binary(), mode)
+    assert read(sources.open(path))["label"].tolist() == [
+        (number + row) % 10 for number in range(5) for row in range(4)
+    ]
+    data = path.read_bytes()
+    path.write_bytes(data[:-9])
+    with pytest.raises(FormatError, match=r"the archive of [\d,]+ bytes is truncated or corrupt"):
+        sources.open(path)
+    path.write_bytes(data)
+    monkeypatch.setenv("BRAIDAX_MAX_BYTES", "1000000")
+    if mode == "w:xz":
+        with pytest.raises(FormatError, match="takes more than 1,000,000 bytes of memory"):
+            sources.open(path)

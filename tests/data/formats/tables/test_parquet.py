@@ -14,8 +14,8 @@ import pytest
 import braidax.data as sources
 from braidax.data.formats.tables.blocks import BlockSource
 from braidax.data.formats.tables.parquet import ParquetTable, open_parquet
-from braidax.data.storage import LocalFiles, Remote, open_files
-from braidax.errors import ArgumentError, FormatError, RecordError
+from braidax.data.storage import LocalFiles, Ranges, Remote, open_files
+from braidax.errors import ArgumentError, FormatError, RecordError, WaitTimeout
 from braidax.spans import Trace
 from tests.data.formats.reading import assert_equal, read
 from tests.data.storage.faulty_server import serving
@@ -309,3 +309,26 @@ def test_files_in_an_object_store(tmp_path: Path) -> None:
             window = read(source, order)
             assert window["x"].tolist() == order
             assert window["text"].tolist() == [f"t{row}" for row in order]
+
+
+class Hanging(LocalFiles):
+    """Files of which a read does not come in time, once it is told so."""
+
+    hangs = False
+
+    def read(self, ranges: Ranges) -> Any:
+        if self.hangs:
+            raise WaitTimeout("a.parquet: 1 byte did not come within 300 s; check the disk")
+        return super().read(ranges)
+
+
+def test_storage_that_does_not_answer_is_no_corrupt_file(tmp_path: Path) -> None:
+    """`WaitTimeout` is an `OSError`, as are pyarrow's errors of damaged bytes."""
+    pq.write_table(pa.table({"x": list(range(100))}), tmp_path / "a.parquet", row_group_size=50)
+    files = Hanging([tmp_path / "a.parquet"])
+    source = open_parquet(files)
+    assert read(source, [1])["x"].tolist() == [1]
+    files.hangs = True
+    for work in (lambda: read(source, [60]), lambda: open_parquet(files)):
+        with pytest.raises(WaitTimeout, match=r"did not come within 300 s; check the disk$"):
+            work()

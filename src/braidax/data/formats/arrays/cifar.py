@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100 as they are downloaded: Python or binary version, archive or unpacked folder."""
 
-import gzip
 import io
+import lzma
 import pickle
 import tarfile
 import zlib
@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from braidax.data.formats.arrays.arrays import ArraySource
 from braidax.data.source import listed
+from braidax.data.storage.inflate import compression_of, inflating
 from braidax.data.storage.limits import refuse_larger
 from braidax.errors import ArgumentError, FormatError
 
 PIXELS = 3 * 32 * 32
 _SKIPPED_BYTES = 1 << 20
+_MAGIC_BYTES = 6  # which tell how an archive is compressed
 _NO_PICKLE = (
     pickle.UnpicklingError,
     EOFError,
@@ -154,7 +156,7 @@ def open_cifar_archive(path: Path, *, split: str = "train") -> ArraySource:
     _check_split(split)
     try:
         names, blobs = _read_members(path, split)
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         raise FormatError(
             f"{path}: the archive of {path.stat().st_size:,} bytes is truncated or corrupt ({error}); download it again"
         ) from error
@@ -170,17 +172,17 @@ def open_cifar_archive(path: Path, *, split: str = "train") -> ArraySource:
 def _read_members(path: Path, split: str) -> tuple[list[str], dict[str, bytes]]:
     """Goes through the archive once; returns the names of its files and the contents of those of the split.
 
-    What is gzipped is read to its end, where its checksum is.
+    What is compressed is read to its end, where its checksum is.
     """
     wanted = {name for version in _VERSIONS for name in (*version.files(split), *version.names)}
     names: list[str] = []
     blobs: dict[str, bytes] = {}
     stored_bytes, num_bytes = path.stat().st_size, 0
     with path.open("rb") as raw:
-        is_gzipped = raw.read(2) == b"\x1f\x8b"
+        compression = compression_of(raw.read(_MAGIC_BYTES))
         raw.seek(0)
-        file = gzip.GzipFile(fileobj=raw) if is_gzipped else raw
-        with file, tarfile.open(fileobj=file, mode="r|" if is_gzipped else "r|*") as archive:
+        file = inflating(raw, compression, name=str(path), stored_bytes=stored_bytes) if compression else raw
+        with file, tarfile.open(fileobj=file, mode="r|") as archive:
             for member in archive:
                 name = member.name.rpartition("/")[2]
                 if not member.isfile():
@@ -190,7 +192,7 @@ def _read_members(path: Path, split: str) -> tuple[list[str], dict[str, bytes]]:
                     num_bytes += member.size
                     refuse_larger(str(path), num_bytes, stored_bytes)
                     blobs[name] = content.read()
-            while is_gzipped and file.read(_SKIPPED_BYTES):
+            while compression and file.read(_SKIPPED_BYTES):
                 pass
     return names, blobs
 

@@ -15,9 +15,12 @@ import numpy as np
 
 from braidax.data.formats.tables.blocks import DEFAULT_CACHE_BYTES, Block, Blocks, BlockSource, Group
 from braidax.data.formats.tables.columns import RAGGED, Leaf, with_lengths
+from braidax.data.formats.tables.pages import inflated_bytes
 from braidax.data.formats.tables.tables import arrow_parquet, column_of, leaves_of, list_lengths, refusing
 from braidax.data.source import listed
 from braidax.data.storage import Files, LocalFiles, Ranges
+from braidax.data.storage.files import Bytes
+from braidax.data.storage.limits import refuse_larger
 from braidax.errors import FormatError
 from braidax.spans import span
 
@@ -52,6 +55,7 @@ class ParquetTable(Blocks):
             self._paths = [first.column(number).path for number in range(len(first.names))]
         leaves = leaves_of(schemas[0], columns, where=self.names[0])
         self._columns = list(dict.fromkeys(schemas[0].names[leaf.column] for leaf in leaves))
+        self._prefixes = tuple(f"{name}." for name in self._columns)
         self._check_schemas(schemas)
         self._leaves = leaves
         self._blocks = self._row_groups()
@@ -159,10 +163,7 @@ class ParquetTable(Blocks):
         """Returns where the bytes of the columns of a row group are."""
         group = self._metadata[block.file].row_group(block.number)
         chunks = [self._chunk(group, leaf) for leaf in self._leaves]
-        starts = [
-            min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset) for chunk in chunks
-        ]
-        lengths = [chunk.total_compressed_size for chunk in chunks]
+        starts, lengths = zip(*(_place_of(chunk) for chunk in chunks), strict=True)
         return Ranges(np.full(len(chunks), block.file), np.array(starts), np.array(lengths))
 
     def _measured(self, leaves: Sequence[Leaf]) -> list[Leaf]:
@@ -200,9 +201,23 @@ class ParquetTable(Blocks):
     def _reader(self, index: int) -> Any:
         block = self._blocks[index]
         segments = _Segments(self._files, self._chunks(block))
+        self._limit(block, segments)
         return self._parquet.ParquetFile(
             segments, metadata=self._metadata[block.file], pre_buffer=False, page_checksum_verification=True
         )
+
+    def _limit(self, block: Block, segments: "_Segments") -> None:
+        """Raises `FormatError` for a row group whose pages become larger than they may."""
+        group = self._metadata[block.file].row_group(block.number)
+        inflated = stored = 0
+        for number in range(group.num_columns):
+            chunk = group.column(number)
+            is_read = chunk.path_in_schema.startswith(self._prefixes) or chunk.path_in_schema in self._columns
+            if is_read and chunk.compression != "UNCOMPRESSED":
+                start, length = _place_of(chunk)
+                inflated += inflated_bytes(segments.piece(start, start + length), chunk.num_values)
+                stored += length
+        refuse_larger(f"{self.names[block.file]}, row group {block.number}", inflated, stored)
 
     def _refusing(self, block: Block) -> AbstractContextManager[None]:
         return refusing(
@@ -241,11 +256,14 @@ class _Segments(io.RawIOBase):
         start = self._position
         stop = self._files.sizes[self._file] if size < 0 else min(start + size, self._files.sizes[self._file])
         self._position = max(start, stop)
+        return bytes(self.piece(start, self._position))
+
+    def piece(self, start: int, stop: int) -> Bytes:
+        """Returns some of the file's bytes, of those at hand without a copy."""
         for first, segment in zip(self._starts, self._segments, strict=True):
             if first <= start and stop <= first + len(segment):
-                return bytes(segment[start - first : stop - first])
-        ranges = Ranges(np.array([self._file]), np.array([start]), np.array([max(0, stop - start)]))
-        return bytes(self._files.read(ranges)[0])
+                return segment[start - first : stop - first]
+        return self._files.read(Ranges(np.array([self._file]), np.array([start]), np.array([stop - start])))[0]
 
 
 def parquet_files(path: Path) -> list[Path]:
@@ -286,6 +304,12 @@ def open_parquet(
         "bytes": f"{sum(where.sizes):,}",
     }
     return BlockSource(ParquetTable(where, columns), cache_bytes=cache_bytes, what="row groups", facts=facts)
+
+
+def _place_of(chunk: Any) -> tuple[int, int]:
+    """Returns the offset and the bytes of a column chunk."""
+    start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+    return start, chunk.total_compressed_size
 
 
 def _footer(files: Files, file: int) -> tuple[Any, Any]:
