@@ -52,8 +52,24 @@ def page(folder: Path, names: Sequence[str] = NAMES) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def unneeded(folder: Path, names: Sequence[str] = NAMES) -> list[str]:
+    """Returns the reasons of claims that hold in every line, or that are not made any more."""
+    found: list[str] = []
+    for benchmark, claims in tomllib.loads((folder / "reasons.toml").read_text()).items():
+        path = folder / "results" / f"{benchmark}.json"
+        if benchmark not in names:
+            found.append(f"reasons.toml: there is no benchmark {benchmark!r}")
+        elif path.exists():
+            fallen = {claim.name for claim in Result(path).claims if claim.lost or claim.holds is False}
+            unknown = [name for name, reason in claims.items() if isinstance(reason, dict) and name not in fallen]
+            found += [f"reasons.toml: {benchmark}.{name} needs no reason" for name in unknown]
+    return found
+
+
 def main() -> int:
     write_whole(FOLDER / "README.md", page(FOLDER))
+    for line in unneeded(FOLDER):
+        print(line, file=sys.stderr)
     print(f"{FOLDER / 'README.md'} is written", file=sys.stderr)
     return 0
 

@@ -6,6 +6,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -62,4 +63,5 @@ def _say(value: object) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark, which ends this process
     sys.exit(main())

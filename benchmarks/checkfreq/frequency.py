@@ -1,5 +1,6 @@
 """How often one can afford a checkpoint: overhead against the distance between two, and the highest frequency."""
 
+import io
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from benchmarks.checkfreq.costs import NUM_CALM, Cost, finish_behind, save_behin
 from benchmarks.checkfreq.systems import System
 from benchmarks.checkfreq.training import Trainer
 from benchmarks.harness import Report, take_turns
+from benchmarks.harness.files import write_whole
 
 OVERHEAD = 0.035
 EPOCH_UPDATES = 1000  # of what saves at the end of an epoch only
@@ -153,7 +155,9 @@ def draw(curve: Curve, measured_until: int, path: Path) -> None:
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
     axis.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=100, format=path.suffix.removeprefix("."))
+    write_whole(path, drawn.getvalue())
 
 
 def _shown(share: float) -> float:

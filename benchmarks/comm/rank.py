@@ -1,6 +1,7 @@
 """A rank of a system: joins the others, then does what it is told over a socket, on which it sleeps in between."""
 
 import os
+import signal
 import socket
 import sys
 from multiprocessing.connection import Connection
@@ -44,6 +45,7 @@ def _control(folder: Path) -> Connection:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark, which ends its ranks
     try:
         main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
     except EOFError:  # the benchmark was ended; others may be in the middle of something

@@ -46,7 +46,7 @@ def main() -> int:
             say(f"{name} …")
             CASES[name](report, scale, paths)
     if options.plot:
-        draw(report.rows, options.plot)
+        draw(report.rows, Path(options.plot))
     return report.finish()
 
 

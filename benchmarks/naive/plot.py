@@ -1,18 +1,21 @@
 """Runtime per sample and per device, as the seed's figures show it."""
 
 import collections
+import io
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.harness import Row
+from benchmarks.harness.files import write_whole
 from benchmarks.naive.loading import THROUGHPUT
 from benchmarks.naive.systems import OURS, PILLOW, SIZES
 
 _AT = re.compile(r"batch (\d+), devices (\d+), threads 2")
 
 
-def draw(rows: Sequence[Row], path: str) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Draws medians over the batch size, shaded from the smallest to the largest figure."""
     import matplotlib
 
@@ -42,4 +45,6 @@ def draw(rows: Sequence[Row], path: str) -> None:
         axis.minorticks_off()
         axis.legend(fontsize=7, ncols=2)
     figure.suptitle("Loader alone, 2 threads: runtime per sample and per device")
-    figure.savefig(path, dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, format=path.suffix.removeprefix("."))
+    write_whole(path, drawn.getvalue())

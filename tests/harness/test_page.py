@@ -55,6 +55,17 @@ def test_the_page_is_made_from_results(folder: Path) -> None:
     assert written.endswith("## naive\n\n*Not run yet since 2026.*\n")
 
 
+def test_a_reason_that_nothing_needs_is_said(folder: Path) -> None:
+    with (folder / "reasons.toml").open("a") as file:
+        file.write('[comm.idle]\nwhy = "x"\nchange = "y"\n[chess]\n')
+    assert page.unneeded(folder, ["comm", "naive"]) == ["reasons.toml: there is no benchmark 'chess'"]
+    _saved(folder / "results" / "comm.json")
+    assert page.unneeded(folder, ["comm", "naive"]) == [
+        "reasons.toml: comm.idle needs no reason",
+        "reasons.toml: there is no benchmark 'chess'",
+    ]
+
+
 def test_a_quick_or_partial_run_is_no_result(folder: Path) -> None:
     for asked, words in ((["--quick"], "--quick"), (["--only", "messages"], "--only")):
         with pytest.raises(SystemExit, match=f"{words} --json: the page shows whole runs only; name a FILE"):
