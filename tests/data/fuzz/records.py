@@ -311,6 +311,7 @@ CASES = [
     ),
     Case("tar.gz", _compressed(_tar_bytes, gzip.compress, "a.tar.gz"), read=_of_file(_tar_rows, gzip.decompress)),
     Case("jsonl.gz", _compressed(_json_bytes, gzip.compress, "a.jsonl.gz"), read=_of_file(_json_rows, gzip.decompress)),
+    Case("csv.xz", _compressed(_csv_bytes, lzma.compress, "a.csv.xz"), read=_of_file(_csv_rows, lzma.decompress)),
     Case("csv.bz2", _compressed(_csv_bytes, bz2.compress, "a.csv.bz2"), read=_of_file(_csv_rows, bz2.decompress)),
     Case("jsonl.xz", _compressed(_json_bytes, lzma.compress, "a.jsonl.xz"), read=_of_file(_json_rows, lzma.decompress)),
     Case("lines.zst", _compressed(_text_bytes, _zstd, "a.txt.zst"), read=lambda _: _text_rows(_text_bytes())),
