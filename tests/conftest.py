@@ -7,13 +7,17 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
 import jaxtyping
 import pytest
 
+from tests.suite_time import SuiteTime
+
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+QUICK = "not slow and not gpu"  # what runs where nothing else is asked for
 THREAD_SECONDS = 10.0
 
 # XLA's emitters of loops compile in less than half the time of those that fuse by MLIR. An XLA that no longer knows the
@@ -30,9 +34,21 @@ jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["XLA_FLAGS"] = f"{QUICK_COMPILER} {os.environ.get('XLA_FLAGS', '')}".strip()
 
+# It is compiled once for all tests, and for the next run. Child processes, which tests kill, share in nothing.
+COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
 hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.load_profile("ci" if IN_CI else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Counts the time of folders, in the process that hears of all tests."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SuiteTime(is_judged=IN_CI and config.option.markexpr == QUICK), "suite-time")
 
 
 def pytest_collection_finish() -> None:

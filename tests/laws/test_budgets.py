@@ -4,7 +4,8 @@ import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.laws.tree import SRC, Definition, decorators, definitions, imports, is_dunder, modules
+from tests.laws.tree import ROOT, SRC, Definition, decorators, definitions, imports, is_dunder, modules
+from tests.suite_time import BUDGET_SECONDS, over_budget
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -200,3 +201,17 @@ def test_a_missing_docstring_is_found(plant: Callable[[dict[str, str]], Path]) -
         }
     )
     assert undocumented(tree) == ["braidax/a.py has no docstring", "braidax/a.py:5 A.untold has no docstring"]
+
+
+def test_every_folder_of_tests_has_a_budget_and_all_fit_into_nine_minutes_on_two_cores() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/*") if any(path.parent.rglob("test_*.py"))}
+    assert folders | {"tests"} == set(BUDGET_SECONDS)
+    assert sum(BUDGET_SECONDS.values()) <= 2 * 9 * 60
+
+
+def test_a_folder_over_its_budget_is_found() -> None:
+    assert over_budget(BUDGET_SECONDS) == []
+    assert over_budget({**BUDGET_SECONDS, "gang": 1000.4})[0].startswith("tests/gang took 1000 s: at most 2 times its")
+    assert over_budget({"new": 0.1}) == [
+        "tests/new took 0 s: at most 2 times its budget of 0 s; make it quicker, or mark the long ones slow"
+    ]

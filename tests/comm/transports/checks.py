@@ -297,7 +297,7 @@ def check_a_missing_rank_is_named(rank: Rank) -> None:
     assert 0.4 < time.monotonic() - began < 4
 
 
-CONNECTED = (
+IN_ONE_WORLD = (
     check_sizes,
     check_scattered_buffers,
     check_order_behind_a_scattered_message,
@@ -312,10 +312,13 @@ CONNECTED = (
     check_buffers_may_change_after_the_end,
     check_storm,
     check_sleeps_when_idle,
+)
+CLOSING = (
     check_close_delivers,
     check_close_twice,
     check_close_with_operations_under_way,
 )
+CONNECTED = (*IN_ONE_WORLD, *CLOSING)
 CONNECTING = (check_another_secret_is_refused, check_a_missing_rank_is_named)
 
 

@@ -38,10 +38,44 @@ def mpi_output() -> Callable[[int], str]:
     return output
 
 
+@pytest.fixture(scope="module")
+def in_one_world() -> Callable[[str, int], tuple[Sequence[Check], BaseException | None]]:
+    """Runs the checks that leave a world as they found it, one after the other: which passed, and what ended it."""
+
+    @functools.cache
+    def outcome(name: str, size: int) -> tuple[Sequence[Check], BaseException | None]:
+        passed: list[Check] = []
+
+        def all_of_them(rank: Rank) -> None:
+            for check in checks.IN_ONE_WORLD:
+                check(rank)
+                rank.barrier()
+                if rank.rank == 0:
+                    passed.append(check)
+
+        try:
+            run_threads(functools.partial(make, name), size, all_of_them)
+        except BaseException as error:  # noqa: BLE001 (the check that did not pass raises it)
+            return passed, error
+        return passed, None
+
+    return outcome
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", IN_THREADS)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_contract(check: Check, name: str, size: int) -> None:
+@pytest.mark.parametrize("check", checks.IN_ONE_WORLD, ids=lambda check: check.__name__)
+def test_contract(
+    check: Check, name: str, size: int, in_one_world: Callable[[str, int], tuple[Sequence[Check], BaseException | None]]
+) -> None:
+    passed, error = in_one_world(name, size)
+    assert check in passed, error
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", IN_THREADS)
+@pytest.mark.parametrize("check", [*checks.CLOSING, *checks.CONNECTING], ids=lambda check: check.__name__)
+def test_contract_of_a_world_of_its_own(check: Check, name: str, size: int) -> None:
     run_threads(functools.partial(make, name), size, check, connects=check in checks.CONNECTED)
 
 

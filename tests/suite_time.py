@@ -1,0 +1,66 @@
+"""How long each folder of tests takes, and may take."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+BUDGET_SECONDS: dict[str, int] = {
+    "checkpoint": 90,
+    "cli": 80,
+    "comm": 240,
+    "connections": 5,
+    "data": 230,
+    "gang": 120,
+    "harness": 10,
+    "laws": 80,
+    "parallel": 280,
+    "program": 30,
+    "tasks": 50,
+    "torch": 15,
+    "tests": 40,
+}
+"""Of all tests of a folder, one after the other, on a quiet machine; `tests` are the files that lie in no folder."""
+
+NOISE = 2.0  # how many times its budget a folder may take on the machine that happens to run it
+
+
+def over_budget(seconds: Mapping[str, float]) -> list[str]:
+    """Says which folders took longer than they may. **Arguments:** `seconds`: that each folder took."""
+    return [
+        f"tests/{folder} took {taken:.0f} s: at most {NOISE:g} times its budget of {BUDGET_SECONDS.get(folder, 0)} s; "
+        "make it quicker, or mark the long ones slow"
+        for folder, taken in sorted(seconds.items())
+        if taken > NOISE * BUDGET_SECONDS.get(folder, 0)
+    ]
+
+
+class SuiteTime:
+    """A plugin that prints what each folder took, and fails a run in which one took more than it may.
+
+    **Arguments:** `is_judged`: says whether a folder over its budget fails the run, or is only shown.
+    """
+
+    def __init__(self, *, is_judged: bool) -> None:
+        self._is_judged = is_judged
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Adds what a phase of a test took."""
+        parts = report.location[0].split("/")
+        self._seconds[parts[1] if len(parts) > 2 else "tests"] += report.duration
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fails the run, before its end is told."""
+        if self._is_judged and over_budget(self._seconds) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Prints a line for all folders, and one for each that took too long."""
+        if sum(self._seconds.values()) < 60:
+            return
+        taken = ", ".join(f"{folder} {seconds:.0f}" for folder, seconds in self._seconds.most_common())
+        terminalreporter.write_line(f"seconds of tests, by folder: {taken}")
+        for words in over_budget(self._seconds):
+            terminalreporter.write_line(words, red=True)
