@@ -4,7 +4,7 @@ BIN := .venv/bin
 FALLEN := || [ $$? = 3 ]  # a claim that does not hold is a result: the others run
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test bench clean
+.PHONY: demo test nightly bench clean
 
 demo: .venv/stamp-demo  ## Train a small model on handwritten digits; run it again to go on where it stopped.
 	$(BIN)/braidax train digits
@@ -14,6 +14,10 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+nightly: .venv/stamp-test  ## The tests marked slow, and the oracles without the compiler's shortcuts.
+	$(BIN)/python -m pytest -m slow --session-timeout 14400
+	BRAIDAX_TESTS_COMPILE=fully $(BIN)/python -m pytest -n 2 --dist loadfile --session-timeout 14400 tests/parallel tests/program tests/tasks
 
 bench: .venv/stamp-bench .venv-streaming/stamp .venv-torchrec/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS) $(FALLEN)

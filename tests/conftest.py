@@ -29,10 +29,11 @@ importlib.import_module("tests.annotations").check_quickly()  # and --jaxtyping-
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What tests compile runs for a moment, so it is compiled quickly, in their child processes too.
-jax.config.update("jax_disable_most_optimizations", True)
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-os.environ["XLA_FLAGS"] = f"{QUICK_COMPILER} {os.environ.get('XLA_FLAGS', '')}".strip()
+# What tests compile runs for a moment, so it is compiled quickly, in their child processes too; fully where that is asked.
+if os.environ.get("BRAIDAX_TESTS_COMPILE") != "fully":
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    os.environ["XLA_FLAGS"] = f"{QUICK_COMPILER} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 # It is compiled once for all tests, and for the next run. Child processes, which tests kill, share in nothing.
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
