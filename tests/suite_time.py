@@ -7,18 +7,18 @@ import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
     "checkpoint": 90,
-    "cli": 80,
-    "comm": 240,
+    "cli": 70,
+    "comm": 160,
     "connections": 5,
-    "data": 230,
-    "gang": 120,
-    "harness": 10,
-    "laws": 80,
+    "data": 190,
+    "gang": 110,
+    "harness": 5,
+    "laws": 70,
     "parallel": 280,
-    "program": 30,
-    "tasks": 50,
-    "torch": 15,
-    "tests": 40,
+    "program": 25,
+    "tasks": 45,
+    "torch": 10,
+    "tests": 20,
 }
 """Of all tests of a folder, one after the other, on a quiet machine; `tests` are the files that lie in no folder."""
 
