@@ -29,7 +29,7 @@ importlib.import_module("tests.annotations").check_quickly()  # and --jaxtyping-
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What tests compile runs for a moment, so it is compiled quickly, in their child processes too; by `make nightly` fully.
+# What tests compile runs for a moment: it is compiled quickly, in their child processes too; by `make nightly` fully.
 if os.environ.get("BRAIDAX_TESTS_COMPILE") != "fully":
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
