@@ -31,13 +31,13 @@ from benchmarks.naive.systems import (
 )
 
 CIFAR = "cifar100@224"
-THROUGHPUT = "loader alone"
+ALONE, THROUGHPUT = "loader alone", "throughput"
 
 
 def throughput(report: Report, scale: Scale, paths: Mapping[str, Path]) -> None:
     """Ours and all peers, by batch size, devices and threads."""
     for name, path in paths.items():
-        case = f"{name}, {THROUGHPUT}"
+        case = f"{name}, {ALONE}"
         running = installed(report, case, systems_of(name, path), NEEDS)
         _check_equal(report, name, path, [peer for peer in (PILLOW, OPENCV) if peer in running])
         grid = [(batch, count, 2) for batch in scale.batch_sizes for count in scale.device_counts]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.harness import Row
 from benchmarks.harness.files import write_whole
-from benchmarks.naive.loading import THROUGHPUT
+from benchmarks.naive.loading import ALONE
 from benchmarks.naive.systems import OURS, PILLOW, SIZES
 
 _AT = re.compile(r"batch (\d+), devices (\d+), threads 2")
@@ -27,7 +27,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         lines: dict[tuple[str, int], list[tuple[int, list[float]]]] = collections.defaultdict(list)
         for row in rows:
             at = _AT.fullmatch(row.at)
-            if at and row.case == f"{name}, {THROUGHPUT}" and row.system in (OURS, PILLOW):
+            if at and row.case == f"{name}, {ALONE}" and row.system in (OURS, PILLOW):
                 batch, devices = map(int, at.groups())
                 times = devices if each == "device" else 1
                 lines[row.system, devices].append((batch, [1e6 / value * times for value in row.values]))

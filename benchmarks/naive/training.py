@@ -16,13 +16,13 @@ from benchmarks.naive.systems import NEEDS, OURS, PEERS, PILLOW_FLAX, SIZES, Sta
 from braidax.tasks.wide_resnet import wide_resnet
 
 LEAVES = ("image", "label")
-_METRIC = "training wide_resnet tiny"
+_CASE, _METRIC = "training wide_resnet tiny", "throughput"
 
 
 def training(report: Report, scale: Scale, paths: Mapping[str, Path]) -> None:
     """Samples a second that are trained on, the peers' arrays put where the step wants them."""
     for name, path in paths.items():
-        case = f"{name}, {_METRIC}"
+        case = f"{name}, {_CASE}"
         running = installed(report, case, systems_of(name, path), NEEDS)
         task = wide_resnet(path, preset="tiny", image_size=SIZES[name][0])
         for batch_size, num_devices, threads in scale.training:
