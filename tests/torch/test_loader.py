@@ -678,11 +678,13 @@ def test_a_period_with_nothing_to_fetch_says_nothing(monkeypatch: pytest.MonkeyP
 TABLES: dict[str, dict[str, Any]] = {
     "numbers": {"a": np.arange(50, dtype=np.uint8), "b": np.arange(50.0), "c": np.arange(50, dtype=np.uint16)},
     "lists": {"tokens": np.arange(200, dtype=np.int32).reshape(50, 4), "x": np.float64(np.arange(150)).reshape(50, 3)},
+    "fixed": {"tokens": np.arange(200, dtype=np.int16).reshape(50, 4)},
     "not a number": {"x": [1.5, float("nan")] * 25},
     "text": {"y": np.arange(50.0), "text": ["a", "b"] * 25},
     "bools": {"y": [True, False] * 25},
     "nested": {"x": np.zeros((50, 2, 3), np.float32)},
 }
+FEATURES = {"fixed": datasets.Features({"tokens": datasets.List(datasets.Value("int16"), length=4)})}
 CUTS: dict[str, Callable[[datasets.Dataset], datasets.Dataset]] = {
     "whole": lambda dataset: dataset,
     "shuffled": lambda dataset: dataset.shuffle(seed=1),
@@ -695,7 +697,7 @@ CUTS: dict[str, Callable[[datasets.Dataset], datasets.Dataset]] = {
 @pytest.mark.parametrize("kind", [None, "numpy", "torch"])
 @pytest.mark.parametrize("table", TABLES)
 def test_a_hugging_face_data_set_gives_the_batches_of_torch(table: str, kind: str | None, cut: str) -> None:
-    dataset = CUTS[cut](datasets.Dataset.from_dict(TABLES[table])).with_format(kind)
+    dataset = CUTS[cut](datasets.Dataset.from_dict(TABLES[table], FEATURES.get(table))).with_format(kind)
     theirs = list(TorchLoader(dataset, batch_size=8))
     for threads in (None, 3):
         ours = list(DataLoader(dataset, batch_size=8, threads=threads))
@@ -707,11 +709,13 @@ def without_nan(leaf: Any) -> Any:
 
 
 @pytest.mark.parametrize("cut", ["whole", "shuffled"])
-@pytest.mark.parametrize(("table", "num_calls"), [("lists", 1), ("numbers", 1), ("nested", 7), ("text", 7)])
+@pytest.mark.parametrize(
+    ("table", "num_calls"), [("lists", 1), ("fixed", 1), ("numbers", 1), ("nested", 7), ("text", 7)]
+)
 def test_tables_of_numbers_are_read_without_a_sample_for_each_row(
     table: str, num_calls: int, cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = CUTS[cut](datasets.Dataset.from_dict(TABLES[table])).with_format("torch")
+    dataset = CUTS[cut](datasets.Dataset.from_dict(TABLES[table], FEATURES.get(table))).with_format("torch")
     calls, whole = list[Any](), datasets.Dataset.__getitems__
     monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: calls.append(keys) or whole(self, keys))
     list(DataLoader(dataset, batch_size=8, shuffle=True, threads=0))

@@ -14,7 +14,8 @@ _NUMBERS = {f"{kind}{bits}Array" for kind in ("Int", "UInt") for bits in (8, 16,
     "FloatArray",
     "DoubleArray",
 }
-_LISTS = {"ListArray", "LargeListArray"}
+_FIXED = "FixedSizeListArray"
+_LISTS = {"ListArray", "LargeListArray", _FIXED}
 _BLOCK = 1 << 20  # offsets looked at in one go
 
 
@@ -150,9 +151,25 @@ def _viewed(chunk: Any) -> NDArray[Any] | None:
         return chunk.to_numpy(zero_copy_only=True)
     if kind not in _LISTS or type(chunk.values).__name__ not in _NUMBERS or chunk.values.null_count:
         return None
+    found = _fixed_lists(chunk) if kind == _FIXED else _lists(chunk)
+    if found is None:
+        return None
+    first, length = found
+    values = chunk.values.to_numpy(zero_copy_only=True)
+    return values[first : first + len(chunk) * length].reshape(len(chunk), length)
+
+
+def _fixed_lists(chunk: Any) -> tuple[int, int]:
+    """Returns the first value of a chunk's lists, and their length."""
+    length = int(chunk.type.list_size)
+    return int(chunk.offset) * length, length
+
+
+def _lists(chunk: Any) -> tuple[int, int] | None:
+    """The same of lists that may differ in length: None if they do."""
     offsets = chunk.offsets.to_numpy(zero_copy_only=True)
     length = int(offsets[1] - offsets[0])
     for start in range(0, len(chunk), _BLOCK):
         if (np.diff(offsets[start : start + _BLOCK + 1]) != length).any():
             return None
-    return chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]].reshape(len(chunk), length)
+    return int(offsets[0]), length
