@@ -35,7 +35,7 @@ class Report:
         self._name: str = options.benchmark
         self._distributions = distributions
         self._start = time.perf_counter()
-        if self._file is not None and self._file.parent == RESULTS and (options.quick or options.only):
+        if self._file and self._file.resolve().parent == RESULTS and (options.quick or options.only):
             asked = "--quick" if options.quick else "--only"
             raise SystemExit(f"{asked} --json: the page shows whole runs only; name a FILE for the figures of a part")
         if num_cores() == 1:

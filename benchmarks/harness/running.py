@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-RESULTS = Path(__file__).parent.parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 FALLEN = 3  # the exit status where a claim does not hold; 1 is a crash
 STOPPED = 130  # as a shell says of what SIGINT has ended
 

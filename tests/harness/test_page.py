@@ -70,6 +70,9 @@ def test_a_quick_or_partial_run_is_no_result(folder: Path) -> None:
     for asked, words in ((["--quick"], "--quick"), (["--only", "messages"], "--only")):
         with pytest.raises(SystemExit, match=f"{words} --json: the page shows whole runs only; name a FILE"):
             Report(arguments("comm", "Messages.", ["messages"]).parse_args([*asked, "--json"]))
+        with pytest.raises(SystemExit, match=words):
+            path = os.path.relpath(page.FOLDER / "results" / "comm.json")
+            Report(arguments("comm", "Messages.", ["messages"]).parse_args([*asked, "--json", path]))
     _saved(folder / "results" / "comm.json", "--quick")
     with pytest.raises(ValueError, match=r"comm\.json: expected a whole run of form 1, found 1 or --quick"):
         page.page(folder, ["comm"])
