@@ -35,7 +35,7 @@ def _language(bench: Bench) -> None:
         records = in_store(address, npy)
         peers = {**store_peers(bench, records, size), SERIAL: functools.partial(systems.one_by_one, records, size)}
         makes: dict[str, Make] = {"braidax": ours(stored(f"{address}/{npy.name}"), size), **peers}
-        _train(bench, LANGUAGE, makes, Trainer(language_model(SEQUENCE), sequences), size)
+        _train(bench, LANGUAGE, makes, Trainer(language_model(SEQUENCE), sequences), size, len(records) // size)
     bench.claim("train_lm", LANGUAGE, "braidax", list(peers), at_least=1)
 
 
@@ -50,13 +50,13 @@ def _vision(bench: Bench) -> None:
     serial = functools.partial(systems.one_by_one, systems.Photos(path, SIZE), size)
     peers: dict[str, Make] = {**photo_peers(bench, size), SERIAL: serial}
     makes: dict[str, Make] = {"braidax": ours(full, size, threads=bench.threads), **peers}
-    _train(bench, VISION, makes, Trainer(vision_model(SIZE), images), size)
+    _train(bench, VISION, makes, Trainer(vision_model(SIZE), images), size, bench.scale.num_photos // size)
     bench.claim("train_vision", VISION, "braidax", list(peers), at_least=1)
 
 
-def _train(bench: Bench, case: str, makes: Mapping[str, Make], trainer: Trainer, size: int) -> None:
+def _train(bench: Bench, case: str, makes: Mapping[str, Make], trainer: Trainer, size: int, epoch: int) -> None:
     running: dict[str, Callable[[], float]] = {
-        name: Timed(make, size, seconds=3 * bench.scale.seconds, use=trainer.step, finish=trainer.finish)
+        name: Timed(make, size, epoch=epoch, seconds=3 * bench.scale.seconds, use=trainer.step, finish=trainer.finish)
         for name, make in makes.items()
     }
     bench.measure(case, running, rounds=min(bench.scale.rounds, 3))

@@ -57,7 +57,9 @@ def tokens(bench: Bench) -> None:
         "braidax.torch, HF": lambda n: systems.ours_for_torch(hf("torch"), size, n),
     }
     all_of_them = limits | mine | from_folder | from_array
-    running = {name: Timed(make, size, seconds=bench.scale.seconds) for name, make in all_of_them.items()}
+    running = {
+        name: Timed(make, size, epoch=num // size, seconds=bench.scale.seconds) for name, make in all_of_them.items()
+    }
     streaming = bench.mosaic(TOKENS, "tokens", npy, size)
     bench.measure(TOKENS, {**running, **streaming})
     bench.claim("tokens_hf", TOKENS, "braidax, HF folder", list(from_folder), at_least=10)
@@ -99,7 +101,9 @@ def texts(bench: Bench) -> None:
             ),
             threads,
         )
-    running = {name: Timed(make, size, seconds=bench.scale.seconds) for name, make in (mine | peers).items()}
+    running = {
+        name: Timed(make, size, epoch=num // size, seconds=bench.scale.seconds) for name, make in (mine | peers).items()
+    }
     streaming = bench.mosaic(TEXTS, "texts", lines, size)
     bench.measure(TEXTS, {**running, **streaming})
     bench.claim("texts", TEXTS, "braidax, HF folder", [*peers, *MOSAIC], at_least=1)

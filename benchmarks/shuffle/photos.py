@@ -22,7 +22,10 @@ def photos(bench: Bench) -> None:
     }
     less: dict[str, Make] = {"braidax, reduced scale": ours(scaled, size, threads=bench.threads)}
     peers = photo_peers(bench, size)
-    running = {name: Timed(make, size, seconds=2 * bench.scale.seconds) for name, make in (mine | less | peers).items()}
+    running = {
+        name: Timed(make, size, epoch=len(pictures) // size, seconds=2 * bench.scale.seconds)
+        for name, make in (mine | less | peers).items()
+    }
     bench.measure(case, {**running, **bench.mosaic(case, "photos", path, size)})
     bench.claim("photos", case, "braidax", [*peers, *MOSAIC], at_least=1.3)
     in_torch = [name for name in peers if name.startswith("torch")]

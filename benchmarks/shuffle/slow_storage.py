@@ -76,13 +76,15 @@ def remote(bench: Bench) -> None:
     lines, peers = ("5 ms", "20 ms"), list[str]()
     for line, delay in zip(lines, (0.005, 0.02), strict=True):
         with store.serve(bench.folder, delay_seconds=delay) as address:
-            others = store_peers(bench, in_store(address, npy), size)
+            records = in_store(address, npy)
+            others = store_peers(bench, records, size)
             makes: dict[str, Make] = {"braidax": ours(stored(f"{address}/{npy.name}"), size), **others}
             running: dict[str, Callable[[], float]] = {
-                name: Timed(make, size, seconds=2 * bench.scale.seconds) for name, make in makes.items()
+                name: Timed(make, size, epoch=len(records) // size, seconds=2 * bench.scale.seconds)
+                for name, make in makes.items()
             }
-            records = in_store(address, npy)
-            running["serial"] = Timed(functools.partial(systems.one_by_one, records, 16), 16, seconds=50 * delay)
+            one_by_one = functools.partial(systems.one_by_one, records, 16)
+            running["serial"] = Timed(one_by_one, 16, epoch=len(records) // 16, seconds=50 * delay)
             bench.measure(REMOTE, running, rounds=min(bench.scale.rounds, 3), at=line)
             peers = [*others, "serial"]
     bench.claim("remote", REMOTE, "braidax", peers, at_least=1.2)
@@ -113,9 +115,6 @@ def store_peers(bench: Bench, records: systems.Remote, size: int) -> dict[str, M
 
 
 def _one_epoch(bench: Bench, path: Path, make: Make, batch_size: int) -> Callable[[], float]:
-    timed = Timed(make, batch_size, seconds=bench.scale.seconds)
-    return lambda: timed.until(
-        2 * bench.scale.seconds,
-        bench.scale.num_tokens // batch_size,
-        first=functools.partial(inputs.drop_from_page_cache, path),
-    )
+    epoch = bench.scale.num_tokens // batch_size
+    timed = Timed(make, batch_size, epoch=epoch, seconds=2 * bench.scale.seconds)
+    return lambda: timed.first_epoch(functools.partial(inputs.drop_from_page_cache, path))

@@ -11,8 +11,7 @@ Batches = Iterator[Any]
 Make = Callable[[int], Batches]
 """Begins anew: returns an iterator over so many batches, which prepares no others."""
 
-_ENDLESS = 1 << 20  # batches
-_LEAST = 4
+_LEAST = 4  # batches
 
 
 class Timed:
@@ -20,10 +19,11 @@ class Timed:
 
     The clock runs from before the first batch is asked for until the last one is used. Nothing was read ahead before,
     nothing is read ahead that does not count. Before the first figure the system runs twice: to import and to compile,
-    then to find how many batches take `seconds`.
+    then to find how many batches take `seconds`. They are whole epochs where one takes less than twice that, since some
+    systems shuffle where an epoch begins.
 
-    **Arguments:** `make`: begins; `batch_size`; `use`: takes a batch, by default waits until it is there; `finish`:
-    waits for what `use` has begun.
+    **Arguments:** `make`: begins; `batch_size`; `epoch`: batches in it; `use`: takes a batch, by default waits until
+    it is there; `finish`: waits for what `use` has begun.
     """
 
     def __init__(
@@ -31,11 +31,12 @@ class Timed:
         make: Make,
         batch_size: int,
         *,
+        epoch: int,
         seconds: float,
         use: Callable[[Any], object] = jax.block_until_ready,
         finish: Callable[[], object] = bool,
     ) -> None:
-        self._make, self._batch_size, self._seconds = make, batch_size, seconds
+        self._make, self._batch_size, self._epoch, self._seconds = make, batch_size, max(epoch, 1), seconds
         self._use, self._finish = use, finish
         self._num_batches = 0
 
@@ -43,20 +44,23 @@ class Timed:
         """Returns samples per second."""
         if not self._num_batches:
             self._go(2)
-            count, seconds = self._go(_ENDLESS, self._seconds / 2)
-            self._num_batches = max(_LEAST, round(count / seconds * self._seconds))
+            count, seconds = self._go(self._epoch, 2 * self._seconds)
+            if count == self._epoch:
+                self._num_batches = count * max(1, round(self._seconds / seconds))
+            else:
+                self._num_batches = max(_LEAST, round(count / seconds * self._seconds))
         count, seconds = self._go(self._num_batches)
         return count * self._batch_size / seconds
 
-    def until(self, seconds: float, num_batches: int, *, first: Callable[[], object]) -> float:
-        """Returns samples per second of so many batches, or of those that were there after some seconds.
+    def first_epoch(self, before: Callable[[], object]) -> float:
+        """Returns samples per second of one epoch, or of what of it was there after `seconds`.
 
-        **Arguments:** `first`: called before the clock starts, and after the system has run once.
+        **Arguments:** `before`: called before the clock starts, and after the system has run once.
         """
         self._go(2)
         gc.collect()  # or a map that the system has made may keep pages in memory
-        first()
-        count, took = self._go(num_batches, seconds)
+        before()
+        count, took = self._go(self._epoch, self._seconds)
         return count * self._batch_size / took
 
     def _go(self, num_batches: int, most_seconds: float = float("inf")) -> tuple[int, float]:
