@@ -53,10 +53,11 @@ def write_tokens_for_hugging_face(npy: Path) -> Path:
     if folder.exists() or absent("datasets"):
         return folder
     import datasets
+    import pyarrow
 
     datasets.disable_progress_bars()
-    features = datasets.Features({"tokens": datasets.List(datasets.Value("uint16"), length=TOKENS)})
-    dataset = datasets.Dataset.from_dict({"tokens": np.load(npy)}, features=features)
+    column: Any = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(np.load(npy).ravel()), TOKENS)
+    dataset = datasets.Dataset(pyarrow.table({"tokens": column}))
     with made_whole(folder) as unfinished:
         dataset.save_to_disk(str(unfinished))
     return folder
