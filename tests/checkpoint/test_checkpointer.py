@@ -287,7 +287,7 @@ def test_of_a_damaged_checkpoint_the_error_says_how_to_go_on_and_that_works(tmp_
     np.testing.assert_array_equal(got["broken"], np.zeros(4))
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
 def test_what_cannot_be_read_now_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     with Checkpointer(tmp_path, Every(1)) as saver:
         for step in (1, 2):

@@ -19,7 +19,7 @@ from braidax.checkpoint import restoring as restoring_module
 from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.checkpoint.reading import Reader, read_manifest
 from braidax.comm import Communicator
-from braidax.errors import BraidaxError
+from braidax.errors import BraidaxError, WaitTimeout
 from braidax.gang import LocalGang
 from tests.checkpoint.saving import names, read_all
 from tests.checkpoint.told import told
@@ -253,6 +253,57 @@ def test_one_that_waits_no_longer_ends_the_wait_of_the_others(tmp_path: Path, tw
     assert [[error[:18] for error in each[2:]] for each in said] == [["3: CheckpointError"[:18]]] * 2
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
     assert read_all(tmp_path / "step-00000004")["x"][7, 63] == 4.0
+
+
+def apart(comm: Communicator, folder: Path, who: int, call: str) -> str:
+    """One process cannot settle what it writes, or is interrupted, before the others meet it."""
+    begun = time.monotonic()
+    with Checkpointer(folder, Every(1), timeout_seconds=600.0) as saver:
+        saver.save(a_tree(1))
+        if comm.rank == who and call == "load":
+            restoring_module.load = interrupted
+        elif comm.rank == who:
+            saver._settle = unsettled
+        try:
+            try:
+                saver.newest() if call == "newest" else saver.restore(a_tree(0))
+            except (BraidaxError, KeyboardInterrupt) as error:
+                found = f"{type(error).__name__}: {error}"
+            else:
+                found = "nothing"
+        finally:
+            restoring_module.load = LOAD
+            if comm.rank == who and call != "load":
+                del saver._settle
+        # All go on together.
+        step = saver.newest()
+        return json.dumps([found, step, time.monotonic() - begun < SECONDS])
+
+
+LOAD = restoring_module.load
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt("in the middle")
+
+
+def unsettled() -> None:
+    raise WaitTimeout("its disk hangs")
+
+
+@pytest.mark.parametrize("call", ["restore", "newest", "load"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_that_raises_before_the_others_meet_it_is_heard_at_once(
+    tmp_path: Path, two: LocalGang, who: int, call: str
+) -> None:
+    said = [json.loads(words) for words in told(two, apart, tmp_path, who, call)]
+    words = "KeyboardInterrupt: in the middle" if call == "load" else "WaitTimeout: its disk hangs"
+    assert said[who] == [words, 0, True]
+    found, *rest = said[1 - who]
+    assert found.startswith("CheckpointError: ")
+    assert f"process {who}" in found
+    assert words.removeprefix("WaitTimeout: ") in found
+    assert rest == [0, True]
 
 
 def parting(comm: Communicator, folder: Path, what: str) -> Any:

@@ -191,13 +191,10 @@ class Checkpointer:
         `("params/*",)`, or one alone; `*` stands for anything; other leaves stay those of `like`. All by default.
 
         **Returns:** a tree like `like`, or `like` itself when there is no checkpoint. **Raises:** `CheckpointError`
-        when the newest valid one does not match `like`, or when there are checkpoints and none is valid.
+        when the newest valid one does not match `like`, or when none is valid; as `close`; on all when on one.
         """
-        self._check_open()
-        failure = self._settle()
-        if failure is not None:
-            raise failure
         name = f"restore-{self._renew()}"
+        self._meet(name)
         found, self.skipped = restoring.newest(self.path, like, only, self._processes, name)
         if found is None and self.skipped:
             raise restoring.nothing_valid(self.path, [skipped.reason for skipped in self.skipped])
@@ -210,14 +207,11 @@ class Checkpointer:
     def newest(self) -> int | None:
         """Returns how many updates the newest checkpoint here has seen, whether or not it verifies; None without one.
 
-        **Raises:** as `close`.
+        **Raises:** as `close`, on all processes when on one.
         """
-        self._check_open()
-        failure = self._settle()
-        if failure is not None:
-            raise failure
         self._num_listed += 1
         name = f"newest-{self._num_listed}"
+        self._meet(name)
         steps = self._processes.lead(name, lambda: json.dumps([each.step for each in restoring.listed_in(self.path)]))
         return max(json.loads(steps), default=None)
 
@@ -265,6 +259,13 @@ class Checkpointer:
         self._num_attempts.clear()
         self._spacing = None
         return self._num_restored
+
+    def _meet(self, name: str) -> None:
+        """Waits for the checkpoint under way; what goes wrong with that on one process is raised on all at once."""
+        with self._processes.agreeing(f"{name}/begun"):
+            self._check_open()
+            if (failure := self._settle()) is not None:
+                raise failure
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -136,6 +136,29 @@ class Processes:
         if self.index:
             self.say(name, own)
         return self.lead(name, lambda: judge(self.hear(name, own)))
+
+    @contextlib.contextmanager
+    def agreeing(self, name: str) -> Generator[None]:
+        """Runs what is inside on all processes, and raises on all at once what it raised on one.
+
+        **Arguments:** `name`: of the messages about it, used once.
+
+        **Raises:** what was raised inside, on the others as `CheckpointError`; as `conclude`.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(CheckpointError):  # where nobody can be told, nobody waits
+                self.withdraw(name, _said(error))
+            raise
+
+        def judge(words: Mapping[int, str]) -> str:
+            for process, word in words.items():
+                if word:
+                    raise CheckpointError(f"process {process} takes no part in it any more: {word}")
+            return ""
+
+        self.conclude(name, "", judge)
 
     def announcements(self, name: str) -> Announcements | None:
         """Returns how process 0 tells the others things ahead, None where there are none. `name`: is used once."""

@@ -1,6 +1,5 @@
 """From disk back to devices: a checkpoint in the structure, dtypes and shardings of a tree that is already there."""
 
-import errno
 import json
 import logging
 import os
@@ -90,7 +89,8 @@ def newest(
     **Raises:** `CheckpointError` when the newest valid one does not match `like`.
     """
     skipped: list[Skipped] = []
-    inside = with_outside(like)
+    with processes.agreeing(f"{name}/like"):
+        inside = with_outside(like)
     for attempt in range(_ATTEMPTS):
         listed = processes.lead(f"{name}/{attempt}", lambda: json.dumps([each.path.name for each in listed_in(root)]))
         paths = [root / path for path in json.loads(listed)]
@@ -141,6 +141,10 @@ def _attempt(
                 }
         else:
             failure, said = error, {"failure": str(error)}
+    except BaseException as error:  # such as Ctrl-C
+        words = f"{type(error).__name__}: {error}"
+        processes.withdraw(name, json.dumps({"failure": words}) if processes.index else words)
+        raise
 
     def judge(words: Mapping[int, str]) -> str:
         answers = {process: json.loads(word) for process, word in words.items()}
@@ -160,9 +164,9 @@ def _attempt(
 
 
 def _is_out_of_reach(error: BaseException | None) -> bool:
-    """Says whether a file may be fine, though it cannot be read now: rights, descriptors, a network."""
+    """Says whether a file may be fine, though it cannot be read now: rights, descriptors, a disk, a network."""
     lost = FileNotFoundError | NotADirectoryError | IsADirectoryError
-    return isinstance(error, OSError) and not isinstance(error, lost) and error.errno != errno.EIO
+    return isinstance(error, OSError) and not isinstance(error, lost)
 
 
 class Mismatch(CheckpointError):
