@@ -86,6 +86,35 @@ def test_the_word_of_an_earlier_job_is_not_believed(folder: Path, monkeypatch: p
     assert asked[:2] == [stale, stale]
 
 
+def test_a_file_of_the_user_in_the_place_of_the_word_stays(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    environ = {**environment_of(place(0, job="data"), {MEETING: str(tmp_path)})}
+    thesis = tmp_path / "data-0.json"
+    thesis.write_text('{"chapters": 12}')
+    with pytest.raises(GangError, match=r"data-0\.json is there, and no word"), hosting(environ):
+        pass
+    assert [path.read_text() for path in tmp_path.iterdir()] == ['{"chapters": 12}']
+    with (
+        pytest.raises(GangError, match=r"BRAIDAX_JOB='\.\./data': expected the name of a job"),
+        hosting({**environ, "BRAIDAX_JOB": "../data"}),
+    ):
+        pass
+
+
+def test_only_the_own_word_is_removed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    environ = environment_of(place(0), {MEETING: str(tmp_path)})
+    word = tmp_path / "job-0.json"
+    with hosting(dict(environ)), hosting(dict(environ)):  # the second takes the place of the first
+        later = word.read_text()
+        assert json.loads(later)["secret"]
+        with hosting(dict(environ)):
+            pass
+        assert not word.exists()
+        word.write_text(later + " ")  # of yet another job
+    assert word.read_text() == later + " "
+
+
 def test_a_rank_0_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_START_SECONDS", 0.3)
     told = environment_of(place(1), {})

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Generator, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from braidax.comm import TcpStoreServer, open_store
 from braidax.comm.environment import Place
@@ -59,12 +60,15 @@ def hosting(environ: MutableMapping[str, str]) -> Generator[None, None, None]:
 
     It does nothing where a store is named already, or no folder to meet in.
 
-    **Raises:** `WaitTimeout` when rank 0 leaves no word.
+    **Raises:** `WaitTimeout` when rank 0 leaves no word; `GangError` where there is a file of another's in its place.
     """
     if "BRAIDAX_STORE" in environ or MEETING not in environ:
         yield
         return
-    word = Path(environ[MEETING]) / f"{environ['BRAIDAX_JOB']}-{environ['BRAIDAX_EPOCH']}.json"
+    name = f"{environ['BRAIDAX_JOB']}-{environ['BRAIDAX_EPOCH']}.json"
+    if Path(name).name != name:
+        raise GangError(f"BRAIDAX_JOB={environ['BRAIDAX_JOB']!r}: expected the name of a job, without slashes")
+    word = Path(environ[MEETING]) / name
     if environ["BRAIDAX_RANK"] != "0":
         environ["BRAIDAX_STORE"], environ["BRAIDAX_SECRET"] = _found(word)
         yield
@@ -72,20 +76,41 @@ def hosting(environ: MutableMapping[str, str]) -> Generator[None, None, None]:
     secret = secrets.token_bytes(32)
     on_one_host = environ.get("BRAIDAX_LOCAL_SIZE") == environ["BRAIDAX_SIZE"]
     with TcpStoreServer(host="127.0.0.1" if on_one_host else "", secret=secret) as server:
-        _leave_word(word, server.address, secret.hex())
+        left = json.dumps({"store": server.address, "secret": secret.hex()})
+        _leave_word(word, left)
         environ["BRAIDAX_STORE"], environ["BRAIDAX_SECRET"] = server.address, secret.hex()
         try:
             yield
         finally:
-            word.unlink(missing_ok=True)
+            with contextlib.suppress(OSError, ValueError):
+                if word.read_text() == left:  # another job may have left its own meanwhile
+                    word.unlink()
 
 
-def _leave_word(word: Path, address: str, secret: str) -> None:
+def _leave_word(word: Path, left: str) -> None:
+    """Writes a word, in place of one that an earlier job left. **Raises:** `GangError` for what is no word."""
     _make_private(word.parent)
+    if os.path.lexists(word) and not _is_word(word):
+        raise GangError(
+            f"{word} is there, and no word that rank 0 of an earlier job left: expected no such file; move it away, or "
+            f"name another folder in the environment variable {MEETING}"
+        )
     descriptor, begun = tempfile.mkstemp(dir=word.parent)  # for this user only
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"store": address, "secret": secret}, file)
-    Path(begun).replace(word)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(left)
+        Path(begun).replace(word)
+    except BaseException:
+        Path(begun).unlink(missing_ok=True)
+        raise
+
+
+def _is_word(path: Path) -> bool:
+    try:
+        told: Any = json.loads(path.read_text())
+        return not path.is_symlink() and set(told) == {"store", "secret"} and len(bytes.fromhex(told["secret"])) == 32
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _found(word: Path) -> tuple[str, str]:
