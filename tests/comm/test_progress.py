@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from braidax.comm import progress as progress_module
 from braidax.comm.progress import Progress
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.watch import Watch
 from braidax.connections.world import World
+from braidax.errors import CommError, PeerLost
 
 LIMIT_SECONDS = 30.0
 LAG_SECONDS = 0.08  # of a wakeup, on a machine that has more to do
@@ -73,6 +75,67 @@ def progress(transport: ByHand) -> Iterator[Progress]:
     progress = Progress(transport, watch, world, spin_seconds=0)
     yield progress
     progress.close(timeout_seconds=0)
+
+
+def two_watches() -> list[Watch]:
+    """Returns those of two ranks, connected."""
+    watches = [Watch(peer_timeout_seconds=60) for _ in range(2)]
+    addresses = tuple(watch.address for watch in watches)
+    threads = [
+        threading.Thread(
+            target=watch.connect, args=(World(rank, addresses, ("a", "b"), b"x" * 32),), kwargs={"timeout_seconds": 20}
+        )
+        for rank, watch in enumerate(watches)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    return watches
+
+
+def test_a_rank_that_closes_delivers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had said that it left, and a message that took longer than a second was given up, though it still came."""
+    monkeypatch.setattr(progress_module, "_LEFT_SECONDS", 0.05)
+    delivering, delivered = threading.Event(), threading.Event()
+
+    class Slow(ByHand):
+        def close(self, *, timeout_seconds: float) -> None:
+            if timeout_seconds:
+                delivering.set()
+                assert delivered.wait(LIMIT_SECONDS)
+            super().close(timeout_seconds=timeout_seconds)
+
+    transport, watches = ByHand(), two_watches()
+    receiver, sender = (
+        Progress(each, watch, World(rank, (b"", b""), ("a", "b"), b""), spin_seconds=0)
+        for rank, (each, watch) in enumerate(zip((transport, Slow()), watches, strict=True))
+    )
+    errors = list[Exception]()
+    operation, never = (receiver.receive(1, 0, memoryview(bytearray())) for _ in range(2))
+
+    def wait() -> None:
+        try:
+            receiver.wait([operation], time.monotonic() + LIMIT_SECONDS)
+        except CommError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    closing = threading.Thread(target=sender.close, kwargs={"timeout_seconds": LIMIT_SECONDS})
+    closing.start()
+    assert delivering.wait(LIMIT_SECONDS)
+    until(lambda: 1 in receiver.left)
+    thread.join(0.3)
+    assert not errors
+    transport.end(operation)
+    thread.join(LIMIT_SECONDS)
+    assert not errors
+    delivered.set()
+    closing.join(LIMIT_SECONDS)
+    with pytest.raises(PeerLost, match="it closed its communicator while this rank waited"):
+        receiver.wait([never], time.monotonic() + LIMIT_SECONDS)
+    receiver.close(timeout_seconds=0)
 
 
 def waiting(progress: Progress, operation: Operation) -> threading.Thread:

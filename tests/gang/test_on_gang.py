@@ -4,8 +4,12 @@ import io
 import re
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
-from braidax.gang import LocalGang
+import pytest
+
+from braidax.gang import LocalGang, gang
+from braidax.gang.member import pack_call
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
 from tests.gang.test_launch import JOIN
@@ -25,6 +29,32 @@ def test_a_program_joins_the_others(tmp_path: Path) -> None:
     code, lines, told = launch(tmp_path, "print(comm.rank, sys.argv[1:], __name__)\ncomm.close()\nsys.exit()\n")
     assert (code, told) == (0, [])
     assert sorted(lines) == [f"[{rank}] {rank} ['--epochs', '3'] __main__" for rank in range(2)]
+
+
+def test_the_secret_of_a_job_is_not_in_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers of Ray and Dask see the call."""
+    calls = list[bytes]()
+
+    def packed(*given: Any) -> bytes:
+        calls.append(bytes(pack_call(*given)))
+        return calls[-1]
+
+    monkeypatch.setattr(gang, "pack_call", packed)
+    text = """
+        print(os.environ["BRAIDAX_SECRET"], os.environ["BRAIDAX_JOB"])
+        if comm.rank == 0 and os.environ["BRAIDAX_EPOCH"] == "0":
+            raise ValueError("the value")
+        comm.close()
+        """
+    code, lines, _ = launch(tmp_path, text, restarts=1)
+    assert code == 0
+    told = {line.partition("] ")[2] for line in lines if line.count(" ") == 2}
+    secrets = {words.split()[0] for words in told}
+    assert len(calls) == len(secrets) == 2  # one an epoch, the same on both ranks
+    assert len({words.split()[1] for words in told}) == 1
+    for secret in secrets:
+        assert len(bytes.fromhex(secret)) == 32
+        assert not any(secret.encode() in call or bytes.fromhex(secret) in call for call in calls)
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """`Communicator`: messages between the ranks of a job, on the host."""
 
+import hmac
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.comm.collectives.opening import hear
 from braidax.comm.group import Group
 from braidax.comm.group_messages import MAX_GROUPS, Steps
 from braidax.comm.messages import Value, bytes_of
@@ -16,18 +18,20 @@ from braidax.comm.request import run
 from braidax.comm.starting import Starting
 from braidax.comm.transports.transport import Operation
 from braidax.comm.watch import Notice
-from braidax.errors import ArgumentError, CommError
+from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace, span
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
+_SETTLE_SECONDS = 1.0
 
 
 @dataclass
 class Counters:
-    """What the groups of one world have used up. **Fields:** `num_groups`: numbers of groups, this rank's view."""
+    """The groups of one world. **Fields:** `num_groups`: numbers used up, this rank's view. `groups`: this rank's."""
 
     num_groups: int = 1
+    groups: list[Group] = field(default_factory=list)
 
 
 @final
@@ -37,8 +41,8 @@ class Communicator:
     A value is a NumPy array, a buffer (`bytes`, `memoryview`, `pyarrow.Buffer` …), or a list of buffers, of any size.
     It arrives as what it was: an array of the same dtype and shape, a `memoryview`, a list of them. All ranks of a
     group call the same collectives in the same order, and what they bring is compared: a collective does not return
-    before the rank before this one has come to the same. Any thread may call; collectives of a group come from one at a
-    time.
+    before the rank before this one has come to the same. A rank that only sends, such as the root of a `broadcast`, may
+    be 16 ahead. Any thread may call; collectives of a group come from one at a time.
 
     Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, whatever a collective raises,
     an `abort`, Ctrl-C in a call, or a limit that passes end the *epoch*: every call on every rank then raises, naming
@@ -63,6 +67,7 @@ class Communicator:
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
         self._counters = counters
+        counters.groups.append(group)
 
     def send(self, value: Value, dest: int, *, tag: int = 0) -> None:
         """Sends a value to a rank; returns when the value may be changed, which may be before it is received.
@@ -200,16 +205,49 @@ class Communicator:
         )
         return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)
 
+    def derive_secret(self, purpose: str) -> bytes:
+        """Returns 32 bytes that only the ranks of this epoch can know, the same on all; nothing of it is sent."""
+        return hmac.digest(self._progress.world.secret, b"derived " + purpose.encode(), "sha256")
+
     def abort(self, reason: str) -> None:
         """Ends the epoch: whatever any rank calls or waits for raises `Aborted` with the reason."""
         self._progress.fail(Notice("aborted", self._progress.world.rank, reason))
+
+    def settle(self) -> None:
+        """Compares what others brought to collectives in which this rank only sent, as far as that comes in a second.
+
+        What comes later is compared by the next collective. `close` does this, too.
+
+        **Raises:** `CommError` naming both when another rank did not bring the same; what ended the epoch, unless a
+        call has raised that.
+        """
+        deadline = time.monotonic() + min(self.timeout_seconds, _SETTLE_SECONDS)
+        for group in self._counters.groups:
+            if not group.unheard or self._progress.told:
+                continue
+            try:
+                run(self._progress, hear(group.unheard), deadline)
+            except WaitTimeout:  # whoever waits for it judges that
+                continue
+            except BaseException as error:
+                if isinstance(error, PeerLost) and error.rank in self._progress.left:
+                    continue
+                group.failed("settle", error, self.timeout_seconds)
+                raise
 
     def close(self) -> None:
         """Delivers what was sent, and closes the connections. A second call does nothing.
 
         A rank that still waits for this one then raises `PeerLost`: close when all are done, such as behind `barrier`.
+
+        **Raises:** as `settle`.
         """
-        self._progress.close(timeout_seconds=min(self.timeout_seconds, _CLOSE_SECONDS))
+        try:
+            self.settle()
+        finally:
+            for group in self._counters.groups:
+                group.unheard.clear()
+            self._progress.close(timeout_seconds=min(self.timeout_seconds, _CLOSE_SECONDS))
 
     def __enter__(self) -> "Communicator":
         return self
@@ -217,8 +255,10 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and self._progress.failure is None:
-            self.abort(f"{type(error).__name__}: {error}")
+        if error is not None:
+            if self._progress.failure is None:
+                self.abort(f"{type(error).__name__}: {error}")
+            self._progress.told = True  # what was raised goes on as it is
         self.close()
 
     def _run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:

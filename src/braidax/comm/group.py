@@ -1,5 +1,6 @@
 """What a rank can do in a group, as algorithms that have been checked and not yet begun."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, final
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.collectives import reductions, values
+from braidax.comm.collectives.opening import Opening
 from braidax.comm.group_messages import (
     BUFFER,
     COLLECTIVE,
@@ -32,6 +34,8 @@ class Group:
 
     **Arguments:** `progress`: moves the messages. `number`: of the group in the world. `ranks`: of the members in the
     world, by rank in the group. `rank`: in the group. `hosts`: a number for each member's host.
+
+    **Fields:** `unheard`: what the member before brought to collectives in which this rank only sent.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Group:
         self.rank = rank
         self.size = len(ranks)
         self.hosts = hosts
+        self.unheard: deque[Opening] = deque()
         self._num_collectives = 0
 
     def send(self, value: Value, dest: int, tag: int) -> Steps[None]:
@@ -109,6 +114,7 @@ class Group:
         **Arguments:** `name`: of the operation. `timeout_seconds`: its limit.
         """
         if self.progress.failure is not None:
+            self.progress.told = True
             return
         if isinstance(error, ArgumentError | CommError) and (name in _BETWEEN_TWO or self.size == 1):
             return
@@ -121,6 +127,7 @@ class Group:
         else:
             how = f"failed: {type(error).__name__}" + (f": {error}" if str(error) else "")
         self.progress.fail(Notice("aborted", self.progress.world.rank, f"{name} {how}"))
+        self.progress.told = True
 
     def check_rank(self, peer: Any, name: str) -> None:
         """Raises `ArgumentError` for what is no rank of the group. **Arguments:** `name`: of the parameter."""
@@ -144,7 +151,7 @@ class Group:
         """Returns the messages of the next collective. **Arguments:** `head`: what this rank brings to it."""
         self._num_collectives = (self._num_collectives + 1) & MAX_NUMBER
         tag = tag_of(self.number, COLLECTIVE, self._num_collectives)
-        return GroupMessages(self.progress, self.ranks, self.rank, tag, self.hosts, head)
+        return GroupMessages(self.progress, self.ranks, self.rank, tag, self.hosts, head, self.unheard)
 
 
 def _operand(array: Any) -> NDArray[Any]:

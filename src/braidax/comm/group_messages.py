@@ -1,7 +1,8 @@
 """The messages of a group's members, which algorithms send and receive."""
 
+from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeVar, final
 
@@ -35,6 +36,7 @@ class GroupMessages:
     **Arguments:** `progress`: moves the messages. `ranks`: of the members in the world, by rank in the group. `rank`:
     in the group. `tag`: see `tag_of`. `hosts`: a number for each member's host, the same for ranks on the same one.
     `brings`: what this member brings to the collective, `HEAD_BYTES` from `head_of`; nothing point to point.
+    `unheard`: openings of the group's earlier collectives that this member has not heard yet.
     """
 
     progress: Progress
@@ -43,6 +45,7 @@ class GroupMessages:
     tag: int
     hosts: Sequence[int]
     brings: bytes = b""
+    unheard: deque[Any] = field(default_factory=deque)
 
     @property
     def size(self) -> int:
@@ -91,6 +94,7 @@ class GroupMessages:
             self.tag,
             [self.hosts[member] for member in members],
             self.brings,
+            self.unheard,
         )
 
     def check_brings(self, operation: Operation, place: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -18,7 +18,7 @@ from typing import Any, final
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.waiting import again, all_done, late, left
-from braidax.comm.watch import Notice, Watch
+from braidax.comm.watch import LEAVING, Notice, Watch
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
 
@@ -37,12 +37,13 @@ class Progress:
     **Arguments:** `transport`, `watch`: connected; this owns both from now on. `world`: what they connect.
     `spin_seconds`: how long a caller that waits keeps a core before it sleeps.
 
-    **Fields:** `failure`: what ended the epoch, if anything did. `takes_arrays`: see `Transport`. `send_now`,
-    `receive_now`: as `send` and `receive`, but move it along at once, for a caller that has nothing else to do.
+    **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`: see `Transport`.
+    `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
         self.failure: CommError | None = None
+        self.told = False
         self.world = world
         self._transport = transport
         self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
@@ -80,9 +81,7 @@ class Progress:
         return self._begin(self._begin_receive, peer, tag, buffer)
 
     def wait(self, operations: Sequence[Operation], deadline: float) -> None:
-        """Returns when all operations have ended.
-
-        **Arguments:** `deadline`: `time.monotonic` seconds.
+        """Returns when all operations have ended. **Arguments:** `deadline`: `time.monotonic` seconds.
 
         **Raises:** the failure that ended the epoch; the error of the first operation that has one; `WaitTimeout`
         naming the peers that were waited for.
@@ -146,8 +145,9 @@ class Progress:
                 return
             self._closed = True
             if self.failure is None:
-                self._watch.tell(Notice("left", self.world.rank, "it closed its communicator"))
+                self._watch.leave("leaving")
                 self._release(timeout_seconds)
+                self._watch.leave("left")
                 me = self.world.describe(self.world.rank)
                 self.failure = CommError(f"{me}: this communicator is closed; connect again, as the next epoch")
             self._changed.notify_all()
@@ -325,12 +325,11 @@ class Progress:
             self._changed.notify_all()
         if not self._ready:
             return []
-        called = [self._then.pop(operation) for operation in self._ready if operation in self._then]
-        self._ready.clear()
-        return called
+        ready, self._ready[:] = list(self._ready), []
+        return [self._then.pop(operation) for operation in ready if operation in self._then]
 
     def _check_left(self, operations: Sequence[Operation]) -> None:
-        gone = [operation.peer for operation in operations if operation.peer in self._watch.left and not operation.done]
+        gone = [operation.peer for operation in operations if operation.peer in self._watch.gone and not operation.done]
         if gone and time.monotonic() > self._left_at + _LEFT_SECONDS:
             raise left(self.world, gone[0])
 
@@ -376,7 +375,7 @@ class Progress:
         if self._released:
             return
         for notice in self._watch.look(selector):
-            if notice.kind == "left":
+            if notice.kind in LEAVING:
                 self._left_at = time.monotonic()
                 self._changed.notify_all()
             elif self.failure is None:

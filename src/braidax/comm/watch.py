@@ -17,6 +17,9 @@ from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
 
 _BEATS_PER_LIMIT = 5
+LEAVING = ("leaving", "left")
+"""Kinds of notices of a rank that ends on purpose."""
+
 _LINGER_SECONDS = 0.25
 _LENGTH_BYTES = 4
 _MAX_REASON = 4096  # characters
@@ -28,9 +31,12 @@ _BEAT = (0).to_bytes(_LENGTH_BYTES, "big")
 @final
 @dataclass(frozen=True)
 class Notice:
-    """What ranks tell one another. **Fields:** `rank`: whom it is about. `reason`: in words, for the error."""
+    """What ranks tell one another. **Fields:** `rank`: whom it is about. `reason`: in words, for the error.
 
-    kind: Literal["lost", "aborted", "left"]
+    A rank that closes is `leaving` while it delivers what it sent, and has `left` then.
+    """
+
+    kind: Literal["lost", "aborted", "leaving", "left"]
     rank: int
     reason: str
 
@@ -52,13 +58,14 @@ class Watch:
     **Arguments:** `peer_timeout_seconds`: a neighbor that says nothing for so long is lost. `tls`: wraps the
     connections.
 
-    **Fields:** `left`: the ranks that ended on purpose.
+    **Fields:** `left`: the ranks that end on purpose. `gone`: those of them that have delivered what they sent.
     """
 
     def __init__(self, *, peer_timeout_seconds: float, tls: Tls | None = None) -> None:
         if not peer_timeout_seconds > 0:
             raise ArgumentError(f"peer_timeout_seconds={peer_timeout_seconds!r}: expected seconds > 0")
         self.left: set[int] = set()
+        self.gone: set[int] = set()
         self._limit = peer_timeout_seconds
         self._beat_seconds = peer_timeout_seconds / _BEATS_PER_LIMIT
         self._listener = Listener(tls=tls)
@@ -132,7 +139,9 @@ class Watch:
             how = neighbor.ended or self._silent(neighbor, now)
             if how:
                 lost = Notice("lost", neighbor.rank, how)
-                if neighbor.rank not in self.left and (lost.kind, lost.rank) not in self._told:
+                if neighbor.rank in self.left and neighbor.rank not in self.gone:
+                    lost = Notice("left", neighbor.rank, how)  # before it had delivered all, perhaps
+                if neighbor.rank not in self.gone and (lost.kind, lost.rank) not in self._told:
                     new.append(lost)
                     self.tell(lost)  # the lost one too: if it was only frozen, it reads why
                 self._neighbors.remove(neighbor)
@@ -144,11 +153,17 @@ class Watch:
     def tell(self, notice: Notice) -> None:
         """Tells both neighbors, who pass it on."""
         self._told.add((notice.kind, notice.rank))
-        if notice.kind == "left":
+        if notice.kind in LEAVING:
             self.left.add(notice.rank)
+        if notice.kind == "left":
+            self.gone.add(notice.rank)
         data = json.dumps({**asdict(notice), "reason": notice.reason[:_MAX_REASON]}).encode()
         for neighbor in self._neighbors:
             neighbor.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+    def leave(self, kind: Literal["leaving", "left"]) -> None:
+        """Tells that this rank ends on purpose: before it delivers what it sent, and after that."""
+        self.tell(Notice(kind, self._world.rank, "it closed its communicator"))
 
     def close(self) -> None:
         """Closes the connections, once the neighbors' kernels have what was told, or after a short while."""

@@ -124,7 +124,9 @@ class Member:
         if self._comm is None:
             raise GangError(f"rank {self._rank} was called before it joined the others; call join() first")
         fn, args = pickle.loads(call)
-        return fn(self._comm, *args)
+        result = fn(self._comm, *args)
+        self._comm.settle()
+        return result
 
     def _answer(self, fn: Callable[[], Any]) -> bytes:
         try:

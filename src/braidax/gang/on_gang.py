@@ -32,13 +32,13 @@ def launch_on(
     **Returns:** the exit code of the rank that failed first in the last epoch: 1 unless it called `sys.exit` with
     another; 0 if none failed. **Raises:** `GangError` when the gang cannot be started.
     """
-    job = Job.new(transport)
+    name = Job.new(transport).name
 
     def run_epoch(epoch: int) -> Failed | None:
         if epoch:
             gang.restart()
         try:
-            gang.run(_run, program, job, epoch, str(Path.cwd()))
+            gang.run(_run, program, name, transport, epoch, str(Path.cwd()))
         except RankFailed as failed:
             # Where Dask is loaded its tblib pickles errors, and `SystemExit.code` is lost: its arguments are not.
             said = failed.__cause__.args if isinstance(failed.__cause__, SystemExit) else ()
@@ -51,8 +51,12 @@ def launch_on(
         return repeated(run_epoch, restarts, log)
 
 
-def _run(comm: Communicator, program: Program, job: Job, epoch: int, folder: str) -> None:
-    """Runs the program as one rank, with what it would have been told by `braidax launch` in its environment."""
+def _run(comm: Communicator, program: Program, name: str, transport: str, epoch: int, folder: str) -> None:
+    """Runs the program as one rank, with what it would have been told by `braidax launch` in its environment.
+
+    The secret of its store is derived: whoever sees this call, on its way through a scheduler, does not learn it.
+    """
+    job = Job(comm.derive_secret(f"launch {name} {epoch}"), transport, name)
     with _restored():
         os.chdir(folder)
         _run_there(comm, program, job, epoch)

@@ -4,9 +4,12 @@ Members that do not bring the same thus notice, also where their algorithms woul
 ring some member differs from the one before it. That one fails, and so ends the epoch for all.
 
 No wrong number comes of it meanwhile, since what a member brings also stands before everything that it sends for the
-first time to another one: data is not used, nor passed on, before that was compared.
+first time to another one: data is not used, nor passed on, before that was compared. A member that only sends uses
+none, and does not wait: it hears the one before it in a later collective, or when it closes.
 """
 
+import contextlib
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar, final
 
@@ -20,6 +23,8 @@ T = TypeVar("T")
 
 OPENING_BYTES = 1 << 14
 """What may follow in the first message between two members; so that it fits, whichever collective the other calls."""
+MAX_UNHEARD = 16
+"""Collectives by which a member that only sends is ahead of the one before it."""
 
 
 @final
@@ -40,9 +45,34 @@ class Opening:
         )
 
     def heard(self) -> Steps[NDArray[np.uint8]]:
-        """Returns what the member before has sent with it. **Raises:** `CommError` when it does not bring the same."""
+        """Returns what the member before has sent with it, having heard it in all earlier collectives.
+
+        **Raises:** `CommError` when it does not bring the same.
+        """
+        yield from hear(self._messages.unheard)
+        return (yield from self.heard_alone())
+
+    def heard_alone(self) -> Steps[NDArray[np.uint8]]:
+        """Returns, Raises: as `heard`, of this collective only."""
         yield [self._received]
         return self._messages.check_brings(self._received, self._place)
+
+    def later(self) -> Steps[None]:
+        """Ends a collective in which this member only sends: the one before it is heard later, a few at most."""
+        unheard = self._messages.unheard
+        unheard.append(self)
+        yield [self.sent]
+        if len(unheard) > MAX_UNHEARD:
+            yield from hear(unheard, MAX_UNHEARD // 2)
+
+
+def hear(unheard: "deque[Opening]", num_left: int = 0) -> Steps[None]:
+    """Hears the oldest openings until so many are left. **Raises:** as `Opening.heard`."""
+    openings = list(unheard)
+    for opening in openings[: max(0, len(openings) - num_left)]:
+        yield from opening.heard_alone()
+        with contextlib.suppress(ValueError):  # another request has heard it, too
+            unheard.remove(opening)
 
 
 def place_of(messages: GroupMessages, num_bytes: int = OPENING_BYTES) -> NDArray[np.uint8]:

@@ -38,7 +38,10 @@ def all_reduce(messages: GroupMessages, array: NDArray[Any], operation: np.ufunc
 def reduce(messages: GroupMessages, array: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
     """Returns the reduction of all members' arrays on the root, an empty array elsewhere."""
     own = _flat(array)
-    result = yield from opened(messages, _reduce(messages, own, operation, root))
+    if messages.size > 1 and own.nbytes <= _SMALL_BYTES:
+        result = yield from _reduce_small(messages, own, operation, root)
+    else:
+        result = yield from opened(messages, _reduce(messages, own, operation, root))
     return result.reshape(np.shape(array)) if messages.rank == root else np.empty(0, own.dtype)
 
 
@@ -74,6 +77,24 @@ def _flat_all_reduce(messages: GroupMessages, own: NDArray[Any], operation: np.u
     result, bounds = np.empty_like(own), _bounds(own.size, messages.size)
     yield from _ring_reduce_scatter(messages, own, result, operation, bounds)
     yield from _ring_all_gather(messages, result, bounds)
+    return result
+
+
+def _reduce_small(messages: GroupMessages, own: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
+    """Reduces up a tree. The leaves only send; of two members, what they send goes with their openings."""
+    if (messages.rank - root) % 2 == 0 and messages.size > 2:
+        return (yield from opened(messages, _tree_reduce(messages, own, operation, root)))
+    if messages.size > 2:
+        opening = Opening(messages)
+        yield from _tree_reduce(messages, own, operation, root)
+    else:
+        opening = Opening(messages, [] if messages.rank == root else [bytes_of(own)])
+    if messages.rank != root:
+        yield from opening.later()
+        return own
+    result = np.empty_like(own)
+    operation(own, (yield from opening.heard()).view(own.dtype), out=result)
+    yield [opening.sent]
     return result
 
 

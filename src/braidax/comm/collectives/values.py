@@ -1,11 +1,12 @@
 """Algorithms on values of any kind and size: point to point, broadcast, gather, all to all."""
 
 from collections.abc import Sequence
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm.collectives.opening import Opening, opened, place_of
+from braidax.comm.collectives.opening import Opening, place_of
 from braidax.comm.group_messages import GroupMessages, Steps, interleaved
 from braidax.comm.messages import FIRST_BYTES, Parcel, Unpacking, Value, pack
 from braidax.comm.transports.transport import Operation
@@ -38,8 +39,7 @@ def send(messages: GroupMessages, peer: int, value: Value) -> Steps[None]:
 
 def receive(messages: GroupMessages, peer: int) -> Steps[Value]:
     """Receives a value from a member."""
-    arriving = yield from _first(messages, peer)
-    return (yield from _rest(messages, peer, arriving))
+    return (yield from _First(messages, peer).whole())
 
 
 def broadcast(messages: GroupMessages, value: Value, root: int) -> Steps[Value]:
@@ -48,46 +48,80 @@ def broadcast(messages: GroupMessages, value: Value, root: int) -> Steps[Value]:
     The first message, and all of a small value, goes down a binomial tree. A large one goes through all members as a
     pipeline of pieces, so that every link carries it once; neighbors in rank are mostly on one host.
     """
-    return opened(messages, _broadcast(messages, value, root))
-
-
-def _broadcast(messages: GroupMessages, value: Value, root: int) -> Steps[Value]:
     place = (messages.rank - root) % messages.size
-    arriving: Unpacking | None = None
     if place == 0:
-        parcel = pack(value)
-        first = memoryview(b"".join((messages.brings, *parcel.first)))
-        rest = np.frombuffer(b"".join(parcel.rest), np.uint8) if len(parcel.rest) > 1 else None
-        if rest is None and parcel.rest:
-            rest = np.frombuffer(parcel.rest[0], np.uint8)
+        yield from _broadcast_own(messages, value)
+        return value
+    opening = Opening(messages)
+    if place == 1:  # its parent is the member before it
+        arriving = Unpacking((yield from opening.heard()))
     else:
-        arriving = yield from _first(messages, _parent(place, root, messages.size))
-        first, rest = memoryview(messages.brings + arriving.first.data), arriving.rest
-    yield [messages.send(child, first) for child in _children(place, root, messages.size)]
-    if rest is not None and rest.nbytes >= _PIPE_BYTES and messages.size > 2:
+        parent = _First(messages, _parent(place, root, messages.size))
+        yield from opening.heard()
+        arriving = yield from parent.arrived()
+    first = memoryview(messages.brings + arriving.first.data)
+    yield [opening.sent, *(messages.send(child, first) for child in _children(place, root, messages.size))]
+    if arriving.rest is not None:
+        yield from _pass_on(messages, arriving.rest, root)
+    return arriving.value()
+
+
+def _broadcast_own(messages: GroupMessages, value: Value) -> Steps[None]:
+    parcel = pack(value)
+    if messages.size == 1:
+        return
+    opening = Opening(messages, parcel.first)
+    first = memoryview(b"".join((messages.brings, *parcel.first)))
+    _, *others = _children(0, messages.rank, messages.size)
+    yield [messages.send(child, first) for child in others]
+    if parcel.rest:
+        whole = parcel.rest[0] if len(parcel.rest) == 1 else b"".join(parcel.rest)
+        yield from _pass_on(messages, np.frombuffer(whole, np.uint8), messages.rank)
+    yield from opening.later()
+
+
+def _pass_on(messages: GroupMessages, rest: NDArray[np.uint8], root: int) -> Steps[None]:
+    """Receives a value's second message, but on the root, and sends it on."""
+    if rest.nbytes >= _PIPE_BYTES and messages.size > 2:
         yield from _pipeline(messages, rest, root)
-    elif rest is not None:
-        if place:
-            operation = messages.receive(_parent(place, root, messages.size), rest.data)
-            yield [operation]
-            messages.check_whole(operation, rest)
-        yield [messages.send(child, rest.data) for child in _children(place, root, messages.size)]
-    return value if arriving is None else arriving.value()
+        return
+    place = (messages.rank - root) % messages.size
+    if place:
+        operation = messages.receive(_parent(place, root, messages.size), rest.data)
+        yield [operation]
+        messages.check_whole(operation, rest)
+    yield [messages.send(child, rest.data) for child in _children(place, root, messages.size)]
 
 
 def gather(messages: GroupMessages, value: Value, root: int) -> Steps[list[Value]]:
     """Returns the values of all members in rank order on the root, an empty list elsewhere."""
-    return opened(messages, _gather(messages, value, root))
-
-
-def _gather(messages: GroupMessages, value: Value, root: int) -> Steps[list[Value]]:
     if messages.rank != root:
-        yield from send(messages, root, value)
+        yield from _gather_own(messages, value, root)
         return []
-    others = [peer for peer in range(messages.size) if peer != root]
-    values = yield from interleaved([receive(messages, peer) for peer in others])
-    values.insert(root, value)
-    return values
+    if messages.size == 1:
+        return [value]
+    opening = Opening(messages)
+    before = (root - 1) % messages.size
+    sources = [peer for peer in range(messages.size) if peer not in (root, before)]
+    others = [_First(messages, source) for source in sources]
+    arriving = Unpacking((yield from opening.heard()))
+    received = yield from interleaved([_rest(messages, before, arriving), *(first.whole() for first in others)])
+    results: list[Value] = [value] * messages.size
+    for source, result in zip([before, *sources], received, strict=True):
+        results[source] = result
+    yield [opening.sent]
+    return results
+
+
+def _gather_own(messages: GroupMessages, value: Value, root: int) -> Steps[None]:
+    parcel = _packed(messages, value)
+    if (messages.rank + 1) % messages.size == root:
+        opening = Opening(messages, parcel.first)
+        yield [messages.send_body(root, parcel.number, parcel.rest)] if parcel.rest else []
+    else:
+        opening = Opening(messages)
+        yield _begin_send(messages, root, parcel)
+    yield from opening.later()
 
 
 def all_gather(messages: GroupMessages, value: Value) -> Steps[list[Value]]:
@@ -148,12 +182,26 @@ def _begin_send(messages: GroupMessages, peer: int, parcel: Parcel) -> list[Oper
     return [*operations, messages.send_body(peer, parcel.number, parcel.rest)] if parcel.rest else operations
 
 
-def _first(messages: GroupMessages, peer: int) -> Steps[Unpacking]:
-    """Receives the first message of a value, and in a collective what its sender brings to that."""
-    place = place_of(messages, FIRST_BYTES)
-    received = messages.receive(peer, place.data)
-    yield [received]
-    return Unpacking(messages.check_brings(received, place) if messages.brings else place[: received.num_bytes])
+@final
+class _First:
+    """The first message of a value, which is being received, and in a collective what its sender brings to that."""
+
+    def __init__(self, messages: GroupMessages, peer: int) -> None:
+        self._messages = messages
+        self.peer = peer
+        self._place = place_of(messages, FIRST_BYTES)
+        self._received = messages.receive(peer, self._place.data)
+
+    def arrived(self) -> Steps[Unpacking]:
+        """Returns the value, as far as it is here."""
+        yield [self._received]
+        if self._messages.brings:
+            return Unpacking(self._messages.check_brings(self._received, self._place))
+        return Unpacking(self._place[: self._received.num_bytes])
+
+    def whole(self) -> Steps[Value]:
+        """Returns the value."""
+        return (yield from _rest(self._messages, self.peer, (yield from self.arrived())))
 
 
 def _rest(messages: GroupMessages, peer: int, arriving: Unpacking) -> Steps[Value]:

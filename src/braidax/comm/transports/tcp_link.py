@@ -22,12 +22,14 @@ KEEP_BYTES = 1 << 22
 ENTRY_BYTES = 64
 """What keeping a message costs besides its bytes."""
 
-FRAME = struct.Struct("<QQQII")  # kind and tag; bytes of the message; bytes in the frame; number; bytes given back
+FRAME = struct.Struct("<QQQII48x")  # kind and tag; bytes of the message; bytes in the frame; number; bytes given back
+"""80 bytes: 16 beyond cache lines, as the memory of large NumPy arrays begins, since the kernel copies such faster."""
 WHOLE, OFFER, REST, GO, ROOM, BYE = range(6)
 """Kinds: a message; the begin of one; the next part of an offered one, its number being asked for; room; the end."""
 KIND_SHIFT = 56
 
 _OFFER_BYTES = KEEP_BYTES // 4 * 3  # of an offered message: it fills the time until the receiver asks, others have room
+_LINE_BYTES = 64  # of a cache
 _REST_BYTES = 1 << 24  # of a frame, between two of which the peer can be asked for something
 _MAX_PARTS = 512  # buffers handed to the kernel in one call
 
@@ -149,7 +151,7 @@ class Link:
             header = self.frame(WHOLE, tag, num_bytes, num_bytes)
             self.outgoing.append(Outgoing([header, *parts], operation))
             return
-        inside = max(0, min(num_bytes, self.room - ENTRY_BYTES, _OFFER_BYTES))
+        inside = max(0, min(num_bytes, self.room - ENTRY_BYTES, _OFFER_BYTES)) // _LINE_BYTES * _LINE_BYTES
         self.room -= charge_of(OFFER, inside)
         number = self.num_offered = (self.num_offered + 1) & 0xFFFFFFFF
         first, rest = _cut(parts, inside)
