@@ -8,7 +8,6 @@ first time to another one: data is not used, nor passed on, before that was comp
 none, and does not wait: it hears the one before it in a later collective, or when it closes.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar, final
@@ -68,11 +67,16 @@ class Opening:
 
 def hear(unheard: "deque[Opening]", num_left: int = 0) -> Steps[None]:
     """Hears the oldest openings until so many are left. **Raises:** as `Opening.heard`."""
-    openings = list(unheard)
-    for opening in openings[: max(0, len(openings) - num_left)]:
-        yield from opening.heard_alone()
-        with contextlib.suppress(ValueError):  # another request has heard it, too
-            unheard.remove(opening)
+    while len(unheard) > num_left:
+        try:
+            oldest = unheard.popleft()  # so that no two requests wait for one operation
+        except IndexError:
+            return
+        try:
+            yield from oldest.heard_alone()
+        except GeneratorExit:  # whoever waited gave up
+            unheard.appendleft(oldest)
+            raise
 
 
 def place_of(messages: GroupMessages, num_bytes: int = OPENING_BYTES) -> NDArray[np.uint8]:
