@@ -133,3 +133,20 @@ def test_what_was_raised_is_not_replaced_when_a_rank_closes() -> None:
     found = outcomes(2, check, transport="tcp")
     assert isinstance(found[0], ValueError)
     assert "ValueError: the value" in str(found[1])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_several_requests_may_wait_for_what_is_unheard(transport: str) -> None:
+    begun = threading.Event()
+
+    def check(comm: Communicator) -> None:
+        if comm.rank:
+            assert begun.wait(SECONDS)
+        for _ in range(3):
+            comm.broadcast(b"x")
+        requests = [comm.start.all_gather(b"y") for _ in range(3)]
+        begun.set()
+        for request in requests:
+            assert [bytes(each) for each in request.wait(SECONDS)] == [b"y"] * 2
+
+    results(2, check, transport=transport)
