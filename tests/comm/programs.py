@@ -20,6 +20,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.random  # not when it is first used: Ctrl-C amid an import can leave the module locked
 
 from braidax.comm import Communicator, MemoryStore, Tuning, connect
 from braidax.errors import ArgumentError, BraidaxError, CommError, WaitTimeout

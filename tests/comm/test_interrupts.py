@@ -1,6 +1,8 @@
 """What fails inside a call, Ctrl-C included: all ranks are told at once, and nothing later is taken for another."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 from braidax.comm import Communicator
+from braidax.comm.condition import Condition
 from braidax.comm.transports import tcp
 from braidax.errors import Aborted, ArgumentError, CommError
+from tests.comm.injection import CALLS, Injection, trials
 from tests.comm.ranks import outcomes
 
 TRANSPORTS = ["in-process", "tcp", "ucx"]
@@ -161,3 +165,81 @@ def test_ctrl_c_in_a_wait_is_told_to_all(call: str, transport: str) -> None:
     assert isinstance(found[1], CommError)
     assert "rank 0 (host " in str(found[1])
     assert "KeyboardInterrupt" in str(found[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "transport", "part"),
+    [
+        ("all_reduce", "in-process", 30),
+        ("following", "tcp", 20),
+        ("split", "tcp", 60),
+        ("begun between two", "tcp", 60),
+        ("recv_buffer", "ucx", 10),
+    ],
+)
+def test_ctrl_c_at_any_place_of_a_call_ends_the_epoch(call: str, transport: str, part: int) -> None:
+    """Or it comes before the call has begun anything: then this can be called again."""
+    num_interrupted, wrong = trials(call, transport, part=part, late=(0.01,))
+    assert not wrong
+    assert num_interrupted > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("call", CALLS)
+def test_ctrl_c_at_every_place_of_every_call(call: str, transport: str) -> None:
+    num_interrupted, wrong = trials(call, transport)
+    assert not wrong
+    assert num_interrupted > 100
+
+
+def test_ctrl_c_at_any_place_of_a_condition_leaves_its_lock_free() -> None:
+    """`threading.Condition` leaves it locked for ever, or gives back the lock that another thread holds."""
+
+    def wait(injection: Injection) -> None:
+        condition = Condition()
+        looked = 0
+
+        def holds() -> bool:
+            nonlocal looked
+            looked += 1
+            return looked == 3
+
+        try:
+            with injection:
+                while not condition.wait_for(holds, 0.001):
+                    pass
+        except KeyboardInterrupt:
+            assert injection.is_done
+        assert condition.lock.acquire(blocking=False)  # type: ignore[attr-defined]
+        assert len(condition) == 0
+
+    whole = Injection()
+    wait(whole)
+    num_interrupted = 0
+    for place, turns in whole.passed.items():
+        for turn in range(1, turns + 1):
+            injection = Injection(place, turn)
+            wait(injection)
+            num_interrupted += injection.is_done
+    assert num_interrupted > 20
+
+
+def test_no_call_imports_a_module() -> None:
+    """Ctrl-C amid an import can leave the module locked: whoever imports it next waits for ever, as `split` did."""
+    program = """
+import sys
+from tests.comm.injection import CALLS
+from tests.comm.ranks import results
+
+def call_all(comm):
+    before = set(sys.modules)
+    for name in CALLS:
+        if name != "following":
+            CALLS[name](comm)
+    return set(sys.modules) - before
+
+print(results(2, call_all))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[set(), set()]\n"

@@ -73,6 +73,7 @@ def progress(transport: ByHand) -> Iterator[Progress]:
     world = World(0, (b"",), ("host",), b"")
     watch.connect(World(0, (watch.address,), ("host",), b"x"), timeout_seconds=5)
     progress = Progress(transport, watch, world, spin_seconds=0)
+    progress.start()
     yield progress
     progress.close(timeout_seconds=0)
 
@@ -162,7 +163,7 @@ def test_callers_that_end_together_leave_what_is_left_to_the_thread(transport: B
     ended = threading.Event()
     progress.then([left], ended.set)
     threads = [waiting(progress, operation) for operation in (first, second)]
-    until(lambda: progress._num_followers == 1 and progress._sleeping)
+    until(lambda: len(progress._followers) == 1 and progress._sleeping)
     time.sleep(0.35)  # the thread looks less and less often while callers move messages
     transport.end(first, second)
     for thread in threads:
@@ -179,7 +180,7 @@ def test_what_a_call_of_another_thread_ends_wakes_who_waits_for_it(
 ) -> None:
     operations = [begun(progress) for _ in range(num_waiting)]
     threads = [waiting(progress, operation) for operation in operations]
-    until(lambda: progress._num_followers == num_waiting - 1 and progress._sleeping)
+    until(lambda: len(progress._followers) == num_waiting - 1 and progress._sleeping)
     transport.at_receive += operations
     began = time.monotonic()
     assert begun(progress).done

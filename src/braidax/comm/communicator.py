@@ -184,26 +184,12 @@ class Communicator:
 
         **Raises:** `CommError` when too many groups have been made.
         """
-        mine = np.array([color, key, self._counters.num_groups], np.int64)
-        rows = np.stack(self.all_gather(mine))
-        colors = np.unique(rows[:, 0]).tolist()
-        first = int(rows[:, 2].max())
-        self._counters.num_groups = first + len(colors)
-        if self._counters.num_groups > MAX_GROUPS:
-            raise CommError(
-                f"split made group {self._counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep "
-                "the groups and use them again"
-            )
-        members = [rank for rank in range(self.size) if rows[rank, 0] == color]
-        members.sort(key=lambda rank: (rows[rank, 1], rank))
-        group = Group(
-            self._progress,
-            number=first + colors.index(color),
-            ranks=[self._group.ranks[member] for member in members],
-            rank=members.index(self.rank),
-            hosts=[self._group.hosts[member] for member in members],
-        )
-        return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)
+        try:
+            return self._split(color, key)
+        except BaseException as error:
+            if not isinstance(error, CommError):  # all ranks have that
+                self._group.failed("split", error, self.timeout_seconds)
+            raise
 
     def derive_secret(self, purpose: str) -> bytes:
         """Returns 32 bytes that only the ranks of this epoch can know, the same on all; nothing of it is sent."""
@@ -255,20 +241,44 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            if self._progress.failure is None:
-                self.abort(f"{type(error).__name__}: {error}")
-            self._progress.told = True  # what was raised goes on as it is
-        self.close()
+        try:
+            if error is not None:
+                self._progress.told = True  # what was raised goes on as it is
+                if self._progress.failure is None:
+                    self.abort(f"{type(error).__name__}: {error}")
+        finally:
+            self.close()
 
     def _run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
         """Runs an algorithm here. **Arguments:** `begin`: returns it, given the arguments."""
-        with self.trace.active(), span("comm", name, num_bytes=num_bytes):
-            try:
+        try:
+            with self.trace.active(), span("comm", name, num_bytes=num_bytes):
                 return run(self._progress, begin(*arguments), time.monotonic() + self.timeout_seconds)
-            except BaseException as error:
-                self._group.failed(name, error, self.timeout_seconds)
-                raise
+        except BaseException as error:
+            self._group.failed(name, error, self.timeout_seconds)
+            raise
+
+    def _split(self, color: int, key: int) -> "Communicator":
+        mine = np.array([color, key, self._counters.num_groups], np.int64)
+        rows = np.stack(self.all_gather(mine))
+        colors = sorted(set(rows[:, 0].tolist()))  # np.unique imports a module when it is first called
+        first = int(rows[:, 2].max())
+        self._counters.num_groups = first + len(colors)
+        if self._counters.num_groups > MAX_GROUPS:
+            raise CommError(
+                f"split made group {self._counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep "
+                "the groups and use them again"
+            )
+        members = [rank for rank in range(self.size) if rows[rank, 0] == color]
+        members.sort(key=lambda rank: (rows[rank, 1], rank))
+        group = Group(
+            self._progress,
+            number=first + colors.index(color),
+            ranks=[self._group.ranks[member] for member in members],
+            rank=members.index(self.rank),
+            hosts=[self._group.hosts[member] for member in members],
+        )
+        return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)
 
     def _checked(self, peer: int, name: str, tag: int) -> tuple[int, int]:
         self._group.check_rank(peer, name)

@@ -22,6 +22,7 @@ from braidax.comm.group_messages import (
 )
 from braidax.comm.messages import Value
 from braidax.comm.progress import Progress
+from braidax.comm.waiting import words_of
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 
@@ -125,7 +126,7 @@ class Group:
         elif isinstance(error, ArgumentError | CommError):
             how = f"failed: {error}"
         else:
-            how = f"failed: {type(error).__name__}" + (f": {error}" if str(error) else "")
+            how = f"failed: {words_of(error)}"
         self.progress.fail(Notice("aborted", self.progress.world.rank, f"{name} {how}"))
         self.progress.told = True
 

@@ -15,9 +15,11 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, final
 
+from braidax.comm.callbacks import Callbacks
+from braidax.comm.condition import Condition
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.transport import Buffer, Operation, Transport
-from braidax.comm.waiting import again, all_done, late, left
+from braidax.comm.waiting import again, all_done, closed, late, left, words_of
 from braidax.comm.watch import LEAVING, Notice, Watch
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
@@ -51,15 +53,13 @@ class Progress:
         self.takes_arrays = transport.takes_arrays
         self._spin_seconds = spin_seconds
         self._lock = threading.Lock()  # guards the transport, the watch and all below
-        self._changed = threading.Condition(self._lock)  # for callers that wait while another one moves messages
-        self._num_followers = 0
+        self._followers = Condition(self._lock)  # callers that wait while another one moves messages
+        self._listeners = Condition(self._lock)  # those that wait for what the watch says, or for the end
         self._leader = 0  # the thread of the caller that moves messages, if one does
         self._sleeping = False  # whether that caller sleeps
         self._hurried = False  # whether a caller moved messages lately
-        self._closed = False
-        self._released = False  # whether transport and watch are closed
-        self._ready: list[Operation] = []
-        self._then: dict[Operation, Callable[[], None]] = {}
+        self._released = False  # whether the transport is closed
+        self._callbacks = Callbacks()
         self._numbers = itertools.count()
         self.send_now = partial(self._begin_now, self._begin_send)
         self.receive_now = partial(self._begin_now, self._begin_receive)
@@ -67,9 +67,13 @@ class Progress:
         self._left_at = 0.0  # when the latest rank left
         self._wake_caller, self._wake_thread = Bell(), Bell()
         self._naps = selectors.DefaultSelector()  # of a caller
-        self._naps.register(transport.fileno(), selectors.EVENT_READ)
+        self._descriptor = transport.fileno()
+        self._naps.register(self._descriptor, selectors.EVENT_READ)
         self._naps.register(self._wake_caller.fileno(), selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. It ends by `close`, which is due from now on."""
         self._thread.start()
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer]) -> Operation:
@@ -102,17 +106,7 @@ class Progress:
         with self._lock:
             self.check()
             missing = [operation for operation in operations if not operation.done]
-            num_missing = len(missing)
-
-            def ended() -> None:
-                nonlocal num_missing
-                num_missing -= 1
-                if not num_missing:
-                    call()
-
-            for operation in missing:
-                operation.ready = self._ready
-                self._then[operation] = ended
+            self._callbacks.add(missing, call)
             if missing and not self._leader:
                 self._wake_thread.ring()
         if not missing:
@@ -125,7 +119,7 @@ class Progress:
                 operation.finish()
             else:
                 operation.fail(error)
-            self._changed.notify_all()
+            self._followers.notify_all()
             if self._sleeping:
                 self._wake_caller.ring()
 
@@ -140,26 +134,18 @@ class Progress:
 
     def close(self, *, timeout_seconds: float) -> None:
         """Delivers what was sent, says goodbye, and ends the thread; later calls raise. A second call does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self.failure is None:
-                self._watch.leave("leaving")
-                self._release(timeout_seconds)
-                self._watch.leave("left")
-                me = self.world.describe(self.world.rank)
-                self.failure = CommError(f"{me}: this communicator is closed; connect again, as the next epoch")
-            self._changed.notify_all()
-            self._wake_thread.ring()
-            self._wake_caller.ring()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._leader, _LEADER_SECONDS)
-            self._watch.close()
-            for owned in (self._naps, self._wake_caller, self._wake_thread):
-                owned.close()
+        try:
+            with self._lock:
+                self._leave(timeout_seconds)
+        except BaseException as error:
+            self.fail(Notice("aborted", self.world.rank, f"close failed: {words_of(error)}"))
+            raise
+        finally:
+            try:
+                self._give_up()
+            except BaseException:  # an interrupt: what is left takes no time
+                self._give_up()
+                raise
 
     @property
     def left(self) -> Collection[int]:
@@ -180,9 +166,9 @@ class Progress:
             except BaseException as error:
                 self._break(error)
                 raise
-            if self._sleeping and (self._ready or not operation.done):
+            if self._sleeping and (self._callbacks.ready or not operation.done):
                 self._wake_caller.ring()
-            elif self._ready and not self._leader:
+            elif self._callbacks.ready and not self._leader:
                 self._wake_thread.ring()
         return operation
 
@@ -195,11 +181,11 @@ class Progress:
             try:
                 begin(peer, tag, data, operation)
                 self._hurried = True
-                if operation.done and not self._ready:
+                if operation.done and not self._callbacks.ready:
                     return operation
                 if not self._leader:  # saves a short wait the change of leaders
                     self._poll(0.0 if operation.done else self._spin_seconds)
-                    called = self._ended() if self._ready or self._num_followers else ()
+                    called = self._ended() if self._callbacks.ready or self._followers else ()
                 elif self._sleeping:
                     self._wake_caller.ring()
             except (TypeError, ValueError, BufferError):  # of a buffer that the transport does not take
@@ -222,17 +208,13 @@ class Progress:
 
     def _break(self, error: BaseException) -> None:
         """Ends the epoch: the transport was interrupted amid a message, so that what it holds is not what was sent."""
-        how = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._end_epoch(Notice("aborted", self.world.rank, f"{how}, in the middle of a message"))
+        self._end_epoch(Notice("aborted", self.world.rank, f"{words_of(error)}, in the middle of a message"))
 
     def _end_epoch(self, notice: Notice) -> CommError:
         if self.failure is None:
-            failure = self._fail(notice)
-            self._watch.tell(notice)
-        else:
-            failure = self.failure
+            self._watch.tell(notice)  # first: an interrupt between the two may leave this rank to be told, not others
         self._wake_thread.ring()
-        return failure
+        return self.failure or self._fail(notice)
 
     def _judge(self, error: CommError) -> CommError:
         """Returns what to raise for an operation that failed.
@@ -241,33 +223,32 @@ class Progress:
         """
         if not isinstance(error, PeerLost) or error.rank in self._watch.left:
             return again(error)
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure or error.rank in self._watch.left, _VERDICT_SECONDS)
+        self._listeners.wait_for(lambda: self.failure is not None or error.rank in self._watch.left, _VERDICT_SECONDS)
         if self.failure is None and error.rank in self._watch.left:
             return again(error)
         return again(self.fail(Notice("lost", error.rank, "its connection ended")))
 
     def _takes_the_lead(self, operations: Sequence[Operation], deadline: float) -> bool:
         """Sleeps while another caller moves messages. **Returns:** False when the operations have ended meanwhile."""
-        with self._changed:
-            while not all_done(operations):
-                self.check()
-                if not self._leader:
-                    self._leader = threading.get_ident()
-                    return True
-                seconds = deadline - time.monotonic()
-                if seconds <= 0:
-                    raise late(self.world, operations)
-                self._check_left(operations)
-                self._hear_of(operations)
-                self._num_followers += 1
-                try:
-                    self._changed.wait(min(seconds, _LEFT_SECONDS))
-                finally:
-                    self._num_followers -= 1
-            if not self._leader:  # whoever led may have left it to this caller to go on
-                self._hand_over()
-        return False
+
+        def ends() -> bool:
+            if all_done(operations):
+                if not self._leader:  # whoever led may have left it to this caller to go on
+                    self._hand_over()
+                return True
+            self.check()
+            if not self._leader:
+                self._leader = threading.get_ident()
+                return True
+            if time.monotonic() >= deadline:
+                raise late(self.world, operations)
+            self._check_left(operations)
+            self._callbacks.listen(operations)
+            return False
+
+        while not self._followers.wait_for(ends, min(deadline - time.monotonic(), _LEFT_SECONDS)):
+            pass
+        return self._leader == threading.get_ident()
 
     def _lead(self, operations: Sequence[Operation], deadline: float) -> None:
         while True:
@@ -285,7 +266,7 @@ class Progress:
                     self._hand_over()
                     break
                 self._check_left(operations)
-                self._hear_of(operations)
+                self._callbacks.listen(operations)
             self._call(called)
             seconds = deadline - time.monotonic()
             if seconds <= 0:
@@ -295,17 +276,12 @@ class Progress:
         self._call(called)
 
     def _step_down(self) -> None:
-        """Leaves the lead, if this thread has it, to others."""
+        """Leaves the lead, if this thread has it or was about to take it, to others."""
         with self._lock:
             if self._leader == threading.get_ident():
                 self._leader, self._sleeping = 0, False
+            if not self._leader:
                 self._hand_over()
-
-    def _hear_of(self, operations: Sequence[Operation]) -> None:
-        """Lets operations say that they have ended, whichever call ends them: who waits for them is about to sleep."""
-        for operation in operations:
-            if operation.ready is None:
-                operation.ready = self._ready
 
     def _nap(self, seconds: float) -> None:
         for key, _ in self._naps.select(seconds):
@@ -314,19 +290,14 @@ class Progress:
 
     def _hand_over(self) -> None:
         """Lets another caller, or else the thread, go on with what is left."""
-        if self._num_followers or self._closed:
-            self._changed.notify_all()
-        elif self._then:
+        self._notify_all()
+        if self._callbacks and not self._followers:
             self._wake_thread.ring()
 
     def _ended(self) -> list[Callable[[], None]]:
         """Returns what is to be called for operations that have ended; without the lock."""
-        if self._num_followers:
-            self._changed.notify_all()
-        if not self._ready:
-            return []
-        ready, self._ready[:] = list(self._ready), []
-        return [self._then.pop(operation) for operation in ready if operation in self._then]
+        self._followers.notify_all()
+        return self._callbacks.take()
 
     def _check_left(self, operations: Sequence[Operation]) -> None:
         gone = [operation.peer for operation in operations if operation.peer in self._watch.gone and not operation.done]
@@ -335,15 +306,43 @@ class Progress:
 
     def _fail(self, notice: Notice) -> CommError:
         self.failure = failure = notice.error(self.world)
-        self._changed.notify_all()
+        self._notify_all()
         self._wake_caller.ring()
         return failure
 
+    def _notify_all(self) -> None:
+        self._followers.notify_all()
+        self._listeners.notify_all()
+
+    def _leave(self, timeout_seconds: float) -> None:
+        """Says goodbye, and closes the transport, unless the epoch has ended."""
+        if self.failure is None:
+            self._watch.leave("leaving")
+            self._release(timeout_seconds)
+            self._watch.leave("left")
+            self.failure = closed(self.world)
+
+    def _give_up(self) -> None:
+        """Ends the thread and what sleeps, and closes all that is still open."""
+        with self._lock:
+            self._notify_all()
+            self._wake_thread.ring()
+            self._wake_caller.ring()
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+            self._thread.join()
+        self._listeners.wait_for(lambda: not self._leader, _LEADER_SECONDS)
+        with self._lock:
+            self._release(0.0)
+            for owned in (self._watch, self._naps, self._wake_caller, self._wake_thread):
+                owned.close()
+
     def _release(self, timeout_seconds: float) -> None:
-        if not self._released:
-            self._released = True
-            self._naps.unregister(self._transport.fileno())
-            self._transport.close(timeout_seconds=timeout_seconds)
+        if self._released:
+            return
+        with contextlib.suppress(KeyError):  # an interrupted close has done so
+            self._naps.unregister(self._descriptor)
+        self._transport.close(timeout_seconds=timeout_seconds)
+        self._released = True
 
     def _run(self) -> None:
         try:
@@ -377,13 +376,13 @@ class Progress:
         for notice in self._watch.look(selector):
             if notice.kind in LEAVING:
                 self._left_at = time.monotonic()
-                self._changed.notify_all()
+                self._notify_all()
             elif self.failure is None:
                 self._fail(notice)
 
     def _serve(self, selector: selectors.BaseSelector) -> tuple[list[Callable[[], None]], float]:
         """Moves messages if no caller does. **Returns:** what is to be called, and how long to sleep then."""
-        if self._leader or (self._hurried and not self._then):
+        if self._leader or (self._hurried and not self._callbacks):
             self._hurried = False
             self._follow_seconds = min(2 * self._follow_seconds, _FOLLOW_SECONDS[1])
             with contextlib.suppress(KeyError):

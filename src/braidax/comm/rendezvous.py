@@ -19,7 +19,8 @@ from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.transports.named import make_transport
 from braidax.comm.transports.tcp import TcpTransport
 from braidax.comm.transports.transport import Transport
-from braidax.comm.watch import Watch
+from braidax.comm.waiting import words_of
+from braidax.comm.watch import Notice, Watch
 from braidax.connections.hosts import host_id
 from braidax.connections.listener import Tls
 from braidax.connections.world import World
@@ -96,19 +97,21 @@ def connect(
             with contextlib.suppress(CommError, WaitTimeout):  # the store itself may be what failed
                 scoped.set("failure", f"{type(error).__name__} in rank {rank}: {error}".encode())
             raise
+        progress = Progress(chosen, watch, worlds.transport, spin_seconds=tuning.spin_seconds)
     except BaseException:
         watch.close()
         chosen.close(timeout_seconds=0)
         raise
-    progress = Progress(chosen, watch, worlds.transport, spin_seconds=tuning.spin_seconds)
-    machines = sorted({card.machine for card in cards})
-    hosts = [machines.index(card.machine) for card in cards]
-    group = Group(progress, number=0, ranks=range(size), rank=rank, hosts=hosts)
-    comm = Communicator(group, counters=Counters(), timeout_seconds=_left(deadline))
     try:
+        progress.start()
+        machines = sorted({card.machine for card in cards})
+        hosts = [machines.index(card.machine) for card in cards]
+        group = Group(progress, number=0, ranks=range(size), rank=rank, hosts=hosts)
+        comm = Communicator(group, counters=Counters(), timeout_seconds=_left(deadline))
         comm.barrier()
-    except BaseException:
-        comm.close()
+    except BaseException as error:
+        progress.fail(Notice("aborted", rank, f"connect failed: {words_of(error)}"))
+        progress.close(timeout_seconds=0)
         raise
     comm.timeout_seconds = timeout_seconds
     return comm

@@ -32,6 +32,16 @@ def left(world: World, rank: int) -> PeerLost:
     )
 
 
+def closed(world: World) -> CommError:
+    """Returns the error of calls behind `close`."""
+    return CommError(f"{world.describe(world.rank)}: this communicator is closed; connect again, as the next epoch")
+
+
 def again(error: CommError) -> CommError:
     """Returns an error to raise once more, with a traceback of its own."""
     return type(error)(*error.args)
+
+
+def words_of(error: BaseException) -> str:
+    """Returns what others are told of an error that is none of ours."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -25,6 +25,7 @@ _LENGTH_BYTES = 4
 _MAX_REASON = 4096  # characters
 _MAX_UNSENT_BYTES = 1 << 16  # to a neighbor that reads nothing; beats are left out then
 _READ_BYTES = 1 << 16
+_PROCESS_ENDED = "its process ended"
 _BEAT = (0).to_bytes(_LENGTH_BYTES, "big")
 
 
@@ -204,12 +205,14 @@ class _Neighbor:
             while data := self.connection.recv(_READ_BYTES):
                 self.heard = now
                 self.unread += data
-            self.ended = "its process ended"
+            self.ended = _PROCESS_ENDED
         except WOULD_BLOCK:
             if self.unsent:
                 self.write(b"")
         except OSError as error:
-            self.ended = f"the connection to it broke: {error}"
+            # Inside a host there is nothing between the two: it ended with bytes that it had not read.
+            is_local = isinstance(error, ConnectionResetError) and self.connection.family == socket.AF_UNIX
+            self.ended = _PROCESS_ENDED if is_local else f"the connection to it broke: {error}"
         notices: list[Notice] = []
         while len(self.unread) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self.unread[:_LENGTH_BYTES], "big")

@@ -1,9 +1,8 @@
 """The store of ranks that are threads of one process."""
 
-import threading
-import time
 from typing import final
 
+from braidax.comm.condition import Condition
 from braidax.comm.stores.limits import check_amount, check_value, key_bytes
 from braidax.comm.stores.store import Store, missing
 
@@ -16,7 +15,7 @@ class MemoryStore(Store):
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._values: dict[bytes, bytes] = {}
         self._counters: dict[bytes, int] = {}
 
@@ -26,25 +25,20 @@ class MemoryStore(Store):
 
     def set(self, key: str, value: bytes) -> None:
         check_value(key, value)
-        with self._changed:
+        with self._changed.lock:
             self._values[key_bytes(key)] = value
             self._changed.notify_all()
 
     def get(self, key: str, *, timeout_seconds: float) -> bytes:
         name = key_bytes(key)
-        deadline = time.monotonic() + timeout_seconds
-        with self._changed:
-            while name not in self._values:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise missing(key, self.address, timeout_seconds)
-                self._changed.wait(left)
-            return self._values[name]
+        if not self._changed.wait_for(lambda: name in self._values, timeout_seconds):
+            raise missing(key, self.address, timeout_seconds)
+        return self._values[name]
 
     def add(self, key: str, amount: int) -> int:
         check_amount(amount)
         name = key_bytes(key)
-        with self._changed:
+        with self._changed.lock:
             self._counters[name] = self._counters.get(name, 0) + amount
             return self._counters[name]
 

@@ -38,7 +38,9 @@ class Bell:
         return self._heard
 
     def close(self) -> None:
-        """Gives up the descriptors; not twice. Ringing does nothing then."""
-        os.close(self._heard)
-        os.close(self._rung)
-        self._heard = self._rung = -1  # the numbers may soon be another file's
+        """Gives up the descriptors; a second call does nothing. Ringing does nothing then."""
+        for name in ("_heard", "_rung"):
+            descriptor: int = getattr(self, name)
+            setattr(self, name, -1)  # first: the number may soon be another file's
+            if descriptor >= 0:
+                os.close(descriptor)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from braidax.comm.condition import Condition
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.matching import Matching
 from braidax.comm.transports.transport import Buffer, Operation, Transport, too_long
@@ -23,7 +24,7 @@ class Hub:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._seats: dict[bytes, _Seat] = {}
         self._num_seats = 0
         self._cuts: set[frozenset[int]] = set()
@@ -33,7 +34,7 @@ class Hub:
 
         **Raises:** `ArgumentError` for a rank that is not connected.
         """
-        with self._changed:
+        with self._changed.lock:
             seat = self._seat(rank)
             seat.die()
             self._tell(seat, "it was killed")
@@ -43,7 +44,7 @@ class Hub:
 
         **Raises:** `ArgumentError` for a rank that is not connected.
         """
-        with self._changed:
+        with self._changed.lock:
             for one in (rank, other):
                 self._seat(one)
             self._cuts.add(frozenset((rank, other)))
@@ -54,7 +55,7 @@ class Hub:
 
     def enter(self) -> "_Seat":
         """Returns a new seat, which peers find by its address."""
-        with self._changed:
+        with self._changed.lock:
             seat = _Seat(b"in-process %d" % self._num_seats)
             self._num_seats += 1
             self._seats[seat.address] = seat
@@ -62,18 +63,16 @@ class Hub:
 
     def meet(self, seat: "_Seat", world: World, timeout_seconds: float) -> list["_Seat"]:
         """Waits until all ranks of a world are seated, and returns their seats."""
-        deadline = time.monotonic() + timeout_seconds
-        with self._changed:
+        with self._changed.lock:
             seat.world = world
             self._changed.notify_all()
-            while missing := [rank for rank, address in enumerate(world.addresses) if not self._is_seated(address)]:
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    raise unreached(world, missing, timeout_seconds)
-            return [self._seats[address] for address in world.addresses]
+        if not self._changed.wait_for(lambda: not self._missing(world), timeout_seconds):
+            raise unreached(world, self._missing(world), timeout_seconds)
+        return [self._seats[address] for address in world.addresses]
 
     def leave(self, seat: "_Seat") -> None:
         """Tells all others that a rank is gone."""
-        with self._changed:
+        with self._changed.lock:
             self._tell(seat, "it closed its communicator")
             seat.close()
 
@@ -82,6 +81,9 @@ class Hub:
             for address in seat.world.addresses:
                 if address in self._seats:
                     self._seats[address].put(_Gone(seat.world.rank, how))
+
+    def _missing(self, world: World) -> list[int]:
+        return [rank for rank, address in enumerate(world.addresses) if not self._is_seated(address)]
 
     def _is_seated(self, address: bytes) -> bool:
         return (seat := self._seats.get(address)) is not None and seat.world is not None

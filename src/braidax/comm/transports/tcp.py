@@ -342,8 +342,8 @@ class TcpTransport(Transport):
 
     def _drop(self, link: Link) -> None:
         if link.watched:
+            link.watched = 0  # first: an interrupted close is begun again
             self._selector.unregister(link.connection)
-            link.watched = 0
         self._buffered.discard(link)
         link.connection.close()
         link.outgoing.clear()
