@@ -112,6 +112,8 @@ def test_a_rank_that_closes_delivers_first(monkeypatch: pytest.MonkeyPatch) -> N
         Progress(each, watch, World(rank, (b"", b""), ("a", "b"), b""), spin_seconds=0)
         for rank, (each, watch) in enumerate(zip((transport, Slow()), watches, strict=True))
     )
+    receiver.start()
+    sender.start()
     errors = list[Exception]()
     operation, never = (receiver.receive(1, 0, memoryview(bytearray())) for _ in range(2))
 
