@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import sys
+import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -39,24 +41,52 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
         if _has_shapes(decorated.__module__):
             return _with_shapes(decorated, typechecker=typechecker)
         if not isinstance(decorated, type):
-            return _switched(decorated, typechecker(decorated))
+            return _switched(decorated, typechecker)
         if dataclasses.is_dataclass(decorated) and "__init__" in vars(decorated):
-            decorated.__init__ = _switched(decorated.__init__, typechecker(decorated.__init__))
+            decorated.__init__ = _switched(decorated.__init__, typechecker)
         return decorated
 
     return decorate
 
 
-def _switched(function: Callable[..., Any], checks: Callable[..., Any]) -> Callable[..., Any]:
+def _switched(function: Callable[..., Any], typechecker: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that is checked, unless jaxtyping's switch is off: the fixture `unchecked`."""
+    hints = dict(function.__annotations__)  # beartype puts others in their place
+    checks = typechecker(function)
+    is_resolved = not any(isinstance(hint, str) for hint in hints.values())
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        nonlocal checks, is_resolved
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **options)
+        if not is_resolved:  # now that its module has been imported
+            known = {name: hint if _is_known(hint, function) else Any for name, hint in hints.items()}
+            if known != hints:
+                checks = typechecker(_annotated(function, known))
+            is_resolved = True
         return checks(*args, **options)
 
     return call
+
+
+def _is_known(hint: Any, function: Callable[..., Any]) -> bool:
+    """Says whether all names in an annotation are there, and none was imported for type checkers only."""
+    try:
+        typing.get_type_hints(types.SimpleNamespace(__annotations__={"hint": hint}), function.__globals__)
+    except NameError:
+        return False
+    return True
+
+
+def _annotated(function: Any, hints: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a copy of a function with other annotations."""
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, hints
+    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
+    return copy
 
 
 @functools.cache

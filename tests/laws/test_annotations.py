@@ -1,10 +1,12 @@
 """Annotations: each can be checked at run time, and is, in every test."""
 
 import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from braidax.cli.tasks import make_task
 from braidax.data.transforms.images.kernels import resize
 from braidax.errors import import_extra
 from tests import annotations
@@ -26,6 +28,15 @@ def test_annotations_are_checked() -> None:
 def test_shapes_are_checked_across_arguments() -> None:
     with pytest.raises(Exception, match="Expected type: <class 'UInt8\\[ndarray, 'm h2 w2 c'\\]'>"):
         resize(np.zeros((2, 4, 4, 3), np.uint8), np.zeros((2, 2, 2, 1), np.uint8))
+
+
+def test_what_is_imported_for_type_checkers_only_is_not_checked_and_the_rest_is(tmp_path: Path) -> None:
+    task = make_task(
+        "digits", tmp_path / "out", path=None, preset=None, image_size=None
+    )  # its annotation is such a name
+    assert type(task).__name__ == "Task"
+    with pytest.raises(Exception, match="violates type hint"):
+        make_task(3, tmp_path / "out", path=None, preset=None, image_size=None)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("unchecked")
