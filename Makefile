@@ -16,8 +16,8 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 nightly: .venv/stamp-test  ## The tests marked slow, and the oracles without the compiler's shortcuts.
-	$(BIN)/python -m pytest -m slow --session-timeout 14400
-	BRAIDAX_TESTS_COMPILE=fully $(BIN)/python -m pytest -n 2 --dist loadfile --session-timeout 14400 tests/parallel tests/program tests/tasks
+	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400
+	BRAIDAX_TESTS_COMPILE=fully $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 900 --session-timeout 14400 tests/parallel tests/program tests/tasks
 
 bench: .venv/stamp-bench .venv-streaming/stamp .venv-torchrec/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS) $(FALLEN)

@@ -57,10 +57,10 @@ class SuiteTime:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints a line for all folders, and one for each that took too long."""
-        if sum(self._seconds.values()) < 60:
-            return
-        taken = ", ".join(f"{folder} {seconds:.0f}" for folder, seconds in self._seconds.most_common())
-        terminalreporter.write_line(f"seconds of tests, by folder: {taken}")
-        for words in over_budget(self._seconds):
+        """Prints a line for all folders of a long run, and one for each that took too long."""
+        is_long = sum(self._seconds.values()) >= 60
+        if is_long:
+            taken = ", ".join(f"{folder} {seconds:.0f}" for folder, seconds in self._seconds.most_common())
+            terminalreporter.write_line(f"seconds of tests, by folder: {taken}")
+        for words in over_budget(self._seconds) if is_long or self._is_judged else ():
             terminalreporter.write_line(words, red=True)

@@ -163,17 +163,8 @@ class Rows:
         return np.array(self._array[index])
 
 
-class Gathered:
+class Gathered(Rows):
     """The rows of an array, a batch at once: a data set for torch, whose collate function is `as_it_is`."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self._array = array
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def __getitem__(self, index: int) -> NDArray[Any]:
-        return np.array(self._array[index])
 
     def __getitems__(self, indices: list[int]) -> NDArray[Any]:
         return np.take(self._array, indices, axis=0)

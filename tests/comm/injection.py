@@ -230,7 +230,7 @@ def trial(name: str, transport: str, injection: Injection, late_seconds: float) 
         try:
             comm = connect(store, rank=rank, size=2, transport=chosen[rank], timeout_seconds=LIMIT_SECONDS)
             (other if rank else first)(comm)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001 (it is told to who runs this)
             told[rank] = error
         finally:
             if comm is not None:

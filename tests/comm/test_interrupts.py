@@ -202,7 +202,8 @@ def test_ctrl_c_at_any_place_of_a_condition_leaves_its_lock_free() -> None:
     """`threading.Condition` leaves it locked for ever, or gives back the lock that another thread holds."""
 
     def wait(injection: Injection) -> None:
-        condition = Condition()
+        lock = threading.Lock()
+        condition = Condition(lock)
         looked = 0
 
         def holds() -> bool:
@@ -216,7 +217,7 @@ def test_ctrl_c_at_any_place_of_a_condition_leaves_its_lock_free() -> None:
                     pass
         except KeyboardInterrupt:
             assert injection.is_done
-        assert condition.lock.acquire(blocking=False)  # type: ignore[attr-defined]
+        assert lock.acquire(blocking=False)
         assert len(condition) == 0
 
     whole = Injection()

@@ -14,6 +14,7 @@ from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.watch import Watch
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
+from tests.comm.watches import two_watches
 
 LIMIT_SECONDS = 30.0
 LAG_SECONDS = 0.08  # of a wakeup, on a machine that has more to do
@@ -76,23 +77,6 @@ def progress(transport: ByHand) -> Iterator[Progress]:
     progress.start()
     yield progress
     progress.close(timeout_seconds=0)
-
-
-def two_watches() -> list[Watch]:
-    """Returns those of two ranks, connected."""
-    watches = [Watch(peer_timeout_seconds=60) for _ in range(2)]
-    addresses = tuple(watch.address for watch in watches)
-    threads = [
-        threading.Thread(
-            target=watch.connect, args=(World(rank, addresses, ("a", "b"), b"x" * 32),), kwargs={"timeout_seconds": 20}
-        )
-        for rank, watch in enumerate(watches)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_SECONDS)
-    return watches
 
 
 def test_a_rank_that_closes_delivers_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,33 +2,12 @@
 
 import socket
 import sys
-import threading
 
 import pytest
 
-from braidax.comm.watch import Notice, Watch
+from braidax.comm.watch import Notice
 from braidax.connections.hosts import ADDRESS, LOOPBACK
-from braidax.connections.world import World
-
-LIMIT_SECONDS = 30.0
-
-
-def connected() -> list[Watch]:
-    watches = [Watch(peer_timeout_seconds=60) for _ in range(2)]
-    addresses = [watch.address for watch in watches]
-    threads = [
-        threading.Thread(
-            target=watch.connect,
-            args=(World(rank, addresses, ("a", "b"), b"0123456789abcdef"),),
-            kwargs={"timeout_seconds": 30},
-        )
-        for rank, watch in enumerate(watches)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_SECONDS)
-    return watches
+from tests.comm.watches import LIMIT_SECONDS, two_watches
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="inside a host ranks connect through TCP elsewhere")
@@ -40,7 +19,7 @@ def test_an_end_with_unread_bytes(address: str | None, words: str, monkeypatch: 
     """The kernel says the same of a process that ends with unread bytes and of a connection that was cut on the way."""
     if address is not None:
         monkeypatch.setenv(ADDRESS, address)
-    watches = connected()
+    watches = two_watches()
     try:
         watches[0].tell(Notice("left", 0, "it is not read"))
         ended = watches[1]._neighbors[0].connection

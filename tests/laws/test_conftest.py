@@ -28,13 +28,13 @@ def test_it(options):
 """
 
 
-def run_pytest(folder: Path, *, ci: str) -> str:
-    """Runs pytest on a folder with our conftest and configuration, and returns its closing line."""
+def run_pytest(folder: Path, *, ci: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Runs pytest on a folder with our conftest and configuration."""
     text = (ROOT / "tests" / "conftest.py").read_text().replace("THREAD_SECONDS = 10.0", "THREAD_SECONDS = 0.1")
     (folder / "conftest.py").write_text(text)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "."],
         cwd=folder,
         env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -42,7 +42,11 @@ def run_pytest(folder: Path, *, ci: str) -> str:
         timeout=120,
         check=False,
     )
-    return result.stdout.strip().splitlines()[-1].partition(" in ")[0]
+
+
+def closing_line(folder: Path, *, ci: str) -> str:
+    """Runs it, and returns its closing line."""
+    return run_pytest(folder, ci=ci).stdout.strip().splitlines()[-1].partition(" in ")[0]
 
 
 @pytest.fixture
@@ -54,19 +58,30 @@ def skips(tmp_path: Path) -> Path:
 
 
 def test_on_the_machine_of_a_user_a_skip_is_a_skip(skips: Path) -> None:
-    assert run_pytest(skips, ci="") == "3 skipped, 1 deselected, 1 xfailed"
+    assert closing_line(skips, ci="") == "3 skipped, 1 deselected, 1 xfailed"
 
 
 def test_in_ci_a_skip_is_a_failure(skips: Path) -> None:
-    assert run_pytest(skips, ci="true") == "1 deselected, 1 error"
+    assert closing_line(skips, ci="true") == "1 deselected, 1 error"
     (skips / "test_two.py").unlink()
-    assert run_pytest(skips, ci="true") == "1 failed, 1 deselected, 1 xfailed, 1 error"
+    assert closing_line(skips, ci="true") == "1 failed, 1 deselected, 1 xfailed, 1 error"
 
 
 def test_a_leaked_thread_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "test_leak.py").write_text(LEAK)
-    assert run_pytest(tmp_path, ci="") == "3 passed, 2 errors"
+    assert closing_line(tmp_path, ci="") == "3 passed, 2 errors"
 
 
 def test_there_are_8_devices() -> None:
     assert jax.device_count("cpu") == 8
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "1")])
+def test_in_ci_a_folder_that_takes_too_long_fails_the_run(tmp_path: Path, options: tuple[str, ...]) -> None:
+    folder = tmp_path / "tests" / "without_a_budget"
+    folder.mkdir(parents=True)
+    (folder / "test_it.py").write_text("def test_it(): ...\n")
+    done = run_pytest(tmp_path, ci="true", options=options)
+    assert (done.returncode, "1 passed" in done.stdout) == (1, True), done.stdout
+    assert "tests/without_a_budget took 0 s: at most 2 times its budget of 0 s" in done.stdout
+    assert run_pytest(tmp_path, ci="", options=options).returncode == 0
