@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from braidax.errors import ArgumentError
 
@@ -90,6 +90,13 @@ class Trace:
             _inner_seconds.reset(outside)
             _active.reset(token)
 
+    def timed(self, lane: str, name: str, *, num_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Records the time that the `with` block takes here, whichever trace is active; spans inside it are not taken off.
+
+        **Arguments:** as for `span`.
+        """
+        return _Timed(self, lane, name, num_bytes)
+
     def save(self, path: str | Path) -> None:
         """Writes the kept spans as Chrome trace events, which ui.perfetto.dev opens: a track per lane and thread.
 
@@ -129,6 +136,23 @@ class Trace:
             }
             names += [{"ph": "M", "pid": 1, "tid": track, "name": name, "args": args} for name, args in about.items()]
         Path(path).write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
+
+
+@final
+class _Timed(contextlib.AbstractContextManager[None]):
+    """A `with` block whose time is recorded; a generator would take as long as a small message."""
+
+    def __init__(self, trace: Trace, lane: str, name: str, num_bytes: int) -> None:
+        self._trace, self._lane, self._name, self._num_bytes = trace, lane, name, num_bytes
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._start
+        thread = threading.current_thread().name
+        self._trace.record(Span(self._lane, self._name, thread, self._start, seconds, self._num_bytes))
 
 
 @contextlib.contextmanager

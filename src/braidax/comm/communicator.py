@@ -19,7 +19,7 @@ from braidax.comm.starting import Starting
 from braidax.comm.transports.transport import Operation
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
-from braidax.spans import Trace, span
+from braidax.spans import Trace
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
@@ -252,7 +252,7 @@ class Communicator:
     def _run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
         """Runs an algorithm here. **Arguments:** `begin`: returns it, given the arguments."""
         try:
-            with self.trace.active(), span("comm", name, num_bytes=num_bytes):
+            with self.trace.timed("comm", name, num_bytes=num_bytes):
                 return run(self._progress, begin(*arguments), time.monotonic() + self.timeout_seconds)
         except BaseException as error:
             self._group.failed(name, error, self.timeout_seconds)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, final
 
 import numpy as np
@@ -50,6 +50,7 @@ class Group:
         self.hosts = hosts
         self.unheard: deque[Opening] = deque()
         self._num_collectives = 0
+        self._under = lru_cache(256)(partial(GroupMessages, progress, ranks, rank, hosts=hosts))  # a tag
 
     def send(self, value: Value, dest: int, tag: int) -> Steps[None]:
         """Returns the algorithm of `Communicator.send`."""
@@ -146,7 +147,7 @@ class Group:
 
     def _point(self, peer: int, name: str, tag: int) -> GroupMessages:
         self.check_rank(peer, name)
-        return GroupMessages(self.progress, self.ranks, self.rank, self._tag(POINT_TO_POINT, tag), self.hosts)
+        return self._under(self._tag(POINT_TO_POINT, tag))
 
     def _next(self, head: bytes) -> GroupMessages:
         """Returns the messages of the next collective. **Arguments:** `head`: what this rank brings to it."""

@@ -8,10 +8,13 @@ of head and body, a number, and the head and the body as far as there is room fo
 as one message, which is known by the number.
 """
 
+import ctypes
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import ml_dtypes
@@ -29,6 +32,7 @@ ALIGNMENT = 64
 """Bytes: as Arrow wants its buffers, and vector instructions theirs."""
 
 _LENGTHS = struct.Struct("<QQQ")  # of head and body; the number of the second message
+_SHORT_BYTES = 256  # of heads that are remembered
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -41,7 +45,7 @@ class Head:
     dtype: Any = None
     shape: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def begins(self) -> list[int]:
         """Where each part begins in the body, and where the body ends."""
         if len(self.lengths) == 1:
@@ -51,6 +55,16 @@ class Head:
             position = _rounded_up(position + length)
             begins.append(position)
         return [*begins, position + self.lengths[-1]] if self.lengths else begins
+
+    @cached_property
+    def about(self) -> bytes:
+        """What stands for this in a message."""
+        return json.dumps([self.form, self.dtype, self.shape, self.lengths]).encode()
+
+    @cached_property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Of an array. **Raises:** what NumPy and ml_dtypes raise for one that they do not know."""
+        return _dtype(self.dtype)
 
 
 def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
@@ -67,12 +81,17 @@ def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
                 f"{name}= has dtype={array.dtype}: expected numbers or bytes; Python objects do not travel"
             )
         buffer = bytes_of(array)
-        return Head((len(buffer),), "array", _dtype_name(array.dtype), array.shape), [buffer]
+        return _head_of_array(array.dtype, array.shape), [buffer]
     if isinstance(value, list | tuple):
         listed = [_buffer(part, f"{name}[{index}]") for index, part in enumerate(cast("Sequence[Any]", value))]
         return Head(tuple(map(len, listed)), "buffers"), listed
     buffer = _buffer(value, name)
     return Head((len(buffer),), "buffer"), [buffer]
+
+
+@lru_cache(1024)
+def _head_of_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Head:
+    return Head((math.prod(shape) * dtype.itemsize,), "array", _dtype_name(dtype), shape)
 
 
 def bytes_of(array: NDArray[Any]) -> Buffer:
@@ -96,7 +115,7 @@ class Parcel:
 def pack(value: Value, number: int = 0) -> Parcel:
     """Returns the messages of a value. **Arguments:** `number`: of the second one. **Raises:** as `parts_of`."""
     head, parts = parts_of(value)
-    about = json.dumps([head.form, head.dtype, head.shape, head.lengths]).encode()
+    about = head.about
     num_bytes = head.begins[-1]
     lengths = _LENGTHS.pack(len(about), num_bytes, number)
     body = _spaced(parts)
@@ -161,11 +180,17 @@ class Unpacking:
         return value_of(head, _aligned(self.first[start + self._head_bytes :]))
 
 
+@lru_cache(1024)
+def _parsed(about: bytes) -> Head:
+    form, dtype, shape, lengths = json.loads(about)
+    return Head(tuple(lengths), form, dtype, tuple(shape))
+
+
 def _head(data: NDArray[np.uint8], num_bytes: int) -> Head:
     """Returns the head of a body of so many bytes."""
+    about = data.tobytes()
     try:
-        form, dtype, shape, lengths = json.loads(data.tobytes())
-        head = Head(tuple(lengths), form, dtype, tuple(shape))
+        head = _parsed(about) if len(about) <= _SHORT_BYTES else _parsed.__wrapped__(about)
         fits = head.begins[-1] == num_bytes and all(length >= 0 for length in head.lengths)
     except (ValueError, TypeError) as error:
         raise _no_value(f"a head of {len(data):,} bytes that says nothing ({error})") from error
@@ -194,7 +219,7 @@ def value_of(head: Head, data: NDArray[np.uint8]) -> Value:
     """
     if head.form == "array":
         try:
-            dtype = _dtype(head.dtype)
+            dtype = head.numpy_dtype
             return data.view(dtype).reshape(head.shape) if dtype.itemsize else np.empty(head.shape, dtype)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError, SyntaxError) as error:
             raise CommError(
@@ -210,7 +235,7 @@ def value_of(head: Head, data: NDArray[np.uint8]) -> Value:
 def empty(num_bytes: int) -> NDArray[np.uint8]:
     """Returns memory for a message, which begins at a multiple of `ALIGNMENT`."""
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    begin = -memory.__array_interface__["data"][0] % ALIGNMENT
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % ALIGNMENT
     return memory[begin : begin + num_bytes]
 
 
