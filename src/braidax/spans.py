@@ -91,9 +91,9 @@ class Trace:
             _active.reset(token)
 
     def timed(self, lane: str, name: str, *, num_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Records the time that the `with` block takes here, whichever trace is active; spans inside it are not taken off.
+        """Records the time that the `with` block takes here, whichever trace is active.
 
-        **Arguments:** as for `span`.
+        **Arguments:** as for `span`; the time of spans inside it is not taken off.
         """
         return _Timed(self, lane, name, num_bytes)
 

@@ -14,7 +14,7 @@ import pytest
 
 from braidax.comm import Communicator
 from braidax.comm.condition import Condition
-from braidax.comm.transports import tcp
+from braidax.comm.transports import tcp_link
 from braidax.errors import Aborted, ArgumentError, CommError
 from tests.comm.injection import CALLS, Injection
 from tests.comm.ranks import outcomes
@@ -102,7 +102,7 @@ def test_no_collective_meets_an_earlier_one_of_others() -> None:
 
 def test_an_interrupt_amid_a_tcp_message_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between the kernel's taking bytes and our noting it: they were sent twice, and no message came after."""
-    write, victim = tcp.write_some, list[int]()
+    write, victim = tcp_link.write_some, list[int]()
 
     def interrupted(connection: Any, parts: list[Any]) -> int:
         count = write(connection, parts)
@@ -111,7 +111,7 @@ def test_an_interrupt_amid_a_tcp_message_ends_the_epoch(monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         return count
 
-    monkeypatch.setattr(tcp, "write_some", interrupted)
+    monkeypatch.setattr(tcp_link, "write_some", interrupted)
 
     def talk(comm: Communicator) -> Any:
         if comm.rank == 0:

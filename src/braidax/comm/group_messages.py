@@ -29,7 +29,7 @@ _KIND_BITS = 32  # the lower ones of a tag: kind and number
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class GroupMessages:
     """Sends to and receives from the ranks of a group, under one tag.
 
@@ -37,6 +37,8 @@ class GroupMessages:
     in the group. `tag`: see `tag_of`. `hosts`: a number for each member's host, the same for ranks on the same one.
     `brings`: what this member brings to the collective, `HEAD_BYTES` from `head_of`; nothing point to point.
     `unheard`: openings of the group's earlier collectives that this member has not heard yet.
+
+    **Fields:** the arguments. `size`: the number of members.
     """
 
     progress: Progress
@@ -46,11 +48,10 @@ class GroupMessages:
     hosts: Sequence[int]
     brings: bytes = b""
     unheard: deque[Any] = field(default_factory=deque)
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """The number of members."""
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        self.size = len(self.ranks)
 
     def send(self, peer: int, *buffers: Buffer) -> Operation:
         """Begins to send the concatenation of buffers to a member."""

@@ -58,6 +58,9 @@ class Progress:
         self._leader = 0  # the thread of the caller that moves messages, if one does
         self._sleeping = False  # whether that caller sleeps
         self._hurried = False  # whether a caller moved messages lately
+        self._num_leads = 0  # how often a caller began to move messages
+        self._seen_lead = 0  # of these the one that the thread saw last
+        self._resting = False  # whether the thread sleeps until that one has ended
         self._released = False  # whether the transport is closed
         self._callbacks = Callbacks()
         self._numbers = itertools.count()
@@ -175,17 +178,19 @@ class Progress:
     def _begin_now(self, begin: Callable[..., None], peer: int, tag: int, data: Any) -> Operation:
         operation = Operation(peer)
         called: Sequence[Callable[[], None]] = ()
+        ready = self._callbacks.ready
         with self._lock:
             if self.failure is not None:
                 raise again(self.failure)
             try:
                 begin(peer, tag, data, operation)
                 self._hurried = True
-                if operation.done and not self._callbacks.ready:
+                if operation.done and not ready:
                     return operation
                 if not self._leader:  # saves a short wait the change of leaders
                     self._poll(0.0 if operation.done else self._spin_seconds)
-                    called = self._ended() if self._callbacks.ready or self._followers else ()
+                    if ready or self._followers:
+                        called = self._ended()
                 elif self._sleeping:
                     self._wake_caller.ring()
             except (TypeError, ValueError, BufferError):  # of a buffer that the transport does not take
@@ -193,7 +198,8 @@ class Progress:
             except BaseException as error:
                 self._break(error)
                 raise
-        self._call(called)
+        if called:
+            self._call(called)
         return operation
 
     def _call(self, called: Sequence[Callable[[], None]]) -> None:
@@ -230,6 +236,10 @@ class Progress:
 
     def _takes_the_lead(self, operations: Sequence[Operation], deadline: float) -> bool:
         """Sleeps while another caller moves messages. **Returns:** False when the operations have ended meanwhile."""
+        with self._lock:
+            if self.failure is None and not self._leader and not all_done(operations):
+                self._take_the_lead()
+                return True
 
         def ends() -> bool:
             if all_done(operations):
@@ -238,7 +248,7 @@ class Progress:
                 return True
             self.check()
             if not self._leader:
-                self._leader = threading.get_ident()
+                self._take_the_lead()
                 return True
             if time.monotonic() >= deadline:
                 raise late(self.world, operations)
@@ -250,6 +260,10 @@ class Progress:
             pass
         return self._leader == threading.get_ident()
 
+    def _take_the_lead(self) -> None:
+        self._leader = threading.get_ident()
+        self._num_leads += 1
+
     def _lead(self, operations: Sequence[Operation], deadline: float) -> None:
         while True:
             with self._lock:
@@ -257,11 +271,12 @@ class Progress:
                 try:
                     self._poll(self._spin_seconds)
                     called = self._ended()
-                    self._sleeping = not all_done(operations) and self._transport.arm() and not called
+                    done = all_done(operations)
+                    self._sleeping = not done and self._transport.arm() and not called
                 except BaseException as error:
                     self._break(error)
                     raise
-                if all_done(operations):
+                if done:
                     self._leader = 0
                     self._hand_over()
                     break
@@ -291,7 +306,8 @@ class Progress:
     def _hand_over(self) -> None:
         """Lets another caller, or else the thread, go on with what is left."""
         self._notify_all()
-        if self._callbacks and not self._followers:
+        if self._resting or (self._callbacks and not self._followers):
+            self._resting = False
             self._wake_thread.ring()
 
     def _ended(self) -> list[Callable[[], None]]:
@@ -384,10 +400,13 @@ class Progress:
         """Moves messages if no caller does. **Returns:** what is to be called, and how long to sleep then."""
         if self._leader or (self._hurried and not self._callbacks):
             self._hurried = False
+            self._resting = bool(self._leader) and self._seen_lead == self._num_leads
+            self._seen_lead = self._num_leads
             self._follow_seconds = min(2 * self._follow_seconds, _FOLLOW_SECONDS[1])
             with contextlib.suppress(KeyError):
                 selector.unregister(self._transport.fileno())
-            return [], min(self._watch.pause_seconds, self._follow_seconds)
+            pause = self._watch.pause_seconds
+            return [], pause if self._resting else min(pause, self._follow_seconds)
         self._follow_seconds = _FOLLOW_SECONDS[0]
         with contextlib.suppress(KeyError):  # it is registered
             selector.register(self._transport.fileno(), selectors.EVENT_READ)

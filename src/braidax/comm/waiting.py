@@ -9,7 +9,7 @@ from braidax.errors import CommError, PeerLost, WaitTimeout
 
 def all_done(operations: Sequence[Operation]) -> bool:
     """Returns whether all operations have ended."""
-    for operation in operations:  # twice as quick as all(): it is asked several times a message
+    for operation in operations:  # noqa: SIM110 (twice as quick as all(), and asked several times a message)
         if not operation.done:
             return False
     return True

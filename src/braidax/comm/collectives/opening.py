@@ -38,18 +38,19 @@ class Opening:
     def __init__(self, messages: GroupMessages, payload: Sequence[Buffer] = ()) -> None:
         self._messages = messages
         self._place = place_of(messages)
+        first = memoryview(b"".join((messages.brings, *payload)))
         self._received = messages.receive((messages.rank - 1) % messages.size, self._place.data)
-        self.sent = messages.send(
-            (messages.rank + 1) % messages.size, memoryview(b"".join((messages.brings, *payload)))
-        )
+        self.sent = messages.send((messages.rank + 1) % messages.size, first)
 
     def heard(self) -> Steps[NDArray[np.uint8]]:
         """Returns what the member before has sent with it, having heard it in all earlier collectives.
 
         **Raises:** `CommError` when it does not bring the same.
         """
-        yield from hear(self._messages.unheard)
-        return (yield from self.heard_alone())
+        if self._messages.unheard:
+            yield from hear(self._messages.unheard)
+        yield [self._received]
+        return self._messages.check_brings(self._received, self._place)
 
     def heard_alone(self) -> Steps[NDArray[np.uint8]]:
         """Returns, Raises: as `heard`, of this collective only."""

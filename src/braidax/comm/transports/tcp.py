@@ -1,11 +1,12 @@
 """Messages over TCP sockets: one for each pair of ranks, both ways."""
 
+import os
 import selectors
 import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from braidax.comm.transports.tcp_link import (
@@ -17,13 +18,13 @@ from braidax.comm.transports.tcp_link import (
     OFFER,
     REST,
     ROOM,
+    STAGE_BYTES,
     WHOLE,
     Link,
     Message,
     Outgoing,
     Posted,
     charge_of,
-    write_some,
 )
 from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, too_long
 from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
@@ -32,6 +33,7 @@ from braidax.errors import PeerLost
 
 _SMALL_BYTES = 1 << 16  # a message that is kept at once
 _OWED_BYTES = KEEP_BYTES // 2  # of room that is given back in a frame of its own
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 _NOTHING = memoryview(b"")
 _CLOSED = "it closed its communicator"
 _TURN_BYTES = 1 << 22  # read from one peer before others have their turn
@@ -112,12 +114,23 @@ class TcpTransport(Transport):
     def poll(self, spin_seconds: float) -> None:
         for link in list(self._buffered):
             self._read(link)
-        for key, events in self._selector.select(0):
+        for key, events in self._ready(spin_seconds):
             link: Link = key.data
             if events & selectors.EVENT_WRITE:
                 self._write(link)
             if events & selectors.EVENT_READ and not link.paused and link.lost is None:
                 self._read(link)
+
+    def _ready(self, spin_seconds: float) -> Sequence[tuple[selectors.SelectorKey, int]]:
+        """Returns the connections of which there is news."""
+        ready = self._selector.select(0)
+        if ready or not spin_seconds or self._buffered:
+            return ready
+        deadline = time.monotonic() + spin_seconds
+        while not ready and time.monotonic() < deadline:
+            _give_way()  # what is waited for may have to run on this core
+            ready = self._selector.select(0)
+        return ready
 
     def arm(self) -> bool:
         return not self._buffered
@@ -193,8 +206,7 @@ class TcpTransport(Transport):
         try:
             while link.outgoing:
                 first = link.outgoing[0]
-                first.cut(write_some(link.connection, first.parts))
-                if not first.parts:
+                if first.write(link.connection):
                     link.outgoing.popleft()
                     if first.operation is not None:
                         first.operation.finish()
@@ -224,7 +236,7 @@ class TcpTransport(Transport):
 
     def _read(self, link: Link) -> None:
         """Reads what has come, but not for ever: others have their turn."""
-        budget = _TURN_BYTES
+        budget, is_drained = _TURN_BYTES, False
         self._buffered.discard(link)
         try:
             while budget > 0 and not link.paused and link.lost is None:
@@ -232,8 +244,11 @@ class TcpTransport(Transport):
                     budget -= self._read_body(link, link.message)
                 elif link.end - link.begin >= FRAME.size:
                     self._read_header(link)
+                elif is_drained:
+                    break
                 else:
                     budget -= self._fill(link)
+                    is_drained = link.end < STAGE_BYTES and not isinstance(link.connection, ssl.SSLSocket)
         except WOULD_BLOCK:
             pass
         except OSError as error:
@@ -287,11 +302,28 @@ class TcpTransport(Transport):
             raise OSError(f"it sent {inside:,} of {num_bytes:,} bytes, for which it was given no room")
         posted = link.posted.get(tag)
         has_place = posted is not None and len(posted[0].buffer) >= num_bytes
+        if has_place and kind == WHOLE and inside <= link.end - link.begin:  # a small message
+            self._end_small(link, tag, inside)
+            return
         buffer = _NOTHING if has_place else memoryview(bytearray(inside))
         message = Message(tag, num_bytes, buffer, number if kind == OFFER else None, charge)
         if inside:
             link.message, link.missing = message, inside
         self._arrive(link, message)
+
+    def _end_small(self, link: Link, tag: int, num_bytes: int) -> None:
+        """Gives a message that has been read whole to the receive that waits for it."""
+        posted = link.posted[tag]
+        first = posted.popleft()
+        if not posted:
+            del link.posted[tag]
+        end = link.begin + num_bytes
+        first.buffer[:num_bytes] = link.stage[link.begin : end]
+        link.begin = end
+        link.owed += charge_of(WHOLE, num_bytes)
+        first.operation.finish(num_bytes)
+        if link.owed >= _OWED_BYTES:
+            self._put_first(link, ROOM)
 
     def _read_body(self, link: Link, message: Message) -> int:
         staged = min(link.end - link.begin, link.missing)

@@ -31,6 +31,7 @@ KIND_SHIFT = 56
 _OFFER_BYTES = KEEP_BYTES // 4 * 3  # of an offered message: it fills the time until the receiver asks, others have room
 _LINE_BYTES = 64  # of a cache
 _REST_BYTES = 1 << 24  # of a frame, between two of which the peer can be asked for something
+_JOINED_BYTES = 1 << 12  # of a message that is copied, as one part is handed over quicker than two
 _MAX_PARTS = 512  # buffers handed to the kernel in one call
 
 
@@ -50,18 +51,21 @@ class Outgoing:
     operation: Operation | None = None
     is_begun: bool = False
 
-    def cut(self, num_bytes: int) -> None:
-        """Forgets what the kernel has taken."""
+    def write(self, connection: socket.socket) -> bool:
+        """Gives the kernel what it takes now. **Returns:** whether that was the rest."""
+        parts = self.parts
+        num_bytes = write_some(connection, parts)
         self.is_begun = True
         done = 0
-        for part in self.parts:
+        for part in parts:
             if num_bytes < len(part):
                 break
             num_bytes -= len(part)
             done += 1
-        del self.parts[:done]
+        del parts[:done]
         if num_bytes:
-            self.parts[0] = self.parts[0][num_bytes:]
+            parts[0] = parts[0][num_bytes:]
+        return not parts
 
 
 @dataclass(slots=True)
@@ -144,13 +148,15 @@ class Link:
 
     def put(self, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
         """Queues a message, or as much of it as there is room for."""
-        parts = list(filter(len, buffers))
-        num_bytes = sum(map(len, parts))
+        num_bytes = sum(map(len, buffers))
         if num_bytes + ENTRY_BYTES <= self.room:
             self.room -= num_bytes + ENTRY_BYTES
             header = self.frame(WHOLE, tag, num_bytes, num_bytes)
-            self.outgoing.append(Outgoing([header, *parts], operation))
+            is_small = num_bytes <= _JOINED_BYTES
+            parts = [memoryview(b"".join((header, *buffers)))] if is_small else [header, *filter(len, buffers)]
+            self.outgoing.append(Outgoing(parts, operation))
             return
+        parts = list(filter(len, buffers))
         inside = max(0, min(num_bytes, self.room - ENTRY_BYTES, _OFFER_BYTES)) // _LINE_BYTES * _LINE_BYTES
         self.room -= charge_of(OFFER, inside)
         number = self.num_offered = (self.num_offered + 1) & 0xFFFFFFFF
@@ -195,7 +201,7 @@ def charge_of(kind: int, inside: int) -> int:
 
 def write_some(connection: socket.socket, parts: list[Buffer]) -> int:
     """Returns how many bytes were taken of the first parts."""
-    if isinstance(connection, ssl.SSLSocket):
+    if len(parts) == 1 or isinstance(connection, ssl.SSLSocket):
         return connection.send(parts[0])
     return connection.sendmsg(parts[:_MAX_PARTS])
 
