@@ -23,6 +23,16 @@ def test_totals_add_up_per_lane() -> None:
     assert trace.totals() == {"read": LaneTotal(2, 2.0, 42), "step": LaneTotal(1, 2.0, 0)}
 
 
+def test_a_block_is_timed_for_one_trace_whichever_is_active() -> None:
+    trace, active = Trace(), Trace()
+    with active.active(), pytest.raises(ZeroDivisionError), trace.timed("comm", "send", num_bytes=7):
+        raise ZeroDivisionError
+    (timed,) = trace.spans
+    assert (timed.lane, timed.name, timed.num_bytes, timed.thread) == ("comm", "send", 7, "MainThread")
+    assert trace.totals() == {"comm": LaneTotal(1, timed.seconds, 7)}
+    assert not active.spans
+
+
 def test_the_latest_spans_are_kept_by_default_and_totals_of_all() -> None:
     trace = Trace()
     for number in range(20_100):

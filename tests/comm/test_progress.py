@@ -160,6 +160,31 @@ def test_callers_that_end_together_leave_what_is_left_to_the_thread(transport: B
     assert time.monotonic() - began < LAG_SECONDS
 
 
+def test_the_thread_sleeps_through_a_long_wait_and_its_end_wakes_it(
+    transport: ByHand, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked twenty times a second whether the wait was over."""
+    looks, look = list[float](), progress._watch.look
+
+    def counted(selector: Any = None) -> Any:
+        looks.append(time.monotonic())
+        return look(selector)
+
+    monkeypatch.setattr(progress._watch, "look", counted)
+    operation = progress.receive(0, 0, memoryview(bytearray()))
+    thread = waiting(progress, operation)
+    until(lambda: progress._resting)
+    time.sleep(0.1)  # the thread is on its way to sleep
+    num_looks = len(looks)
+    time.sleep(0.5)
+    assert len(looks) == num_looks
+    transport.end(operation)
+    thread.join(LIMIT_SECONDS)
+    ended = time.monotonic()
+    until(lambda: len(looks) > num_looks)
+    assert looks[num_looks] < ended + 1  # the watch alone would have it sleep for longer
+
+
 @pytest.mark.parametrize("num_waiting", [1, 2])
 def test_what_a_call_of_another_thread_ends_wakes_who_waits_for_it(
     transport: ByHand, progress: Progress, num_waiting: int

@@ -235,7 +235,7 @@ def value_of(head: Head, data: NDArray[np.uint8]) -> Value:
 def empty(num_bytes: int) -> NDArray[np.uint8]:
     """Returns memory for a message, which begins at a multiple of `ALIGNMENT`."""
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % ALIGNMENT
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory.data)) % ALIGNMENT
     return memory[begin : begin + num_bytes]
 
 
