@@ -5,6 +5,7 @@ says on its standard output when it has `joined`, when it is `ready`, and how al
 line, which is how a survivor joins again, and ends with its standard input.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ def say(what: dict[str, Any]) -> None:
 
 def live(given: dict[str, Any], folder: str) -> dict[str, Any]:
     """Joins an epoch, and returns how it ended."""
-    before = num_descriptors()
+    before = descriptors()
     store = FileStore(folder)
     ended: dict[str, Any] = {"event": "ended", "error": None}
     try:
@@ -120,15 +122,19 @@ def described(error: BraidaxError) -> dict[str, Any]:
     return {"at": time.monotonic(), "error": type(error).__name__, "text": str(error), **lost}
 
 
-def left_over(num_before: int) -> dict[str, Any]:
+def left_over(before: Counter[str]) -> dict[str, Any]:
     """Returns what a communicator has not given up."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("braidax")]
-    return {"threads": threads, "num_descriptors_left": num_descriptors() - num_before}
+    return {"threads": threads, "descriptors": sorted((descriptors() - before).elements())}
 
 
-def num_descriptors() -> int:
-    """Returns how many files and sockets this process has."""
-    return len(list(Path("/proc/self/fd").iterdir()))
+def descriptors() -> Counter[str]:
+    """Returns the files and sockets that this process has."""
+    found: Counter[str] = Counter()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found[str(descriptor.readlink())] += 1
+    return found
 
 
 def idle(comm: Communicator, victim: int) -> None:

@@ -119,7 +119,7 @@ def check_joining(folder: Path, seeds: range) -> None:
                 assert told["error"] in ("PeerLost", "WaitTimeout", "HandshakeError", "Aborted"), told
                 texts.append(told["text"])
                 assert told["at"] - began < limit + SLACK_SECONDS, told
-                assert (told["threads"], told["num_descriptors_left"]) == ([], 0), told
+                assert (told["threads"], told["descriptors"]) == ([], []), told
                 if told["during"] != "connect":
                     assert told["error"] == "PeerLost", told
                     check_after(told, "PeerLost", str(told))

@@ -109,7 +109,7 @@ def test_waiting_for_a_rank_that_closed(stance: str, harbor: Harbor) -> None:
         assert (told["error"], told["peer"], told["host"]) == ("PeerLost", 1, "host-1")
         assert told["text"].startswith("rank 1 (host host-1) is lost: it closed its communicator")
         assert told["at"] - at < SLACK_SECONDS
-        assert (told["threads"], told["num_descriptors_left"]) == ([], 0)
+        assert (told["threads"], told["descriptors"]) == ([], [])
         told = crew.members[1].hear("ended", seconds=LIMIT_SECONDS)
         assert told["text"] == "rank 1 (host host-1): this communicator is closed; connect again, as the next epoch"
 

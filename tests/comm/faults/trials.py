@@ -168,7 +168,7 @@ def check_after(told: dict[str, Any], error: str, about: str) -> None:
     assert told["again"] == [error] * 5, about
     assert told["again_seconds"] < AT_ONCE_SECONDS, about
     assert told["close_seconds"] < AT_ONCE_SECONDS, about
-    assert (told["threads"], told["num_descriptors_left"]) == ([], 0), about
+    assert (told["threads"], told["descriptors"]) == ([], []), about
 
 
 def check_goes_on(crew: Crew, relay: Relay | None, *, size: int) -> None:
@@ -190,7 +190,7 @@ def check_goes_on(crew: Crew, relay: Relay | None, *, size: int) -> None:
         member.hear("joined", seconds=_JOIN_SECONDS)
     for member in crew.members[:size]:
         told = member.hear("ended", seconds=_JOIN_SECONDS)
-        assert (told["error"], told["threads"], told["num_descriptors_left"]) == (None, [], 0), told
+        assert (told["error"], told["threads"], told["descriptors"]) == (None, [], []), told
 
 
 def run_trials(
