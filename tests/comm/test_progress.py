@@ -217,7 +217,7 @@ def test_an_interrupted_wait_leaves_the_lead_to_others(
 ) -> None:
     """Ctrl-C while a caller sleeps: it moved messages for others too."""
     first, second = begun(progress), begun(progress)
-    nap, raised = progress._nap, threading.Event()
+    nap, raised = progress._nap.sleep, threading.Event()
 
     def interrupted(seconds: float) -> None:
         if not raised.is_set():
@@ -225,7 +225,7 @@ def test_an_interrupted_wait_leaves_the_lead_to_others(
             raise KeyboardInterrupt
         nap(seconds)
 
-    monkeypatch.setattr(progress, "_nap", interrupted)
+    monkeypatch.setattr(progress._nap, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
         progress.wait([first], time.monotonic() + LIMIT_SECONDS)
     thread = waiting(progress, second)

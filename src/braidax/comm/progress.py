@@ -17,6 +17,7 @@ from typing import Any, final
 
 from braidax.comm.callbacks import Callbacks
 from braidax.comm.condition import Condition
+from braidax.comm.nap import Nap
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.waiting import again, all_done, closed, late, left, words_of
@@ -24,7 +25,7 @@ from braidax.comm.watch import LEAVING, Notice, Watch
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
 
-_FOLLOW_SECONDS = 0.005, 0.05  # how often the thread looks whether callers still move messages: first, and at last
+_FOLLOW_SECONDS = 0.025  # how often the thread looks whether callers still move messages
 _VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
 _LEADER_SECONDS = 1.0  # which a caller that moves messages has to hear that they are closed
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
@@ -58,21 +59,15 @@ class Progress:
         self._leader = 0  # the thread of the caller that moves messages, if one does
         self._sleeping = False  # whether that caller sleeps
         self._hurried = False  # whether a caller moved messages lately
-        self._num_leads = 0  # how often a caller began to move messages
-        self._seen_lead = 0  # of these the one that the thread saw last
-        self._resting = False  # whether the thread sleeps until that one has ended
+        self._is_new = False  # whether that caller began to do so since the thread looked
+        self._resting = False  # whether the thread sleeps until the caller has ended
         self._released = False  # whether the transport is closed
         self._callbacks = Callbacks()
         self._numbers = itertools.count()
         self.send_now = partial(self._begin_now, self._begin_send)
         self.receive_now = partial(self._begin_now, self._begin_receive)
-        self._follow_seconds = _FOLLOW_SECONDS[0]
         self._left_at = 0.0  # when the latest rank left
-        self._wake_caller, self._wake_thread = Bell(), Bell()
-        self._naps = selectors.DefaultSelector()  # of a caller
-        self._descriptor = transport.fileno()
-        self._naps.register(self._descriptor, selectors.EVENT_READ)
-        self._naps.register(self._wake_caller.fileno(), selectors.EVENT_READ)
+        self._nap, self._wake_thread = Nap(transport.fileno()), Bell()
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
 
     def start(self) -> None:
@@ -124,7 +119,7 @@ class Progress:
                 operation.fail(error)
             self._followers.notify_all()
             if self._sleeping:
-                self._wake_caller.ring()
+                self._nap.ring()
 
     def number(self) -> int:
         """Returns a number that this rank has given nothing else."""
@@ -170,7 +165,7 @@ class Progress:
                 self._break(error)
                 raise
             if self._sleeping and (self._callbacks.ready or not operation.done):
-                self._wake_caller.ring()
+                self._nap.ring()
             elif self._callbacks.ready and not self._leader:
                 self._wake_thread.ring()
         return operation
@@ -189,10 +184,9 @@ class Progress:
                     return operation
                 if not self._leader:  # saves a short wait the change of leaders
                     self._poll(0.0 if operation.done else self._spin_seconds)
-                    if ready or self._followers:
-                        called = self._ended()
+                    called = self._ended() if ready or self._followers else ()
                 elif self._sleeping:
-                    self._wake_caller.ring()
+                    self._nap.ring()
             except (TypeError, ValueError, BufferError):  # of a buffer that the transport does not take
                 raise
             except BaseException as error:
@@ -238,7 +232,7 @@ class Progress:
         """Sleeps while another caller moves messages. **Returns:** False when the operations have ended meanwhile."""
         with self._lock:
             if self.failure is None and not self._leader and not all_done(operations):
-                self._take_the_lead()
+                self._leader, self._is_new = threading.get_ident(), True
                 return True
 
         def ends() -> bool:
@@ -248,7 +242,7 @@ class Progress:
                 return True
             self.check()
             if not self._leader:
-                self._take_the_lead()
+                self._leader, self._is_new = threading.get_ident(), True
                 return True
             if time.monotonic() >= deadline:
                 raise late(self.world, operations)
@@ -259,10 +253,6 @@ class Progress:
         while not self._followers.wait_for(ends, min(deadline - time.monotonic(), _LEFT_SECONDS)):
             pass
         return self._leader == threading.get_ident()
-
-    def _take_the_lead(self) -> None:
-        self._leader = threading.get_ident()
-        self._num_leads += 1
 
     def _lead(self, operations: Sequence[Operation], deadline: float) -> None:
         while True:
@@ -287,7 +277,7 @@ class Progress:
             if seconds <= 0:
                 raise late(self.world, operations)
             if self._sleeping:
-                self._nap(min(seconds, self._transport.nap_seconds or seconds, _LEFT_SECONDS))
+                self._nap.sleep(min(seconds, self._transport.nap_seconds or seconds, _LEFT_SECONDS))
         self._call(called)
 
     def _step_down(self) -> None:
@@ -297,11 +287,6 @@ class Progress:
                 self._leader, self._sleeping = 0, False
             if not self._leader:
                 self._hand_over()
-
-    def _nap(self, seconds: float) -> None:
-        for key, _ in self._naps.select(seconds):
-            if key.fd == self._wake_caller.fileno():
-                self._wake_caller.hush()
 
     def _hand_over(self) -> None:
         """Lets another caller, or else the thread, go on with what is left."""
@@ -323,7 +308,7 @@ class Progress:
     def _fail(self, notice: Notice) -> CommError:
         self.failure = failure = notice.error(self.world)
         self._notify_all()
-        self._wake_caller.ring()
+        self._nap.ring()
         return failure
 
     def _notify_all(self) -> None:
@@ -343,20 +328,19 @@ class Progress:
         with self._lock:
             self._notify_all()
             self._wake_thread.ring()
-            self._wake_caller.ring()
+            self._nap.ring()
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join()
         self._listeners.wait_for(lambda: not self._leader, _LEADER_SECONDS)
         with self._lock:
             self._release(0.0)
-            for owned in (self._watch, self._naps, self._wake_caller, self._wake_thread):
+            for owned in (self._watch, self._nap, self._wake_thread):
                 owned.close()
 
     def _release(self, timeout_seconds: float) -> None:
         if self._released:
             return
-        with contextlib.suppress(KeyError):  # an interrupted close has done so
-            self._naps.unregister(self._descriptor)
+        self._nap.forget()
         self._transport.close(timeout_seconds=timeout_seconds)
         self._released = True
 
@@ -400,14 +384,11 @@ class Progress:
         """Moves messages if no caller does. **Returns:** what is to be called, and how long to sleep then."""
         if self._leader or (self._hurried and not self._callbacks):
             self._hurried = False
-            self._resting = bool(self._leader) and self._seen_lead == self._num_leads
-            self._seen_lead = self._num_leads
-            self._follow_seconds = min(2 * self._follow_seconds, _FOLLOW_SECONDS[1])
+            self._resting, self._is_new = bool(self._leader) and not self._is_new, False
             with contextlib.suppress(KeyError):
                 selector.unregister(self._transport.fileno())
             pause = self._watch.pause_seconds
-            return [], pause if self._resting else min(pause, self._follow_seconds)
-        self._follow_seconds = _FOLLOW_SECONDS[0]
+            return [], pause if self._resting else min(pause, _FOLLOW_SECONDS)
         with contextlib.suppress(KeyError):  # it is registered
             selector.register(self._transport.fileno(), selectors.EVENT_READ)
         self._poll(0.0)
