@@ -13,7 +13,7 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 nightly: .venv/stamp-test  ## The tests marked slow, and the oracles without the compiler's shortcuts.
 	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400

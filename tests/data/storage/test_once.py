@@ -29,7 +29,7 @@ HEAD = (
     f"import os, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\n"
     "from braidax.data.storage.derived import Derived\n"
     "from braidax.data.storage.progress import Progress\n"
-    "def say(text): print(text, flush=True)\n"
+    'def say(text): sys.stdout.write(f"{text}\\n"); sys.stdout.flush()\n'  # in one piece: threads say it
 )
 
 
