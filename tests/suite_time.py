@@ -22,7 +22,7 @@ BUDGET_SECONDS: dict[str, int] = {
 }
 """Of all tests of a folder, one after the other, on a quiet machine; `tests` are the files that lie in no folder."""
 
-NOISE = 3.0  # how many times its budget a folder may take: three workers share two cores, of whatever machine
+NOISE = 2.0  # how many times its budget a folder may take on the machine that happens to run it
 
 
 def over_budget(seconds: Mapping[str, float]) -> list[str]:

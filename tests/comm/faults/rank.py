@@ -123,9 +123,11 @@ def described(error: BraidaxError) -> dict[str, Any]:
 
 
 def left_over(before: Counter[str]) -> dict[str, Any]:
-    """Returns what a communicator has not given up."""
+    """Returns what a communicator has not given up, or has closed though it was not its own."""
+    after = descriptors()
+    changed = [*(after - before).elements(), *(f"gone: {name}" for name in (before - after).elements())]
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("braidax")]
-    return {"threads": threads, "descriptors": sorted((descriptors() - before).elements())}
+    return {"threads": threads, "descriptors": sorted(changed)}
 
 
 def descriptors() -> Counter[str]:

@@ -49,8 +49,7 @@ class Opening:
         """
         if self._messages.unheard:
             yield from hear(self._messages.unheard)
-        yield [self._received]
-        return self._messages.check_brings(self._received, self._place)
+        return (yield from self.heard_alone())
 
     def heard_alone(self) -> Steps[NDArray[np.uint8]]:
         """Returns, Raises: as `heard`, of this collective only."""

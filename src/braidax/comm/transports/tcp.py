@@ -165,13 +165,10 @@ class TcpTransport(Transport):
 
     def _arrive(self, link: Link, message: Message) -> None:
         """Gives a message to the oldest receive for it, or keeps it for the next one."""
-        posted = link.posted.get(message.tag)
-        if posted is None:
+        if message.tag not in link.posted:
             link.kept.setdefault(message.tag, deque()).append(message)
             return
-        first = posted.popleft()
-        if not posted:
-            del link.posted[message.tag]
+        first = link.take_posted(message.tag)
         self._match(link, message, first.buffer, first.operation)
 
     def _match(self, link: Link, message: Message, buffer: Buffer, operation: Operation) -> None:
@@ -303,7 +300,7 @@ class TcpTransport(Transport):
         posted = link.posted.get(tag)
         has_place = posted is not None and len(posted[0].buffer) >= num_bytes
         if has_place and kind == WHOLE and inside <= link.end - link.begin:  # a small message
-            self._end_small(link, tag, inside)
+            self._end_small(link, tag, inside, charge)
             return
         buffer = _NOTHING if has_place else memoryview(bytearray(inside))
         message = Message(tag, num_bytes, buffer, number if kind == OFFER else None, charge)
@@ -311,16 +308,13 @@ class TcpTransport(Transport):
             link.message, link.missing = message, inside
         self._arrive(link, message)
 
-    def _end_small(self, link: Link, tag: int, num_bytes: int) -> None:
+    def _end_small(self, link: Link, tag: int, num_bytes: int, charge: int) -> None:
         """Gives a message that has been read whole to the receive that waits for it."""
-        posted = link.posted[tag]
-        first = posted.popleft()
-        if not posted:
-            del link.posted[tag]
+        first = link.take_posted(tag)
         end = link.begin + num_bytes
         first.buffer[:num_bytes] = link.stage[link.begin : end]
         link.begin = end
-        link.owed += charge_of(WHOLE, num_bytes)
+        link.owed += charge
         first.operation.finish(num_bytes)
         if link.owed >= _OWED_BYTES:
             self._put_first(link, ROOM)

@@ -182,6 +182,14 @@ class Link:
             1 if self.outgoing and self.outgoing[0].is_begun else 0, Outgoing([self.frame(kind, number=number)])
         )
 
+    def take_posted(self, tag: int) -> Posted:
+        """Returns the oldest receive that waits for a message under a tag, and forgets it; there is one."""
+        posted = self.posted[tag]
+        first = posted.popleft()
+        if not posted:
+            del self.posted[tag]
+        return first
+
     def waiting(self) -> list[Operation]:
         """Returns the operations that wait for what comes: those of receives."""
         found = [posted.operation for queue in self.posted.values() for posted in queue]
