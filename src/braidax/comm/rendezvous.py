@@ -24,7 +24,7 @@ from braidax.comm.watch import Notice, Watch
 from braidax.connections.hosts import host_id
 from braidax.connections.listener import Tls
 from braidax.connections.world import World
-from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
+from braidax.errors import Aborted, ArgumentError, CommError, HandshakeError, WaitTimeout
 
 _SLICE_SECONDS = 1.0  # how often a rank that waits looks whether another has given up
 
@@ -74,7 +74,7 @@ def connect(
     connects again as the next epoch. `timeout_seconds`: the limit of this, and of every wait of the communicator.
 
     **Returns:** a communicator, to be closed. **Raises:** `HandshakeError` for ranks that do not fit together;
-    `WaitTimeout` naming the ranks that did not come, or cannot be reached.
+    `WaitTimeout` naming the ranks that did not come, or cannot be reached; `Aborted` where another rank raised first.
     """
     _check(rank, size, timeout_seconds)
     deadline = time.monotonic() + timeout_seconds
@@ -85,7 +85,7 @@ def connect(
     try:
         card = _card_of(rank, size, chosen, watch, tuning)
         try:
-            cards, secret = _meet(scoped, card, where, deadline)
+            cards, secret = _meet(scoped, card, where, deadline, timeout_seconds)
             worlds = _worlds(cards, rank, secret, _Check(scoped, watch))
             try:
                 watch.connect(worlds.watch, timeout_seconds=_left(deadline))
@@ -158,7 +158,9 @@ class _Worlds:
     watch: World
 
 
-def _meet(store: ScopedStore, card: _Card, where: str, deadline: float) -> tuple[list[_Card], bytes]:
+def _meet(
+    store: ScopedStore, card: _Card, where: str, deadline: float, timeout_seconds: float
+) -> tuple[list[_Card], bytes]:
     """Leaves a card, and collects those of all ranks, and the secret of the seed that rank 0 leaves."""
     if store.add(f"joined/{card.rank}", 1) != 1:
         raise HandshakeError(
@@ -173,7 +175,7 @@ def _meet(store: ScopedStore, card: _Card, where: str, deadline: float) -> tuple
         try:
             other = _card(_get(store, f"card/{missing[0]}", deadline))
         except WaitTimeout:
-            raise _absent(store, missing, card, where) from None
+            raise _absent(store, missing, card, where, timeout_seconds) from None
         _check_fits(card, other)
         cards[missing[0]] = other
     return [cards[rank] for rank in range(card.size)], store.derive_secret(_get(store, "seed", deadline))
@@ -196,10 +198,10 @@ def _check_failure(store: ScopedStore) -> None:
         reason = store.get("failure", timeout_seconds=0)
     except WaitTimeout:
         return
-    raise HandshakeError(f"another rank could not join, and this epoch is over: {reason.decode()}")
+    raise Aborted(f"another rank could not join, and this epoch is over: {reason.decode()}")
 
 
-def _absent(store: ScopedStore, missing: list[int], card: _Card, where: str) -> WaitTimeout:
+def _absent(store: ScopedStore, missing: list[int], card: _Card, where: str, timeout_seconds: float) -> WaitTimeout:
     absent: list[int] = []
     for rank in missing:
         try:
@@ -208,8 +210,8 @@ def _absent(store: ScopedStore, missing: list[int], card: _Card, where: str) -> 
             absent.append(rank)
     listed = ", ".join(map(str, absent[:16])) + ("…" if len(absent) > 16 else "")
     return WaitTimeout(
-        f"ranks {listed} of {card.size} did not join {where} within timeout_seconds=; expected all of them: look at "
-        "their logs, and see that all use the same store, job, epoch and size"
+        f"ranks {listed} of {card.size} did not join {where} within {timeout_seconds=:g}; expected all of them: "
+        "look at their logs, and see that all use the same store, job, epoch and size"
     )
 
 

@@ -191,7 +191,7 @@ class Gang(ABC):
         """Returns the answers of all ranks when they have joined; a little later they tell why they could not."""
         seconds = max(0.0, deadline - time.monotonic()) + _OTHERS_SECONDS
         results, troubles, missing = self._answers(ranks, seconds)
-        if missing and all(isinstance(trouble.cause, WaitTimeout) for trouble in troubles.values()):
+        if missing and (not troubles or isinstance(_first(troubles, missing).cause, WaitTimeout)):
             self._end(f"{_listed(missing)} did not start in time: call restart()")
             raise WaitTimeout(
                 f"{_listed(missing)} of {self._size} did not start and join the others within "
