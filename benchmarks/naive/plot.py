@@ -10,24 +10,25 @@ from pathlib import Path
 from benchmarks.harness import Row
 from benchmarks.harness.files import write_whole
 from benchmarks.naive.loading import ALONE
-from benchmarks.naive.systems import OURS, PILLOW, SIZES
+from benchmarks.naive.systems import OPENCV, OURS, SIZES
 
 _AT = re.compile(r"batch (\d+), devices (\d+), threads 2")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws medians over the batch size, shaded from the smallest to the largest figure."""
+    """Draws medians over the batch size of ours and of the best peer, shaded from the smallest to the largest figure."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     for (name, each), axis in zip(itertools.product(SIZES, ("sample", "device")), axes.flat, strict=True):
         lines: dict[tuple[str, int], list[tuple[int, list[float]]]] = collections.defaultdict(list)
         for row in rows:
             at = _AT.fullmatch(row.at)
-            if at and row.case == f"{name}, {ALONE}" and row.system in (OURS, PILLOW):
+            if at and row.case == f"{name}, {ALONE}" and row.system in (OURS, OPENCV):
                 batch, devices = map(int, at.groups())
                 times = devices if each == "device" else 1
                 lines[row.system, devices].append((batch, [1e6 / value * times for value in row.values]))
@@ -42,8 +43,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.set(title=f"{name}, per {each}", xlabel="batch size", ylabel="us, min to max", xscale="log", yscale="log")
         ticks = sorted({batch for points in lines.values() for batch, _ in points})
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.minorticks_off()
-        axis.legend(fontsize=7, ncols=2)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8, ncols=3)
     figure.suptitle("Loader alone, 2 threads: runtime per sample and per device")
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=110, format=path.suffix.removeprefix("."))
