@@ -16,7 +16,7 @@ _AT = re.compile(r"batch (\d+), devices (\d+), threads 2")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws medians over the batch size of ours and of the best peer, shaded from the smallest to the largest figure."""
+    """Draws medians over the batch size of ours and of the best peer, shaded from smallest to largest."""
     import matplotlib
 
     matplotlib.use("Agg")
