@@ -16,7 +16,7 @@ _AT = re.compile(r"batch (\d+), devices (\d+), threads 2")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws medians over the batch size of ours and of the best peer, shaded from smallest to largest."""
+    """Draws medians over the batch size of ours and of OpenCV, the quickest peer, shaded from smallest to largest."""
     import matplotlib
 
     matplotlib.use("Agg")
