@@ -54,7 +54,7 @@ _TAKES_SETTINGS = (1, 18)  # older versions know those of their transports from 
 _HELLO = struct.Struct("<7sBII32s")  # magic, version, size, rank, proof
 _HELLO_TAG = MAX_TAG + 1
 _MAGIC = b"braidax"
-_VERSION = 1
+_VERSION = 2
 _ADDRESS_PREFIX = b"braidax-ucx "
 
 
@@ -76,9 +76,13 @@ class UcxTransport(Transport):
 
     UCX does not authenticate: ranks prove to one another that they know the secret, but whoever can reach a rank over
     the network, or runs as the same user, can send it messages. Use it in trusted networks. Over shared memory the
-    death of a peer is not seen at once; and a peer may still read what this rank was sending when it closed without
-    time, changed or not: end the epoch on both sides. Closing amid gigabytes that are being received does not wait for
-    them: UCX's memory and descriptors then stay until the process ends, and so do the buffers.
+    death of a peer is not seen at once.
+
+    A large message is copied out of its sender's memory. A rank that closes without time tells its peers that what they
+    have not received is no message any more, so that they do not take what lies there later for one. A peer that is
+    frozen behind a full queue cannot be told: what was being sent to it is kept until the process ends, and must not be
+    changed. Closing amid gigabytes that are being received does not wait for them: UCX's memory and descriptors then
+    stay until the process ends, and so do the buffers.
 
     **Fields:** `library`: the UCX that is used.
 

@@ -155,6 +155,7 @@ typedef struct {
     F(ucs_status_ptr_t, ucp_ep_close_nbx, (void *, const ucp_request_param_t *))                             \
     F(ucs_status_ptr_t, ucp_tag_send_nbx, (void *, const void *, size_t, uint64_t, const ucp_request_param_t *)) \
     F(ucs_status_ptr_t, ucp_tag_recv_nbx, (void *, void *, size_t, uint64_t, uint64_t, const ucp_request_param_t *)) \
+    F(void *, ucp_tag_probe_nb, (void *, uint64_t, uint64_t, int, ucp_tag_recv_info_t *))                    \
     F(void, ucp_request_cancel, (void *, void *))                                                            \
     F(ucs_status_t, ucp_request_check_status, (void *))                                                      \
     F(void, ucp_request_free, (void *))

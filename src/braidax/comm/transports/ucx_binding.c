@@ -17,6 +17,7 @@
 #include "ucx_abi.h"
 
 #define TAG_BITS 45              /* the upper bits hold the rank of the sender */
+#define GIVEN_UP_TAG (((uint64_t)1 << 44) + 1) /* above those of messages; the one before is that of greetings */
 #define ROUNDS_WITH_GIL 8        /* of progress: a microsecond, shorter than waiting for the GIL may take */
 #define ROUNDS_PER_LOOK 32       /* at the clock */
 #define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
@@ -33,6 +34,8 @@
 #define YIELD_SECONDS 5e-6       /* of spinning in vain, before others on this core are let in between */
 #define DRAIN_ROUNDS 1000000     /* bounds what a lost peer had sent before */
 #define FORCED_CLOSE_SECONDS 0.5 /* bounds the end of copies that UCX cannot stop */
+#define GIVE_UP_SECONDS 0.1      /* bounds what it takes to say that sends are given up */
+#define LOOK_ROUNDS 32           /* of progress: they take all that lies in a full queue of shared memory */
 #define IDLE_ROUNDS 1000         /* of progress in vain, besides one a request: nothing is copied any more */
 #define MAX_FREE_REQUESTS 256
 #define MAX_TRANSPORTS 16
@@ -55,7 +58,7 @@ typedef struct Request { /* a send or receive that UCX has not ended, or that Py
     Worker *worker;
     void *handle; /* UCX's, while it has not ended */
     unsigned peer;
-    int is_send, is_large, has_ended;
+    int is_send, is_large, has_ended, is_unchecked, is_kept;
     ucs_status_t status;
     size_t num_bytes;
 } Request;
@@ -63,7 +66,7 @@ typedef struct Request { /* a send or receive that UCX has not ended, or that Py
 typedef struct {
     Worker *worker;
     void *endpoint;
-    int is_lost;
+    int is_lost, is_owed; /* sends that it has not received */
     ucs_status_t status; /* of the loss */
 } Peer;
 
@@ -78,6 +81,7 @@ struct Worker {
     Request *pending, *ended, **ended_end, *freed;
     size_t num_freed;
     size_t num_unended, num_sends, num_large; /* with UCX: all, sends, those whose copies take time */
+    size_t num_unchecked;                     /* receives that have ended, see check_received */
 };
 
 static double now(void) {
@@ -111,7 +115,7 @@ static Request *new_request(Worker *self, PyObject *operation, unsigned peer, in
     request->handle = NULL;
     request->peer = peer;
     request->is_send = is_send;
-    request->is_large = request->has_ended = 0;
+    request->is_large = request->has_ended = request->is_unchecked = request->is_kept = 0;
     request->num_bytes = 0;
     return request;
 }
@@ -195,8 +199,25 @@ static int tell(Worker *self, Request *request) {
     return failed;
 }
 
+/* A large message is copied out of the memory of its sender, whatever lies there by then: a sender that gives up says so
+ * before it lets go of that memory. So what was received is a message only if nothing of the kind has come since. */
+static void check_received(Worker *self) { /* the GIL may not be held */
+    Request **end = self->ended_end;
+    for (int round = 0; round < LOOK_ROUNDS && ucp_worker_progress(self->worker); round++) continue;
+    for (Request **next = &self->ended; next != end; next = &(*next)->next_ended) {
+        Request *request = *next;
+        if (!request->is_unchecked) continue;
+        request->is_unchecked = 0;
+        self->num_unchecked--;
+        ucp_tag_recv_info_t info;
+        uint64_t tag = (uint64_t)request->peer << TAG_BITS | GIVEN_UP_TAG;
+        if (ucp_tag_probe_nb(self->worker, tag, UINT64_MAX, 0, &info)) request->status = UCS_ERR_CONNECTION_RESET;
+    }
+}
+
 static int tell_ended(Worker *self) {
     Request *request;
+    while (self->num_unchecked) check_received(self);
     while ((request = self->ended)) {
         if (!(self->ended = request->next_ended)) self->ended_end = &self->ended;
         unlink_pending(self, request);
@@ -226,6 +247,8 @@ static void on_received(void *handle, ucs_status_t status, const ucp_tag_recv_in
     Request *request = user_data;
     request->handle = handle;
     request->num_bytes = status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED ? info->length : 0;
+    request->is_unchecked = status == UCS_OK && info->length;
+    request->worker->num_unchecked += (size_t)request->is_unchecked;
     ended(request, status);
 }
 
@@ -412,6 +435,7 @@ static PyObject *worker_poll(Worker *self, PyObject *argument) {
         self->is_busy = 1;
         Py_BEGIN_ALLOW_THREADS
         spin(self, seconds);
+        if (self->num_unchecked) check_received(self);
         Py_END_ALLOW_THREADS
         self->is_busy = 0;
     }
@@ -485,6 +509,24 @@ static void progress_until(Worker *self, double deadline, ucs_status_ptr_t *hand
     }
 }
 
+/* Says to peers that what they have not received of this rank's sends is no message any more, and keeps for good what a
+ * peer cannot be told about: see check_received. */
+static void give_up_sends(Worker *self, double deadline) {
+    for (Request *request = self->pending; request; request = request->next)
+        if (request->is_send && !request->has_ended) self->peers[request->peer].is_owed = 1;
+    ucs_status_ptr_t *handles = calloc(self->num_peers + 1, sizeof *handles);
+    ucp_request_param_t param = {.op_attr_mask = 0};
+    for (unsigned i = 0; handles && i < self->num_peers; i++)
+        if (self->peers[i].is_owed && self->peers[i].endpoint && !self->peers[i].is_lost)
+            handles[i] = ucp_tag_send_nbx(self->peers[i].endpoint, NULL, 0, self->rank << TAG_BITS | GIVEN_UP_TAG, &param);
+    if (handles) progress_until(self, deadline, handles);
+    for (Request *request = self->pending; request; request = request->next)
+        request->is_kept = request->is_send && !request->has_ended && (!handles || handles[request->peer]);
+    for (unsigned i = 0; handles && i < self->num_peers; i++)
+        if (handles[i]) ucp_request_free(handles[i]);
+    free(handles);
+}
+
 /* Progresses a worker without endpoints until it copies nothing any more; returns whether that is so.
  *
  * A copy out of a peer's memory (CMA, KNEM) goes on, segment by segment, after its endpoint was given up, although UCX
@@ -513,6 +555,7 @@ static void close_worker(Worker *self, double seconds) { /* without the GIL */
             if (handles[i]) ucp_request_free(handles[i]);
         free(handles);
     }
+    if (self->num_sends) give_up_sends(self, now() + GIVE_UP_SECONDS);
     for (Request *request = self->pending; request; request = request->next)
         if (request->handle && !request->is_send) ucp_request_cancel(self->worker, request->handle);
     for (unsigned i = 0; i < self->num_peers; i++) give_up_endpoint(&self->peers[i]);
@@ -541,7 +584,7 @@ static void worker_end(Worker *self, double seconds) {
     Request *request;
     while ((request = self->pending)) {
         self->pending = request->next;
-        free_request(self, request);
+        if (!request->is_kept) free_request(self, request);
     }
     self->ended = NULL;
     self->ended_end = &self->ended;
