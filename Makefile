@@ -9,11 +9,14 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: .venv/stamp-demo  ## Train a small model on handwritten digits; run it again to go on where it stopped.
 	$(BIN)/braidax train digits
 
+# The processes that tests start find our modules compiled, also where Python was told to compile nothing.
+test nightly: export PYTHONDONTWRITEBYTECODE :=
+
 test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 nightly: .venv/stamp-test  ## The tests marked slow, and the oracles without the compiler's shortcuts.
 	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400

@@ -21,8 +21,9 @@ QUICK = "not slow and not gpu"  # what runs where nothing else is asked for
 THREAD_SECONDS = 10.0
 
 # XLA's emitters of loops compile in less than half the time of those that fuse by MLIR. An XLA that no longer knows the
-# flag ends the process and names it: then it may go.
-QUICK_COMPILER = "--xla_cpu_use_fusion_emitters=false"
+# flag ends the process and names it: then it may go. Programs in several modules compile on several cores, which the
+# tests beside have busy.
+QUICK_COMPILER = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 importlib.import_module("tests.annotations").check_quickly()  # and --jaxtyping-packages finds it as `tests.annotations`
 
@@ -53,9 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves modules and tests out of every later collection of garbage: there are millions of objects in them."""
+    """Leaves modules and tests, millions of objects, out of later collections of garbage, and has fewer of those."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

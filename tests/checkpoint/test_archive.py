@@ -59,6 +59,7 @@ def test_what_is_due_is_uploaded_and_comes_back_to_an_empty_disk(server: BucketS
         for number in range(1, 6):
             saver.update(tree(number))
             saver.wait()
+            saver.newest()  # waits for the upload, which else may find its checkpoint replaced on the disk
     assert objects(server) == [
         f"runs/a/step-0000000{step}.{name}" for step in (2, 4) for name in ("arrays-00000.safetensors", "manifest.json")
     ]
@@ -117,6 +118,7 @@ def test_what_is_damaged_in_the_store_is_skipped_and_replaced(
     with archive(server, tmp_path / "one") as saver:
         for number in range(1, 5):
             saver.update(tree(number))
+            saver.newest()  # waits for the upload, which else may find its checkpoint replaced on the disk
     keys = [meta["path"] for chunk in server.store.list("runs/a") for meta in chunk]
     (key,) = [key for key in keys if "step-00000004" in key and "arrays" in key]
     content = bytearray(server.store.get(key).bytes())

@@ -27,7 +27,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 
 
 def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path) -> None:
-    arguments = [*COMMAND, "train", "digits", "--out", "run", "--epochs", "4", "--trace", "trace.json"]
+    arguments = [*COMMAND, "train", "digits", "--out", "run", "--epochs", "3", "--trace", "trace.json"]
     # The second process takes over what the first has compiled: the test is about the run, not about the compiler.
     # Both compile in full: many updates run longer than they compile.
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
@@ -45,15 +45,15 @@ def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path) -> Non
     interrupted = re.search(r"interrupted after step (\d+); run the same command again", output)
     assert interrupted is not None
     reached = int(interrupted[1])
-    assert 11 <= reached < 44
+    assert 11 <= reached < 33
 
     second = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (second.returncode, second.stderr) == (0, "")
     assert f"going on after step {reached}" in second.stdout
-    assert re.search(r"test accuracy 9\d\.\d\d %  stall \d+\.\d %  [\d,]+ samples/s", second.stdout)
-    assert re.search(r"checkpoint  run/checkpoints \(step 44\)", second.stdout)
+    assert re.search(r"test accuracy [89]\d\.\d\d %  stall \d+\.\d %  [\d,]+ samples/s", second.stdout)
+    assert re.search(r"checkpoint  run/checkpoints \(step 33\)", second.stdout)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps if "loss" in line] == list(range(1, 45))
+    assert [line["step"] for line in steps if "loss" in line] == list(range(1, 34))
     assert [line["step"] for line in steps if "resumed" in line] == [reached]
     trained = 0
     for trace in ("trace.json", "trace-2.json"):  # one a session
@@ -61,7 +61,7 @@ def test_ctrl_c_saves_and_the_next_run_goes_on_to_the_end(tmp_path: Path) -> Non
         lanes = [event["cat"] for event in events if event["ph"] == "X"]
         assert set(lanes) == {"read", "decode", "host-to-device", "wait", "step", "checkpoint"}
         trained += lanes.count("step")
-    assert trained == 44
+    assert trained == 33
 
 
 def test_a_finished_run_says_so(tmp_path: Path) -> None:

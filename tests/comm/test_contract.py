@@ -19,7 +19,8 @@ from tests.comm.stores.servers import REDIS_PASSWORD, SECRET, coordination_servi
 from tests.comm.transports.worlds import MPI_SETTINGS
 from tests.laws.tree import ROOT
 
-SIZES = [1, 2, 3, 4, 8]
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+EIGHT = pytest.param(8, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=["file", "tcp", "redis", "jax"])
@@ -41,7 +42,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 yield lambda: JaxStore(client)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, FOUR, 8])
 @pytest.mark.parametrize("transport", ["in-process", "tcp", "ucx"])
 def test_every_operation(transport: str, size: int) -> None:
     assert results(size, exercise, transport=transport) == ["exercised"] * size
@@ -64,7 +65,7 @@ def test_every_operation_over_several_hosts(hosts: str) -> None:
     assert results(len(hosts), exercise, tunings=tunings) == ["exercised"] * len(hosts)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, FOUR, EIGHT])
 def test_every_operation_over_mpi(size: int, tmp_path: Path) -> None:
     command = ["-n", str(size), sys.executable, "-m", "tests.comm.exercise", "mpi", str(tmp_path)]
     done = subprocess.run(

@@ -1,10 +1,19 @@
 """A broken tree in a temporary folder, on which each law shows that it can fail."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
+from tests.laws.tree import parsed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_trees() -> Iterator[None]:
+    """Forgets what a file of laws has parsed: millions of nodes, which later collections of garbage would walk."""
+    yield
+    parsed.cache_clear()
 
 
 @pytest.fixture

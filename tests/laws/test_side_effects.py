@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.laws.tree import SRC, modules
 
 MAX_SECONDS = 0.3  # longer than `import jax`, where that takes up to twice as long; in proportion on a slower machine
@@ -106,19 +104,27 @@ def test_import_braidax_is_quick(tmp_path: Path) -> None:
     assert min(seconds) <= max(MAX_SECONDS, min(jax_seconds) / 2)
 
 
-@pytest.mark.parametrize(
-    ("code", "effect"),
-    [
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "threads"),
-        ("import jax\njax.devices()", "backend"),
-        ("import jax\njax.config.update('jax_enable_x64', True)", "config"),
-        ("import os\nos.environ['BRAIDAX'] = '1'", "environment"),
-        ("print('hello')", "printed"),
-        ("open('left', 'w').close()", "files"),
-    ],
-)
-def test_a_side_effect_is_found(tmp_path: Path, code: str, effect: str) -> None:
+EFFECTS = {
+    "threads": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "backend": "import jax\njax.devices()",
+    "config": "import jax\njax.config.update('jax_enable_x64', True)",
+    "environment": "import os\nos.environ['BRAIDAX'] = '1'",
+    "printed": "print('hello')",
+    "files": "open('left', 'w').close()",
+}
+
+
+def test_every_side_effect_is_found(tmp_path: Path) -> None:
+    package, folder = tmp_path / "package", tmp_path / "folder"
+    package.mkdir()
+    folder.mkdir()
+    for effect, code in EFFECTS.items():
+        (package / f"loud_{effect}.py").write_text(code)
+    assert effects(observe(folder, *(f"loud_{effect}" for effect in EFFECTS), path=package)) == list(EFFECTS)
+
+
+def test_a_side_effect_is_found_alone(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "loud.py").write_text(code)
+    (tmp_path / "package" / "loud.py").write_text(EFFECTS["environment"])
     (tmp_path / "folder").mkdir()
-    assert effects(observe(tmp_path / "folder", "loud", path=tmp_path / "package")) == [effect]
+    assert effects(observe(tmp_path / "folder", "loud", path=tmp_path / "package")) == ["environment"]

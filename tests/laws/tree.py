@@ -1,6 +1,7 @@
 """Reads a tree of Python files without running it: the modules, and what each imports, lazily or not."""
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,9 +42,14 @@ def modules(source: Path = SRC) -> list[Module]:
         relative = path.relative_to(source)
         parts = relative.with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        text = path.read_text()
-        found.append(Module(name, relative.as_posix(), text, ast.parse(text, str(path))))
+        found.append(parsed(name, relative.as_posix(), path.read_text()))
     return found
+
+
+@functools.cache
+def parsed(name: str, path: str, text: str) -> Module:
+    """Returns a module, parsed once for all laws of a file, which ask for the same ones."""
+    return Module(name, path, text, ast.parse(text, path))
 
 
 def imports(module: Module, known: set[str]) -> list[Import]:
@@ -54,7 +60,7 @@ def imports(module: Module, known: set[str]) -> list[Import]:
     typing_only = {
         id(inner)
         for node in ast.walk(module.syntax)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.If) and any(_last_name(part) == "TYPE_CHECKING" for part in ast.walk(node.test))
         for inner in ast.walk(node)
     }
     found: list[Import] = []
@@ -68,7 +74,7 @@ def imports(module: Module, known: set[str]) -> list[Import]:
                 longer = f"{origin}.{alias.name}"
                 found.append(Import(longer if longer in known else origin, node.lineno, way))
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = _last_name(node.func)
             if called in ("import_module", "__import__", "import_extra") and node.args:
                 target = node.args[0]
                 if isinstance(target, ast.Constant) and isinstance(target.value, str):
@@ -76,6 +82,11 @@ def imports(module: Module, known: set[str]) -> list[Import]:
                     extra = str(ast.literal_eval(node.args[1])) if way == "import_extra" else ""
                     found.append(Import(target.value, node.lineno, way, extra))
     return sorted(found, key=lambda line: line.line)
+
+
+def _last_name(node: ast.AST) -> str:
+    """Returns `c` of `a.b.c`, and nothing of what is no name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _origin(module: Module, node: ast.ImportFrom) -> str:
@@ -134,5 +145,4 @@ def _definitions(module: Module, body: list[ast.stmt], prefix: str, owner: ast.C
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
     """Returns the last names of the decorators: `overload` for `@typing.overload`."""
-    names = (ast.unparse(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list)
-    return {name.rpartition(".")[2] for name in names}
+    return {_last_name(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list}

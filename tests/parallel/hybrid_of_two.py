@@ -1,7 +1,8 @@
-"""What processes train by rows: `braidax launch --module tests.parallel.hybrid_of_two` prints the numbers of each."""
+"""What they train by rows: `braidax launch --module tests.parallel.hybrid_of_two CASE` prints the numbers of each."""
 
 import json
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,28 +11,29 @@ import optax
 import braidax.parallel as bx
 from tests.parallel.test_hybrid import init, make_batch, pooled, sampled, specs
 
+BOTH = {"data": bx.Hybrid(), "model": bx.Hybrid({"params/other": bx.Rows(hot=(3, 900))})}
+CASES: dict[str, tuple[Any, tuple[int, ...], Any, optax.GradientTransformation]] = {
+    "one axis": (pooled, (8,), {"data": bx.Hybrid()}, optax.adam(3e-2)),
+    "two axes": (pooled, (2, 4), BOTH, optax.adagrad(0.3)),
+    "two axes, several widths": (sampled, (2, 4), BOTH, optax.adagrad(0.3)),
+}
 
-def numbers() -> list[float]:
-    """Trains over one axis, then over two of which the first joins processes, where there are several."""
-    both = {"data": bx.Hybrid(), "model": bx.Hybrid({"params/other": bx.Rows(hot=(3, 900))})}
-    found: list[float] = []
-    for loss, shape, strategies, optimizer in (
-        (pooled, (8,), {"data": bx.Hybrid()}, optax.adam(3e-2)),
-        (sampled, (2, 4), both, optax.adagrad(0.3)),
-    ):
-        mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)])
-        step = bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=specs(make_batch()))
-        groups = step._arithmetic._packing.groups  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        hops = 2 if len(shape) > 1 and jax.process_count() > 1 else 1
-        assert {len(group.exchange.hops) for group in groups} == {hops}
-        state = step.init(jax.random.key(0))
-        for seed in range(3):
-            state, metrics = step.update(state, make_batch(seed))
-            found.append(float(metrics["loss"]))
-        found.append(float(step.evaluate(state, make_batch(3))["loss"]))
-        found += [float(jnp.abs(leaf).sum()) for leaf in jax.tree.leaves(step.settled(state).params)]
-    return found
+
+def numbers(case: str) -> list[float]:
+    """Trains over one axis, or over two of which the first joins processes, where there are several."""
+    loss, shape, strategies, optimizer = CASES[case]
+    mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)])
+    step = bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=specs(make_batch()))
+    groups = step._arithmetic._packing.groups  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    hops = 2 if len(shape) > 1 and jax.process_count() > 1 else 1
+    assert {len(group.exchange.hops) for group in groups} == {hops}
+    state, found = step.init(jax.random.key(0)), list[float]()
+    for seed in range(3):
+        state, metrics = step.update(state, make_batch(seed))
+        found.append(float(metrics["loss"]))
+    found.append(float(step.evaluate(state, make_batch(3))["loss"]))
+    return found + [float(jnp.abs(leaf).sum()) for leaf in jax.tree.leaves(step.settled(state).params)]
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(numbers()) + "\n")
+    sys.stdout.write(json.dumps(numbers(sys.argv[1])) + "\n")

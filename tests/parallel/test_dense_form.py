@@ -38,7 +38,7 @@ def updated(step: bx.Step, state: bx.State, seeds: range) -> bx.State:
     ("optimizer", "strategies"),
     [
         ("momentum", HYBRID),
-        ("adam", HOT),
+        pytest.param("adam", HOT, marks=pytest.mark.slow),
         pytest.param("adagrad", HYBRID, marks=pytest.mark.slow),
         pytest.param("adamw", HYBRID, marks=pytest.mark.slow),
     ],
@@ -59,8 +59,9 @@ def test_training_goes_on_in_the_other_form(optimizer: str, strategies: Any) -> 
     assert_close(copied(rows.to_dense(again)), expected, atol=2e-5)
 
 
-def test_a_state_goes_on_by_another_plan() -> None:
-    optimizer = OPTIMIZERS["adam"]
+@pytest.mark.parametrize("name", ["momentum", pytest.param("adam", marks=pytest.mark.slow)])
+def test_a_state_goes_on_by_another_plan(name: str) -> None:
+    optimizer = OPTIMIZERS[name]
     dense = make_step(pooled, optimizer, strategies={"data": bx.DataParallel()})
     begun = dense.init(jax.random.key(3))
     expected = copied(updated(dense, kept(begun), range(4)))

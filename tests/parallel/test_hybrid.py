@@ -127,7 +127,12 @@ def assert_as_on_one_device(step: bx.Step, loss: Any, optimizer: Any, *, num_upd
     assert_close(touched, copied(expected), atol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+SLOW = pytest.mark.slow  # a case like others, which is compiled and run nightly
+
+
+@pytest.mark.parametrize(
+    "optimizer", [name if name == "adam" else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
+)
 def test_every_optimizer(optimizer: str) -> None:
     step = make_step(pooled, OPTIMIZERS[optimizer])
     assert placed(step) == {
@@ -142,12 +147,12 @@ def test_every_optimizer(optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "mesh", "strategies"),
     [
-        ("pooled", "4x2 explicit", HYBRID),
-        ("pooled", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}),
+        pytest.param("pooled", "4x2 explicit", HYBRID, marks=SLOW),
+        pytest.param("pooled", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}, marks=SLOW),
         ("pooled", "4x2 explicit", {"data": bx.Hybrid(), "model": bx.Hybrid()}),
         ("scanned", "8 auto", HYBRID),
-        ("scanned", "4x2 explicit", {"data": bx.Hybrid(), "model": bx.Hybrid()}),
-        ("sampled", "8 explicit", HYBRID),
+        pytest.param("scanned", "4x2 explicit", {"data": bx.Hybrid(), "model": bx.Hybrid()}, marks=SLOW),
+        pytest.param("sampled", "8 explicit", HYBRID, marks=SLOW),
         ("sampled", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}),
     ],
 )
@@ -157,7 +162,7 @@ def test_every_loss_on_every_mesh(loss: str, mesh: str, strategies: Any) -> None
     assert_as_on_one_device(step, LOSSES[loss], OPTIMIZERS["adagrad"], num_updates=4)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def clipped(name: str, limit: float = LIMIT) -> optax.GradientTransformation:
 @pytest.mark.parametrize(
     ("name", "mesh", "strategies", "limit"),
     [
-        ("adam", "8 explicit", HYBRID, 0.5),
+        pytest.param("adam", "8 explicit", HYBRID, 0.5, marks=SLOW),
         pytest.param("sgd", "8 auto", HYBRID, LIMIT, marks=SLOW),
         ("momentum", "4x2 explicit", BOTH, LIMIT),
         pytest.param("adagrad", "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}, LIMIT, marks=SLOW),

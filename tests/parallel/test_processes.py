@@ -14,17 +14,25 @@ from tests.parallel.hybrid_of_two import numbers
 from tests.parallel.one_of_two import losses
 
 
-@pytest.mark.parametrize(("module", "expected"), [("one_of_two", losses), ("hybrid_of_two", numbers)])
+@pytest.mark.parametrize(
+    ("module", "arguments", "expected"),
+    [
+        ("one_of_two", (), losses),
+        ("hybrid_of_two", ("two axes",), numbers),
+        pytest.param("hybrid_of_two", ("one axis",), numbers, marks=pytest.mark.slow),
+        pytest.param("hybrid_of_two", ("two axes, several widths",), numbers, marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_equal_one(
-    module: str, expected: Callable[[], list[float]], monkeypatch: pytest.MonkeyPatch
+    module: str, arguments: tuple[str, ...], expected: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     log = io.StringIO()
-    program = Program(f"tests.parallel.{module}", kind="module", devices_per_process=4)
+    program = Program(f"tests.parallel.{module}", arguments, kind="module", devices_per_process=4)
     assert launch_here(program, 2, log=log) == 0, log.getvalue()
-    wanted = expected()
+    wanted = expected(*arguments)
     found = dict(line.split(" ", 1) for line in log.getvalue().splitlines() if line.endswith("]"))
     assert set(found) == {"[0]", "[1]"}
     for told in found.values():

@@ -115,7 +115,7 @@ def restored(root: Path, step: bx.Step, **options: Any) -> Any:
         ("HYBRID", "WHOLE", "params/table was by rows and is whole now"),
         ("WHOLE", "HYBRID", "params/table was whole and is by rows now"),
         pytest.param("HOT", "WHOLE", "params/table was by rows and is whole now", marks=pytest.mark.slow),
-        ("HOT", "HYBRID", "params/table has other hot rows now"),
+        pytest.param("HOT", "HYBRID", "params/table has other hot rows now", marks=pytest.mark.slow),
         pytest.param("WHOLE", "HOT", "params/table was whole and is by rows now", marks=pytest.mark.slow),
     ],
 )

@@ -79,7 +79,7 @@ def test_an_epoch_teaches_more_than_guessing(folder: Path) -> None:
     )
     state = step.init(jax.random.key(0))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == 76_674
-    loader = DataLoader(task.train, mesh, step.batch_shardings, batch_size=128, epochs=3)
+    loader = DataLoader(task.train, mesh, step.batch_shardings, batch_size=128, epochs=2)
     test = DataLoader(task.test, mesh, step.batch_shardings, batch_size=128, seed=None, remainder="pad")
     before = evaluate(step, state, test)
     after = evaluate(step, fit(step, state, loader, report=Report(show="nothing")), test)

@@ -182,7 +182,7 @@ class Unpacking:
 
 @lru_cache(1024)
 def _parsed(about: bytes) -> Head:
-    form, dtype, shape, lengths = json.loads(about)
+    form, dtype, shape, lengths = json.loads(about.decode())  # of bytes it would guess the encoding
     return Head(tuple(lengths), form, dtype, tuple(shape))
 
 

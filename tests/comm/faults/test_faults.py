@@ -11,7 +11,7 @@ FAULTS: list[Fault] = ["kill", "stop", "cut"]
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, tmp_path: Path) -> None:
-    assert len(run_trials(fault, range(10), tmp_path, num_crews=2)) == 10
+    assert len(run_trials(fault, range(6), tmp_path, num_crews=2)) == 6
 
 
 @pytest.mark.slow

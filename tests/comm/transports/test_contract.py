@@ -14,6 +14,7 @@ from braidax.comm.transports.transport import Transport
 from tests.comm.transports import checks
 from tests.comm.transports.worlds import Check, Rank, run_mpi, run_threads
 
+SIZES = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 CHECKS = (*checks.CONNECTED, *checks.CONNECTING)
 IN_THREADS = ("in-process", "tcp", "ucx")
 
@@ -62,7 +63,7 @@ def in_one_world() -> Callable[[str, int], tuple[Sequence[Check], BaseException 
     return outcome
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", IN_THREADS)
 @pytest.mark.parametrize("check", checks.IN_ONE_WORLD, ids=lambda check: check.__name__)
 def test_contract(
@@ -72,14 +73,14 @@ def test_contract(
     assert check in passed, error
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", IN_THREADS)
 @pytest.mark.parametrize("check", [*checks.CLOSING, *checks.CONNECTING], ids=lambda check: check.__name__)
 def test_contract_of_a_world_of_its_own(check: Check, name: str, size: int) -> None:
     run_threads(functools.partial(make, name), size, check, connects=check in checks.CONNECTED)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract_over_mpi(check: Check, size: int, mpi_output: Callable[[int], str]) -> None:
     output = mpi_output(size)

@@ -466,7 +466,7 @@ def test_a_closed_transport_says_so(transport: UcxTransport) -> None:
 
 
 def test_two_callers_at_once_are_refused(transport: UcxTransport) -> None:
-    other = threading.Thread(target=transport.poll, args=(5.0,), daemon=True)
+    other = threading.Thread(target=transport.poll, args=(0.5,), daemon=True)
     other.start()
     with pytest.raises(RuntimeError, match="UCX has one caller at a time"):
         while other.is_alive():

@@ -149,9 +149,16 @@ def check(case: Case, told: list[dict[str, Any]]) -> None:
         assert len(read_records) == num_full * case.batch_size
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_every_shard_is_right_and_nothing_is_read_twice(gang: LocalGang, case: Case) -> None:
+    check(case, gang.run(load, case, timeout_seconds=RUN_SECONDS))
+
+
+@pytest.mark.slow
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases())
+def test_so_it_is_in_many_cases(gang: LocalGang, case: Case) -> None:
     check(case, gang.run(load, case, timeout_seconds=RUN_SECONDS))
 
 

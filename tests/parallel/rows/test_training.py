@@ -37,7 +37,7 @@ CASES: dict[str, tuple[tuple[str, ...], Case]] = {
 }
 
 
-QUICK = ("overflow", "aggregated")  # the other meshes are those of test_hybrid.py, in a whole step
+QUICK = ("overflow",)  # the other meshes are those of test_hybrid.py, in a whole step
 
 
 @pytest.mark.parametrize(
