@@ -107,10 +107,10 @@ def indexing(rank: int) -> None:
     if rank == 1:
         begun = time.monotonic()
         with Progress("index of", "x", 1000) as work:
-            while (elapsed := time.monotonic() - begun) < 6.0:
+            while (elapsed := time.monotonic() - begun) < 8.0:
                 work.show(0, int(100 * elapsed))
                 time.sleep(0.05)  # what it costs to read on
-    with DataLoader(Numbers(60), mesh(), P("data"), batch_size=12, knobs=Knobs(timeout_seconds=2.0)) as loader:
+    with DataLoader(Numbers(60), mesh(), P("data"), batch_size=12, knobs=Knobs(timeout_seconds=4.0)) as loader:
         assert sum(1 for _ in loader) == 5
 
 
@@ -291,11 +291,11 @@ def test_a_loader_of_local_devices_is_alone(gang: LocalGang) -> None:
 
 def pausing(rank: int) -> None:
     """All pause for longer than the limit, and one is further ahead than the others."""
-    knobs = Knobs(timeout_seconds=3.0, prefetch=6 if rank == 1 else 1)
+    knobs = Knobs(timeout_seconds=4.0, prefetch=6 if rank == 1 else 1)
     with DataLoader(Numbers(60), mesh(), P("data"), batch_size=6, knobs=knobs) as loader:
         for _ in loader:
             if loader.cursor.position == 6:
-                threading.Event().wait(5.0)
+                threading.Event().wait(6.0)
 
 
 def test_a_pause_of_the_loop_is_no_wait(gang: LocalGang) -> None:

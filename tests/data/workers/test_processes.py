@@ -511,4 +511,4 @@ def test_an_interrupted_program_ends_quietly(start: Any, tmp_path: Path, moment:
     os.killpg(program.pid, signal.SIGINT)
     lines, status = ended(program, seconds=30)
     assert (lines[-1], status, (tmp_path / "stderr").read_text()) == ("interrupted", 0, "")
-    assert not any(exists(worker) for worker in workers)
+    assert eventually(lambda: not any(exists(worker) for worker in workers), seconds=5)
