@@ -6,19 +6,19 @@ from collections.abc import Mapping
 import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
-    "checkpoint": 115,
-    "cli": 85,
-    "comm": 310,
+    "checkpoint": 90,
+    "cli": 65,
+    "comm": 205,
     "connections": 5,
-    "data": 290,
-    "gang": 150,
+    "data": 185,
+    "gang": 125,
     "harness": 5,
-    "laws": 110,
-    "parallel": 400,
-    "program": 40,
-    "tasks": 75,
-    "torch": 20,
-    "tests": 45,
+    "laws": 50,
+    "parallel": 210,
+    "program": 30,
+    "tasks": 55,
+    "torch": 15,
+    "tests": 35,
 }
 """Of all tests of a folder, one after the other, on a quiet machine; `tests` are the files that lie in no folder."""
 

@@ -38,7 +38,8 @@ class MpiTransport(Transport):
     """Moves messages over MPI, whose launcher has started the ranks, such as `mpiexec -n 4 python SCRIPT`.
 
     MPI gives nothing to sleep on: while nothing moves, `nap_seconds` grows with the time, up to 10 ms. When a rank
-    dies, MPI's launcher ends all.
+    dies, MPI's launcher ends all. What a rank was sending when it closed without time is kept, and must not be changed:
+    a peer may still receive it.
 
     **Arguments:** `comm`: an `mpi4py.MPI.Intracomm` of exactly the ranks of the world, by default all that the launcher
     started. It is duplicated: other messages on it are not touched.
