@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import jax
@@ -16,9 +15,6 @@ import jaxtyping
 import pytest
 
 from tests.suite_time import SuiteTime
-
-if TYPE_CHECKING:
-    from braidax.gang import LocalGang  # imported by tests, once its annotations are checked
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 QUICK = "not slow and not gpu"  # what runs where nothing else is asked for
@@ -93,25 +89,6 @@ def own_signals() -> None:
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps indexes, copies and pages that sources keep out of the user's own cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture(scope="session")
-def two() -> "Iterator[LocalGang]":
-    """Two processes of one JAX, four devices each, of which no test ends one: they start once for all tests."""
-    yield from _gang(2, 4)
-
-
-@pytest.fixture(scope="session")
-def four() -> "Iterator[LocalGang]":
-    """The same of four processes, two devices each."""
-    yield from _gang(4, 2)
-
-
-def _gang(num_processes: int, devices_per_process: int) -> "Iterator[LocalGang]":
-    from tests.data.jax_gang import jax_gang
-
-    with jax_gang(num_processes, devices_per_process) as running:
-        yield running
 
 
 @pytest.fixture

@@ -19,9 +19,8 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.checkpoint.manifest import data_file
 from braidax.checkpoint.orbax import export_orbax, restore_orbax
 from braidax.errors import ArgumentError, CheckpointError, MissingExtra
-from braidax.gang import LocalGang
 from tests.checkpoint.saving import Tables, bits, commit
-from tests.data.jax_gang import RUN_SECONDS
+from tests.data.jax_gang import RUN_SECONDS, jax_gang
 
 V, D = 13, 5
 ROWS = np.arange(V * D, dtype=np.float32).reshape(V, D)
@@ -228,8 +227,9 @@ def together(comm: Any, folder: Path) -> str:
     return f"{comm.rank}: {wrong}"
 
 
-def test_processes_export_and_restore_together(tmp_path: Path, two: LocalGang) -> None:
-    assert two.run(together, tmp_path, timeout_seconds=RUN_SECONDS) == ["0: []", "1: []"]
+def test_processes_export_and_restore_together(tmp_path: Path) -> None:
+    with jax_gang(2, 4) as gang:
+        assert gang.run(together, tmp_path, timeout_seconds=RUN_SECONDS) == ["0: []", "1: []"]
 
 
 def test_a_tree_that_does_not_match_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from braidax.comm import progress as progress_module
 from braidax.comm.progress import Progress
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.transport import Buffer, Operation, Transport
-from braidax.comm.watch import Watch
+from braidax.comm.watch import Notice, Watch
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
 from tests.comm.watches import two_watches
@@ -29,6 +29,7 @@ class ByHand(Transport):
         self.bell = Bell()
         self.at_poll: list[Operation] = []
         self.at_receive: list[Operation] = []
+        self.is_closed = False
 
     @property
     def address(self) -> bytes:
@@ -56,6 +57,7 @@ class ByHand(Transport):
         return self.bell.fileno()
 
     def close(self, *, timeout_seconds: float) -> None:
+        self.is_closed = True
         self.bell.close()
 
     def end(self, *operations: Operation) -> None:
@@ -210,6 +212,21 @@ def test_what_a_call_ends_is_told_though_nobody_waits(transport: ByHand, progres
     assert begun(progress).done
     assert ended.wait(LIMIT_SECONDS)
     assert time.monotonic() - began < LAG_SECONDS
+
+
+def test_what_was_being_sent_is_given_up_before_the_failure_is_told(transport: ByHand, progress: Progress) -> None:
+    begun(progress)
+    told = list[tuple[bool, CommError | None]]()
+    close = transport.close
+
+    def closing(*, timeout_seconds: float) -> None:
+        told.append((transport.is_closed, progress.failure))
+        close(timeout_seconds=timeout_seconds)
+
+    transport.close = closing
+    progress.fail(Notice("aborted", 0, "a test"))
+    assert transport.is_closed
+    assert told == [(False, None)]
 
 
 def test_an_interrupted_wait_leaves_the_lead_to_others(

@@ -1,4 +1,4 @@
-"""Processes of one `jax.distributed`, and a source that counts: what tests of several processes share."""
+"""Processes of one `jax.distributed`, and a source that counts: what tests of loading together share."""
 
 import contextlib
 import os

@@ -306,9 +306,13 @@ class Progress:
             raise left(self.world, gone[0])
 
     def _fail(self, notice: Notice) -> CommError:
-        self.failure = failure = notice.error(self.world)
-        self._notify_all()
-        self._nap.ring()
+        failure = notice.error(self.world)
+        try:
+            self._release(0.0)  # whoever hears of the failure may change what was being sent
+        finally:
+            self.failure = failure
+            self._notify_all()
+            self._nap.ring()
         return failure
 
     def _notify_all(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,15 +18,16 @@ from braidax.data.sampling.order import Cursor
 from braidax.data.sharding import load_sharding, reshard
 from braidax.data.sharding.load_plan import plan_load
 from braidax.gang import LocalGang
-from tests.data.jax_gang import RUN_SECONDS, Case, LeafCase
+from tests.data.jax_gang import RUN_SECONDS, Case, LeafCase, jax_gang
 from tests.data.numbered import Numbers
 
 NUM_DEVICES = 8
 
 
-@pytest.fixture(scope="module", params=["two", "four"])
-def gang(request: pytest.FixtureRequest) -> LocalGang:
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=lambda param: f"{param[0]}x{param[1]}")
+def gang(request: pytest.FixtureRequest) -> Iterator[LocalGang]:
+    with jax_gang(*request.param) as running:
+        yield running
 
 
 def load(comm: Any, case: Case) -> dict[str, Any]:
