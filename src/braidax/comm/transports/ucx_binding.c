@@ -35,6 +35,7 @@
 #define DRAIN_ROUNDS 1000000     /* bounds what a lost peer had sent before */
 #define FORCED_CLOSE_SECONDS 0.5 /* bounds the end of copies that UCX cannot stop */
 #define GIVE_UP_SECONDS 0.1      /* bounds what it takes to say that sends are given up */
+#define INSIDE_BYTES 1024        /* UCX sends so little at once, unless its user says otherwise */
 #define LOOK_ROUNDS 32           /* of progress: they take all that lies in a full queue of shared memory */
 #define IDLE_ROUNDS 1000         /* of progress in vain, besides one a request: nothing is copied any more */
 #define MAX_FREE_REQUESTS 256
@@ -82,6 +83,7 @@ struct Worker {
     size_t num_freed;
     size_t num_unended, num_sends, num_large; /* with UCX: all, sends, those whose copies take time */
     size_t num_unchecked;                     /* receives that have ended, see check_received */
+    size_t inside_bytes;                      /* of messages that need no such check */
 };
 
 static double now(void) {
@@ -247,7 +249,7 @@ static void on_received(void *handle, ucs_status_t status, const ucp_tag_recv_in
     Request *request = user_data;
     request->handle = handle;
     request->num_bytes = status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED ? info->length : 0;
-    request->is_unchecked = status == UCS_OK && info->length;
+    request->is_unchecked = status == UCS_OK && info->length > request->worker->inside_bytes;
     request->worker->num_unchecked += (size_t)request->is_unchecked;
     ended(request, status);
 }
@@ -646,6 +648,7 @@ static PyObject *worker_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     Worker *self = (Worker *)PyType_GenericAlloc(type, 0); /* all zero */
     if (!self) return NULL;
     self->ended_end = &self->ended;
+    self->inside_bytes = getenv("UCX_RNDV_THRESH") ? 0 : INSIDE_BYTES;
     if (create(self, settings) < 0) {
         Py_DECREF(self);
         return NULL;
