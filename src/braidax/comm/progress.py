@@ -306,11 +306,10 @@ class Progress:
             raise left(self.world, gone[0])
 
     def _fail(self, notice: Notice) -> CommError:
-        failure = notice.error(self.world)
         try:
             self._release(0.0)  # whoever hears of the failure may change what was being sent
         finally:
-            self.failure = failure
+            self.failure = failure = notice.error(self.world)
             self._notify_all()
             self._nap.ring()
         return failure
@@ -342,11 +341,10 @@ class Progress:
                 owned.close()
 
     def _release(self, timeout_seconds: float) -> None:
-        if self._released:
-            return
-        self._nap.forget()
-        self._transport.close(timeout_seconds=timeout_seconds)
-        self._released = True
+        if not self._released:
+            self._nap.forget()
+            self._transport.close(timeout_seconds=timeout_seconds)
+            self._released = True
 
     def _run(self) -> None:
         try:
