@@ -7,6 +7,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import final
 
 from braidax.comm.transports.tcp_link import (
@@ -369,7 +370,8 @@ class TcpTransport(Transport):
     def _drop(self, link: Link) -> None:
         if link.watched:
             link.watched = 0  # first: an interrupted close is begun again
-            self._selector.unregister(link.connection)
+            with suppress(KeyError):  # an interrupt amid `_listen` came behind this
+                self._selector.unregister(link.connection)
         self._buffered.discard(link)
         link.connection.close()
         link.outgoing.clear()
