@@ -1,4 +1,4 @@
-"""What they train by rows: `braidax launch --module tests.parallel.hybrid_of_two CASE` prints the numbers of each."""
+"""What processes train by rows; `braidax launch --module tests.parallel.hybrid_of_two CASE` prints their numbers."""
 
 import json
 import sys
