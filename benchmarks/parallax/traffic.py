@@ -69,14 +69,7 @@ class Formulas:
 
     def _seen(self, tables: Sequence[str]) -> float:
         """Rows of tables, exchanged: room for the most different ids that were seen, and a tenth more."""
-        return sum(
-            counted.rows_bytes(
-                self.touched[name],
-                self._row_bytes(name),
-                num_hot=counted.num_hot_rows(self.touched[name], self._row_bytes(name)),
-            )
-            for name in tables
-        )
+        return sum(counted.rows_bytes(self.touched[name], self._row_bytes(name)) for name in tables)
 
     def _least(self, tables: Sequence[str]) -> float:
         """The different rows of each device alone: `(N - 1) / N * u (i + 2 D b)`."""

@@ -11,7 +11,7 @@ import optax
 import braidax.parallel as bx
 from tests.parallel.test_hybrid import init, make_batch, pooled, sampled, specs
 
-BOTH = {"data": bx.Hybrid(), "model": bx.Hybrid({"params/other": bx.Rows(hot=(3, 900))})}
+BOTH = {"data": bx.Hybrid(), "model": bx.Hybrid()}
 CASES: dict[str, tuple[Any, tuple[int, ...], Any, optax.GradientTransformation]] = {
     "one axis": (pooled, (8,), {"data": bx.Hybrid()}, optax.adam(3e-2)),
     "two axes": (pooled, (2, 4), BOTH, optax.adagrad(0.3)),

@@ -107,13 +107,6 @@ def test_microbatches() -> None:
     assert np.abs(trained(OPTIMIZERS["adagrad"])["kernel"] - expected["kernel"]).max() > 1e-3
 
 
-def test_hot_rows_count_once() -> None:
-    strategies = {"data": bx.Hybrid({"params/table": bx.Rows(hot=(3, 7, 101))})}
-    step = make_step(pooled, clipped("sgd", 0.5), strategies=strategies)
-    assert placed(step)["params/table"] == {"rows, 3 hot"}
-    assert_as_on_one_device(step, pooled, clipped("sgd", 0.5), num_updates=4)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [

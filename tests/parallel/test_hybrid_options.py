@@ -1,4 +1,4 @@
-"""Hybrid steps with what may be said of tables: hot rows, aggregation inside hosts, own optimizers, wrong ids."""
+"""Hybrid steps with what may be said of tables: aggregation inside hosts, own optimizers, wrong ids."""
 
 from typing import Any
 
@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, DataError, StateError
 from braidax.parallel.id_watch import LATE_UPDATES
 from braidax.parallel.rows import row_adagrad
-from braidax.program import compile_on
 from tests.parallel.models import copied
 from tests.parallel.test_hybrid import (
     HYBRID,
@@ -29,40 +27,9 @@ from tests.parallel.test_hybrid import (
     sampled,
 )
 
-HOT = bx.Hybrid({"params/table": bx.Rows(hot=(3, 7, 200)), "params/other": bx.Rows(hot=(21,))})
 TABLES = ("table", "other", "narrow")
 INNER = {f"params/{name}": bx.Rows(aggregate="inner") for name in TABLES}
 BOTH = {"data": bx.Hybrid(INNER), "model": bx.Hybrid()}
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", pytest.param("adam", marks=pytest.mark.slow)])
-def test_hot_rows_are_replicated_and_change_nothing(optimizer: str) -> None:
-    step = make_step(pooled, OPTIMIZERS[optimizer], strategies={"data": HOT})
-    assert placed(step)["params/table"] == {"rows, 3 hot"}
-    assert_as_on_one_device(step, pooled, OPTIMIZERS[optimizer], num_updates=4)
-
-
-def test_hot_rows_leave_the_exchange() -> None:
-    def num_exchanged(strategy: bx.Hybrid) -> int:
-        step = make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": strategy})
-        arithmetic: Any = step._arithmetic
-        packing = arithmetic._packing
-        state = step.init(jax.random.key(0))
-        ids = {"table": 7, "other": 21}
-        packed = [jnp.full(lookup.ids.shape, ids[lookup.name]) for lookup in packing._lookups]
-
-        def rows(tables: Any, held: Any) -> jax.Array:
-            return packing.pull(packed, tables, held).ways[0].route.first.rows
-
-        split = NamedSharding(step.mesh, PartitionSpec("data"))
-        shardings = step.state_shardings
-        tables, of_tables = ({name: tree[name] for name in ids} for tree in (state.params, shardings.params))
-        held, of_held = arithmetic.held(state.opt_state), arithmetic.held(shardings.opt_state)
-        found = compile_on(step.mesh, rows, in_shardings=(of_tables, of_held), out_shardings=split)(tables, held)
-        return int((np.asarray(found) < -(-ROWS // 8)).sum())
-
-    assert num_exchanged(bx.Hybrid({"params/table": bx.Rows(), "params/other": bx.Rows()})) == 2
-    assert num_exchanged(HOT) == 0
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("4x2 explicit", marks=pytest.mark.slow), "4x2 auto"])
@@ -163,12 +130,8 @@ def test_options_that_are_none() -> None:
 
 
 def test_options_that_cannot_work() -> None:
-    with pytest.raises(ArgumentError, match=r"hot=\(3, 2\): expected ids of rows.*ascending"):
-        bx.Rows(hot=(3, 2))
     with pytest.raises(ArgumentError, match="combine_bytes=-1: expected a size in bytes"):
         bx.DataParallel(combine_bytes=-1)
-    with pytest.raises(ArgumentError, match=f"hot of Rows for params/table names the row 900, and it has {ROWS} rows"):
-        make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid({"*/table": bx.Rows(hot=(900,))})})
     with pytest.raises(ArgumentError, match='aggregate="inner" of Rows needs a table over two axes'):
         make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid({"*/table": bx.Rows(aggregate="inner")})})
     with pytest.raises(ArgumentError, match=r"row_optimizers\['\*'\] and another axis gives it otherwise"):

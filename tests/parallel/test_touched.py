@@ -1,7 +1,7 @@
-"""How much a step touches: counts by hand, the bytes of each way to synchronize, and drift."""
+"""How much a step touches: counts by hand, and the bytes of each way to synchronize."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,9 @@ from jax.sharding import AxisType
 from braidax.errors import ArgumentError
 from braidax.parallel.rows import plan_exchange, pull_rows, route_ids
 from braidax.parallel.touched import (
-    Drift,
-    HotRow,
     Touched,
     all_reduced_bytes,
     count_touched,
-    drifted,
     expected_unique,
     gathered_bytes,
     room_of,
@@ -58,7 +55,6 @@ def test_counts_by_hand() -> None:
         max_unique=4,
         max_sent=3,  # 1, 5 and 3, for the owner of odd rows
         num_touched=(5 + 2) / 2,  # not the 7 different ids of both steps
-        hot=(),
     )
     assert found.alpha == 0.35
 
@@ -70,7 +66,6 @@ def test_counts_as_sets_do(num_parts: int) -> None:
     steps.append([random.integers(0, 9, lookup.shape).astype(np.int32) for lookup in steps[0]])
     unique: list[set[int]] = []
     union: list[int] = []
-    users: list[dict[int, int]] = []
     for lookups in steps:
         parts = [
             set(np.concatenate([np.split(lookup, num_parts)[part].ravel() for lookup in lookups]).tolist()) - {-1}
@@ -78,7 +73,6 @@ def test_counts_as_sets_do(num_parts: int) -> None:
         ]
         unique += parts
         union.append(len(set().union(*parts)))
-        users.append({x: sum(x in part for part in parts) for x in range(50)})
     found = count_touched(steps, num_rows=50, num_parts=num_parts)
     assert found.num_ids == (24 * 3 + 48) // num_parts
     assert found.num_unique == np.mean([len(part) for part in unique])
@@ -87,27 +81,12 @@ def test_counts_as_sets_do(num_parts: int) -> None:
         sum(x % num_parts == owner for x in part) for part in unique for owner in range(num_parts)
     )
     assert found.num_touched == np.mean(union)
-    often = {x for x in range(50) if all(2 * one[x] >= num_parts for one in users)}
-    assert set(found.hot_ids) == often
-    assert all(row.share == sum(one[row.id] for one in users) / (2 * num_parts) for row in found.hot)
-
-
-def test_hot_rows_come_most_used_first_and_not_too_many() -> None:
-    step = [ids([7, 1], [7, 1], [7, 2], [7, 2])]
-    assert count_touched([step, step], num_rows=10, num_parts=4).hot == (HotRow(7, 1.0), HotRow(1, 0.5), HotRow(2, 0.5))
-    again = [ids([7, 1], [7, 1], [7, 1], [3, 3])]
-    assert count_touched([step, again], num_rows=10, num_parts=4).hot == (HotRow(7, 0.875), HotRow(1, 0.625))
-    many = [np.tile(np.arange(3000, dtype=np.int32), (2, 1))]
-    assert count_touched([many], num_rows=3000, num_parts=2).hot_ids == tuple(range(1024))
 
 
 def test_it_survives_json() -> None:
-    found = touched(hot=(HotRow(3, 0.75), HotRow(1, 0.5)))
-    again = Touched.of(json.loads(json.dumps(asdict(found))))
-    assert again == found
-    assert again.hot[0].share == 0.75
-    assert again.hot_ids == (3, 1)
-    assert str(found) == "20 % of 1,000 rows touched a step, 60 of 100 ids of a device different, 2 of them hot"
+    found = touched()
+    assert Touched(**json.loads(json.dumps(asdict(found)))) == found
+    assert str(found) == "20 % of 1,000 rows touched a step, 60 of 100 ids of a device different"
 
 
 def test_nothing_to_count() -> None:
@@ -129,13 +108,6 @@ def test_bytes_of_each_way() -> None:
     assert rows_bytes(found, 8) == 3 * 22 * (4 + 2 * 8)
     # Two devices hold each shard: they gather the 50 ids and gradients of each other.
     assert rows_bytes(found, 8, num_replicas=2) == 3 * 22 * 20 + 50 * 12
-
-
-def test_bytes_with_hot_rows() -> None:
-    found = touched(hot=(HotRow(3, 1.0), *(HotRow(x, 0.5) for x in range(10, 20))))
-    # Of 60 different ids one and ten halves are hot: nine tenths of the room remain.
-    assert rows_bytes(found, 8, num_hot=11) == 3 * 20 * 20 + 2 * 3 / 4 * 11 * 8
-    assert rows_bytes(found, 8, num_hot=1) == 3 * 22 * 20 + 2 * 3 / 4 * 8
 
 
 def test_the_room_is_what_one_round_needs() -> None:
@@ -176,44 +148,3 @@ def test_the_expected_unique_gives_just_that_room(num_parts: int) -> None:
             )
             (capacity,) = exchange.hops[0].capacities
             assert room_of(found) <= capacity <= room_of(found) + (num_parts == 1)  # alone it sends nothing
-
-
-# Drift
-
-
-def test_no_drift() -> None:
-    planned = touched()
-    assert drifted(planned, planned) == ""
-    assert drifted(planned, replace(planned, max_sent=22, num_touched=390.0)) == ""
-    assert drifted(planned, replace(planned, max_sent=10, num_touched=110.0)) == ""
-
-
-def test_why_a_table_has_drifted() -> None:
-    planned = touched()
-    assert drifted(planned, replace(planned, max_sent=23)) == (
-        "a device has 23 rows for another, and there is room for 22 in a round"
-    )
-    assert drifted(planned, replace(planned, max_sent=9)) == "an exchange has room for 22 rows a pair, and 9 come"
-    assert drifted(planned, replace(planned, num_touched=401.0)) == (
-        "a step touches 40.1 % of the rows, planned were 20 %"
-    )
-    assert drifted(planned, replace(planned, num_touched=99.0)) == (
-        "a step touches 9.9 % of the rows, planned were 20 %"
-    )
-    with pytest.raises(ArgumentError, match="measured is of 1000 rows in num_parts=8, and planned of 1000 in 4"):
-        drifted(planned, replace(planned, num_parts=8))
-
-
-def test_drift_counts_when_it_lasts() -> None:
-    planned = touched()
-    high, near, well = (replace(planned, num_touched=count) for count in (500.0, 350.0, 210.0))
-    watch = Drift(planned, patience=3)
-    for measured in (high, high, near, planned):
-        watch = watch.after(measured)
-        assert watch.reason == ""
-    assert watch.num_drifted == 2  # 20 rows where room is for 22: close to the limit, so nothing is forgotten
-    assert watch.after(high).reason == "a step touches 50 % of the rows, planned were 20 %"
-    calm = replace(well, max_sent=15)
-    assert watch.after(calm).num_drifted == 0
-    assert watch.after(calm).after(high).reason == ""
-    assert Drift(planned, patience=1).after(high).after(near).reason != ""  # still true, until all is well

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +171,10 @@ def make_step(task: Task, axes: Mapping[str, int] | None, *, batch_size: int, nu
 
 
 def _touched(task: Task, step: Step, batch_size: int) -> dict[str, Touched]:
-    """Counts the rows of tables that a few batches touch.
-
-    Hot rows are left out: which ones there are depends on the mesh, and a run goes on on any.
-    """
+    """Counts the rows of tables that a few batches touch."""
     with DataLoader(task.train, step.mesh, step.batch_shardings, batch_size=batch_size, seed=0, epochs=1) as loader:
         batches = list(itertools.islice(loader, _COUNTED_BATCHES))
-    measured = measure_touched(task.loss, init=task.init, batches=batches, num_parts=step.mesh.size)
-    return {path: replace(touched, hot=()) for path, touched in measured.tables.items()}
+    return measure_touched(task.loss, init=task.init, batches=batches, num_parts=step.mesh.size).tables
 
 
 def _say(message: str) -> None:

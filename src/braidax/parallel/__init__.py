@@ -4,9 +4,6 @@ from .gradient import value_and_grad as value_and_grad
 from .ids import Measured as Measured
 from .ids import measure_touched as measure_touched
 from .parallelize import parallelize as parallelize
-from .partition import Partition as Partition
-from .partition import Partitions as Partitions
-from .partition import search_partitions as search_partitions
 from .placements import Placement as Placement
 from .placements import Replicated as Replicated
 from .placements import Rows as Rows
@@ -20,6 +17,5 @@ from .strategies import DataParallel as DataParallel
 from .strategies import Hybrid as Hybrid
 from .strategies import Strategy as Strategy
 from .strategies import Variable as Variable
-from .touched import Drift as Drift
 from .touched import Touched as Touched
 from .train_step import TrainStep as TrainStep

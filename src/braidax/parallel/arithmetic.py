@@ -74,10 +74,6 @@ class Arithmetic(Protocol):
         """Of variables that are stored by rows the mesh axes, by name."""
         ...
 
-    def renewed(self, state: State) -> State:
-        """Returns a state of this plan from a settled one of another plan of the same form, without its hot rows."""
-        ...
-
     def dense_specs(self) -> State:
         """Of a state in the form of single-device training. **Raises:** `ArgumentError` when there is none."""
         ...
@@ -170,10 +166,6 @@ class Whole:
     def form(self) -> Mapping[str, tuple[str, ...]]:
         """Nothing."""
         return {}
-
-    def renewed(self, state: State) -> State:
-        """Returns the state as it is."""
-        return state
 
     def dense_specs(self) -> State:
         """Of every state."""

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from braidax.program import OUT_OF_RANGE, Lookup, RowProgram
 
-from .hot_tables import HotTable, hot_moved, hot_sums
 from .rows import (
     Exchange,
     Pushed,
@@ -20,13 +19,11 @@ from .rows import (
     RowState,
     Sum,
     from_stored,
-    join_rows,
     making_spec,
     plan_exchange,
     pull_rows,
     push_rows,
     route_ids,
-    split_hot,
     sum_rows,
     to_stored,
     update_rows,
@@ -38,8 +35,7 @@ class Table:
     """A variable that is stored by rows.
 
     **Fields:** `name`: of its leaf. `spec`: as the loss has it, `[V, ...]`. `axes`: what its rows are split over.
-    `num_shards`: over how many devices. `optimizer`: moves its rows. `aggregate`: as of `plan_exchange`. `hot`: ids
-    of rows that are replicated, ascending. `num_unique`: as of `plan_exchange`.
+    `num_shards`: over how many devices. `optimizer`: moves its rows. `aggregate`, `num_unique`: as of `plan_exchange`.
     """
 
     name: str
@@ -48,7 +44,6 @@ class Table:
     num_shards: int
     optimizer: RowOptimizer
     aggregate: Literal["inner", "none"] = "none"
-    hot: tuple[int, ...] = ()
     num_unique: int | None = None
 
     def stored(self, table: jax.Array, mesh: Mesh | None = None) -> jax.Array:
@@ -68,37 +63,26 @@ class Table:
         return from_stored(stored, self.spec.shape[0]).reshape(self.spec.shape)
 
 
+States = Mapping[str, RowState]
+"""What tables have beside their stored rows, by name: the states of their optimizers."""
+
+
 class Trip(NamedTuple):
-    """What `apply` needs of an exchange: the way of the rows, their gradients, and those of hot rows by table."""
+    """What `apply` needs of an exchange: the way of the rows, and their gradients."""
 
     route: Route
     pushed: Pushed
-    hot: dict[str, jax.Array]
-
-
-class Held(NamedTuple):
-    """What tables have beside their stored rows, by name: states of their optimizers, and the hot rows of some."""
-
-    rows: dict[str, RowState]
-    hot: dict[str, HotTable]
-
-
-class Way(NamedTuple):
-    """How the ids of a group go: the route of the cold ones, and by table the place of each among the hot ones."""
-
-    route: Route
-    hot: dict[str, jax.Array]
 
 
 class Pull(NamedTuple):
     """Rows that have come.
 
-    **Fields:** `rows`: of each lookup. `ways`: of each group. `num_rounds`: the largest number of rounds.
+    **Fields:** `rows`: of each lookup. `routes`: of each group. `num_rounds`: the largest number of rounds.
     `out_of_range`: int32 `[tables]`, how many ids no row has, where they were marked.
     """
 
     rows: tuple[jax.Array, ...]
-    ways: list[Way]
+    routes: list[Route]
     num_rounds: jax.Array
     out_of_range: jax.Array
 
@@ -133,13 +117,7 @@ class Packing:
 
     def trip_shardings(self, mesh: Mesh) -> list[Any]:
         """Returns the shardings of the trips that `push` gives, or prefixes of them."""
-        replicated = NamedSharding(mesh, PartitionSpec())
-        shardings: list[Any] = []
-        for group in self.groups:
-            split = NamedSharding(mesh, PartitionSpec(group.exchange.axes))
-            hot = [self._tables[number].name for number in group.tables if self._tables[number].hot]
-            shardings.append(Trip(split, split, dict.fromkeys(hot, replicated)))  # pyright: ignore[reportArgumentType]
-        return shardings
+        return [NamedSharding(mesh, PartitionSpec(group.exchange.axes)) for group in self.groups]
 
     def _group(self, numbers: Sequence[int], mesh: Mesh) -> _Group:
         tables = [self._tables[number] for number in numbers]
@@ -164,10 +142,13 @@ class Packing:
         )
         return _Group(tuple(numbers), tuple(lookups), exchange)
 
-    def pull(self, ids: Sequence[jax.Array], tables: Mapping[str, jax.Array], held: Held) -> Pull:
-        """Fetches the rows of all lookups. **Arguments:** `ids`: of each lookup. `tables`: by name, as stored."""
+    def pull(self, ids: Sequence[jax.Array], tables: Mapping[str, jax.Array], held: States) -> Pull:
+        """Fetches the rows of all lookups.
+
+        **Arguments:** `ids`: of each lookup. `tables`, `held`: by name, as stored.
+        """
         rows: dict[int, jax.Array] = {}
-        ways: list[Way] = []
+        routes: list[Route] = []
         rounds = [jnp.zeros((), jnp.int32)]
         wrong = {table.name: jnp.zeros((), jnp.int32) for table in self._tables}
         for group in self.groups:
@@ -177,40 +158,29 @@ class Packing:
                 table.name: jnp.sum(x == OUT_OF_RANGE, dtype=jnp.int32)
                 for table, x in zip(members, packed, strict=True)
             }
-            hot: dict[str, jax.Array] = {}
-            for at, table in enumerate(members):
-                if table.hot:
-                    hot[table.name], packed[at] = split_hot(packed[at], jnp.asarray(table.hot, jnp.int32))
             route = route_ids(group.exchange, packed)
             pulled = pull_rows(
                 group.exchange,
                 route,
                 [tables[table.name] for table in members],
                 like=packed,
-                states=[held.rows[table.name] for table in members],
+                states=[held[table.name] for table in members],
                 optimizers=[table.optimizer for table in members],
             )
-            ways.append(Way(route, hot))
+            routes.append(route)
             rounds.append(pulled.num_rounds)
             for table, lookups, found in zip(members, group.lookups, pulled.rows, strict=True):
                 found = found.reshape(*found.shape[:2], *table.spec.shape[1:])
-                if table.hot:
-                    found = join_rows(hot[table.name], held.hot[table.name].values, found)
                 rows |= self._unpack(lookups, found)
         of_lookups = tuple(rows[at] for at in range(len(self._lookups)))
-        return Pull(of_lookups, ways, jnp.max(jnp.stack(rounds)), jnp.stack(list(wrong.values())))
+        return Pull(of_lookups, routes, jnp.max(jnp.stack(rounds)), jnp.stack(list(wrong.values())))
 
-    def push(self, ways: Sequence[Way], gradients: Sequence[jax.Array]) -> list[Trip]:
+    def push(self, routes: Sequence[Route], gradients: Sequence[jax.Array]) -> list[Trip]:
         """Sums the gradients of rows where the rows are. **Arguments:** `gradients`: of each lookup's rows."""
         trips: list[Trip] = []
-        for group, way in zip(self.groups, ways, strict=True):
+        for group, route in zip(self.groups, routes, strict=True):
             packed = [self._pack(members, gradients, group.exchange.num_shards, filler=0) for members in group.lookups]
-            hot: dict[str, jax.Array] = {}
-            for number, gradient in zip(group.tables, packed, strict=True):
-                table = self._tables[number]
-                if table.hot:
-                    hot[table.name] = hot_sums(table.axes, way.hot[table.name], gradient, num_hot=len(table.hot))
-            trips.append(Trip(way.route, push_rows(group.exchange, way.route, packed), hot))
+            trips.append(Trip(route, push_rows(group.exchange, route, packed)))
         return trips
 
     def sums(self, trips: Sequence[Trip], sums: Sequence[tuple[str, Sum]], given: Any) -> list[jax.Array]:
@@ -221,19 +191,17 @@ class Packing:
             chosen = {at: one._replace(table=names.index(name)) for at, (name, one) in enumerate(sums) if name in names}
             if chosen:
                 totals = sum_rows(group.exchange, trip.route, trip.pushed, list(chosen.values()), given)
-                for (at, one), total in zip(chosen.items(), totals, strict=True):
-                    hot = trip.hot.get(names[one.table])
-                    found[at] = total if hot is None else one.joined(total, one.of(hot[:, :-1], given))
+                found |= dict(zip(chosen, totals, strict=True))
         return [found[at] for at in range(len(sums))]
 
     def update(
         self,
         trips: Sequence[Trip],
         tables: Mapping[str, jax.Array],
-        held: Held,
-    ) -> tuple[dict[str, jax.Array], Held]:
+        held: States,
+    ) -> tuple[dict[str, jax.Array], dict[str, RowState]]:
         """Moves the touched rows of all tables, in place where these are donated. **Arguments:** as of `pull`."""
-        tables, states, hot = dict(tables), dict(held.rows), dict(held.hot)
+        tables, states = dict(tables), dict(held)
         for group, trip in zip(self.groups, trips, strict=True):
             members = [self._tables[number] for number in group.tables]
             names = [table.name for table in members]
@@ -247,10 +215,7 @@ class Packing:
             )
             tables |= dict(zip(names, moved, strict=True))
             states |= dict(zip(names, kept, strict=True))
-            for table in members:
-                if table.hot:
-                    hot[table.name] = hot_moved(table.optimizer, hot[table.name], trip.hot[table.name])
-        return tables, Held(states, hot)
+        return tables, states
 
     def _num_ids(self, lookup: Lookup, num_shards: int) -> int:
         *lengths, num_ids = (*self._lead, *lookup.ids.shape)

@@ -43,16 +43,12 @@ class Rows:
 
     **Arguments:** `aggregate`: with "inner", rows of a table over several axes are aggregated along the last of them
     before they cross the others: inside a host before they leave it; "auto": where the others join processes and the
-    last does not. `hot`: ids of rows that most devices use in each step, ascending: they are replicated, and
-    their gradient is all-reduced. Both may be said on any axis of the table.
+    last does not. It may be said on any axis of the table.
     """
 
     aggregate: Literal["auto", "inner", "none"] = "auto"
-    hot: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if list(self.hot) != sorted(set(self.hot)) or min(self.hot, default=0) < 0:
-            raise ArgumentError(f"hot={self.hot}: expected ids of rows, 0 or more, ascending, none twice")
         if self.aggregate not in ("auto", "inner", "none"):
             raise ArgumentError(f'aggregate={self.aggregate!r}: expected "auto", "inner" or "none"')
 
@@ -64,8 +60,7 @@ class Rows:
 
     def __str__(self) -> str:
         """`rows`, and what is special about them."""
-        aggregated = ", aggregated" if self.aggregate == "inner" else ""
-        return f"rows{aggregated}{f', {len(self.hot)} hot' if self.hot else ''}"
+        return "rows, aggregated" if self.aggregate == "inner" else "rows"
 
 
 PLACEMENTS: Mapping[str, type[Replicated] | type[Rows]] = {"Replicated": Replicated, "Rows": Rows}

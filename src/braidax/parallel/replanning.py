@@ -1,11 +1,11 @@
 """A state that was saved by another plan: which one that was, and the way from there.
 
-What a state looks like is decided by which variables are tables by rows, and which of their rows are hot. Both depend
-on batch size, mesh and strategies. So a state in the form in which it was saved is that of another step, which is made
-for it, and `Step.adopt` goes on from there.
+What a state looks like is decided by which variables are tables by rows, and that by batch size, mesh and strategies.
+So a state in the form in which it was saved is that of another step, which is made for it, and `Step.adopt` goes on
+from there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from glob import escape
 from typing import Any, Protocol, runtime_checkable
@@ -16,8 +16,8 @@ from .placements import Placement, Replicated, Rows
 from .plan import Plan
 from .strategies import DataParallel, Hybrid, Strategy
 
-Tables = Mapping[str, tuple[int, ...]]
-"""The hot rows of each variable that is a table by rows, by its path."""
+Tables = Collection[str]
+"""The paths of the variables that are tables by rows, in their order."""
 
 _MAX_NAMED = 3
 
@@ -48,38 +48,21 @@ class Adopting(Protocol):
 
 def tables_of(plan: Plan) -> Tables:
     """Returns the tables that a plan makes of variables."""
-    found: dict[str, tuple[int, ...]] = {}
-    for variable in plan.variables:
-        rows = [placement for placement in variable.placements if isinstance(placement, Rows)]
-        if rows:
-            found[variable.path] = tuple(sorted({id for placement in rows for id in placement.hot}))
-    return found
+    return [one.path for one in plan.variables if any(isinstance(placement, Rows) for placement in one.placements)]
 
 
-def tables_in(saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Tables:
+def tables_in(saved: Mapping[str, int | None]) -> Tables:
     """Returns the tables of a state that was saved.
 
-    **Arguments:** `saved`: the paths of its leaves, with V of those that have padded rows. `notes`: kept with it, the
-    plan among them, which alone knows the ids of hot rows.
-
-    **Raises:** `ArgumentError` when there are hot rows, and no plan.
+    **Arguments:** `saved`: the paths of its leaves, with V of those that have padded rows.
     """
-    paths = [path for path, num_rows in saved.items() if num_rows is not None and path.startswith("params")]
-    hot = [path for path in paths if any(name.startswith(f"opt_state/hot{path[6:]}/") for name in saved)]
-    if hot and "plan" not in notes:
-        raise ArgumentError(
-            f"nothing in it tells which rows of {', '.join(hot)} are hot; note the plan before saving, as fit does: "
-            'saver.notes["plan"] = step.plan.to_json()'
-        )
-    told = tables_of(Plan.from_json(notes["plan"])) if hot else {}
-    return {path: told[path] if path in hot else () for path in paths}
+    return [path for path, num_rows in saved.items() if num_rows is not None and path.startswith("params")]
 
 
 def changes(saved: Tables, now: Tables) -> str:
     """Returns in words how the tables of two plans differ, empty if they do not."""
     told = [f"{path} was by rows and is whole now" for path in saved if path not in now]
     told += [f"{path} was whole and is by rows now" for path in now if path not in saved]
-    told += [f"{path} has other hot rows now" for path, hot in now.items() if saved.get(path, hot) != hot]
     if not told:
         return ""
     more = f", and {len(told) - _MAX_NAMED} more" if len(told) > _MAX_NAMED else ""
@@ -93,8 +76,7 @@ def strategies_for(strategies: Mapping[str, Strategy], tables: Tables) -> dict[s
 
     **Raises:** `ArgumentError` when there is no axis to split rows over.
     """
-    overrides: dict[str, Placement] = {escape(path): Rows(hot=hot) for path, hot in tables.items()}
-    overrides["*"] = Replicated()
+    overrides: dict[str, Placement] = {escape(path): Rows() for path in tables} | {"*": Replicated()}
     told: dict[str, Strategy] = {}
     for axis, strategy in strategies.items():
         if isinstance(strategy, Hybrid):
@@ -107,17 +89,13 @@ def strategies_for(strategies: Mapping[str, Strategy], tables: Tables) -> dict[s
 
 
 def way_to(
-    step: Adopting, replanned: Callable[[Tables], Adopting], saved: Mapping[str, int | None], notes: Mapping[str, str]
+    step: Adopting, replanned: Callable[[Tables], Adopting], saved: Mapping[str, int | None]
 ) -> tuple[Any, Callable[[Any], Any], str] | str | None:
     """Returns the form in which a state was saved and the way from there to a step, as `State.saved_as` does.
 
     **Arguments:** `replanned`: makes the same step with other tables.
     """
-    now = tables_of(step.plan)
-    try:
-        before = tables_in(saved, notes)
-    except ArgumentError as error:
-        return f"the plan may have changed since it was saved, and {error}"
+    now, before = tables_of(step.plan), tables_in(saved)
     said = changes(before, now)
     if not said:
         return (step.state_specs, step.settled, "") if now else None

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from braidax.program import Term, compute, of_no_rows, sums_below
 
 from .arrays import strong
-from .packing import Held, Packing, Table, Trip
+from .packing import Packing, States, Table, Trip
 from .rows import Now, RowState, Split, Sum, TableUpdate, from_stored, kept_besides, settle_rows, stored_shape
 
 _JOINS = {"reduce_sum": "add", "reduce_and": "and", "reduce_or": "or"}
@@ -101,14 +101,14 @@ class SplitUpdate:
         trips: Sequence[Trip],
         packing: Packing,
         stored: Mapping[str, jax.Array],
-        held: Held,
-    ) -> tuple[Any, Any, dict[str, jax.Array], Held]:
+        held: States,
+    ) -> tuple[Any, Any, dict[str, jax.Array], dict[str, RowState]]:
         """Takes an update.
 
         **Arguments:** `gradients`, `params`: PyTrees with None in place of tables. `dense`: as of `parted`. `trips`:
-        gradients of rows. `stored`: tables. `held`: the states of tables and hot rows, as they are kept.
+        gradients of rows. `stored`: tables. `held`: their states, as they are kept.
 
-        **Returns:** the new `params`, `dense`, tables, and what is held of them.
+        **Returns:** the new `params`, `dense`, tables, and their states.
         """
         split, known = self._split, self._known(gradients, params, dense)
         moves = [one for at, one in enumerate(split.moves) if at in self._dense_params(params)]
@@ -118,17 +118,18 @@ class SplitUpdate:
         found = iter(compute([*moves, *states, *contexts], known))
         moved = jax.tree.unflatten(jax.tree.structure(params), [next(found) for _ in moves])
         after = jax.tree.unflatten(jax.tree.structure(dense), [next(found) for _ in states])
-        tables, rows, shared = dict(stored), dict(held.rows), dict[str, Any]()
+        tables, rows, shared = dict(stored), dict(held), dict[str, Any]()
         leaves = dict(zip(self._dense_at, jax.tree.leaves(dense), strict=True))
         for name, update in split.tables.items():
-            now = self._now(update, leaves, held.rows[name].shared)
-            tables[name], kept = self._brought(update, tables[name], RowState(held.rows[name].rows, now), leaves)
+            now = self._now(update, leaves, held[name].shared)
+            tables[name], kept = self._brought(update, tables[name], RowState(held[name].rows, now), leaves)
             context = tuple(next(found) for _ in update.context)
             now = Now(now.clock, self._scalars(update, leaves), context)
             rows[name] = RowState(kept, now)
             shared[name] = self._shared(update, now._replace(clock=now.clock + 1) if update.catch_up else now)
-        tables, held = packing.update(trips, tables, Held(rows, self._hot(held, rows)))
-        return strong(optax.apply_updates(params, moved)), strong(after), tables, self._kept(held, shared)
+        tables, rows = packing.update(trips, tables, rows)
+        rows |= {name: RowState(rows[name].rows, kept) for name, kept in shared.items()}
+        return strong(optax.apply_updates(params, moved)), strong(after), tables, rows
 
     def _dense_params(self, params: Any) -> list[int]:
         leaves = jax.tree.leaves(params, is_leaf=lambda leaf: leaf is None)
@@ -153,21 +154,6 @@ class SplitUpdate:
         of_table = self._tables[update.name]
         table, state = settle_rows(of_table.axes, table, state, optimizer=of_table.optimizer, wanted=changed)
         return table, state.rows
-
-    def _hot(self, held: Held, rows: Mapping[str, RowState]) -> dict[str, Any]:
-        """Hot rows, with what they are moved by."""
-        return {
-            name: hot._replace(state=RowState(hot.state.rows, rows[name].shared)) if name in self._split.tables else hot
-            for name, hot in held.hot.items()
-        }
-
-    def _kept(self, held: Held, shared: Mapping[str, Any]) -> Held:
-        rows = {name: RowState(one.rows, shared.get(name, one.shared)) for name, one in held.rows.items()}
-        hot = {
-            name: one._replace(state=RowState(one.state.rows, shared.get(name, one.state.shared)))
-            for name, one in held.hot.items()
-        }
-        return Held(rows, hot)
 
     def _sums(
         self, wanted: Sequence[Term], known: Mapping[int, Any], trips: Sequence[Trip], packing: Packing

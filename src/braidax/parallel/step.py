@@ -110,8 +110,8 @@ class Step:
         """Returns a state that knows that it is of this step, for those who restore it from that of another plan."""
         return replace(state, origin=Origin(self._way_to))
 
-    def _way_to(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
-        return None if self._replanned is None else way_to(self, self._replanned, saved, notes)
+    def _way_to(self, saved: Mapping[str, int | None]) -> Way:
+        return None if self._replanned is None else way_to(self, self._replanned, saved)
 
     def update(
         self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
@@ -226,14 +226,7 @@ class Step:
         old, new = step._arithmetic, self._arithmetic
         if step.mesh != self.mesh or old.form != new.form:
             return self.from_dense(step.to_dense(state))
-        settled = step.settled(state)
-        if not new.form:
-            return self._own(settled)
-        opt_state = {**settled.opt_state, "hot": {}}
-        given = replace(self.state_shardings, opt_state={**self.state_shardings.opt_state, "hot": {}})
-        return self._own(
-            self._converted(new.renewed, replace(settled, opt_state=opt_state), given, self.state_shardings)
-        )
+        return self._own(step.settled(state))
 
     def check_adoptable(self, step: "Step") -> None:
         """Checks that `adopt` can go on from states of another step. **Raises:** `ArgumentError` when it cannot."""

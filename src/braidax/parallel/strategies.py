@@ -16,7 +16,7 @@ from braidax.program import LeafUses, named_leaves
 
 from .placements import Placement, Replicated, Rows
 from .rows import RowOptimizer
-from .touched import Touched, all_reduced_bytes, num_hot_rows
+from .touched import Touched, all_reduced_bytes
 from .touched import rows_bytes as measured_rows_bytes
 
 
@@ -130,17 +130,16 @@ class Hybrid:
         if cannot := _why_no_rows(variable):
             return Replicated(), f"hybrid: {cannot}: gradient all-reduced"
         assert variable.uses is not None, "what is not known to be read by rows is replicated"
-        touched, hot, seen = self.touched.get(variable.path), (), ""
+        touched, seen = self.touched.get(variable.path), ""
         if touched is None:
             moved, whole = rows_bytes(variable, num_parts), 2 * num_bytes(variable.spec)
         else:
             row_bytes = num_bytes(variable.spec) // variable.spec.shape[0]
-            num_hot = num_hot_rows(touched, row_bytes)
-            hot, seen = tuple(sorted(touched.hot_ids[:num_hot])), f"; {touched}"
-            moved = round(measured_rows_bytes(touched, row_bytes, num_hot=num_hot))
+            seen = f"; {touched}"
+            moved = round(measured_rows_bytes(touched, row_bytes))
             whole = round(all_reduced_bytes(touched, row_bytes))
         told = f"a device sends {_in_words(moved)} a step by rows, {_in_words(whole)} all-reduced"
-        placement = Rows(hot=hot) if moved < whole else Replicated()
+        placement = Rows() if moved < whole else Replicated()
         return placement, f"hybrid: {variable.uses.why}{seen}; {told}"
 
 

@@ -18,10 +18,9 @@ from braidax.program import Program, join, named_leaves, trace
 from .accumulate import all_gradients_of, microbatches_of
 from .arithmetic import OUT_OF_RANGE, Evaluate, summed_once
 from .arrays import strong
-from .hot_tables import HotTable, hot_table, with_hot_rows
 from .initial import Born
 from .loss import Loss
-from .packing import Held, Packing, Pull, Table
+from .packing import Packing, Pull, States, Table
 from .placements import Rows
 from .plan import Plan, PlannedVariable, follow, shardings_of
 from .reads import RowReads, row_reads, without_rows
@@ -37,7 +36,7 @@ class WithTables:
     """The arithmetic in which the variables that a plan places by `Rows` are tables.
 
     A state then holds `[ceil(V / N), N, ...]` in their place, and as `opt_state` a dict: `"dense"`, the optimizer's
-    without what has the rows of tables, `"rows"`, a `RowState` for each table by name, and `"hot"`, some of their rows.
+    without what has the rows of tables, and `"rows"`, a `RowState` for each table by name.
 
     **Arguments:** as of `Whole`; `options`: how rows move. `reads`: of the program.
     """
@@ -78,9 +77,9 @@ class WithTables:
             return ()
         return [(join("params", name), table.spec.shape[0]) for name, table in self._tables.items()]
 
-    def held(self, opt_state: Any) -> Held:
+    def held(self, opt_state: Any) -> dict[str, RowState]:
         """Returns the states of the tables, by which rows that lag behind are brought up when they are read."""
-        return Held(self._update.held(opt_state["dense"], opt_state["rows"]), opt_state["hot"])
+        return self._update.held(opt_state["dense"], opt_state["rows"])
 
     def gradients(self, params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
         """Pulls rows, computes the loss, pushes the rows' gradients; `row_rounds` is a metric: 1 unless room lacked."""
@@ -90,7 +89,7 @@ class WithTables:
         gradients, of_rows, variables, metrics = all_gradients_of(
             self._fed, dense, variables, key, batch, pulled.rows, microbatches=self._microbatches
         )
-        trips = self._packing.push(pulled.ways, of_rows)
+        trips = self._packing.push(pulled.routes, of_rows)
         return (gradients, trips), variables, self._told(metrics, pulled, row_rounds=pulled.num_rounds)
 
     def _told(self, metrics: dict[str, Any], pulled: Pull, **more: Any) -> dict[str, Any]:
@@ -101,11 +100,10 @@ class WithTables:
         """Updates the tables' touched rows, and everything else by the optimizer."""
         of_dense, trips = gradients
         dense, tables = self._parted(params)
-        held = Held(opt_state["rows"], opt_state["hot"])
-        dense, of_optimizer, tables, held = self._update.apply(
-            of_dense, dense, opt_state["dense"], trips, self._packing, tables, held
+        dense, of_optimizer, tables, states = self._update.apply(
+            of_dense, dense, opt_state["dense"], trips, self._packing, tables, opt_state["rows"]
         )
-        return step + 1, self._joined(dense, tables), {"dense": of_optimizer, **held._asdict()}
+        return step + 1, self._joined(dense, tables), {"dense": of_optimizer, "rows": states}
 
     def evaluate(self, batch: Any) -> Evaluate:
         """Traces the loss with `train=False`; tables that it then needs whole are made whole for it."""
@@ -129,7 +127,7 @@ class WithTables:
         return metrics
 
     def settled(self, state: State) -> State:
-        """Brings up the rows that lag behind, and writes hot rows to where their tables have them."""
+        """Brings up the rows that lag behind."""
         dense, tables = self._parted(state.params)
         held, states = self.held(state.opt_state), dict(state.opt_state["rows"])
         for name in self._tables:
@@ -138,10 +136,9 @@ class WithTables:
         opt_state = {**state.opt_state, "rows": states}
         return replace(state, params=self._joined(dense, tables), opt_state=opt_state)
 
-    def _settled(self, name: str, stored: jax.Array, held: Held) -> tuple[jax.Array, RowState]:
+    def _settled(self, name: str, stored: jax.Array, held: States) -> tuple[jax.Array, RowState]:
         table = self._tables[name]
-        stored, state = settle_rows(table.axes, stored, held.rows[name], optimizer=table.optimizer)
-        return with_hot_rows(table.axes, stored, state, table.hot, held.hot[name]) if table.hot else (stored, state)
+        return settle_rows(table.axes, stored, held[name], optimizer=table.optimizer)
 
     def to_dense(self, state: State) -> State:
         """Settles, and joins tables and what is kept of them with the rest."""
@@ -157,18 +154,13 @@ class WithTables:
         dense, tables = self._parted(state.params)
         stored = {name: self._tables[name].stored(value) for name, value in tables.items()}
         of_dense, states = self._update.parted(state.opt_state)
-        opt_state = {"dense": of_dense, "rows": states, "hot": self._hot(stored, states)}
+        opt_state = {"dense": of_dense, "rows": states}
         return replace(state, params=self._joined(dense, stored), opt_state=opt_state, tables=self._stored)
 
     @property
     def form(self) -> Mapping[str, tuple[str, ...]]:
         """The mesh axes of each table."""
         return {name: table.axes for name, table in self._tables.items()}
-
-    def renewed(self, state: State) -> State:
-        """Takes hot rows out of a settled state anew."""
-        _, stored = self._parted(state.params)
-        return replace(state, opt_state={**state.opt_state, "hot": self._hot(stored, state.opt_state["rows"])})
 
     def dense_specs(self) -> State:
         """Of the state in the form of single-device training."""
@@ -187,7 +179,7 @@ class WithTables:
         dense, tables = self._parted(born.params)
         stored = {name: self._tables[name].stored(value, self._mesh) for name, value in tables.items()}
         of_dense, states = self._begun(born.params, stored)
-        opt_state = {"dense": of_dense, "rows": strong(states), "hot": strong(self._hot(stored, states))}
+        opt_state = {"dense": of_dense, "rows": strong(states)}
         step, params = jnp.zeros((), jnp.int32), self._joined(dense, stored)
         return State(step, params, opt_state, born.variables, born.key, self._stored)
 
@@ -199,13 +191,6 @@ class WithTables:
     def _born_states(self, params: Any) -> dict[str, RowState]:
         _, tables = self._parted(params)
         return self._begun(params, {name: self._tables[name].stored(value) for name, value in tables.items()})[1]
-
-    def _hot(self, stored: Mapping[str, jax.Array], states: Mapping[str, RowState]) -> dict[str, HotTable]:
-        return {
-            name: hot_table(stored[name], states[name], table.hot, table.spec.shape[1:])
-            for name, table in self._tables.items()
-            if table.hot
-        }
 
     def _shardings(self, plan: Plan) -> State:
         specs, mesh = self._specs, self._mesh
@@ -221,8 +206,7 @@ class WithTables:
             for name, state in specs.opt_state["rows"].items()
         }
         variables = jax.tree.map(lambda _: replicated, specs.variables)
-        of_hot = jax.tree.map(lambda _: replicated, specs.opt_state["hot"])
-        opt_state = {"dense": of_dense, "rows": of_rows, "hot": of_hot}
+        opt_state = {"dense": of_dense, "rows": of_rows}
         return State(replicated, params, opt_state, variables, replicated, self._stored)
 
     def _ids_of(self, dense: Any, variables: Any, key: Any, batch: Any) -> Any:
@@ -247,7 +231,7 @@ class WithTables:
         values = [tables.get(name) if name in self._tables else next(leaves) for name in names]
         return jax.tree.unflatten(jax.tree.structure(self._born.params), values)
 
-    def _whole(self, name: str, stored: jax.Array, held: Held) -> jax.Array:
+    def _whole(self, name: str, stored: jax.Array, held: States) -> jax.Array:
         """A table as the loss has it, for an evaluation that needs more than some of its rows."""
         return self._tables[name].whole(self._settled(name, stored, held)[0])
 
@@ -259,16 +243,11 @@ def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict
     tables: dict[str, Table] = {}
     for name, variable in planned.items():
         over, spec = _over(plan, variable), specs[name]
-        axes, hot = tuple(over), tuple(sorted({id for placement in over.values() for id in placement.hot}))
-        if hot and hot[-1] >= spec.shape[0]:
-            raise ArgumentError(
-                f"hot of Rows for {variable.path} names the row {hot[-1]}, and it has {spec.shape[0]} rows: "
-                f"expected ids below that"
-            )
+        axes = tuple(over)
         num_shards = math.prod(mesh.shape[axis] for axis in axes)
         optimizer = options.own(name) or table_optimizer(split.tables[name])
         num_unique = _num_unique(options.touched.get(variable.path), variable.path, num_shards)
-        tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), hot, num_unique)
+        tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), num_unique)
     return tables
 
 

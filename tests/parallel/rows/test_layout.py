@@ -1,10 +1,14 @@
 """Stored tables: padding, checkpoints, and rows that are born where they belong."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel import rows
 from tests.parallel.rows.training import make_mesh
@@ -29,27 +33,22 @@ def test_a_checkpoint_for_another_number_of_shards() -> None:
     np.testing.assert_array_equal(rows.to_stored(jnp.asarray(padded[:37]), 3), rows.to_stored(table, 3))
 
 
-@pytest.mark.parametrize("mesh", ["8 auto", "8 explicit", "4x2 explicit"])
-def test_a_table_is_born_split_with_the_values_of_one_device(mesh: str) -> None:
-    def init(key: jax.Array) -> jax.Array:
-        return jax.random.truncated_normal(key, -2, 2, (1003, 5)) * 0.1
-
-    axes = ("data",) if mesh.startswith("8") else ("data", "model")
-    key = jax.random.key(3)
-    table = rows.init_stored(init, key, mesh=make_mesh(mesh), axes=axes)
-    np.testing.assert_array_equal(rows.from_stored(jnp.asarray(np.asarray(table)), 1003), init(key))
-    assert {shard.data.shape for shard in table.addressable_shards} == {(126, 1, 5)}
-
-
 @pytest.mark.parametrize("width", [64, 12])
-@pytest.mark.parametrize("mesh", ["8 auto", "8 explicit"])
-def test_no_device_holds_the_whole_table_at_birth(mesh: str, width: int) -> None:
-    made = rows.stored_init(
-        lambda key: jax.random.normal(key, (100_003, width)), mesh=make_mesh(mesh), axes=("data",), num_shards=8
+def test_no_device_holds_the_whole_table_at_birth(width: int) -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return params["table"][batch].sum()
+
+    step = bx.parallelize(
+        loss,
+        optax.sgd(0.1),
+        make_mesh("8 explicit"),
+        {"data": bx.Hybrid()},
+        init=lambda key: {"table": jax.random.normal(key, (100_003, width))},
+        batch=jax.ShapeDtypeStruct((8,), jnp.int32),
     )
-    memory = made.lower(jax.random.key(0)).compile().memory_analysis()
+    memory = step._init.lower(jax.random.key(0)).compile().memory_analysis()  # pyright: ignore[reportPrivateUsage]
     share = 12_501 * width * 4
-    assert memory.output_size_in_bytes == share
+    assert memory.output_size_in_bytes - share < 100  # the other leaves of a state are scalars
     assert memory.temp_size_in_bytes < 4.1 * 100_003 * -(-width // 8) * 4  # left alone XLA takes four times all of it
 
 

@@ -5,11 +5,6 @@ from .exchange import SLACK as SLACK
 from .exchange import Exchange as Exchange
 from .exchange import Hop as Hop
 from .exchange import plan_exchange as plan_exchange
-from .hot import HotIds as HotIds
-from .hot import hot_gradient as hot_gradient
-from .hot import join_rows as join_rows
-from .hot import split_hot as split_hot
-from .hot import store_hot as store_hot
 from .islands import Pulled as Pulled
 from .islands import Pushed as Pushed
 from .islands import Sum as Sum
@@ -20,9 +15,7 @@ from .islands import settle_rows as settle_rows
 from .islands import sum_rows as sum_rows
 from .islands import update_rows as update_rows
 from .layout import from_stored as from_stored
-from .layout import init_stored as init_stored
 from .layout import making_spec as making_spec
-from .layout import stored_init as stored_init
 from .layout import stored_shape as stored_shape
 from .layout import stored_sharding as stored_sharding
 from .layout import stored_spec as stored_spec
@@ -41,4 +34,3 @@ from .split import TracedOptimizer as TracedOptimizer
 from .traffic import all_gather_bytes as all_gather_bytes
 from .traffic import all_reduce_bytes as all_reduce_bytes
 from .traffic import exchange_bytes as exchange_bytes
-from .traffic import replicated_bytes as replicated_bytes

@@ -71,43 +71,6 @@ def making_spec(shape: tuple[int, ...], axes: tuple[str, ...], num_shards: int) 
     return PartitionSpec(*[None] * (len(shape) - 1), axes) if by_width else PartitionSpec(axes)
 
 
-def init_stored(
-    init: Callable[[jax.Array], jax.Array], key: jax.Array, *, mesh: Mesh, axes: tuple[str, ...]
-) -> jax.Array:
-    """Makes a table in its stored form, each row born on the device that owns it.
-
-    The values are those of `init(key)` on one device. Whatever `init` does element by element (JAX's random numbers
-    too) is divided among the devices by the table's width, and an all-to-all brings the rows to their owners: temporary
-    memory is three or four times a device's share. Tables narrower than N may be whole on each device for a moment, as
-    is what the compiler cannot divide, such as an orthogonal matrix.
-
-    **Arguments:** `init`: `key -> [V, ...]`. `key`: from `jax.random.key`. `mesh`, `axes`: what to split the rows over.
-
-    **Returns:** the stored table, split over `axes`.
-    """
-    num_shards = math.prod(mesh.shape[axis] for axis in axes)
-    table: jax.Array = stored_init(init, mesh=mesh, axes=axes, num_shards=num_shards)(key)
-    return table
-
-
-def stored_init(init: Callable[[jax.Array], jax.Array], *, mesh: Mesh, axes: tuple[str, ...], num_shards: int) -> Any:
-    """Returns the jitted function behind `init_stored`: `key -> stored table`; its memory can be analyzed."""
-    sharding = stored_sharding(mesh, axes)
-
-    def spread(key: jax.Array) -> jax.Array:
-        # Left alone, the compiler would make the whole table on every device.
-        table = init(key)
-        spec = making_spec(table.shape, axes, num_shards)
-        return to_stored(jax.lax.with_sharding_constraint(table, spec), num_shards)
-
-    def make(key: jax.Array) -> jax.Array:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            made: Any = jax.sharding.auto_axes(spread, out_sharding=sharding)
-            return made(key)
-
-    return jax.jit(make, out_shardings=sharding)
-
-
 def island(axes: tuple[str, ...], local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Makes a function that runs on each device's part, by hand along `axes` and automatic along other axes."""
     mapped: Any = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)

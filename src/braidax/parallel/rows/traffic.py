@@ -21,8 +21,3 @@ def exchange_bytes(exchange: Exchange, row_bytes: int) -> tuple[float, ...]:
     **Arguments:** `exchange`: with a single round, which is what it is planned for. `row_bytes`: `D * b`.
     """
     return tuple(float((hop.num_peers - 1) * hop.num_slots * (ID_BYTES + 2 * row_bytes)) for hop in exchange.hops)
-
-
-def replicated_bytes(num_hot: int, row_bytes: int, num_shards: int) -> float:
-    """The dense gradient of hot rows around a ring."""
-    return all_reduce_bytes(num_hot, row_bytes, num_shards)
