@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import braidax as bx
 from benchmarks.parallax.hlo import Sent, sent_bytes
 from benchmarks.parallax.models import Model
-from braidax.parallel.plan import follow
+from braidax.parallel.plan.plan import follow
 from braidax.program import RowProgram, find_uses, named_leaves, trace, without_tables
 
 OURS, MEASURED = "ours, Hybrid", "ours, Hybrid, alpha measured"
@@ -84,7 +84,7 @@ class Running:
 
     def sent(self) -> Sent:
         """Returns what a device sends in a step, by its programs."""
-        return Sent.all([sent_bytes(program.as_text() or "", self._mesh.size) for program in self._compiled()])
+        return Sent.all([sent_bytes(program.as_text() or "") for program in self._compiled()])
 
 
 def make_mesh() -> Mesh:
@@ -180,7 +180,7 @@ def plain(model: Model, mesh: Mesh, tables: Sequence[str]) -> Running:
     key = jax.random.key(0)
     specs = jax.eval_shape(first, key)
     params = _mapped(jax.tree.map(lambda _: whole, specs[0]), tables, lambda _: by_rows)
-    held = (params, follow(specs[0], params, specs[1], whole), *jax.tree.map(lambda _: whole, specs[2:]))
+    held = (params, follow(specs[0], params, specs[1], lambda _: whole), *jax.tree.map(lambda _: whole, specs[2:]))
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, variables, number, key = state

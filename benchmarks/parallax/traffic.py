@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 
 from benchmarks.parallax.models import Model
 from benchmarks.parallax.systems import DENSE, GATHER, MEASURED, OURS, PLAIN, ROWS, split_by_hybrid, touched_of
-from braidax.parallel import touched as counted
 from braidax.parallel.rows import all_reduce_bytes, exchange_bytes, plan_exchange
-from braidax.parallel.rows.traffic import ID_BYTES
+from braidax.parallel.rows import touched as counted
+from braidax.parallel.rows.exchange.traffic import ID_BYTES
 from braidax.program import named_leaves
 
 FORMULA = "  formula"

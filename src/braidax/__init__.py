@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
     from braidax.errors import BraidaxError
     from braidax.loop import evaluate, fit
-    from braidax.parallel import DataParallel, Hybrid, Plan, State, Step, parallelize, value_and_grad
+    from braidax.parallel import DataParallel, FullySharded, Hybrid, Plan, State, Step, parallelize, value_and_grad
     from braidax.report import Report
     from braidax.spans import Trace
 
@@ -23,6 +23,7 @@ __all__ = [
     "DataLoader",
     "DataParallel",
     "Every",
+    "FullySharded",
     "Hybrid",
     "Plan",
     "Preemption",
@@ -53,7 +54,16 @@ _HOMES = {
     "braidax.data": ("Cursor", "DataLoader", "mix", "open", "prefetch_to_device"),
     "braidax.errors": ("BraidaxError",),
     "braidax.loop": ("evaluate", "fit"),
-    "braidax.parallel": ("DataParallel", "Hybrid", "Plan", "State", "Step", "parallelize", "value_and_grad"),
+    "braidax.parallel": (
+        "DataParallel",
+        "FullySharded",
+        "Hybrid",
+        "Plan",
+        "State",
+        "Step",
+        "parallelize",
+        "value_and_grad",
+    ),
     "braidax.report": ("Report",),
     "braidax.spans": ("Trace",),
 }

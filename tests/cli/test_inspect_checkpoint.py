@@ -22,8 +22,8 @@ import braidax as bx
 from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.checkpoint.reading import read_manifest
 from braidax.cli import app, inspect_checkpoint
-from braidax.parallel.placements import Replicated
-from braidax.parallel.plan import Plan, PlannedAxis, PlannedVariable
+from braidax.parallel.plan.placements import Replicated
+from braidax.parallel.plan.plan import Plan, PlannedAxis, PlannedVariable
 from tests.checkpoint.saving import Tables, commit, commit_as_many
 
 VERSION = importlib.metadata.version("braidax")

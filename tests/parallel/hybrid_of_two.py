@@ -24,7 +24,8 @@ def numbers(case: str) -> list[float]:
     loss, shape, strategies, optimizer = CASES[case]
     mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)])
     step = bx.parallelize(loss, optimizer, mesh, strategies, init=init, batch=specs(make_batch()))
-    groups = step._arithmetic._packing.groups  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    reading: Any = step._work._reading  # pyright: ignore[reportPrivateUsage]
+    groups = reading.packing.groups
     hops = 2 if len(shape) > 1 and jax.process_count() > 1 else 1
     assert {len(group.exchange.hops) for group in groups} == {hops}
     state, found = step.init(jax.random.key(0)), list[float]()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from braidax.parallel.arrays import adopt, place, strong
+from braidax.parallel.given.arrays import adopt, place, strong
 from tests.parallel.models import make_mesh
 
 

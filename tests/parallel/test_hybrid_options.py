@@ -10,8 +10,9 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, DataError, StateError
-from braidax.parallel.id_watch import LATE_UPDATES
+from braidax.parallel.compute.late_checks import LATE_UPDATES
 from braidax.parallel.rows import row_adagrad
+from braidax.program import compile_on
 from tests.parallel.models import copied
 from tests.parallel.test_hybrid import (
     HYBRID,
@@ -35,7 +36,8 @@ BOTH = {"data": bx.Hybrid(INNER), "model": bx.Hybrid()}
 @pytest.mark.parametrize("mesh", [pytest.param("4x2 explicit", marks=pytest.mark.slow), "4x2 auto"])
 def test_rows_aggregated_inside_hosts(mesh: str) -> None:
     step = make_step(sampled, OPTIMIZERS["adagrad"], mesh, strategies=BOTH)
-    groups = step._arithmetic._packing.groups  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    reading: Any = step._work._reading  # pyright: ignore[reportPrivateUsage]
+    groups = reading.packing.groups
     assert [[hop.axes for hop in group.exchange.hops] for group in groups] == [[("model",), ("data",)]] * len(groups)
     assert_as_on_one_device(step, sampled, OPTIMIZERS["adagrad"], num_updates=4)
 
@@ -211,7 +213,5 @@ def test_strategies_show_what_they_were_given() -> None:
 
 def test_the_plan_of_options_survives_json() -> None:
     plan = make_step(sampled, OPTIMIZERS["sgd"], "4x2 auto", strategies=BOTH).plan
-    assert bx.Plan.from_json(plan.to_json()) == plan
-    plan = make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": HOT}, init=init).plan
     assert bx.Plan.from_json(plan.to_json()) == plan
     assert make_step(pooled, OPTIMIZERS["sgd"], strategies=HYBRID).plan != plan

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.errors import ArgumentError, SpecError
-from braidax.parallel.ids import ids_program, measure_touched, see_ids, trace_reads
-from braidax.parallel.touched import count_touched
+from braidax.parallel.rows.ids import ids_program, measure_touched, see_ids, trace_reads
+from braidax.parallel.rows.touched import count_touched
 from tests.parallel.models import make_mesh
 from tests.parallel.test_hybrid import LOSSES, ROWS, chained, init, make_batch, pooled, sampled, scanned
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from braidax.parallel.in_flight import MAX_IN_FLIGHT, InFlight
+from braidax.parallel.compute.in_flight import MAX_IN_FLIGHT, InFlight
 from tests.laws.tree import ROOT
 from tests.parallel.many_updates import NUM_UPDATES, RATE, first, loss, samples
 

@@ -10,13 +10,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
-from braidax.parallel.plan import follow, make_plan, shardings_of, variables_of
+from braidax.parallel.plan.layout import Axis, Layout
+from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.plan import follow, make_plan, shardings_of
+from braidax.program import named_leaves
 from tests.parallel.models import init, make_mesh
 
 
 def plan() -> bx.Plan:
-    variables = jax.eval_shape(init, jax.random.key(0))
-    return make_plan(make_mesh(), {"data": bx.DataParallel()}, variables_of(variables, "params"), microbatches=2)
+    variables = dict(named_leaves(jax.eval_shape(init, jax.random.key(0)), "params"))
+    return make_plan(make_mesh(), {"data": bx.DataParallel()}, Model(variables, 4, microbatches=2))
 
 
 def test_it_says_what_and_why() -> None:
@@ -66,9 +69,7 @@ def test_a_placement_unknown_to_this_version_is_refused() -> None:
 
 
 def test_keys_are_counted_by_their_data() -> None:
-    made = make_plan(
-        make_mesh(), {}, variables_of({"key": jax.eval_shape(lambda: jax.random.key(0))}, ""), microbatches=1
-    )
+    made = make_plan(make_mesh(), {}, Model({"key": jax.eval_shape(lambda: jax.random.key(0))}, 1))
     assert (made.variables[0].path, made.variables[0].num_bytes, made.batch_axes) == ("key", 8, ())
     assert "split over nothing" in str(made)
 
@@ -79,17 +80,21 @@ def test_shardings_come_from_the_plan() -> None:
     assert shardings == jax.tree.map(lambda _: NamedSharding(make_mesh(), PartitionSpec()), variables)
 
 
+def whole_of(spec: jax.ShapeDtypeStruct) -> Layout:
+    return Layout.whole(spec.shape)
+
+
 def test_moments_follow_their_variables_and_counts_do_not() -> None:
-    mesh = make_mesh()
-    whole, split, other = (
-        NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "model"))
-    )
     params = {"a": jnp.zeros((4, 2)), "b": {"a": jnp.zeros((8, 2)), "bias": jnp.zeros(4)}}
-    shardings = {"a": split, "b": {"a": other, "bias": split}}
+    whole, axis = jax.tree.map(lambda leaf: Layout.whole(leaf.shape), params), Axis("data", 2)
+    layouts = {
+        "a": whole["a"].split(0, axis),
+        "b": {"a": whole["b"]["a"].split(1, axis), "bias": whole["b"]["bias"].split(0, axis)},
+    }
     state = jax.eval_shape(optax.adam(1e-3).init, params)
-    moments = follow(params, shardings, state, whole)[0]
-    assert moments.count == whole
-    assert moments.mu == moments.nu == shardings
+    moments = follow(params, layouts, state, whole_of)[0]
+    assert moments.count == Layout.whole(())
+    assert moments.mu == moments.nu == layouts
     # Factored moments keep the path and lose a dim: they are not the variable's shape, so they stay whole.
-    factored = follow(params, shardings, {"row": {"a": jax.ShapeDtypeStruct((4,), "float32")}}, whole)
-    assert factored == {"row": {"a": whole}}
+    factored = follow(params, layouts, {"row": {"a": jax.ShapeDtypeStruct((4,), "float32")}}, whole_of)
+    assert factored == {"row": {"a": Layout.whole((4,))}}

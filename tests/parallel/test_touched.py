@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from braidax.errors import ArgumentError
 from braidax.parallel.rows import plan_exchange, pull_rows, route_ids
-from braidax.parallel.touched import (
+from braidax.parallel.rows.touched import (
     Touched,
     all_reduced_bytes,
     count_touched,

@@ -278,3 +278,13 @@ def test_hybrid_tells_of_a_decorated_step_what_could_go_by_rows() -> None:
     assert "no gradient uses it" in why["state/count"]
     _, value = train_step(state, batch)
     np.testing.assert_allclose(value, 16.0)
+
+
+def test_a_decorated_step_is_not_fully_sharded() -> None:
+    @bx.parallelize(make_mesh(), {"data": bx.FullySharded(min_bytes=0)})
+    def step(state: Any, batch: Any) -> Any:
+        loss, gradients = bx.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state)
+        return state - gradients, loss
+
+    with pytest.raises(ArgumentError, match=r"state of step would be gathered .*give the loss and the optimizer"):
+        step(jnp.ones((8, 8)), jnp.ones((8, 8)))

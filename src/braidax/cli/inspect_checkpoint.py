@@ -18,7 +18,7 @@ from braidax.checkpoint.folders import LOCK_FILE, Found, checkpoints, misnamed
 from braidax.checkpoint.manifest import Entry, OtherFormat, data_file, manifest_file
 from braidax.checkpoint.reading import Content, Reader, read_content
 from braidax.errors import ArgumentError, CheckpointError
-from braidax.parallel.plan import Plan
+from braidax.parallel.plan.plan import Plan
 
 Check = Literal["newest", "all", "none"]
 """Of which checkpoints the arrays are read and their checksums compared; the others' manifests and sizes are."""

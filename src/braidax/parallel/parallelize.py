@@ -1,5 +1,6 @@
 """`parallelize`: single-device code and a mesh in, a training step out."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -9,17 +10,16 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError
 from braidax.program import specs_of
 
-from .arithmetic import Whole, traced_loss
-from .initial import trace_init
-from .loss import Loss
-from .placements import Rows
-from .plan import make_plan, variables_of
-from .reads import row_reads
-from .replanning import Tables, strategies_for
-from .row_options import row_options
+from .compute.work import Work, traced_loss
+from .given.initial import trace_init
+from .given.loss import Loss
+from .plan.batch import batch_axes, shard_batch
+from .plan.plan import make_plan
+from .plan.replanning import Tables, strategies_for, tables_of
+from .plan.strategies import DataParallel, Hybrid
+from .plan.strategy import Strategy, check_strategies
+from .rows.read_rows import ReadRows
 from .step import Step
-from .strategies import DataParallel, Hybrid, Strategy, batch_axes, check_strategies, shard_batch
-from .tables import WithTables
 from .train_step import TrainStep
 
 
@@ -107,22 +107,12 @@ def _parallelize_loss(
     options_of_step: dict[str, Any] = {"compiler_options": _compiler_options(strategies), "replanned": replanned}
     born = trace_init(init, loss)
     program = traced_loss(loss, born.out_specs, batch, microbatches)
-    if _whole(strategies):
-        plan = make_plan(mesh, strategies, variables_of(born.out_specs.params, "params"), microbatches=microbatches)
-    else:
-        reads = row_reads(program, microbatches=microbatches)
-        options = row_options(optimizer, strategies, reads.params, reads.sparse)
-        plan = make_plan(mesh, strategies, reads.variables("params", options), microbatches=microbatches)
-        if any(isinstance(p, Rows) for v in plan.variables for p in v.placements):
-            arithmetic = WithTables(loss, optimizer, options, born, program, mesh, plan, reads=reads)
-            return Step(arithmetic, mesh, plan, batch, batch_shardings, **options_of_step)
-    arithmetic = Whole(loss, optimizer, born, program, mesh, plan)
-    return Step(arithmetic, mesh, plan, batch, batch_shardings, **options_of_step)
-
-
-def _whole(strategies: Mapping[str, Strategy]) -> bool:
-    """Whether no strategy can ask for rows, so that nobody has to know how variables are used."""
-    return all(isinstance(strategy, DataParallel) and not strategy.overrides for strategy in strategies.values())
+    rows = ReadRows(program, optimizer, strategies, microbatches)
+    model = rows.model(math.prod(mesh.shape[axis] for axis in batch_axes(mesh, strategies)))
+    plan = make_plan(mesh, strategies, model)
+    feed = rows.feed(mesh, plan) if tables_of(plan) else None
+    work = Work(loss, optimizer, born, program, mesh, plan, feed)
+    return Step(work, mesh, plan, batch, batch_shardings, **options_of_step)
 
 
 def _compiler_options(strategies: Mapping[str, Strategy]) -> dict[str, Any]:

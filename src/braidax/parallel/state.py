@@ -7,7 +7,7 @@ from typing import Any, final
 
 import jax
 
-from .replanning import changes, tables_in
+from .plan.replanning import changes, tables_in
 
 Way = tuple[Any, Callable[[Any], Any], str] | str | None
 """From the form in which a state was saved, as of `State.saved_as`."""
@@ -50,7 +50,7 @@ class State:
 
     `step`: int32 scalar, updates done. `params`, `opt_state`: PyTrees. `variables`: what the loss changes besides
     (BatchNorm statistics), `{}` when it asks for none. `key`: the PRNG key that the keys of all steps come from.
-    `tables`: of the leaves that are stored by rows, `[ceil(V / N), N, ...]`, the path and V. `origin`: the step.
+    `padded`: of the leaves that are stored by rows, `[ceil(V / N), N, ...]`, the path and V. `origin`: the step.
     """
 
     step: Any
@@ -58,13 +58,13 @@ class State:
     opt_state: Any
     variables: Any
     key: Any
-    tables: tuple[tuple[str, int], ...] = field(default=(), metadata={"static": True})
+    padded: tuple[tuple[str, int], ...] = field(default=(), metadata={"static": True})
     origin: Origin = field(default=Origin(), repr=False, metadata={"static": True})
 
     @property
     def padded_rows(self) -> Mapping[str, int]:
-        """`tables` as a checkpoint asks for them, so that they can be restored to another N."""
-        return dict(self.tables)
+        """`padded` as a checkpoint asks for them, so that they can be restored to another N."""
+        return dict(self.padded)
 
     def saved_as(self, saved: Mapping[str, int | None]) -> Way:
         """Returns the form in which a state was saved, as a checkpoint asks for it that was planned otherwise.
@@ -76,5 +76,5 @@ class State:
         """
         if self.origin.is_known:
             return self.origin.way_to(saved)
-        said = changes(tables_in(saved), [path for path, _ in self.tables if path.startswith("params")])
+        said = changes(tables_in(saved), [path for path, _ in self.padded if path.startswith("params")])
         return f"{said}; restore into what `init` of the step gives, which knows the way from there" if said else None

@@ -10,14 +10,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from braidax.errors import ArgumentError
 from braidax.program import compile_on, difference, specs_of
 
-from .arithmetic import OUT_OF_RANGE, Arithmetic
-from .arrays import adopt, place
-from .id_watch import IdWatch
-from .in_flight import InFlight
-from .plan import Plan
-from .replanning import Tables, way_to
+from .compute.in_flight import InFlight
+from .compute.late_checks import LateChecks
+from .compute.work import Work
+from .given.arrays import adopt, place
+from .plan.batch import shard_batch
+from .plan.plan import Plan
+from .plan.replanning import Tables, way_to
 from .state import Origin, State, Way
-from .strategies import shard_batch
 
 
 class Lowered(NamedTuple):
@@ -36,7 +36,7 @@ class Step:
 
     def __init__(
         self,
-        arithmetic: Arithmetic,
+        work: Work,
         mesh: Mesh,
         plan: Plan,
         batch: Any,
@@ -47,34 +47,34 @@ class Step:
     ) -> None:
         self.plan = plan
         self.mesh = mesh
-        self._arithmetic = arithmetic
+        self._work = work
         self._replanned = replanned
-        self._state_specs: State = arithmetic.initial.out_specs
+        self._state_specs: State = work.initial.out_specs
         self._batch_specs = batch
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.batch_shardings = batch_shardings
-        self.state_shardings = held = arithmetic.state_shardings
+        self.state_shardings = held = work.state_shardings
         self._gradients = compile_on(
             mesh,
-            arithmetic.gradients,
+            work.gradients,
             in_shardings=(*self._read, self.batch_shardings),
-            out_shardings=(arithmetic.gradient_shardings, held.variables, self._replicated),
+            out_shardings=(work.gradient_shardings, held.variables, self._replicated),
             compiler_options=compiler_options,
         )
         # The gradients are not donated: the old state already gives its memory to every output.
         self._apply = compile_on(
             mesh,
-            arithmetic.apply,
-            in_shardings=(held.step, held.params, held.opt_state, arithmetic.gradient_shardings),
+            work.apply,
+            in_shardings=(held.step, held.params, held.opt_state, work.gradient_shardings),
             out_shardings=(held.step, held.params, held.opt_state),
             donate=(0, 1, 2),
         )
         self._init = compile_on(
-            mesh, arithmetic.initial, in_shardings=(self._replicated,), out_shardings=self.state_shardings
+            mesh, work.initial, in_shardings=(self._replicated,), out_shardings=self.state_shardings
         )
         self._evaluations: dict[Any, tuple[Any, Any]] = {}
         self._conversions: dict[Callable[[State], State], Any] = {}
-        self._ids = IdWatch(arithmetic.watched)
+        self._late = LateChecks(work.checks)
         self._in_flight = InFlight(mesh)
         self._num_updates = 0
 
@@ -84,7 +84,7 @@ class Step:
         return self._readable(self.state_shardings)
 
     def _readable(self, state: State) -> tuple[Any, ...]:
-        held = self._arithmetic.held(state.opt_state)
+        held = self._work.held(state.opt_state)
         return state.params, held, state.variables, state.key, state.step
 
     def init(self, key: jax.Array) -> State:
@@ -130,7 +130,7 @@ class Step:
         an earlier batch had ids out of range, with `Hybrid(out_of_range="raise")`; the state given is then still valid.
         """
         self._check_state(state)
-        self._ids.check()
+        self._late.check()
         if message := difference(self._batch_specs, _canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
@@ -142,12 +142,7 @@ class Step:
         step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients)
         self._num_updates += 1
         state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
-        return state, self._looked_at(metrics, "update")
-
-    def _looked_at(self, metrics: dict[str, Any], what: str) -> dict[str, Any]:
-        if OUT_OF_RANGE in metrics:
-            self._ids.add(f"the batch of {what} {self._num_updates} of this step", metrics.pop(OUT_OF_RANGE))
-        return metrics
+        return state, self._late.take(metrics, f"the batch of update {self._num_updates} of this step")
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
         """Computes the metrics of a batch with `train=False`; the state is neither changed nor given up.
@@ -158,14 +153,14 @@ class Step:
         **Returns:** the metrics: `loss` and what the loss returns as aux.
         """
         self._check_state(state)
-        self._ids.check()
+        self._late.check()
         specs = _canonical(batch)
         form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
         if form not in self._evaluations:
             shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
             evaluation = compile_on(
                 self.mesh,
-                self._arithmetic.evaluate(specs),
+                self._work.evaluate(specs),
                 in_shardings=(*self._read, shardings),
                 out_shardings=self._replicated,
             )
@@ -175,7 +170,8 @@ class Step:
         self._in_flight.make_room()
         metrics = evaluation(*self._readable(state), batch)
         self._in_flight.add(metrics["loss"])
-        return self._looked_at(metrics, "an evaluation behind update")
+        what = f"the batch of an evaluation behind update {self._num_updates} of this step"
+        return self._late.take(metrics, what)
 
     def settled(self, state: State) -> State:
         """Returns a state in which no row lags behind; the one given stays as it is.
@@ -186,8 +182,8 @@ class Step:
         **Arguments:** `state`: of this step. **Returns:** the state of single-device training, in this step's form.
         """
         self._check_state(state)
-        self._ids.check(late=1)
-        return self._own(self._converted(self._arithmetic.settled, state, self.state_shardings, self.state_shardings))
+        self._late.check(late=1)
+        return self._own(self._converted(self._work.settled, state, self.state_shardings, self.state_shardings))
 
     def to_dense(self, state: State) -> State:
         """Returns a state as single-device training has it, and `parallelize` with `DataParallel`.
@@ -199,9 +195,9 @@ class Step:
         form.
         """
         self._check_state(state)
-        self._ids.check(late=1)
-        replicated = jax.tree.map(lambda _: self._replicated, self._arithmetic.dense_specs())
-        whole = self._converted(self._arithmetic.to_dense, state, self.state_shardings, replicated)
+        self._late.check(late=1)
+        replicated = jax.tree.map(lambda _: self._replicated, self._work.dense_specs())
+        whole = self._converted(self._work.to_dense, state, self.state_shardings, replicated)
         return replace(whole, origin=Origin())
 
     def from_dense(self, state: State) -> State:
@@ -209,11 +205,11 @@ class Step:
 
         **Raises:** as `to_dense`; `ArgumentError` when the state is not like that of these parameters and optimizer.
         """
-        specs = self._arithmetic.dense_specs()
+        specs = self._work.dense_specs()
         if message := difference(specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")
         replicated = jax.tree.map(lambda _: self._replicated, specs)
-        return self._own(self._converted(self._arithmetic.from_dense, state, replicated, self.state_shardings))
+        return self._own(self._converted(self._work.from_dense, state, replicated, self.state_shardings))
 
     def adopt(self, state: State, step: "Step") -> State:
         """Returns a state to go on with from that of another step, which was planned otherwise.
@@ -223,16 +219,16 @@ class Step:
 
         **Arguments:** `state`: of `step`; it stays valid. **Raises:** as `to_dense` and `from_dense`.
         """
-        old, new = step._arithmetic, self._arithmetic
-        if step.mesh != self.mesh or old.form != new.form:
+        old, new = step._work, self._work
+        if step.mesh != self.mesh or old.layouts != new.layouts:
             return self.from_dense(step.to_dense(state))
         return self._own(step.settled(state))
 
     def check_adoptable(self, step: "Step") -> None:
         """Checks that `adopt` can go on from states of another step. **Raises:** `ArgumentError` when it cannot."""
-        if step.mesh != self.mesh or step._arithmetic.form != self._arithmetic.form:
-            for arithmetic in (step._arithmetic, self._arithmetic):
-                arithmetic.dense_specs()
+        if step.mesh != self.mesh or step._work.layouts != self._work.layouts:
+            for work in (step._work, self._work):
+                work.dense_specs()
 
     def _converted(self, convert: Callable[[State], State], state: State, given: Any, wanted: Any) -> State:
         if convert not in self._conversions:

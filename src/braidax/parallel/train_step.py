@@ -1,8 +1,8 @@
 """`TrainStep`: a whole single-device training step on a mesh, cut in two where its gradients are."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,10 +25,13 @@ from braidax.program import (
     trace,
 )
 
-from .arrays import adopt, place
-from .in_flight import InFlight
-from .plan import Plan, make_plan, shardings_of, variables_of
-from .strategies import Strategy, batch_axes, shard_batch
+from .compute.in_flight import InFlight
+from .given.arrays import adopt, place
+from .plan.batch import batch_axes, shard_batch
+from .plan.model import Model
+from .plan.placements import Gathered
+from .plan.plan import Plan, make_plan, shardings_of
+from .plan.strategy import Strategy
 
 _DECORATED = (
     "by rows in the gradients of a decorated step, whose optimizer moves it whole; give the loss and the optimizer to "
@@ -127,9 +130,22 @@ class TrainStep:
         return _Form(state_shardings, batch_shardings, run, donated, jax.tree.structure(program.out_specs))
 
     def _plan(self, state: Any, program: Program) -> Plan:
-        known = zip(variables_of(state, "state"), _uses(program), strict=True)
-        variables = [replace(variable, uses=uses, no_rows=_DECORATED) for variable, uses in known]
-        return make_plan(self.mesh, self.strategies, variables, microbatches=1)
+        variables = dict(named_leaves(state, "state"))
+        num_parts = math.prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh, self.strategies))
+        model = Model(
+            variables,
+            num_parts,
+            find_uses=lambda: dict(_uses(program, list(variables))),
+            no_rows=lambda path: _DECORATED,
+        )
+        plan = make_plan(self.mesh, self.strategies, model)
+        for variable in plan.variables:
+            if any(isinstance(placement, Gathered) for placement in variable.placements):
+                raise ArgumentError(
+                    f"{variable.path} of {self._name} would be gathered where it is used, and a decorated step takes "
+                    f"its gradients itself: give the loss and the optimizer to parallelize"
+                )
+        return plan
 
     def _checked(self, state: Any, batch: Any) -> Any:
         def new_state(result: Any) -> Any:
@@ -151,8 +167,8 @@ def _check_leaves(state: Any, batch: Any) -> None:
             )
 
 
-def _uses(program: Program) -> list[LeafUses | None]:
-    """Returns how the gradients of a whole step use each leaf of its state, None where they do not.
+def _uses(program: Program, paths: Sequence[str]) -> Iterator[tuple[str, LeafUses]]:
+    """Yields how the gradients of a whole step use leaves of its state, those that they use.
 
     What is read by rows is still kept whole: its optimizer is part of the step, and moves all of it.
     """
@@ -161,8 +177,9 @@ def _uses(program: Program) -> list[LeafUses | None]:
     needed = tuple(specs[i] for i in split.gradient_inputs)
     outputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in split.gradients.closed.out_avals]
     found = find_uses(Program(split.gradients.closed, (needed,), outputs))
-    uses = dict(zip(split.gradient_inputs, found, strict=True))
-    return [uses.get(i) for i in range(len(jax.tree.leaves(program.in_specs[0])))]
+    for at, uses in zip(split.gradient_inputs, found, strict=True):
+        if at < len(paths):
+            yield paths[at], uses
 
 
 def _two_jits(

@@ -1,11 +1,18 @@
 """Traced single-device programs: what every strategy transforms, and the only place that touches JAX's internals."""
 
+from .batch_dims import batch_dim_of_result as batch_dim_of_result
 from .batch_dims import find_batch_dims as find_batch_dims
 from .bodies import Body as Body
+from .bodies import Equation as Equation
 from .bodies import Path as Path
+from .bodies import aval_of as aval_of
+from .bodies import bind as bind
 from .bodies import bodies as bodies
 from .bodies import equation_at as equation_at
 from .bounds import bounds as bounds
+from .collectives import Collective as Collective
+from .collectives import collectives_of as collectives_of
+from .collectives import total_sent as total_sent
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
 from .execute import compile_on as compile_on
@@ -21,6 +28,10 @@ from .rows import OUT_OF_RANGE as OUT_OF_RANGE
 from .rows import Lookup as Lookup
 from .rows import RowProgram as RowProgram
 from .rows import without_tables as without_tables
+from .sites import Entry as Entry
+from .sites import Site as Site
+from .sites import find_sites as find_sites
+from .sites import viewed as viewed
 from .split import Origin as Origin
 from .split import Part as Part
 from .split import Split as Split

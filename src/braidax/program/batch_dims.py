@@ -1,106 +1,92 @@
 """Which dim of a value descends from the batch: a hint on how to split it, never needed for a result to be right."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Var, primitives
-from jax.extend.core import Literal as Constant
-from jax.extend.core.primitives import (
-    custom_jvp_call_p,
-    custom_vjp_call_p,
-    scan_p,
-    while_p,
-)
+from jax.extend.core import JaxprEqn, primitives
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, scan_p
 
-from .bodies import Path, aval_of, bodies
+from .bodies import Path, aval_of, equation_at
 from .elementwise import ELEMENTWISE
+from .flow import Place, carried, flow
 from .trace import Program
 
 Dim = int | None
 
 
 def find_batch_dims(
-    program: Program, paths: Collection[Path], *, arguments: Collection[int] = (1,)
+    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[int] | int]
 ) -> dict[Path, tuple[Dim, ...]]:
-    """Follows dim 0 of the leaves of the batch through a program.
+    """Follows the dim of the batch through a program.
 
     Where a reshape merges the batch with the dims behind it, the merged dim counts as the batch: its samples still lie
     one after another. What no rule covers has none.
 
-    **Arguments:** `paths`: of the equations that are asked for. `arguments`: which arguments of the program are batch.
+    **Arguments:** `paths`: of the equations that are asked for. `divided`: by number, an argument whose leaves have a
+    dim of the batch, and which: of all, or of each.
 
     **Returns:** for each path the batch dim of every operand of its equation, or None.
     """
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
-        seeds += [0 if index in arguments and leaf.shape else None for leaf in jax.tree.leaves(argument)]
-    flow = _Flow(frozenset(paths))
-    flow.walk(program.closed.jaxpr, seeds, ())
-    return flow.found
+        leaves, told = jax.tree.leaves(argument), divided.get(index)
+        dims = [told] * len(leaves) if told is None or isinstance(told, int) else list(told)
+        seeds += [dim if dim is not None and dim < leaf.ndim else None for dim, leaf in zip(dims, leaves, strict=True)]
+    jaxpr = program.closed.jaxpr
+    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
+    flow(jaxpr, seeds, dims)
+    return dims.found
 
 
-class _Flow:
-    """One walk; `found` holds the operands' dims of the equations that are asked for."""
+def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
+    """Returns the dim of the result along which one operand alone is divided as along `dim`; None where there is none.
 
-    def __init__(self, paths: frozenset[Path]) -> None:
-        self._paths = paths
-        self.found: dict[Path, tuple[Dim, ...]] = {}
+    **Arguments:** `equation`: a product, a convolution (of its images), or a gather (by its ids).
+    """
+    ndim = aval_of(equation.invars[operand]).ndim
+    if dim is None or not 0 <= dim < ndim:
+        return None
+    params, dims = equation.params, [dim if at == operand else None for at in range(len(equation.invars))]
+    if equation.primitive is primitives.dot_general_p:
+        _, batched = params["dimension_numbers"]
+        return None if dim in batched[operand] else _dot(equation, dims)
+    if equation.primitive is primitives.conv_general_dilated_p:
+        return _conv(equation, dims) if operand == 0 and params["batch_group_count"] == 1 else None
+    if equation.primitive is primitives.gather_p and operand == 1 and dim < ndim - 1:
+        return _gather(equation, dims)
+    return None
 
-    def walk(self, jaxpr: Jaxpr, inputs: Sequence[Dim], place: Path) -> list[Dim]:
-        known: dict[Var, Dim] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for index, equation in enumerate(jaxpr.eqns):
-            dims = [None if isinstance(atom, Constant) else known.get(atom) for atom in equation.invars]
-            here = (*place, index)
-            if here in self._paths:
-                self.found[here] = tuple(dims)
-            known.update(zip(equation.outvars, self._through(equation, dims, here), strict=True))
-        return [None if isinstance(atom, Constant) else known.get(atom) for atom in jaxpr.outvars]
 
-    def _through(self, equation: JaxprEqn, dims: list[Dim], here: Path) -> Sequence[Dim]:
+class _Dims:
+    """Follows the dim; `found` holds the operands' dims of the equations that are asked for."""
+
+    def __init__(self, found: dict[Path, tuple[Dim, ...]]) -> None:
+        self.found = found
+
+    def through(self, equation: JaxprEqn, facts: Sequence[Dim], place: Place) -> Sequence[Dim]:
+        dims = list(facts)
+        if place.path in self.found:
+            self.found[place.path] = tuple(dims)
         primitive = equation.primitive
-        if primitive is scan_p or primitive is while_p:
-            return self._loop(equation, dims, here)
         if primitive in (custom_jvp_call_p, custom_vjp_call_p):
-            return self.walk(equation.params["call_jaxpr"].jaxpr, dims, (*here, 0))
-        if inner := bodies(equation):
-            results = [
-                self.walk(body.jaxpr, [dims[at] for at in body.operands], (*here, which))
-                for which, body in enumerate(inner)
-            ]
-            return [next((dim for dim in every if dim is not None), None) for every in zip(*results, strict=True)]
-        if all(dim is None for dim in dims):
-            return [None] * len(equation.outvars)
+            return flow(equation.params["call_jaxpr"].jaxpr, dims, _Dims({}))
         rule = _RULES.get(primitive) or _RULES_BY_NAME.get(primitive.name)
         found = rule(equation, dims) if rule else None
-        if isinstance(found, list):
-            return found
-        return [found] * len(equation.outvars)
+        return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore
 
-    def _loop(self, equation: JaxprEqn, dims: list[Dim], here: Path) -> Sequence[Dim]:
-        """Walked until nothing changes: a carry that starts as zeros has the batch dim that a step gives it."""
-        params, inner = equation.params, bodies(equation)
-        scan = equation.primitive is scan_p
-        first = params["num_consts"] if scan else params["cond_nconsts"] + params["body_nconsts"]
-        num_carry = params["num_carry"] if scan else len(dims) - first
-        dims = list(dims)
-        for at in range(first + num_carry, len(dims)):
-            dim = dims[at]
-            dims[at] = dim - 1 if dim else None
-        if not inner:
-            return [None] * len(equation.outvars)
-        results: list[Dim] = []
-        while True:
-            for which, body in enumerate(inner):
-                results = self.walk(body.jaxpr, [dims[at] for at in body.operands], (*here, which))
-            changed = False
-            for at, dim in enumerate(results[:num_carry], first):
-                if dims[at] is None and dim is not None:
-                    dims[at], changed = dim, True
-            if not changed:
-                stacked = [None if dim is None else dim + 1 for dim in results[num_carry:]]
-                return [*dims[first : first + num_carry], *stacked]
+    def into(self, equation: JaxprEqn, operand: int, fact: int, place: Place) -> Dim:
+        if equation.primitive is scan_p and operand >= sum(carried(equation)):
+            return fact - 1 if fact else None
+        return fact
+
+    def out_of(self, equation: JaxprEqn, result: int, fact: int, place: Place) -> Dim:
+        stacked = equation.primitive is scan_p and result >= equation.params["num_carry"]
+        return fact + 1 if stacked else fact
+
+    def join(self, one: Dim, other: Dim) -> Dim:
+        return other if one is None else one
 
 
 Rule = Callable[[JaxprEqn, list[Dim]], Any]

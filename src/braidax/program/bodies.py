@@ -8,6 +8,9 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core.primitives import closed_call_p, cond_p, jit_p, remat_p, scan_p, while_p
 
+Equation = JaxprEqn
+"""One operation of a traced program."""
+
 Path = tuple[int, ...]
 """Where an equation stands: its index in the jaxpr; or the index of the equation that holds it, which of that one's
 bodies it is in, and so on inwards. Jaxprs are shared between calls, so that only a path names one equation."""
@@ -43,6 +46,12 @@ def bodies(equation: JaxprEqn) -> tuple[Body, ...]:
 def aval_of(atom: Any) -> Any:
     """Returns the shape and dtype of a variable or a literal, as JAX keeps them."""
     return atom.aval
+
+
+def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Computes an equation on other inputs, arrays or tracers. **Returns:** its results."""
+    outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+    return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
 def equation_at(jaxpr: Jaxpr, path: Path) -> JaxprEqn:

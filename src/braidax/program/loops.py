@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, conv_general_dilated_p, dot_general_p, jit_p, scan_p
 from jax.tree_util import Partial
 
-from .bodies import Path, aval_of, bodies
+from .bodies import Path, aval_of, bind, bodies
 from .elementwise import ELEMENTWISE
 from .rewrite import Rule, evaluate
 from .trace import Program, trace
@@ -74,7 +74,7 @@ class _Shared:
             return inputs[self.index]
         if self not in known:
             values = [one.compute(inputs, known) if isinstance(one, _Shared) else one for one in self.operands]
-            known[self] = _bind(self.equation, values)[self.index]
+            known[self] = bind(self.equation, values)[self.index]
         return known[self]
 
 
@@ -89,7 +89,7 @@ class _Product:
     def tapped(self, _: JaxprEqn, inputs: list[Any], tap: Any) -> tuple[Sequence[Any], Any]:
         """Stands in place of it: no gradient goes to what is shared, that of the output goes to `tap` as well."""
         inputs = [jax.lax.stop_gradient(value) if at in self.shared else value for at, value in enumerate(inputs)]
-        (output,) = _bind(self.equation, inputs)
+        (output,) = bind(self.equation, inputs)
         return [_tapped(output, tap)], {at: value for at, value in enumerate(inputs) if at not in self.shared}
 
     def moves_with(self, moving: Collection[int]) -> bool:
@@ -109,7 +109,7 @@ class _Product:
             def one(others: Mapping[int, Any]) -> Any:
                 values = {**dict(zip(self.shared, shared, strict=True)), **others}
                 inputs = [values.get(at, getattr(atom, "val", None)) for at, atom in enumerate(self.equation.invars)]
-                return _bind(self.equation, inputs)[0]
+                return bind(self.equation, inputs)[0]
 
             for _ in self.lengths:
                 one = jax.vmap(one)
@@ -205,7 +205,7 @@ def _loop(products: Mapping[Path, _Product], equation: JaxprEqn, inputs: list[An
 
     @jax.custom_vjp
     def loop(*inputs: Any) -> Any:
-        return _bind(equation, inputs)
+        return bind(equation, inputs)
 
     def forward(*given: Any) -> Any:
         moving = [at for at, one in enumerate(given) if one.perturbed and _is_float(equation.invars[at])]
@@ -222,7 +222,7 @@ def _forward(products: Mapping[Path, _Product], equation: JaxprEqn, inputs: list
     """Runs a loop. **Returns:** its outputs, and the function from their gradients to those of its inputs."""
     products = {path: product for path, product in products.items() if product.moves_with(moving)}
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(jax.typeof, inputs)]
-    alone = jax.make_jaxpr(lambda *inputs: _bind(equation, inputs))(*specs)
+    alone = jax.make_jaxpr(lambda *inputs: bind(equation, inputs))(*specs)
     rules = {path: Rule(product.tapped) for path, product in products.items()}
     num_consts, first = equation.params["num_consts"], [at for at in moving if at < equation.params["num_consts"]]
 
@@ -264,11 +264,6 @@ def _tapped(value: Any, tap: Any) -> Any:
 
 
 _tapped.defvjp(lambda value, tap: (value, None), lambda _, back: (back, back))
-
-
-def _bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
-    return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
 def _is_float(atom: Any) -> bool:

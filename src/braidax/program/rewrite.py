@@ -12,7 +12,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 
 from braidax.errors import ArgumentError
 
-from .bodies import Body, Path, aval_of, bodies
+from .bodies import Body, Path, aval_of, bind, bodies
 
 Replacement = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 
@@ -36,6 +36,8 @@ def evaluate(
     rules: Mapping[Path, Replacement | Rule],
     args: Sequence[Any],
     fed: Mapping[Path, Any] | None = None,
+    *,
+    entered: Mapping[Path, Callable[[list[Any]], None]] | None = None,
 ) -> tuple[list[Any], dict[Path, Any]]:
     """Evaluates a jaxpr with rules in place of some equations.
 
@@ -44,7 +46,9 @@ def evaluate(
 
     **Arguments:** `rules`: for the path of each chosen equation a function of the equation and its inputs that gives
     its outputs, or a `Rule`. `args`: flat inputs, arrays or tracers. `fed`: for the path of a `Rule`, the PyTree that
-    is fed to it, with a leading dim for every scan around it, the outermost first.
+    is fed to it, with a leading dim for every scan around it, the outermost first. `entered`: for the path of a jaxpr,
+    () for the whole, a function that is shown its inputs before anything in it is evaluated; rules inside may use what
+    it makes of them.
 
     **Returns:** the flat outputs, and for the path of each `Rule` what it brought out.
 
@@ -52,7 +56,7 @@ def evaluate(
     feeds on something or brings something out.
     """
     every = {path: rule if isinstance(rule, Rule) else _silent(rule) for path, rule in rules.items()}
-    scope = _Scope(every, jax.sharding.get_abstract_mesh())
+    scope = _Scope(every, dict(entered or {}), jax.sharding.get_abstract_mesh())
     with jax.debug_nans(False):  # as JAX does when it evaluates a jaxpr: some primitives pass through NaN on purpose
         outputs, taken = scope.evaluate(closed.jaxpr, closed.consts, args, dict(fed or {}))
     return outputs, {path: tree for path, tree in taken.items() if isinstance(rules[path], Rule)}
@@ -64,13 +68,15 @@ def _silent(replacement: Replacement) -> Rule:
 
 @dataclass(frozen=True)
 class _Scope:
-    """The rules for one jaxpr, by paths that start in it, and the mesh under which they run."""
+    """The rules for one jaxpr, by paths that start in it, who is shown inputs, and the mesh under which they run."""
 
     rules: dict[Path, Rule]
+    entered: dict[Path, Callable[[list[Any]], None]]
     mesh: Any
 
     def within(self, step: int) -> "_Scope":
-        return _Scope(_below(self.rules, step), self.mesh)
+        entered = {path[1:]: see for path, see in self.entered.items() if path[:1] == (step,)}
+        return _Scope(_below(self.rules, step), entered, self.mesh)
 
     def evaluate(
         self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], fed: dict[Path, Any]
@@ -81,7 +87,10 @@ class _Scope:
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         taken: dict[Path, Any] = {}
-        chosen = {path[0] for path in self.rules}
+        chosen = {path[0] for path in [*self.rules, *self.entered] if path}
+        if () in self.entered:
+            with jax.sharding.use_abstract_mesh(self.mesh):
+                self.entered[()](list(args))
         _check_steps(chosen, len(jaxpr.eqns))
         for index, equation in enumerate(jaxpr.eqns):
             inputs = [read(atom) for atom in equation.invars]
@@ -92,8 +101,7 @@ class _Scope:
                         outputs, more = self.within(index)._replace(equation, inputs, _below(fed, index))
                     taken |= {(index, *path): tree for path, tree in more.items()}
                 else:
-                    outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
-                    outputs = outputs if equation.primitive.multiple_results else [outputs]
+                    outputs = bind(equation, inputs)
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars], taken
 
@@ -108,7 +116,7 @@ class _Scope:
             raise ArgumentError(
                 f"rules has a path into {equation.primitive.name}, which cannot be entered: choose the equation itself"
             )
-        _check_steps({path[0] for path in self.rules}, len(inner))
+        _check_steps({path[0] for path in [*self.rules, *self.entered]}, len(inner))
         return _REBUILD[equation.primitive](self, equation, inner, inputs, fed)
 
     def run(

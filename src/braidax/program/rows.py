@@ -140,7 +140,7 @@ def without_tables(
 
     **Arguments:** `tables`: of `find_uses(program, argument)`, those with the verdict sparse that shall go. `argument`:
     which argument holds them. `leading`: for the path of a use, which dim of its ids comes first when they are laid
-    flat: the one that is split over devices, `find_batch_dims(program, [path])[path][1]`. Dim 0 where nothing is said.
+    flat: the one that is split over devices, as `find_batch_dims` tells. Dim 0 where nothing is said.
     `out_of_range`: with "mark", ids that no row has are `OUT_OF_RANGE`, whatever the mode of the read.
 
     **Returns:** the `RowProgram`. **Raises:** `ArgumentError` for a table with another verdict.

@@ -33,19 +33,20 @@ class Program:
         return jax.tree.unflatten(jax.tree.structure(self.out_specs), outputs)
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> Program:
+def trace(fn: Callable[..., Any], *args: Any, mesh: AbstractMesh | None = None) -> Program:
     """Traces a function under an empty mesh, so that its meaning cannot depend on where it will run.
 
     An axis that it names and does not bind, as code for `jax.pmap` does, has one member, which holds the whole batch:
     `lax.pmean` and `lax.psum` are the value itself, `lax.axis_index` is 0.
 
     **Arguments:** `fn`: a pure function of PyTrees of arrays. `args`: PyTrees of arrays or `jax.ShapeDtypeStruct`.
+    `mesh`: with automatic axes, for a program of ours that has islands on it.
 
     **Returns:** the `Program`. Nothing is computed.
     """
     specs = specs_of(args)
     axes: dict[str, int] = {}
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ()) if mesh is None else mesh):
         while True:
             try:
                 closed, out_specs = jax.make_jaxpr(fn, axis_env=[*axes.items()], return_shape=True)(*specs)

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core import Literal as Constant
+from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import (
     closed_call_p,
     cond_p,
@@ -30,8 +29,9 @@ from jax.extend.core.primitives import (
 )
 from jax.lax import GatherScatterMode
 
-from .bodies import Body, Path, aval_of, bodies
-from .lines import comes_from_library, line_of
+from .bodies import Path, aval_of
+from .flow import Place, flow
+from .lines import line_of
 from .names import named_leaves
 from .trace import Program
 
@@ -132,14 +132,14 @@ def find_uses(program: Program, argument: int = 0) -> tuple[LeafUses, ...]:
     """
     leaves = named_leaves(program.in_specs[argument])
     skipped = len(jax.tree.leaves(program.in_specs[:argument]))
-    found: list[list[Use]] = [[] for _ in leaves]
     jaxpr = program.closed.jaxpr
     aliases: list[_Alias | None] = [None] * len(jaxpr.invars)
     aliases[skipped : skipped + len(leaves)] = [_Alias(leaf) for leaf in range(len(leaves))]
-    for alias in _walk(jaxpr, aliases, _Place(), found):
+    found = _Uses([[] for _ in leaves])
+    for alias in flow(jaxpr, aliases, found):
         if alias is not None:
-            found[alias.leaf].append(Use("dense", (), "returned by the program", ""))
-    return tuple(LeafUses(name, spec, tuple(uses)) for (name, spec), uses in zip(leaves, found, strict=True))
+            found.uses[alias.leaf].append(Use("dense", (), "returned by the program", ""))
+    return tuple(LeafUses(name, spec, tuple(uses)) for (name, spec), uses in zip(leaves, found.uses, strict=True))
 
 
 @dataclass(frozen=True)
@@ -151,94 +151,56 @@ class _Alias:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the walk is; `source` overrides that of the equations within a library's jitted function."""
+class _Uses:
+    """Records the uses of aliases, by leaf."""
 
-    path: Path = ()
-    lengths: tuple[int, ...] = ()
-    in_while: bool = False
-    source: Any = None
+    uses: list[list[Use]]
 
-
-def _walk(jaxpr: Jaxpr, inputs: Sequence[_Alias | None], place: _Place, found: list[list[Use]]) -> list[_Alias | None]:
-    """Records the uses in a jaxpr; returns what its outputs are."""
-    known: dict[Var, _Alias] = {v: alias for v, alias in zip(jaxpr.invars, inputs, strict=True) if alias is not None}
-    for index, equation in enumerate(jaxpr.eqns):
-        aliases = [None if isinstance(atom, Constant) else known.get(atom) for atom in equation.invars]
-        if all(alias is None for alias in aliases):
-            continue
-        here = replace(place, path=(*place.path, index))
-        for variable, alias in zip(equation.outvars, _visit(equation, aliases, here, found), strict=True):
-            if alias is not None:
-                known[variable] = alias
-    return [None if isinstance(atom, Constant) else known.get(atom) for atom in jaxpr.outvars]
-
-
-def _visit(
-    equation: JaxprEqn, aliases: list[_Alias | None], place: _Place, found: list[list[Use]]
-) -> Sequence[_Alias | None]:
-    nothing: list[_Alias | None] = [None] * len(equation.outvars)
-
-    def record(kind: Literal["rows", "dense"], alias: _Alias, why: str, rows: RowRead | None = None) -> None:
-        line = line_of(place.source or equation.source_info)
-        found[alias.leaf].append(Use(kind, place.path, why, line, rows))
-
-    primitive = equation.primitive
-    first = aliases[0]
-    if first is not None and (primitive in _UNCHANGED or _keeps_shape(equation)):
-        return [first]
-    if first is not None and primitive in _ON_ROWS and _is_float(aval_of(equation.outvars[0]).dtype):
-        return [replace(first, casts=(*first.casts, equation))]
-    inner = bodies(equation)
-    if inner:
-        return _visit_bodies(equation, inner, aliases, place, found, record)
-    if first is not None and not any(aliases[1:]) and primitive in (gather_p, dynamic_slice_p):
-        rows = _row_read(equation, place, first.casts)
-        if isinstance(rows, RowRead):
-            record("rows", first, f"gathered by rows (ids out of range are {_SAYS[rows.out_of_range]})", rows)
+    def through(self, equation: JaxprEqn, facts: Sequence[_Alias | None], place: Place) -> Sequence[_Alias | None]:
+        primitive, first = equation.primitive, facts[0]
+        if first is not None and (primitive in _UNCHANGED or _keeps_shape(equation)):
+            return [first]
+        if first is not None and primitive in _ON_ROWS and _is_float(aval_of(equation.outvars[0]).dtype):
+            return [replace(first, casts=(*first.casts, equation))]
+        if first is not None and not any(facts[1:]) and primitive in (gather_p, dynamic_slice_p):
+            rows = _row_read(equation, place, first.casts)
+            if isinstance(rows, RowRead):
+                why = f"gathered by rows (ids out of range are {_SAYS[rows.out_of_range]})"
+                self._record("rows", first, equation, place, why, rows)
+            else:
+                self._record("dense", first, equation, place, rows)
         else:
-            record("dense", first, rows)
-        return nothing
-    for alias in aliases:
-        if alias is not None:
-            record("dense", alias, _why_whole(equation))
-    return nothing
-
-
-def _visit_bodies(
-    equation: JaxprEqn,
-    inner: tuple[Body, ...],
-    aliases: list[_Alias | None],
-    place: _Place,
-    found: list[list[Use]],
-    record: Any,
-) -> Sequence[_Alias | None]:
-    primitive, params = equation.primitive, equation.params
-    kept = list(aliases)
-    for index, alias in enumerate(aliases):
-        why = _why_blocked(equation, index)
-        if alias is not None and why:
-            record("dense", alias, why)
-            kept[index] = None
-    outputs: list[_Alias | None] = [None] * len(equation.outvars)
-    for which, body in enumerate(inner):
-        source = place.source
-        if primitive is jit_p:
-            source = (source or equation.source_info) if comes_from_library(body.jaxpr) else None
-        deeper = _Place(
-            (*place.path, which),
-            (*place.lengths, params["length"]) if primitive is scan_p else place.lengths,
-            place.in_while or primitive is while_p,
-            source,
-        )
-        results = _walk(body.jaxpr, [kept[operand] for operand in body.operands], deeper, found)
-        if primitive in (jit_p, closed_call_p, remat_p):
-            outputs = results
-        else:
-            for alias in results:
+            for alias in facts:
                 if alias is not None:
-                    record("dense", alias, f"passed on whole by {primitive.name}")
-    return outputs
+                    self._record("dense", alias, equation, place, _why_whole(equation))
+        return [None] * len(equation.outvars)
+
+    def into(self, equation: JaxprEqn, operand: int, fact: _Alias, place: Place) -> _Alias | None:
+        why = _why_blocked(equation, operand)
+        if why:
+            self._record("dense", fact, equation, place, why)
+        return None if why else fact
+
+    def out_of(self, equation: JaxprEqn, result: int, fact: _Alias, place: Place) -> _Alias | None:
+        if equation.primitive in (jit_p, closed_call_p, remat_p):
+            return fact
+        self._record("dense", fact, equation, place, f"passed on whole by {equation.primitive.name}")
+        return None
+
+    def join(self, one: Any, other: Any) -> None:
+        return None
+
+    def _record(
+        self,
+        kind: Literal["rows", "dense"],
+        alias: _Alias,
+        equation: JaxprEqn,
+        place: Place,
+        why: str,
+        rows: RowRead | None = None,
+    ) -> None:
+        line = line_of(place.source or equation.source_info)
+        self.uses[alias.leaf].append(Use(kind, place.path, why, line, rows))
 
 
 def _why_blocked(equation: JaxprEqn, operand: int) -> str:
@@ -261,7 +223,7 @@ def _why_whole(equation: JaxprEqn) -> str:
     return f"used whole by {name}"
 
 
-def _row_read(equation: JaxprEqn, place: _Place, casts: tuple[JaxprEqn, ...]) -> RowRead | str:
+def _row_read(equation: JaxprEqn, place: Place, casts: tuple[JaxprEqn, ...]) -> RowRead | str:
     """What a gather or a dynamic slice reads, or why that is no rows."""
     table, ids = (aval_of(atom) for atom in equation.invars[:2])
     params = equation.params

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from braidax.parallel import rows
-from braidax.parallel.rows.optimizers import Alone
+from braidax.parallel.rows.moving.optimizers import Alone
 from tests.parallel.rows.training import quickly
 
 SCHEDULE = optax.linear_schedule(0.1, 0.02, 40)

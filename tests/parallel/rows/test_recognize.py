@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from braidax.parallel.rows.catch_up import MAX_NODES
-from braidax.parallel.rows.recognize import AdamFading, Fading, recognized
-from braidax.parallel.rows.split import TracedOptimizer
+from braidax.parallel.rows.moving.catch_up import MAX_NODES
+from braidax.parallel.rows.moving.recognize import AdamFading, Fading, recognized
+from braidax.parallel.rows.moving.split import TracedOptimizer
 from tests.parallel.rows.test_catch_up import IN_ONE, ONE_BY_ONE
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from braidax.errors import ArgumentError
+from braidax.parallel.rows.moving.optimizers import RowOptimizer, RowState
 
 from . import travel
 from .exchange import Exchange
 from .layout import island, stored_spec
-from .optimizers import RowOptimizer, RowState
 from .route import Route, make_route
 
 

@@ -10,16 +10,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
+from braidax.parallel.compute.accumulate import microbatches_of
+from braidax.parallel.compute.work import traced_loss
+from braidax.parallel.given.arrays import place
+from braidax.parallel.given.initial import trace_init
+from braidax.parallel.given.loss import Loss
+from braidax.parallel.plan.batch import shard_batch
 from braidax.program import LeafUses, Program, compile_on, difference, join, specs_of
 from braidax.program.prune import prune
 
-from .accumulate import microbatches_of
-from .arithmetic import traced_loss
-from .arrays import place
-from .initial import trace_init
-from .loss import Loss
 from .reads import LATE, RowReads, row_reads, without_rows
-from .strategies import shard_batch
 from .touched import Touched, count_touched
 
 

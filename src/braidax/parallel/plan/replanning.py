@@ -14,7 +14,8 @@ from braidax.errors import ArgumentError
 
 from .placements import Placement, Replicated, Rows
 from .plan import Plan
-from .strategies import DataParallel, Hybrid, Strategy
+from .strategies import DataParallel, Hybrid
+from .strategy import Strategy
 
 Tables = Collection[str]
 """The paths of the variables that are tables by rows, in their order."""
@@ -76,7 +77,7 @@ def strategies_for(strategies: Mapping[str, Strategy], tables: Tables) -> dict[s
 
     **Raises:** `ArgumentError` when there is no axis to split rows over.
     """
-    overrides: dict[str, Placement] = {escape(path): Rows() for path in tables} | {"*": Replicated()}
+    overrides: dict[str, Placement] = {**{escape(path): Rows() for path in tables}, "*": Replicated()}
     told: dict[str, Strategy] = {}
     for axis, strategy in strategies.items():
         if isinstance(strategy, Hybrid):

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import optax
 
 from braidax.errors import ArgumentError
+from braidax.parallel.plan.strategies import Hybrid
+from braidax.parallel.plan.strategy import Strategy
 from braidax.program import join
 
-from .rows import RowOptimizer, Split, TracedOptimizer
-from .strategies import Hybrid, Strategy
+from . import RowOptimizer, Split, TracedOptimizer
 from .touched import Touched
 
 OutOfRange = Literal["as jax", "raise"]

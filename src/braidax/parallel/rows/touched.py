@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 
-from .rows import SLACK, all_gather_bytes, all_reduce_bytes, exchange_bytes, plan_exchange
+from . import SLACK, all_gather_bytes, all_reduce_bytes, exchange_bytes, plan_exchange
 
 RESERVE = 1.1
 """Room is planned for so many times the most rows that any device was seen to send to another."""

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from braidax.program import OUT_OF_RANGE, Lookup, RowProgram
 
-from .rows import (
+from . import (
     Exchange,
     Pushed,
     Route,

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from braidax.errors import ArgumentError
-from braidax.parallel.arrays import strong
+from braidax.parallel.given.arrays import strong
 from braidax.program import Program, Term, Terms, difference, join, named_leaves, of_no_rows, terms_of, trace
 
 

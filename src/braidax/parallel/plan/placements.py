@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
-
-from jax.sharding import PartitionSpec
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from braidax.errors import ArgumentError
+
+from .layout import Axis, Layout
 
 
 @runtime_checkable
 class Placement(Protocol):
     """What happens to one variable on one mesh axis; a frozen dataclass whose fields are JSON values."""
 
-    def split(self, spec: PartitionSpec, axis: str) -> PartitionSpec:
-        """Returns `spec`, the layout of the variable on the axes seen so far, with this axis added."""
+    def refine(self, layout: Layout, axis: Axis) -> Layout:
+        """Returns the layout of the variable on the axes seen so far, with this one added."""
         ...
 
     def __str__(self) -> str:
@@ -26,9 +26,9 @@ class Placement(Protocol):
 class Replicated:
     """Every device along the axis holds the variable whole; its gradient is all-reduced."""
 
-    def split(self, spec: PartitionSpec, axis: str) -> PartitionSpec:
-        """Returns `spec`: nothing is split."""
-        return spec
+    def refine(self, layout: Layout, axis: Axis) -> Layout:
+        """Returns `layout`: nothing is split."""
+        return layout
 
     def __str__(self) -> str:
         """`replicated`."""
@@ -52,15 +52,33 @@ class Rows:
         if self.aggregate not in ("auto", "inner", "none"):
             raise ArgumentError(f'aggregate={self.aggregate!r}: expected "auto", "inner" or "none"')
 
-    def split(self, spec: PartitionSpec, axis: str) -> PartitionSpec:
-        """Returns the layout of the stored table, split on its dim 1 over this axis, too."""
-        over = spec[1] if len(spec) > 1 else None
-        axes = () if over is None else (over,) if isinstance(over, str) else tuple(over)
-        return PartitionSpec(None, (*axes, axis))
+    def refine(self, layout: Layout, axis: Axis) -> Layout:
+        """Splits dim 0 by rows."""
+        return layout.split(0, axis, how="by rows")
 
     def __str__(self) -> str:
         """`rows`, and what is special about them."""
         return "rows, aggregated" if self.aggregate == "inner" else "rows"
 
 
-PLACEMENTS: Mapping[str, type[Replicated] | type[Rows]] = {"Replicated": Replicated, "Rows": Rows}
+@dataclass(frozen=True)
+class Gathered:
+    """Each device along the axis holds a part of the variable, which is gathered where the loss uses it.
+
+    Its gradient is summed and scattered, so that the optimizer's state is split alike (fully sharded, ZeRO 3).
+
+    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded.
+    """
+
+    dim: int
+
+    def refine(self, layout: Layout, axis: Axis) -> Layout:
+        """Splits the dim."""
+        return layout.split(self.dim, axis, how="gathered")
+
+    def __str__(self) -> str:
+        """`gathered`, and the dim."""
+        return f"gathered, dim {self.dim}"
+
+
+PLACEMENTS: Mapping[str, type[Any]] = {"Replicated": Replicated, "Rows": Rows, "Gathered": Gathered}

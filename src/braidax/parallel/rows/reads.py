@@ -9,13 +9,11 @@ from braidax.program import (
     RowProgram,
     find_batch_dims,
     find_uses,
-    join,
     reads_argument,
     without_tables,
 )
 
-from .row_options import OutOfRange, RowOptions
-from .strategies import Variable
+from .options import OutOfRange
 
 LATE = "its ids are computed from parameters, so that they are not known before"
 """Why the rows of a variable cannot be exchanged though it is read by rows only."""
@@ -27,24 +25,12 @@ class RowReads(NamedTuple):
     """How a loss reads its parameters.
 
     **Fields:** `params`: PyTree of specs. `uses`: of each leaf. `sparse`: by name, of those whose rows can be fetched
-    before the loss is computed. `microbatches`: of how many times the loss an update consists.
+    before the loss is computed.
     """
 
     params: Any
     uses: tuple[LeafUses, ...]
     sparse: Mapping[str, LeafUses]
-    microbatches: int
-
-    def variables(self, root: str, options: RowOptions) -> list[Variable]:
-        """Returns what strategies are told. **Arguments:** `options`: how rows move, or why they cannot be moved."""
-
-        def variable(uses: LeafUses) -> Variable:
-            path = join(root, uses.name)
-            late = LATE if uses.verdict == "sparse" else ""
-            no_rows = options.no_rows(uses.name) if uses.name in self.sparse else late
-            return Variable(path, uses.spec, uses, no_rows, self.microbatches)
-
-        return [variable(uses) for uses in self.uses]
 
 
 def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
@@ -63,13 +49,13 @@ def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
         if not late:
             break
         sparse = {name: found for name, found in sparse.items() if name not in late}
-    return RowReads(program.in_specs[0], uses, sparse, microbatches)
+    return RowReads(program.in_specs[0], uses, sparse)
 
 
 def without_rows(program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange) -> RowProgram:
     """Takes tables out of a traced loss; ids are laid flat sample by sample, so that none leaves its device."""
     paths = [use.path for uses in tables for use in uses.uses]
-    dims = find_batch_dims(program, paths, arguments=(_BATCH,))
+    dims = find_batch_dims(program, paths, {_BATCH: 0})
     leading = {path: found[1] or 0 for path, found in dims.items()}
     return without_tables(
         program, tables, leading=leading, out_of_range="mark" if out_of_range == "raise" else "as read"

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from braidax.parallel.given.arrays import strong
 from braidax.program import Term, compute, of_no_rows, sums_below
 
-from .arrays import strong
+from . import Now, RowState, Split, Sum, TableUpdate, from_stored, kept_besides, settle_rows, stored_shape
 from .packing import Packing, States, Table, Trip
-from .rows import Now, RowState, Split, Sum, TableUpdate, from_stored, kept_besides, settle_rows, stored_shape
 
 _JOINS = {"reduce_sum": "add", "reduce_and": "and", "reduce_or": "or"}
 

@@ -1,19 +1,20 @@
 """Plans: what was decided for every variable, and why; frozen, printable, JSON."""
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
-from braidax.program import named_leaves
 
+from .batch import batch_axes
+from .layout import Axis, Layout
+from .model import Model
 from .placements import PLACEMENTS, Placement, Replicated
-from .strategies import Hybrid, Strategy, Variable, batch_axes, num_bytes
+from .strategy import Choice, Strategy, num_bytes
 
 
 @dataclass(frozen=True)
@@ -103,79 +104,88 @@ class Plan:
         return same.pop() if len(same) == 1 else ", ".join(sorted(told))
 
 
-def make_plan(
-    mesh: Mesh, strategies: Mapping[str, Strategy], variables: Sequence[Variable], *, microbatches: int
-) -> Plan:
-    """Lets every strategy place every variable."""
-    axes = tuple(
-        PlannedAxis(name, mesh.shape[name], repr(strategies[name]) if name in strategies else None)
-        for name in mesh.axis_names
+def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> Plan:
+    """Lets the strategy of each axis place every variable.
+
+    **Raises:** `ArgumentError` naming a variable that cannot lie as it is told.
+    """
+    axes = [Axis(name, mesh.shape[name]) for name in mesh.axis_names]
+    told = tuple(
+        PlannedAxis(axis.name, axis.size, repr(strategies[axis.name]) if axis.name in strategies else None)
+        for axis in axes
     )
-    over = batch_axes(mesh, strategies)
-    num_parts = math.prod(mesh.shape[axis] for axis in over)
-    hybrids = [strategy for strategy in strategies.values() if isinstance(strategy, Hybrid)]
-    planned: list[PlannedVariable] = []
-    for variable in variables:
-        placements: list[Placement] = []
-        reasons: list[str] = []
-        for axis in mesh.axis_names:
-            placement, why = strategies[axis].place(variable, num_parts) if axis in strategies else (Replicated(), "")
-            placements.append(placement)
-            reasons.append(f"{axis}: {why or 'no strategy'}")
-        spec = variable.spec
-        planned.append(
-            PlannedVariable(
-                variable.path,
-                tuple(spec.shape),
-                str(spec.dtype),
-                num_bytes(spec),
-                tuple(placements),
-                "; ".join(reasons),
-                next((one.touched[variable.path].alpha for one in hybrids if variable.path in one.touched), None),
-            )
+    layouts = {path: Layout.whole(spec.shape) for path, spec in model.variables.items()}
+    placements: dict[str, list[Placement]] = {path: [] for path in layouts}
+    reasons: dict[str, list[str]] = {path: [] for path in layouts}
+    alphas: dict[str, float] = {}
+    for axis in axes:
+        strategy = strategies.get(axis.name)
+        choices = {} if strategy is None else strategy.place(model, axis, layouts)
+        for path in layouts:
+            choice = choices.get(path, Choice(Replicated(), "no strategy"))
+            placements[path].append(choice.placement)
+            reasons[path].append(f"{axis.name}: {choice.why}")
+            if choice.alpha is not None:
+                alphas[path] = choice.alpha
+            try:
+                layouts[path] = choice.placement.refine(layouts[path], axis)
+            except ArgumentError as error:
+                raise ArgumentError(
+                    f"{path} cannot be placed by {choice.placement!r} on the axis {axis.name!r}: {error}"
+                ) from error
+    variables = tuple(
+        PlannedVariable(
+            path,
+            tuple(spec.shape),
+            str(spec.dtype),
+            num_bytes(spec),
+            tuple(placements[path]),
+            "; ".join(reasons[path]),
+            alphas.get(path),
         )
-    return Plan(axes, over, microbatches, tuple(planned))
+        for path, spec in model.variables.items()
+    )
+    return Plan(told, batch_axes(mesh, strategies), model.microbatches, variables)
 
 
-def variables_of(tree: Any, root: str) -> list[Variable]:
-    """Returns the variables of a PyTree of specs, of whose uses nothing is known; `root` is what names start with."""
-    return [Variable(path, spec) for path, spec in named_leaves(tree, root)]
+def layouts_of(plan: Plan) -> list[Layout]:
+    """Returns how each variable of a plan lies, in their order."""
+    layouts: list[Layout] = []
+    for variable in plan.variables:
+        layout = Layout.whole(variable.shape)
+        for axis, placement in zip(plan.axes, variable.placements, strict=True):
+            layout = placement.refine(layout, Axis(axis.name, axis.size))
+        layouts.append(layout)
+    return layouts
 
 
 def shardings_of(plan: Plan, mesh: Mesh, variables: Any) -> Any:
     """Returns the PyTree of `NamedSharding` that a plan gives to the variables it was made for."""
-    shardings: list[NamedSharding] = []
-    for variable in plan.variables:
-        spec = PartitionSpec()
-        for axis, placement in zip(plan.axes, variable.placements, strict=True):
-            spec = placement.split(spec, axis.name)
-        shardings.append(NamedSharding(mesh, spec))
+    shardings = [layout.sharding(mesh) for layout in layouts_of(plan)]
     return jax.tree.unflatten(jax.tree.structure(variables), shardings)
 
 
-def follow(variables: Any, shardings: Any, state: Any, otherwise: NamedSharding) -> Any:
-    """Gives each leaf of an optimizer's state the sharding of the variable that it belongs to.
+def follow(variables: Any, values: Any, state: Any, otherwise: Callable[[jax.ShapeDtypeStruct], Any]) -> Any:
+    """Gives each leaf of an optimizer's state what the variable has that it belongs to: its layout, say.
 
     A leaf belongs to a variable when its path ends with the variable's and its shape is the same (Adam's moments);
-    any other (a step count) gets `otherwise`.
+    any other (a step count) gets `otherwise(spec)`.
 
-    **Arguments:** `variables`, `shardings`: PyTrees alike. `state`: PyTree of `jax.ShapeDtypeStruct`.
+    **Arguments:** `variables`, `state`: PyTrees of specs. `values`: like `variables`, of what is given.
 
-    **Returns:** a PyTree of `NamedSharding` like `state`.
+    **Returns:** a PyTree like `state`.
     """
+    paths = jax.tree_util.tree_flatten_with_path(variables)[0]
     known = [
-        (tuple(path), spec.shape, sharding)
-        for (path, spec), sharding in zip(
-            jax.tree_util.tree_flatten_with_path(variables)[0], jax.tree.leaves(shardings), strict=True
-        )
+        (tuple(path), spec.shape, value) for (path, spec), value in zip(paths, jax.tree.leaves(values), strict=True)
     ]
     known.sort(key=lambda entry: -len(entry[0]))
 
-    def choose(path: Any, spec: jax.ShapeDtypeStruct) -> NamedSharding:
-        for suffix, shape, sharding in known:
+    def choose(path: Any, spec: jax.ShapeDtypeStruct) -> Any:
+        for suffix, shape, value in known:
             if spec.shape == shape and tuple(path[len(path) - len(suffix) :]) == suffix:
-                return sharding
-        return otherwise
+                return value
+        return otherwise(spec)
 
     return jax.tree_util.tree_map_with_path(choose, state)
 

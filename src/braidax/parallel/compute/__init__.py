@@ -1,0 +1,1 @@
+"""What a step computes: gradients, their accumulation, and the update."""

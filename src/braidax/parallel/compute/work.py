@@ -1,0 +1,287 @@
+"""What a step computes, before it is compiled: a loss over passes and feeds, in the global view."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from braidax.errors import ArgumentError
+from braidax.parallel.dense.passes import dense_passes
+from braidax.parallel.given.arrays import strong
+from braidax.parallel.given.initial import Born
+from braidax.parallel.given.loss import Loss
+from braidax.parallel.plan.layout import Layout
+from braidax.parallel.plan.plan import Plan, follow, layouts_of
+from braidax.parallel.state import State
+from braidax.program import Program, difference, named_leaves, trace, with_sums_behind_loops
+
+from .accumulate import all_gradients_of
+from .feed import Check, Feed, Reading
+
+Evaluate = Callable[[Any, Any, Any, Any, Any, Any], dict[str, Any]]
+"""`(params, held, variables, key, step, batch) -> metrics`."""
+
+_BATCH, _ROWS = 3, 4  # arguments of a traced loss: (params, variables, key, batch), and what it is fed
+
+
+@final
+class Work:
+    """Pure functions, in the global view; run under the mesh whose shardings they were made with.
+
+    Variables that no feed has lie as the plan says, and the optimizer moves them. With a feed `opt_state` is a dict:
+    `"dense"`, the optimizer's state without what the feed keeps, and `"rows"`, that.
+
+    **Arguments:** `born`: traced `key -> Born`. `program`: the loss, as `traced_loss` gives it. `feed`: keeps some of
+    the variables.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        born: Program,
+        program: Program,
+        mesh: Mesh,
+        plan: Plan,
+        feed: Feed | None = None,
+    ) -> None:
+        self._loss, self._optimizer, self._mesh, self._plan, self._feed = loss, optimizer, mesh, plan, feed
+        self._born: Born = born.out_specs
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        names = [name for name, _ in named_leaves(self._born.params)]
+        self.layouts: Mapping[str, Layout] = dict(zip(names, layouts_of(plan), strict=True))
+        self._of_params = self._dense(jax.tree.unflatten(jax.tree.structure(self._born.params), self.layouts.values()))
+        self.initial = trace(lambda key: self._first(born(key)), *born.in_specs)
+        self._specs: State = self.initial.out_specs
+        self._reading = None if feed is None else feed.reading(program, microbatches=plan.microbatches)
+        self._program = self._passed(program, self._reading)
+        if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
+            self._program = with_sums_behind_loops(self._program)
+        self.state_shardings = self._shardings()
+        dense = self._dense(self.state_shardings.params)
+        self.gradient_shardings = dense if self._reading is None else (dense, self._reading.payload_shardings)
+        self._updated = self._traced_update() if feed is None else None
+
+    @property
+    def checks(self) -> Mapping[str, Check]:
+        """Of metrics that are looked at some updates later, and shown to nobody, by name."""
+        return {} if self._feed is None else self._feed.checks
+
+    def held(self, opt_state: Any) -> Any:
+        """Returns the part of an optimizer's state that gradients and evaluations read."""
+        return () if self._feed is None else self._feed.held(opt_state["dense"], opt_state["rows"])
+
+    # An update
+
+    def gradients(self, params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
+        """Returns `(gradients, variables, metrics)`; `gradients` is for `apply` alone."""
+        key, pieces = jax.random.fold_in(key, step), self._plan.microbatches
+        dense, stored = self._parted(params)
+        dense = _loaded(self._of_params, dense)
+        if self._reading is None:
+            gradients, _, variables, metrics = all_gradients_of(
+                self._program, dense, variables, key, batch, microbatches=pieces
+            )
+            return _stored(self._of_params, gradients), variables, metrics
+        pulled = self._reading.pull(dense, variables, key, batch, stored, held)
+        gradients, of_rows, variables, metrics = all_gradients_of(
+            self._program, dense, variables, key, batch, pulled.rows, microbatches=pieces
+        )
+        payload = self._reading.push(pulled.ticket, of_rows)
+        return (_stored(self._of_params, gradients), payload), variables, {**metrics, **pulled.metrics}
+
+    def apply(self, step: Any, params: Any, opt_state: Any, gradients: Any) -> Any:
+        """Returns the next `(step, params, opt_state)`."""
+        if self._feed is None or self._reading is None:
+            assert self._updated is not None, "it is traced where there is no feed"
+            return self._updated(step, params, opt_state, gradients)
+        of_dense, payload = gradients
+        dense, stored = self._parted(params)
+        params, dense, stored, kept = self._feed.apply(
+            _loaded(self._of_params, of_dense),
+            _loaded(self._of_params, dense),
+            _loaded(self._of_state, opt_state["dense"]),
+            payload,
+            self._reading,
+            stored,
+            opt_state["rows"],
+        )
+        params = self._joined(_stored(self._of_params, params), stored)
+        return step + 1, params, {"dense": _stored(self._of_state, dense), "rows": kept}
+
+    def evaluate(self, batch: Any) -> Evaluate:
+        """Returns the function that gives the metrics of batches of that form. **Arguments:** `batch`: specs."""
+        born, feed = self._born, self._feed
+        program = self._loss.trace(born.params, born.variables, born.key, batch, train=False)
+        reading = None if feed is None else feed.reading(program)
+        passed = self._passed(program, reading)
+
+        def metrics(params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> dict[str, Any]:
+            key = jax.random.fold_in(key, step)
+            dense, stored = self._parted(params)
+            dense = _loaded(self._of_params, dense)
+            if feed is None or reading is None:
+                loss, (metrics, _) = passed(dense, variables, key, batch)
+                return {"loss": loss, **metrics}
+            others = [name for name in stored if name not in reading.names]
+            dense = self._joined(dense, {name: feed.whole(name, stored[name], held) for name in others})
+            pulled = reading.pull(dense, variables, key, batch, stored, held)
+            loss, (metrics, _) = passed(dense, variables, key, batch, pulled.rows)
+            return {"loss": loss, **metrics, **{name: pulled.metrics[name] for name in feed.checks}}
+
+        return metrics
+
+    # Other forms of a state
+
+    def settled(self, state: State) -> State:
+        """Returns a state in which nothing is put off: each variable is what single-device training has."""
+        if self._feed is None:
+            return state
+        dense, stored = self._parted(state.params)
+        stored, kept = self._feed.settled(
+            stored, _loaded(self._of_state, state.opt_state["dense"]), state.opt_state["rows"]
+        )
+        return replace(state, params=self._joined(dense, stored), opt_state={**state.opt_state, "rows": kept})
+
+    def dense_specs(self) -> State:
+        """Of a state in the form of single-device training. **Raises:** `ArgumentError` when there is none."""
+        opt_state = self._optimizer_specs if self._feed is None else self._feed.dense_state()
+        return replace(self._specs, params=self._born.params, opt_state=opt_state, padded=())
+
+    def to_dense(self, state: State) -> State:
+        """Returns a state as single-device training has it."""
+        if self._feed is None:
+            params, opt_state = _loaded(self._of_params, state.params), _loaded(self._of_state, state.opt_state)
+            return replace(state, params=params, opt_state=opt_state, padded=())
+        feed, state = self._feed, self.settled(state)
+        dense, stored = self._parted(state.params)
+        of_dense, kept = _loaded(self._of_state, state.opt_state["dense"]), state.opt_state["rows"]
+        params = self._joined(
+            _loaded(self._of_params, dense), {name: feed.load(name, value) for name, value in stored.items()}
+        )
+        return replace(state, params=params, opt_state=feed.joined(of_dense, kept), padded=())
+
+    def from_dense(self, state: State) -> State:
+        """Undoes `to_dense`."""
+        dense, taken = self._parted(state.params)
+        dense = _stored(self._of_params, dense)
+        if self._feed is None:
+            opt_state = _stored(self._of_state, state.opt_state)
+            return replace(state, params=dense, opt_state=opt_state, padded=self._specs.padded)
+        stored, of_dense, kept = self._feed.parted(state.opt_state, taken)
+        opt_state = {"dense": _stored(self._of_state, of_dense), "rows": kept}
+        return replace(state, params=self._joined(dense, stored), opt_state=opt_state, padded=self._specs.padded)
+
+    # How a state is made, and where it lies
+
+    def _first(self, born: Born) -> State:
+        step = jnp.zeros((), jnp.int32)
+        if self._feed is None:
+            opt_state = _stored(self._of_state, strong(self._optimizer.init(born.params)))
+            return State(step, _stored(self._of_params, born.params), opt_state, born.variables, born.key)
+        dense, taken = self._parted(born.params)
+        stored, of_dense, kept = self._feed.begin(born.params, taken)
+        opt_state = {"dense": _stored(self._of_state, of_dense), "rows": kept}
+        params = self._joined(_stored(self._of_params, dense), stored)
+        return State(step, params, opt_state, born.variables, born.key, tuple(self._feed.padded))
+
+    @functools.cached_property
+    def _optimizer_specs(self) -> Any:
+        return jax.eval_shape(lambda params: strong(self._optimizer.init(params)), self._born.params)
+
+    @functools.cached_property
+    def _of_state(self) -> Any:
+        """The layouts of what of the optimizer's state is dense."""
+        specs = self._optimizer_specs
+        if self._feed is not None:
+            specs = jax.eval_shape(
+                lambda params: self._feed.begin(params, self._parted(params)[1])[1],  # pyright: ignore[reportOptionalMemberAccess]
+                self._born.params,
+            )
+        return follow(self._dense(self._born.params), self._of_params, specs, lambda spec: Layout.whole(spec.shape))
+
+    def _shardings(self) -> State:
+        specs, on = self._specs, functools.partial(jax.tree.map, lambda layout: layout.sharding(self._mesh))
+        names = [name for name, _ in named_leaves(self._born.params)]
+        params = jax.tree.unflatten(
+            jax.tree.structure(self._born.params), [self.layouts[name].sharding(self._mesh) for name in names]
+        )
+        opt_state = on(self._of_state)
+        if self._feed is not None:
+            opt_state = {"dense": opt_state, "rows": self._feed.shardings(specs.opt_state["rows"])}
+        variables = jax.tree.map(lambda _: self._replicated, specs.variables)
+        return State(self._replicated, params, opt_state, variables, self._replicated, specs.padded)
+
+    def _passed(self, program: Program, reading: Reading | None) -> Program:
+        """Returns what a program becomes where its weights lie as the plan says."""
+        program = program if reading is None else reading.program
+        layouts = [self.layouts[name] for name, _ in named_leaves(program.in_specs[0])]
+        divided = {_BATCH: 0} if reading is None else {_BATCH: 0, _ROWS: reading.batch_dims}
+        return dense_passes(program, layouts, self._mesh, self._plan.batch_axes, divided)
+
+    def _traced_update(self) -> Program:
+        specs = self._specs
+
+        def update(step: Any, params: Any, opt_state: Any, gradients: Any) -> Any:
+            params, gradients = (_loaded(self._of_params, tree) for tree in (params, gradients))
+            params, opt_state = applied(self._optimizer, params, _loaded(self._of_state, opt_state), gradients)
+            return step + 1, _stored(self._of_params, params), _stored(self._of_state, opt_state)
+
+        program = trace(update, specs.step, specs.params, specs.opt_state, specs.params)
+        check_same_state((specs.step, specs.params, specs.opt_state), program.out_specs)
+        return program
+
+    def _dense(self, params: Any) -> Any:
+        return self._parted(params)[0]
+
+    def _parted(self, params: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the PyTree with None in place of the feed's variables, and these by name."""
+        if self._feed is None:
+            return params, {}
+        leaves, structure = jax.tree.flatten(params)
+        names = [name for name, _ in named_leaves(self._born.params)]
+        taken = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in self._feed.names}
+        dense = [None if name in taken else leaf for name, leaf in zip(names, leaves, strict=True)]
+        return jax.tree.unflatten(structure, dense), taken
+
+    def _joined(self, dense: Any, taken: Mapping[str, Any]) -> Any:
+        """Undoes `_parted`; variables of the feed that are not given stay away."""
+        if self._feed is None:
+            return dense
+        leaves = iter(jax.tree.leaves(dense))
+        names = [name for name, _ in named_leaves(self._born.params)]
+        values = [taken.get(name) if name in self._feed.names else next(leaves) for name in names]
+        return jax.tree.unflatten(jax.tree.structure(self._born.params), values)
+
+
+def _loaded(layouts: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda layout, leaf: layout.load(leaf), layouts, tree)
+
+
+def _stored(layouts: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda layout, leaf: layout.store(leaf), layouts, tree)
+
+
+def applied(optimizer: optax.GradientTransformation, params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
+    """Returns the next parameters and optimizer state, with strong types."""
+    updates, opt_state = optimizer.update(gradients, opt_state, params)
+    return strong(optax.apply_updates(params, updates)), strong(opt_state)
+
+
+def check_same_state(expected: Any, got: Any) -> None:
+    """Raises `ArgumentError` when an optimizer does not give back a state like the one that it was given."""
+    if message := difference(expected, got, "state"):
+        raise ArgumentError(f"optimizer.update returns another state than optimizer.init made: {message}")
+
+
+def traced_loss(loss: Loss, born: Born, batch: Any, microbatches: int) -> Program:
+    """Traces a loss for training on one microbatch. **Arguments:** `born`, `batch`: PyTrees of specs."""
+    micro = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct((spec.shape[0] // microbatches, *spec.shape[1:]), spec.dtype), batch
+    )
+    return loss.trace(born.params, born.variables, born.key, micro, train=True)

@@ -1,0 +1,1 @@
+"""What is decided for every variable before anything runs: placements, strategies, the plan."""

@@ -1,0 +1,103 @@
+"""How one variable lies on a mesh: which mesh axes split which of its dims, and in which form it is stored."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from braidax.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis: its `name`, and how many devices lie along it."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a variable are. Placements on one axis after another refine it.
+
+    A dim that its devices do not divide is padded with zeros in the stored form. By rows, dim 0 is stored as two dims,
+    `[ceil(V / N), N]`, of which the second is split: row `id` is on device `id mod N`.
+
+    **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
+    `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it.
+    """
+
+    shape: tuple[int, ...]
+    dim_axes: tuple[tuple[Axis, ...], ...]
+    by_rows: bool = False
+    gathered: frozenset[str] = frozenset()
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Layout":
+        """Returns the layout in which every device has all of a variable."""
+        return cls(tuple(shape), ((),) * len(shape))
+
+    def split(self, dim: int, axis: Axis, *, how: Literal["evenly", "by rows", "gathered"] = "evenly") -> "Layout":
+        """Returns this layout, split on one more axis. **Raises:** `ArgumentError` where that cannot be."""
+        by_rows = how == "by rows"
+        if not 0 <= dim < len(self.shape):
+            raise ArgumentError(
+                f"dim={dim} of a variable of shape {list(self.shape)}, expected 0 <= dim < {len(self.shape)}"
+            )
+        if self.dim_axes[dim] and self.by_rows != by_rows:
+            taken = ", ".join(axis.name for axis in self.dim_axes[dim])
+            raise ArgumentError(
+                f"dim={dim} would be split by rows on one of the axes {taken} and {axis.name}, and not on the other"
+            )
+        dims = list(self.dim_axes)
+        dims[dim] = (*dims[dim], axis)
+        gathered = self.gathered | {axis.name} if how == "gathered" else self.gathered
+        return replace(self, dim_axes=tuple(dims), by_rows=self.by_rows or by_rows, gathered=gathered)
+
+    def num_parts(self, dim: int) -> int:
+        """Returns among how many devices a dim is divided."""
+        return math.prod(axis.size for axis in self.dim_axes[dim])
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """Returns the names of the axes that split a dim."""
+        return tuple(axis.name for axis in self.dim_axes[dim])
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of the stored form."""
+        dims = [self.axes_of(dim) or None for dim in range(len(self.shape))]
+        if self.by_rows:
+            dims.insert(0, None)
+        while dims and dims[-1] is None:
+            dims.pop()
+        return PartitionSpec(*(axes[0] if axes and len(axes) == 1 and not self.by_rows else axes for axes in dims))
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """Of the stored form on a mesh."""
+        return NamedSharding(mesh, self.spec)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """How much each dim is longer in the stored form."""
+        return tuple(-size % self.num_parts(dim) for dim, size in enumerate(self.shape))
+
+    def store(self, array: jax.Array) -> jax.Array:
+        """Returns a variable in its stored form."""
+        if any(self.padding):
+            array = jnp.pad(array, [(0, more) for more in self.padding])
+        return array.reshape(-1, self.num_parts(0), *(array.shape[1:] or (1,))) if self.by_rows else array
+
+    def load(self, stored: jax.Array) -> jax.Array:
+        """Undoes `store`."""
+        if self.by_rows:
+            stored = stored.reshape(-1, *(self.stored_shape[2:] if len(self.shape) > 1 else ()))
+        return stored[tuple(slice(size) for size in self.shape)] if any(self.padding) else stored
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the stored form."""
+        shape = tuple(size + more for size, more in zip(self.shape, self.padding, strict=True))
+        return (shape[0] // self.num_parts(0), self.num_parts(0), *(shape[1:] or (1,))) if self.by_rows else shape

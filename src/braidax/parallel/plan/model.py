@@ -1,0 +1,41 @@
+"""What strategies are told of a traced loss, found out when they ask."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from braidax.program import LeafUses, Site
+
+
+def _nothing(path: str) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The variables of a traced loss.
+
+    **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
+    divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`: how the loss
+    uses each variable, where that is known. `no_rows`: why the rows of a variable cannot be exchanged though it is used
+    by rows only; "" if they can.
+    """
+
+    variables: Mapping[str, jax.ShapeDtypeStruct]
+    num_parts: int
+    microbatches: int = 1
+    find_uses: Callable[[], Mapping[str, LeafUses]] = field(default=dict[str, LeafUses])
+    find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
+    no_rows: Callable[[str], str] = _nothing
+
+    @functools.cached_property
+    def uses(self) -> Mapping[str, LeafUses]:
+        """By path, how the loss uses variables; those whose gradient nobody takes are not there."""
+        return self.find_uses()
+
+    @functools.cached_property
+    def sites(self) -> Mapping[str, Sequence[Site]]:
+        """By path, where the loss uses variables."""
+        return self.find_sites()

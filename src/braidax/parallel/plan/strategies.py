@@ -1,0 +1,206 @@
+"""Strategies: what one mesh axis is for."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import jax
+import numpy as np
+
+from braidax.errors import ArgumentError
+from braidax.parallel.rows import RowOptimizer
+from braidax.parallel.rows.touched import Touched, all_reduced_bytes
+from braidax.parallel.rows.touched import rows_bytes as measured_rows_bytes
+from braidax.program import LeafUses, Site
+
+from .layout import Axis, Layout
+from .model import Model
+from .placements import Gathered, Placement, Replicated, Rows
+from .strategy import Choice, Strategy, check_combine_bytes, num_bytes, overridden, shown
+
+
+@dataclass(frozen=True, repr=False)
+class DataParallel:
+    """Divides the samples of a batch among the devices along the axis; every variable is replicated.
+
+    The loss keeps its meaning over the global batch; gradients are all-reduced.
+
+    **Arguments:** `overrides`, `combine_bytes`: as of `Hybrid`.
+    """
+
+    overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
+    combine_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_combine_bytes(self.combine_bytes)
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    @property
+    def splits_batch(self) -> bool:
+        """True."""
+        return True
+
+    def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
+        """Chooses `Replicated`, unless an override says otherwise. **Raises:** as `Hybrid.place`."""
+        replicated = Choice(Replicated(), "data parallel: gradient all-reduced")
+        return {
+            path: overridden(self.overrides, path, "data parallel", lambda one, path=path: _refused(one, model, path))
+            or replicated
+            for path in model.variables
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class FullySharded:
+    """Divides the samples like `DataParallel`, and every variable, its gradient and what the optimizer keeps of it.
+
+    A weight is gathered where the loss uses it, within a loop over layers one layer at a time; its gradient is summed
+    and scattered at once (ZeRO 3, FSDP). Beside an axis with `DataParallel` that is hybrid sharding.
+
+    **Arguments:** `overrides`: as of `Hybrid`; `Gathered(dim)` pads a dim that the axis does not divide, which stays
+    whole otherwise. `min_bytes`: what has fewer where it is used stays whole: gathering it takes longer than its memory
+    is worth.
+    """
+
+    overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
+    min_bytes: int = 64 << 10
+
+    def __post_init__(self) -> None:
+        if self.min_bytes < 0:
+            raise ArgumentError(f"min_bytes={self.min_bytes}: expected a size in bytes, such as 64 << 10")
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    @property
+    def splits_batch(self) -> bool:
+        """True."""
+        return True
+
+    def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
+        """Chooses `Gathered` on the first dim that the axis divides and no loop takes apart.
+
+        **Raises:** as `Hybrid.place`.
+        """
+        return {
+            path: overridden(self.overrides, path, "fully sharded", lambda one, path=path: _refused(one, model, path))
+            or self._chosen(spec, model.sites.get(path, ()), axis, taken[path])
+            for path, spec in model.variables.items()
+        }
+
+    def _chosen(self, spec: jax.ShapeDtypeStruct, sites: Sequence[Site], axis: Axis, taken: Layout) -> Choice:
+        dims = [at for at in range(len(spec.shape)) if all(at in site.value.entry.dims for site in sites)]
+        used = min((site.value.entry.dims for site in sites), key=len, default=tuple(dims))
+        size = math.prod(spec.shape[dim] for dim in used) * np.dtype(spec.dtype).itemsize
+        if taken.by_rows:
+            return Choice(Replicated(), "fully sharded: by rows along another axis")
+        even = [dim for dim in dims if spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0]
+        if axis.size > 1 and size >= self.min_bytes and even:
+            return Choice(Gathered(even[0]), "fully sharded: gathered where it is used, gradient scattered")
+        told = f"{_in_words(size)} where it is used"
+        if size >= self.min_bytes and axis.size > 1:
+            told = f"no dim of it is a multiple of {axis.size} in each part (Gathered(dim) pads)"
+        return Choice(Replicated(), f"fully sharded: {told}: whole, gradient all-reduced")
+
+
+@dataclass(frozen=True, repr=False)
+class Hybrid:
+    """Divides the samples like `DataParallel`, and decides for each variable how its gradient is synchronized.
+
+    A table that the loss reads by rows only is split by `Rows`, and the rows that a step touches are exchanged, where
+    that moves fewer bytes than its whole gradient (Parallax, EuroSys 2019, section 3); everything else is replicated
+    and its gradient all-reduced, or lies as `dense` says.
+
+    **Arguments:** `dense`: places what is not split by rows, such as `FullySharded()`. `overrides`: placements by
+    pattern of the variable's path, such as `{"params/embed*": Replicated()}` (`fnmatch`); the first that matches
+    counts. `row_optimizers`: what moves the rows of tables, by pattern, such as `{"params/embed*":
+    row_adagrad(0.1)}`; the optimizer of the step moves all others. `touched`: what `measure_touched` has counted of
+    tables, by path; where it is given it decides in place of the upper bound that is known without data, and the
+    room for rows follows it. `out_of_range`: what becomes of ids that no row has. "as jax": what the loss says
+    (`jnp.take(mode=…)`: clipped, filled or promised not to come), the same on every device. "raise": `DataError`
+    some updates later. `combine_bytes`: all-reduces are put together up to this size, the `bucket_cap` of other
+    frameworks; None leaves it to the compiler (GPUs; the CPU's always makes one).
+    """
+
+    overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
+    dense: Strategy = field(default_factory=lambda: DataParallel())
+    row_optimizers: Mapping[str, RowOptimizer] = field(default_factory=dict[str, RowOptimizer])
+    touched: Mapping[str, Touched] = field(default_factory=dict[str, Touched])
+    out_of_range: Literal["as jax", "raise"] = "as jax"
+    combine_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_combine_bytes(self.combine_bytes)
+        if self.out_of_range not in ("as jax", "raise"):
+            raise ArgumentError(f'out_of_range={self.out_of_range!r}: expected "as jax" or "raise"')
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    @property
+    def splits_batch(self) -> bool:
+        """True."""
+        return True
+
+    def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
+        """Chooses `Rows` where that is possible and moves fewer bytes, else what `dense` chooses.
+
+        **Raises:** `ArgumentError` when an override asks for rows of what is not read by rows.
+        """
+        dense = self.dense.place(model, axis, taken)
+        return {path: self._chosen(model, path, taken[path], choice) for path, choice in dense.items()}
+
+    def _chosen(self, model: Model, path: str, taken: Layout, dense: Choice) -> Choice:
+        if chosen := overridden(self.overrides, path, "hybrid", lambda one: _refused(one, model, path)):
+            return chosen
+        touched = self.touched.get(path)
+        alpha = None if touched is None else touched.alpha
+        cannot = "gathered along another axis" if taken.gathered else why_no_rows(model, path)
+        if cannot:
+            if isinstance(dense.placement, Replicated):
+                return replace(dense, why=f"hybrid: {cannot}: gradient all-reduced", alpha=alpha)
+            return replace(dense, alpha=alpha)
+        uses, spec, seen = model.uses[path], model.variables[path], ""
+        if touched is None:
+            moved, whole = rows_bytes(uses, model), 2 * num_bytes(spec)
+        else:
+            row_bytes = num_bytes(spec) // spec.shape[0]
+            seen = f"; {touched}"
+            moved = round(measured_rows_bytes(touched, row_bytes))
+            whole = round(all_reduced_bytes(touched, row_bytes))
+        told = f"a device sends {_in_words(moved)} a step by rows, {_in_words(whole)} all-reduced"
+        why = f"hybrid: {uses.why}{seen}; {told}"
+        return Choice(Rows(), why, alpha) if moved < whole else replace(dense, why=why, alpha=alpha)
+
+
+def _refused(placement: Placement, model: Model, path: str) -> str:
+    """Says why a placement that somebody asks for cannot be, or ""."""
+    if isinstance(placement, Rows) and (cannot := why_no_rows(model, path)):
+        return f"the rows of {path}, and these cannot be exchanged: {cannot}"
+    return ""
+
+
+def why_no_rows(model: Model, path: str) -> str:
+    """Says why the rows of a variable cannot be exchanged, or ""."""
+    uses = model.uses.get(path)
+    if uses is None:
+        return "no gradient uses it"
+    return uses.why if uses.verdict != "sparse" else model.no_rows(path)
+
+
+def rows_bytes(uses: LeafUses, model: Model) -> int:
+    """Returns an upper bound of the bytes that a device sends in a step to exchange the rows of a table.
+
+    For each of its `n` ids the number, the row, and its gradient: `n (4 + 2 D b)`. Ids that come up twice are sent
+    once, but how many do is not known here.
+    """
+    num_ids = sum(use.rows.num_ids for use in uses.uses if use.rows is not None) * model.microbatches
+    return -(-num_ids // model.num_parts) * (4 + 2 * num_bytes(uses.spec) // max(uses.spec.shape[0], 1))
+
+
+def _in_words(count: int) -> str:
+    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")) if count >= pair[0]), (1, "bytes"))
+    return f"{count / unit:.3g} {name}"

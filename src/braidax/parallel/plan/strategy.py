@@ -1,0 +1,110 @@
+"""The contract of strategies, and what they share."""
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from braidax.errors import ArgumentError, SpecError
+
+from .layout import Axis, Layout
+from .model import Model
+from .placements import Placement
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a strategy has chosen for a variable on an axis.
+
+    **Fields:** `placement`, and `why`. `alpha`: the part of its rows that a step touches, where that was measured.
+    """
+
+    placement: Placement
+    why: str
+    alpha: float | None = None
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """Says what happens to every variable on one mesh axis, and whether the batch is split over it."""
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether samples are divided among the devices along the axis."""
+        ...
+
+    def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> Mapping[str, Choice]:
+        """Returns the choice for every variable of a model, by path.
+
+        **Arguments:** `taken`: how variables lie on the axes before this one.
+
+        **Raises:** `ArgumentError` when an override asks for what cannot be.
+        """
+        ...
+
+
+def overridden(
+    overrides: Mapping[str, Placement], path: str, name: str, refuse: Callable[[Placement], str]
+) -> Choice | None:
+    """Returns what the first matching pattern asks for; None where no pattern matches.
+
+    **Arguments:** `name`: of the strategy, in words. `refuse`: why a placement cannot be, or "".
+    """
+    for pattern, placement in overrides.items():
+        if fnmatch.fnmatchcase(path, pattern):
+            if cannot := refuse(placement):
+                raise ArgumentError(f"overrides[{pattern!r}] asks for {cannot}; leave it out, or give Replicated()")
+            return Choice(placement, f"{name}: by overrides[{pattern!r}]")
+    return None
+
+
+def shown(strategy: Any) -> str:
+    """Returns a constructor's call, with what differs from its defaults; of optimizers and counts what they are for."""
+    defaults, told = type(strategy)(), list[str]()
+    for one in fields(strategy):
+        value = getattr(strategy, one.name)
+        if value != getattr(defaults, one.name):
+            called = (
+                {"row_optimizers": [*value], "touched": f"{len(value)} tables"} if isinstance(value, Mapping) else {}
+            )
+            told.append(f"{one.name}={called.get(one.name, value)!r}")
+    return f"{type(strategy).__name__}({', '.join(told)})"
+
+
+def check_combine_bytes(combine_bytes: int | None) -> None:
+    """Raises `ArgumentError` for a size below zero."""
+    if combine_bytes is not None and combine_bytes < 0:
+        raise ArgumentError(f"combine_bytes={combine_bytes}: expected a size in bytes, such as 25 << 20, or None")
+
+
+def num_bytes(spec: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of an array."""
+    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
+        spec = jax.eval_shape(jax.random.key_data, spec)
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+
+
+def check_strategies(mesh: Mesh, strategies: Mapping[str, Any]) -> None:
+    """Raises when there is no strategy for each axis, or one stands for an axis that the mesh lacks, or is none."""
+    if not isinstance(strategies, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        bare = isinstance(strategies, Strategy) and not isinstance(strategies, type)
+        raise ArgumentError(
+            f"strategies is {strategies!r}, expected a dict that says what each mesh axis is for: "
+            f"strategies={{{mesh.axis_names[0]!r}: bx.{strategies if bare else 'DataParallel()'}}}"
+        )
+    for axis, strategy in strategies.items():
+        if axis not in mesh.axis_names:
+            raise SpecError(
+                f"strategies names the mesh axis {axis!r}, and the mesh has {mesh.axis_names}: use one of these, or "
+                f"make the mesh with jax.make_mesh(shape, names) so that it has an axis {axis!r}"
+            )
+        if not isinstance(strategy, Strategy) or isinstance(strategy, type):
+            raise ArgumentError(
+                f"strategies[{axis!r}] is {strategy!r}, expected a strategy object such as bx.DataParallel()"
+            )

@@ -1,0 +1,1 @@
+"""How rows travel between the devices that use them and those that own them."""

@@ -1,0 +1,1 @@
+"""How the touched rows of a table move, read off an optimizer."""

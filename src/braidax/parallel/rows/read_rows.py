@@ -1,0 +1,67 @@
+"""A traced loss in training as strategies see it, and the tables that a plan then makes of its variables."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import optax
+from jax.sharding import Mesh
+
+from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.plan import Plan
+from braidax.parallel.plan.strategy import Strategy
+from braidax.program import LeafUses, Program, Site, find_sites, join, named_leaves
+
+from .feed import RowFeed
+from .options import RowOptions, row_options
+from .reads import LATE, RowReads, row_reads
+
+_ROOT = "params"
+
+
+class ReadRows:
+    """How a loss reads its parameters by rows, and how their rows would move; found out when asked for.
+
+    **Arguments:** `program`: of `(params, variables, key, batch)`. `optimizer`: of the step. `microbatches`: of how
+    many runs of the program an update consists.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        optimizer: optax.GradientTransformation,
+        strategies: Mapping[str, Strategy],
+        microbatches: int,
+    ) -> None:
+        self._program, self._optimizer = program, optimizer
+        self._strategies, self._microbatches = strategies, microbatches
+
+    def model(self, num_parts: int) -> Model:
+        """Returns what strategies are told. **Arguments:** `num_parts`: among how many devices a batch is divided."""
+        variables = dict(named_leaves(self._program.in_specs[0], _ROOT))
+        return Model(variables, num_parts, self._microbatches, self._uses, self._sites, self._no_rows)
+
+    def feed(self, mesh: Mesh, plan: Plan) -> RowFeed:
+        """Returns the feed of the variables that a plan places by rows."""
+        return RowFeed(self._optimizer, self._options, self._program, self._reads.sparse, mesh, plan)
+
+    @functools.cached_property
+    def _reads(self) -> RowReads:
+        return row_reads(self._program, microbatches=self._microbatches)
+
+    @functools.cached_property
+    def _options(self) -> RowOptions:
+        return row_options(self._optimizer, self._strategies, self._reads.params, self._reads.sparse)
+
+    def _uses(self) -> dict[str, LeafUses]:
+        return {join(_ROOT, uses.name): uses for uses in self._reads.uses}
+
+    def _sites(self) -> dict[str, Sequence[Site]]:
+        paths = [path for path, _ in named_leaves(self._program.in_specs[0], _ROOT)]
+        found: dict[str, list[Site]] = {path: [] for path in paths}
+        for site in find_sites(self._program):
+            found[paths[site.value.entry.leaf]].append(site)
+        return {path: tuple(sites) for path, sites in found.items()}
+
+    def _no_rows(self, path: str) -> str:
+        name = path.removeprefix(f"{_ROOT}/")
+        return self._options.no_rows(name) if name in self._reads.sparse else LATE

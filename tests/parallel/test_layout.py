@@ -1,0 +1,42 @@
+"""Layouts: where the parts of a variable are, and the form in which it is stored."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from braidax.errors import ArgumentError
+from braidax.parallel import Axis, Gathered, Layout, Replicated, Rows
+
+DATA, MODEL = Axis("data", 4), Axis("model", 2)
+
+
+def test_placements_refine_one_another() -> None:
+    layout = Gathered(1).refine(Replicated().refine(Layout.whole((6, 8)), DATA), MODEL)
+    assert (layout.spec, layout.gathered) == (P(None, "model"), {"model"})
+    layout = Gathered(1).refine(Gathered(1).refine(Layout.whole((6, 8)), DATA), MODEL)
+    assert (layout.spec, layout.num_parts(1), layout.axes_of(1)) == (P(None, ("data", "model")), 8, ("data", "model"))
+
+
+def test_a_table_by_rows_and_split_by_columns() -> None:
+    layout = Rows().refine(Layout.whole((37, 6)), DATA).split(1, MODEL)
+    assert layout.spec == P(None, ("data",), "model")
+    assert layout.stored_shape == (10, 4, 6)
+
+
+@pytest.mark.parametrize("shape", [(37, 6), (8,), (13, 5, 3), (7,)])
+@pytest.mark.parametrize("how", ["by rows", "gathered"])
+def test_there_and_back(shape: tuple[int, ...], how: str) -> None:
+    layout = Layout.whole(shape).split(0, DATA, how=how)  # pyright: ignore[reportArgumentType]
+    array = jnp.arange(float(np.prod(shape))).reshape(shape) + 1
+    stored = layout.store(array)
+    assert stored.shape == layout.stored_shape
+    assert stored.sum() == array.sum()
+    np.testing.assert_array_equal(layout.load(stored), array)
+
+
+def test_what_cannot_be_split() -> None:
+    with pytest.raises(ArgumentError, match=r"dim=2 of a variable of shape \[3, 4\], expected 0 <= dim < 2"):
+        Layout.whole((3, 4)).split(2, DATA)
+    with pytest.raises(ArgumentError, match="dim=0 would be split by rows on one of the axes data and model"):
+        Gathered(0).refine(Rows().refine(Layout.whole((3, 4)), DATA), MODEL)
