@@ -1,0 +1,1 @@
+"""Fully sharded training against the same by XLA alone, and by hand."""

@@ -1,0 +1,126 @@
+"""Systems that take a fully sharded step: ours, XLA with the same shardings, and one written by hand."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import braidax as bx
+from benchmarks.sharded.models import Shape
+from braidax.program import Collective, collectives_of
+
+OURS, XLA, BY_HAND = "ours, FullySharded", "jax.jit, the same shardings", "shard_map by hand"
+OPTIMIZER = optax.adamw(1e-3)
+
+
+class System(NamedTuple):
+    """A step in two programs.
+
+    **Fields:** `compiled`: that of the gradients. `begin()`: makes a state. `update(state, batch)`: gives the next one.
+    """
+
+    compiled: Any
+    begin: Callable[[], Any]
+    update: Callable[[Any, Any], Any]
+
+    def memory_bytes(self) -> int:
+        """Returns arguments and temporaries of the gradients."""
+        analysis = self.compiled.memory_analysis()
+        return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Returns those of the gradients."""
+        return collectives_of(self.compiled.as_text() or "")
+
+    def seconds(self, batches: list[Any]) -> float:
+        """Returns the median time of a step behind one that does not count, from a new state."""
+        state, found = self.begin(), list[float]()
+        for batch in batches:
+            start = time.perf_counter()
+            state = jax.block_until_ready(self.update(state, batch))
+            found.append(time.perf_counter() - start)
+        return statistics.median(found[1:])
+
+
+def ours(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> tuple[bx.Step, System]:
+    """A step of braidax, of any strategies; and how it is measured."""
+    step = bx.parallelize(shape.loss, OPTIMIZER, mesh, strategies, init=shape.init, batch=shape.spec())
+
+    def update(state: Any, batch: Any) -> Any:
+        return step.update(state, batch)[0]
+
+    return step, System(step.lower().gradients.compile(), lambda: step.init(jax.random.key(0)), update)
+
+
+def xla(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
+    """`jax.jit` around `value_and_grad`, variables and gradients split as ours are; XLA chooses all collectives."""
+    return _of(jax.value_and_grad(shape.loss), shape, mesh, like)
+
+
+def by_hand(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
+    """One `shard_map` over samples and shards: each layer's weights are gathered in the loop's body."""
+    specs = jax.tree.map(lambda sharding: sharding.spec, like.state_shardings.params)
+    axes = tuple(mesh.axis_names)
+
+    def whole(leaf: Any, spec: Any, skipped: int = 0) -> Any:
+        for dim, names in reversed(list(enumerate(spec))):
+            for name in reversed((names,) if isinstance(names, str) else names or ()):
+                leaf = jax.lax.all_gather(leaf, name, axis=dim - skipped, tiled=True)
+        return leaf
+
+    def layer(x: Any, w: Any) -> Any:
+        return shape.layer(x, {name: whole(leaf, specs["layers"][name], 1) for name, leaf in w.items()})
+
+    def local(params: Any, batch: Any) -> Any:
+        wte = whole(params["wte"], specs["wte"])
+        x = wte[batch["ids"]] + whole(params["wpe"], specs["wpe"])
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+        return jax.lax.pmean(shape.head(x, params["last"], wte, batch["ids"]), axes)
+
+    def gradients(params: Any, batch: Any) -> Any:
+        inputs = (specs, PartitionSpec(axes))
+        mapped: Any = jax.shard_map(local, mesh=mesh, in_specs=inputs, out_specs=PartitionSpec())
+        return jax.value_and_grad(mapped)(params, batch)
+
+    return _of(gradients, shape, mesh, like)
+
+
+def _of(fn: Callable[..., Any], shape: Shape, mesh: Mesh, like: bx.Step) -> System:
+    held, whole = like.state_shardings, NamedSharding(mesh, PartitionSpec())
+    gradients = jax.jit(fn, in_shardings=(held.params, like.batch_shardings), out_shardings=(whole, held.params))
+
+    def apply(params: Any, opt_state: Any, gradients: Any) -> Any:
+        updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    applied = jax.jit(apply, out_shardings=(held.params, held.opt_state), donate_argnums=(0, 1))
+
+    def begin() -> Any:
+        state = like.init(jax.random.key(0))
+        return state.params, state.opt_state
+
+    def update(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        _, found = gradients(params, batch)
+        return applied(params, opt_state, found)
+
+    def spec(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    params = jax.tree.map(spec, jax.eval_shape(shape.init, jax.random.key(0)), held.params)
+    batch = jax.tree.map(spec, shape.spec(), like.batch_shardings)
+    return System(gradients.lower(params, batch).compile(), begin, update)
+
+
+def place(shape: Shape, like: bx.Step, seed: int) -> Any:
+    """A batch on the devices."""
+    return jax.tree.map(
+        lambda leaf, on: jax.make_array_from_callback(leaf.shape, on, lambda at: np.asarray(leaf)[at]),
+        shape.samples(seed),
+        like.batch_shardings,
+    )
