@@ -1,10 +1,11 @@
 """Everything sharded: ours, XLA's own way with the same shardings, and one written by hand with `shard_map`.
 
 GPT-2's shape, scanned over layers and rematerialised, at 4, 12 and 24 layers on 8 virtual devices, which share the
-cores. Memory and bytes are those of the compiled programs of the gradients; steps are timed in turns.
+cores. Memory and bytes are those of the compiled programs of the gradients; steps are timed, of a smaller model, in turns.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,82 +16,107 @@ import braidax as bx
 from benchmarks.harness import Report, arguments, run, say, take_turns
 from benchmarks.sharded import systems
 from benchmarks.sharded.models import Shape
-from benchmarks.sharded.systems import BY_HAND, OURS, XLA, System
+from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA, System
 from braidax.program import total_sent
 
 NUM_DEVICES = 8
 STEP, MEMORY, SENT = "step", "arguments and temporaries of the gradients", "sent by a device, a step"
 FORMULA = "formula"
+_SMALLER = "GPT-2, width 512"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured. **Fields:** `shape`: of a model; `layers`: how deep. `timed`: which of these. `rounds`."""
+    """How much is measured.
 
-    shape: Shape
+    **Fields:** `compiled`: the shape of models that are compiled only, and `layers`, how deep they are. `timed`: of
+    those whose steps are timed, and `timed_layers`. `rounds`: turns of a system.
+    """
+
+    compiled: Shape
     layers: tuple[int, ...]
-    timed: tuple[int, ...]
+    timed: Shape
+    timed_layers: tuple[int, ...]
     rounds: int
 
 
-FULL = Scale(Shape(16_384, 512, 4, 128, 16), (4, 12, 24), (4, 12), 3)
-QUICK = Scale(Shape(512, 128, 2, 32, 8), (2,), (2,), 2)
+FULL = Scale(Shape(50_257, 768, 4, 512, 32), (4, 12, 24), Shape(16_384, 512, 4, 128, 16), (4, 12), 3)
+QUICK = Scale(Shape(512, 128, 2, 32, 8), (2,), Shape(512, 128, 2, 32, 8), (2,), 2)
 
 
 def main() -> int:
-    parser = arguments("sharded", __doc__ or "", ("layers", "hybrid_sharding"))
+    parser = arguments("sharded", __doc__ or "", tuple(_CASES))
     options = parser.parse_args()
     scale, report = QUICK if options.quick else FULL, Report(options, "jaxlib", "optax")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    for name in options.only or ("layers", "hybrid_sharding"):
-        {"layers": _layers, "hybrid_sharding": _hybrid_sharding}[name](report, scale)
+    for name in options.only or _CASES:
+        start = time.perf_counter()
+        _CASES[name](report, scale)
+        say(f"{name}: {time.perf_counter() - start:.0f} s")
     return report.finish()
 
 
 def _layers(report: Report, scale: Scale) -> None:
     mesh = _mesh((NUM_DEVICES,), ("data",))
-    memory, beside, sent = [], [], []
+    memory, sent, beside = list[float](), list[float](), list[list[float]]()
     for number in scale.layers:
-        shape, at = replace(scale.shape, layers=number), f"{number} layers"
+        shape, at = replace(scale.compiled, layers=number), f"{number} layers"
         step, found = _systems(shape, mesh, {"data": bx.FullySharded()})
         sizes = {name: system.memory_bytes() for name, system in found.items()}
-        arguments = found[OURS].compiled.memory_analysis().argument_size_in_bytes
-        sizes[FORMULA] = shape.formula_bytes(NUM_DEVICES, arguments)
+        given = found[OURS].compiled.memory_analysis().argument_size_in_bytes
         total = sum(variable.num_bytes for variable in step.plan.variables)
         num_bytes = {name: sum(total_sent(system.collectives()).values()) for name, system in found.items()}
+        memory.append(sizes[OURS] / shape.formula_bytes(NUM_DEVICES, given))
+        beside.append([sizes[OURS] / sizes[name] for name in (XLA, HELD, BY_HAND)])
+        sent.append(num_bytes[OURS] / (3 * total * (NUM_DEVICES - 1) / NUM_DEVICES))
+        sizes[FORMULA] = shape.formula_bytes(NUM_DEVICES, given)
         num_bytes[FORMULA] = 3 * total * (NUM_DEVICES - 1) / NUM_DEVICES
         for name in sizes:
             report.add("GPT-2", name, MEMORY, "MiB", [sizes[name] / 2**20], at=at)
             report.add("GPT-2", name, SENT, "MB", [num_bytes[name] / 1e6], at=at)
-        memory.append(sizes[OURS] / sizes[FORMULA])
-        beside.append(sizes[OURS] / sizes[XLA])
-        sent.append(num_bytes[OURS] / num_bytes[FORMULA])
-        if number in scale.timed:
-            _time(report, "GPT-2", at, shape, step, found, scale.rounds)
         jax.clear_caches()
     report.at_most("fsdp_memory", max(memory), 1.05)
-    report.at_most("fsdp_memory_xla", max(beside), 0.8)
+    report.at_most("fsdp_memory_xla", max(xla for xla, *_ in beside), 0.8)
+    report.at_most("fsdp_memory_others", max(max(others) for _, *others in beside), 1)
     report.at_most("fsdp_bytes", max(sent), 1.02)
-    report.against("fsdp_step", "GPT-2", STEP, ours=OURS, peers=[XLA, BY_HAND])
+
+
+def _steps(report: Report, scale: Scale) -> None:
+    mesh = _mesh((NUM_DEVICES,), ("data",))
+    for number in scale.timed_layers:
+        shape = replace(scale.timed, layers=number)
+        step, found = _systems(shape, mesh, {"data": bx.FullySharded()})
+        _time(report, _SMALLER, f"{number} layers", shape, step, found, scale.rounds)
+        jax.clear_caches()
+    report.against("fsdp_step", _SMALLER, STEP, ours=OURS, peers=[XLA, HELD, BY_HAND])
 
 
 def _hybrid_sharding(report: Report, scale: Scale) -> None:
     """Gathered inside hosts, sums of parts across."""
-    mesh = _mesh((2, NUM_DEVICES // 2), ("host", "device"))
-    shape = replace(scale.shape, layers=scale.layers[0])
+    mesh, case = _mesh((2, NUM_DEVICES // 2), ("host", "device")), f"{_SMALLER}, 2 × 4"
+    shape = replace(scale.timed, layers=scale.timed_layers[0])
     step, found = _systems(shape, mesh, {"host": bx.DataParallel(), "device": bx.FullySharded()})
+    crossed: dict[str, float] = {}
     for name, system in found.items():
-        crossing = sum(one.times * one.sent_bytes for one in system.collectives() if one.group_size != NUM_DEVICES // 2)
-        report.add("GPT-2, 2 × 4", name, "sent across hosts by a device, a step", "MB", [crossing / 1e6])
-        report.add("GPT-2, 2 × 4", name, MEMORY, "MiB", [system.memory_bytes() / 2**20])
-    _time(report, "GPT-2, 2 × 4", "", shape, step, found, scale.rounds)
-    report.against("hsdp_step", "GPT-2, 2 × 4", STEP, ours=OURS, peers=[XLA, BY_HAND])
+        crossed[name] = sum(
+            one.times * one.sent_bytes for one in system.collectives() if one.group_size != NUM_DEVICES // 2
+        )
+        report.add(case, name, "sent across hosts by a device, a step", "MB", [crossed[name] / 1e6])
+        report.add(case, name, MEMORY, "MiB", [system.memory_bytes() / 2**20])
+    _time(report, case, "", shape, step, found, scale.rounds)
+    report.at_most("hsdp_bytes", crossed[OURS] / min(crossed.values()), 1)
+    report.against("hsdp_step", case, STEP, ours=OURS, peers=[XLA, HELD, BY_HAND])
     jax.clear_caches()
 
 
 def _systems(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> tuple[bx.Step, dict[str, System]]:
     step, own = systems.ours(shape, mesh, strategies)
-    return step, {OURS: own, XLA: systems.xla(shape, mesh, step), BY_HAND: systems.by_hand(shape, mesh, step)}
+    return step, {
+        OURS: own,
+        XLA: systems.xla(shape, mesh, step),
+        HELD: systems.held(shape, mesh, step),
+        BY_HAND: systems.by_hand(shape, mesh, step),
+    }
 
 
 def _time(
@@ -106,6 +132,12 @@ def _time(
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
+
+_CASES: dict[str, Callable[[Report, Scale], None]] = {
+    "layers": _layers,
+    "steps": _steps,
+    "hybrid_sharding": _hybrid_sharding,
+}
 
 if __name__ == "__main__":
     run(main)

@@ -1,5 +1,6 @@
 """GPT-2's shape, scanned and rematerialised, as a loss for one device; and what its parts need."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +55,11 @@ class Shape:
             "last": jnp.ones(d),
         }  # fmt: skip
 
-    def loss(self, params: Any, batch: Any) -> jax.Array:
-        """Of the next token, for one device."""
-        x = params["wte"][batch["ids"]] + params["wpe"]
-        x, _ = jax.lax.scan(jax.checkpoint(self.layer), x, params["layers"])
+    def loss(self, params: Any, batch: Any, held: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+        """Of the next token, for one device. **Arguments:** `held`: is given what goes from layer to layer."""
+        x = held(params["wte"][batch["ids"]] + params["wpe"])
+        layer = jax.checkpoint(lambda x, w: (held(self.layer(x, w)[0]), None))
+        x, _ = jax.lax.scan(layer, x, params["layers"])
         return self.head(x, params["last"], params["wte"], batch["ids"])
 
     def head(self, x: jax.Array, scale: jax.Array, wte: jax.Array, ids: jax.Array) -> jax.Array:
@@ -80,15 +82,16 @@ class Shape:
     def formula_bytes(self, num_devices: int, arguments: int) -> int:
         """Returns what a device needs at least for fully sharded gradients, beside what it gives back.
 
-        What is kept of each layer, and then the larger of two moments. At the head, the vocabulary's weights, their
-        gradient, and the logits. In a layer's backward pass its weights and their gradients, and what it computes
-        again.
+        What is kept of each layer, and then the largest of three moments. At the head, the vocabulary's weights with
+        the logits and their gradient, or with their own gradient and that of the logits. In a layer's backward pass its
+        weights and their gradients, and what it computes again.
 
         **Arguments:** `arguments`: bytes that the program is given.
         """
         samples, d, t = self.batch // num_devices, self.width, self.length
         kept = self.layers * samples * t * d
-        head = 2 * self.vocabulary * d + samples * t * self.vocabulary
+        logits = samples * t * self.vocabulary
+        head = self.vocabulary * d + logits + max(logits, self.vocabulary * d)
         again = samples * t * (2 * 4 * d + 6 * d) + 2 * samples * self.heads * t * t
         layer = 2 * 12 * d * d + again
         return arguments + 4 * (kept + max(head, layer))

@@ -15,6 +15,7 @@ from benchmarks.sharded.models import Shape
 from braidax.program import Collective, collectives_of
 
 OURS, XLA, BY_HAND = "ours, FullySharded", "jax.jit, the same shardings", "shard_map by hand"
+HELD = "jax.jit, activations constrained"
 OPTIMIZER = optax.adamw(1e-3)
 
 
@@ -59,7 +60,17 @@ def ours(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> tuple[bx.St
 
 def xla(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
     """`jax.jit` around `value_and_grad`, variables and gradients split as ours are; XLA chooses all collectives."""
-    return _of(jax.value_and_grad(shape.loss), shape, mesh, like)
+    return _of(jax.value_and_grad(lambda params, batch: shape.loss(params, batch)), shape, mesh, like)
+
+
+def held(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
+    """The same, told that what goes from layer to layer is split by samples."""
+    split = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return shape.loss(params, batch, lambda x: jax.lax.with_sharding_constraint(x, split))
+
+    return _of(jax.value_and_grad(loss), shape, mesh, like)
 
 
 def by_hand(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
