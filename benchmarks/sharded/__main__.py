@@ -120,6 +120,18 @@ def _systems(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> tuple[b
     }
 
 
+def _accumulate(report: Report, scale: Scale) -> None:
+    """Bytes of data-parallel gradients with several microbatches, and with one."""
+    mesh, shape = _mesh((NUM_DEVICES,), ("data",)), replace(scale.timed, layers=scale.timed_layers[0], batch=64)
+    sent: dict[int, float] = {}
+    for number in (1, 8):
+        _, own = systems.ours(shape, mesh, {"data": bx.DataParallel()}, microbatches=number)
+        sent[number] = sum(total_sent(own.collectives()).values())
+        report.add(_SMALLER, "ours, DataParallel", SENT, "MB", [sent[number] / 1e6], at=f"{number} microbatches")
+    report.at_most("accumulate", sent[8] / sent[1], 1)
+    jax.clear_caches()
+
+
 def _time(
     report: Report, case: str, at: str, shape: Shape, step: bx.Step, found: Mapping[str, System], rounds: int
 ) -> None:
@@ -138,6 +150,7 @@ _CASES: dict[str, Callable[[Report, Scale], None]] = {
     "layers": _layers,
     "steps": _steps,
     "hybrid_sharding": _hybrid_sharding,
+    "accumulate": _accumulate,
 }
 
 if __name__ == "__main__":

@@ -48,9 +48,17 @@ class System(NamedTuple):
         return statistics.median(found[1:])
 
 
-def ours(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> tuple[bx.Step, System]:
+def ours(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any], *, microbatches: int = 1) -> tuple[bx.Step, System]:
     """A step of braidax, of any strategies; and how it is measured."""
-    step = bx.parallelize(shape.loss, OPTIMIZER, mesh, strategies, init=shape.init, batch=shape.spec())
+    step = bx.parallelize(
+        lambda params, batch: shape.loss(params, batch),
+        OPTIMIZER,
+        mesh,
+        strategies,
+        init=shape.init,
+        batch=shape.spec(),
+        microbatches=microbatches,
+    )
 
     def update(state: Any, batch: Any) -> Any:
         return step.update(state, batch)[0]

@@ -32,7 +32,7 @@ def shared(w: Any, x: Any) -> Any:
         (lambda w, x: w @ x.T, (draw(F, D), draw(B, D)), ["product"]),
         (lambda w, x: w[x], (draw(D, F), ids(B)), ["rows"]),
         (lambda w, x: w[:, x], (draw(D, F), ids(B)), ["other"]),
-        (lambda w, x: x + w, (draw(D), draw(B, D)), ["other"]),
+        (lambda w, x: x + w, (draw(D), draw(B, D)), ["elementwise"]),
         (lambda w, x: w @ w, (draw(D, D), draw(B, D)), ["other", "other"]),
         (lambda w, x: jnp.einsum("bd,vd->bv", w[x], w), (draw(D, F), ids(B)), ["rows", "product"]),
         (lambda w, x: (x @ w, w)[1], (draw(D, F), draw(B, D)), ["product", "other"]),

@@ -43,7 +43,8 @@ def find_batch_dims(
 def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
     """Returns the dim of the result along which one operand alone is divided as along `dim`; None where there is none.
 
-    **Arguments:** `equation`: a product, a convolution (of its images), or a gather (by its ids).
+    **Arguments:** `equation`: a product, a convolution (of its images), a gather (by its ids), or an elementwise
+    operation with something that has one element along that dim.
     """
     ndim = aval_of(equation.invars[operand]).ndim
     if dim is None or not 0 <= dim < ndim:
@@ -56,6 +57,10 @@ def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
         return _conv(equation, dims) if operand == 0 and params["batch_group_count"] == 1 else None
     if equation.primitive is primitives.gather_p and operand == 1 and dim < ndim - 1:
         return _gather(equation, dims)
+    if equation.primitive in ELEMENTWISE and len(equation.invars) == 2:
+        one, out = aval_of(equation.invars[1 - operand]), aval_of(equation.outvars[0])
+        spread = one.ndim == ndim == out.ndim and one.shape[dim] == 1 and out.shape[dim] > 1
+        return dim if spread else None
     return None
 
 

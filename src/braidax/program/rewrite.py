@@ -37,7 +37,7 @@ def evaluate(
     args: Sequence[Any],
     fed: Mapping[Path, Any] | None = None,
     *,
-    entered: Mapping[Path, Callable[[list[Any]], None]] | None = None,
+    entered: Mapping[Path, Callable[[list[Any], Any], None]] | None = None,
 ) -> tuple[list[Any], dict[Path, Any]]:
     """Evaluates a jaxpr with rules in place of some equations.
 
@@ -47,8 +47,8 @@ def evaluate(
     **Arguments:** `rules`: for the path of each chosen equation a function of the equation and its inputs that gives
     its outputs, or a `Rule`. `args`: flat inputs, arrays or tracers. `fed`: for the path of a `Rule`, the PyTree that
     is fed to it, with a leading dim for every scan around it, the outermost first. `entered`: for the path of a jaxpr,
-    () for the whole, a function that is shown its inputs before anything in it is evaluated; rules inside may use what
-    it makes of them.
+    () for the whole, a function that is shown its inputs, and what is fed to that path, before anything in it is
+    evaluated; rules inside may use what it makes of them.
 
     **Returns:** the flat outputs, and for the path of each `Rule` what it brought out.
 
@@ -71,7 +71,7 @@ class _Scope:
     """The rules for one jaxpr, by paths that start in it, who is shown inputs, and the mesh under which they run."""
 
     rules: dict[Path, Rule]
-    entered: dict[Path, Callable[[list[Any]], None]]
+    entered: dict[Path, Callable[[list[Any], Any], None]]
     mesh: Any
 
     def within(self, step: int) -> "_Scope":
@@ -90,7 +90,7 @@ class _Scope:
         chosen = {path[0] for path in [*self.rules, *self.entered] if path}
         if () in self.entered:
             with jax.sharding.use_abstract_mesh(self.mesh):
-                self.entered[()](list(args))
+                self.entered[()](list(args), fed.get(()))
         _check_steps(chosen, len(jaxpr.eqns))
         for index, equation in enumerate(jaxpr.eqns):
             inputs = [read(atom) for atom in equation.invars]
@@ -134,7 +134,7 @@ def _check_steps(steps: Collection[int], limit: int) -> None:
 
 
 def _below(paths: Mapping[Path, Any], step: int) -> dict[Path, Any]:
-    return {path[1:]: value for path, value in paths.items() if path[0] == step}
+    return {path[1:]: value for path, value in paths.items() if path[:1] == (step,)}
 
 
 def _rebuild_jit(

@@ -28,10 +28,11 @@ from jax.extend.core.primitives import (
 )
 
 from .bodies import Path, aval_of, bind
+from .elementwise import ELEMENTWISE
 from .flow import Place, carried, flow
 from .trace import Program
 
-Role = Literal["rows", "product", "kernel", "other"]
+Role = Literal["rows", "product", "kernel", "elementwise", "other"]
 
 _CASTS = (convert_element_type_p, reduce_precision_p)
 _SHAPES = (transpose_p, reshape_p, squeeze_p, broadcast_in_dim_p, copy_p, name_p, sharding_constraint_p)
@@ -75,10 +76,10 @@ class Value:
 class Site:
     """One use of a leaf.
 
-    **Fields:** `value`: what is used. `path`: of the equation, empty for an output of the program; and which `operand`
-    of it. `role`: "rows" for a gather of whole rows, "product" for a side of a `dot_general`, "kernel" of a
-    convolution, else "other". `within`: whether what uses it holds jaxprs, or is the end of one: nothing can stand in
-    place of that. `source`: tells the user's line.
+    **Fields:** `value`: what is used. `path`: of the equation, empty for an output of the program; and which
+    `operand` of it. `role`: "rows" for a gather of whole rows, "product" for a side of a `dot_general`, "kernel" of
+    a convolution, "elementwise" for one of two operands of such an operation, else "other". `within`: whether what
+    uses it holds jaxprs, or is the end of one: nothing can stand in place of that. `source`: tells the user's line.
     """
 
     value: Value
@@ -189,6 +190,8 @@ def _role(equation: JaxprEqn, operand: int, facts: Sequence[Any]) -> Role:
         return "kernel"
     if equation.primitive is gather_p and operand == 0 and reads_rows(equation):
         return "rows"
+    if equation.primitive in ELEMENTWISE and len(equation.invars) == 2:
+        return "elementwise"
     return "other"
 
 

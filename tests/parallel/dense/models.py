@@ -118,7 +118,7 @@ def _lstm_init(key: jax.Array) -> Any:
 
 def _lstm(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     """A weight that all steps of a loop share."""
-    start = jnp.zeros((BATCH, WIDTH))
+    start = jnp.zeros((len(batch["ids"]), WIDTH))
 
     def step(carry: Any, x: jax.Array) -> Any:
         h, c = carry

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.parallel.dense.passes import dense_passes
+from braidax.parallel.dense.passes import dense_passes, summed_once
 from braidax.parallel.given.arrays import strong
 from braidax.parallel.given.initial import Born
 from braidax.parallel.given.loss import Loss
@@ -60,8 +60,13 @@ class Work:
         self._specs: State = self.initial.out_specs
         self._reading = None if feed is None else feed.reading(program, microbatches=plan.microbatches)
         self._program = self._passed(program, self._reading)
+        self._in_parts = None
+        if plan.microbatches > 1:
+            self._in_parts = summed_once(*self._laid_out(self._program, self._reading))
         if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
             self._program = with_sums_behind_loops(self._program)
+            if self._in_parts is not None:
+                self._in_parts = self._in_parts._replace(program=with_sums_behind_loops(self._in_parts.program))
         self.state_shardings = self._shardings()
         dense = self._dense(self.state_shardings.params)
         self.gradient_shardings = dense if self._reading is None else (dense, self._reading.payload_shardings)
@@ -85,12 +90,12 @@ class Work:
         dense = _loaded(self._of_params, dense)
         if self._reading is None:
             gradients, _, variables, metrics = all_gradients_of(
-                self._program, dense, variables, key, batch, microbatches=pieces
+                self._program, dense, variables, key, batch, microbatches=pieces, in_parts=self._in_parts
             )
             return _stored(self._of_params, gradients), variables, metrics
         pulled = self._reading.pull(dense, variables, key, batch, stored, held)
         gradients, of_rows, variables, metrics = all_gradients_of(
-            self._program, dense, variables, key, batch, pulled.rows, microbatches=pieces
+            self._program, dense, variables, key, batch, pulled.rows, microbatches=pieces, in_parts=self._in_parts
         )
         payload = self._reading.push(pulled.ticket, of_rows)
         return (_stored(self._of_params, gradients), payload), variables, {**metrics, **pulled.metrics}
@@ -219,10 +224,13 @@ class Work:
 
     def _passed(self, program: Program, reading: Reading | None) -> Program:
         """Returns what a program becomes where its weights lie as the plan says."""
-        program = program if reading is None else reading.program
+        return dense_passes(*self._laid_out(program if reading is None else reading.program, reading))
+
+    def _laid_out(self, program: Program, reading: Reading | None) -> Any:
+        """Returns what passes are told of a program."""
         layouts = [self.layouts[name] for name, _ in named_leaves(program.in_specs[0])]
         divided = {_BATCH: 0} if reading is None else {_BATCH: 0, _ROWS: reading.batch_dims}
-        return dense_passes(program, layouts, self._mesh, self._plan.batch_axes, divided)
+        return program, layouts, self._mesh, self._plan.batch_axes, divided
 
     def _traced_update(self) -> Program:
         specs = self._specs

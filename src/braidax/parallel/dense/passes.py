@@ -1,5 +1,6 @@
 """What becomes of a traced loss whose variables lie as a plan says."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -8,6 +9,7 @@ from braidax.parallel.plan.layout import Layout
 from braidax.program import Program
 
 from .gathered import gathered
+from .in_parts import InParts, in_parts
 
 
 def dense_passes(
@@ -23,7 +25,25 @@ def dense_passes(
     `divided`: by number, an argument whose leaves are divided, and along which dim: of all, or of each.
     """
     gathers = {leaf: layout for leaf, layout in enumerate(layouts) if layout.gathered}
-    if not gathers:
-        return program
-    automatic = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return gathered(program, gathers, automatic, tuple(batch_axes), divided)
+    return gathered(program, gathers, _automatic(mesh), tuple(batch_axes), divided) if gathers else program
+
+
+def summed_once(
+    program: Program,
+    layouts: Sequence[Layout],
+    mesh: Mesh,
+    batch_axes: Sequence[str],
+    divided: Mapping[int, Sequence[int] | int],
+) -> InParts | None:
+    """Returns a loss whose gradients are summed over devices behind several runs of it, of weights that are whole.
+
+    **Arguments:** as of `dense_passes`. **Returns:** None where no gradient is summed over devices.
+    """
+    whole = {leaf: layout for leaf, layout in enumerate(layouts) if not layout.gathered}
+    if math.prod(mesh.shape[axis] for axis in batch_axes) == 1:
+        return None
+    return in_parts(program, whole, _automatic(mesh), tuple(batch_axes), divided)
+
+
+def _automatic(mesh: Mesh) -> AbstractMesh:
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

@@ -1,0 +1,194 @@
+"""A weight where it enters a part of a program: how it is gathered, and how the parts of its gradient come together."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from braidax.parallel.plan.layout import Layout
+from braidax.program import Entry, Equation, Site, aval_of, batch_dim_of_result, bind, viewed
+
+Key = tuple[Entry, tuple[str, ...]]
+"""What tells a weight: by which value it enters, and the types that this is brought to."""
+
+
+class Entered(NamedTuple):
+    """A weight as it entered: `shard`, cast; `full`, gathered; `parts`, nothing, whose gradient is that of `full`."""
+
+    shard: jax.Array
+    full: jax.Array
+    parts: jax.Array
+
+
+def key_of(site: Site) -> Key:
+    """Returns what tells the weight that a site uses."""
+    return site.value.entry, tuple(f"{cast.primitive.name} {sorted(cast.params.items())}" for cast in site.value.casts)
+
+
+def weight_of(site: Site, layout: Layout, mesh: AbstractMesh, batch_axes: tuple[str, ...]) -> "Weight":
+    """Returns the weight that a site uses. **Arguments:** `layout`: of its leaf."""
+    dims = [layout.axes_of(dim) for dim in site.value.entry.dims]
+    gathers = tuple((at, axis) for at, axes in enumerate(dims) for axis in axes if axis in layout.gathered)
+    kept = tuple(tuple(axis for axis in axes if axis not in layout.gathered) for axes in dims)
+    sizes = tuple(layout.shape[dim] for dim in site.value.entry.dims)
+    padding = tuple(layout.padding[dim] for dim in site.value.entry.dims)
+    return Weight(site.value.casts, tuple(dims), kept, gathers, sizes, padding, mesh, batch_axes)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How a value is cast and gathered, and how the parts of its gradient are brought together.
+
+    **Fields:** `dims`: the axes that split each dim, and `kept`, when it is gathered. `gathers`: pairs of a dim and an
+    axis that splits it, the outermost first. `sizes`: of the dims, and their `padding` where they are split.
+    """
+
+    casts: tuple[Equation, ...]
+    dims: tuple[tuple[str, ...], ...]
+    kept: tuple[tuple[str, ...], ...]
+    gathers: tuple[tuple[int, str], ...]
+    sizes: tuple[int, ...]
+    padding: tuple[int, ...]
+    mesh: AbstractMesh
+    batch_axes: tuple[str, ...]
+
+    def enter(self, value: Any, parts: Any = None) -> Entered:
+        """Casts what enters, and gathers it.
+
+        **Arguments:** `parts`: zeros of somebody's own, `[N, ...]`, who sums their gradient; the value's own then has
+        nothing of the uses that are covered.
+        """
+        for cast in self.casts:
+            (value,) = bind(cast, [value])
+        if parts is not None:
+            return Entered(value, value, parts)
+        value = self._split(self._padded(value))
+        full, parts = self._entered(value)
+        return Entered(value, full, parts)
+
+    def gather(self, value: Any) -> Any:
+        """Brings a shard's value onto every device along the axes."""
+
+        def local(value: Any) -> Any:
+            for dim, axis in reversed(self.gathers):
+                value = jax.lax.all_gather(value, axis, axis=dim, tiled=True)
+            return value
+
+        full = self._island(local, self._gathered_axes, self._manual, PartitionSpec())(value)
+        return full[tuple(slice(size) for size in self.sizes)] if any(self.padding) else full
+
+    def scatter(self, parts: Any) -> Any:
+        """Sums `[N, ...]`, one part a device, and leaves each device its shard of the sum."""
+
+        def local(parts: Any) -> Any:
+            total = self._padded(parts[0])
+            for dim, axis in self.gathers:
+                total = jax.lax.psum_scatter(total, axis, scatter_dimension=dim, tiled=True)
+            others = tuple(name for name in self.batch_axes if name not in self._gathered_axes)
+            return jax.lax.psum(total, others) if others else total
+
+        return self._island(local, {*self.batch_axes}, PartitionSpec(self.batch_axes), self._manual)(parts)
+
+    def total(self, parts: Any, *, at: int) -> Any:
+        """Sums parts over devices. **Arguments:** `at`: which dim is that of the devices."""
+        axes, spec = self.batch_axes, PartitionSpec(*[None] * at, self.batch_axes)
+        return self._island(lambda x: jax.lax.psum(x.squeeze(at), axes), {*axes}, spec, PartitionSpec())(parts)
+
+    def part(self, local: Callable[..., Any], dim: int, back_dim: int) -> Callable[..., Any]:
+        """Makes of `local(operand, back, full)`, which gives a gradient, the function that gives all parts of it."""
+        axes = self.batch_axes
+        specs = (PartitionSpec(*[None] * dim, axes), PartitionSpec(*[None] * back_dim, axes), PartitionSpec())
+        return self._island(lambda *args: local(*args)[None], {*axes}, specs, PartitionSpec(axes))
+
+    @property
+    def leaves_parts(self) -> bool:
+        """Whether the gradient can be left in parts: all devices that share the weight have samples of their own."""
+        return self._gathered_axes <= {*self.batch_axes}
+
+    @property
+    def num_parts(self) -> int:
+        """Among how many devices samples are divided."""
+        return math.prod(self.mesh.shape[name] for name in self.batch_axes)
+
+    def _entered(self, value: Any) -> Any:
+        @jax.custom_vjp
+        def entered(value: Any) -> Any:
+            return self.gather(value), self._no_parts(value)
+
+        def forward(value: Any) -> Any:
+            return entered(value.value), None
+
+        def backward(_: Any, back: Any) -> Any:
+            of_full, of_parts = back
+            total = None if isinstance(of_parts, SymbolicZero) else self.scatter(of_parts)
+            if not isinstance(of_full, SymbolicZero):
+                of_shard = self._split(self._padded(of_full))
+                total = of_shard if total is None else total + of_shard
+            return (total,)
+
+        entered.defvjp(forward, backward, symbolic_zeros=True)
+        return entered(value)
+
+    def _no_parts(self, value: Any) -> Any:
+        zeros = jnp.zeros((self.num_parts, *self.sizes), value.dtype)
+        return jax.lax.with_sharding_constraint(zeros, PartitionSpec(self.batch_axes, *self.kept))
+
+    def _padded(self, value: Any) -> Any:
+        return jnp.pad(value, [(0, more) for more in self.padding]) if any(self.padding) else value
+
+    def _split(self, value: Any) -> Any:
+        return jax.lax.with_sharding_constraint(value, PartitionSpec(*self.dims))
+
+    @property
+    def _gathered_axes(self) -> set[str]:
+        return {axis for _, axis in self.gathers}
+
+    @property
+    def _manual(self) -> PartitionSpec:
+        """The layout of a shard along the axes that are gathered."""
+        return PartitionSpec(*(tuple(name for name in axes if name in self._gathered_axes) for axes in self.dims))
+
+    def _island(self, local: Any, axes: set[str], in_specs: Any, out_specs: Any) -> Any:
+        mapped: Any = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+        return mapped
+
+
+def covered(site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None]) -> Any:
+    """Returns the function that stands in place of an equation whose weight's gradient can be left in parts."""
+    if site.role == "other" or not weight.leaves_parts:
+        return None
+    other = 1 - site.operand
+    dim, back_dim = dims[other], batch_dim_of_result(equation, other, dims[other])
+    if dim is None or back_dim is None or aval_of(equation.invars[other]).shape[dim] % weight.num_parts:
+        return None
+    view = viewed(site)
+    again = bool(weight.gathers) and not (site.value.in_loop or site.value.remat)  # and not kept until then
+
+    def apply(operand: Any, full: Any) -> Any:
+        return bind(equation, (operand, view(full)) if site.operand == 1 else (view(full), operand))[0]
+
+    def local(operand: Any, back: Any, full: Any) -> Any:
+        return jax.vjp(lambda full: apply(operand, full), full)[1](back)[0]
+
+    @jax.custom_vjp
+    def used(operand: Any, shard: Any, full: Any, parts: Any) -> Any:
+        return apply(operand, full)
+
+    def forward(operand: Any, shard: Any, full: Any, parts: Any) -> Any:
+        return apply(operand, full), (operand, shard if again else full)
+
+    def backward(kept: Any, back: Any) -> Any:
+        operand, full = kept
+        if again:
+            full, back = jax.lax.optimization_barrier((full, back))
+            full = weight.gather(full)
+        (of_operand,) = jax.vjp(lambda operand: apply(operand, full), operand)[1](back)
+        return of_operand, None, None, weight.part(local, dim, back_dim)(operand, back, full)
+
+    used.defvjp(forward, backward)
+    return lambda inputs, held: used(inputs[other], *held)
