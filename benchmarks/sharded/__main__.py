@@ -40,7 +40,7 @@ class Scale:
     rounds: int
 
 
-FULL = Scale(Shape(50_257, 768, 4, 512, 32), (4, 12, 24), Shape(16_384, 512, 4, 128, 16), (4, 12), 3)
+FULL = Scale(Shape(50_257, 768, 4, 512, 32), (4, 12, 24), Shape(16_384, 512, 4, 128, 16), (4, 12), 9)
 QUICK = Scale(Shape(512, 128, 2, 32, 8), (2,), Shape(512, 128, 2, 32, 8), (2,), 2)
 
 
@@ -135,8 +135,8 @@ def _accumulate(report: Report, scale: Scale) -> None:
 def _time(
     report: Report, case: str, at: str, shape: Shape, step: bx.Step, found: Mapping[str, System], rounds: int
 ) -> None:
-    batches = [systems.place(shape, step, seed) for seed in range(5)]
-    figures = take_turns({name: lambda one=one: one.seconds(batches) for name, one in found.items()}, rounds=rounds)
+    batches = [systems.place(shape, step, seed) for seed in range(3)]
+    figures = take_turns({name: one.steps(batches) for name, one in found.items()}, rounds=rounds)
     for name, seconds in figures.items():
         report.add(case, name, STEP, "s", seconds, at=at)
     say(f"{case} {at}: {figures}")
