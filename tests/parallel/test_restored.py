@@ -192,9 +192,9 @@ def test_a_state_is_like_any_other_whoever_made_it() -> None:
     state = step.init(jax.random.key(0))
     other = replace(state, origin=Origin())
     assert jax.tree.structure(state) == jax.tree.structure(other)
-    assert state.saved_as({"params/table": 37}) is not None
-    assert other.saved_as({"params/table": None}) is None
-    assert other.saved_as({"params/table": 37}) == (
+    assert state.saved_as({"params/table": 37}, {}) is not None
+    assert other.saved_as({"params/table": None}, {}) is None
+    assert other.saved_as({"params/table": 37}, {}) == (
         "the plan has changed since it was saved: params/table was by rows and is whole now (batch size, mesh and "
         "strategies decide that); restore into what `init` of the step gives, which knows the way from there"
     )
@@ -204,7 +204,7 @@ def test_a_state_is_like_any_other_whoever_made_it() -> None:
     del step
     gc.collect()
     assert made() is None  # a state does not keep its step
-    assert isinstance(state.saved_as({"params/table": 37}), str)
+    assert isinstance(state.saved_as({"params/table": 37}, {}), str)
 
 
 def of_two(comm: Communicator, root: Path) -> str:

@@ -18,11 +18,13 @@ _jax: Any = jax
 class Replanned(Protocol):
     """A node of a tree whose leaves depend on a plan, and which knows the way from those that another plan gave."""
 
-    def saved_as(self, saved: Mapping[str, int | None]) -> tuple[Any, Callable[[Any], Any], str] | str | None:
+    def saved_as(
+        self, saved: Mapping[str, int | None], notes: Mapping[str, str]
+    ) -> tuple[Any, Callable[[Any], Any], str] | str | None:
         """Returns the form in which this node was saved.
 
         **Arguments:** `saved`: the paths of the leaves that a checkpoint has below this node, each with its V if it is
-        a table by rows, padded.
+        a table by rows, padded. `notes`: that were kept with it.
 
         **Returns:** such a node, with abstract arrays, what makes one of this form from it once it is restored, and
         in words what has changed; nothing has if these are empty, and then the way brings up what is put off, for those
@@ -44,10 +46,12 @@ class Way(NamedTuple):
     back: Callable[[Any], Any]
 
 
-def way_from(entries: Mapping[str, Entry], like: Any, only: Sequence[str] | None) -> Way | str:
+def way_from(
+    entries: Mapping[str, Entry], notes: Mapping[str, str], like: Any, only: Sequence[str] | None
+) -> Way | str:
     """Finds how what is in a checkpoint becomes what is wanted, or says why it cannot.
 
-    **Arguments:** `entries`: of the checkpoint. `like`, `only`: as `Checkpointer.restore` takes them.
+    **Arguments:** `entries`, `notes`: of the checkpoint. `like`, `only`: as `Checkpointer.restore` takes them.
     """
     flat, structure = _jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda node: isinstance(node, Replanned))
     nodes = [node for _, node in flat]
@@ -61,7 +65,7 @@ def way_from(entries: Mapping[str, Entry], like: Any, only: Sequence[str] | None
         saved = {
             name.removeprefix(prefix): entry.padded_rows for name, entry in entries.items() if name.startswith(prefix)
         }
-        form = node.saved_as(saved) if saved else None
+        form = node.saved_as(saved, notes) if saved else None
         chosen = [name for name in named_leaves(node) if _is_chosen(f"{prefix}{name}", only)]
         if form is None or not chosen:
             continue

@@ -249,7 +249,7 @@ def planned(content: Content, like: Any, only: Sequence[str] | None = None) -> t
     """
     only = (only,) if isinstance(only, str) else only
     _matching(named_leaves(like), only, "in `like`")
-    way = way_from(content.entries, like, only)
+    way = way_from(content.entries, content.manifests[0].notes, like, only)
     if isinstance(way, str):
         raise Mismatch(f"{content.folder}: {way}")
     try:

@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import optax
 from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
-from braidax.program import specs_of
+from braidax.program import named_leaves, specs_of
 
 from .compute.work import Work, traced_loss
 from .given.initial import trace_init
 from .given.loss import Loss
 from .plan.batch import batch_axes, shard_batch
-from .plan.plan import make_plan
-from .plan.replanning import Tables, strategies_for, tables_of
+from .plan.plan import Plan, make_plan
+from .plan.replanning import tables_of
+from .plan.replaying import check_mesh, check_placements, check_variables
 from .plan.strategies import DataParallel, Hybrid
 from .plan.strategy import Strategy, check_strategies
 from .rows.read_rows import ReadRows
@@ -28,11 +30,12 @@ def parallelize(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[str, Strategy] | None = None,
     *,
     init: Callable[..., Any],
     batch: Any,
     microbatches: int = 1,
+    plan: Plan | None = None,
 ) -> Step: ...
 
 
@@ -51,6 +54,7 @@ def parallelize(
     init: Any = None,
     batch: Any = None,
     microbatches: int = 1,
+    plan: Plan | None = None,
 ) -> Any:
     """Turns single-device code into a training step on a mesh.
 
@@ -61,7 +65,8 @@ def parallelize(
     `{"data": bx.DataParallel()}`; over an axis without one everything is replicated. `init`: `init(key) -> params`,
     or `(params, variables)` when the loss asks for them. `batch`: a PyTree of `jax.ShapeDtypeStruct` `[batch, …]`.
     `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over; sample `i` is in piece
-    `i % microbatches`.
+    `i % microbatches`. `plan`: built as it is instead of planning anew, such as `Plan.from_json(text)`; of `strategies`
+    then counts only what no plan holds: row optimizers, counts of rows, `out_of_range`, `combine_bytes`.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, its gradients taken by `bx.value_and_grad`, and gives a `TrainStep`.
@@ -79,40 +84,70 @@ def parallelize(
         over, roles = loss_fn, optimizer
         check_strategies(over, roles)
         return lambda train_step: TrainStep(train_step, over, roles)  # pyright: ignore[reportUnknownLambdaType]
+    strategies = {} if strategies is None and plan is not None else strategies
     for name, value in {"mesh": mesh, "strategies": strategies, "init": init, "batch": batch}.items():
         if value is None:
             raise ArgumentError(
                 f"parallelize is missing {name}: bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
             )
-    return _parallelize_loss(Loss(loss_fn), optimizer, mesh, strategies, init, batch, microbatches)
+    if plan is not None and microbatches not in (1, plan.microbatches):
+        raise ArgumentError(
+            f"microbatches is {microbatches}, and plan has {plan.microbatches}: leave it out, or plan anew"
+        )
+    pieces = microbatches if plan is None else plan.microbatches
+    return _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces).step(plan)
 
 
-def _parallelize_loss(
-    loss: Loss, optimizer: Any, mesh: Mesh, strategies: Mapping[str, Strategy], init: Any, batch: Any, microbatches: int
-) -> Step:
-    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
-        raise ArgumentError(f"optimizer is {optimizer!r}, expected one from optax, such as optax.adamw(1e-3)")
-    if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"mesh is {mesh!r}, expected what jax.make_mesh(shape, names) returns")
-    check_strategies(mesh, strategies)
-    if microbatches < 1:
-        raise ArgumentError(f"microbatches is {microbatches}, expected a whole number of at least 1")
-    batch = specs_of(batch)
-    batch_shardings = shard_batch(mesh, batch_axes(mesh, strategies), batch, microbatches=microbatches)
+@dataclass(frozen=True)
+class _Given:
+    """What `parallelize` was given with a loss, of which a step is made by any plan."""
 
-    def replanned(tables: Tables) -> Step:
-        told = strategies_for(strategies, tables)
-        return _parallelize_loss(loss, optimizer, mesh, told, init, batch, microbatches)
+    loss: Loss
+    optimizer: Any
+    mesh: Mesh
+    strategies: Mapping[str, Strategy]
+    init: Any
+    batch: Any
+    microbatches: int
 
-    options_of_step: dict[str, Any] = {"compiler_options": _compiler_options(strategies), "replanned": replanned}
-    born = trace_init(init, loss)
-    program = traced_loss(loss, born.out_specs, batch, microbatches)
-    rows = ReadRows(program, optimizer, strategies, microbatches)
-    model = rows.model(math.prod(mesh.shape[axis] for axis in batch_axes(mesh, strategies)))
-    plan = make_plan(mesh, strategies, model)
-    feed = rows.feed(mesh, plan) if tables_of(plan) else None
-    work = Work(loss, optimizer, born, program, mesh, plan, feed)
-    return Step(work, mesh, plan, batch, batch_shardings, **options_of_step)
+    def __post_init__(self) -> None:
+        if not hasattr(self.optimizer, "init") or not hasattr(self.optimizer, "update"):
+            raise ArgumentError(f"optimizer is {self.optimizer!r}, expected one from optax, such as optax.adamw(1e-3)")
+        if not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"mesh is {self.mesh!r}, expected what jax.make_mesh(shape, names) returns")
+        check_strategies(self.mesh, self.strategies)
+        if self.microbatches < 1:
+            raise ArgumentError(f"microbatches is {self.microbatches}, expected a whole number of at least 1")
+
+    def step(self, plan: Plan | None) -> Step:
+        """Makes a step by a plan, or by one that strategies make."""
+        mesh, strategies = self.mesh, self.strategies
+        if plan is not None:
+            check_mesh(plan, mesh)
+        batch, axes = specs_of(self.batch), batch_axes(mesh, strategies) if plan is None else plan.batch_axes
+        batch_shardings = shard_batch(mesh, axes, batch, microbatches=self.microbatches)
+        options = _compiler_options(strategies)
+        born = trace_init(self.init, self.loss)
+        if plan is not None:
+            check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
+        program = traced_loss(self.loss, born.out_specs, batch, self.microbatches)
+        rows = ReadRows(program, self.optimizer, strategies, self.microbatches)
+        model = rows.model(math.prod(mesh.shape[axis] for axis in axes))
+        if plan is None:
+            plan = make_plan(mesh, strategies, model)
+        else:
+            check_placements(plan, model)
+        feed = rows.feed(mesh, plan) if tables_of(plan) else None
+        work = Work(self.loss, self.optimizer, born, program, mesh, plan, feed)
+        return Step(work, mesh, plan, batch, batch_shardings, compiler_options=options, replanned=self._replanned)
+
+    def _replanned(self, plan: Plan) -> Step:
+        """Makes a step by another plan, for which rows were not counted."""
+        strategies: dict[str, Strategy] = {
+            axis: replace(strategy, touched={}) if isinstance(strategy, Hybrid) else strategy
+            for axis, strategy in self.strategies.items()
+        }
+        return replace(self, strategies=strategies).step(plan)
 
 
 def _compiler_options(strategies: Mapping[str, Strategy]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .compute.work import Work
 from .given.arrays import adopt, place
 from .plan.batch import shard_batch
 from .plan.plan import Plan
-from .plan.replanning import Tables, way_to
+from .plan.replanning import way_to
 from .state import Origin, State, Way
 
 
@@ -43,7 +43,7 @@ class Step:
         batch_shardings: Any,
         *,
         compiler_options: Mapping[str, Any] | None = None,
-        replanned: "Callable[[Tables], Step] | None" = None,
+        replanned: "Callable[[Plan], Step] | None" = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -110,8 +110,8 @@ class Step:
         """Returns a state that knows that it is of this step, for those who restore it from that of another plan."""
         return replace(state, origin=Origin(self._way_to))
 
-    def _way_to(self, saved: Mapping[str, int | None]) -> Way:
-        return None if self._replanned is None else way_to(self, self._replanned, saved)
+    def _way_to(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
+        return None if self._replanned is None else way_to(self, self._replanned, saved, notes)
 
     def update(
         self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None

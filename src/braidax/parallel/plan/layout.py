@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -84,13 +83,13 @@ class Layout:
         """How much each dim is longer in the stored form."""
         return tuple(-size % self.num_parts(dim) for dim, size in enumerate(self.shape))
 
-    def store(self, array: jax.Array) -> jax.Array:
+    def store(self, array: Any) -> Any:
         """Returns a variable in its stored form."""
         if any(self.padding):
             array = jnp.pad(array, [(0, more) for more in self.padding])
         return array.reshape(-1, self.num_parts(0), *(array.shape[1:] or (1,))) if self.by_rows else array
 
-    def load(self, stored: jax.Array) -> jax.Array:
+    def load(self, stored: Any) -> Any:
         """Undoes `store`."""
         if self.by_rows:
             stored = stored.reshape(-1, *(self.stored_shape[2:] if len(self.shape) > 1 else ()))

@@ -7,15 +7,12 @@ from there.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from glob import escape
 from typing import Any, Protocol, runtime_checkable
 
 from braidax.errors import ArgumentError
 
-from .placements import Placement, Replicated, Rows
-from .plan import Plan
-from .strategies import DataParallel, Hybrid
-from .strategy import Strategy
+from .placements import Replicated, Rows
+from .plan import Plan, PlannedVariable
 
 Tables = Collection[str]
 """The paths of the variables that are tables by rows, in their order."""
@@ -72,37 +69,49 @@ def changes(saved: Tables, now: Tables) -> str:
     )
 
 
-def strategies_for(strategies: Mapping[str, Strategy], tables: Tables) -> dict[str, Strategy]:
-    """Returns strategies that make those variables tables by rows, and no others.
+def with_tables(plan: Plan, tables: Tables) -> Plan:
+    """Returns a plan that makes those variables tables by rows, along all axes of the batch, and no others.
 
-    **Raises:** `ArgumentError` when there is no axis to split rows over.
+    **Raises:** `ArgumentError` when the batch is split over no axis.
     """
-    overrides: dict[str, Placement] = {**{escape(path): Rows() for path in tables}, "*": Replicated()}
-    told: dict[str, Strategy] = {}
-    for axis, strategy in strategies.items():
-        if isinstance(strategy, Hybrid):
-            told[axis] = replace(strategy, overrides=overrides, touched={})
-        else:
-            told[axis] = replace(strategy, overrides=overrides) if isinstance(strategy, DataParallel) else strategy
-    if tables and not any(isinstance(strategy, DataParallel | Hybrid) for strategy in strategies.values()):
-        raise ArgumentError("strategies has no axis with DataParallel or Hybrid over which rows could be split")
-    return told
+    if tables and not plan.batch_axes:
+        raise ArgumentError("the batch is split over no axis along which rows could be")
+
+    def placed(variable: PlannedVariable) -> PlannedVariable:
+        is_table = any(isinstance(placement, Rows) for placement in variable.placements)
+        if is_table == (variable.path in tables):
+            return variable
+        by_rows = [variable.path in tables and axis.name in plan.batch_axes for axis in plan.axes]
+        placements = tuple(Rows() if rows else Replicated() for rows in by_rows)
+        return replace(variable, placements=placements, why="as it was saved")
+
+    return replace(plan, variables=tuple(map(placed, plan.variables)))
 
 
 def way_to(
-    step: Adopting, replanned: Callable[[Tables], Adopting], saved: Mapping[str, int | None]
+    step: Adopting, replanned: Callable[[Plan], Adopting], saved: Mapping[str, int | None], notes: Mapping[str, str]
 ) -> tuple[Any, Callable[[Any], Any], str] | str | None:
     """Returns the form in which a state was saved and the way from there to a step, as `State.saved_as` does.
 
-    **Arguments:** `replanned`: makes the same step with other tables.
+    **Arguments:** `replanned`: makes the same step by another plan.
     """
     now, before = tables_of(step.plan), tables_in(saved)
     said = changes(before, now)
     if not said:
         return (step.state_specs, step.settled, "") if now else None
     try:
-        other = replanned(before)
+        other = replanned(_noted(step.plan, before, notes) or with_tables(step.plan, before))
         step.check_adoptable(other)
     except ArgumentError as error:
         return f"{said}, and there is no way from there: {error}"
     return other.state_specs, lambda state: step.adopt(state, other), said
+
+
+def _noted(plan: Plan, tables: Tables, notes: Mapping[str, str]) -> Plan | None:
+    """Returns the plan that was noted, if it is one of the same mesh that made these tables."""
+    try:
+        noted = Plan.from_json(notes.get("plan", ""))
+    except ArgumentError:
+        return None
+    alike = [(axis.name, axis.size) for axis in noted.axes] == [(axis.name, axis.size) for axis in plan.axes]
+    return replace(noted, microbatches=plan.microbatches) if alike and tables_of(noted) == [*tables] else None

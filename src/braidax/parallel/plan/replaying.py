@@ -1,0 +1,68 @@
+"""A plan that is given instead of made: does it fit the mesh and the model?"""
+
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh
+
+from braidax.errors import ArgumentError
+
+from .layout import Axis, Layout
+from .model import Model
+from .placements import Rows
+from .plan import Plan
+from .strategies import why_no_rows
+
+_MAX_NAMED = 3
+
+
+def check_mesh(plan: Plan, mesh: Mesh) -> None:
+    """Raises `ArgumentError` when a plan is of another mesh."""
+    planned, given = {axis.name: axis.size for axis in plan.axes}, dict(mesh.shape)
+    if list(planned.items()) != list(given.items()):
+        raise ArgumentError(f"plan is for a mesh {planned}, and mesh is {given}: give that mesh, or plan anew")
+    if strange := [axis for axis in plan.batch_axes if axis not in planned]:
+        raise ArgumentError(f"plan splits the batch over {strange}, and its axes are {[*planned]}: plan anew")
+
+
+def check_variables(plan: Plan, variables: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises `ArgumentError` naming the variables of a plan that a model does not have, or has otherwise."""
+    planned = {one.path: (one.shape, one.dtype) for one in plan.variables}
+    known = {path: (tuple(spec.shape), str(spec.dtype)) for path, spec in variables.items()}
+    told = [f"{path} is in the plan, and not in the model" for path in planned if path not in known]
+    told += [f"{path} is in the model, and not in the plan" for path in known if path not in planned]
+    told += [
+        f"{path} is {_form(planned[path])} in the plan, and {_form(known[path])} in the model"
+        for path in planned
+        if path in known and planned[path] != known[path]
+    ]
+    if told:
+        more = f", and {len(told) - _MAX_NAMED} more" if len(told) > _MAX_NAMED else ""
+        raise ArgumentError(f"plan is of another model: {'; '.join(told[:_MAX_NAMED])}{more}: plan anew")
+    if list(planned) != list(known):
+        raise ArgumentError("plan has the variables of the model in another order: leave it as to_json has written it")
+
+
+def check_placements(plan: Plan, model: Model) -> None:
+    """Raises `ArgumentError` naming a variable that cannot lie as a plan says."""
+    for variable in plan.variables:
+        layout = Layout.whole(variable.shape)
+        if len(variable.placements) != len(plan.axes):
+            raise ArgumentError(
+                f"plan places {variable.path} on {len(variable.placements)} axes, expected {len(plan.axes)}"
+            )
+        for axis, placement in zip(plan.axes, variable.placements, strict=True):
+            if isinstance(placement, Rows) and (cannot := why_no_rows(model, variable.path)):
+                raise ArgumentError(
+                    f"plan asks for the rows of {variable.path}, and these cannot be exchanged: {cannot}: plan anew"
+                )
+            try:
+                layout = placement.refine(layout, Axis(axis.name, axis.size))
+            except ArgumentError as error:
+                raise ArgumentError(
+                    f"plan places {variable.path} by {placement!r} on {axis.name!r}: {error}"
+                ) from error
+
+
+def _form(form: tuple[tuple[int, ...], str]) -> str:
+    return f"{form[1]}{list(form[0])}"
