@@ -58,7 +58,8 @@ def test_training_goes_on_in_the_other_form(optimizer: str, strategies: Any) -> 
     assert_close(copied(rows.to_dense(again)), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["momentum", pytest.param("adam", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_a_state_goes_on_by_another_plan(name: str) -> None:
     optimizer = OPTIMIZERS[name]
     dense = make_step(pooled, optimizer, strategies={"data": bx.DataParallel()})

@@ -186,7 +186,7 @@ def test_one_device_moves_only_rows_too() -> None:
     assert_as_on_one_device(step, pooled, OPTIMIZERS["adagrad"], num_updates=3)
 
 
-@pytest.mark.parametrize("loss", ["scanned", "sampled"])
+@pytest.mark.parametrize("loss", [pytest.param("scanned", marks=SLOW), "sampled"])
 def test_microbatches(loss: str) -> None:
     def accumulated(params: Any, batch: Any, key: jax.Array) -> Any:
         parts = [

@@ -51,7 +51,7 @@ def accumulated(model: Model, state: bx.State, batches: list[Any], microbatches:
     [
         ("gpt", "8 explicit", {"data": bx.DataParallel()}),
         ("lstm", "4x2 auto", {"data": bx.DataParallel(), "model": bx.DataParallel()}),
-        ("resnet", "8 auto", {"data": bx.DataParallel()}),
+        pytest.param("resnet", "8 auto", {"data": bx.DataParallel()}, marks=SLOW),
         pytest.param("mlp", "8 auto", {"data": bx.Hybrid({"params/table": bx.Rows()})}, marks=SLOW),
         pytest.param("gpt", "4x2 explicit", {"data": bx.DataParallel(), "model": bx.FullySharded(min_bytes=0)}),
         pytest.param("gpt, kept", "4x2 auto", {"data": bx.DataParallel()}, marks=SLOW),
