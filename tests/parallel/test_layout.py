@@ -21,16 +21,14 @@ def test_placements_refine_one_another() -> None:
 def test_a_table_by_rows_and_split_by_columns() -> None:
     layout = Rows().refine(Layout.whole((37, 6)), DATA).split(1, MODEL)
     assert layout.spec == P(None, ("data",), "model")
-    assert layout.stored_shape == (10, 4, 6)
 
 
 @pytest.mark.parametrize("shape", [(37, 6), (8,), (13, 5, 3), (7,)])
-@pytest.mark.parametrize("how", ["by rows", "gathered"])
-def test_there_and_back(shape: tuple[int, ...], how: str) -> None:
-    layout = Layout.whole(shape).split(0, DATA, how=how)  # pyright: ignore[reportArgumentType]
+def test_there_and_back(shape: tuple[int, ...]) -> None:
+    layout = Layout.whole(shape).split(0, DATA)
     array = jnp.arange(float(np.prod(shape))).reshape(shape) + 1
     stored = layout.store(array)
-    assert stored.shape == layout.stored_shape
+    assert stored.shape == (-(-shape[0] // 4) * 4, *shape[1:])
     assert stored.sum() == array.sum()
     np.testing.assert_array_equal(layout.load(stored), array)
 

@@ -96,7 +96,7 @@ def test_a_placement_that_cannot_be_is_named() -> None:
         ),
         (
             (bx.Gathered(2), bx.Replicated()),
-            r"places params/kernel by Gathered\(dim=2\) on 'data': dim=2 of a ",
+            r"params/kernel cannot be placed by Gathered\(dim=2\) on the axis 'data': dim=2 of a ",
         ),
         ((bx.Replicated(),), "plan places params/kernel on 1 axes, expected 2"),
     ):

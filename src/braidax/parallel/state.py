@@ -20,7 +20,7 @@ class Origin:
     **Arguments:** `way_to`: a method of it that answers `State.saved_as`; only weakly referenced. None: nobody knows.
     """
 
-    def __init__(self, way_to: Callable[[Mapping[str, int | None], Mapping[str, str]], Way] | None = None) -> None:
+    def __init__(self, way_to: Callable[[Mapping[str, int | None]], Way] | None = None) -> None:
         self._way_to = None if way_to is None else weakref.WeakMethod(way_to)
 
     @property
@@ -28,10 +28,10 @@ class Origin:
         """Whether what made the state is there."""
         return self._way_to is not None and self._way_to() is not None
 
-    def way_to(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
+    def way_to(self, saved: Mapping[str, int | None]) -> Way:
         """As of `State.saved_as`; None where nobody knows."""
         way_to = None if self._way_to is None else self._way_to()
-        return None if way_to is None else way_to(saved, notes)
+        return None if way_to is None else way_to(saved)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)
@@ -70,12 +70,12 @@ class State:
         """Returns the form in which a state was saved, as a checkpoint asks for it that was planned otherwise.
 
         **Arguments:** `saved`: the paths of the leaves that were saved, each with its V if it has padded rows. `notes`:
-        that were kept with them; the plan among them, as `fit` notes it, says along which axes rows were split.
+        that were kept with them; the paths say enough.
 
         **Returns:** a state in that form, with abstract arrays, what makes one of this form from it, and in words what
         has changed, if anything has. Words alone where there is no way, None where there is nothing to do.
         """
         if self.origin.is_known:
-            return self.origin.way_to(saved, notes)
+            return self.origin.way_to(saved)
         said = changes(tables_in(saved), [path for path, _ in self.padded if path.startswith("params")])
         return f"{said}; restore into what `init` of the step gives, which knows the way from there" if said else None

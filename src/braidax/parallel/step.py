@@ -110,8 +110,8 @@ class Step:
         """Returns a state that knows that it is of this step, for those who restore it from that of another plan."""
         return replace(state, origin=Origin(self._way_to))
 
-    def _way_to(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
-        return None if self._replanned is None else way_to(self, self._replanned, saved, notes)
+    def _way_to(self, saved: Mapping[str, int | None]) -> Way:
+        return None if self._replanned is None else way_to(self, self._replanned, saved)
 
     def update(
         self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None

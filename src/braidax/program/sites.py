@@ -46,7 +46,7 @@ class Entry:
     what a remat computes again.
 
     **Fields:** `leaf`: its number. `level`: the path of the part's jaxpr, () for the whole program; `input`: which of
-    its inputs. `dims`: for each dim of the value, which dim of the leaf it is. `lengths`: of the scans around it.
+    its inputs. `dims`: for each dim of the value, which dim of the leaf it is. `lengths`: of all scans around it.
     """
 
     leaf: int
@@ -111,15 +111,16 @@ def find_sites(program: Program, argument: int = 0) -> tuple[Site, ...]:
 
 class _Found:
     def __init__(self) -> None:
-        self.sites: dict[tuple[Path, int], Site] = {}
+        self.sites: dict[tuple[Path, int, int], Site] = {}  # branches give several leaves for one result
 
     def record(self, held: Value, place: Place, operand: int, source: Any, role: Role | None = None) -> None:
-        self.sites[place.path, operand] = Site(held, place.path, operand, role or "other", role is None, source)
+        site = Site(held, place.path, operand, role or "other", role is None, source)
+        self.sites[place.path, operand, held.entry.leaf] = site
 
     def through(self, equation: JaxprEqn, facts: Sequence[Any], place: Place) -> Sequence[Any]:
         held, primitive = facts[0], equation.primitive
         if held is not None and len(equation.invars) == 1:
-            if primitive in _CASTS and jax.numpy.issubdtype(aval_of(equation.outvars[0]).dtype, jax.numpy.floating):
+            if primitive in _CASTS and _is_float(equation.outvars[0]):
                 return [replace(held, casts=(*held.casts, equation))]
             if primitive in _SHAPES and aval_of(equation.outvars[0]).size == aval_of(equation.invars[0]).size:
                 return [replace(held, view=(*held.view, equation))]
@@ -151,11 +152,11 @@ class _Found:
         return None
 
     def _entered(self, held: Value, equation: JaxprEqn, operand: int, place: Place, *, dims: Any, remat: bool) -> Any:
-        """A new entry; what was cast outside is cast there, and what has lost its dims is used here, whole."""
-        if dims is None:
+        """A new entry; what has lost its dims is used here, whole, and so is what a while would enter again."""
+        if dims is None or place.in_while:
             self.record(held, place, operand, place.source or equation.source_info)
             return None
-        lengths = held.entry.lengths + ((equation.params["length"],) if equation.primitive is scan_p else ())
+        lengths = place.lengths + ((equation.params["length"],) if equation.primitive is scan_p else ())
         return Value(Entry(held.entry.leaf, (*place.path, 0), operand, dims, lengths), remat=remat)
 
     def out_of(self, equation: JaxprEqn, result: int, fact: Any, place: Place) -> Any:
@@ -167,6 +168,10 @@ class _Found:
 
     def join(self, one: Any, other: Any) -> Any:
         return None
+
+
+def _is_float(atom: Any) -> bool:
+    return jax.numpy.issubdtype(aval_of(atom).dtype, jax.numpy.floating)
 
 
 def _dims(held: Value) -> tuple[int, ...] | None:
@@ -190,7 +195,7 @@ def _role(equation: JaxprEqn, operand: int, facts: Sequence[Any]) -> Role:
         return "kernel"
     if equation.primitive is gather_p and operand == 0 and reads_rows(equation):
         return "rows"
-    if equation.primitive in ELEMENTWISE and len(equation.invars) == 2:
+    if equation.primitive in ELEMENTWISE and len(equation.invars) == 2 and _is_float(equation.outvars[0]):
         return "elementwise"
     return "other"
 

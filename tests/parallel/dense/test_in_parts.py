@@ -90,3 +90,45 @@ def test_a_gradient_that_is_not_covered_is_summed_beside() -> None:
     steps = [make_step(model, {"data": bx.DataParallel()}, "8 auto", number) for number in (1, 2)]
     states = [step.update(step.init(jax.random.key(0)), model.batch(0))[0] for step in steps]
     assert_close(copied(states[1].params), copied(states[0].params), atol=1e-6)
+
+
+def _layers(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def _chosen_by_a_branch(params: Any, x: Any) -> jax.Array:
+    """Both branches give another leaf as their first result."""
+    w = jax.lax.cond(x[0, 0] > 100, lambda a, b: a, lambda a, b: b, params["a"], params["b"])
+    return ((jnp.tanh(x @ params["b"]) @ params["a"] @ w) ** 2).mean()
+
+
+def _layers_in_steps(params: Any, x: Any) -> jax.Array:
+    y = jax.lax.scan(lambda x, shift: (_layers(params["w"], x + shift), None), x, jnp.arange(4.0) / 8)[0]
+    return ((y @ params["b"]) ** 2).mean()
+
+
+def _layers_in_a_while(params: Any, x: Any) -> jax.Array:
+    def again(at: Any) -> Any:
+        return _layers(params["w"], at[0]), at[1] + 1
+
+    far, _ = jax.lax.stop_gradient(jax.lax.while_loop(lambda at: at[1] < 2, again, (x, 0)))
+    return ((_layers(params["w"], x) @ params["b"] - far) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [_chosen_by_a_branch, _layers_in_steps, _layers_in_a_while])
+def test_where_weights_are_used_otherwise(loss: Any) -> None:
+    def init(key: jax.Array) -> Any:
+        a, b, w = jax.random.split(key, 3)
+        shapes = {"a": (a, (5, 5)), "b": (b, (5, 5)), "w": (w, (2, 5, 5))}
+        return {name: jax.random.normal(key, shape) / 3 for name, (key, shape) in shapes.items()}
+
+    batch = np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)
+    strategies = {"data": bx.DataParallel()}
+    step = bx.parallelize(
+        loss, optax.sgd(1.0), make_mesh("8 auto"), strategies, init=init, batch=specs(batch), microbatches=2
+    )
+    state = step.init(jax.random.key(0))
+    before = copied(state.params)
+    gradients = [jax.grad(loss)(before, batch[at::2]) for at in range(2)]
+    expected = jax.tree.map(lambda value, *each: value - sum(each) / 2, before, *gradients)
+    assert_close(copied(step.update(state, batch)[0].params), copied(expected), atol=1e-6)

@@ -39,41 +39,40 @@ def all_gradients_of(
     Microbatch `k` gets the key `fold_in(key, k)`, slice `k` of `rows` and the variables that the one before has left.
     Sums are kept in float32 or wider. The gradients of rows are those of the average, stacked.
 
-    **Arguments:** `in_parts`: the program, whose gradients are summed over devices behind the last microbatch.
+    **Arguments:** `in_parts`: what `program` then is, whose gradients are summed over devices behind the last
+    microbatch.
     """
     if microbatches == 1:
         return gradients_of(program, params, variables, key, batch, rows)
     leaves, structure = jax.tree.flatten(params)
     still = frozenset[int]() if in_parts is None else in_parts.alone  # no gradient but in parts
-    moving = [at for at in range(len(leaves)) if at not in still]
+    moving = {at: leaf for at, leaf in enumerate(leaves) if at not in still}
     parts = () if in_parts is None else in_parts.zeros()
 
     def one(carry: Any, piece: Any) -> Any:
         variables, sums = carry
         key, microbatch, rows = piece
 
-        def loss(moved: list[Any], rows: Any, parts: Any) -> Any:
-            given = [moved[moving.index(at)] if at in moving else leaf for at, leaf in enumerate(leaves)]
+        def loss(moved: dict[int, Any], rows: Any, parts: Any) -> Any:
+            given = [moved.get(at, leaf) for at, leaf in enumerate(leaves)]
             more = (*((rows,) if rows else ()), *((parts,) if in_parts else ()))
-            run = program if in_parts is None else in_parts.program
-            return run(structure.unflatten(given), variables, key, microbatch, *more)
+            return program(structure.unflatten(given), variables, key, microbatch, *more)
 
         wanted = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
-        found, (gradients, of_rows, of_parts) = wanted([leaves[at] for at in moving], rows, parts)
-        value, (metrics, variables) = found
+        (value, (metrics, variables)), (gradients, of_rows, of_parts) = wanted(moving, rows, parts)
         new = (gradients, of_parts, {"loss": value, **metrics})
         sums = jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, new)
         return (variables, sums), jax.tree.map(lambda leaf: leaf / microbatches, of_rows)
 
     loss_spec, (metric_specs, _) = program.out_specs
-    specs = ([leaves[at] for at in moving], {"loss": loss_spec, **metric_specs})
-    zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, _sum_dtype(spec.dtype)), specs)
-    begun = (zeros[0], jax.tree.map(lambda leaf: leaf.astype(_sum_dtype(leaf.dtype)), parts), zeros[1])
+    metric_specs = {"loss": loss_spec, **metric_specs}
+    begun = jax.tree.map(lambda spec: jnp.zeros(spec.shape, _sum_dtype(spec.dtype)), (moving, metric_specs))
+    of_parts = jax.tree.map(lambda leaf: leaf.astype(_sum_dtype(leaf.dtype)), parts)
     pieces = (*microbatches_of(key, batch, microbatches), rows)
-    (variables, sums), of_rows = jax.lax.scan(one, (variables, begun), pieces)
+    (variables, sums), of_rows = jax.lax.scan(one, (variables, (begun[0], of_parts, begun[1])), pieces)
     gradients, of_parts, metrics = sums
-    metrics = jax.tree.map(lambda total, spec: _averaged(total, spec, microbatches), metrics, specs[1])
-    every: list[Any] = [gradients[moving.index(at)] if at in moving else None for at in range(len(leaves))]
+    metrics = jax.tree.map(lambda total, spec: _averaged(total, spec, microbatches), metrics, metric_specs)
+    every = [gradients.get(at) for at in range(len(leaves))]
     every = every if in_parts is None else in_parts.summed(of_parts, every)
     averaged = [_averaged(total, spec, microbatches) for total, spec in zip(every, leaves, strict=True)]
     return structure.unflatten(averaged), of_rows, variables, metrics

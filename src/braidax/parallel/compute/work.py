@@ -16,7 +16,7 @@ from braidax.parallel.given.arrays import strong
 from braidax.parallel.given.initial import Born
 from braidax.parallel.given.loss import Loss
 from braidax.parallel.plan.layout import Layout
-from braidax.parallel.plan.plan import Plan, follow, layouts_of
+from braidax.parallel.plan.plan import Plan, follow, layouts_of, shardings_of
 from braidax.parallel.state import State
 from braidax.program import Program, difference, named_leaves, trace, with_sums_behind_loops
 
@@ -61,12 +61,10 @@ class Work:
         self._reading = None if feed is None else feed.reading(program, microbatches=plan.microbatches)
         self._program = self._passed(program, self._reading)
         self._in_parts = None
-        if plan.microbatches > 1:
-            self._in_parts = summed_once(*self._laid_out(self._program, self._reading))
+        if plan.microbatches > 1 and (found := summed_once(*self._laid_out(self._program, self._reading))):
+            self._in_parts, self._program = found, found.program
         if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
             self._program = with_sums_behind_loops(self._program)
-            if self._in_parts is not None:
-                self._in_parts = self._in_parts._replace(program=with_sums_behind_loops(self._in_parts.program))
         self.state_shardings = self._shardings()
         dense = self._dense(self.state_shardings.params)
         self.gradient_shardings = dense if self._reading is None else (dense, self._reading.payload_shardings)
@@ -212,10 +210,7 @@ class Work:
 
     def _shardings(self) -> State:
         specs, on = self._specs, functools.partial(jax.tree.map, lambda layout: layout.sharding(self._mesh))
-        names = [name for name, _ in named_leaves(self._born.params)]
-        params = jax.tree.unflatten(
-            jax.tree.structure(self._born.params), [self.layouts[name].sharding(self._mesh) for name in names]
-        )
+        params = shardings_of(self._plan, self._mesh, self._born.params)
         opt_state = on(self._of_state)
         if self._feed is not None:
             opt_state = {"dense": opt_state, "rows": self._feed.shardings(specs.opt_state["rows"])}
@@ -252,9 +247,8 @@ class Work:
         if self._feed is None:
             return params, {}
         leaves, structure = jax.tree.flatten(params)
-        names = [name for name, _ in named_leaves(self._born.params)]
-        taken = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in self._feed.names}
-        dense = [None if name in taken else leaf for name, leaf in zip(names, leaves, strict=True)]
+        taken = {name: leaf for name, leaf in zip(self.layouts, leaves, strict=True) if name in self._feed.names}
+        dense = [None if name in taken else leaf for name, leaf in zip(self.layouts, leaves, strict=True)]
         return jax.tree.unflatten(structure, dense), taken
 
     def _joined(self, dense: Any, taken: Mapping[str, Any]) -> Any:
@@ -262,8 +256,7 @@ class Work:
         if self._feed is None:
             return dense
         leaves = iter(jax.tree.leaves(dense))
-        names = [name for name, _ in named_leaves(self._born.params)]
-        values = [taken.get(name) if name in self._feed.names else next(leaves) for name in names]
+        values = [taken.get(name) if name in self._feed.names else next(leaves) for name in self.layouts]
         return jax.tree.unflatten(jax.tree.structure(self._born.params), values)
 
 

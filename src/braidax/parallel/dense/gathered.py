@@ -62,9 +62,9 @@ def gathered(
                 held[key] = weight.enter(inputs[key[0].input])
 
     def replace(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-        (one, *others) = at
-        if not others and (site := covered(one, weights[key_of(one)], equation, dims[one.path])):
-            return [site(inputs, held[key_of(one)])]
+        one = at[0]  # where there are others, the role of each is "other", which nothing covers
+        if found := covered(one, weights[key_of(one)], equation, dims[one.path]):
+            return [found(inputs, held[key_of(one)])]
         for site in at:
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
         return bind(equation, inputs)

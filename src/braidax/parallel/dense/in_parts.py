@@ -52,8 +52,6 @@ class InParts(NamedTuple):
         found = list(leaves)
         for leaf, one, weight in zip(self.leaves, parts, self.weights, strict=True):
             total = weight.total(one, at=one.ndim - len(weight.sizes) - 1)
-            spec = jax.tree.leaves(self.program.in_specs[0])[leaf]
-            total = total.astype(jnp.promote_types(spec.dtype, total.dtype))
             found[leaf] = total if found[leaf] is None else found[leaf] + total
         return found
 
@@ -69,49 +67,48 @@ def in_parts(
 
     **Arguments:** as of `gathered`; `layouts`: of the leaves that are whole on the devices with other samples.
     """
+    jaxpr = program.closed.jaxpr
     sites = [site for site in find_sites(program) if site.value.entry.leaf in layouts]
     dims = find_batch_dims(program, {site.path for site in sites if not site.within}, divided)
-    at = {path: equation_at(program.closed.jaxpr, path) for path in dims}
     chosen: dict[Key, Weight] = {}
-    used: list[Site] = []
-    for site in sites:
-        weight = weight_of(site, layouts[site.value.entry.leaf], mesh, batch_axes)
-        alone = sum(other.path == site.path for other in sites) == 1
-        if site.within or not alone or not _is_leading(site, layouts):
-            continue
-        if covered(site, weight, at[site.path], dims[site.path]) is not None:
-            chosen[key_of(site)] = weight
-            used.append(site)
-    if not chosen:
-        return None
-    keys, specs = list(chosen), [_part_spec(key, weight, program) for key, weight in chosen.items()]
+    specs: dict[Key, jax.ShapeDtypeStruct] = {}
+    rules: dict[Path, Any] = {}
+    others: set[int] = set()
     held: dict[Key, Entered] = {}
 
+    def replace(key: Key, found: Any, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        return [found(inputs, held[key])]
+
+    for site in sites:
+        key, leaf, found = key_of(site), site.value.entry.leaf, None
+        if not site.within and _is_leading(site, layouts):
+            weight, equation = weight_of(site, layouts[leaf], mesh, batch_axes), equation_at(jaxpr, site.path)
+            if found := covered(site, weight, equation, dims[site.path]):
+                chosen[key], specs[key] = weight, _part_spec(site, weight, equation)
+                rules[site.path] = partial(replace, key, found)
+        if found is None:
+            others.add(leaf)
+    if not chosen:
+        return None
+
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
-        for key in keys:
+        for number, key in enumerate(chosen):
             if key[0].level == level:
-                held[key] = chosen[key].enter(inputs[key[0].input], fed[keys.index(key)])
+                held[key] = chosen[key].enter(inputs[key[0].input], fed[number])
 
-    def replace(site: Site, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-        found = covered(site, chosen[key_of(site)], equation, dims[site.path])
-        assert found is not None, "it was covered when it was chosen"
-        return [found(inputs, held[key_of(site)])]
-
-    rules = {site.path: partial(replace, site) for site in used}
-    levels = {key[0].level: partial(enter, key[0].level) for key in keys}
+    levels = {key[0].level: partial(enter, key[0].level) for key in chosen}
 
     def run(*args: Any) -> Any:
         *own, parts = args
         fed: dict[Path, Any] = {level: {} for level in levels}
-        for number, key in enumerate(keys):
+        for number, key in enumerate(chosen):
             fed[key[0].level][number] = parts[number]
         outputs, _ = evaluate(program.closed, rules, jax.tree.leaves(own), fed, entered=levels)
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 
-    traced = trace(run, *program.in_specs, tuple(specs), mesh=mesh)
-    others = {site.value.entry.leaf for site in sites if site not in used}
-    alone = frozenset(key[0].leaf for key in keys) - others
-    return InParts(traced, tuple(key[0].leaf for key in keys), alone, tuple(chosen.values()))
+    traced = trace(run, *program.in_specs, tuple(specs.values()), mesh=mesh)
+    leaves = tuple(key[0].leaf for key in chosen)
+    return InParts(traced, leaves, frozenset(leaves) - others, tuple(chosen.values()))
 
 
 def _is_leading(site: Site, layouts: Mapping[int, Layout]) -> bool:
@@ -120,10 +117,9 @@ def _is_leading(site: Site, layouts: Mapping[int, Layout]) -> bool:
     return entry.dims == tuple(range(len(entry.lengths), len(layouts[entry.leaf].shape)))
 
 
-def _part_spec(key: Key, weight: Weight, program: Program) -> jax.ShapeDtypeStruct:
-    entry, leaf = key[0], jax.tree.leaves(program.in_specs[0])[key[0].leaf]
-    dtype = aval_of(weight.casts[-1].outvars[0]).dtype if weight.casts else leaf.dtype
-    return jax.ShapeDtypeStruct((*entry.lengths, weight.num_parts, *weight.sizes), dtype)
+def _part_spec(site: Site, weight: Weight, equation: Equation) -> jax.ShapeDtypeStruct:
+    sizes = (*site.value.entry.lengths, weight.num_parts, *weight.sizes)
+    return jax.ShapeDtypeStruct(sizes, aval_of(equation.invars[site.operand]).dtype)
 
 
 def _spec(parts: Any, weight: Weight) -> PartitionSpec:

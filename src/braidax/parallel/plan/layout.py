@@ -23,7 +23,7 @@ class Layout:
     """Where the parts of a variable are. Placements on one axis after another refine it.
 
     A dim that its devices do not divide is padded with zeros in the stored form. By rows, dim 0 is stored as two dims,
-    `[ceil(V / N), N]`, of which the second is split: row `id` is on device `id mod N`.
+    `[ceil(V / N), N]`, of which the second is split: row `id` is on device `id mod N`; that form is made by the feed.
 
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
     `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it.
@@ -84,19 +84,9 @@ class Layout:
         return tuple(-size % self.num_parts(dim) for dim, size in enumerate(self.shape))
 
     def store(self, array: Any) -> Any:
-        """Returns a variable in its stored form."""
-        if any(self.padding):
-            array = jnp.pad(array, [(0, more) for more in self.padding])
-        return array.reshape(-1, self.num_parts(0), *(array.shape[1:] or (1,))) if self.by_rows else array
+        """Returns a variable that is not by rows in its stored form."""
+        return jnp.pad(array, [(0, more) for more in self.padding]) if any(self.padding) else array
 
     def load(self, stored: Any) -> Any:
         """Undoes `store`."""
-        if self.by_rows:
-            stored = stored.reshape(-1, *(self.stored_shape[2:] if len(self.shape) > 1 else ()))
         return stored[tuple(slice(size) for size in self.shape)] if any(self.padding) else stored
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the stored form."""
-        shape = tuple(size + more for size, more in zip(self.shape, self.padding, strict=True))
-        return (shape[0] // self.num_parts(0), self.num_parts(0), *(shape[1:] or (1,))) if self.by_rows else shape

@@ -127,12 +127,7 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
             reasons[path].append(f"{axis.name}: {choice.why}")
             if choice.alpha is not None:
                 alphas[path] = choice.alpha
-            try:
-                layouts[path] = choice.placement.refine(layouts[path], axis)
-            except ArgumentError as error:
-                raise ArgumentError(
-                    f"{path} cannot be placed by {choice.placement!r} on the axis {axis.name!r}: {error}"
-                ) from error
+            layouts[path] = refined(layouts[path], choice.placement, axis, path)
     variables = tuple(
         PlannedVariable(
             path,
@@ -148,13 +143,21 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
     return Plan(told, batch_axes(mesh, strategies), model.microbatches, variables)
 
 
+def refined(layout: Layout, placement: Placement, axis: Axis, path: str) -> Layout:
+    """Returns a layout with an axis added. **Raises:** `ArgumentError` naming the variable that cannot lie so."""
+    try:
+        return placement.refine(layout, axis)
+    except ArgumentError as error:
+        raise ArgumentError(f"{path} cannot be placed by {placement!r} on the axis {axis.name!r}: {error}") from error
+
+
 def layouts_of(plan: Plan) -> list[Layout]:
-    """Returns how each variable of a plan lies, in their order."""
+    """Returns how each variable of a plan lies, in their order. **Raises:** as `refined`."""
     layouts: list[Layout] = []
     for variable in plan.variables:
         layout = Layout.whole(variable.shape)
         for axis, placement in zip(plan.axes, variable.placements, strict=True):
-            layout = placement.refine(layout, Axis(axis.name, axis.size))
+            layout = refined(layout, placement, Axis(axis.name, axis.size), variable.path)
         layouts.append(layout)
     return layouts
 

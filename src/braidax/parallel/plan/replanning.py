@@ -89,7 +89,7 @@ def with_tables(plan: Plan, tables: Tables) -> Plan:
 
 
 def way_to(
-    step: Adopting, replanned: Callable[[Plan], Adopting], saved: Mapping[str, int | None], notes: Mapping[str, str]
+    step: Adopting, replanned: Callable[[Plan], Adopting], saved: Mapping[str, int | None]
 ) -> tuple[Any, Callable[[Any], Any], str] | str | None:
     """Returns the form in which a state was saved and the way from there to a step, as `State.saved_as` does.
 
@@ -100,18 +100,8 @@ def way_to(
     if not said:
         return (step.state_specs, step.settled, "") if now else None
     try:
-        other = replanned(_noted(step.plan, before, notes) or with_tables(step.plan, before))
+        other = replanned(with_tables(step.plan, before))
         step.check_adoptable(other)
     except ArgumentError as error:
         return f"{said}, and there is no way from there: {error}"
     return other.state_specs, lambda state: step.adopt(state, other), said
-
-
-def _noted(plan: Plan, tables: Tables, notes: Mapping[str, str]) -> Plan | None:
-    """Returns the plan that was noted, if it is one of the same mesh that made these tables."""
-    try:
-        noted = Plan.from_json(notes.get("plan", ""))
-    except ArgumentError:
-        return None
-    alike = [(axis.name, axis.size) for axis in noted.axes] == [(axis.name, axis.size) for axis in plan.axes]
-    return replace(noted, microbatches=plan.microbatches) if alike and tables_of(noted) == [*tables] else None

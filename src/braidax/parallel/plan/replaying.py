@@ -7,10 +7,9 @@ from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
 
-from .layout import Axis, Layout
 from .model import Model
 from .placements import Rows
-from .plan import Plan
+from .plan import Plan, layouts_of
 from .strategies import why_no_rows
 
 _MAX_NAMED = 3
@@ -46,22 +45,16 @@ def check_variables(plan: Plan, variables: Mapping[str, jax.ShapeDtypeStruct]) -
 def check_placements(plan: Plan, model: Model) -> None:
     """Raises `ArgumentError` naming a variable that cannot lie as a plan says."""
     for variable in plan.variables:
-        layout = Layout.whole(variable.shape)
         if len(variable.placements) != len(plan.axes):
             raise ArgumentError(
                 f"plan places {variable.path} on {len(variable.placements)} axes, expected {len(plan.axes)}"
             )
-        for axis, placement in zip(plan.axes, variable.placements, strict=True):
-            if isinstance(placement, Rows) and (cannot := why_no_rows(model, variable.path)):
-                raise ArgumentError(
-                    f"plan asks for the rows of {variable.path}, and these cannot be exchanged: {cannot}: plan anew"
-                )
-            try:
-                layout = placement.refine(layout, Axis(axis.name, axis.size))
-            except ArgumentError as error:
-                raise ArgumentError(
-                    f"plan places {variable.path} by {placement!r} on {axis.name!r}: {error}"
-                ) from error
+        by_rows = any(isinstance(placement, Rows) for placement in variable.placements)
+        if by_rows and (cannot := why_no_rows(model, variable.path)):
+            raise ArgumentError(
+                f"plan asks for the rows of {variable.path}, and these cannot be exchanged: {cannot}: plan anew"
+            )
+    layouts_of(plan)
 
 
 def _form(form: tuple[tuple[int, ...], str]) -> str:

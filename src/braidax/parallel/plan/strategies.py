@@ -1,7 +1,7 @@
 """Strategies: what one mesh axis is for."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -46,11 +46,7 @@ class DataParallel:
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
         """Chooses `Replicated`, unless an override says otherwise. **Raises:** as `Hybrid.place`."""
         replicated = Choice(Replicated(), "data parallel: gradient all-reduced")
-        return {
-            path: overridden(self.overrides, path, "data parallel", lambda one, path=path: _refused(one, model, path))
-            or replicated
-            for path in model.variables
-        }
+        return _chosen(self.overrides, "data parallel", model, lambda path: replicated)
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,13 +81,14 @@ class FullySharded:
 
         **Raises:** as `Hybrid.place`.
         """
-        return {
-            path: overridden(self.overrides, path, "fully sharded", lambda one, path=path: _refused(one, model, path))
-            or self._chosen(spec, model.sites.get(path, ()), axis, taken[path])
-            for path, spec in model.variables.items()
-        }
+        return _chosen(
+            self.overrides,
+            "fully sharded",
+            model,
+            lambda path: self._choice(model.variables[path], model.sites.get(path, ()), axis, taken[path]),
+        )
 
-    def _chosen(self, spec: jax.ShapeDtypeStruct, sites: Sequence[Site], axis: Axis, taken: Layout) -> Choice:
+    def _choice(self, spec: jax.ShapeDtypeStruct, sites: Sequence[Site], axis: Axis, taken: Layout) -> Choice:
         dims = [at for at in range(len(spec.shape)) if all(at in site.value.entry.dims for site in sites)]
         used = min((site.value.entry.dims for site in sites), key=len, default=tuple(dims))
         size = math.prod(spec.shape[dim] for dim in used) * np.dtype(spec.dtype).itemsize
@@ -151,11 +148,11 @@ class Hybrid:
         **Raises:** `ArgumentError` when an override asks for rows of what is not read by rows.
         """
         dense = self.dense.place(model, axis, taken)
-        return {path: self._chosen(model, path, taken[path], choice) for path, choice in dense.items()}
+        return _chosen(
+            self.overrides, "hybrid", model, lambda path: self._choice(model, path, taken[path], dense[path])
+        )
 
-    def _chosen(self, model: Model, path: str, taken: Layout, dense: Choice) -> Choice:
-        if chosen := overridden(self.overrides, path, "hybrid", lambda one: _refused(one, model, path)):
-            return chosen
+    def _choice(self, model: Model, path: str, taken: Layout, dense: Choice) -> Choice:
         touched = self.touched.get(path)
         alpha = None if touched is None else touched.alpha
         cannot = "gathered along another axis" if taken.gathered else why_no_rows(model, path)
@@ -174,6 +171,16 @@ class Hybrid:
         told = f"a device sends {_in_words(moved)} a step by rows, {_in_words(whole)} all-reduced"
         why = f"hybrid: {uses.why}{seen}; {told}"
         return Choice(Rows(), why, alpha) if moved < whole else replace(dense, why=why, alpha=alpha)
+
+
+def _chosen(
+    overrides: Mapping[str, Placement], name: str, model: Model, choose: Callable[[str], Choice]
+) -> dict[str, Choice]:
+    """Returns for each variable what an override asks for, or what `choose(path)` says."""
+    return {
+        path: overridden(overrides, path, name, lambda one, path=path: _refused(one, model, path)) or choose(path)
+        for path in model.variables
+    }
 
 
 def _refused(placement: Placement, model: Model, path: str) -> str:
