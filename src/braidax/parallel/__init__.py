@@ -9,6 +9,7 @@ from .plan.placements import Gathered as Gathered
 from .plan.placements import Placement as Placement
 from .plan.placements import Replicated as Replicated
 from .plan.placements import Rows as Rows
+from .plan.placements import Split as Split
 from .plan.plan import Plan as Plan
 from .plan.plan import PlannedAxis as PlannedAxis
 from .plan.plan import PlannedVariable as PlannedVariable
@@ -17,6 +18,7 @@ from .plan.strategies import FullySharded as FullySharded
 from .plan.strategies import Hybrid as Hybrid
 from .plan.strategy import Choice as Choice
 from .plan.strategy import Strategy as Strategy
+from .plan.tensor import TensorParallel as TensorParallel
 from .rows.ids import Measured as Measured
 from .rows.ids import measure_touched as measure_touched
 from .rows.touched import Touched as Touched

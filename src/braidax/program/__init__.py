@@ -15,6 +15,11 @@ from .collectives import collectives_of as collectives_of
 from .collectives import total_sent as total_sent
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
+from .dims import Dims as Dims
+from .dims import Dot as Dot
+from .dims import Group as Group
+from .dims import ValueOrigin as ValueOrigin
+from .dims import find_dims as find_dims
 from .execute import compile_on as compile_on
 from .loops import with_sums_behind_loops as with_sums_behind_loops
 from .marks import mark_gradient as mark_gradient

@@ -14,6 +14,7 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=)")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\].*?\{((?:'\w+',? ?)+)\}")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 
 
@@ -92,10 +93,14 @@ def _within(programs: Mapping[str, list[str]], name: str, num_devices: int) -> I
 
 
 def _group_size(line: str, num_devices: int) -> int:
-    found = _GROUPS.search(line)
-    if found is None:
-        return num_devices
-    return len(found[1].split(",")) if found[1] else int(found[2])
+    if found := _GROUPS.search(line):
+        return len(found[1].split(",")) if found[1] else int(found[2])
+    if found := _MESH.search(line):  # "mesh['data'=2,'model'=4] {'model'}"
+        sizes = dict(entry.split("=") for entry in found[1].split(","))
+        return math.prod(int(sizes[axis.strip()]) for axis in found[2].split(","))
+    if "replica_groups=" in line and "replica_groups={}" not in line:
+        raise ValueError(f"{line.strip()!r} has groups of devices in a form that is not known")
+    return num_devices
 
 
 def _size(shapes: str) -> int:

@@ -38,6 +38,7 @@ def evaluate(
     fed: Mapping[Path, Any] | None = None,
     *,
     entered: Mapping[Path, Callable[[list[Any], Any], None]] | None = None,
+    made: Mapping[Path, Callable[[Sequence[Any]], None]] | None = None,
 ) -> tuple[list[Any], dict[Path, Any]]:
     """Evaluates a jaxpr with rules in place of some equations.
 
@@ -48,7 +49,8 @@ def evaluate(
     its outputs, or a `Rule`. `args`: flat inputs, arrays or tracers. `fed`: for the path of a `Rule`, the PyTree that
     is fed to it, with a leading dim for every scan around it, the outermost first. `entered`: for the path of a jaxpr,
     () for the whole, a function that is shown its inputs, and what is fed to that path, before anything in it is
-    evaluated; rules inside may use what it makes of them.
+    evaluated; rules inside may use what it makes of them. `made`: for the path of an equation a function that is shown
+    its outputs; rules behind it, at any depth, may use what it makes of them.
 
     **Returns:** the flat outputs, and for the path of each `Rule` what it brought out.
 
@@ -56,7 +58,7 @@ def evaluate(
     feeds on something or brings something out.
     """
     every = {path: rule if isinstance(rule, Rule) else _silent(rule) for path, rule in rules.items()}
-    scope = _Scope(every, dict(entered or {}), jax.sharding.get_abstract_mesh())
+    scope = _Scope(every, dict(entered or {}), dict(made or {}), jax.sharding.get_abstract_mesh())
     with jax.debug_nans(False):  # as JAX does when it evaluates a jaxpr: some primitives pass through NaN on purpose
         outputs, taken = scope.evaluate(closed.jaxpr, closed.consts, args, dict(fed or {}))
     return outputs, {path: tree for path, tree in taken.items() if isinstance(rules[path], Rule)}
@@ -68,15 +70,16 @@ def _silent(replacement: Replacement) -> Rule:
 
 @dataclass(frozen=True)
 class _Scope:
-    """The rules for one jaxpr, by paths that start in it, who is shown inputs, and the mesh under which they run."""
+    """The rules for one jaxpr, by paths that start in it, who is shown values, and the mesh under which they run."""
 
     rules: dict[Path, Rule]
     entered: dict[Path, Callable[[list[Any], Any], None]]
+    made: dict[Path, Callable[[Sequence[Any]], None]]
     mesh: Any
 
     def within(self, step: int) -> "_Scope":
-        entered = {path[1:]: see for path, see in self.entered.items() if path[:1] == (step,)}
-        return _Scope(_below(self.rules, step), entered, self.mesh)
+        rules, entered, made = (_below(paths, step) for paths in (self.rules, self.entered, self.made))
+        return _Scope(rules, entered, {path: see for path, see in made.items() if path}, self.mesh)
 
     def evaluate(
         self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], fed: dict[Path, Any]
@@ -87,7 +90,8 @@ class _Scope:
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         taken: dict[Path, Any] = {}
-        chosen = {path[0] for path in [*self.rules, *self.entered] if path}
+        chosen = {path[0] for path in (*self.rules, *self.entered) if path}
+        chosen |= {path[0] for path in self.made if len(path) > 1}
         if () in self.entered:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 self.entered[()](list(args), fed.get(()))
@@ -102,6 +106,9 @@ class _Scope:
                     taken |= {(index, *path): tree for path, tree in more.items()}
                 else:
                     outputs = bind(equation, inputs)
+            if (index,) in self.made:
+                with jax.sharding.use_abstract_mesh(self.mesh):
+                    self.made[index,](outputs)
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars], taken
 
@@ -116,7 +123,7 @@ class _Scope:
             raise ArgumentError(
                 f"rules has a path into {equation.primitive.name}, which cannot be entered: choose the equation itself"
             )
-        _check_steps({path[0] for path in [*self.rules, *self.entered]}, len(inner))
+        _check_steps({path[0] for path in (*self.rules, *self.entered, *self.made)}, len(inner))
         return _REBUILD[equation.primitive](self, equation, inner, inputs, fed)
 
     def run(

@@ -10,6 +10,7 @@ from braidax.program import Program
 
 from .gathered import gathered
 from .in_parts import InParts, in_parts
+from .split import split
 
 
 def dense_passes(
@@ -24,8 +25,12 @@ def dense_passes(
     **Arguments:** `layouts`: of each leaf of its first argument. `batch_axes`: over which samples are divided.
     `divided`: by number, an argument whose leaves are divided, and along which dim: of all, or of each.
     """
-    gathers = {leaf: layout for leaf, layout in enumerate(layouts) if layout.gathered}
-    return gathered(program, gathers, _automatic(mesh), tuple(batch_axes), divided) if gathers else program
+    by_leaf, options = dict(enumerate(layouts)), (_automatic(mesh), tuple(batch_axes), divided)
+    if splits := {leaf: layout for leaf, layout in by_leaf.items() if layout.is_split}:
+        program = split(program, splits, *options)
+    if gathers := {leaf: layout for leaf, layout in by_leaf.items() if layout.gathered}:
+        program = gathered(program, gathers, *options)
+    return program
 
 
 def summed_once(

@@ -79,25 +79,30 @@ class Weight:
                 value = jax.lax.all_gather(value, axis, axis=dim, tiled=True)
             return value
 
-        full = self._island(local, self._gathered_axes, self._manual, PartitionSpec())(value)
+        full = self._island(local, self._axes(), _spec(self.dims), _spec(self.kept))(value)
         return full[tuple(slice(size) for size in self.sizes)] if any(self.padding) else full
 
     def scatter(self, parts: Any) -> Any:
         """Sums `[N, ...]`, one part a device, and leaves each device its shard of the sum."""
 
         def local(parts: Any) -> Any:
-            total = self._padded(parts[0])
+            total = parts[0]
             for dim, axis in self.gathers:
                 total = jax.lax.psum_scatter(total, axis, scatter_dimension=dim, tiled=True)
             others = tuple(name for name in self.batch_axes if name not in self._gathered_axes)
             return jax.lax.psum(total, others) if others else total
 
-        return self._island(local, {*self.batch_axes}, PartitionSpec(self.batch_axes), self._manual)(parts)
+        spec = _spec(self.kept, self.batch_axes)
+        return self._island(local, self._axes(*self.batch_axes), spec, _spec(self.dims))(self._padded(parts))
 
     def total(self, parts: Any, *, at: int) -> Any:
         """Sums parts over devices. **Arguments:** `at`: which dim is that of the devices."""
-        axes, spec = self.batch_axes, PartitionSpec(*[None] * at, self.batch_axes)
-        return self._island(lambda x: jax.lax.psum(x.squeeze(at), axes), {*axes}, spec, PartitionSpec())(parts)
+        axes, loops = self.batch_axes, (None,) * at
+        kept = _spec(self.kept, *loops), _spec(self.kept, *loops, axes)
+        manual = self._axes(*axes)
+        if any(size % self._num_parts(names) for size, names in zip(self.sizes, self.kept, strict=True)):
+            kept, manual = (PartitionSpec(), PartitionSpec(*loops, axes)), {*axes}  # XLA divides it unevenly
+        return self._island(lambda x: jax.lax.psum(x.squeeze(at), axes), manual, kept[1], kept[0])(parts)
 
     def part(self, local: Callable[..., Any], dim: int, back_dim: int) -> Callable[..., Any]:
         """Makes of `local(operand, back, full)`, which gives a gradient, the function that gives all parts of it."""
@@ -113,7 +118,7 @@ class Weight:
     @property
     def num_parts(self) -> int:
         """Among how many devices samples are divided."""
-        return math.prod(self.mesh.shape[name] for name in self.batch_axes)
+        return self._num_parts(self.batch_axes)
 
     def _entered(self, value: Any) -> Any:
         @jax.custom_vjp
@@ -136,26 +141,33 @@ class Weight:
 
     def _no_parts(self, value: Any) -> Any:
         zeros = jnp.zeros((self.num_parts, *self.sizes), value.dtype)
-        return jax.lax.with_sharding_constraint(zeros, PartitionSpec(self.batch_axes, *self.kept))
+        return jax.lax.with_sharding_constraint(zeros, _spec(self.kept, self.batch_axes))
 
     def _padded(self, value: Any) -> Any:
-        return jnp.pad(value, [(0, more) for more in self.padding]) if any(self.padding) else value
+        before = [(0, 0)] * (value.ndim - len(self.padding))
+        return jnp.pad(value, [*before, *((0, more) for more in self.padding)]) if any(self.padding) else value
 
     def _split(self, value: Any) -> Any:
-        return jax.lax.with_sharding_constraint(value, PartitionSpec(*self.dims))
+        return jax.lax.with_sharding_constraint(value, _spec(self.dims))
 
     @property
     def _gathered_axes(self) -> set[str]:
         return {axis for _, axis in self.gathers}
 
-    @property
-    def _manual(self) -> PartitionSpec:
-        """The layout of a shard along the axes that are gathered."""
-        return PartitionSpec(*(tuple(name for name in axes if name in self._gathered_axes) for axes in self.dims))
+    def _axes(self, *others: str) -> set[str]:
+        """All axes that split a shard: XLA would bring parts together along one that an island leaves to it."""
+        return {*others, *(axis for axes in self.dims for axis in axes)}
+
+    def _num_parts(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def _island(self, local: Any, axes: set[str], in_specs: Any, out_specs: Any) -> Any:
         mapped: Any = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
         return mapped
+
+
+def _spec(dims: Sequence[tuple[str, ...]], *before: Any) -> PartitionSpec:
+    return PartitionSpec(*before, *(axes or None for axes in dims))
 
 
 def covered(site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None]) -> Any:

@@ -52,7 +52,9 @@ class Layout:
                 f"dim={dim} would be split by rows on one of the axes {taken} and {axis.name}, and not on the other"
             )
         dims = list(self.dim_axes)
-        dims[dim] = (*dims[dim], axis)
+        inner = [other for other in dims[dim] if other.name in self.gathered] if how == "evenly" else []
+        outer = [other for other in dims[dim] if other not in inner]
+        dims[dim] = (*outer, axis, *inner)  # what is gathered lies within what is not
         gathered = self.gathered | {axis.name} if how == "gathered" else self.gathered
         return replace(self, dim_axes=tuple(dims), by_rows=self.by_rows or by_rows, gathered=gathered)
 
@@ -63,6 +65,15 @@ class Layout:
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """Returns the names of the axes that split a dim."""
         return tuple(axis.name for axis in self.dim_axes[dim])
+
+    def kept_axes(self, dim: int) -> tuple[str, ...]:
+        """Returns the names of the axes that split a dim also where the loss uses it."""
+        return tuple(name for name in self.axes_of(dim) if name not in self.gathered)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a dim is split also where the loss uses it, and not by rows."""
+        return any(self.kept_axes(dim) for dim in range(self.by_rows, len(self.shape)))
 
     @property
     def spec(self) -> PartitionSpec:

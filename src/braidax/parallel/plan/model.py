@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from braidax.program import LeafUses, Site
+from braidax.program import Dims, LeafUses, Site
 
 
 def _nothing(path: str) -> str:
@@ -18,9 +18,9 @@ class Model:
     """The variables of a traced loss.
 
     **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
-    divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`: how the loss
-    uses each variable, where that is known. `no_rows`: why the rows of a variable cannot be exchanged though it is used
-    by rows only; "" if they can.
+    divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
+    how the loss uses each variable, and which of their dims belong together, where that is known. `no_rows`: why the
+    rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]
@@ -28,6 +28,7 @@ class Model:
     microbatches: int = 1
     find_uses: Callable[[], Mapping[str, LeafUses]] = field(default=dict[str, LeafUses])
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
+    find_dims: Callable[[], Dims] = lambda: Dims({}, ())
     no_rows: Callable[[str], str] = _nothing
 
     @functools.cached_property
@@ -39,3 +40,8 @@ class Model:
     def sites(self) -> Mapping[str, Sequence[Site]]:
         """By path, where the loss uses variables."""
         return self.find_sites()
+
+    @functools.cached_property
+    def dims(self) -> Dims:
+        """Which dims belong together; leaves are numbered as `variables` are."""
+        return self.find_dims()

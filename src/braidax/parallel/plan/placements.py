@@ -81,4 +81,25 @@ class Gathered:
         return f"gathered, dim {self.dim}"
 
 
-PLACEMENTS: Mapping[str, type[Any]] = {"Replicated": Replicated, "Rows": Rows, "Gathered": Gathered}
+@dataclass(frozen=True)
+class Split:
+    """Each device along the axis holds a part of the variable, and computes with it (tensor parallel).
+
+    Its gradient and the optimizer's state are split alike. Activations that have the dim are split with it, as long as
+    every operation can be done on parts; XLA brings parts together where one cannot.
+
+    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded.
+    """
+
+    dim: int
+
+    def refine(self, layout: Layout, axis: Axis) -> Layout:
+        """Splits the dim."""
+        return layout.split(self.dim, axis)
+
+    def __str__(self) -> str:
+        """`split`, and the dim."""
+        return f"split, dim {self.dim}"
+
+
+PLACEMENTS: Mapping[str, type[Any]] = {"Replicated": Replicated, "Rows": Rows, "Gathered": Gathered, "Split": Split}

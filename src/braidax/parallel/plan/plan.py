@@ -105,7 +105,7 @@ class Plan:
 
 
 def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> Plan:
-    """Lets the strategy of each axis place every variable.
+    """Lets the strategy of each axis place every variable, those first that split what is computed with one sample.
 
     **Raises:** `ArgumentError` naming a variable that cannot lie as it is told.
     """
@@ -114,29 +114,24 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
         PlannedAxis(axis.name, axis.size, repr(strategies[axis.name]) if axis.name in strategies else None)
         for axis in axes
     )
-    layouts = {path: Layout.whole(spec.shape) for path, spec in model.variables.items()}
-    placements: dict[str, list[Placement]] = {path: [] for path in layouts}
-    reasons: dict[str, list[str]] = {path: [] for path in layouts}
-    alphas: dict[str, float] = {}
-    for axis in axes:
+    taken = {path: Layout.whole(spec.shape) for path, spec in model.variables.items()}
+    choices: dict[str, Mapping[str, Choice]] = {}
+    for axis in sorted(axes, key=lambda axis: axis.name in strategies and strategies[axis.name].splits_batch):
         strategy = strategies.get(axis.name)
-        choices = {} if strategy is None else strategy.place(model, axis, layouts)
-        for path in layouts:
-            choice = choices.get(path, Choice(Replicated(), "no strategy"))
-            placements[path].append(choice.placement)
-            reasons[path].append(f"{axis.name}: {choice.why}")
-            if choice.alpha is not None:
-                alphas[path] = choice.alpha
-            layouts[path] = refined(layouts[path], choice.placement, axis, path)
+        choices[axis.name] = {} if strategy is None else strategy.place(model, axis, taken)
+        for path, choice in choices[axis.name].items():
+            taken[path] = refined(taken[path], choice.placement, axis, path)
+    nothing = Choice(Replicated(), "no strategy")
+    chosen = {path: [choices[axis.name].get(path, nothing) for axis in axes] for path in taken}
     variables = tuple(
         PlannedVariable(
             path,
             tuple(spec.shape),
             str(spec.dtype),
             num_bytes(spec),
-            tuple(placements[path]),
-            "; ".join(reasons[path]),
-            alphas.get(path),
+            tuple(choice.placement for choice in chosen[path]),
+            "; ".join(f"{axis.name}: {choice.why}" for axis, choice in zip(axes, chosen[path], strict=True)),
+            next((choice.alpha for choice in reversed(chosen[path]) if choice.alpha is not None), None),
         )
         for path, spec in model.variables.items()
     )

@@ -10,7 +10,7 @@ from braidax.errors import ArgumentError
 from .model import Model
 from .placements import Rows
 from .plan import Plan, layouts_of
-from .strategies import why_no_rows
+from .strategy import why_no_rows
 
 _MAX_NAMED = 3
 

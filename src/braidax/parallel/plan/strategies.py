@@ -1,7 +1,7 @@
 """Strategies: what one mesh axis is for."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from braidax.program import LeafUses, Site
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Gathered, Placement, Replicated, Rows
-from .strategy import Choice, Strategy, check_combine_bytes, num_bytes, overridden, shown
+from .strategy import Choice, Strategy, check_combine_bytes, chosen, in_words, num_bytes, shown, why_no_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,7 +46,7 @@ class DataParallel:
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
         """Chooses `Replicated`, unless an override says otherwise. **Raises:** as `Hybrid.place`."""
         replicated = Choice(Replicated(), "data parallel: gradient all-reduced")
-        return _chosen(self.overrides, "data parallel", model, lambda path: replicated)
+        return chosen(self.overrides, "data parallel", model, lambda path: replicated)
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +81,7 @@ class FullySharded:
 
         **Raises:** as `Hybrid.place`.
         """
-        return _chosen(
+        return chosen(
             self.overrides,
             "fully sharded",
             model,
@@ -95,9 +95,10 @@ class FullySharded:
         if taken.by_rows:
             return Choice(Replicated(), "fully sharded: by rows along another axis")
         even = [dim for dim in dims if spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0]
+        even.sort(key=taken.num_parts)  # what no axis splits comes first
         if axis.size > 1 and size >= self.min_bytes and even:
             return Choice(Gathered(even[0]), "fully sharded: gathered where it is used, gradient scattered")
-        told = f"{_in_words(size)} where it is used"
+        told = f"{in_words(size)} where it is used"
         if size >= self.min_bytes and axis.size > 1:
             told = f"no dim of it is a multiple of {axis.size} in each part (Gathered(dim) pads)"
         return Choice(Replicated(), f"fully sharded: {told}: whole, gradient all-reduced")
@@ -148,14 +149,13 @@ class Hybrid:
         **Raises:** `ArgumentError` when an override asks for rows of what is not read by rows.
         """
         dense = self.dense.place(model, axis, taken)
-        return _chosen(
-            self.overrides, "hybrid", model, lambda path: self._choice(model, path, taken[path], dense[path])
-        )
+        return chosen(self.overrides, "hybrid", model, lambda path: self._choice(model, path, taken[path], dense[path]))
 
     def _choice(self, model: Model, path: str, taken: Layout, dense: Choice) -> Choice:
         touched = self.touched.get(path)
         alpha = None if touched is None else touched.alpha
-        cannot = "gathered along another axis" if taken.gathered else why_no_rows(model, path)
+        split = taken.gathered or (taken.kept_axes(0) and not taken.by_rows)
+        cannot = "split along another axis" if split else why_no_rows(model, path)
         if cannot:
             if isinstance(dense.placement, Replicated):
                 return replace(dense, why=f"hybrid: {cannot}: gradient all-reduced", alpha=alpha)
@@ -168,34 +168,9 @@ class Hybrid:
             seen = f"; {touched}"
             moved = round(measured_rows_bytes(touched, row_bytes))
             whole = round(all_reduced_bytes(touched, row_bytes))
-        told = f"a device sends {_in_words(moved)} a step by rows, {_in_words(whole)} all-reduced"
+        told = f"a device sends {in_words(moved)} a step by rows, {in_words(whole)} all-reduced"
         why = f"hybrid: {uses.why}{seen}; {told}"
         return Choice(Rows(), why, alpha) if moved < whole else replace(dense, why=why, alpha=alpha)
-
-
-def _chosen(
-    overrides: Mapping[str, Placement], name: str, model: Model, choose: Callable[[str], Choice]
-) -> dict[str, Choice]:
-    """Returns for each variable what an override asks for, or what `choose(path)` says."""
-    return {
-        path: overridden(overrides, path, name, lambda one, path=path: _refused(one, model, path)) or choose(path)
-        for path in model.variables
-    }
-
-
-def _refused(placement: Placement, model: Model, path: str) -> str:
-    """Says why a placement that somebody asks for cannot be, or ""."""
-    if isinstance(placement, Rows) and (cannot := why_no_rows(model, path)):
-        return f"the rows of {path}, and these cannot be exchanged: {cannot}"
-    return ""
-
-
-def why_no_rows(model: Model, path: str) -> str:
-    """Says why the rows of a variable cannot be exchanged, or ""."""
-    uses = model.uses.get(path)
-    if uses is None:
-        return "no gradient uses it"
-    return uses.why if uses.verdict != "sparse" else model.no_rows(path)
 
 
 def rows_bytes(uses: LeafUses, model: Model) -> int:
@@ -206,8 +181,3 @@ def rows_bytes(uses: LeafUses, model: Model) -> int:
     """
     num_ids = sum(use.rows.num_ids for use in uses.uses if use.rows is not None) * model.microbatches
     return -(-num_ids // model.num_parts) * (4 + 2 * num_bytes(uses.spec) // max(uses.spec.shape[0], 1))
-
-
-def _in_words(count: int) -> str:
-    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")) if count >= pair[0]), (1, "bytes"))
-    return f"{count / unit:.3g} {name}"

@@ -15,7 +15,7 @@ from braidax.errors import ArgumentError, SpecError
 
 from .layout import Axis, Layout
 from .model import Model
-from .placements import Placement
+from .placements import Placement, Rows
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Strategy(Protocol):
         ...
 
 
-def overridden(
+def _overridden(
     overrides: Mapping[str, Placement], path: str, name: str, refuse: Callable[[Placement], str]
 ) -> Choice | None:
     """Returns what the first matching pattern asks for; None where no pattern matches.
@@ -62,6 +62,31 @@ def overridden(
                 raise ArgumentError(f"overrides[{pattern!r}] asks for {cannot}; leave it out, or give Replicated()")
             return Choice(placement, f"{name}: by overrides[{pattern!r}]")
     return None
+
+
+def chosen(
+    overrides: Mapping[str, Placement], name: str, model: Model, choose: Callable[[str], Choice]
+) -> dict[str, Choice]:
+    """Returns for each variable what an override asks for, or what `choose(path)` says."""
+    return {
+        path: _overridden(overrides, path, name, lambda one, path=path: _refused(one, model, path)) or choose(path)
+        for path in model.variables
+    }
+
+
+def _refused(placement: Placement, model: Model, path: str) -> str:
+    """Says why a placement that somebody asks for cannot be, or ""."""
+    if isinstance(placement, Rows) and (cannot := why_no_rows(model, path)):
+        return f"the rows of {path}, and these cannot be exchanged: {cannot}"
+    return ""
+
+
+def why_no_rows(model: Model, path: str) -> str:
+    """Says why the rows of a variable cannot be exchanged, or ""."""
+    uses = model.uses.get(path)
+    if uses is None:
+        return "no gradient uses it"
+    return uses.why if uses.verdict != "sparse" else model.no_rows(path)
 
 
 def shown(strategy: Any) -> str:
@@ -81,6 +106,12 @@ def check_combine_bytes(combine_bytes: int | None) -> None:
     """Raises `ArgumentError` for a size below zero."""
     if combine_bytes is not None and combine_bytes < 0:
         raise ArgumentError(f"combine_bytes={combine_bytes}: expected a size in bytes, such as 25 << 20, or None")
+
+
+def in_words(count: int) -> str:
+    """Returns a number of bytes as a plan prints it."""
+    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")) if count >= pair[0]), (1, "bytes"))
+    return f"{count / unit:.3g} {name}"
 
 
 def num_bytes(spec: jax.ShapeDtypeStruct) -> int:

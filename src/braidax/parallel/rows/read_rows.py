@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from braidax.parallel.plan.model import Model
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.strategy import Strategy
-from braidax.program import LeafUses, Program, Site, find_sites, join, named_leaves
+from braidax.program import LeafUses, Program, Site, find_dims, find_sites, join, named_leaves
 
 from .feed import RowFeed
 from .options import RowOptions, row_options
@@ -38,7 +38,15 @@ class ReadRows:
     def model(self, num_parts: int) -> Model:
         """Returns what strategies are told. **Arguments:** `num_parts`: among how many devices a batch is divided."""
         variables = dict(named_leaves(self._program.in_specs[0], _ROOT))
-        return Model(variables, num_parts, self._microbatches, self._uses, self._sites, self._no_rows)
+        return Model(
+            variables,
+            num_parts,
+            self._microbatches,
+            find_uses=self._uses,
+            find_sites=self._sites,
+            find_dims=lambda: find_dims(self._program),
+            no_rows=self._no_rows,
+        )
 
     def feed(self, mesh: Mesh, plan: Plan) -> RowFeed:
         """Returns the feed of the variables that a plan places by rows."""

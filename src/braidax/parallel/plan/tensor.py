@@ -1,0 +1,106 @@
+"""`TensorParallel`: dims that belong together are split over an axis, and with them the work."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from braidax.errors import ArgumentError
+from braidax.program import Group
+
+from .layout import Axis, Layout
+from .model import Model
+from .placements import Placement, Replicated, Split
+from .strategy import Choice, chosen, in_words, num_bytes, shown
+
+
+@dataclass(frozen=True, repr=False)
+class TensorParallel:
+    """Splits weights over the axis, and the work with them; every device along it sees the same samples.
+
+    The hidden dim of an MLP is split in the columns of its first weight, its bias and the rows of its second, an
+    attention by heads, an embedding with its output layer and cross entropy by the vocabulary, whatever library wrote
+    them: such dims are found in the traced loss. Activations are summed over the axis behind each such block, and their
+    gradients before it (Megatron-LM, arXiv 1909.08053, section 3).
+
+    **Arguments:** `overrides`: as of `Hybrid`; `Split(dim)` splits a dim whatever uses it. `min_bytes`: dims whose
+    weights have fewer bytes together stay whole.
+    """
+
+    overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
+    min_bytes: int = 64 << 10
+
+    def __post_init__(self) -> None:
+        if self.min_bytes < 0:
+            raise ArgumentError(f"min_bytes={self.min_bytes}: expected a size in bytes, such as 64 << 10")
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    @property
+    def splits_batch(self) -> bool:
+        """False."""
+        return False
+
+    def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
+        """Chooses `Split` for dims that belong together and can be divided, else `Replicated`.
+
+        Groups that sum the fewest bytes for the bytes that they split come first; those that share a value with one
+        that is split already stay whole. **Raises:** as `Hybrid.place`.
+        """
+        paths = [*model.variables]
+        whole: dict[str, str] = {}
+        split = {path: by for path in paths if (by := self._by_columns(model, path, axis, taken[path]))}
+        picked: set[int] = set()
+        sizes = {root: _split_bytes(group, model) for root, group in model.dims.groups.items()}
+        ranked = sorted(model.dims.groups, key=lambda root: model.dims.groups[root].summed_bytes / (sizes[root] or 1))
+        for root in ranked:
+            group = model.dims.groups[root]
+            parts = [(paths[leaf], dim, taken[paths[leaf]]) for leaf, dim in group.leaves if paths[leaf] not in split]
+            why = self._why_whole(group, sizes[root], axis, [(layout, dim) for _, dim, layout in parts])
+            if why or group.conflicts & picked:
+                whole |= {path: why for path, _, _ in parts if why and path not in whole}
+                continue
+            picked.add(root)
+            told = f"a device sends {in_words(_sent(group.summed_bytes, axis))} a step for {len(parts)} of them"
+            for path, dim, _ in parts:
+                split[path] = Choice(Split(dim), f"tensor parallel: dim {dim} split; {told}")
+        return chosen(
+            self.overrides,
+            "tensor parallel",
+            model,
+            lambda path: split.get(path) or Choice(Replicated(), f"tensor parallel: whole: {_told(whole, path)}"),
+        )
+
+    def _by_columns(self, model: Model, path: str, axis: Axis, taken: Layout) -> Choice | None:
+        """A table that is read by rows only is split by its columns, which are brought together behind that."""
+        spec, sites = model.variables[path], model.sites.get(path, ())
+        if not sites or len(spec.shape) < 2 or any(site.role != "rows" for site in sites) or axis.size == 1:
+            return None
+        dim = len(spec.shape) - 1
+        even = spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0
+        if not even or num_bytes(spec) < self.min_bytes:
+            return None
+        return Choice(Split(dim), "tensor parallel: by columns, brought together behind what reads its rows")
+
+    def _why_whole(self, group: Group, size: int, axis: Axis, parts: Sequence[tuple[Layout, int]]) -> str:
+        """Says why the dims of a group are not split, or ""."""
+        if axis.size == 1:
+            return "the axis has one device"
+        if group.blocked:
+            return group.blocked
+        uneven = any(layout.shape[dim] % (layout.num_parts(dim) * axis.size) for layout, dim in parts)
+        if uneven or group.divisor % axis.size:
+            return f"{axis.size} devices do not divide {group.divisor}"
+        return f"{in_words(size)} together" if size < self.min_bytes or not parts else ""
+
+
+def _sent(summed_bytes: int, axis: Axis) -> int:
+    return round(summed_bytes * 2 * (axis.size - 1) / axis.size)
+
+
+def _told(whole: Mapping[str, str], path: str) -> str:
+    return whole.get(path, "no dim of it goes with those that are split")
+
+
+def _split_bytes(group: Group, model: Model) -> int:
+    specs = [*model.variables.values()]
+    return sum(num_bytes(specs[leaf]) for leaf in {leaf for leaf, _ in group.leaves})

@@ -1,0 +1,153 @@
+"""Tensor parallel training: the numbers of one device, parts of what goes together, and the bytes of the formula."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.errors import ArgumentError
+from braidax.program import collectives_of, total_sent
+from tests.parallel.dense.models import MODELS, Model
+from tests.parallel.dense.test_gathered import ALL, assert_as_on_one_device, make_step
+from tests.parallel.models import specs
+
+TENSOR = bx.TensorParallel(min_bytes=0)
+SLOW = pytest.mark.slow
+STRATEGIES: dict[str, Any] = {
+    "alone": {"model": TENSOR},
+    "and data": {"data": bx.DataParallel(), "model": TENSOR},
+    "and sharded": {"data": ALL, "model": TENSOR},
+    "and rows": {"data": bx.Hybrid({"params/table": bx.Rows()}, dense=ALL), "model": TENSOR},
+}
+LAYERS, BATCH, LENGTH, WIDTH, HIDDEN, HEADS, VOCABULARY = 3, 8, 16, 32, 128, 4, 64
+
+
+def placed(step: bx.Step, axis: int = 1) -> dict[str, str]:
+    return {one.path.removeprefix("params/"): str(one.placements[axis]) for one in step.plan.variables}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "strategies"),
+    [
+        ("gpt", "4x2 explicit", "and data"),
+        pytest.param("gpt", "4x2 auto", "alone", marks=SLOW),
+        ("gpt, kept", "4x2 auto", "and sharded"),
+        ("mlp", "4x2 explicit", "and rows"),  # a table by rows, and by columns
+        pytest.param("mlp", "4x2 auto", "and sharded", marks=SLOW),
+        ("resnet", "4x2 auto", "and sharded"),
+        pytest.param("lstm", "4x2 explicit", "and data", marks=SLOW),
+    ],
+)
+def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> None:
+    assert_as_on_one_device(make_step(MODELS[model], STRATEGIES[strategies], mesh), MODELS[model])
+
+
+def test_what_goes_together_is_split() -> None:
+    assert placed(make_step(MODELS["gpt"], STRATEGIES["and data"], "4x2 auto")) == {
+        "embedding": "split, dim 0", "positions": "replicated",
+        "layers/qkv": "split, dim 3", "layers/out": "split, dim 1",
+        "layers/up": "split, dim 2", "layers/bias": "split, dim 1", "layers/down": "split, dim 1",
+        "layers/scale": "replicated",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_says_why() -> None:
+    step = make_step(MODELS["lstm"], STRATEGIES["and data"], "4x2 auto")
+    why = {one.path.removeprefix("params/"): one.why for one in step.plan.variables}
+    assert "model: tensor parallel: whole: multiplied by what no rule divides at models.py:" in why["both"]
+    assert "dim 0 split; a device sends" in why["embedding"]
+    step = make_step(MODELS["resnet"], STRATEGIES["and data"], "4x2 auto")
+    assert "two dims of one value belong to it" in next(v.why for v in step.plan.variables if "blocks/0" in v.path)
+    small = make_step(MODELS["gpt"], {"model": bx.TensorParallel(min_bytes=50_000)}, "4x2 auto")
+    assert {path for path, one in placed(small).items() if one != "replicated"} == {
+        "layers/up", "layers/bias", "layers/down",
+    }  # fmt: skip
+    with pytest.raises(ArgumentError, match=r"up cannot be placed by Split\(dim=3\) on the axis 'model': dim=3 of a "):
+        make_step(MODELS["gpt"], {"model": bx.TensorParallel({"*/up": bx.Split(3)})}, "4x2 auto")
+    with pytest.raises(ArgumentError, match=r"min_bytes=-1: expected a size in bytes"):
+        bx.TensorParallel(min_bytes=-1)
+
+
+def test_an_override_of_one_weight_is_right() -> None:
+    model = MODELS["mlp"]
+    split = {"*/0/w": bx.Split(1), "*/1/w": bx.Split(1), "*": bx.Replicated()}  # 33 columns, over 2 devices
+    step = make_step(model, {"data": bx.DataParallel(), "model": bx.TensorParallel(split)}, "4x2 auto")
+    assert step.init(jax.random.key(0)).params["dense"][1]["w"].shape == (64, 34)
+    assert_as_on_one_device(step, model, num_updates=2)
+
+
+def _gpt(*, vocabulary: bool = True) -> Model:
+    """Attention with a weight each for queries, keys and values."""
+    shapes = {
+        "query": (LAYERS, WIDTH, HEADS, 8), "key": (LAYERS, WIDTH, HEADS, 8), "value": (LAYERS, WIDTH, HEADS, 8),
+        "out": (LAYERS, HEADS, 8, WIDTH), "up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH),
+        "scale": (LAYERS, WIDTH),
+    }  # fmt: skip
+
+    def init(key: jax.Array) -> Any:
+        return {
+            "layers": {name: jax.random.normal(key, shape) / 8 for name, shape in shapes.items()},
+            "table": jax.random.normal(key, (VOCABULARY, WIDTH)),
+        }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> Any:
+            h = x * w["scale"] * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+            query, key, value = (jnp.einsum("btd,dhk->bthk", h, w[name]) for name in ("query", "key", "value"))
+            scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", query, key))
+            x = x + jnp.einsum("bhts,bshk,hkd->btd", scores, value, w["out"])
+            return x + jax.nn.gelu((x * w["scale"]) @ w["up"]) @ w["down"], None
+
+        x, _ = jax.lax.scan(layer, params["table"][batch["ids"]], params["layers"])
+        if not vocabulary:
+            return (x**2).mean()
+        logits = x @ params["table"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:]).mean()
+
+    def batch(seed: int) -> Any:
+        return {"ids": jax.random.randint(jax.random.key(seed), (BATCH, LENGTH), 0, VOCABULARY)}
+
+    return Model(loss, init, batch)
+
+
+def sent(step: bx.Step) -> dict[int, float]:
+    """Bytes by the number of devices that take part together."""
+    found: dict[int, float] = {}
+    for one in collectives_of(step.lower().gradients.compile().as_text() or ""):
+        found[one.group_size] = found.get(one.group_size, 0.0) + total_sent([one]).get(one.kind, 0.0)
+    return found
+
+
+@pytest.mark.parametrize("data", [pytest.param("data parallel", marks=SLOW), "fully sharded"])
+def test_four_all_reduces_a_layer(data: str) -> None:
+    model = _gpt()
+    strategies = {"data": {"data parallel": bx.DataParallel(), "fully sharded": ALL}[data], "model": TENSOR}
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step = bx.parallelize(model.loss, optax.sgd(0.1), mesh, strategies, init=model.init, batch=specs(model.batch(0)))
+    activations = BATCH // 2 * LENGTH * WIDTH * 4
+    of_layers, of_vocabulary = 4 * LAYERS * activations, 2 * activations
+    # The cross entropy sums the largest logits and their exponentials, and reads those of the labels.
+    of_entropy = 3 * BATCH // 2 * LENGTH * 4
+    found = sent(step)
+    assert set(found) == {2, 4}
+    least = 2 * 3 / 4 * (of_layers + of_vocabulary)
+    assert least <= found[4] <= least + 2 * 3 / 4 * of_entropy
+    if data == "data parallel":  # along the other axis, gradients of parts, and the loss
+        whole = LAYERS * WIDTH * 4
+        total = sum(one.num_bytes for one in step.plan.variables)
+        least = (total - whole) / 4 + whole
+        tied = VOCABULARY * WIDTH  # both uses of the table, a quarter of 4 bytes each; and of the scale
+        assert least <= found[2] <= least + tied + whole + 16
+
+
+def test_a_table_by_columns() -> None:
+    model = _gpt(vocabulary=False)
+    step = make_step(model, STRATEGIES["and data"], "4x2 auto", optimizer=optax.sgd(0.1))
+    assert placed(step)["table"] == "split, dim 1"
+    gathers = [
+        one for one in collectives_of(step.lower().gradients.compile().as_text() or "") if one.kind == "all-gather"
+    ]
+    assert [(one.result_bytes, one.group_size) for one in gathers] == [(BATCH // 4 * LENGTH * WIDTH * 4, 2)]
