@@ -20,6 +20,7 @@ STRATEGIES: dict[str, Any] = {
     "alone": {"model": TENSOR},
     "and data": {"data": bx.DataParallel(), "model": TENSOR},
     "and sharded": {"data": ALL, "model": TENSOR},
+    "by sequence": {"data": ALL, "model": bx.TensorParallel(min_bytes=0, activations="by sequence")},
     "and rows": {"data": bx.Hybrid({"params/table": bx.Rows()}, dense=ALL), "model": TENSOR},
 }
 LAYERS, BATCH, LENGTH, WIDTH, HIDDEN, HEADS, VOCABULARY = 3, 8, 16, 32, 128, 4, 64
@@ -37,6 +38,8 @@ def placed(step: bx.Step, axis: int = 1) -> dict[str, str]:
         ("gpt, kept", "4x2 auto", "and sharded"),
         ("mlp", "4x2 explicit", "and rows"),  # a table by rows, and by columns
         pytest.param("mlp", "4x2 auto", "and sharded", marks=SLOW),
+        ("gpt", "4x2 explicit", "by sequence"),
+        pytest.param("gpt, kept", "4x2 auto", "by sequence", marks=SLOW),
         ("resnet", "4x2 auto", "and sharded"),
         pytest.param("lstm", "4x2 explicit", "and data", marks=SLOW),
     ],
@@ -57,7 +60,7 @@ def test_what_goes_together_is_split() -> None:
 def test_what_cannot_be_says_why() -> None:
     step = make_step(MODELS["lstm"], STRATEGIES["and data"], "4x2 auto")
     why = {one.path.removeprefix("params/"): one.why for one in step.plan.variables}
-    assert "model: tensor parallel: whole: multiplied by what no rule divides at models.py:" in why["both"]
+    assert "model: tensor parallel: whole: used by split at models.py:" in why["both"]
     assert "dim 0 split; a device sends" in why["embedding"]
     step = make_step(MODELS["resnet"], STRATEGIES["and data"], "4x2 auto")
     assert "two dims of one value belong to it" in next(v.why for v in step.plan.variables if "blocks/0" in v.path)
@@ -69,6 +72,8 @@ def test_what_cannot_be_says_why() -> None:
         make_step(MODELS["gpt"], {"model": bx.TensorParallel({"*/up": bx.Split(3)})}, "4x2 auto")
     with pytest.raises(ArgumentError, match=r"min_bytes=-1: expected a size in bytes"):
         bx.TensorParallel(min_bytes=-1)
+    with pytest.raises(ArgumentError, match=r"activations='sequence': expected \"whole\" or \"by sequence\""):
+        bx.TensorParallel(activations="sequence")  # pyright: ignore[reportArgumentType]
 
 
 def test_an_override_of_one_weight_is_right() -> None:
@@ -79,7 +84,7 @@ def test_an_override_of_one_weight_is_right() -> None:
     assert_as_on_one_device(step, model, num_updates=2)
 
 
-def _gpt(*, vocabulary: bool = True) -> Model:
+def _gpt(*, vocabulary: bool = True, remat: bool = False) -> Model:
     """Attention with a weight each for queries, keys and values."""
     shapes = {
         "query": (LAYERS, WIDTH, HEADS, 8), "key": (LAYERS, WIDTH, HEADS, 8), "value": (LAYERS, WIDTH, HEADS, 8),
@@ -101,7 +106,7 @@ def _gpt(*, vocabulary: bool = True) -> Model:
             x = x + jnp.einsum("bhts,bshk,hkd->btd", scores, value, w["out"])
             return x + jax.nn.gelu((x * w["scale"]) @ w["up"]) @ w["down"], None
 
-        x, _ = jax.lax.scan(layer, params["table"][batch["ids"]], params["layers"])
+        x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, params["table"][batch["ids"]], params["layers"])
         if not vocabulary:
             return (x**2).mean()
         logits = x @ params["table"].T
@@ -121,12 +126,38 @@ def sent(step: bx.Step) -> dict[int, float]:
     return found
 
 
+def _on_four(model: Model, strategies: Any) -> bx.Step:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return bx.parallelize(model.loss, optax.sgd(0.1), mesh, strategies, init=model.init, batch=specs(model.batch(0)))
+
+
+def test_activations_by_sequence() -> None:
+    """What layers keep is a quarter; the sums of a layer are scatters and gathers, one gather for each again."""
+    whole, split = (
+        _on_four(
+            _gpt(remat=True, vocabulary=False),
+            {"data": bx.DataParallel(), "model": bx.TensorParallel(min_bytes=0, activations=activations)},
+        )
+        for activations in ("whole", "by sequence")
+    )
+    assert placed(split)["layers/up"] == "split, dim 2, activations by sequence"
+    programs = [step.lower().gradients.compile() for step in (whole, split)]
+    saved = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    activations = BATCH // 2 * LENGTH * WIDTH * 4
+    assert saved[0] - saved[1] >= (LAYERS - 1) * activations * 3 / 4
+    found = [one for one in collectives_of(programs[1].as_text() or "") if one.group_size == 4]
+    by_kind = total_sent(one for one in found if one.times == LAYERS)
+    # Forward two of each, again but for the last sum, backward two of each.
+    assert by_kind["all-gather"] == LAYERS * 6 * activations * 3 / 4
+    assert by_kind["reduce-scatter"] == LAYERS * 5 * activations * 3 / 4
+    assert by_kind["all-reduce"] < activations / 2  # of the scales' gradients
+
+
 @pytest.mark.parametrize("data", [pytest.param("data parallel", marks=SLOW), "fully sharded"])
 def test_four_all_reduces_a_layer(data: str) -> None:
     model = _gpt()
     strategies = {"data": {"data parallel": bx.DataParallel(), "fully sharded": ALL}[data], "model": TENSOR}
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    step = bx.parallelize(model.loss, optax.sgd(0.1), mesh, strategies, init=model.init, batch=specs(model.batch(0)))
+    step = _on_four(model, strategies)
     activations = BATCH // 2 * LENGTH * WIDTH * 4
     of_layers, of_vocabulary = 4 * LAYERS * activations, 2 * activations
     # The cross entropy sums the largest logits and their exponentials, and reads those of the labels.

@@ -4,10 +4,14 @@ XLA's partitioner divides every operation as its operands lie. Two things are wr
 as their dims' groups say: what is summed over the split dim is whole. And a value that several products spread over a
 split dim (a layer's input, that queries, keys and values are made of) gets a copy for each device: the parts of its
 gradient are added up on the device that made them, and summed over devices once.
+
+Between such blocks activations are whole, or split along another dim than that of the batch, the sequence: each sum
+then becomes a scatter behind a block and a gather before the next (Megatron-LM, arXiv 2205.05198, section 4.2).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +30,7 @@ from braidax.program import (
     aval_of,
     batch_dim_of_result,
     bind,
+    equation_at,
     evaluate,
     find_batch_dims,
     find_dims,
@@ -49,34 +54,33 @@ def split(
     number. `mesh`: with automatic axes. `batch_axes`: over which samples are divided. `divided`: as of
     `find_batch_dims`.
     """
-    found = find_dims(program)
-    axes_of = _split_groups(found, layouts, mesh)
+    found, jaxpr = find_dims(program), program.closed.jaxpr
+    sites = [site for site in find_sites(program) if site.value.entry.leaf in layouts]
+    multiplied = {site.value.entry.leaf for site in sites if site.role != "rows"}
+    axes_of = _split_groups(found, {leaf: layouts[leaf] for leaf in multiplied}, mesh, batch_axes)
     dots = [dot for dot in found.dots if any(map(dot.contracts, axes_of)) or _spread(dot, axes_of)]
-    columns = [site for site in find_sites(program) if site.role == "rows" and site.value.entry.leaf in layouts]
+    columns = [site for site in sites if site.role == "rows"]
     batch_dims = find_batch_dims(program, {one.path for one in (*dots, *columns)}, divided)
+    between = _Between(axes_of, batch_axes, mesh, frozenset().union(*(one.by_sequence for one in layouts.values())))
     copies: dict[tuple[ValueOrigin, int], jax.Array] = {}
     rules: dict[Path, Any] = {}
     makers: dict[ValueOrigin, dict[Any, Callable[[Any], None]]] = {}
 
-    spec_of = partial(_spec, axes_of, batch_axes)
-
-    def copy(key: tuple[ValueOrigin, int], spec: PartitionSpec, value: Any) -> None:
-        axes = axes_of[key[1]]
-        size = math.prod(mesh.shape[axis] for axis in axes)
-        spread = jnp.broadcast_to(value, (size, *value.shape))
-        copies[key] = jax.lax.with_sharding_constraint(spread, PartitionSpec(axes, *spec))
+    def copy(key: tuple[ValueOrigin, int], lies: _Lies, value: Any) -> None:
+        copies[key] = between.copied(value, axes_of[key[1]], lies)
 
     for dot in dots:
         spread, copied = _spread(dot, axes_of), None
         if spread is not None and (origin := dot.origins[spread.operand]) is not None:
-            key = (origin, spread.group)
-            spec = spec_of(dot.operands[spread.operand], batch_dims[dot.path][spread.operand])
-            makers.setdefault(origin, {})[key] = partial(copy, key, spec)
+            key, side = (origin, spread.group), spread.operand
+            shape = aval_of(equation_at(jaxpr, dot.path).invars[side]).shape
+            lies = between.lies(dot, dot.operands[side], shape, batch_dims[dot.path][side], spread.group)
+            makers.setdefault(origin, {})[key] = partial(copy, key, lies)
             copied = partial(copies.__getitem__, key)
-        rules[dot.path] = partial(_product, dot, spread, copied, batch_dims[dot.path], spec_of)
+        rules[dot.path] = partial(_product, dot, spread, copied, batch_dims[dot.path], between)
 
     for site in columns:
-        rules[site.path] = partial(_read, batch_dims[site.path], spec_of)
+        rules[site.path] = partial(_read, batch_dims[site.path], between)
 
     def shown(values: Sequence[Any], path: Path) -> None:
         for origin, found in makers.items():
@@ -94,24 +98,14 @@ def split(
     return trace(run, *program.in_specs, mesh=mesh) if rules else program
 
 
-def _spec(
-    axes_of: Mapping[int, Axes], batch_axes: Axes, groups: Sequence[int | None], batch_dim: int | None
-) -> PartitionSpec:
-    """How a value lies whose dims are of these groups."""
-    dims: list[Any] = [axes_of.get(group) if group is not None else None for group in groups]
-    if batch_dim is None:  # it may be divided, nobody knows along which dim
-        return PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in dims))
-    return PartitionSpec(*dims[:batch_dim], dims[batch_dim] or batch_axes, *dims[batch_dim + 1 :])
-
-
-def _split_groups(found: Dims, layouts: Mapping[int, Layout], mesh: AbstractMesh) -> dict[int, Axes]:
+def _split_groups(found: Dims, layouts: Mapping[int, Layout], mesh: AbstractMesh, batch_axes: Axes) -> dict[int, Axes]:
     """The groups whose weights are split, all over the same axes, and that every operation can do in parts."""
     axes_of: dict[int, Axes] = {}
     for root, group in found.groups.items():
         told = {layouts[leaf].kept_axes(dim) for leaf, dim in group.leaves if leaf in layouts} - {()}
         if len(told) == 1 and not group.blocked:
             (axes,) = told
-            if group.divisor % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            if group.divisor % math.prod(mesh.shape[axis] for axis in axes) == 0 and not {*axes} & {*batch_axes}:
                 axes_of[root] = axes
     return {
         root: axes
@@ -134,58 +128,132 @@ def _spread(dot: Dot, axes_of: Mapping[int, Axes]) -> _Spread | None:
     return None
 
 
+class _Lies(NamedTuple):
+    """How a value lies between blocks: `whole` but for the batch and what else is split, and its `sequence` dim."""
+
+    whole: PartitionSpec
+    sequence: int | None
+
+
+@dataclass(frozen=True)
+class _Between:
+    """How values lie between blocks. **Fields:** `by_sequence`: axes along which they are split by sequence."""
+
+    axes_of: Mapping[int, Axes]
+    batch_axes: Axes
+    mesh: AbstractMesh
+    by_sequence: frozenset[str]
+
+    def lies(
+        self, dot: Dot, groups: Sequence[int | None], shape: Sequence[int], batch_dim: int | None, group: int | None
+    ) -> _Lies:
+        """Of an operand or the result of a product. **Arguments:** `group`: that it spreads or sums over."""
+        dims: list[Any] = [self.axes_of.get(one) if one is not None else None for one in groups]
+        if batch_dim is None:  # it may be divided, nobody knows along which dim
+            return _Lies(PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in dims)), None)
+        dims[batch_dim] = dims[batch_dim] or self.batch_axes
+        sequence = None
+        if group is not None and {*self.axes_of[group]} <= self.by_sequence:
+            size = self.size(self.axes_of[group])
+            free = [at for at, one in enumerate(groups) if one in dot.result and not dims[at] and not shape[at] % size]
+            sequence = free[0] if free else None
+        return _Lies(PartitionSpec(*dims), sequence)
+
+    def size(self, axes: Axes) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def copied(self, value: Any, axes: Axes, lies: _Lies) -> Any:
+        """Returns `[N, ...]` copies of a value, one a device, gathered where it is split by sequence."""
+        copies = PartitionSpec(axes, *lies.whole)
+        if lies.sequence is None:
+            value = jnp.broadcast_to(value, (self.size(axes), *value.shape))
+            return jax.lax.with_sharding_constraint(value, copies)
+        split, dim = _with(lies.whole, lies.sequence, axes), lies.sequence
+        value = jax.lax.with_sharding_constraint(value, split)
+        return _island(lambda x: jax.lax.all_gather(x, axes, axis=dim, tiled=True)[None], split, copies)(value)
+
+    def summed(self, parts: Any, axes: Axes, lies: _Lies) -> Any:
+        """Sums `[N, ...]` parts, one a device, and leaves each device its part of the sequence."""
+        assert lies.sequence is not None, "else the sum is whole"
+        scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=lies.sequence, tiled=True)
+        split = _with(lies.whole, lies.sequence, axes)
+        return _island(lambda parts: scatter(parts[0]), PartitionSpec(axes, *lies.whole), split)(parts)
+
+
+def _with(spec: PartitionSpec, dim: int | None, axes: Axes) -> PartitionSpec:
+    return PartitionSpec(*(axes if at == dim else entry for at, entry in enumerate(spec)))
+
+
+def _island(local: Callable[[Any], Any], in_spec: PartitionSpec, out_spec: PartitionSpec) -> Any:
+    """Manual along every axis that splits the value: XLA would bring it together along others."""
+    entries = [entry for entry in (*in_spec, *out_spec) if entry]
+    axes = {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}
+    return jax.shard_map(local, in_specs=in_spec, out_specs=out_spec, axis_names=axes, check_vma=False)
+
+
 def _product(
     dot: Dot,
     spread: _Spread | None,
     copies: Callable[[], jax.Array] | None,
     batch_dims: Sequence[int | None],
-    spec_of: Callable[..., PartitionSpec],
+    between: _Between,
     equation: Equation,
     inputs: list[Any],
 ) -> Sequence[Any]:
-    """Computes a product, from the copies of one operand where there are such."""
-    if copies is None or spread is None:
-        (result,) = bind(equation, inputs)
-    else:
-        other = 1 - spread.operand
-        result = _from_copies(equation, copies(), inputs[other], other, dot.operands[other].index(spread.group))
+    """Computes a product: from the copies of one operand, in parts that are summed by sequence, or as it is."""
     found = [batch_dim_of_result(equation, at, batch_dims[at]) for at in range(2)]
     batch_dim = next((one for one in found if one is not None), None)
-    return [jax.lax.with_sharding_constraint(result, spec_of(dot.result, batch_dim))]
+    shape = aval_of(equation.outvars[0]).shape
+    summed = next((group for group in between.axes_of if dot.contracts(group)), None)
+    lies = between.lies(dot, dot.result, shape, batch_dim, summed)
+    if copies is not None and spread is not None:
+        side = 1 - spread.operand
+        dim = dot.operands[side].index(spread.group)
+        dims = [dim if operand == side else None for operand in range(2)]
+        inputs[spread.operand] = copied = copies()
+        inputs[side] = _apart(inputs[side], dim, copied.shape[0])
+        to = batch_dim_of_result(equation, side, dim)
+        assert to is not None, "a free dim is in the result"
+        result = jnp.moveaxis(_of_parts(equation, inputs, dims), 0, to).reshape(shape)
+    elif summed is not None and lies.sequence is not None:
+        axes = between.axes_of[summed]
+        dims, size = [operand.index(summed) for operand in dot.operands], between.size(axes)
+        parts = [_apart(value, dim, size) for value, dim in zip(inputs, dims, strict=True)]
+        return [between.summed(_of_parts(equation, parts, dims), axes, lies)]
+    else:
+        (result,) = bind(equation, inputs)
+    return [jax.lax.with_sharding_constraint(result, lies.whole)]
 
 
-def _read(
-    batch_dims: Sequence[int | None], spec_of: Callable[..., PartitionSpec], equation: Equation, inputs: list[Any]
-) -> Sequence[Any]:
-    """Reads rows of a table that is split by its columns, and brings these together."""
+def _read(batch_dims: Sequence[int | None], between: _Between, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+    """Reads rows of a table that is split, and brings them together."""
     (result,) = bind(equation, inputs)
-    batch_dim = batch_dim_of_result(equation, 1, batch_dims[1])
-    whole = PartitionSpec(*[None] * result.ndim) if batch_dim is None else spec_of([None] * result.ndim, batch_dim)
-    return [jax.lax.with_sharding_constraint(result, whole)]
+    dims: list[Any] = [None] * result.ndim
+    if (batch_dim := batch_dim_of_result(equation, 1, batch_dims[1])) is not None:
+        dims[batch_dim] = between.batch_axes
+    return [jax.lax.with_sharding_constraint(result, PartitionSpec(*dims))]
 
 
-def _from_copies(equation: Equation, copies: Any, other: Any, side: int, dim: int) -> Any:
-    """Multiplies `[N, ...]` copies of one operand, each with one part of the other along a dim.
+def _apart(value: Any, dim: int, size: int) -> Any:
+    """Takes a dim apart in `size` equal parts."""
+    return value.reshape(*value.shape[:dim], size, value.shape[dim] // size, *value.shape[dim + 1 :])
 
-    **Arguments:** `side`: which operand the other one is. **Returns:** the equation's result, its parts side by side.
+
+def _of_parts(equation: Equation, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """Computes a product part by part, `[N, ...]`.
+
+    **Arguments:** `operands`: those of the equation, with a dim of `N` parts before the one that `dims` names, or in
+    front where it names none.
     """
-    size, params, shape = copies.shape[0], equation.params, other.shape
-    parts = other.reshape(*shape[:dim], size, shape[dim] // size, *shape[dim + 1 :])
+    params = equation.params
+    numbers = params["dimension_numbers"]
 
     def moved(at: int, operand: int) -> int:
-        return at + 1 if operand != side or at >= dim else at
+        return at + 1 if at >= (dims[operand] or 0) else at
 
-    contracted, batched = (
-        [[moved(at, operand) for at in dims[operand]] for operand in range(2)] for dims in params["dimension_numbers"]
-    )
+    contracted, batched = ([[moved(at, operand) for at in of[operand]] for operand in range(2)] for of in numbers)
     for operand in range(2):
-        batched[operand].insert(0, dim if operand == side else 0)
-    product = jax.lax.dot_general(
-        *((parts, copies) if side == 0 else (copies, parts)),
-        ((contracted[0], contracted[1]), (batched[0], batched[1])),
-        params["precision"],
-        params["preferred_element_type"],
-    )
-    to = batch_dim_of_result(equation, side, dim)
-    assert to is not None, "a free dim is in the result"
-    return jnp.moveaxis(product, 0, to).reshape(aval_of(equation.outvars[0]).shape)
+        batched[operand].insert(0, dims[operand] or 0)
+    first, second = operands
+    numbers = ((contracted[0], contracted[1]), (batched[0], batched[1]))
+    return jax.lax.dot_general(first, second, numbers, params["precision"], params["preferred_element_type"])

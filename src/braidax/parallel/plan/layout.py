@@ -27,12 +27,14 @@ class Layout:
 
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
     `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it.
+    `by_sequence`: those along which activations between blocks are split by sequence.
     """
 
     shape: tuple[int, ...]
     dim_axes: tuple[tuple[Axis, ...], ...]
     by_rows: bool = False
     gathered: frozenset[str] = frozenset()
+    by_sequence: frozenset[str] = frozenset()
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Layout":

@@ -1,12 +1,14 @@
 """Placements: what happens to one variable on one mesh axis."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from braidax.errors import ArgumentError
 
 from .layout import Axis, Layout
+
+Activations = Literal["whole", "by sequence"]
 
 
 @runtime_checkable
@@ -88,18 +90,30 @@ class Split:
     Its gradient and the optimizer's state are split alike. Activations that have the dim are split with it, as long as
     every operation can be done on parts; XLA brings parts together where one cannot.
 
-    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded.
+    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded. `activations`: as of
+    `TensorParallel`.
     """
 
     dim: int
+    activations: Activations = "whole"
+
+    def __post_init__(self) -> None:
+        check_activations(self.activations)
 
     def refine(self, layout: Layout, axis: Axis) -> Layout:
         """Splits the dim."""
-        return layout.split(self.dim, axis)
+        by_sequence = layout.by_sequence | ({axis.name} if self.activations == "by sequence" else set())
+        return replace(layout.split(self.dim, axis), by_sequence=by_sequence)
 
     def __str__(self) -> str:
-        """`split`, and the dim."""
-        return f"split, dim {self.dim}"
+        """`split`, the dim, and what else is."""
+        return f"split, dim {self.dim}" + (", activations by sequence" if self.activations == "by sequence" else "")
+
+
+def check_activations(activations: str) -> None:
+    """Raises `ArgumentError` for another word than one of `Activations`."""
+    if activations not in ("whole", "by sequence"):
+        raise ArgumentError(f'activations={activations!r}: expected "whole" or "by sequence"')
 
 
 PLACEMENTS: Mapping[str, type[Any]] = {"Replicated": Replicated, "Rows": Rows, "Gathered": Gathered, "Split": Split}

@@ -8,7 +8,7 @@ from braidax.program import Group
 
 from .layout import Axis, Layout
 from .model import Model
-from .placements import Placement, Replicated, Split
+from .placements import Activations, Placement, Replicated, Split, check_activations
 from .strategy import Choice, chosen, in_words, num_bytes, shown
 
 
@@ -22,15 +22,19 @@ class TensorParallel:
     gradients before it (Megatron-LM, arXiv 1909.08053, section 3).
 
     **Arguments:** `overrides`: as of `Hybrid`; `Split(dim)` splits a dim whatever uses it. `min_bytes`: dims whose
-    weights have fewer bytes together stay whole.
+    weights have fewer bytes together stay whole. `activations`: how they lie between such blocks: whole on each device,
+    or "by sequence", split along the first dim that is neither the batch's nor multiplied by weights. What layers keep
+    for the backward pass is then 1/N, for about the same bytes on the wire (arXiv 2205.05198, section 4.2).
     """
 
     overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
     min_bytes: int = 64 << 10
+    activations: Activations = "whole"
 
     def __post_init__(self) -> None:
         if self.min_bytes < 0:
             raise ArgumentError(f"min_bytes={self.min_bytes}: expected a size in bytes, such as 64 << 10")
+        check_activations(self.activations)
 
     def __repr__(self) -> str:
         return shown(self)
@@ -47,7 +51,7 @@ class TensorParallel:
         that is split already stay whole. **Raises:** as `Hybrid.place`.
         """
         paths = [*model.variables]
-        whole: dict[str, str] = {}
+        whole: dict[str, tuple[int, str]] = {}
         split = {path: by for path in paths if (by := self._by_columns(model, path, axis, taken[path]))}
         picked: set[int] = set()
         sizes = {root: _split_bytes(group, model) for root, group in model.dims.groups.items()}
@@ -57,18 +61,20 @@ class TensorParallel:
             parts = [(paths[leaf], dim, taken[paths[leaf]]) for leaf, dim in group.leaves if paths[leaf] not in split]
             why = self._why_whole(group, sizes[root], axis, [(layout, dim) for _, dim, layout in parts])
             if why or group.conflicts & picked:
-                whole |= {path: why for path, _, _ in parts if why and path not in whole}
+                told = why or "its dims share a value with what is split"
+                for path, dim, layout in parts:
+                    whole[path] = max(whole.get(path, (0, "")), (layout.shape[dim], told))
                 continue
             picked.add(root)
             told = f"a device sends {in_words(_sent(group.summed_bytes, axis))} a step for {len(parts)} of them"
             for path, dim, _ in parts:
-                split[path] = Choice(Split(dim), f"tensor parallel: dim {dim} split; {told}")
-        return chosen(
-            self.overrides,
-            "tensor parallel",
-            model,
-            lambda path: split.get(path) or Choice(Replicated(), f"tensor parallel: whole: {_told(whole, path)}"),
-        )
+                split[path] = Choice(Split(dim, self.activations), f"tensor parallel: dim {dim} split; {told}")
+
+        def choose(path: str) -> Choice:
+            _, why = whole.get(path, (0, "a scalar"))
+            return split.get(path) or Choice(Replicated(), f"tensor parallel: whole: {why}")
+
+        return chosen(self.overrides, "tensor parallel", model, choose)
 
     def _by_columns(self, model: Model, path: str, axis: Axis, taken: Layout) -> Choice | None:
         """A table that is read by rows only is split by its columns, which are brought together behind that."""
@@ -79,7 +85,9 @@ class TensorParallel:
         even = spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0
         if not even or num_bytes(spec) < self.min_bytes:
             return None
-        return Choice(Split(dim), "tensor parallel: by columns, brought together behind what reads its rows")
+        return Choice(
+            Split(dim, self.activations), "tensor parallel: by columns, brought together behind what reads its rows"
+        )
 
     def _why_whole(self, group: Group, size: int, axis: Axis, parts: Sequence[tuple[Layout, int]]) -> str:
         """Says why the dims of a group are not split, or ""."""
@@ -95,10 +103,6 @@ class TensorParallel:
 
 def _sent(summed_bytes: int, axis: Axis) -> int:
     return round(summed_bytes * 2 * (axis.size - 1) / axis.size)
-
-
-def _told(whole: Mapping[str, str], path: str) -> str:
-    return whole.get(path, "no dim of it goes with those that are split")
 
 
 def _split_bytes(group: Group, model: Model) -> int:
