@@ -16,7 +16,7 @@ import braidax as bx
 from benchmarks.harness import Report, arguments, run, say, take_turns
 from benchmarks.sharded import systems
 from benchmarks.sharded.models import Shape
-from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA, System
+from benchmarks.sharded.systems import BY_HAND, HELD, MEGATRON, OURS, TENSOR, XLA, System
 from braidax.program import total_sent
 
 NUM_DEVICES = 8
@@ -120,6 +120,36 @@ def _systems(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> tuple[b
     }
 
 
+def _tensor(report: Report, scale: Scale) -> None:
+    """Layers' work split over 4 devices: bytes along that axis, and steps."""
+    size = 4 if scale.timed.heads % 4 == 0 else 2
+    mesh = _mesh((NUM_DEVICES // size, size), ("data", "model"))
+    shape = replace(scale.timed, layers=scale.timed_layers[0], qkv="by heads", backward="kept")
+    case = f"GPT-2 by heads, width {shape.width}, {NUM_DEVICES // size} × {size}"
+    strategies = {"data": bx.DataParallel(), "model": bx.parallel.TensorParallel(min_bytes=0)}
+    step, own = systems.ours(shape, mesh, strategies)
+    found = {
+        TENSOR: own,
+        XLA: systems.xla(shape, mesh, step),
+        HELD: systems.held(shape, mesh, step),
+        MEGATRON: systems.megatron(shape, mesh, step),
+    }
+    activations = shape.batch * size // NUM_DEVICES * shape.length * shape.width * 4
+    # Four all-reduces a layer; of the vocabulary, what is looked up and the gradient of the head's input.
+    sent = {FORMULA: 2 * (size - 1) / size * (4 * shape.layers + 2) * activations}
+    for name, system in found.items():
+        along = [one for one in system.collectives() if one.group_size != NUM_DEVICES // size]
+        sent[name] = sum(total_sent(along).values())
+        report.add(case, name, MEMORY, "MiB", [system.memory_bytes() / 2**20])
+    for name, num_bytes in sent.items():
+        report.add(case, name, "sent along model by a device, a step", "MB", [num_bytes / 1e6])
+    _time(report, case, "", shape, step, found, scale.rounds)
+    report.at_most("tp_bytes", sent[TENSOR] / sent[FORMULA], 1.02)
+    report.at_most("tp_bytes_peers", sent[TENSOR] / min(sent[name] for name in (XLA, HELD, MEGATRON)), 1)
+    report.against("tp_step", case, STEP, ours=TENSOR, peers=[XLA, HELD, MEGATRON])
+    jax.clear_caches()
+
+
 def _accumulate(report: Report, scale: Scale) -> None:
     """Bytes of data-parallel gradients with several microbatches, and with one."""
     mesh, shape = _mesh((NUM_DEVICES,), ("data",)), replace(scale.timed, layers=scale.timed_layers[0], batch=64)
@@ -150,6 +180,7 @@ _CASES: dict[str, Callable[[Report, Scale], None]] = {
     "layers": _layers,
     "steps": _steps,
     "hybrid_sharding": _hybrid_sharding,
+    "tensor": _tensor,
     "accumulate": _accumulate,
 }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,19 @@ import optax
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. **Fields:** `vocabulary`, `width`, `layers`, `length`: tokens of a sample; `batch`: samples."""
+    """Sizes of a model.
+
+    **Fields:** `vocabulary`, `width`, `layers`, `length`: tokens of a sample; `batch`: samples. `qkv`: how queries,
+    keys and values share a weight: in one dim, or in dims of their own. `backward`: what it does with layers.
+    """
 
     vocabulary: int
     width: int
     layers: int
     length: int
     batch: int
+    qkv: Literal["side by side", "by heads"] = "side by side"
+    backward: Literal["again", "kept"] = "again"
 
     @property
     def heads(self) -> int:
@@ -37,6 +43,7 @@ class Shape:
     def init(self, key: jax.Array) -> dict[str, Any]:
         """The first parameters."""
         d, num = self.width, self.layers
+        three = (3 * d,) if self.qkv == "side by side" else (3, self.heads, 64)
         keys = iter(jax.random.split(key, 6))
 
         def normal(*shape: int) -> jax.Array:
@@ -46,8 +53,9 @@ class Shape:
             "wte": normal(self.vocabulary, d),
             "wpe": normal(self.length, d),
             "layers": {
-                "qkv": normal(num, d, 3 * d), "qkv_bias": jnp.zeros((num, 3 * d)),
-                "out": normal(num, d, d), "out_bias": jnp.zeros((num, d)),
+                "qkv": normal(num, d, *three), "qkv_bias": jnp.zeros((num, *three)),
+                "out": normal(num, d, d) if self.qkv == "side by side" else normal(num, self.heads, 64, d),
+                "out_bias": jnp.zeros((num, d)),
                 "up": normal(num, d, 4 * d), "up_bias": jnp.zeros((num, 4 * d)),
                 "down": normal(num, 4 * d, d), "down_bias": jnp.zeros((num, d)),
                 "first": jnp.ones((num, d)), "second": jnp.ones((num, d)),
@@ -58,26 +66,42 @@ class Shape:
     def loss(self, params: Any, batch: Any, held: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
         """Of the next token, for one device. **Arguments:** `held`: is given what goes from layer to layer."""
         x = held(params["wte"][batch["ids"]] + params["wpe"])
-        layer = jax.checkpoint(lambda x, w: (held(self.layer(x, w)[0]), None))
-        x, _ = jax.lax.scan(layer, x, params["layers"])
+        x, _ = jax.lax.scan(self.kept(lambda x, w: (held(self.layer(x, w)[0]), None)), x, params["layers"])
         return self.head(x, params["last"], params["wte"], batch["ids"])
 
     def head(self, x: jax.Array, scale: jax.Array, wte: jax.Array, ids: jax.Array) -> jax.Array:
         """The loss of the last layer's outputs."""
-        logits = _normed(x, scale)[:, :-1] @ wte.T
+        logits = normed(x, scale)[:, :-1] @ wte.T
         return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
     def layer(self, x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         """Attention and a wider part between, each beside what it is added to."""
-        num, length = x.shape[:2]
-        h = _normed(x, w["first"]) @ w["qkv"] + w["qkv_bias"]
-        q, k, v = jnp.split(h.reshape(num, length, 3 * self.heads, 64), 3, axis=2)
+        x = x + self.attention(normed(x, w["first"]), w) + w["out_bias"]
+        return x + self.wider(normed(x, w["second"]), w) + w["down_bias"], None
+
+    def attention(self, h: jax.Array, w: Any) -> jax.Array:
+        """By the heads that `w` holds."""
+        length = h.shape[1]
+        if self.qkv == "by heads":
+            both = jnp.einsum("btd,dchk->cbthk", h, w["qkv"]) + w["qkv_bias"][:, None, None]
+            q, k, v = both[0], both[1], both[2]
+        else:
+            both = h @ w["qkv"] + w["qkv_bias"]
+            q, k, v = jnp.split(both.reshape(len(h), length, 3 * self.heads, 64), 3, axis=2)
         scores = jnp.einsum("bthk,bshk->bhts", q, k) / 8
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
-        mixed = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v).reshape(x.shape)
-        x = x + mixed @ w["out"] + w["out_bias"]
-        h = jax.nn.gelu(_normed(x, w["second"]) @ w["up"] + w["up_bias"])
-        return x + h @ w["down"] + w["down_bias"], None
+        mixed = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
+        if self.qkv == "by heads":
+            return jnp.einsum("bthk,hkd->btd", mixed, w["out"])
+        return mixed.reshape(h.shape) @ w["out"]
+
+    def wider(self, h: jax.Array, w: Any) -> jax.Array:
+        """The wider part, by the hidden dims that `w` holds."""
+        return jax.nn.gelu(h @ w["up"] + w["up_bias"]) @ w["down"]
+
+    def kept(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a layer of which the backward pass keeps its input, or everything."""
+        return jax.checkpoint(layer) if self.backward == "again" else layer
 
     def formula_bytes(self, num_devices: int, arguments: int) -> int:
         """Returns what a device needs at least for fully sharded gradients, beside what it gives back.
@@ -97,6 +121,7 @@ class Shape:
         return arguments + 4 * (kept + max(head, layer))
 
 
-def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Layer norm without a bias."""
     mean = x.mean(-1, keepdims=True)
     return scale * (x - mean) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)

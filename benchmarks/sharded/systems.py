@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import braidax as bx
-from benchmarks.sharded.models import Shape
+from benchmarks.sharded.models import Shape, normed
 from braidax.program import Collective, collectives_of
 
+TENSOR, MEGATRON = "ours, TensorParallel", "Megatron's way, shard_map by hand"
 OURS, XLA, BY_HAND = "ours, FullySharded", "jax.jit, the same shardings", "shard_map by hand"
 HELD = "jax.jit, activations constrained"
 OPTIMIZER = optax.adamw(1e-3)
@@ -77,7 +79,7 @@ def xla(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
 
 def held(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
     """The same, told that what goes from layer to layer is split by samples."""
-    split = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+    split = NamedSharding(mesh, PartitionSpec(like.plan.batch_axes))
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return shape.loss(params, batch, lambda x: jax.lax.with_sharding_constraint(x, split))
@@ -108,6 +110,47 @@ def by_hand(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
     def gradients(params: Any, batch: Any) -> Any:
         inputs = (specs, PartitionSpec(axes))
         mapped: Any = jax.shard_map(local, mesh=mesh, in_specs=inputs, out_specs=PartitionSpec())
+        return jax.value_and_grad(mapped)(params, batch)
+
+    return _of(gradients, shape, mesh, like)
+
+
+def megatron(shape: Shape, mesh: Mesh, like: bx.Step) -> System:
+    """One `shard_map` over samples and heads: activations are whole along "model", and summed behind each block."""
+    specs = jax.tree.map(lambda sharding: sharding.spec, like.state_shardings.params)
+
+    def copied(x: Any) -> Any:
+        return jax.lax.pcast(x, "model", to="varying")  # its gradient is summed
+
+    def layer(x: Any, w: Any) -> Any:
+        mixed = shape.attention(copied(normed(x, w["first"])), w)
+        x = x + jax.lax.psum(mixed, "model") + w["out_bias"]
+        wide = shape.wider(copied(normed(x, w["second"])), w)
+        return x + jax.lax.psum(wide, "model") + w["down_bias"], None
+
+    def rows(wte: Any, ids: Any) -> Any:
+        at = ids - jax.lax.axis_index("model") * len(wte)
+        own = (at >= 0) & (at < len(wte))
+        return jax.lax.psum(jnp.where(own[..., None], wte[jnp.clip(at, 0, len(wte) - 1)], 0), "model")
+
+    def entropy(logits: Any, labels: Any) -> Any:
+        largest = jax.lax.pmax(jax.lax.stop_gradient(logits.max(-1)), "model")
+        total = jax.lax.psum(jnp.exp(logits - largest[..., None]).sum(-1), "model")
+        at = labels - jax.lax.axis_index("model") * logits.shape[-1]
+        own = (at >= 0) & (at < logits.shape[-1])
+        picked = jnp.take_along_axis(logits, jnp.clip(at, 0, logits.shape[-1] - 1)[..., None], -1)[..., 0]
+        return (jnp.log(total) + largest - jax.lax.psum(jnp.where(own, picked, 0), "model")).mean()
+
+    def local(params: Any, batch: Any) -> Any:
+        x = rows(params["wte"], batch["ids"]) + params["wpe"]
+        x, _ = jax.lax.scan(shape.kept(layer), x, params["layers"])
+        logits = copied(normed(x, params["last"]))[:, :-1] @ params["wte"].T
+        return jax.lax.pmean(entropy(logits, batch["ids"][:, 1:]), "data")
+
+    def gradients(params: Any, batch: Any) -> Any:
+        mapped: Any = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs, PartitionSpec("data")), out_specs=PartitionSpec()
+        )
         return jax.value_and_grad(mapped)(params, batch)
 
     return _of(gradients, shape, mesh, like)
