@@ -164,7 +164,7 @@ def test_plan_and_batch_shardings_need_no_array() -> None:
     step = bx.parallelize(make_mesh(), DATA)(train_step)
     state = jax.eval_shape(begin)
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), make_batch())
-    assert "state/params/weight" in str(step.plan(state, batch))
+    assert "state/params/weight" in str(step.prepare(state, batch))
     assert step.batch_shardings(batch)["ids"].spec == jax.sharding.PartitionSpec("data")
 
 
@@ -272,7 +272,7 @@ def test_hybrid_tells_of_a_decorated_step_what_could_go_by_rows() -> None:
 
     params = {"table": jnp.ones((100, 4)), "kernel": jnp.ones((4, 2))}
     state, batch = {"params": params, "count": jnp.zeros((), jnp.int32)}, {"ids": np.arange(16, dtype=np.int32)}
-    why = {variable.path: variable.why for variable in train_step.plan(state, batch).variables}
+    why = {variable.path: variable.why for variable in train_step.prepare(state, batch).variables}
     assert "by rows in the gradients of a decorated step" in why["state/params/table"]
     assert "dot_general" in why["state/params/kernel"]
     assert "no gradient uses it" in why["state/count"]
@@ -280,11 +280,11 @@ def test_hybrid_tells_of_a_decorated_step_what_could_go_by_rows() -> None:
     np.testing.assert_allclose(value, 16.0)
 
 
-def test_a_decorated_step_is_not_fully_sharded() -> None:
-    @bx.parallelize(make_mesh(), {"data": bx.FullySharded(min_bytes=0)})
-    def step(state: Any, batch: Any) -> Any:
-        loss, gradients = bx.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state)
-        return state - gradients, loss
-
-    with pytest.raises(ArgumentError, match=r"state of step would be gathered .*give the loss and the optimizer"):
-        step(jnp.ones((8, 8)), jnp.ones((8, 8)))
+def test_a_step_has_a_plan_once_it_knows_its_arguments() -> None:
+    step = bx.parallelize(make_mesh(), DATA)(train_step)
+    with pytest.raises(StateError, match=r"train_step has no plan before .*call prepare\(state, batch\)"):
+        _ = step.plan
+    plan = step.prepare(jax.eval_shape(begin), make_batch())
+    assert step.plan is plan
+    step(begin(), make_batch())
+    assert step.plan is plan

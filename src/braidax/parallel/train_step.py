@@ -1,51 +1,45 @@
 """`TrainStep`: a whole single-device training step on a mesh, cut in two where its gradients are."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError, StateError
 from braidax.program import (
-    LeafUses,
-    Part,
-    Program,
+    Origin,
     call_watched,
     compile_on,
     difference,
-    find_uses,
+    gradients_kept,
     named_leaves,
     spec_of,
     specs_of,
-    split_at_marks,
     trace,
 )
 
 from .compute.in_flight import InFlight
+from .compute.traced_step import TracedStep
 from .given.arrays import adopt, place
 from .plan.batch import batch_axes, shard_batch
-from .plan.model import Model
-from .plan.placements import Gathered
-from .plan.plan import Plan, make_plan, shardings_of
+from .plan.plan import Plan, shardings_of
 from .plan.strategy import Strategy
-
-_DECORATED = (
-    "by rows in the gradients of a decorated step, whose optimizer moves it whole; give the loss and the optimizer to "
-    "parallelize, and its rows are exchanged"
-)
+from .step import Lowered
 
 
 @dataclass(frozen=True)
 class _Form:
     """A step for one structure and one set of shapes of state and batch."""
 
+    plan: Plan
     state_shardings: Any
     batch_shardings: Any
     run: Callable[[list[jax.Array], InFlight, Callable[[], object] | None], list[jax.Array]]
+    lower: Callable[[], Lowered]
     donated: tuple[int, ...]
     out_tree: Any
 
@@ -64,7 +58,7 @@ class TrainStep:
         self._fn = fn
         self._name: str = getattr(fn, "__name__", type(fn).__name__)
         self.__wrapped__ = fn
-        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._newest: _Form | None = None
         self._forms: dict[Any, _Form] = {}
         self._in_flight = InFlight(mesh)
 
@@ -86,7 +80,7 @@ class TrainStep:
         **Raises:** `ArgumentError`, `SpecError` or `StateError`, on the first call with such shapes, when the function
         or its arguments cannot be parallelized.
         """
-        form = self._form(state, batch)
+        form = self._newest = self._form(state, batch)
         state_leaves = jax.tree.leaves(adopt(state, form.state_shardings))
         seen: set[int] = set()
         for index in form.donated:
@@ -97,15 +91,45 @@ class TrainStep:
         outputs = form.run([*state_leaves, *batch_leaves], self._in_flight, before_apply)
         return jax.tree.unflatten(form.out_tree, outputs)
 
-    def plan(self, state: Any, batch: Any) -> Plan:
-        """Returns the plan for a state and a batch, given as arrays or as `jax.ShapeDtypeStruct`."""
-        self.batch_shardings(batch)
-        state, batch = specs_of(state), specs_of(batch)
-        return self._plan(state, trace(self._checked, state, batch))
+    @property
+    def plan(self) -> Plan:
+        """The plan for the newest form of state and batch that it was prepared for or called with.
+
+        **Raises:** `StateError` before there is one.
+        """
+        return self._form_at_hand().plan
+
+    def prepare(self, state: Any, batch: Any) -> Plan:
+        """Traces the step for a state and a batch, as arrays or `jax.ShapeDtypeStruct`, and computes nothing.
+
+        **Returns:** the plan, from then on `plan`, too. **Raises:** as `update`.
+        """
+        self._newest = self._form(state, batch)
+        return self._newest.plan
+
+    @property
+    def state_shardings(self) -> Any:
+        """Where each leaf of the state lies by `plan`: a PyTree of `NamedSharding`, such as `jax.jit` takes.
+
+        **Raises:** as `plan`.
+        """
+        return self._form_at_hand().state_shardings
+
+    def lower(self) -> Lowered:
+        """Lowers both functions of the newest form for inspection, from shapes alone. **Raises:** as `plan`."""
+        return self._form_at_hand().lower()
 
     def batch_shardings(self, batch: Any) -> Any:
         """Returns the PyTree of `NamedSharding` that batches like `batch` (arrays or specs) should come with."""
         return shard_batch(self.mesh, batch_axes(self.mesh, self.strategies), batch)
+
+    def _form_at_hand(self) -> _Form:
+        if self._newest is None:
+            raise StateError(
+                f"{self._name} has no plan before it knows its state and batch: call prepare(state, batch) with arrays "
+                f"or jax.ShapeDtypeStruct"
+            )
+        return self._newest
 
     def _form(self, state: Any, batch: Any) -> _Form:
         leaves, tree = jax.tree.flatten((state, batch))
@@ -119,33 +143,17 @@ class TrainStep:
 
     def _make_form(self, state: Any, batch: Any) -> _Form:
         batch_shardings = self.batch_shardings(batch)
-        program = trace(self._checked, state, batch)
-        state_shardings = shardings_of(self._plan(specs_of(state), program), self.mesh, state)
-        new_state, metrics = program.out_specs
+        with gradients_kept():
+            program = trace(self._checked, state, batch)
+        new_state, _ = program.out_specs
         if message := difference(specs_of(state), new_state, "state"):
             raise StateError(f"{self._name} returned another state than it was given: {message}")
-        inputs = [*jax.tree.leaves(state_shardings), *jax.tree.leaves(batch_shardings)]
-        outputs = [*jax.tree.leaves(state_shardings), *(self._replicated for _ in jax.tree.leaves(metrics))]
-        run, donated = _two_jits(program, self.mesh, inputs, outputs, len(jax.tree.leaves(state)))
-        return _Form(state_shardings, batch_shardings, run, donated, jax.tree.structure(program.out_specs))
-
-    def _plan(self, state: Any, program: Program) -> Plan:
-        variables = dict(named_leaves(state, "state"))
-        num_parts = math.prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh, self.strategies))
-        model = Model(
-            variables,
-            num_parts,
-            find_uses=lambda: dict(_uses(program, list(variables))),
-            no_rows=lambda path: _DECORATED,
-        )
-        plan = make_plan(self.mesh, self.strategies, model)
-        for variable in plan.variables:
-            if any(isinstance(placement, Gathered) for placement in variable.placements):
-                raise ArgumentError(
-                    f"{variable.path} of {self._name} would be gathered where it is used, and a decorated step takes "
-                    f"its gradients itself: give the loss and the optimizer to parallelize"
-                )
-        return plan
+        traced = TracedStep(program)
+        plan = traced.plan(self.mesh, self.strategies)
+        state_shardings = shardings_of(plan, self.mesh, state)
+        run, lower, donated = _two_jits(traced, self.mesh, plan, (state_shardings, batch_shardings))
+        out_tree = jax.tree.structure(program.out_specs)
+        return _Form(plan, state_shardings, batch_shardings, run, lower, donated, out_tree)
 
     def _checked(self, state: Any, batch: Any) -> Any:
         def new_state(result: Any) -> Any:
@@ -167,44 +175,23 @@ def _check_leaves(state: Any, batch: Any) -> None:
             )
 
 
-def _uses(program: Program, paths: Sequence[str]) -> Iterator[tuple[str, LeafUses]]:
-    """Yields how the gradients of a whole step use leaves of its state, those that they use.
-
-    What is read by rows is still kept whole: its optimizer is part of the step, and moves all of it.
-    """
-    split = split_at_marks(program)
-    specs = jax.tree.leaves(program.in_specs)
-    needed = tuple(specs[i] for i in split.gradient_inputs)
-    outputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in split.gradients.closed.out_avals]
-    found = find_uses(Program(split.gradients.closed, (needed,), outputs))
-    for at, uses in zip(split.gradient_inputs, found, strict=True):
-        if at < len(paths):
-            yield paths[at], uses
-
-
 def _two_jits(
-    program: Program, mesh: Mesh, in_shardings: list[Any], out_shardings: list[Any], num_state: int
-) -> tuple[Callable[..., list[jax.Array]], tuple[int, ...]]:
-    """Compiles a whole step as gradients and apply.
+    traced: TracedStep, mesh: Mesh, plan: Plan, shardings: tuple[Any, Any]
+) -> tuple[Callable[..., list[jax.Array]], Callable[[], Lowered], tuple[int, ...]]:
+    """Compiles a whole step as gradients and apply. **Arguments:** `shardings`: of the state and the batch.
 
-    **Returns:** a function of the flat inputs, what is in flight and `before_apply` that gives the flat outputs; and
-    which inputs, all of them leaves of the state, it gives up.
+    **Returns:** a function of the flat inputs, what is in flight and `before_apply` that gives the flat outputs; one
+    that lowers both; and which inputs, all of them leaves of the state, they give up.
     """
-    split = split_at_marks(program)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    first_out = [replicated] * split.gradients.num_outputs
-    second_out = [replicated] * split.apply.num_outputs
-    for origin, sharding in zip(split.outputs, out_shardings, strict=True):
-        if origin.part == "gradients":
-            first_out[origin.at] = sharding
-        elif origin.part == "apply":
-            second_out[origin.at] = sharding
+    split = traced.split
+    in_shardings, num_state = jax.tree.leaves(shardings), len(jax.tree.leaves(shardings[0]))
+    first, second, first_out, second_out = traced.parts(mesh, plan)
     # A leaf of the old state gives its memory to the same leaf of the new one.
-    donated = tuple(i for i in split.apply_inputs if i < num_state and _is_replaced(program, split.outputs, i))
+    donated = tuple(i for i in split.apply_inputs if i < num_state and _is_replaced(split.outputs, i))
     second_in = [in_shardings[i] for i in split.apply_inputs] + [first_out[i] for i in split.carried]
-    gradients = _compile(mesh, split.gradients, [in_shardings[i] for i in split.gradient_inputs], first_out, donate=())
+    gradients = _compile(mesh, first, [in_shardings[i] for i in split.gradient_inputs], first_out, donate=())
     apply = _compile(
-        mesh, split.apply, second_in, second_out,
+        mesh, second, second_in, second_out,
         donate=tuple(at for at, i in enumerate(split.apply_inputs) if i in donated),
     )  # fmt: skip
 
@@ -223,15 +210,28 @@ def _two_jits(
         parts = {"input": inputs, "gradients": first, "apply": second}
         return [parts[origin.part][origin.at] for origin in split.outputs]
 
-    return run, donated
+    def lower() -> Lowered:
+        inputs = list(map(_spec_on, jax.tree.leaves(traced.program.in_specs), in_shardings))
+        carried = [_spec_on(avals[at], first_out[at]) for at in split.carried]
+        return Lowered(
+            gradients.lower(*(inputs[i] for i in split.gradient_inputs)),
+            apply.lower(*(inputs[i] for i in split.apply_inputs), *carried),
+        )
+
+    return run, lower, donated
 
 
-def _is_replaced(program: Program, outputs: tuple[Any, ...], index: int) -> bool:
+def _spec_on(form: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    weak_type = getattr(form, "weak_type", False)
+    return jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding, weak_type=weak_type)
+
+
+def _is_replaced(outputs: Sequence[Origin], index: int) -> bool:
     kept = any(origin.part == "input" and origin.at == index for origin in outputs)
     return outputs[index].part == "apply" and not kept
 
 
-def _compile(mesh: Mesh, part: Part, ins: list[Any], outs: list[Any], donate: tuple[int, ...]) -> Any:
+def _compile(mesh: Mesh, part: Callable[..., Any], ins: list[Any], outs: list[Any], donate: tuple[int, ...]) -> Any:
     if not outs:
-        return lambda *_: []  # pyright: ignore
+        return jax.jit(lambda *_: [])  # pyright: ignore
     return compile_on(mesh, part, in_shardings=tuple(ins), out_shardings=list(outs), donate=donate)

@@ -1,6 +1,7 @@
 """Traced single-device programs: what every strategy transforms, and the only place that touches JAX's internals."""
 
 from .batch_dims import batch_dim_of_result as batch_dim_of_result
+from .batch_dims import batch_dims_of_results as batch_dims_of_results
 from .batch_dims import find_batch_dims as find_batch_dims
 from .bodies import Body as Body
 from .bodies import Equation as Equation
@@ -21,8 +22,14 @@ from .dims import Group as Group
 from .dims import ValueOrigin as ValueOrigin
 from .dims import find_dims as find_dims
 from .execute import compile_on as compile_on
+from .kept import Kept as Kept
+from .kept import find_kept as find_kept
+from .kept import gradients_kept as gradients_kept
+from .kept import gradients_of as gradients_of
+from .kept import kept_value_and_grad as kept_value_and_grad
+from .likes import Like as Like
+from .likes import find_likes as find_likes
 from .loops import with_sums_behind_loops as with_sums_behind_loops
-from .marks import mark_gradient as mark_gradient
 from .names import difference as difference
 from .names import join as join
 from .names import named_leaves as named_leaves

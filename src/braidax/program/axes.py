@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from braidax.errors import ArgumentError
 
 from .bodies import Path, bodies
 from .lines import line_of
+from .marks import kept_p
 from .rewrite import evaluate
 
 Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
@@ -47,6 +49,9 @@ def _collectives(jaxpr: Jaxpr, axes: Collection[str], path: Path) -> Iterator[tu
             if equation.primitive.name not in _RULES:
                 raise ArgumentError(f"{_told(equation)} has no rule: leave it out, since the loss sees the whole batch")
             yield here, _RULES[equation.primitive.name]
+        elif equation.primitive is kept_p:
+            if _holds(equation.params["jaxpr"].jaxpr, axes):
+                yield here, partial(_kept, axes)
         elif inner := bodies(equation):
             for which, body in enumerate(inner):
                 yield from _collectives(body.jaxpr, axes, (*here, which))
@@ -82,6 +87,11 @@ def _permuted(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
             f"which has the whole batch: make the pairs from jax.lax.axis_size, or leave it out"
         )
     return inputs if pairs else [jnp.zeros_like(inputs[0])]
+
+
+def _kept(axes: Collection[str], equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    params = {**equation.params, "jaxpr": without_axes(equation.params["jaxpr"], axes)}
+    return equation.primitive.bind(*inputs, **params)
 
 
 def _gathered(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:

@@ -11,13 +11,14 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, sca
 from .bodies import Path, aval_of, equation_at
 from .elementwise import ELEMENTWISE
 from .flow import Place, carried, flow
+from .marks import kept_p
 from .trace import Program
 
 Dim = int | None
 
 
 def find_batch_dims(
-    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[int] | int]
+    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[Dim] | int]
 ) -> dict[Path, tuple[Dim, ...]]:
     """Follows the dim of the batch through a program.
 
@@ -29,15 +30,24 @@ def find_batch_dims(
 
     **Returns:** for each path the batch dim of every operand of its equation, or None.
     """
+    jaxpr = program.closed.jaxpr
+    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
+    flow(jaxpr, _seeds(program, divided), dims)
+    return dims.found
+
+
+def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
+    """Returns the batch dim of every output of a program, or None. **Arguments:** as of `find_batch_dims`."""
+    return flow(program.closed.jaxpr, _seeds(program, divided), _Dims({}))
+
+
+def _seeds(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
         leaves, told = jax.tree.leaves(argument), divided.get(index)
         dims = [told] * len(leaves) if told is None or isinstance(told, int) else list(told)
         seeds += [dim if dim is not None and dim < leaf.ndim else None for dim, leaf in zip(dims, leaves, strict=True)]
-    jaxpr = program.closed.jaxpr
-    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
-    flow(jaxpr, seeds, dims)
-    return dims.found
+    return seeds
 
 
 def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
@@ -77,6 +87,9 @@ class _Dims:
         primitive = equation.primitive
         if primitive in (custom_jvp_call_p, custom_vjp_call_p):
             return flow(equation.params["call_jaxpr"].jaxpr, dims, _Dims({}))
+        if primitive is kept_p:
+            found = flow(equation.params["jaxpr"].jaxpr, dims, _Dims({}))
+            return [*found, *[None] * equation.params["num_gradients"]]
         rule = _RULES.get(primitive) or _RULES_BY_NAME.get(primitive.name)
         found = rule(equation, dims) if rule else None
         return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore

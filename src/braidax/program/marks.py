@@ -4,10 +4,14 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params, subjaxprs
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxprs_in_params, subjaxprs
 from jax.extend.core.primitives import name_p
 
 GRADIENT = "braidax.value_and_grad"
+
+kept_p = Primitive("kept_value_and_grad")
+kept_p.multiple_results = True
+"""A gradient that is kept (`kept.py`): one equation, which counts as a mark."""
 
 
 def mark_gradient(tree: Any) -> Any:
@@ -17,11 +21,15 @@ def mark_gradient(tree: Any) -> Any:
 
 def is_marked(equation: JaxprEqn) -> bool:
     """Whether an equation is a mark, or holds one at any depth."""
-    if equation.primitive is name_p and equation.params["name"] == GRADIENT:
+    if _is_mark(equation):
         return True
     return any(_holds_mark(jaxpr) for jaxpr in jaxprs_in_params(equation.params))
 
 
 def _holds_mark(jaxpr: Jaxpr) -> bool:
-    own = any(equation.primitive is name_p and equation.params["name"] == GRADIENT for equation in jaxpr.eqns)
-    return own or any(_holds_mark(inner) for inner in subjaxprs(jaxpr))
+    return any(_is_mark(equation) for equation in jaxpr.eqns) or any(map(_holds_mark, subjaxprs(jaxpr)))
+
+
+def _is_mark(equation: JaxprEqn) -> bool:
+    named = equation.primitive is name_p and equation.params["name"] == GRADIENT
+    return named or equation.primitive is kept_p

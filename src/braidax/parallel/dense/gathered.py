@@ -35,7 +35,7 @@ def gathered(
     layouts: Mapping[int, Layout],
     mesh: AbstractMesh,
     batch_axes: tuple[str, ...],
-    divided: Mapping[int, Sequence[int] | int],
+    divided: Mapping[int, Sequence[int | None] | int],
 ) -> Program:
     """Returns a program that gathers weights where it uses them.
 

@@ -61,7 +61,7 @@ def in_parts(
     layouts: Mapping[int, Layout],
     mesh: AbstractMesh,
     batch_axes: tuple[str, ...],
-    divided: Mapping[int, Sequence[int] | int],
+    divided: Mapping[int, Sequence[int | None] | int],
 ) -> InParts | None:
     """Returns a loss whose gradients of weights stay in parts; None where there are none.
 

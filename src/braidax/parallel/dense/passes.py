@@ -18,7 +18,7 @@ def dense_passes(
     layouts: Sequence[Layout],
     mesh: Mesh,
     batch_axes: Sequence[str],
-    divided: Mapping[int, Sequence[int] | int],
+    divided: Mapping[int, Sequence[int | None] | int],
 ) -> Program:
     """Applies to a loss what the layouts of its variables ask for.
 
@@ -38,7 +38,7 @@ def summed_once(
     layouts: Sequence[Layout],
     mesh: Mesh,
     batch_axes: Sequence[str],
-    divided: Mapping[int, Sequence[int] | int],
+    divided: Mapping[int, Sequence[int | None] | int],
 ) -> InParts | None:
     """Returns a loss whose gradients are summed over devices behind several runs of it, of weights that are whole.
 
