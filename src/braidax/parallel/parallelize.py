@@ -1,7 +1,7 @@
 """`parallelize`: single-device code and a mesh in, a training step out."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -41,8 +41,8 @@ def parallelize(
 
 @overload
 def parallelize(
-    loss_fn: Mesh, optimizer: Mapping[str, Strategy], /
-) -> Callable[[Callable[[Any, Any], tuple[Any, Any]]], TrainStep]: ...
+    loss_fn: Mesh, optimizer: Mapping[str, Strategy], /, *, batch: Sequence[str] | None = None
+) -> Callable[[Callable[..., Any]], TrainStep]: ...
 
 
 def parallelize(
@@ -69,13 +69,14 @@ def parallelize(
     then counts only what no plan holds: row optimizers, counts of rows, `out_of_range`, `combine_bytes`.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
-    instead, its gradients taken by `bx.value_and_grad`, and gives a `TrainStep`.
+    instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
+    of a step that changes objects of Flax NNX they are those that hold none.
 
     **Returns:** a `Step`; nothing has been computed yet. **Raises:** `ArgumentError`, `SpecError` or `StateError`
     naming what does not fit.
     """
     if isinstance(loss_fn, Mesh):
-        if mesh is not None or strategies is not None:
+        if any(given is not None for given in (mesh, strategies, init, plan)) or microbatches != 1:
             raise ArgumentError(
                 "parallelize was given a mesh first and more than strategies behind it: as a decorator it is "
                 "@bx.parallelize(mesh, strategies), with a loss it is "
@@ -83,7 +84,7 @@ def parallelize(
             )
         over, roles = loss_fn, optimizer
         check_strategies(over, roles)
-        return lambda train_step: TrainStep(train_step, over, roles)  # pyright: ignore[reportUnknownLambdaType]
+        return lambda train_step: TrainStep(train_step, over, roles, batch)  # pyright: ignore[reportUnknownLambdaType]
     strategies = {} if strategies is None and plan is not None else strategies
     for name, value in {"mesh": mesh, "strategies": strategies, "init": init, "batch": batch}.items():
         if value is None:

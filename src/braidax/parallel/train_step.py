@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError, StateError
 from braidax.program import (
     Origin,
-    call_watched,
     compile_on,
     difference,
     gradients_kept,
@@ -25,6 +24,7 @@ from braidax.program import (
 from .compute.in_flight import InFlight
 from .compute.traced_step import TracedStep
 from .given.arrays import adopt, place
+from .given.calling import Calling, Taken
 from .plan.batch import batch_axes, shard_batch
 from .plan.plan import Plan, shardings_of
 from .plan.strategy import Strategy
@@ -45,33 +45,42 @@ class _Form:
 
 
 class TrainStep:
-    """What `@parallelize(mesh, strategies)` makes of `train_step(state, batch) -> (state, metrics)`.
+    """What `@parallelize(mesh, strategies)` makes of a function that takes a whole training step.
+
+    That is `train_step(state, batch) -> (state, metrics)`, or one with more parameters, of which `batch` names the
+    samples: the new state comes back first, or last. Modules of Flax NNX change in place, as under `nnx.jit`.
 
     Call it as the function it was made from. It is traced once for each structure and shapes of its arguments, and run
     as two jitted functions: all that the gradients depend on, then the rest, which takes over the memory of the old
     state.
     """
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, strategies: Mapping[str, Strategy]) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        strategies: Mapping[str, Strategy],
+        batch: Sequence[str] | None = None,
+    ) -> None:
         self.mesh = mesh
         self.strategies = dict(strategies)
-        self._fn = fn
-        self._name: str = getattr(fn, "__name__", type(fn).__name__)
+        self._calling = Calling(fn, batch)
         self.__wrapped__ = fn
         self._newest: _Form | None = None
         self._forms: dict[Any, _Form] = {}
         self._in_flight = InFlight(mesh)
 
-    def __call__(self, state: Any, batch: Any, *, before_apply: Callable[[], object] | None = None) -> tuple[Any, Any]:
+    def __call__(self, *args: Any, before_apply: Callable[[], object] | None = None) -> Any:
         """Takes one training step: the same as `update`."""
-        return self.update(state, batch, before_apply=before_apply)
+        return self.update(*args, before_apply=before_apply)
 
-    def update(self, state: Any, batch: Any, *, before_apply: Callable[[], object] | None = None) -> tuple[Any, Any]:
+    def update(self, *args: Any, before_apply: Callable[[], object] | None = None) -> Any:
         """Takes one training step. Returns at once; nothing waits for the devices.
 
         On CPU devices it stays at most `in_flight.MAX_IN_FLIGHT` updates ahead of them, lest XLA end the process.
 
-        **Arguments:** `state`: PyTree of arrays, given up, use the new one. `batch`: PyTree of arrays `[batch, …]`,
+        **Arguments:** `args`: as of the decorated function. The state is PyTrees of arrays, given up, use the new ones;
+        modules and optimizers of Flax NNX have them when this returns. Samples are PyTrees of arrays `[batch, …]`,
         global or on the host. `before_apply`: called when the gradients are dispatched, before anything of the old
         state is overwritten.
 
@@ -80,16 +89,17 @@ class TrainStep:
         **Raises:** `ArgumentError`, `SpecError` or `StateError`, on the first call with such shapes, when the function
         or its arguments cannot be parallelized.
         """
-        form = self._newest = self._form(state, batch)
-        state_leaves = jax.tree.leaves(adopt(state, form.state_shardings))
+        taken = self._calling.take(args)
+        form = self._newest = self._form(taken)
+        state_leaves = jax.tree.leaves(adopt(taken.state, form.state_shardings))
         seen: set[int] = set()
         for index in form.donated:
             if id(state_leaves[index]) in seen:
                 state_leaves[index] = jnp.copy(state_leaves[index])
             seen.add(id(state_leaves[index]))
-        batch_leaves = jax.tree.leaves(place(batch, form.batch_shardings))
+        batch_leaves = jax.tree.leaves(place(taken.batch, form.batch_shardings))
         outputs = form.run([*state_leaves, *batch_leaves], self._in_flight, before_apply)
-        return jax.tree.unflatten(form.out_tree, outputs)
+        return taken.give(*jax.tree.unflatten(form.out_tree, outputs))
 
     @property
     def plan(self) -> Plan:
@@ -99,12 +109,12 @@ class TrainStep:
         """
         return self._form_at_hand().plan
 
-    def prepare(self, state: Any, batch: Any) -> Plan:
-        """Traces the step for a state and a batch, as arrays or `jax.ShapeDtypeStruct`, and computes nothing.
+    def prepare(self, *args: Any) -> Plan:
+        """Traces the step for arguments as of the function, arrays or `jax.ShapeDtypeStruct`, and computes nothing.
 
         **Returns:** the plan, from then on `plan`, too. **Raises:** as `update`.
         """
-        self._newest = self._form(state, batch)
+        self._newest = self._form(self._calling.take(args))
         return self._newest.plan
 
     @property
@@ -126,44 +136,35 @@ class TrainStep:
     def _form_at_hand(self) -> _Form:
         if self._newest is None:
             raise StateError(
-                f"{self._name} has no plan before it knows its state and batch: call prepare(state, batch) with arrays "
-                f"or jax.ShapeDtypeStruct"
+                f"{self._calling.name} has no plan before it knows its state and batch: call prepare(state, batch) "
+                f"with arrays or jax.ShapeDtypeStruct"
             )
         return self._newest
 
-    def _form(self, state: Any, batch: Any) -> _Form:
-        leaves, tree = jax.tree.flatten((state, batch))
+    def _form(self, taken: Taken) -> _Form:
+        leaves, tree = jax.tree.flatten((taken.state, taken.batch))
         if not all(isinstance(leaf, jax.Array) for leaf in leaves):
-            _check_leaves(state, batch)
+            _check_leaves(taken.state, taken.batch)
             leaves = [leaf if isinstance(leaf, jax.Array) else spec_of(leaf) for leaf in leaves]
         key = (tree, tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves))
         if key not in self._forms:
-            self._forms[key] = self._make_form(state, batch)
+            self._forms[key] = self._make_form(taken)
         return self._forms[key]
 
-    def _make_form(self, state: Any, batch: Any) -> _Form:
-        batch_shardings = self.batch_shardings(batch)
+    def _make_form(self, taken: Taken) -> _Form:
+        state = taken.state
+        batch_shardings = self.batch_shardings(taken.batch)
         with gradients_kept():
-            program = trace(self._checked, state, batch)
+            program = trace(taken.call, state, taken.batch)
         new_state, _ = program.out_specs
         if message := difference(specs_of(state), new_state, "state"):
-            raise StateError(f"{self._name} returned another state than it was given: {message}")
+            raise StateError(f"{self._calling.name} returned another state than it was given: {message}")
         traced = TracedStep(program)
         plan = traced.plan(self.mesh, self.strategies)
         state_shardings = shardings_of(plan, self.mesh, state)
         run, lower, donated = _two_jits(traced, self.mesh, plan, (state_shardings, batch_shardings))
         out_tree = jax.tree.structure(program.out_specs)
         return _Form(plan, state_shardings, batch_shardings, run, lower, donated, out_tree)
-
-    def _checked(self, state: Any, batch: Any) -> Any:
-        def new_state(result: Any) -> Any:
-            return result[0] if isinstance(result, tuple) else result  # pyright: ignore[reportUnknownVariableType]
-
-        watched = {"state": state, "batch": batch}
-        result = call_watched(lambda: self._fn(state, batch), self._name, watched, keeps=new_state)
-        if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
-            raise ArgumentError(f"{self._name} returned {type(result).__name__}, expected (state, metrics)")
-        return result
 
 
 def _check_leaves(state: Any, batch: Any) -> None:

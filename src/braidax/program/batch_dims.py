@@ -149,7 +149,7 @@ def _squeeze(equation: JaxprEqn, dims: list[Dim]) -> Dim:
 
 
 def _reduce(equation: JaxprEqn, dims: list[Dim]) -> Dim:
-    return _without(dims[0], equation.params["axes"])
+    return _without(dims[0], [int(axis) for axis in equation.params["axes"]])
 
 
 def _without(dim: Dim, gone: Sequence[int]) -> Dim:

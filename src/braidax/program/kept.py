@@ -4,6 +4,7 @@ A derivative is an ordinary part of a jaxpr, and nobody can take it back out of 
 is traced while gradients are kept, and differentiates when it is compiled.
 """
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import grad, value_and_grad
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
@@ -22,14 +24,24 @@ from .marks import kept_p, mark_gradient
 from .prune import prune
 from .trace import Program
 
+_ONE_AT_A_TIME = threading.RLock()
 _KEEPING = jax.make_user_context(False)  # so that JAX keeps apart what it traces with it and without
 
 
 @contextmanager
 def gradients_kept() -> Generator[None, None, None]:
-    """Within it, `kept_value_and_grad` leaves equations that hold what is differentiated."""
-    with _KEEPING(True):
-        yield
+    """Within it, in this thread, gradients leave equations that hold what is differentiated.
+
+    `jax.value_and_grad` and `jax.grad` are ours meanwhile, so that libraries that call them are seen, such as
+    `flax.nnx` and Equinox. In other threads, and for whom they outlast it, they are JAX's own.
+    """
+    with _ONE_AT_A_TIME, _KEEPING(True):
+        before = jax.value_and_grad, jax.grad
+        jax.value_and_grad, jax.grad = kept_value_and_grad, _kept_grad
+        try:
+            yield
+        finally:
+            jax.value_and_grad, jax.grad = before
 
 
 def kept_value_and_grad(
@@ -41,7 +53,7 @@ def kept_value_and_grad(
     of, then everything that the function closes over. A function inside of it is differentiated by JAX as ever, and
     so is what has `options`: its gradients are marked.
     """
-    own = jax.value_and_grad(fun, argnums, has_aux, **options)
+    own = value_and_grad(fun, argnums, has_aux, **options)
 
     def value_and_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not _KEEPING.value:
@@ -66,6 +78,20 @@ def kept_value_and_grad(
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
     return value_and_gradient
+
+
+def _kept_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    own, both = grad(fun, argnums, has_aux, **options), kept_value_and_grad(fun, argnums, has_aux, **options)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        if not _KEEPING.value:
+            return own(*args, **kwargs)
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradient
 
 
 class _Result:
@@ -167,7 +193,7 @@ def gradients_of(program: Program, num_gradients: int, first: Sequence[Any], oth
         value, *others_found = program([*by, *first[num_gradients:]], list(others))
         return value, others_found
 
-    (value, found), gradients = jax.value_and_grad(value_of, has_aux=True)(list(first[:num_gradients]))
+    (value, found), gradients = value_and_grad(value_of, has_aux=True)(list(first[:num_gradients]))
     return [value, *found, *(jax.lax.convert_element_type(one, one.dtype) for one in gradients)]
 
 

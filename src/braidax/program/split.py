@@ -67,8 +67,9 @@ def split_at_marks(program: Program) -> Split:
     marked = [equation for equation in jaxpr.eqns if is_marked(equation)]
     if not marked:
         raise ArgumentError(
-            "the decorated train_step takes no gradient that can be seen: take it with bx.value_and_grad in place of "
-            "jax.value_and_grad (same arguments, same results)"
+            "the decorated train_step takes no gradient that can be seen: take it with bx.value_and_grad (arguments "
+            "and results of jax.value_and_grad), or call jax.value_and_grad, nnx.value_and_grad or "
+            "eqx.filter_value_and_grad inside of the step, not before it"
         )
     first = _needed(jaxpr.eqns, _variables(v for equation in marked for v in equation.outvars), set())
     cuts = [equation for equation in first if is_marked(equation) or equation.effects]
