@@ -17,7 +17,7 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.data import Cursor, DataLoader
 from braidax.errors import ArgumentError
 from braidax.loop import evaluate, fit
-from braidax.parallel import DataParallel, Plan, Step, parallelize
+from braidax.parallel import DataParallel, FullySharded, Plan, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
 
@@ -279,3 +279,41 @@ def test_a_fault_in_the_data_reaches_the_caller() -> None:
     step = make_step(optax.sgd(0.01), SAMPLES, 8)
     with pytest.raises(Exception, match="the disk is gone"):
         fit(step, step.init(jax.random.key(0)), make_loader(step, Faulty()))
+
+
+def descending(state: Any, batch: Any) -> Any:
+    def loss(w: Any) -> Any:
+        return ((batch["x"] @ w - batch["y"]) ** 2).mean()
+
+    value, gradients = jax.value_and_grad(loss)(state["w"])
+    return {"w": state["w"] - 0.01 * gradients}, {"loss": value}
+
+
+def test_a_decorated_step_is_trained_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    def run(epochs: int, folder: Path) -> Any:
+        step = parallelize(MESH, {"data": FullySharded(min_bytes=0)})(descending)
+        form = {"x": jax.ShapeDtypeStruct((8, 3), jnp.float32), "y": jax.ShapeDtypeStruct((8,), jnp.float32)}
+        loader = DataLoader(SAMPLES, MESH, step.batch_shardings(form), batch_size=8, epochs=epochs)
+        report = Report(show="nothing", metrics=folder.with_suffix(".jsonl"))
+        with Checkpointer(folder, Every(2)) as saver:
+            state = fit(step, {"w": jnp.zeros(3)}, loader, saver=saver, report=report)
+        assert Plan.from_json(saver.notes["plan"]) == step.plan
+        lines = [json.loads(line) for line in folder.with_suffix(".jsonl").read_text().splitlines()]
+        return np.asarray(state["w"]), lines
+
+    straight, lines = run(2, tmp_path / "straight")
+    assert [line["step"] for line in lines] == [*range(1, 11)]
+    run(1, tmp_path / "again")
+    resumed, lines = run(2, tmp_path / "again")
+    assert [line["step"] for line in lines if "loss" in line] == [*range(1, 11)]
+    np.testing.assert_allclose(resumed, straight, rtol=1e-6)
+
+
+def test_what_a_decorated_step_cannot_do_in_fit_is_said() -> None:
+    step = parallelize(MESH, {"data": DataParallel()})(lambda state, batch: (descending(state, batch)[0], 1.0))
+    few = {name: array[:8] for name, array in SAMPLES.items()}
+    loader = DataLoader(SAMPLES, MESH, step.batch_shardings(few), batch_size=8)
+    with pytest.raises(ArgumentError, match="test is given, and a decorated step has no evaluate"):
+        fit(step, {"w": jnp.zeros(3)}, loader, test=loader)
+    with pytest.raises(ArgumentError, match=r"returned metrics of type .*, expected a dict by name"):
+        fit(step, {"w": jnp.zeros(3)}, loader)

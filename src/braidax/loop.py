@@ -4,7 +4,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 from braidax.checkpoint import Checkpointer, Preemption, Saver
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
-from braidax.parallel import Step
+from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
 
 _log = logging.getLogger("braidax")
@@ -21,7 +21,7 @@ _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
 
 
 def fit(
-    step: Step,
+    step: Step | TrainStep,
     state: Any,
     loader: DataLoader,
     *,
@@ -35,7 +35,8 @@ def fit(
     stops at once. SIGTERM, too, is answered by a last checkpoint, within 30 seconds, and `SystemExit(143)`: of several
     processes it is enough that one is told. The saver stays open: who made it closes it.
 
-    **Arguments:** `step`: from `braidax.parallelize`. `state`: from `step.init`; it is donated. `loader`: batches as
+    **Arguments:** `step`: from `braidax.parallelize`; a decorated one takes `(state, batch)` and returns its metrics as
+    a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as
     `step` takes them; how many bad records were skipped is shown at the end. `saver`: restores before the first step,
     and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
     written, nothing by default; a trace that it was given becomes that of the loader and of a `Checkpointer`. `test`:
@@ -49,8 +50,12 @@ def fit(
         loader.trace = report.trace
         if isinstance(saver, Checkpointer):
             saver.trace = report.trace
+    if test is not None and not isinstance(step, Step):
+        raise ArgumentError("test is given, and a decorated step has no evaluate: leave it out, or parallelize a loss")
     if saver is not None:
-        saver.notes["plan"] = step.plan.to_json()
+        saver.notes.pop("plan", None)
+        if isinstance(step, Step):
+            saver.notes["plan"] = step.plan.to_json()
         seed = loader.cursor.seed
         state, loader.cursor = saver.restore((state, loader.cursor))
         if loader.cursor.seed != seed:
@@ -63,10 +68,12 @@ def fit(
             with report.waiting():
                 batch = next(batches)
             state, metrics = step.update(state, batch, before_apply=before_apply)
-            report.update(metrics, epoch=epoch)
+            report.update(_checked(metrics), epoch=epoch)
             if saver is not None:
+                if "plan" not in saver.notes:  # a decorated step has one since it has seen a batch
+                    saver.notes["plan"] = step.plan.to_json()
                 saver.update((state, loader.cursor))
-            if test is not None and loader.cursor.epoch > epoch:
+            if test is not None and isinstance(step, Step) and loader.cursor.epoch > epoch:
                 report.note({f"test_{name}": value for name, value in evaluate(step, state, test).items()})
         if saver is not None and loader.cursor != begun:
             saver.save((state, loader.cursor))
@@ -105,9 +112,21 @@ def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:
     return {name: float(total) / num_samples for name, total in totals.items()}
 
 
+def _checked(metrics: Any) -> Mapping[str, Any]:
+    if not isinstance(metrics, Mapping):
+        raise ArgumentError(
+            f"the decorated step returned metrics of type {type(metrics).__name__}, expected a dict by name, such as "
+            f'{{"loss": loss}}'
+        )
+    return metrics  # pyright: ignore[reportUnknownVariableType]
+
+
 def _length(loader: DataLoader, state: Any) -> tuple[RunLength, int]:
     """Returns how long a run is, and how many steps its state has seen, in whatever batches that was."""
-    first_step, cursor, epochs, batch_size = int(state.step), loader.cursor, loader.epochs, loader.batch_size
+    cursor, epochs, batch_size = loader.cursor, loader.epochs, loader.batch_size
+    known = getattr(state, "step", None)
+    before = cursor.epoch * loader.batches_per_epoch + cursor.position // batch_size
+    first_step = before if known is None else int(known)
     if epochs is None:
         return RunLength(None, None, batch_size), first_step
     left = loader.num_samples - cursor.position
