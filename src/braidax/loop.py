@@ -50,12 +50,8 @@ def fit(
         loader.trace = report.trace
         if isinstance(saver, Checkpointer):
             saver.trace = report.trace
-    if test is not None and not isinstance(step, Step):
-        raise ArgumentError("test is given, and a decorated step has no evaluate: leave it out, or parallelize a loss")
+    note_plan = _noting(saver, step, test)
     if saver is not None:
-        saver.notes.pop("plan", None)
-        if isinstance(step, Step):
-            saver.notes["plan"] = step.plan.to_json()
         seed = loader.cursor.seed
         state, loader.cursor = saver.restore((state, loader.cursor))
         if loader.cursor.seed != seed:
@@ -70,8 +66,7 @@ def fit(
             state, metrics = step.update(state, batch, before_apply=before_apply)
             report.update(_checked(metrics), epoch=epoch)
             if saver is not None:
-                if "plan" not in saver.notes:  # a decorated step has one since it has seen a batch
-                    saver.notes["plan"] = step.plan.to_json()
+                note_plan()
                 saver.update((state, loader.cursor))
             if test is not None and isinstance(step, Step) and loader.cursor.epoch > epoch:
                 report.note({f"test_{name}": value for name, value in evaluate(step, state, test).items()})
@@ -110,6 +105,22 @@ def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:
             if isinstance(metric, jax.Array) and metric.ndim == 0:
                 totals[name] = totals.get(name, 0) + metric * valid
     return {name: float(total) / num_samples for name, total in totals.items()}
+
+
+def _noting(saver: Saver | None, step: Step | TrainStep, test: DataLoader | None) -> Callable[[], None]:
+    """Notes the plan of a step; returns what does so behind an update: a decorated step has none before."""
+    if test is not None and not isinstance(step, Step):
+        raise ArgumentError("test is given, and a decorated step has no evaluate: leave it out, or parallelize a loss")
+    if saver is not None:
+        saver.notes.pop("plan", None)
+
+    def note() -> None:
+        if saver is not None and "plan" not in saver.notes:
+            saver.notes["plan"] = step.plan.to_json()
+
+    if isinstance(step, Step):
+        note()
+    return note
 
 
 def _checked(metrics: Any) -> Mapping[str, Any]:

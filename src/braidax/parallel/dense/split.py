@@ -46,7 +46,7 @@ def split(
     layouts: Mapping[int, Layout],
     mesh: AbstractMesh,
     batch_axes: Axes,
-    divided: Mapping[int, Sequence[int] | int],
+    divided: Mapping[int, Sequence[int | None] | int],
 ) -> Program:
     """Returns a program whose activations are split as its weights are.
 
