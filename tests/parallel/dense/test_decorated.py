@@ -23,9 +23,12 @@ STRATEGIES: dict[str, Any] = {
     "one axis": {"data": ALL},
     "hybrid sharding": {"data": bx.DataParallel(), "model": ALL},
     "two axes": {"data": ALL, "model": ALL},
+    "tensor": {"data": bx.DataParallel(), "model": bx.TensorParallel(min_bytes=0)},
+    "tensor, sharded": {"data": ALL, "model": bx.TensorParallel(min_bytes=0)},
     "beside hybrid": {"data": bx.Hybrid(dense=ALL)},
 }
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+# No smaller eps: what is rounded otherwise would move a weight whose gradient is next to nothing by the whole rate.
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 
 
 def whole_step(model: Model, optimizer: optax.GradientTransformation = OPTIMIZER) -> Callable[[Any, Any], Any]:
@@ -69,6 +72,8 @@ def assert_as_on_one_device(step: Any, train_step: Any, state: Any, batches: lis
         ("gpt", "8 explicit", "one axis"),
         pytest.param("gpt", "4x2 auto", "hybrid sharding", marks=SLOW),
         pytest.param("gpt", "4x2 explicit", "two axes", marks=SLOW),
+        ("gpt", "4x2 explicit", "tensor"),
+        pytest.param("gpt", "4x2 auto", "tensor, sharded", marks=SLOW),
         pytest.param("lstm", "8 explicit", "data parallel", marks=SLOW),
         pytest.param("lstm", "8 explicit", "hybrid", marks=SLOW),
         ("lstm", "8 explicit", "one axis"),
@@ -87,12 +92,22 @@ def _sent(step: Any) -> float:
     return sum(sum(total_sent(collectives_of(one.compile().as_text() or "")).values()) for one in step.lower())
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("lstm", marks=SLOW), pytest.param("mlp", marks=SLOW)])
-def test_it_sends_what_a_loss_and_an_optimizer_send(name: str) -> None:
-    model, mesh = MODELS[name], make_mesh("8 auto")
+@pytest.mark.parametrize(
+    ("name", "strategies"),
+    [
+        ("gpt", "one axis"),
+        pytest.param("gpt", "tensor", marks=SLOW),
+        pytest.param("gpt", "tensor, sharded", marks=SLOW),
+        pytest.param("lstm", "one axis", marks=SLOW),
+        pytest.param("mlp", "hybrid sharding", marks=SLOW),
+    ],
+)
+def test_it_sends_what_a_loss_and_an_optimizer_send(name: str, strategies: str) -> None:
+    model, told = MODELS[name], STRATEGIES[strategies]
+    mesh = make_mesh("8 auto" if len(told) == 1 else "4x2 auto")
     batch = specs(model.batch(0))
-    given = bx.parallelize(model.loss, OPTIMIZER, mesh, {"data": ALL}, init=model.init, batch=batch)
-    step = bx.parallelize(mesh, {"data": ALL})(whole_step(model))
+    given = bx.parallelize(model.loss, OPTIMIZER, mesh, told, init=model.init, batch=batch)
+    step = bx.parallelize(mesh, told)(whole_step(model))
     step.prepare(jax.eval_shape(lambda: begin(model)), batch)
     assert 10_000 < _sent(step) <= 1.02 * _sent(given)
 

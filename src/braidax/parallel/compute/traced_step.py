@@ -29,6 +29,7 @@ from braidax.program import (
     batch_dims_of_results,
     evaluate,
     find_batch_dims,
+    find_dims,
     find_kept,
     find_likes,
     find_sites,
@@ -36,6 +37,7 @@ from braidax.program import (
     gradients_of,
     named_leaves,
     split_at_marks,
+    trace,
     with_sums_behind_loops,
 )
 
@@ -92,8 +94,9 @@ class TracedStep:
         model = Model(
             {self._names[leaf]: self._specs[leaf] for leaf in self._weights},
             math.prod(mesh.shape[axis] for axis in axes),
-            find_uses=lambda: self._uses,
-            find_sites=lambda: self._sites,
+            find_uses=self._uses,
+            find_sites=self._sites,
+            find_dims=lambda: find_dims(self._joint),
             no_rows=lambda path: _DECORATED,
         )
         placed = make_plan(mesh, strategies, model)
@@ -118,31 +121,35 @@ class TracedStep:
         return PlannedVariable(name, tuple(spec.shape), str(spec.dtype), num_bytes(spec), placements, why)
 
     @cached_property
-    def _uses(self) -> Mapping[str, LeafUses]:
-        found: dict[str, LeafUses] = {}
-        for name, _, program, at in self._read():
-            uses = find_uses(program)[at]
-            before = found[name].uses if name in found else ()
-            found[name] = replace(uses, name=name, uses=(*before, *uses.uses))
-        return found
+    def _joint(self) -> Program:
+        """All losses as one program, whose first argument is the list of weights."""
+        number = {leaf: at for at, leaf in enumerate(self._weights)}
+        firsts = [loss.operands_of(self._weights) for loss in self._losses]
+        programs = [loss.kept.program(first) for loss, first in zip(self._losses, firsts, strict=True)]
 
-    @cached_property
+        def run(weights: list[Any], *others: list[Any]) -> Any:
+            outputs: list[Any] = []
+            for loss, first, program, rest in zip(self._losses, firsts, programs, others, strict=True):
+                likes = [loss.likes[at] for at in first]
+                leaves = [weights[number[like.leaf]] for like in likes if like is not None]
+                types = [spec.dtype for spec in program.in_specs[0]]
+                given = [leaf.astype(dtype) for leaf, dtype in zip(leaves, types, strict=True)]
+                outputs.append(program(given, rest))
+            return outputs
+
+        return trace(run, [self._specs[leaf] for leaf in self._weights], *(one.in_specs[1] for one in programs))
+
+    def _by_name(self, found: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip((self._names[leaf] for leaf in self._weights), found, strict=True))
+
     def _sites(self) -> Mapping[str, Sequence[Site]]:
-        found: dict[str, list[Site]] = {}
-        for name, sites, _, at in self._read():
-            found.setdefault(name, []).extend(site for site in sites if site.value.entry.leaf == at)
-        return found
+        found: list[list[Site]] = [[] for _ in self._weights]
+        for site in find_sites(self._joint):
+            found[site.value.entry.leaf].append(site)
+        return self._by_name(found)
 
-    def _read(self) -> Iterator[tuple[str, Sequence[Site], Program, int]]:
-        """Yields for each weight in each loss its name, the sites and the program, and its number there."""
-        for loss in self._losses:
-            first = loss.operands_of(self._weights)
-            program = loss.kept.program(first)
-            sites = find_sites(program)
-            for at, operand in enumerate(first):
-                like = loss.likes[operand]
-                assert like is not None, "it is among the operands that are like a weight"
-                yield self._names[like.leaf], sites, program, at
+    def _uses(self) -> Mapping[str, LeafUses]:
+        return self._by_name(find_uses(self._joint))
 
     # Which leaves are what
 
@@ -217,9 +224,9 @@ class TracedStep:
 
         **Returns:** the program, the operands that are in its first argument, and of how many a gradient is taken.
         """
-        lying = [leaf for leaf, layout in enumerate(layouts) if layout.gathered]
+        lying = [leaf for leaf, layout in enumerate(layouts) if layout.gathered or layout.is_split]
         by = range(loss.kept.num_gradients)
-        first = [*by, *(at for at in loss.operands_of(lying) if at not in by)]
+        first = [*by, *(at for at in loss.operands_of([*self._weights, *lying]) if at not in by)]
         program = loss.kept.program(first)
         if not loss.operands_of(lying):
             return program, first, len(by)
