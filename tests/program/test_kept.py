@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braidax.program import Like, find_kept, find_likes, gradients_kept, kept_value_and_grad, trace
+from braidax.program import (
+    Like,
+    batch_dims_of_results,
+    find_kept,
+    find_likes,
+    gradients_kept,
+    kept_value_and_grad,
+    trace,
+)
 
 
 def loss(w: Any, x: Any, scale: float = 1.0) -> Any:
@@ -144,3 +152,29 @@ def test_likes_follow_leaves_and_their_gradients_element_by_element() -> None:
     outputs, kept = find_likes(program.closed, [Like(0), None, None])
     assert outputs == [Like(0, itself=False), Like(0, itself=False), None, None, Like(0)]
     assert [*kept.values()] == [(Like(0), None)]
+
+
+def test_an_axis_that_a_kept_function_names_has_one_member() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def value(w: Any, mean: Any = lambda out: jax.lax.pmean(out, "batch")) -> Any:
+            return mean(jnp.tanh(x @ w).mean())
+
+        return jax.value_and_grad(value)(w)
+
+    w = weights()["a"]
+    program = traced(step, w, X)
+    assert "pmean" not in str(program.closed)
+    assert "psum" not in str(program.closed)
+    value, gradient = jax.jit(lambda *args: program(*args))(w, X)
+    expected = jax.value_and_grad(lambda w: jnp.tanh(X @ w).mean())(w)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-6)
+
+
+def test_samples_are_followed_into_what_is_kept() -> None:
+    def step(w: Any, x: Any) -> Any:
+        (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(w, x)
+        return value, aux["out"].T, gradients["a"]
+
+    program = traced(step, weights(), X)
+    assert batch_dims_of_results(program, {1: 0}) == [None, 1, None]

@@ -64,7 +64,7 @@ def assert_as_on_one_device(step: Any, train_step: Any, state: Any, batches: lis
 @pytest.mark.parametrize(
     ("model", "mesh", "strategies"),
     [
-        ("mlp", "8 explicit", "data parallel"),
+        pytest.param("mlp", "8 explicit", "data parallel", marks=SLOW),
         ("mlp", "8 auto", "beside hybrid"),
         ("mlp", "4x2 explicit", "hybrid sharding"),
         pytest.param("gpt", "8 explicit", "data parallel", marks=SLOW),
