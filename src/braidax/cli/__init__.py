@@ -35,6 +35,7 @@ _TASK_HELP = "digits, wide_resnet, resnet, inception_v3, lm1b, bert or dlrm."
 _DATA_HELP = "The task's data as downloaded; most have some of their own."
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
+_TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(
@@ -151,17 +152,23 @@ def _plan(
     mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
+    target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what becomes of each variable of a task, and why; of the model nothing is computed."""
     from braidax.cli.machine import parse_mesh
+    from braidax.cli.target import mesh_for, tell
     from braidax.cli.tasks import make_task
     from braidax.cli.train import make_step
 
     made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
     axes = None if mesh is None else parse_mesh(mesh)
-    plan = make_step(made, axes, batch_size=batch_size or made.batch_size, num_steps=1).plan
-    typer.echo(plan.to_json() if json else str(plan))
+    axes = axes if target is None else mesh_for(target, axes)
+    step = make_step(made, axes, batch_size=batch_size or made.batch_size, num_steps=1)
+    if target is None:
+        typer.echo(step.plan.to_json() if json else str(step.plan))
+    else:
+        tell(step, target, as_json=json)
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})

@@ -15,7 +15,9 @@ from .compute.work import Work, traced_loss
 from .given.initial import trace_init
 from .given.loss import Loss
 from .plan.batch import batch_axes, shard_batch
-from .plan.plan import Plan, make_plan
+from .plan.compiling import CompilerOption, largest_layer, options_that_hide
+from .plan.model import Model
+from .plan.plan import Plan, layouts_of, make_plan
 from .plan.replanning import tables_of
 from .plan.replaying import check_mesh, check_placements, check_variables
 from .plan.strategies import DataParallel, Hybrid
@@ -126,7 +128,6 @@ class _Given:
             check_mesh(plan, mesh)
         batch, axes = specs_of(self.batch), batch_axes(mesh, strategies) if plan is None else plan.batch_axes
         batch_shardings = shard_batch(mesh, axes, batch, microbatches=self.microbatches)
-        options = _compiler_options(strategies)
         born = trace_init(self.init, self.loss)
         if plan is not None:
             check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
@@ -137,9 +138,15 @@ class _Given:
             plan = make_plan(mesh, strategies, model)
         else:
             check_placements(plan, model)
+        hiding = _hiding(plan, mesh, model)
+        plan = replace(plan, compiler_options=hiding)
+        options = {**{one.name: one.value for one in hiding}, **_compiler_options(strategies)}
         feed = rows.feed(mesh, plan) if tables_of(plan) else None
         work = Work(self.loss, self.optimizer, born, program, mesh, plan, feed)
-        return Step(work, mesh, plan, batch, batch_shardings, compiler_options=options, replanned=self._replanned)
+        return Step(
+            work, mesh, plan, batch, batch_shardings, compiler_options=options, replanned=self._replanned,
+            elsewhere=lambda mesh: replace(self, mesh=mesh).step(plan),
+        )  # fmt: skip
 
     def _replanned(self, plan: Plan) -> Step:
         """Makes a step by another plan, for which rows were not counted."""
@@ -148,6 +155,17 @@ class _Given:
             for axis, strategy in self.strategies.items()
         }
         return replace(self, strategies=strategies).step(plan)
+
+
+def _hiding(plan: Plan, mesh: Mesh, model: Model) -> tuple[CompilerOption, ...]:
+    """Returns the options that hide what a plan sends."""
+    platform, layouts = mesh.devices.flat[0].platform, layouts_of(plan)
+    if platform == "cpu":
+        return ()
+    paths, dtypes = [one.path for one in plan.variables], {one.path: one.dtype for one in plan.variables}
+    layer = largest_layer(dict(zip(paths, layouts, strict=True)), model.sites, dtypes)
+    sizes = [(layout, one.num_bytes) for layout, one in zip(layouts, plan.variables, strict=True)]
+    return options_that_hide(platform, sizes, layer)
 
 
 def _compiler_options(strategies: Mapping[str, Strategy]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.program import compile_on, difference, specs_of
+from braidax.program import compile_on, difference, find_target, specs_of
 
+from .compiled_step import CompiledStep, compile_step
 from .compute.in_flight import InFlight
 from .compute.late_checks import LateChecks
 from .compute.work import Work
@@ -44,11 +45,12 @@ class Step:
         *,
         compiler_options: Mapping[str, Any] | None = None,
         replanned: "Callable[[Plan], Step] | None" = None,
+        elsewhere: "Callable[[Mesh], Step] | None" = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self._work = work
-        self._replanned = replanned
+        self._replanned, self._elsewhere = replanned, elsewhere
         self._state_specs: State = work.initial.out_specs
         self._batch_specs = batch
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -246,6 +248,33 @@ class Step:
             self._gradients.lower(*read),
             self._apply.lower(state.step, state.params, state.opt_state, self._gradients.eval_shape(*read)[0]),
         )
+
+    def compile_for(self, target: str) -> CompiledStep:
+        """Compiles the step for a machine that need not be here, whose devices take the place of those of the mesh.
+
+        What it says is that machine's own compiler's word; nothing is run, so that it tells no times.
+
+        **Arguments:** `target`: such as `"h100:8"`, or `"v5e:4x4"`; with as many devices as the mesh has.
+
+        **Returns:** memory and collectives; `print` shows them.
+
+        **Raises:** `ArgumentError` for other targets, and where the compiler refuses what is too large; `MissingExtra`.
+        """
+        found = find_target(target)
+        if len(found.devices) != self.mesh.size:
+            raise ArgumentError(
+                f"target is {target!r}, which has {len(found.devices)} devices, and the step's mesh {self.mesh.size} "
+                f"({dict(self.mesh.shape)}): make the step on a mesh of {len(found.devices)} devices; they may be "
+                f'virtual ones, jax.config.update("jax_num_cpu_devices", {len(found.devices)}) before JAX starts'
+            )
+        assert self._elsewhere is not None, "parallelize says how a step is made on other devices"
+        mesh, names = self.mesh, self.mesh.axis_names
+        shape, types = mesh.axis_sizes, mesh.axis_types
+        step = self._elsewhere(jax.make_mesh(shape, names, axis_types=types, devices=[*found.devices]))
+        state = step.state_specs
+        batch = _with_shardings(step._batch_specs, step.batch_shardings)
+        read = (*step._readable(state), batch)
+        return compile_step(step.lower(), found, step.plan.compiler_options, state=state, batch=batch, read=read)
 
     def _check_state(self, state: Any) -> None:
         if message := difference(self._state_specs, state, "state"):

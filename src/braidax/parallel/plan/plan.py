@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError
 
 from .batch import batch_axes
+from .compiling import CompilerOption
 from .layout import Axis, Layout
 from .model import Model
 from .placements import PLACEMENTS, Placement, Replicated
@@ -48,13 +49,15 @@ class Plan:
     """All that `parallelize` has decided before anything runs; `print` shows it as a table.
 
     **Arguments:** `axes`: the mesh. `batch_axes`: the axes that the batch is split over. `microbatches`: pieces that
-    gradients are accumulated over. `variables`: one entry per variable.
+    gradients are accumulated over. `variables`: one entry per variable. `compiler_options`: what hides that which is
+    sent, on the devices of the mesh.
     """
 
     axes: tuple[PlannedAxis, ...]
     batch_axes: tuple[str, ...]
     microbatches: int
     variables: tuple[PlannedVariable, ...]
+    compiler_options: tuple[CompilerOption, ...] = ()
 
     def to_json(self) -> str:
         """Returns the plan as one JSON object."""
@@ -76,6 +79,7 @@ class Plan:
                 batch_axes=tuple(tree["batch_axes"]),
                 microbatches=tree["microbatches"],
                 variables=tuple(_variable_from(entry) for entry in tree["variables"]),
+                compiler_options=tuple(CompilerOption(**entry) for entry in tree.get("compiler_options", ())),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"text is no plan ({error!r}): expected what Plan.to_json returns") from error
@@ -95,6 +99,7 @@ class Plan:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         head = [f"mesh          {mesh}", f"batch         split over {split}, microbatches={self.microbatches}"]
+        head += [f"compiler      {one.name}={one.value}: {one.why}" for one in self.compiler_options]
         foot = f"{len(self.variables)} variables, {total:,} bytes"
         return "\n".join([*head, "", lines[0], "-" * len(lines[0]), *lines[1:], "", foot])
 

@@ -94,6 +94,8 @@ class FullySharded:
         size = math.prod(spec.shape[dim] for dim in used) * np.dtype(spec.dtype).itemsize
         if taken.by_rows:
             return Choice(Replicated(), "fully sharded: by rows along another axis")
+        if any(site.role == "rows" for site in sites):
+            dims = [*dims[1:], *dims[:1]]  # rows in parts are looked up where they lie
         even = [dim for dim in dims if spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0]
         even.sort(key=taken.num_parts)  # what no axis splits comes first
         if axis.size > 1 and size >= self.min_bytes and even:
