@@ -1,6 +1,7 @@
 """Traced single-device programs: what every strategy transforms, and the only place that touches JAX's internals."""
 
 from .batch_dims import batch_dim_of_result as batch_dim_of_result
+from .batch_dims import batch_dims_of_results as batch_dims_of_results
 from .batch_dims import find_batch_dims as find_batch_dims
 from .bodies import Body as Body
 from .bodies import Equation as Equation
@@ -13,6 +14,8 @@ from .bounds import bounds as bounds
 from .collectives import Collective as Collective
 from .collectives import collectives_of as collectives_of
 from .collectives import total_sent as total_sent
+from .constraints import automatic as automatic
+from .constraints import trace_constrained as trace_constrained
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
 from .dims import Dims as Dims
@@ -26,6 +29,8 @@ from .marks import mark_gradient as mark_gradient
 from .names import difference as difference
 from .names import join as join
 from .names import named_leaves as named_leaves
+from .names import with_leaves as with_leaves
+from .names import without_leaves as without_leaves
 from .prune import reads_argument as reads_argument
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate

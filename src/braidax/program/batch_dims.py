@@ -29,15 +29,24 @@ def find_batch_dims(
 
     **Returns:** for each path the batch dim of every operand of its equation, or None.
     """
+    jaxpr = program.closed.jaxpr
+    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
+    flow(jaxpr, _seeds(program, divided), dims)
+    return dims.found
+
+
+def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[int] | int]) -> list[Dim]:
+    """Returns for each leaf of what a program returns the dim of the batch, or None. **Arguments:** as above."""
+    return flow(program.closed.jaxpr, _seeds(program, divided), _Dims({}))
+
+
+def _seeds(program: Program, divided: Mapping[int, Sequence[int] | int]) -> list[Dim]:
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
         leaves, told = jax.tree.leaves(argument), divided.get(index)
         dims = [told] * len(leaves) if told is None or isinstance(told, int) else list(told)
         seeds += [dim if dim is not None and dim < leaf.ndim else None for dim, leaf in zip(dims, leaves, strict=True)]
-    jaxpr = program.closed.jaxpr
-    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
-    flow(jaxpr, seeds, dims)
-    return dims.found
+    return seeds
 
 
 def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
@@ -136,7 +145,7 @@ def _squeeze(equation: JaxprEqn, dims: list[Dim]) -> Dim:
 
 
 def _reduce(equation: JaxprEqn, dims: list[Dim]) -> Dim:
-    return _without(dims[0], equation.params["axes"])
+    return _without(dims[0], [int(axis) for axis in equation.params["axes"]])  # vmap makes NumPy's of them
 
 
 def _without(dim: Dim, gone: Sequence[int]) -> Dim:
@@ -230,4 +239,4 @@ _RULES: dict[Any, Rule] = {
     primitives.gather_p: _gather,
     primitives.concatenate_p: _concatenate,
 }  # fmt: skip
-_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis")}
+_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis"), "sharding_constraint": _same_dim}

@@ -1,5 +1,7 @@
 """Gradients of one batch, or averaged over its microbatches."""
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,17 +11,46 @@ from braidax.parallel.dense.in_parts import InParts
 from braidax.program import Program
 
 
-def gradients_of(program: Program, params: Any, variables: Any, key: Any, batch: Any, rows: Any = ()) -> Any:
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a loss that an update consists of.
+
+    **Fields:** `microbatches`: how many. `in_parts`: what the loss then is, whose gradients are summed over
+    devices behind the last. `frozen`: which leaves of the parameters have no gradient.
+    """
+
+    microbatches: int
+    in_parts: InParts | None = None
+    frozen: Collection[int] = ()
+
+
+def gradients_of(
+    program: Program,
+    params: Any,
+    variables: Any,
+    key: Any,
+    batch: Any,
+    rows: Any = (),
+    *,
+    frozen: Collection[int] = (),
+) -> Any:
     """Computes gradients, new variables and metrics of a traced loss on one batch.
 
-    **Arguments:** `rows`: what a program without its tables is fed.
+    **Arguments:** `rows`: what a program without its tables is fed. `frozen`: which leaves of `params` have none.
 
     **Returns:** `(gradients, gradients of rows, variables, metrics)`.
     """
-    fed = (rows,) if rows else ()
-    wanted = jax.value_and_grad(program, argnums=(0, 4) if rows else (0,), has_aux=True)
-    (loss, (metrics, variables)), (gradients, *of_rows) = wanted(params, variables, key, batch, *fed)
-    return gradients, of_rows[0] if rows else (), variables, {"loss": loss, **metrics}
+    leaves, structure = jax.tree.flatten(params)
+    moving = {at: leaf for at, leaf in enumerate(leaves) if at not in frozen}
+
+    def loss(moved: dict[int, Any], rows: Any) -> Any:
+        given = structure.unflatten([moved.get(at, leaf) for at, leaf in enumerate(leaves)])
+        return program(given, variables, key, batch, *((rows,) if rows else ()))
+
+    wanted = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, (metrics, variables)), (gradients, of_rows) = wanted(moving, rows)
+    found = structure.unflatten([gradients.get(at) for at in range(len(leaves))])
+    return found, of_rows, variables, {"loss": value, **metrics}
 
 
 def all_gradients_of(
@@ -30,8 +61,7 @@ def all_gradients_of(
     batch: Any,
     rows: Any = (),
     *,
-    microbatches: int,
-    in_parts: InParts | None = None,
+    runs: Runs,
 ) -> Any:
     """The same, averaged over equal microbatches that run one after another, where there are several.
 
@@ -39,14 +69,14 @@ def all_gradients_of(
     Microbatch `k` gets the key `fold_in(key, k)`, slice `k` of `rows` and the variables that the one before has left.
     Sums are kept in float32 or wider. The gradients of rows are those of the average, stacked.
 
-    **Arguments:** `in_parts`: what `program` then is, whose gradients are summed over devices behind the last
-    microbatch.
+    **Arguments:** as of `gradients_of`; `program`: that of `runs.in_parts`, if there is one.
     """
+    microbatches, in_parts, frozen = runs.microbatches, runs.in_parts, runs.frozen
     if microbatches == 1:
-        return gradients_of(program, params, variables, key, batch, rows)
+        return gradients_of(program, params, variables, key, batch, rows, frozen=frozen)
     leaves, structure = jax.tree.flatten(params)
     still = frozenset[int]() if in_parts is None else in_parts.alone  # no gradient but in parts
-    moving = {at: leaf for at, leaf in enumerate(leaves) if at not in still}
+    moving = {at: leaf for at, leaf in enumerate(leaves) if at not in still and at not in frozen}
     parts = () if in_parts is None else in_parts.zeros()
 
     def one(carry: Any, piece: Any) -> Any:
@@ -74,7 +104,8 @@ def all_gradients_of(
     metrics = jax.tree.map(lambda total, spec: _averaged(total, spec, microbatches), metrics, metric_specs)
     every = [gradients.get(at) for at in range(len(leaves))]
     every = every if in_parts is None else in_parts.summed(of_parts, every)
-    averaged = [_averaged(total, spec, microbatches) for total, spec in zip(every, leaves, strict=True)]
+    pairs = zip(every, leaves, strict=True)
+    averaged = [None if total is None else _averaged(total, spec, microbatches) for total, spec in pairs]
     return structure.unflatten(averaged), of_rows, variables, metrics
 
 

@@ -1,7 +1,7 @@
 """What strategies are told of a traced loss, found out when they ask."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -20,7 +20,8 @@ class Model:
     **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
     divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
     how the loss uses each variable, and which of their dims belong together, where that is known. `no_rows`: why the
-    rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
+    rows of a variable cannot be exchanged though it is used by rows only; "" if they can. `frozen`: the paths of those
+    that are not trained.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]
@@ -30,6 +31,7 @@ class Model:
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
     find_dims: Callable[[], Dims] = lambda: Dims({}, ())
     no_rows: Callable[[str], str] = _nothing
+    frozen: Collection[str] = ()
 
     @functools.cached_property
     def uses(self) -> Mapping[str, LeafUses]:

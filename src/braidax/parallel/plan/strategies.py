@@ -146,7 +146,8 @@ class Hybrid:
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
         """Chooses `Rows` where that is possible and moves fewer bytes, else what `dense` chooses.
 
-        **Raises:** `ArgumentError` when an override asks for rows of what is not read by rows.
+        **Raises:** `ArgumentError` when an override names nothing, or asks for what cannot be: rows of what is not read
+        by rows, a dim that a loop takes apart.
         """
         dense = self.dense.place(model, axis, taken)
         return chosen(self.overrides, "hybrid", model, lambda path: self._choice(model, path, taken[path], dense[path]))
@@ -170,7 +171,9 @@ class Hybrid:
             whole = round(all_reduced_bytes(touched, row_bytes))
         told = f"a device sends {in_words(moved)} a step by rows, {in_words(whole)} all-reduced"
         why = f"hybrid: {uses.why}{seen}; {told}"
-        return Choice(Rows(), why, alpha) if moved < whole else replace(dense, why=why, alpha=alpha)
+        if moved < whole:
+            return Choice(Rows(), why, alpha, moved)
+        return replace(dense, why=why, alpha=alpha)
 
 
 def rows_bytes(uses: LeafUses, model: Model) -> int:

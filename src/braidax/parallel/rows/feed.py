@@ -80,6 +80,10 @@ class RowReading:
         """Sums gradients of rows where the rows are."""
         return self.packing.push(ticket, gradients)
 
+    def sum_of_squares(self, payload: Sequence[Trip]) -> jax.Array:
+        """Sums over the rows that have gradients, where these are."""
+        return self.packing.sum_of_squares(payload)
+
 
 @final
 class RowFeed:
@@ -117,7 +121,7 @@ class RowFeed:
         """Of tables, and of what is kept that has their rows."""
         leaves = dict(named_leaves(self._params))
         taken = {name: leaves[name] for name in self.tables}
-        kept = jax.eval_shape(lambda params, taken: self.begin(params, taken)[2], self._params, taken)
+        kept = jax.eval_shape(lambda params, taken: self.begin(params, taken)[2], self._options.params, taken)
         return tuple(_padded_leaves(self.tables, kept))
 
     @property
@@ -172,9 +176,10 @@ class RowFeed:
         reading: RowReading,
         stored: Mapping[str, jax.Array],
         kept: States,
+        loss: jax.Array,
     ) -> tuple[Any, Any, dict[str, jax.Array], dict[str, RowState]]:
         """Updates the tables' touched rows, and everything else by the optimizer."""
-        return self._update.apply(gradients, params, dense, payload, reading.packing, stored, kept)
+        return self._update.apply(gradients, params, dense, payload, reading.packing, stored, kept, loss)
 
     def settled(
         self, stored: Mapping[str, jax.Array], dense: Any, kept: States

@@ -194,6 +194,16 @@ class Packing:
                 found |= dict(zip(chosen, totals, strict=True))
         return [found[at] for at in range(len(sums))]
 
+    def sum_of_squares(self, trips: Sequence[Trip]) -> jax.Array:
+        """Sums the squares of all gradients of rows, in float32."""
+
+        def of(gradients: jax.Array, given: Any) -> jax.Array:
+            return jnp.sum(jnp.square(gradients.astype(jnp.float32)))
+
+        one = Sum(0, jax.ShapeDtypeStruct((), jnp.float32), of, "add")
+        read = [self._tables[number].name for group in self.groups for number in group.tables]
+        return sum(self.sums(trips, [(name, one) for name in read], ()), jnp.zeros((), jnp.float32))
+
     def update(
         self,
         trips: Sequence[Trip],

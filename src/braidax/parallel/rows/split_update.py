@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from braidax.parallel.given.arrays import strong
-from braidax.program import Term, compute, of_no_rows, sums_below
+from braidax.program import Term, compute, named_leaves, of_no_rows, sums_below
 
 from . import Now, RowState, Split, Sum, TableUpdate, from_stored, kept_besides, settle_rows, stored_shape
 from .packing import Packing, States, Table, Trip
@@ -29,9 +29,10 @@ class SplitUpdate:
 
     def __init__(self, split: Split, tables: Mapping[str, Table]) -> None:
         self._split, self._tables = split, tables
-        _, self.state, params = split.program.in_specs
+        _, self.state, params, _ = split.program.in_specs
         self._dense_at = [at for at in range(len(split.states)) if at not in split.kept]
-        self._num_params = len(jax.tree.leaves(params))
+        names = [name for name, _ in named_leaves(params)]
+        self._num_params, self._dense_params = len(names), [at for at, one in enumerate(names) if one not in tables]
 
     # States
 
@@ -102,16 +103,17 @@ class SplitUpdate:
         packing: Packing,
         stored: Mapping[str, jax.Array],
         held: States,
+        loss: jax.Array,
     ) -> tuple[Any, Any, dict[str, jax.Array], dict[str, RowState]]:
         """Takes an update.
 
         **Arguments:** `gradients`, `params`: PyTrees with None in place of tables. `dense`: as of `parted`. `trips`:
-        gradients of rows. `stored`: tables. `held`: their states, as they are kept.
+        gradients of rows. `stored`: tables. `held`: their states, as they are kept. `loss`: of the batch.
 
         **Returns:** the new `params`, `dense`, tables, and their states.
         """
-        split, known = self._split, self._known(gradients, params, dense)
-        moves = [one for at, one in enumerate(split.moves) if at in self._dense_params(params)]
+        split, known = self._split, self._known(gradients, params, dense, loss)
+        moves = [split.moves[at] for at in self._dense_params]
         states = [split.states[at] for at in self._dense_at]
         contexts = [term for update in split.tables.values() for term in update.context]
         known |= self._sums([*moves, *states, *contexts], known, trips, packing)
@@ -131,15 +133,12 @@ class SplitUpdate:
         rows |= {name: RowState(rows[name].rows, kept) for name, kept in shared.items()}
         return strong(optax.apply_updates(params, moved)), strong(after), tables, rows
 
-    def _dense_params(self, params: Any) -> list[int]:
-        leaves = jax.tree.leaves(params, is_leaf=lambda leaf: leaf is None)
-        return [at for at, leaf in enumerate(leaves) if leaf is not None]
-
-    def _known(self, gradients: Any, params: Any, dense: Any) -> dict[int, Any]:
+    def _known(self, gradients: Any, params: Any, dense: Any, loss: jax.Array) -> dict[int, Any]:
         """The values of the inputs that are no tables."""
-        num, at = self._num_params, self._dense_params(params)
-        places = [*at, *(num + one for one in self._dense_at), *(len(self._split.inputs) - num + one for one in at)]
-        values = [*jax.tree.leaves(gradients), *jax.tree.leaves(dense), *jax.tree.leaves(params)]
+        at, states = self._dense_params, self._num_params
+        second = states + len(self._split.states)
+        places = [*at, *(states + one for one in self._dense_at), *(second + one for one in at), second + states]
+        values = [*jax.tree.leaves(gradients), *jax.tree.leaves(dense), *jax.tree.leaves(params), loss]
         return {self._split.inputs[place].number: value for place, value in zip(places, values, strict=True)}
 
     def _brought(

@@ -182,7 +182,11 @@ def _read(optimizer: optax.GradientTransformation, dtype: Any) -> tuple[Split, T
     split = traced.split([name])
     if why := split.refused.get(name):
         raise ArgumentError(why)
-    table = split.tables[name]
+    table, told = split.tables[name], len(split.inputs) - 1
+    if any(term.reads >> told & 1 for term in (*split.moves, *split.states)):
+        raise ArgumentError(
+            "optimizer moves rows by the loss (value), which a row optimizer is not told: choose another"
+        )
     if found := sums_below(table.context):
         raise ArgumentError(mixing(f"its update has {found[0].name} over all rows"))
     for term in terms_between([table.move, *(one.next for one in table.kept)], {}):

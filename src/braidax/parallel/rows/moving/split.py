@@ -16,7 +16,8 @@ import optax
 
 from braidax.errors import ArgumentError
 from braidax.parallel.given.arrays import strong
-from braidax.program import Program, Term, Terms, difference, join, named_leaves, of_no_rows, terms_of, trace
+from braidax.parallel.given.optimizer import moves_of
+from braidax.program import Program, Term, Terms, difference, named_leaves, of_no_rows, terms_of, trace
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class TableUpdate:
 class Split:
     """An optimizer, split.
 
-    **Fields:** `program`: of `(gradients, state, params) -> (moves, state)`, on all variables. `inputs`: its terms.
+    **Fields:** `program`: of `(gradients, state, params, loss) -> (moves, state)`, on all variables. `inputs`: terms.
     `moves`, `states`: those of the outputs. `tables`: by name. `refused`: why others are none. `kept`: which leaves of
     the state have the rows of a table, and of which one.
     """
@@ -104,19 +105,22 @@ class Split:
 class TracedOptimizer:
     """An optimizer, traced on a tree of parameters.
 
-    **Arguments:** `params`: PyTree of specs. **Raises:** `ArgumentError` where it does not take such a tree, or gives
-    back another one.
+    **Arguments:** `params`: PyTree of specs. `loss`: spec of what extra arguments are told.
+
+    **Raises:** `ArgumentError` where it does not take such a tree, or gives back another one.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, params: Any) -> None:
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: Any,
+        loss: jax.ShapeDtypeStruct | None = None,
+    ) -> None:
         self.optimizer, self.params = optimizer, params
         self.state: Any = jax.eval_shape(lambda params: strong(optimizer.init(params)), params)
 
-        def update(gradients: Any, state: Any, params: Any) -> Any:
-            moves, state = optimizer.update(gradients, state, params)
-            return moves, strong(state)
-
-        self.program = trace(update, params, self.state, params)
+        loss = jax.ShapeDtypeStruct((), np.float32) if loss is None else loss
+        self.program = trace(functools.partial(moves_of, optimizer), params, self.state, params, loss)
         moves, state = self.program.out_specs
         if message := difference(self.state, state, "state"):
             raise ArgumentError(f"optimizer.update returns another state than optimizer.init made: {message}")
@@ -125,6 +129,11 @@ class TracedOptimizer:
                 f"optimizer.update returns updates of the form {jax.tree.structure(moves)}, expected that of its "
                 f"params: {jax.tree.structure(params)}"
             )
+
+    @property
+    def state_leaves(self) -> list[Any]:
+        """Specs of the leaves of its state."""
+        return jax.tree.leaves(self.state)
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -151,7 +160,7 @@ class TracedOptimizer:
         terms = Terms(gradients=range(num))
         leaves = jax.tree.leaves(self.program.in_specs)
         owners = {index: name for index, name in enumerate(names) if name in tables or name in apart}
-        owners |= {index + len(leaves) - num: name for index, name in owners.items()}
+        owners |= {index + num + len(self.state_leaves): name for index, name in owners.items()}
         owners |= {num + at: name for at, name in kept.items()}
         inputs = [terms.given(at, leaf, table=owners.get(at, "")) for at, leaf in enumerate(leaves)]
         seen = list(inputs)
@@ -235,7 +244,7 @@ def _of_table(
     return TableUpdate(
         name=name,
         terms=terms,
-        value=inputs[len(inputs) - num + which],
+        value=inputs[num + len(traced.state_leaves) + which],
         gradient=inputs[which],
         move=move,
         kept=kept,
@@ -277,9 +286,9 @@ def _catch_up(
 
 
 def _unforeseen(traced: TracedOptimizer, index: int, through: str) -> str:
-    name = [path for path, _ in named_leaves(dict(zip("gsp", traced.program.in_specs, strict=True)))][index]
-    kind, _, path = name.partition("/")
-    told = join({"g": "the gradient of params", "s": "state", "p": "params"}[kind], path)
+    roots = ("the gradient of params", "state", "params", "the loss (value)")
+    pairs = zip(roots, traced.program.in_specs, strict=True)
+    told = [path for root, specs in pairs for path, _ in named_leaves(specs, root)][index]
     return (
         f"optimizer moves rows that have no gradient, by {through or 'something that '}depends on {told}: the updates "
         f"that a row has missed cannot be made up for; keep this table dense"
