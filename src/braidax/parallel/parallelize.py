@@ -13,11 +13,13 @@ from braidax.errors import ArgumentError
 from braidax.program import named_leaves, specs_of
 
 from .compute.work import GRAD_NORM, Work, traced_loss
+from .given.dim_names import Rules, asked_axes, dim_names, unruled
 from .given.initial import trace_init
 from .given.loss import Loss
 from .given.trainable import Trainable, check_trainable, frozen_by
 from .plan.batch import batch_axes, shard_batch
 from .plan.costs import with_sent
+from .plan.named import Named
 from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
 from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
@@ -42,6 +44,7 @@ def parallelize(
     trainable: Trainable = None,
     metrics: Collection[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
+    rules: Rules | None = None,
 ) -> Step: ...
 
 
@@ -64,6 +67,7 @@ def parallelize(
     trainable: Trainable = None,
     metrics: Collection[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
+    rules: Rules | None = None,
 ) -> Any:
     """Turns single-device code into a training step on a mesh.
 
@@ -80,7 +84,9 @@ def parallelize(
     pattern of variables' paths (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen:
     they have no gradient, and the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the
     global norm of all gradients. `compiler_options`: of `jax.jit`, for gradients and apply; one that is a dict holds
-    those of a platform, such as `{"tpu": {…}}`.
+    those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical names of dims stand for that Flax
+    keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed": None}`; names that are axes of the
+    mesh need none. What names ask for is honored like an override.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, its gradients taken by `bx.value_and_grad`, and gives a `TrainStep`.
@@ -109,7 +115,7 @@ def parallelize(
             f"microbatches is {microbatches}, and plan has {plan.microbatches}: leave it out, or plan anew"
         )
     pieces = microbatches if plan is None else plan.microbatches
-    mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options)
+    mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options, rules)
     return _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more).step(plan)
 
 
@@ -127,6 +133,7 @@ class _Given:
     trainable: Trainable
     metrics: tuple[str, ...]
     compiler_options: Mapping[str, Any] | None
+    rules: Rules | None
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "init") or not hasattr(self.optimizer, "update"):
@@ -168,12 +175,26 @@ class _Given:
         rows = ReadRows(program, self.optimizer, strategies, self.microbatches, frozen)
         model = rows.model(math.prod(mesh.shape[axis] for axis in axes))
         if plan is None:
-            plan = make_plan(mesh, strategies, model)
+            plan = make_plan(mesh, self._named(born.out_specs.params), model)
         else:
             check_placements(plan, model)
         plan = with_sent(plan, model)
         feed = rows.feed(mesh, plan) if tables_of(plan) else None
         return Work(self.loss, self.optimizer, born, program, mesh, plan, feed, metrics=self.metrics)
+
+    def _named(self, params: Any) -> Mapping[str, Strategy]:
+        """Returns the strategies, beside what the names of dims ask for."""
+        mesh, names = self.mesh, dim_names(params)
+        asked = asked_axes(names, self.rules, mesh)
+        if not names:
+            return self.strategies
+        notes = {path: ", ".join(map(repr, unruled(dims, self.rules, mesh))) for path, dims in names.items()}
+        notes = {path: f"no rule says where {told} goes" for path, told in notes.items() if told}
+        found: dict[str, Strategy] = {}
+        for number, axis in enumerate(mesh.axis_names):
+            dims = {path: axes[axis] for path, axes in asked.items() if axis in axes}
+            found[axis] = Named(self.strategies.get(axis), dims, {} if number else notes)
+        return found
 
     def _frozen(self, plan: Plan | None, params: Any) -> frozenset[str]:
         """Returns the paths of the variables that are not trained."""

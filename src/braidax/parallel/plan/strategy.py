@@ -86,12 +86,12 @@ def chosen(
     """Returns for each variable what an override asks for, or what `choose(path)` says."""
     _check_overrides(overrides, model)
     return {
-        path: _overridden(overrides, path, name, lambda one, path=path: _refused(one, model, path)) or choose(path)
+        path: _overridden(overrides, path, name, lambda one, path=path: refused(one, model, path)) or choose(path)
         for path in model.variables
     }
 
 
-def _refused(placement: Placement, model: Model, path: str) -> str:
+def refused(placement: Placement, model: Model, path: str) -> str:
     """Says why a placement that somebody asks for cannot be, or ""."""
     if isinstance(placement, Rows) and (cannot := why_no_rows(model, path)):
         return f"the rows of {path}, and these cannot be exchanged: {cannot}"
