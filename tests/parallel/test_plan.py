@@ -47,7 +47,7 @@ def test_it_prints_a_table() -> None:
     lines = str(plan()).splitlines()
     assert lines[0] == "mesh          data=4 (DataParallel()), model=2 (no strategy: replicated)"
     assert lines[1] == "batch         split over data, microbatches=2"
-    assert lines[3].split() == ["variable", "shape", "dtype", "placement", "bytes", "why"]
+    assert lines[3].split() == ["variable", "shape", "dtype", "placement,", "dim", "bytes", "why"]
     assert lines[5].split() == ["params/embedding", "10×6", "float32", "replicated", "240", "bytes", "[1]"]
     assert lines[8] == "2 variables, 312 bytes"
     assert lines[10:] == ["[1]  data: data parallel: gradient all-reduced; model: no strategy"]
@@ -108,7 +108,7 @@ def test_plans_are_compared() -> None:
     assert lines[0] == "mesh: data=8 (FullySharded(min_bytes=0)) → data=8 (DataParallel())"
     row = next(line for line in lines if line.startswith("params/layers/up")).split("  ")
     assert [cell.strip() for cell in row if cell] == [
-        "params/layers/up", "3×24×96", "gathered, dim 1 → replicated", "13.8 KB → 111 KB", "72.6 KB → 48.4 KB"
+        "params/layers/up", "3×24×96", "gathered 1 → replicated", "13.8 KB → 111 KB", "72.6 KB → 48.4 KB"
     ]  # fmt: skip
     assert max(map(len, lines)) <= 120
 

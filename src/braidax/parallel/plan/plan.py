@@ -104,7 +104,7 @@ class Plan:
         mesh = ", ".join(f"{a.name}={a.size} ({a.strategy or 'no strategy: replicated'})" for a in self.axes)
         split = " × ".join(self.batch_axes) or "nothing: every device sees all samples"
         reasons = list(dict.fromkeys(one.why for one in self.variables))
-        rows = [("variable", "shape", "dtype", "placement", "bytes", "held", "sent", "alpha", "why")]
+        rows = [("variable", "shape", "dtype", "placement, dim", "bytes", "held", "sent", "alpha", "why")]
         rows += [(*_row(one, self.axes), f"[{reasons.index(one.why) + 1}]") for one in self.variables]
         kept = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
         right = [kept.index(at) for at in (4, 5, 6, 7) if at in kept]
@@ -129,7 +129,7 @@ class Plan:
         heads += [("microbatches", self.microbatches, other.microbatches)]
         lines = [f"{name}: {one} → {two}" for name, one, two in heads if one != two]
         mine, theirs = ({one.path: _row(one, plan.axes) for one in plan.variables} for plan in (self, other))
-        rows: list[tuple[str, ...]] = [("variable", "shape", "placement", "held", "sent")]
+        rows: list[tuple[str, ...]] = [("variable", "shape", "placement, dim", "held", "sent")]
         for path in dict.fromkeys([*mine, *theirs]):
             one, two = (rows.get(path, ("", "absent", "", "absent", "", "", "", "")) for rows in (mine, theirs))
             if one[1:4] != two[1:4] or one[5:] != two[5:]:
@@ -198,8 +198,11 @@ def _changed(one: str, two: str) -> str:
 
 
 def _placement_of(variable: PlannedVariable, axes: Sequence[PlannedAxis]) -> str:
-    """The placements on axes where it is not replicated."""
-    pairs = [(axis.name, str(placement)) for axis, placement in zip(axes, variable.placements, strict=True)]
+    """The placements, with the dim that is split, on axes where it is not replicated."""
+    pairs = [
+        (axis.name, str(placement).replace(", dim", ""))
+        for axis, placement in zip(axes, variable.placements, strict=True)
+    ]
     told = [f"{name}: {placement}" for name, placement in pairs if placement != str(Replicated())]
     same = {placement for _, placement in pairs}
     return ", ".join(told) if told and len(same) > 1 else same.pop() if same else str(Replicated())
