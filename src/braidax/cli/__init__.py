@@ -93,16 +93,12 @@ def _train(
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
     from braidax.checkpoint import Adaptive, Every
-    from braidax.cli.machine import parse_mesh
     from braidax.cli.run_options import check_folder
-    from braidax.cli.strategies import parse_strategies
     from braidax.cli.tasks import make_task, options_of, skipping_bad
-    from braidax.cli.train import Devices, Settings, train
+    from braidax.cli.train import Settings, devices_of, train
 
-    out = Path("runs") / task if out is None else out
+    out, devices = Path("runs") / task if out is None else out, devices_of(mesh, strategy)
     check_folder(out)
-    axes = None if mesh is None else parse_mesh(mesh)
-    devices = Devices(axes, None if strategy is None else parse_strategies(strategy))
     # What is wrong with it is said once, and its data is there.
     made = make_task(task, out, path=data, preset=preset, image_size=image_size)
     if processes > 1:
@@ -161,13 +157,10 @@ def _plan(
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what becomes of each variable of a task, and why; of the model nothing is computed."""
-    from braidax.cli.machine import parse_mesh
-    from braidax.cli.strategies import parse_strategies
     from braidax.cli.tasks import make_task
-    from braidax.cli.train import Devices, make_step
+    from braidax.cli.train import devices_of, make_step
 
-    axes = None if mesh is None else parse_mesh(mesh)
-    devices = Devices(axes, None if strategy is None else parse_strategies(strategy))
+    devices = devices_of(mesh, strategy)
     made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
     plan = make_step(made, devices, batch_size=batch_size or made.batch_size, num_steps=1).plan
     typer.echo(plan.to_json() if json else str(plan))

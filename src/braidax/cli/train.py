@@ -12,9 +12,9 @@ import jax
 import typer
 
 from braidax.checkpoint import Checkpointer, Interval
-from braidax.cli.machine import describe_mesh, make_mesh
+from braidax.cli.machine import describe_mesh, make_mesh, parse_mesh
 from braidax.cli.run_options import Value, compare, keep
-from braidax.cli.strategies import check_axes
+from braidax.cli.strategies import check_axes, parse_strategies
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.loop import evaluate, fit
@@ -36,6 +36,11 @@ class Devices:
 
     mesh: Mapping[str, int] | None = None
     strategies: Mapping[str, Strategy] | None = None
+
+
+def devices_of(mesh: str | None, strategy: str | None) -> Devices:
+    """Returns what `--mesh` and `--strategy` say. **Raises:** as `parse_mesh` and `parse_strategies`."""
+    return Devices(None if mesh is None else parse_mesh(mesh), None if strategy is None else parse_strategies(strategy))
 
 
 @dataclass(frozen=True)
