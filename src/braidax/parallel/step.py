@@ -173,6 +173,15 @@ class Step:
         what = f"the batch of an evaluation behind update {self._num_updates} of this step"
         return self._late.take(metrics, what)
 
+    def finish(self) -> None:
+        """Waits for all updates and evaluations so far, and looks at what is otherwise looked at some updates later.
+
+        Call it behind the last update; `fit` and `evaluate` do.
+
+        **Raises:** `DataError` when a batch had ids out of range, with `Hybrid(out_of_range="raise")`.
+        """
+        self._late.check(late=1)
+
     def settled(self, state: State) -> State:
         """Returns a state in which no row lags behind; the one given stays as it is.
 
@@ -182,7 +191,7 @@ class Step:
         **Arguments:** `state`: of this step. **Returns:** the state of single-device training, in this step's form.
         """
         self._check_state(state)
-        self._late.check(late=1)
+        self.finish()
         return self._own(self._converted(self._work.settled, state, self.state_shardings, self.state_shardings))
 
     def to_dense(self, state: State) -> State:
@@ -195,7 +204,7 @@ class Step:
         form.
         """
         self._check_state(state)
-        self._late.check(late=1)
+        self.finish()
         replicated = jax.tree.map(lambda _: self._replicated, self._work.dense_specs())
         whole = self._converted(self._work.to_dense, state, self.state_shardings, replicated)
         return replace(whole, origin=Origin())
