@@ -15,7 +15,7 @@ from braidax.program import (
 
 from .options import OutOfRange
 
-LATE = "its ids are computed from parameters, so that they are not known before"
+LATE = "its ids are computed from parameters or by callbacks with effects, so that they are not known before"
 """Why the rows of a variable cannot be exchanged though it is read by rows only."""
 
 _BATCH = 3  # the argument of a traced loss that is the batch
