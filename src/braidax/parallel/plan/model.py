@@ -13,6 +13,10 @@ def _nothing(path: str) -> str:
     return ""
 
 
+def _none(path: str) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Model:
     """The variables of a traced loss.
@@ -20,7 +24,10 @@ class Model:
     **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
     divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
     how the loss uses each variable, and which of their dims belong together, where that is known. `no_rows`: why the
-    rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
+    rows of a variable cannot be exchanged though it is used by rows only; "" if they can. `num_replayed`: how many
+    arrays of the rows of a variable the optimizer moves where it takes the steps that they have missed one by one; 0
+    where it need not. `num_shared`: how many of the ids by which one run of the loss reads a variable are the same for
+    all samples, such as positions.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]
@@ -30,6 +37,8 @@ class Model:
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
     find_dims: Callable[[], Dims] = lambda: Dims({}, ())
     no_rows: Callable[[str], str] = _nothing
+    num_replayed: Callable[[str], int] = _none
+    num_shared: Callable[[str], int] = _none
 
     @functools.cached_property
     def uses(self) -> Mapping[str, LeafUses]:

@@ -24,7 +24,10 @@ from .exchange.route import Route as Route
 from .exchange.traffic import all_gather_bytes as all_gather_bytes
 from .exchange.traffic import all_reduce_bytes as all_reduce_bytes
 from .exchange.traffic import exchange_bytes as exchange_bytes
-from .moving.catch_up import Now as Now
+from .exchange.traffic import shared_bytes as shared_bytes
+from .moving.catch_up import next_grown as next_grown
+from .moving.catch_up import no_growth as no_growth
+from .moving.now import Now as Now
 from .moving.optimizers import RowOptimizer as RowOptimizer
 from .moving.optimizers import RowState as RowState
 from .moving.optimizers import kept_besides as kept_besides
@@ -32,5 +35,5 @@ from .moving.optimizers import row_adagrad as row_adagrad
 from .moving.optimizers import row_optimizer as row_optimizer
 from .moving.optimizers import table_optimizer as table_optimizer
 from .moving.split import Split as Split
-from .moving.split import TableUpdate as TableUpdate
 from .moving.split import TracedOptimizer as TracedOptimizer
+from .moving.table_update import TableUpdate as TableUpdate

@@ -46,6 +46,8 @@ class ReadRows:
             find_sites=self._sites,
             find_dims=lambda: find_dims(self._program),
             no_rows=self._no_rows,
+            num_replayed=self._num_replayed,
+            num_shared=self._num_shared,
         )
 
     def feed(self, mesh: Mesh, plan: Plan) -> RowFeed:
@@ -73,3 +75,9 @@ class ReadRows:
     def _no_rows(self, path: str) -> str:
         name = path.removeprefix(f"{_ROOT}/")
         return self._options.no_rows(name) if name in self._reads.sparse else LATE
+
+    def _num_replayed(self, path: str) -> int:
+        return self._options.num_replayed(path.removeprefix(f"{_ROOT}/"))
+
+    def _num_shared(self, path: str) -> int:
+        return self._reads.shared.get(path.removeprefix(f"{_ROOT}/"), 0)
