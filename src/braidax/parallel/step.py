@@ -58,7 +58,7 @@ class Step:
             mesh,
             work.gradients,
             in_shardings=(*self._read, self.batch_shardings),
-            out_shardings=(work.gradient_shardings, held.variables, self._replicated),
+            out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
             compiler_options=compiler_options,
         )
         # The gradients are not donated: the old state already gives its memory to every output.
@@ -124,7 +124,8 @@ class Step:
         or of host arrays that are copied. `before_apply`: called when the gradients are dispatched, before
         anything of the old state is overwritten (`saver.wait`).
 
-        **Returns:** the new state and the metrics: `loss` and what the loss returns as aux.
+        **Returns:** the new state and the metrics: `loss` and what the loss returns as aux; arrays in it that go along
+        the samples, such as logits, stay divided among the devices as the batch is.
 
         **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for. `DataError` when
         an earlier batch had ids out of range, with `Hybrid(out_of_range="raise")`; the state given is then still valid.
@@ -150,7 +151,7 @@ class Step:
         **Arguments:** `batch`: like the one for training, or of another size or structure (a `mask`): each form is
         compiled once.
 
-        **Returns:** the metrics: `loss` and what the loss returns as aux.
+        **Returns:** the metrics, as of `update`.
         """
         self._check_state(state)
         self._late.check()
@@ -158,12 +159,8 @@ class Step:
         form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
         if form not in self._evaluations:
             shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
-            evaluation = compile_on(
-                self.mesh,
-                self._work.evaluate(specs),
-                in_shardings=(*self._read, shardings),
-                out_shardings=self._replicated,
-            )
+            evaluate, lie = self._work.evaluate(specs)
+            evaluation = compile_on(self.mesh, evaluate, in_shardings=(*self._read, shardings), out_shardings=lie)
             self._evaluations[form] = (evaluation, shardings)
         evaluation, shardings = self._evaluations[form]
         state, batch = place(state, self.state_shardings), place(batch, shardings)

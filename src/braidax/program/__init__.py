@@ -1,6 +1,7 @@
 """Traced single-device programs: what every strategy transforms, and the only place that touches JAX's internals."""
 
 from .batch_dims import batch_dim_of_result as batch_dim_of_result
+from .batch_dims import batch_dims_of_results as batch_dims_of_results
 from .batch_dims import find_batch_dims as find_batch_dims
 from .bodies import Body as Body
 from .bodies import Equation as Equation

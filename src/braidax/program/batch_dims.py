@@ -29,15 +29,24 @@ def find_batch_dims(
 
     **Returns:** for each path the batch dim of every operand of its equation, or None.
     """
+    jaxpr = program.closed.jaxpr
+    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
+    flow(jaxpr, _seeds(program, divided), dims)
+    return dims.found
+
+
+def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[int] | int]) -> list[Dim]:
+    """Returns the batch dim of each leaf that a program gives, or None. **Arguments:** as of `find_batch_dims`."""
+    return flow(program.closed.jaxpr, _seeds(program, divided), _Dims({}))
+
+
+def _seeds(program: Program, divided: Mapping[int, Sequence[int] | int]) -> list[Dim]:
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
         leaves, told = jax.tree.leaves(argument), divided.get(index)
         dims = [told] * len(leaves) if told is None or isinstance(told, int) else list(told)
         seeds += [dim if dim is not None and dim < leaf.ndim else None for dim, leaf in zip(dims, leaves, strict=True)]
-    jaxpr = program.closed.jaxpr
-    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
-    flow(jaxpr, seeds, dims)
-    return dims.found
+    return seeds
 
 
 def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
@@ -193,6 +202,11 @@ def _along(name: str) -> Rule:
     return rule
 
 
+def _along_many(name: str) -> Rule:
+    """The same, of several dims."""
+    return lambda equation, dims: None if dims[0] in equation.params[name] else dims[0]
+
+
 def _same_dim(equation: JaxprEqn, dims: list[Dim]) -> Dim:
     """What changes other elements of the first operand only."""
     return dims[0]
@@ -220,7 +234,7 @@ _RULES: dict[Any, Rule] = {
     ),
     **dict.fromkeys([primitives.scatter_p, primitives.scatter_add_p, primitives.scatter_mul_p], _same_dim),
     primitives.sort_p: _along("dimension"),
-    primitives.rev_p: _same_dim,
+    primitives.rev_p: _along_many("dimensions"),
     primitives.broadcast_in_dim_p: _broadcast,
     primitives.transpose_p: _transpose,
     primitives.reshape_p: _reshape,

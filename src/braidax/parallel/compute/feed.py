@@ -42,6 +42,11 @@ class Reading(Protocol):
         ...
 
     @property
+    def metrics(self) -> Collection[str]:
+        """Names of the scalars that `pull` tells."""
+        ...
+
+    @property
     def payload_shardings(self) -> Any:
         """Of what `push` gives, or a prefix of it."""
         ...

@@ -22,6 +22,7 @@ from braidax.program import Program, difference, named_leaves, trace, with_sums_
 
 from .accumulate import all_gradients_of
 from .feed import Check, Feed, Reading
+from .metrics import MetricDims
 
 Evaluate = Callable[[Any, Any, Any, Any, Any, Any], dict[str, Any]]
 """`(params, held, variables, key, step, batch) -> metrics`."""
@@ -65,6 +66,11 @@ class Work:
             self._in_parts, self._program = found, found.program
         if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
             self._program = with_sums_behind_loops(self._program)
+        self._metric_dims = MetricDims(program)
+        others = [] if self._reading is None else self._reading.metrics
+        self.metric_shardings = self._metric_dims.shardings(
+            mesh, plan.batch_axes, others, microbatches=plan.microbatches
+        )
         self.state_shardings = self._shardings()
         dense = self._dense(self.state_shardings.params)
         self.gradient_shardings = dense if self._reading is None else (dense, self._reading.payload_shardings)
@@ -88,13 +94,15 @@ class Work:
         dense = _loaded(self._of_params, dense)
         if self._reading is None:
             gradients, _, variables, metrics = all_gradients_of(
-                self._program, dense, variables, key, batch, microbatches=pieces, in_parts=self._in_parts
-            )
+                self._program, dense, variables, key, batch,
+                microbatches=pieces, metric_dims=self._metric_dims, in_parts=self._in_parts,
+            )  # fmt: skip
             return _stored(self._of_params, gradients), variables, metrics
         pulled = self._reading.pull(dense, variables, key, batch, stored, held)
         gradients, of_rows, variables, metrics = all_gradients_of(
-            self._program, dense, variables, key, batch, pulled.rows, microbatches=pieces, in_parts=self._in_parts
-        )
+            self._program, dense, variables, key, batch, pulled.rows,
+            microbatches=pieces, metric_dims=self._metric_dims, in_parts=self._in_parts,
+        )  # fmt: skip
         payload = self._reading.push(pulled.ticket, of_rows)
         return (_stored(self._of_params, gradients), payload), variables, {**metrics, **pulled.metrics}
 
@@ -117,8 +125,11 @@ class Work:
         params = self._joined(_stored(self._of_params, params), stored)
         return step + 1, params, {"dense": _stored(self._of_state, dense), "rows": kept}
 
-    def evaluate(self, batch: Any) -> Evaluate:
-        """Returns the function that gives the metrics of batches of that form. **Arguments:** `batch`: specs."""
+    def evaluate(self, batch: Any) -> tuple[Evaluate, Any]:
+        """Returns the function that gives the metrics of batches of that form, and where these lie.
+
+        **Arguments:** `batch`: specs.
+        """
         born, feed = self._born, self._feed
         program = self._loss.trace(born.params, born.variables, born.key, batch, train=False)
         reading = None if feed is None else feed.reading(program)
@@ -137,7 +148,7 @@ class Work:
             loss, (metrics, _) = passed(dense, variables, key, batch, pulled.rows)
             return {"loss": loss, **metrics, **{name: pulled.metrics[name] for name in feed.checks}}
 
-        return metrics
+        return metrics, MetricDims(program).shardings(self._mesh, self._plan.batch_axes, self.checks)
 
     # Other forms of a state
 

@@ -63,6 +63,11 @@ class RowReading:
         """The dim of ids, behind the lengths of the scans around a lookup."""
         return [len(lookup.ids.shape) - 1 for lookup in self._rows.lookups]
 
+    @property
+    def metrics(self) -> Collection[str]:
+        """`row_rounds`, and how many ids no row has where they are counted."""
+        return {"row_rounds", *((OUT_OF_RANGE,) if self._marked else ())}
+
     def pull(
         self, dense: Any, variables: Any, key: Any, batch: Any, stored: Mapping[str, jax.Array], held: States
     ) -> Pulled:
