@@ -64,9 +64,10 @@ def parallelize(
     `jax.sharding.Mesh`, with explicit axes or not. `strategies`: what each mesh axis is for, such as
     `{"data": bx.DataParallel()}`; over an axis without one everything is replicated. `init`: `init(key) -> params`,
     or `(params, variables)` when the loss asks for them. `batch`: a PyTree of `jax.ShapeDtypeStruct` `[batch, …]`.
-    `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over (metrics along samples are
-    put together); sample `i` is in piece `i % microbatches`. `plan`: built as it is instead of planning anew, such as `Plan.from_json(text)`; of `strategies`
-    then counts only what no plan holds: row optimizers, counts of rows, `out_of_range`, `combine_bytes`.
+    `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over (those along samples are
+    put together); sample `i` is in piece `i % microbatches`. `plan`: built as it is instead of planning anew, such as
+    `Plan.from_json(text)`; of `strategies` then counts only what no plan holds: row optimizers, counts of rows,
+    `out_of_range`, `combine_bytes`.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, its gradients taken by `bx.value_and_grad`, and gives a `TrainStep`.

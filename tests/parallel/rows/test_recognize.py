@@ -17,7 +17,9 @@ from tests.parallel.rows.test_catch_up import IN_ONE, ONE_BY_ONE
 def form_of(optimizer: optax.GradientTransformation, dtype: Any = jnp.float32) -> Any:
     split = TracedOptimizer(optimizer, {"t": jax.ShapeDtypeStruct((7, 3), dtype)}).split(["t"])
     assert not split.refused
-    return split.tables["t"].form
+    catch_up = split.tables["t"].catch_up
+    assert catch_up is not None
+    return catch_up.form
 
 
 @pytest.mark.parametrize("name", IN_ONE)

@@ -32,7 +32,6 @@ def all_gradients_of(
     batch: Any,
     rows: Any = (),
     *,
-    microbatches: int,
     metric_dims: MetricDims,
     in_parts: InParts | None = None,
 ) -> Any:
@@ -46,6 +45,7 @@ def all_gradients_of(
     **Arguments:** `in_parts`: what `program` then is, whose gradients are summed over devices behind the last
     microbatch.
     """
+    microbatches = metric_dims.microbatches
     if microbatches == 1:
         return gradients_of(program, params, variables, key, batch, rows)
     leaves, structure = jax.tree.flatten(params)

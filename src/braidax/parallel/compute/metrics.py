@@ -17,10 +17,12 @@ _BATCH = 3  # the argument of a traced loss that is the batch
 class MetricDims:
     """Which dim of each metric goes along the samples, if one does.
 
-    **Arguments:** `program`: `(params, variables, key, batch) -> (loss, (metrics, variables))`, of one microbatch.
+    **Arguments:** `program`: `(params, variables, key, batch) -> (loss, (metrics, variables))`. `microbatches`: of how
+    many runs of it the metrics of an update are put together.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, microbatches: int = 1) -> None:
+        self.microbatches = microbatches
         loss, (metrics, _) = program.out_specs
         self._specs = {"loss": loss, **metrics}
         self._num_samples = jax.tree.leaves(program.in_specs[_BATCH])[0].shape[0]
@@ -33,18 +35,15 @@ class MetricDims:
         """A dim, unless it is no multiple of the samples."""
         return None if dim is None or spec.shape[dim] % self._num_samples else dim
 
-    def shardings(
-        self, mesh: Mesh, axes: Sequence[str], others: Collection[str], *, microbatches: int = 1
-    ) -> dict[str, NamedSharding]:
+    def shardings(self, mesh: Mesh, axes: Sequence[str], others: Collection[str]) -> dict[str, NamedSharding]:
         """Returns where metrics lie: those along samples are split over mesh axes, the others on every device.
 
-        **Arguments:** `axes`: over which samples are divided. `others`: names of what comes besides. `microbatches`: of
-        how many runs of the program those of an update are put together.
+        **Arguments:** `axes`: over which samples are divided. `others`: names of what comes besides.
         """
         over, whole = math.prod(mesh.shape[axis] for axis in axes), NamedSharding(mesh, PartitionSpec())
 
         def sharding(dim: int | None, spec: Any) -> NamedSharding:
-            if dim is None or over == 1 or spec.shape[dim] * microbatches % over:
+            if dim is None or over == 1 or spec.shape[dim] * self.microbatches % over:
                 return whole
             return NamedSharding(mesh, PartitionSpec(*[None] * dim, tuple(axes)))
 
@@ -63,10 +62,10 @@ class MetricDims:
         **Arguments:** `along`: of `k` microbatches, `[k, ...]`; sample `i` is in piece `i % k`.
         """
         one, other = iter(averaged), iter(along)
-        found = [next(one) if dim is None else self._together(next(other), dim) for dim in self._dims]
+        found = [next(one) if dim is None else self._in_order(next(other), dim) for dim in self._dims]
         return jax.tree.unflatten(jax.tree.structure(self._specs), found)
 
-    def _together(self, pieces: jax.Array, dim: int) -> jax.Array:
+    def _in_order(self, pieces: jax.Array, dim: int) -> jax.Array:
         shape, num_samples = pieces.shape[1:], self._num_samples
         pieces = jnp.moveaxis(pieces, 0, dim)  # [..., k, samples * m, ...]
         parts = (*shape[:dim], pieces.shape[dim], num_samples, shape[dim] // num_samples, *shape[dim + 1 :])

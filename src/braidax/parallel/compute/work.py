@@ -66,11 +66,9 @@ class Work:
             self._in_parts, self._program = found, found.program
         if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
             self._program = with_sums_behind_loops(self._program)
-        self._metric_dims = MetricDims(program)
+        self._metric_dims = MetricDims(program, microbatches=plan.microbatches)
         others = [] if self._reading is None else self._reading.metrics
-        self.metric_shardings = self._metric_dims.shardings(
-            mesh, plan.batch_axes, others, microbatches=plan.microbatches
-        )
+        self.metric_shardings = self._metric_dims.shardings(mesh, plan.batch_axes, others)
         self.state_shardings = self._shardings()
         dense = self._dense(self.state_shardings.params)
         self.gradient_shardings = dense if self._reading is None else (dense, self._reading.payload_shardings)
@@ -89,20 +87,25 @@ class Work:
 
     def gradients(self, params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
         """Returns `(gradients, variables, metrics)`; `gradients` is for `apply` alone."""
-        key, pieces = jax.random.fold_in(key, step), self._plan.microbatches
+        key = jax.random.fold_in(key, step)
         dense, stored = self._parted(params)
         dense = _loaded(self._of_params, dense)
         if self._reading is None:
             gradients, _, variables, metrics = all_gradients_of(
-                self._program, dense, variables, key, batch,
-                microbatches=pieces, metric_dims=self._metric_dims, in_parts=self._in_parts,
-            )  # fmt: skip
+                self._program, dense, variables, key, batch, metric_dims=self._metric_dims, in_parts=self._in_parts
+            )
             return _stored(self._of_params, gradients), variables, metrics
         pulled = self._reading.pull(dense, variables, key, batch, stored, held)
         gradients, of_rows, variables, metrics = all_gradients_of(
-            self._program, dense, variables, key, batch, pulled.rows,
-            microbatches=pieces, metric_dims=self._metric_dims, in_parts=self._in_parts,
-        )  # fmt: skip
+            self._program,
+            dense,
+            variables,
+            key,
+            batch,
+            pulled.rows,
+            metric_dims=self._metric_dims,
+            in_parts=self._in_parts,
+        )
         payload = self._reading.push(pulled.ticket, of_rows)
         return (_stored(self._of_params, gradients), payload), variables, {**metrics, **pulled.metrics}
 

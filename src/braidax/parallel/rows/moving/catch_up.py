@@ -27,7 +27,7 @@ def settling(table: TableUpdate) -> Settle:
     """
     catch_up = table.catch_up
     assert catch_up is not None, "asked for rows that move without a gradient"
-    brought = _Steps(table, catch_up) if table.form is None else summed_up(table, catch_up, table.form)
+    brought = _Steps(table, catch_up) if catch_up.form is None else summed_up(catch_up, catch_up.form)
 
     def settle(values: jax.Array, rows: Rows, now: Now) -> tuple[jax.Array, Rows]:
         missed = jnp.maximum(now.clock - rows["last"], 0)  # rows beyond the table, read as filler, have missed nothing

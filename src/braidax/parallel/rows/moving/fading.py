@@ -17,13 +17,13 @@ from braidax.program import Term, compute
 
 from .now import Now
 from .recognize import num_nodes, num_terms
-from .table_update import AdamFading, CatchUp, Fading, TableUpdate
+from .table_update import AdamFading, CatchUp, Fading
 
 Brought = Callable[[jax.Array, Any, Mapping[str, Any], jax.Array, Now], tuple[jax.Array, Any]]
 """`(values, kept, rows, missed, now) -> (values, kept)`, of rows `[m, …]` and how many steps each has missed."""
 
 
-def summed_up(table: TableUpdate, catch_up: CatchUp, form: Fading | AdamFading) -> Brought:
+def summed_up(catch_up: CatchUp, form: Fading | AdamFading) -> Brought:
     """Returns the function that brings rows up in one move."""
     return _faded(catch_up, form) if isinstance(form, Fading) else _adam_faded(catch_up, form)
 

@@ -171,7 +171,7 @@ def _of_table(
     num, which = len(traced.names), traced.names.index(name)
     names = _short(name, [named_leaves(traced.state)[one][0] for one in at])
     kept = tuple(Kept(one, called, inputs[num + one], states[one]) for one, called in zip(at, names, strict=True))
-    update = TableUpdate(
+    found = TableUpdate(
         name=name,
         terms=terms,
         value=inputs[len(inputs) - num + which],
@@ -180,7 +180,7 @@ def _of_table(
         kept=kept,
         catch_up=_catch_up(traced, terms, inputs, states, kept, move),
     )
-    return replace(update, form=recognized(update))
+    return found if found.catch_up is None else replace(found, catch_up=replace(found.catch_up, form=recognized(found)))
 
 
 def _short(name: str, paths: Sequence[str]) -> tuple[str, ...]:

@@ -23,15 +23,6 @@ class Scalar:
     kind: str
 
 
-@dataclass(frozen=True)
-class CatchUp:
-    """How rows move without a gradient. **Fields:** `move`: what is added. `next`: of what is kept. `scalars`."""
-
-    move: Term
-    next: tuple[Term, ...]
-    scalars: tuple[Scalar, ...]
-
-
 class Kept(NamedTuple):
     """A leaf of the state that has the rows of a table: `at` which place, its `name`, it, and what follows it."""
 
@@ -73,13 +64,26 @@ class AdamFading:
 
 
 @dataclass(frozen=True)
+class CatchUp:
+    """How rows move without a gradient.
+
+    **Fields:** `move`: what is added. `next`: of what is kept. `scalars`. `form`: in which missed steps can be summed
+    up, if in one.
+    """
+
+    move: Term
+    next: tuple[Term, ...]
+    scalars: tuple[Scalar, ...]
+    form: Fading | AdamFading | None = None
+
+
+@dataclass(frozen=True)
 class TableUpdate:
     """What an optimizer does to one table.
 
     **Fields:** `name`. `terms`: made all of these. `value`, `gradient`: of the table. `move`: what is added to the
-    value. `kept`: what the state has of its rows. `catch_up`: None where rows without a gradient rest. `form`: in which
-    their missed steps can be summed up, if in one. `any_width`: whether rows may be wider or narrower than those that
-    it was traced with.
+    value. `kept`: what the state has of its rows. `catch_up`: None where rows without a gradient rest. `any_width`:
+    whether rows may be wider or narrower than those that it was traced with.
     """
 
     name: str
@@ -89,7 +93,6 @@ class TableUpdate:
     move: Term
     kept: tuple[Kept, ...]
     catch_up: CatchUp | None
-    form: Fading | AdamFading | None = None
     any_width: bool = False
 
     @functools.cached_property
@@ -100,7 +103,7 @@ class TableUpdate:
     @property
     def replays(self) -> bool:
         """Whether the steps that rows have missed are taken one by one."""
-        return self.catch_up is not None and self.form is None
+        return self.catch_up is not None and self.catch_up.form is None
 
     @property
     def growth(self) -> Term | None:
@@ -108,7 +111,8 @@ class TableUpdate:
 
         What steps have made of a value is then a product that is kept: nothing else tells it of many steps.
         """
-        return None if self.form is None or self.form.grown.is_literal else self.form.grown
+        form = None if self.catch_up is None else self.catch_up.form
+        return None if form is None or form.grown.is_literal else form.grown
 
     def shaped(self, leaf: jax.Array, term: Term) -> jax.Array:
         """Returns rows `[m, …]` in the shape that the program has them in."""
