@@ -91,6 +91,10 @@ class _Dims:
         return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore
 
     def into(self, equation: JaxprEqn, operand: int, fact: int, place: Place) -> Dim:
+        if place.path in self.found:
+            dims = list(self.found[place.path])
+            dims[operand] = fact
+            self.found[place.path] = tuple(dims)
         if equation.primitive is scan_p and operand >= sum(carried(equation)):
             return fact - 1 if fact else None
         return fact

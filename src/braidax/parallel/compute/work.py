@@ -65,7 +65,7 @@ class Work:
         if plan.microbatches > 1 and (found := summed_once(*self._laid_out(self._program, self._reading))):
             self._in_parts, self._program = found, found.program
         if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
-            self._program = with_sums_behind_loops(self._program)
+            self._program = with_sums_behind_loops(self._program, self._divided(self._reading))
         self._metric_dims = MetricDims(program, microbatches=plan.microbatches)
         others = [] if self._reading is None else self._reading.metrics
         self.metric_shardings = self._metric_dims.shardings(mesh, plan.batch_axes, others)
@@ -238,8 +238,11 @@ class Work:
     def _laid_out(self, program: Program, reading: Reading | None) -> Any:
         """Returns what passes are told of a program."""
         layouts = [self.layouts[name] for name, _ in named_leaves(program.in_specs[0])]
-        divided = {_BATCH: 0} if reading is None else {_BATCH: 0, _ROWS: reading.batch_dims}
-        return program, layouts, self._mesh, self._plan.batch_axes, divided
+        return program, layouts, self._mesh, self._plan.batch_axes, self._divided(reading)
+
+    def _divided(self, reading: Reading | None) -> dict[int, Any]:
+        """Returns which dims of a program's arguments are divided among devices."""
+        return {_BATCH: 0} if reading is None else {_BATCH: 0, _ROWS: reading.batch_dims}
 
     def _traced_update(self) -> Program:
         specs = self._specs
