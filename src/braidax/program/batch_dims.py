@@ -17,7 +17,7 @@ Dim = int | None
 
 
 def find_batch_dims(
-    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[int] | int]
+    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[int | None] | int]
 ) -> dict[Path, tuple[Dim, ...]]:
     """Follows the dim of the batch through a program.
 
@@ -35,12 +35,12 @@ def find_batch_dims(
     return dims.found
 
 
-def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[int] | int]) -> list[Dim]:
+def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[int | None] | int]) -> list[Dim]:
     """Returns the batch dim of each leaf that a program gives, or None. **Arguments:** as of `find_batch_dims`."""
     return flow(program.closed.jaxpr, _seeds(program, divided), _Dims({}))
 
 
-def _seeds(program: Program, divided: Mapping[int, Sequence[int] | int]) -> list[Dim]:
+def _seeds(program: Program, divided: Mapping[int, Sequence[int | None] | int]) -> list[Dim]:
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
         leaves, told = jax.tree.leaves(argument), divided.get(index)

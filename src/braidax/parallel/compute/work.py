@@ -18,7 +18,7 @@ from braidax.parallel.given.loss import Loss
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan, follow, layouts_of, shardings_of
 from braidax.parallel.state import State
-from braidax.program import Program, difference, named_leaves, trace, with_sums_behind_loops
+from braidax.program import Program, difference, kept_in_blocks, named_leaves, trace, with_sums_behind_loops
 
 from .accumulate import all_gradients_of
 from .feed import Check, Feed, Reading
@@ -137,6 +137,9 @@ class Work:
         program = self._loss.trace(born.params, born.variables, born.key, batch, train=False)
         reading = None if feed is None else feed.reading(program)
         passed = self._passed(program, reading)
+        others = [] if feed is None or reading is None else [name for name in feed.names if name not in reading.names]
+        places = {name: at for at, (name, _) in enumerate(named_leaves(passed.in_specs[0]))}
+        run = kept_in_blocks(passed, {places[name]: self.layouts[name].axes_of(0) for name in others})
 
         def metrics(params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> dict[str, Any]:
             key = jax.random.fold_in(key, step)
@@ -145,10 +148,9 @@ class Work:
             if feed is None or reading is None:
                 loss, (metrics, _) = passed(dense, variables, key, batch)
                 return {"loss": loss, **metrics}
-            others = [name for name in stored if name not in reading.names]
             dense = self._joined(dense, {name: feed.whole(name, stored[name], held) for name in others})
             pulled = reading.pull(dense, variables, key, batch, stored, held)
-            loss, (metrics, _) = passed(dense, variables, key, batch, pulled.rows)
+            loss, (metrics, _) = run(dense, variables, key, batch, pulled.rows)
             return {"loss": loss, **metrics, **{name: pulled.metrics[name] for name in feed.checks}}
 
         return metrics, MetricDims(program).shardings(self._mesh, self._plan.batch_axes, self.checks)

@@ -14,6 +14,7 @@ from .exchange.islands import settle_rows as settle_rows
 from .exchange.islands import sum_rows as sum_rows
 from .exchange.islands import update_rows as update_rows
 from .exchange.layout import from_stored as from_stored
+from .exchange.layout import in_blocks as in_blocks
 from .exchange.layout import making_spec as making_spec
 from .exchange.layout import stored_shape as stored_shape
 from .exchange.layout import stored_sharding as stored_sharding

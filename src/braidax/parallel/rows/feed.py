@@ -17,7 +17,7 @@ from braidax.parallel.plan.placements import Rows
 from braidax.parallel.plan.plan import Plan, PlannedVariable
 from braidax.program import LeafUses, Program, RowProgram, join, named_leaves
 
-from . import Route, RowState, settle_rows, stored_sharding, table_optimizer
+from . import Route, RowState, in_blocks, settle_rows, stored_sharding, table_optimizer
 from .options import RowOptions
 from .packing import Packing, States, Table, Trip
 from .reads import row_reads, without_rows
@@ -165,8 +165,9 @@ class RowFeed:
         return self.tables[name].whole(stored)
 
     def whole(self, name: str, stored: jax.Array, held: States) -> jax.Array:
-        """Brings up the rows of a table, and returns it as the loss has it."""
-        return self.load(name, self._settled(name, stored, held)[0])
+        """Brings up the rows of a table, and returns it as the loss has it, each device with consecutive rows."""
+        table, (settled, _) = self.tables[name], self._settled(name, stored, held)
+        return in_blocks(settled, table.axes, table.spec.shape[0]).reshape(table.spec.shape)
 
     def apply(
         self,
