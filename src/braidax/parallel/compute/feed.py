@@ -106,7 +106,7 @@ class Feed(Protocol):
         ...
 
     def whole(self, name: str, stored: Any, held: Any) -> Any:
-        """Returns a variable as single-device training has it now, in the form of the loss; it may be split on dim 0."""
+        """Returns a variable as single-device training has it now, in the form of the loss; it may be split."""
         ...
 
     def apply(

@@ -37,12 +37,12 @@ def costs_of(model: Model, path: str, touched: Touched | None) -> Costs:
 
     **Arguments:** `touched`: counted on real batches, if they were.
     """
-    spec, uses = model.variables[path], model.uses[path]
+    spec, uses, work = model.variables[path], model.uses[path], model.row_work(path)
     row_bytes = num_bytes(spec) // max(spec.shape[0], 1)
     num_parts = model.num_parts if touched is None else touched.num_parts
     if touched is None:
         num_ids = sum(use.rows.num_ids for use in uses.uses if use.rows is not None) * model.microbatches
-        rows, num_shared = float(-(-num_ids // num_parts)), model.num_shared(path) * model.microbatches
+        rows, num_shared = float(-(-num_ids // num_parts)), work.num_shared * model.microbatches
     else:
         rows, num_shared = touched.num_unique, touched.num_shared
     if touched is None or num_parts == 1:
@@ -55,7 +55,7 @@ def costs_of(model: Model, path: str, touched: Touched | None) -> Costs:
     words = f"a device {does} {in_words(round(by_rows))} a step by rows, {in_words(round(whole))} {other}"
     if shared:
         words += f"; {num_shared:,} ids are shared by all devices"
-    if arrays := model.num_replayed(path):
+    if arrays := work.num_replayed:
         in_rows = 2 * arrays * row_bytes * rows * ABSENCE / (MEMORY if num_parts > 1 else 1)
         in_whole = 2 * arrays * num_bytes(spec) / (MEMORY if num_parts > 1 else 1)
         words += (

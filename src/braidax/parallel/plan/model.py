@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 
@@ -13,8 +14,20 @@ def _nothing(path: str) -> str:
     return ""
 
 
-def _none(path: str) -> int:
-    return 0
+class RowWork(NamedTuple):
+    """What exchanging the rows of a variable takes besides sending them.
+
+    **Fields:** `num_shared`: how many of the ids by which one run of the loss reads it are the same for all samples,
+    such as positions. `num_replayed`: how many arrays of its rows the optimizer moves where it takes the steps that
+    they have missed one by one; 0 where it need not.
+    """
+
+    num_shared: int = 0
+    num_replayed: int = 0
+
+
+def _none(path: str) -> RowWork:
+    return RowWork()
 
 
 @dataclass(frozen=True)
@@ -24,10 +37,8 @@ class Model:
     **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
     divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
     how the loss uses each variable, and which of their dims belong together, where that is known. `no_rows`: why the
-    rows of a variable cannot be exchanged though it is used by rows only; "" if they can. `num_replayed`: how many
-    arrays of the rows of a variable the optimizer moves where it takes the steps that they have missed one by one; 0
-    where it need not. `num_shared`: how many of the ids by which one run of the loss reads a variable are the same for
-    all samples, such as positions.
+    rows of a variable cannot be exchanged though it is used by rows only; "" if they can. `row_work`: what exchanging
+    them takes besides.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]
@@ -37,8 +48,7 @@ class Model:
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
     find_dims: Callable[[], Dims] = lambda: Dims({}, ())
     no_rows: Callable[[str], str] = _nothing
-    num_replayed: Callable[[str], int] = _none
-    num_shared: Callable[[str], int] = _none
+    row_work: Callable[[str], RowWork] = _none
 
     @functools.cached_property
     def uses(self) -> Mapping[str, LeafUses]:

@@ -58,7 +58,7 @@ class RowOptions:
         return self._split.refused.get(name, "")
 
     def num_replayed(self, name: str) -> int:
-        """Returns as `Model.num_replayed` does."""
+        """Returns what `RowWork` has of it."""
         update = self._split.tables.get(name)
         return 1 + len(update.kept) if update is not None and update.replays else 0
 

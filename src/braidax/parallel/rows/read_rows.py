@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import optax
 from jax.sharding import Mesh
 
-from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.model import Model, RowWork
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.strategy import Strategy
 from braidax.program import LeafUses, Program, Site, find_dims, find_sites, join, named_leaves
@@ -46,8 +46,7 @@ class ReadRows:
             find_sites=self._sites,
             find_dims=lambda: find_dims(self._program),
             no_rows=self._no_rows,
-            num_replayed=self._num_replayed,
-            num_shared=self._num_shared,
+            row_work=self._row_work,
         )
 
     def feed(self, mesh: Mesh, plan: Plan) -> RowFeed:
@@ -76,8 +75,6 @@ class ReadRows:
         name = path.removeprefix(f"{_ROOT}/")
         return self._options.no_rows(name) if name in self._reads.sparse else LATE
 
-    def _num_replayed(self, path: str) -> int:
-        return self._options.num_replayed(path.removeprefix(f"{_ROOT}/"))
-
-    def _num_shared(self, path: str) -> int:
-        return self._reads.shared.get(path.removeprefix(f"{_ROOT}/"), 0)
+    def _row_work(self, path: str) -> RowWork:
+        name = path.removeprefix(f"{_ROOT}/")
+        return RowWork(self._reads.shared.get(name, 0), self._options.num_replayed(name))
