@@ -99,3 +99,19 @@ def test_missed_steps_that_are_taken_one_by_one_count() -> None:
     assert decided(make_step(own, optax.adamw(1e-2)))[1].count("one by one") == 0
     assert decided(make_step(own, optax.amsgrad(1e-2), 1))[0] == "replicated"
     assert decided(make_step(own, optax.adamw(1e-2), 1))[0] == "rows"
+
+
+def test_axes_of_the_batch_alone_repeat_no_exchange() -> None:
+    """Where devices hold the same rows, each pulls its own ids' rows; gradients meet where the rows are."""
+    sent: list[float] = []
+    for strategies in ({"data": bx.Hybrid()}, {"data": bx.Hybrid(), "model": bx.DataParallel()}):
+        step = bx.parallelize(
+            own, optax.sgd(0.1), make_mesh("4x2 auto"), strategies, init=init, batch=specs(BATCHES[0])
+        )
+        assert "rows" in {str(one) for one in step.plan.variables[0].placements}
+        kinds = [total_sent(collectives_of(one.compile().as_text())) for one in step.lower()]
+        assert kinds[0].get("all-gather", 0) == 0
+        sent.append(kinds[0]["all-to-all"])
+    assert sent[1] < 0.6 * sent[0]
+    step_gathers = kinds[1]["all-gather"]
+    np.testing.assert_allclose(step_gathers, sent[1] / (3 / 4) / (4 + 2 * 4 * WIDTH) * (4 + 4 * WIDTH), rtol=0.01)

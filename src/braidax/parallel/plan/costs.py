@@ -48,7 +48,9 @@ def costs_of(model: Model, path: str, touched: Touched | None) -> Costs:
     if touched is None or num_parts == 1:
         by_rows, whole = rows * (ID_BYTES + 2 * row_bytes), 2.0 * num_bytes(spec)
     else:
-        by_rows, whole = rows_bytes(touched, row_bytes), all_reduced_bytes(touched, row_bytes)
+        replicas = max(1, model.num_parts // num_parts)
+        by_rows = rows_bytes(touched, row_bytes, num_replicas=replicas)
+        whole = all_reduced_bytes(touched, row_bytes)
     shared = shared_bytes(num_shared, row_bytes, num_parts)
     by_rows += shared
     does, other = ("sends", "all-reduced") if num_parts > 1 else ("moves", "whole")

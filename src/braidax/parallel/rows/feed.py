@@ -240,7 +240,8 @@ def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict
         num_shards = math.prod(mesh.shape[axis] for axis in axes)
         optimizer = options.own(name) or table_optimizer(split.tables[name])
         num_unique = _num_unique(options.touched.get(variable.path), variable.path, num_shards)
-        tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), num_unique)
+        of_ids = plan.batch_axes if {*axes} <= {*plan.batch_axes} else axes
+        tables[name] = Table(name, spec, axes, num_shards, optimizer, of_ids, _aggregate(over, mesh), num_unique)
     return tables
 
 

@@ -118,17 +118,17 @@ def rows_bytes(touched: Touched, row_bytes: int, *, num_replicas: int = 1) -> fl
 
     **Arguments:** `touched`: counted for as many parts as the table has shards. `row_bytes`: of one row.
     `num_replicas`: how many devices hold each shard, where the batch is divided over more mesh axes than the table:
-    they gather one another's ids and row gradients.
+    each fetches the rows of its own ids, and they gather one another's row gradients where the rows are.
     """
     exchange = plan_exchange(
         {"rows": touched.num_parts},
         ("rows",),
         num_rows=[touched.num_rows],
-        num_ids=[touched.num_ids],
+        num_ids=[-(-touched.num_ids // num_replicas)],
         num_unique=[expected_unique(touched)],
     )
     exchanged = sum(exchange_bytes(exchange, row_bytes))
-    return exchanged + all_gather_bytes(-(-touched.num_ids // num_replicas), row_bytes, num_replicas)
+    return exchanged + all_gather_bytes(sum(exchange.num_owned), row_bytes, num_replicas)
 
 
 def room_of(touched: Touched) -> int:
