@@ -122,13 +122,7 @@ def plan_exchange(
     """
     num_rows, num_ids = tuple(num_rows), tuple(num_ids)
     unique = num_ids if num_unique is None else tuple(num_unique)
-    if not num_rows or len(num_ids) != len(num_rows) or len(unique) != len(num_rows) or min(num_rows) < 1:
-        raise ArgumentError(
-            f"num_rows={num_rows}, num_ids={num_ids}, num_unique={num_unique}: expected one positive number of rows "
-            f"for each table, and one entry for each table in the others"
-        )
-    if min(num_ids) < 0 or sum(num_ids) < 1:
-        raise ArgumentError(f"num_ids={num_ids}: expected no negative number, and at least one id a device")
+    _check_counts(num_rows, num_ids, unique)
     deviations = DEVIATIONS if slack is None and num_unique is None else 0.0
     slack = SLACK if slack is None else slack
     if not slack > 0:
@@ -159,6 +153,16 @@ def plan_exchange(
     split = axes if split is None else split
     replicas = math.prod(axis_sizes[axis] for axis in split if axis not in axes)
     return Exchange(axes, num_rows, tuple(hops), split, replicas)
+
+
+def _check_counts(num_rows: Sequence[int], num_ids: Sequence[int], unique: Sequence[int]) -> None:
+    if not num_rows or len(num_ids) != len(num_rows) or len(unique) != len(num_rows) or min(num_rows) < 1:
+        raise ArgumentError(
+            f"num_rows={num_rows}, num_ids={num_ids}, num_unique={unique}: expected one positive number of rows "
+            f"for each table, and one entry for each table in the others"
+        )
+    if min(num_ids) < 0 or sum(num_ids) < 1:
+        raise ArgumentError(f"num_ids={num_ids}: expected no negative number, and at least one id a device")
 
 
 def _room(mean: float, slack: float, deviations: float) -> int:
