@@ -154,7 +154,7 @@ class Hybrid:
     def _choice(self, model: Model, path: str, taken: Layout, dense: Choice) -> Choice:
         touched = self.touched.get(path)
         alpha = None if touched is None else touched.alpha
-        split = taken.gathered or (taken.kept_axes(0) and not taken.by_rows)
+        split = taken.gathered or (taken.shape and taken.kept_axes(0) and not taken.by_rows)
         cannot = "split along another axis" if split else why_no_rows(model, path)
         if cannot:
             if isinstance(dense.placement, Replicated):
