@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError
 from braidax.program import named_leaves, specs_of
 
-from .compute.work import GRAD_NORM, Work, traced_loss
+from .compute.work import GRAD_NORM, Work
 from .given.dim_names import Rules, asked_axes, dim_names, unruled
-from .given.initial import trace_init
+from .given.initial import trace_init, traced_loss
 from .given.loss import Loss
 from .given.trainable import Trainable, check_trainable, frozen_by
 from .plan.batch import batch_axes, shard_batch
-from .plan.costs import with_sent
+from .plan.footprint import with_sent
 from .plan.named import Named
 from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
@@ -78,9 +78,10 @@ def parallelize(
     not; None: that of `jax.set_mesh`. `strategies`: what each mesh axis is for, such as
     `{"data": bx.DataParallel()}`; over an axis without one everything is replicated. `init`: `init(key) -> params`,
     or `(params, variables)` when the loss asks for them. `batch`: a PyTree of `jax.ShapeDtypeStruct` `[batch, …]`.
-    `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over; sample `i` is in piece
-    `i % microbatches`. `plan`: built as it is instead of planning anew, such as `Plan.from_json(text)`; of `strategies`
-    then counts only what no plan holds: row optimizers, counts of rows, `out_of_range`, `combine_bytes`. `trainable`: a
+    `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over (those along samples are
+    put together); sample `i` is in piece `i % microbatches`. `plan`: built as it is instead of planning anew, such as
+    `Plan.from_json(text)`; of `strategies` then counts only what no plan holds: row optimizers, counts of rows,
+    `out_of_range`, `combine_bytes`. `trainable`: a
     pattern of variables' paths (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen:
     they have no gradient, and the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the
     global norm of all gradients. `compiler_options`: of `jax.jit`, for gradients and apply; one that is a dict holds

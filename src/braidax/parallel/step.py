@@ -84,7 +84,7 @@ class Step:
             mesh,
             work.gradients,
             in_shardings=(*self._read, self.batch_shardings),
-            out_shardings=(work.gradient_shardings, held.variables, self._replicated),
+            out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
             compiler_options=options.gradients,
         )
         # The gradients are not donated: the old state already gives its memory to every output.
@@ -150,7 +150,8 @@ class Step:
         or of host arrays that are copied. `before_apply`: called when the gradients are dispatched, before
         anything of the old state is overwritten (`saver.wait`).
 
-        **Returns:** the new state and the metrics: `loss` and what the loss returns as aux.
+        **Returns:** the new state and the metrics: `loss` and what the loss returns as aux; arrays in it that go along
+        the samples, such as logits, stay divided among the devices as the batch is.
 
         **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for. `DataError` when
         an earlier batch had ids out of range, with `Hybrid(out_of_range="raise")`; the state given is then still valid.
@@ -176,7 +177,7 @@ class Step:
         **Arguments:** `batch`: like the one for training, or of another size or structure (a `mask`): each form is
         compiled once.
 
-        **Returns:** the metrics: `loss` and what the loss returns as aux.
+        **Returns:** the metrics, as of `update`.
         """
         self._check_state(state)
         self._late.check()
@@ -229,9 +230,10 @@ class Step:
         """Returns what computes a function, or the metrics, on batches of a form; it is compiled at its first call."""
         form = (fn, jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
         if form not in self._readings:
-            batch_shardings, out_shardings = shard_batch(self.mesh, self.plan.batch_axes, specs), self._replicated
+            batch_shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
             if fn is None:
-                run, out = self._work.evaluate(specs), out_shardings
+                run, out_shardings = self._work.evaluate(specs)
+                out = out_shardings
             else:
                 run, out_shardings = self._work.wrapped(fn, specs)
                 out = (out_shardings, self._replicated)
@@ -245,6 +247,15 @@ class Step:
             self._readings[form] = _Reading(compiled, batch_shardings, out_shardings)
         return self._readings[form]
 
+    def finish(self) -> None:
+        """Waits for all updates and evaluations so far, and looks at what is otherwise looked at some updates later.
+
+        Call it behind the last update; `fit` and `evaluate` do.
+
+        **Raises:** `DataError` when a batch had ids out of range, with `Hybrid(out_of_range="raise")`.
+        """
+        self._late.check(late=1)
+
     def settled(self, state: State) -> State:
         """Returns a state in which no row lags behind; the one given stays as it is.
 
@@ -254,7 +265,7 @@ class Step:
         **Arguments:** `state`: of this step. **Returns:** the state of single-device training, in this step's form.
         """
         self._check_state(state)
-        self._late.check(late=1)
+        self.finish()
         return self._own(self._converted(self._work.settled, state, self.state_shardings, self.state_shardings))
 
     def to_dense(self, state: State) -> State:
@@ -267,7 +278,7 @@ class Step:
         form.
         """
         self._check_state(state)
-        self._late.check(late=1)
+        self.finish()
         replicated = jax.tree.map(lambda _: self._replicated, self._work.dense_specs())
         whole = self._converted(self._work.to_dense, state, self.state_shardings, replicated)
         return replace(whole, origin=Origin())

@@ -3,6 +3,7 @@
 from .batch_dims import batch_dim_of_result as batch_dim_of_result
 from .batch_dims import batch_dims_of_results as batch_dims_of_results
 from .batch_dims import find_batch_dims as find_batch_dims
+from .blocks import kept_in_blocks as kept_in_blocks
 from .bodies import Body as Body
 from .bodies import Equation as Equation
 from .bodies import Path as Path

@@ -17,7 +17,7 @@ Dim = int | None
 
 
 def find_batch_dims(
-    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[int] | int]
+    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[int | None] | int]
 ) -> dict[Path, tuple[Dim, ...]]:
     """Follows the dim of the batch through a program.
 
@@ -35,12 +35,12 @@ def find_batch_dims(
     return dims.found
 
 
-def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[int] | int]) -> list[Dim]:
-    """Returns for each leaf of what a program returns the dim of the batch, or None. **Arguments:** as above."""
+def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[int | None] | int]) -> list[Dim]:
+    """Returns the batch dim of each leaf that a program gives, or None. **Arguments:** as of `find_batch_dims`."""
     return flow(program.closed.jaxpr, _seeds(program, divided), _Dims({}))
 
 
-def _seeds(program: Program, divided: Mapping[int, Sequence[int] | int]) -> list[Dim]:
+def _seeds(program: Program, divided: Mapping[int, Sequence[int | None] | int]) -> list[Dim]:
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
         leaves, told = jax.tree.leaves(argument), divided.get(index)
@@ -91,6 +91,10 @@ class _Dims:
         return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore
 
     def into(self, equation: JaxprEqn, operand: int, fact: int, place: Place) -> Dim:
+        if place.path in self.found:
+            dims = list(self.found[place.path])
+            dims[operand] = fact
+            self.found[place.path] = tuple(dims)
         if equation.primitive is scan_p and operand >= sum(carried(equation)):
             return fact - 1 if fact else None
         return fact
@@ -202,6 +206,11 @@ def _along(name: str) -> Rule:
     return rule
 
 
+def _along_many(name: str) -> Rule:
+    """The same, of several dims."""
+    return lambda equation, dims: None if dims[0] in equation.params[name] else dims[0]
+
+
 def _same_dim(equation: JaxprEqn, dims: list[Dim]) -> Dim:
     """What changes other elements of the first operand only."""
     return dims[0]
@@ -229,7 +238,7 @@ _RULES: dict[Any, Rule] = {
     ),
     **dict.fromkeys([primitives.scatter_p, primitives.scatter_add_p, primitives.scatter_mul_p], _same_dim),
     primitives.sort_p: _along("dimension"),
-    primitives.rev_p: _same_dim,
+    primitives.rev_p: _along_many("dimensions"),
     primitives.broadcast_in_dim_p: _broadcast,
     primitives.transpose_p: _transpose,
     primitives.reshape_p: _reshape,

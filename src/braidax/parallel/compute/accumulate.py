@@ -10,16 +10,17 @@ import jax.numpy as jnp
 from braidax.parallel.dense.in_parts import InParts
 from braidax.program import Program
 
+from .metrics import MetricDims
+
 
 @dataclass(frozen=True)
 class Runs:
     """The runs of a loss that an update consists of.
 
-    **Fields:** `microbatches`: how many. `in_parts`: what the loss then is, whose gradients are summed over
-    devices behind the last. `frozen`: which leaves of the parameters have no gradient.
+    **Fields:** `in_parts`: what the loss is where there are several, whose gradients are summed over devices behind the
+    last. `frozen`: which leaves of the parameters have no gradient.
     """
 
-    microbatches: int
     in_parts: InParts | None = None
     frozen: Collection[int] = ()
 
@@ -62,16 +63,18 @@ def all_gradients_of(
     rows: Any = (),
     *,
     runs: Runs,
+    metric_dims: MetricDims,
 ) -> Any:
     """The same, averaged over equal microbatches that run one after another, where there are several.
 
     Sample `i` goes to microbatch `i % microbatches`, so that every device splits the samples it already holds.
     Microbatch `k` gets the key `fold_in(key, k)`, slice `k` of `rows` and the variables that the one before has left.
-    Sums are kept in float32 or wider. The gradients of rows are those of the average, stacked.
+    Sums are kept in float32 or wider. The gradients of rows are those of the average, stacked. Metrics that go along
+    the samples are not averaged: they are put together in the order of the samples.
 
     **Arguments:** as of `gradients_of`; `program`: that of `runs.in_parts`, if there is one.
     """
-    microbatches, in_parts, frozen = runs.microbatches, runs.in_parts, runs.frozen
+    microbatches, in_parts, frozen = metric_dims.microbatches, runs.in_parts, runs.frozen
     if microbatches == 1:
         return gradients_of(program, params, variables, key, batch, rows, frozen=frozen)
     leaves, structure = jax.tree.flatten(params)
@@ -90,23 +93,24 @@ def all_gradients_of(
 
         wanted = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
         (value, (metrics, variables)), (gradients, of_rows, of_parts) = wanted(moving, rows, parts)
-        new = (gradients, of_parts, {"loss": value, **metrics})
+        scalars, along = metric_dims.parted({"loss": value, **metrics})
+        new = (gradients, of_parts, scalars)
         sums = jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, new)
-        return (variables, sums), jax.tree.map(lambda leaf: leaf / microbatches, of_rows)
+        return (variables, sums), (jax.tree.map(lambda leaf: leaf / microbatches, of_rows), along)
 
     loss_spec, (metric_specs, _) = program.out_specs
-    metric_specs = {"loss": loss_spec, **metric_specs}
-    begun = jax.tree.map(lambda spec: jnp.zeros(spec.shape, _sum_dtype(spec.dtype)), (moving, metric_specs))
+    specs, _ = metric_dims.parted({"loss": loss_spec, **metric_specs})
+    begun = jax.tree.map(lambda spec: jnp.zeros(spec.shape, _sum_dtype(spec.dtype)), (moving, specs))
     of_parts = jax.tree.map(lambda leaf: leaf.astype(_sum_dtype(leaf.dtype)), parts)
     pieces = (*microbatches_of(key, batch, microbatches), rows)
-    (variables, sums), of_rows = jax.lax.scan(one, (variables, (begun[0], of_parts, begun[1])), pieces)
+    (variables, sums), (of_rows, along) = jax.lax.scan(one, (variables, (begun[0], of_parts, begun[1])), pieces)
     gradients, of_parts, metrics = sums
-    metrics = jax.tree.map(lambda total, spec: _averaged(total, spec, microbatches), metrics, metric_specs)
+    metrics = [_averaged(total, spec, microbatches) for total, spec in zip(metrics, specs, strict=True)]
     every = [gradients.get(at) for at in range(len(leaves))]
     every = every if in_parts is None else in_parts.summed(of_parts, every)
     pairs = zip(every, leaves, strict=True)
-    averaged = [None if total is None else _averaged(total, spec, microbatches) for total, spec in pairs]
-    return structure.unflatten(averaged), of_rows, variables, metrics
+    mean = [None if total is None else _averaged(total, spec, microbatches) for total, spec in pairs]
+    return structure.unflatten(mean), of_rows, variables, metric_dims.joined(metrics, along)
 
 
 def _averaged(total: jax.Array, spec: Any, microbatches: int) -> jax.Array:

@@ -42,6 +42,11 @@ class Reading(Protocol):
         ...
 
     @property
+    def metrics(self) -> Collection[str]:
+        """Names of the scalars that `pull` tells."""
+        ...
+
+    @property
     def payload_shardings(self) -> Any:
         """Of what `push` gives, or a prefix of it."""
         ...
@@ -105,7 +110,7 @@ class Feed(Protocol):
         ...
 
     def whole(self, name: str, stored: Any, held: Any) -> Any:
-        """Returns a variable as single-device training has it at this moment, in the form of the loss."""
+        """Returns a variable as single-device training has it now, in the form of the loss; it may be split."""
         ...
 
     def apply(

@@ -19,7 +19,7 @@ from braidax.parallel.given.asking import Asking
 from braidax.parallel.given.initial import Born
 from braidax.parallel.given.loss import Loss
 from braidax.parallel.given.optimizer import applied
-from braidax.parallel.plan.costs import owners_of, shard_bytes, with_held
+from braidax.parallel.plan.footprint import owners_of, shard_bytes, with_held
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan, follow, layouts_of, shardings_of
 from braidax.parallel.state import State
@@ -27,6 +27,7 @@ from braidax.program import (
     Program,
     batch_dims_of_results,
     difference,
+    kept_in_blocks,
     named_leaves,
     trace,
     with_leaves,
@@ -36,6 +37,7 @@ from braidax.program import (
 
 from .accumulate import Runs, all_gradients_of
 from .feed import Check, Feed, Reading
+from .metrics import MetricDims
 
 Evaluate = Callable[[Any, Any, Any, Any, Any, Any], dict[str, Any]]
 """`(params, held, variables, key, step, batch) -> metrics`."""
@@ -56,8 +58,8 @@ class Work:
     Variables that no feed has lie as the plan says, and the optimizer moves them. With a feed `opt_state` is a dict:
     `"dense"`, the optimizer's state without what the feed keeps, and `"rows"`, that.
 
-    **Arguments:** `born`: traced `key -> Born`. `program`: the loss, as `traced_loss` gives it. `feed`: keeps some of
-    the variables. `metrics`: that are wanted besides those of the loss: `GRAD_NORM`.
+    **Arguments:** `born`: traced `key -> Born`. `program`: the loss, as `given.initial.traced_loss` gives it. `feed`: keeps
+    some of the variables. `metrics`: that are wanted besides those of the loss: `GRAD_NORM`.
     """
 
     def __init__(
@@ -95,7 +97,11 @@ class Work:
         if plan.microbatches > 1 and (found := summed_once(*laid, frozen=self._still)):
             self._in_parts, self._program = found, found.program
         if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
-            self._program = with_sums_behind_loops(self._program)
+            self._program = with_sums_behind_loops(self._program, self._divided(self._reading))
+        self._metric_dims = MetricDims(program, microbatches=plan.microbatches)
+        others = [] if self._reading is None else self._reading.metrics
+        others = [*others, *([GRAD_NORM] if self._wants_norm else [])]
+        self.metric_shardings = self._metric_dims.shardings(mesh, plan.batch_axes, others)
         self.state_shardings = self._shardings()
         dense = self._moved(self._dense(self.state_shardings.params))
         self.gradient_shardings = dense if self._reading is None else (dense, self._reading.payload_shardings)
@@ -118,7 +124,9 @@ class Work:
         key = jax.random.fold_in(key, step)
         dense, stored = self._parted(params)
         dense = _loaded(self._of_params, dense)
-        found = functools.partial(all_gradients_of, runs=Runs(self.plan.microbatches, self._in_parts, self._still))
+        found = functools.partial(
+            all_gradients_of, runs=Runs(self._in_parts, self._still), metric_dims=self._metric_dims
+        )
         if self._reading is None:
             gradients, _, variables, metrics = found(self._program, dense, variables, key, batch)
             gradients = _stored(self._of_moved, gradients)
@@ -158,18 +166,20 @@ class Work:
         params = self._joined(with_leaves(_stored(self._of_moved, moved), whole, self._frozen), stored)
         return step + 1, params, {"dense": _stored(self._of_state, dense), "rows": kept}
 
-    def evaluate(self, batch: Any) -> Evaluate:
-        """Returns the function that gives the metrics of batches of that form. **Arguments:** `batch`: specs."""
+    def evaluate(self, batch: Any) -> tuple[Evaluate, Any]:
+        """Returns the function that gives the metrics of batches of that form, and where these lie.
+
+        **Arguments:** `batch`: specs.
+        """
         born = self._born
-        read = self._read_by(
-            self._loss.trace(born.params, born.variables, born.key, batch, train=False, mesh=self.mesh)
-        )
+        program = self._loss.trace(born.params, born.variables, born.key, batch, train=False, mesh=self.mesh)
+        read = self._read_by(program)
 
         def metrics(*args: Any) -> dict[str, Any]:
             (loss, (metrics, _)), checked = read(*args)
             return {"loss": loss, **metrics, **checked}
 
-        return metrics
+        return metrics, MetricDims(program).shardings(self.mesh, self.plan.batch_axes, self.checks)
 
     def wrapped(self, fn: Asking, batch: Any) -> tuple[Reads, Any]:
         """Returns a function on states and batches of that form, and the shardings of what it gives.
@@ -197,6 +207,9 @@ class Work:
         feed = self._feed
         reading = None if feed is None else feed.reading(program)
         passed = self._passed(program, reading)
+        others = [] if feed is None or reading is None else [name for name in feed.names if name not in reading.names]
+        places = {name: at for at, (name, _) in enumerate(named_leaves(passed.in_specs[0]))}
+        run = kept_in_blocks(passed, {places[name]: self.layouts[name].axes_of(0) for name in others})
 
         def read(params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
             key = jax.random.fold_in(key, step)
@@ -204,11 +217,10 @@ class Work:
             dense = _loaded(self._of_params, dense)
             if feed is None or reading is None:
                 return passed(dense, variables, key, batch), {}
-            others = [name for name in stored if name not in reading.names]
             dense = self._joined(dense, {name: feed.whole(name, stored[name], held) for name in others})
             pulled = reading.pull(dense, variables, key, batch, stored, held)
             checked = {name: pulled.metrics[name] for name in feed.checks}
-            return passed(dense, variables, key, batch, pulled.rows), checked
+            return run(dense, variables, key, batch, pulled.rows), checked
 
         return read
 
@@ -311,8 +323,11 @@ class Work:
     def _laid_out(self, program: Program, reading: Reading | None) -> Any:
         """Returns what passes are told of a program."""
         layouts = [self.layouts[name] for name, _ in named_leaves(program.in_specs[0])]
-        divided = {_BATCH: 0} if reading is None else {_BATCH: 0, _ROWS: reading.batch_dims}
-        return program, layouts, self.mesh, self.plan.batch_axes, divided
+        return program, layouts, self.mesh, self.plan.batch_axes, self._divided(reading)
+
+    def _divided(self, reading: Reading | None) -> dict[int, Any]:
+        """Returns which dims of a program's arguments are divided among devices."""
+        return {_BATCH: 0} if reading is None else {_BATCH: 0, _ROWS: reading.batch_dims}
 
     def _traced_update(self, loss: jax.ShapeDtypeStruct) -> Program:
         specs = self._specs
@@ -374,14 +389,3 @@ def check_same_state(expected: Any, got: Any) -> None:
     """Raises `ArgumentError` when an optimizer does not give back a state like the one that it was given."""
     if message := difference(expected, got, "state"):
         raise ArgumentError(f"optimizer.update returns another state than optimizer.init made: {message}")
-
-
-def traced_loss(loss: Loss, born: Born, batch: Any, microbatches: int, mesh: Mesh | None = None) -> Program:
-    """Traces a loss for training on one microbatch.
-
-    **Arguments:** `born`, `batch`: PyTrees of specs. `mesh`: as of `Loss.trace`.
-    """
-    micro = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct((spec.shape[0] // microbatches, *spec.shape[1:]), spec.dtype), batch
-    )
-    return loss.trace(born.params, born.variables, born.key, micro, train=True, mesh=mesh)

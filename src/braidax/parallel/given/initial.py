@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, named_leaves, trace
@@ -53,3 +54,14 @@ def _check_leaves(params: Any, variables: Any) -> None:
                 f"{path} is {leaf!r}, expected an array: keep what is not an array out of what init returns (equinox: "
                 f"params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss)"
             )
+
+
+def traced_loss(loss: Loss, born: Born, batch: Any, microbatches: int, mesh: Mesh | None = None) -> Program:
+    """Traces a loss for training on one microbatch.
+
+    **Arguments:** `born`, `batch`: PyTrees of specs. `mesh`: as of `Loss.trace`.
+    """
+    micro = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct((spec.shape[0] // microbatches, *spec.shape[1:]), spec.dtype), batch
+    )
+    return loss.trace(born.params, born.variables, born.key, micro, train=True, mesh=mesh)

@@ -1,103 +1,71 @@
-"""What a plan costs one device: bytes that it holds, and bytes that it sends in a step."""
+"""What a table costs by rows, and whole: the bytes that decide."""
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
-import jax
-import numpy as np
-from jax.sharding import NamedSharding
+from braidax.parallel.rows import shared_bytes
+from braidax.parallel.rows.exchange.traffic import ID_BYTES
+from braidax.parallel.rows.touched import Touched, all_reduced_bytes, rows_bytes
 
-from braidax.program import Site, aval_of
-
-from .layout import Layout
 from .model import Model
-from .placements import Rows
-from .plan import Plan, PlannedVariable, layouts_of
-from .strategies import rows_bytes
-from .strategy import num_bytes
+from .strategy import in_words, num_bytes
+
+ABSENCE = 1_000
+"""So many steps a row of a batch was away, where somebody has to guess: real rows are not equally frequent, and the
+longest absence among them grows with the run."""
+
+MEMORY = 16
+"""A device moves about so many bytes in its own memory in the time in which it sends one to another."""
 
 
-def with_sent(plan: Plan, model: Model) -> Plan:
-    """Returns a plan that says what a device sends in a step for each variable, by formula.
+@dataclass(frozen=True)
+class Costs:
+    """Bytes that a device sends in a step. Where there is one device, which sends nothing, those that it moves.
 
-    A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered sends `B (N - 1) / N` to gather it
-    forward, again backward, and to scatter its gradient, in each microbatch; sums over other axes are of the part that
-    is left. Rows are what the strategy has counted, or an upper bound. A frozen variable has no gradient. What
-    activations send is not in it.
+    **Fields:** `by_rows`, `whole`, with what replayed steps cost. `sent`: by rows, without that. `words`: all of them,
+    and what was counted.
     """
-    sizes = {axis.name: axis.size for axis in plan.axes if axis.name in plan.batch_axes}
 
-    def sent(variable: PlannedVariable, layout: Layout) -> int | None:
-        if any(isinstance(placement, Rows) for placement in variable.placements):
-            uses = model.uses.get(variable.path)
-            known = variable.costs.sent_bytes if variable.costs.alpha is not None else None
-            return rows_bytes(uses, model) if known is None and uses is not None else known
-        return round(_dense_bytes(variable, layout, sizes, plan.microbatches, model.sites if layout.gathered else {}))
-
-    pairs = zip(plan.variables, layouts_of(plan), strict=True)
-    counted = [(one, replace(one.costs, sent_bytes=sent(one, layout))) for one, layout in pairs]
-    return replace(plan, variables=tuple(replace(one, costs=costs) for one, costs in counted))
+    by_rows: int
+    whole: int
+    sent: int
+    words: str
 
 
-def with_held(plan: Plan, held: Sequence[tuple[int, int, int]]) -> Plan:
-    """Returns a plan that says what a device holds.
+def costs_of(model: Model, path: str, touched: Touched | None) -> Costs:
+    """Counts what a variable that is read by rows costs.
 
-    **Arguments:** `held`: bytes for each variable: of it, its gradient, and what the optimizer keeps.
+    Without `touched`, by rows it is an upper bound: `n (4 + 2 D b)` for the `n` ids of a device, each other's row.
+    Rows of ids that all devices share are fetched by one each, all-gathered, and their gradients all-reduced.
+
+    **Arguments:** `touched`: counted on real batches, if they were.
     """
-    variables = tuple(
-        replace(one, costs=replace(one.costs, held_bytes=own, gradient_bytes=gradient, state_bytes=state))
-        for one, (own, gradient, state) in zip(plan.variables, held, strict=True)
-    )
-    return replace(plan, variables=variables)
-
-
-def _dense_bytes(
-    variable: PlannedVariable,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    microbatches: int,
-    sites: Mapping[str, Sequence[Site]],
-) -> float:
-    split = [axis for dim in range(len(layout.shape)) for axis in layout.dim_axes[dim]]
-    within = math.prod(axis.size for axis in split if axis.name in layout.gathered)
-    part = variable.num_bytes / math.prod(axis.size for axis in split if axis.name not in layout.gathered)
-    others = math.prod(size for name, size in sizes.items() if name not in layout.gathered)
-    if within == 1:
-        return 0.0 if variable.frozen else _all_reduced(part, others)
-    used = part * _width(sites.get(variable.path, ()), variable) * (within - 1) / within
-    once = 2 * used if variable.frozen else 3 * used + _all_reduced(part / within, others)
-    return once * microbatches
-
-
-def _all_reduced(num_bytes: float, devices: int) -> float:
-    return 2 * num_bytes * (devices - 1) / devices
-
-
-def _width(sites: Sequence[Site], variable: PlannedVariable) -> float:
-    """How wide a variable is where it is used, of its own width, summed over the forms in which it is gathered."""
-    own = np.dtype(variable.dtype)
-    forms = {
-        (site.value.entry, np.dtype(aval_of(site.value.casts[-1].outvars[0]).dtype) if site.value.casts else own)
-        for site in sites
-    }
-    return sum(dtype.itemsize / own.itemsize for _, dtype in forms)
-
-
-def shard_bytes(spec: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
-    """Returns the bytes of an array that one device holds."""
-    return num_bytes(jax.ShapeDtypeStruct(sharding.shard_shape(spec.shape), spec.dtype))
-
-
-def owners_of(paths: Sequence[str], names: Collection[str]) -> list[str]:
-    """Returns for each leaf of an optimizer's state the variable that it is kept of, or "".
-
-    **Arguments:** `paths`: of the leaves. `names`: of variables; the longest that a path ends with counts, and in a
-    state with tables what stands below `rows/name`.
-    """
-    known = sorted(names, key=len, reverse=True)
-
-    def owner(path: str) -> str:
-        return next((one for one in known if f"/{path}".endswith(f"/{one}") or path.startswith(f"rows/{one}/")), "")
-
-    return [owner(path) for path in paths]
+    spec, uses, work = model.variables[path], model.uses[path], model.row_work(path)
+    row_bytes = num_bytes(spec) // max(spec.shape[0], 1)
+    num_parts = model.num_parts if touched is None else touched.num_parts
+    if touched is None:
+        num_ids = sum(use.rows.num_ids for use in uses.uses if use.rows is not None) * model.microbatches
+        rows, num_shared = float(-(-num_ids // num_parts)), work.num_shared * model.microbatches
+    else:
+        rows, num_shared = touched.num_unique, touched.num_shared
+    if touched is None or num_parts == 1:
+        by_rows, whole = rows * (ID_BYTES + 2 * row_bytes), 2.0 * num_bytes(spec)
+    else:
+        replicas = max(1, model.num_parts // num_parts)
+        by_rows = rows_bytes(touched, row_bytes, num_replicas=replicas)
+        whole = all_reduced_bytes(touched, row_bytes)
+    shared = shared_bytes(num_shared, row_bytes, num_parts)
+    by_rows += shared
+    sent = round(by_rows)
+    does, other = ("sends", "all-reduced") if num_parts > 1 else ("moves", "whole")
+    words = f"a device {does} {in_words(round(by_rows))} a step by rows, {in_words(round(whole))} {other}"
+    if shared:
+        words += f"; {num_shared:,} ids are shared by all devices"
+    if arrays := work.num_replayed:
+        in_rows = 2 * arrays * row_bytes * rows * ABSENCE / (MEMORY if num_parts > 1 else 1)
+        in_whole = 2 * arrays * num_bytes(spec) / (MEMORY if num_parts > 1 else 1)
+        words += (
+            f"; its optimizer takes missed steps one by one: {ABSENCE:,} of them cost as much as "
+            f"{in_words(round(in_rows))} more, those of all rows {in_words(round(in_whole))}"
+        )
+        by_rows, whole = by_rows + in_rows, whole + in_whole
+    return Costs(round(by_rows), round(whole), sent, words)

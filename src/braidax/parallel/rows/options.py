@@ -59,6 +59,11 @@ class RowOptions:
         """Returns why the rows of a table cannot be moved; "" if they can."""
         return self._split.refused.get(name, "")
 
+    def num_replayed(self, name: str) -> int:
+        """Returns what `RowWork` has of it."""
+        update = self._split.tables.get(name)
+        return 1 + len(update.kept) if update is not None and update.replays else 0
+
     def split(self, tables: Collection[str]) -> Split:
         """Returns the optimizer, split where some of the tables are moved by rows, as it allows."""
         return self._split if {*tables} == {*self.tables} - {*self._split.refused} else self._split_for(tables)

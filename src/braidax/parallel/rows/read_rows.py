@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.model import Model, RowWork
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.strategy import Strategy
 from braidax.program import LeafUses, Program, Site, find_dims, find_sites, join, named_leaves, without_leaves
@@ -48,6 +48,7 @@ class ReadRows:
             find_sites=self._sites,
             find_dims=lambda: find_dims(self._program),
             no_rows=self._no_rows,
+            row_work=self._row_work,
             frozen=self._frozen,
         )
 
@@ -80,3 +81,7 @@ class ReadRows:
     def _no_rows(self, path: str) -> str:
         name = path.removeprefix(f"{_ROOT}/")
         return self._options.no_rows(name) if name in self._reads.sparse else LATE
+
+    def _row_work(self, path: str) -> RowWork:
+        name = path.removeprefix(f"{_ROOT}/")
+        return RowWork(self._reads.shared.get(name, 0), self._options.num_replayed(name))

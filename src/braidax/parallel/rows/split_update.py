@@ -11,7 +11,19 @@ from jax.sharding import Mesh
 from braidax.parallel.given.arrays import strong
 from braidax.program import Term, compute, named_leaves, of_no_rows, sums_below
 
-from . import Now, RowState, Split, Sum, TableUpdate, from_stored, kept_besides, settle_rows, stored_shape
+from . import (
+    Now,
+    RowState,
+    Split,
+    Sum,
+    TableUpdate,
+    from_stored,
+    kept_besides,
+    next_grown,
+    no_growth,
+    settle_rows,
+    stored_shape,
+)
 from .packing import Packing, States, Table, Trip
 
 _JOINS = {"reduce_sum": "add", "reduce_and": "and", "reduce_or": "or"}
@@ -43,7 +55,7 @@ class SplitUpdate:
         for name, update in self._split.tables.items():
             table, clock = self._tables[name], jnp.zeros((), jnp.int32)
             kept = {one.name: table.stored(leaves[one.at], mesh) for one in update.kept}
-            now = Now(clock, self._scalars(update, leaves))
+            now = Now(clock, self._scalars(update, leaves), grown=no_growth(update))
             shape = stored_shape(table.spec.shape, table.num_shards)[:2]
             states[name] = RowState(kept | kept_besides(update, now, shape), self._shared(update, now))
         return self._dense(leaves), states
@@ -74,9 +86,11 @@ class SplitUpdate:
         return tuple(leaves[scalar.at] for scalar in update.catch_up.scalars) if update.catch_up else ()
 
     def _shared(self, update: TableUpdate, now: Now) -> Any:
-        """What is kept for all rows of a table: how many steps were taken, and by which fixed scalars, if by any."""
+        """What is kept for all rows of a table: the steps that were taken, what they grew by, and fixed scalars."""
         if update.catch_up is None:
             return ()
+        if now.grown:
+            return (now.clock, *now.grown)
         pairs = zip(update.catch_up.scalars, now.scalars, strict=True)
         fixed = tuple(value for scalar, value in pairs if scalar.kind == "fixed")
         return (now.clock, *fixed) if fixed else now.clock
@@ -89,6 +103,8 @@ class SplitUpdate:
         if not isinstance(shared, tuple):
             return Now(shared, scalars)
         clock, *fixed = shared
+        if update.growth is not None:
+            return Now(clock, scalars, grown=tuple(fixed))
         before, kinds = iter(fixed), [scalar.kind for scalar in update.catch_up.scalars]
         return Now(clock, tuple(next(before) if k == "fixed" else one for k, one in zip(kinds, scalars, strict=True)))
 
@@ -126,9 +142,10 @@ class SplitUpdate:
             now = self._now(update, leaves, held[name].shared)
             tables[name], kept = self._brought(update, tables[name], RowState(held[name].rows, now), leaves)
             context = tuple(next(found) for _ in update.context)
-            now = Now(now.clock, self._scalars(update, leaves), context)
+            now = now._replace(scalars=self._scalars(update, leaves), context=context)
             rows[name] = RowState(kept, now)
-            shared[name] = self._shared(update, now._replace(clock=now.clock + 1) if update.catch_up else now)
+            then = now._replace(clock=now.clock + 1, grown=next_grown(update, now)) if update.catch_up else now
+            shared[name] = self._shared(update, then)
         tables, rows = packing.update(trips, tables, rows)
         rows |= {name: RowState(rows[name].rows, kept) for name, kept in shared.items()}
         return strong(optax.apply_updates(params, moved)), strong(after), tables, rows

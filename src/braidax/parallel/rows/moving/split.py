@@ -8,7 +8,7 @@ table, and what each operation comes to in a row that has no gradient.
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,69 +19,8 @@ from braidax.parallel.given.arrays import strong
 from braidax.parallel.given.optimizer import moves_of
 from braidax.program import Program, Term, Terms, difference, named_leaves, of_no_rows, terms_of, trace
 
-
-@dataclass(frozen=True)
-class Scalar:
-    """A number of an optimizer's state by which rows without a gradient move.
-
-    **Fields:** `at`: which leaf of the state. `term`: it. `next`: what it is after an update, of such numbers alone.
-    `kind`: a "count" grows by 1 in each update, what is "fixed" stays, what is "own" moves otherwise.
-    """
-
-    at: int
-    term: Term
-    next: Term
-    kind: str
-
-
-@dataclass(frozen=True)
-class CatchUp:
-    """How rows move without a gradient. **Fields:** `move`: what is added. `next`: of what is kept. `scalars`."""
-
-    move: Term
-    next: tuple[Term, ...]
-    scalars: tuple[Scalar, ...]
-
-
-class Kept(NamedTuple):
-    """A leaf of the state that has the rows of a table: `at` which place, its `name`, it, and what follows it."""
-
-    at: int
-    name: str
-    term: Term
-    next: Term
-
-
-@dataclass(frozen=True)
-class TableUpdate:
-    """What an optimizer does to one table.
-
-    **Fields:** `name`. `terms`: made all of these. `value`, `gradient`: of the table. `move`: what is added to the
-    value. `kept`: what the state has of its rows. `catch_up`: None where rows without a gradient rest. `any_width`:
-    whether rows may be wider or narrower than those that it was traced with.
-    """
-
-    name: str
-    terms: Terms
-    value: Term
-    gradient: Term
-    move: Term
-    kept: tuple[Kept, ...]
-    catch_up: CatchUp | None
-    any_width: bool = False
-
-    @functools.cached_property
-    def context(self) -> tuple[Term, ...]:
-        """What moves and what follows what is kept read besides what goes by rows."""
-        return tuple(of_no_rows([self.move, *(one.next for one in self.kept)]))
-
-    def shaped(self, leaf: jax.Array, term: Term) -> jax.Array:
-        """Returns rows `[m, …]` in the shape that the program has them in."""
-        return leaf if self.any_width else leaf.reshape(leaf.shape[0], *term.shape[1:])
-
-    def sizes(self, values: jax.Array) -> tuple[int, ...]:
-        """Returns what `compute` needs to know of rows `[m, …]` of the table."""
-        return values.shape if self.any_width else values.shape[:1]
+from .recognize import recognized
+from .table_update import CatchUp, Kept, Scalar, TableUpdate
 
 
 @dataclass(frozen=True)
@@ -241,7 +180,7 @@ def _of_table(
     num, which = len(traced.names), traced.names.index(name)
     names = _short(name, [named_leaves(traced.state)[one][0] for one in at])
     kept = tuple(Kept(one, called, inputs[num + one], states[one]) for one, called in zip(at, names, strict=True))
-    return TableUpdate(
+    found = TableUpdate(
         name=name,
         terms=terms,
         value=inputs[num + len(traced.state_leaves) + which],
@@ -250,6 +189,7 @@ def _of_table(
         kept=kept,
         catch_up=_catch_up(traced, terms, inputs, states, kept, move),
     )
+    return found if found.catch_up is None else replace(found, catch_up=replace(found.catch_up, form=recognized(found)))
 
 
 def _short(name: str, paths: Sequence[str]) -> tuple[str, ...]:
