@@ -27,3 +27,4 @@ from .state import State as State
 from .step import Lowered as Lowered
 from .step import Step as Step
 from .train_step import TrainStep as TrainStep
+from .wrapped import Wrapped as Wrapped

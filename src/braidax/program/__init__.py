@@ -1,7 +1,9 @@
 """Traced single-device programs: what every strategy transforms, and the only place that touches JAX's internals."""
 
 from .batch_dims import batch_dim_of_result as batch_dim_of_result
+from .batch_dims import batch_dims_of_results as batch_dims_of_results
 from .batch_dims import find_batch_dims as find_batch_dims
+from .blocks import kept_in_blocks as kept_in_blocks
 from .bodies import Body as Body
 from .bodies import Equation as Equation
 from .bodies import Path as Path
@@ -21,6 +23,8 @@ from .compiled.compile import compile_ahead as compile_ahead
 from .compiled.targets import Target as Target
 from .compiled.targets import find_target as find_target
 from .compiled.targets import pass_by_compilers as pass_by_compilers
+from .constraints import automatic as automatic
+from .constraints import trace_constrained as trace_constrained
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
 from .dims import Dims as Dims
@@ -34,6 +38,8 @@ from .marks import mark_gradient as mark_gradient
 from .names import difference as difference
 from .names import join as join
 from .names import named_leaves as named_leaves
+from .names import with_leaves as with_leaves
+from .names import without_leaves as without_leaves
 from .prune import reads_argument as reads_argument
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate

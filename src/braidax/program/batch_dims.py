@@ -17,7 +17,7 @@ Dim = int | None
 
 
 def find_batch_dims(
-    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[int] | int]
+    program: Program, paths: Collection[Path], divided: Mapping[int, Sequence[int | None] | int]
 ) -> dict[Path, tuple[Dim, ...]]:
     """Follows the dim of the batch through a program.
 
@@ -29,15 +29,24 @@ def find_batch_dims(
 
     **Returns:** for each path the batch dim of every operand of its equation, or None.
     """
+    jaxpr = program.closed.jaxpr
+    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
+    flow(jaxpr, _seeds(program, divided), dims)
+    return dims.found
+
+
+def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[int | None] | int]) -> list[Dim]:
+    """Returns the batch dim of each leaf that a program gives, or None. **Arguments:** as of `find_batch_dims`."""
+    return flow(program.closed.jaxpr, _seeds(program, divided), _Dims({}))
+
+
+def _seeds(program: Program, divided: Mapping[int, Sequence[int | None] | int]) -> list[Dim]:
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
         leaves, told = jax.tree.leaves(argument), divided.get(index)
         dims = [told] * len(leaves) if told is None or isinstance(told, int) else list(told)
         seeds += [dim if dim is not None and dim < leaf.ndim else None for dim, leaf in zip(dims, leaves, strict=True)]
-    jaxpr = program.closed.jaxpr
-    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
-    flow(jaxpr, seeds, dims)
-    return dims.found
+    return seeds
 
 
 def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
@@ -82,6 +91,10 @@ class _Dims:
         return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore
 
     def into(self, equation: JaxprEqn, operand: int, fact: int, place: Place) -> Dim:
+        if place.path in self.found:
+            dims = list(self.found[place.path])
+            dims[operand] = fact
+            self.found[place.path] = tuple(dims)
         if equation.primitive is scan_p and operand >= sum(carried(equation)):
             return fact - 1 if fact else None
         return fact
@@ -136,7 +149,7 @@ def _squeeze(equation: JaxprEqn, dims: list[Dim]) -> Dim:
 
 
 def _reduce(equation: JaxprEqn, dims: list[Dim]) -> Dim:
-    return _without(dims[0], equation.params["axes"])
+    return _without(dims[0], [int(axis) for axis in equation.params["axes"]])  # vmap makes NumPy's of them
 
 
 def _without(dim: Dim, gone: Sequence[int]) -> Dim:
@@ -193,6 +206,11 @@ def _along(name: str) -> Rule:
     return rule
 
 
+def _along_many(name: str) -> Rule:
+    """The same, of several dims."""
+    return lambda equation, dims: None if dims[0] in equation.params[name] else dims[0]
+
+
 def _same_dim(equation: JaxprEqn, dims: list[Dim]) -> Dim:
     """What changes other elements of the first operand only."""
     return dims[0]
@@ -220,7 +238,7 @@ _RULES: dict[Any, Rule] = {
     ),
     **dict.fromkeys([primitives.scatter_p, primitives.scatter_add_p, primitives.scatter_mul_p], _same_dim),
     primitives.sort_p: _along("dimension"),
-    primitives.rev_p: _same_dim,
+    primitives.rev_p: _along_many("dimensions"),
     primitives.broadcast_in_dim_p: _broadcast,
     primitives.transpose_p: _transpose,
     primitives.reshape_p: _reshape,
@@ -230,4 +248,4 @@ _RULES: dict[Any, Rule] = {
     primitives.gather_p: _gather,
     primitives.concatenate_p: _concatenate,
 }  # fmt: skip
-_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis")}
+_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis"), "sharding_constraint": _same_dim}
