@@ -18,7 +18,7 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
-nightly: .venv/stamp-test  ## The tests marked slow, and the oracles without the compiler's shortcuts.
+nightly: .venv/stamp-nightly  ## The tests marked slow, and the oracles without the compiler's shortcuts.
 	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400
 	BRAIDAX_TESTS_COMPILE=fully $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 900 --session-timeout 14400 tests/parallel tests/program tests/tasks
 
@@ -53,8 +53,15 @@ COMPILED := hatch_build.py src/braidax/comm/transports/ucx_binding.c src/braidax
 	$(INSTALL) --editable '.[tasks]'
 	@touch $@
 
+# The compiler for GPUs, the extra aot, lies where JAX does not look: JAX would complain at each start that no GPU is there.
 .venv/stamp-test: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[test]'
+	rm -rf .venv/aot
+	$(INSTALL) --no-deps --target .venv/aot "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"
+	@touch $@
+
+.venv/stamp-nightly: .venv/stamp-test
+	$(INSTALL) --upgrade --no-deps --target .venv/aot 'libtpu>=0.0.42'
 	@touch $@
 
 .venv/stamp-bench: .venv/stamp-python pyproject.toml $(COMPILED)

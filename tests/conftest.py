@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import importlib.util
 import os
 import signal
 import threading
@@ -38,6 +39,7 @@ if os.environ.get("BRAIDAX_TESTS_COMPILE") != "fully":
 
 # It is compiled once for all tests, and for the next run. Child processes, which tests kill, share in nothing.
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+AOT = Path(__file__).parents[1] / ".venv" / "aot"
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -89,6 +91,15 @@ def own_signals() -> None:
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps indexes, copies and pages that sources keep out of the user's own cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def aot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test find the compiler for GPUs, which lies beside the environment; JAX has begun without it."""
+    jax.devices()
+    monkeypatch.syspath_prepend(str(AOT))
+    if not AOT.exists() and importlib.util.find_spec("jax_plugins") is None:
+        pytest.skip(f"needs jax-cuda12-pjrt: make .venv/stamp-test installs it into {AOT}")
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 from braidax import loop
 from braidax.checkpoint import Checkpointer, Every
 from braidax.data import Cursor, DataLoader
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, DataError
 from braidax.loop import evaluate, fit
-from braidax.parallel import DataParallel, FullySharded, Plan, Step, parallelize
+from braidax.parallel import DataParallel, FullySharded, Hybrid, Plan, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
 
@@ -317,3 +317,24 @@ def test_what_a_decorated_step_cannot_do_in_fit_is_said() -> None:
         fit(step, {"w": jnp.zeros(3)}, loader, test=loader)
     with pytest.raises(ArgumentError, match=r"returned metrics of type .*, expected a dict by name"):
         fit(step, {"w": jnp.zeros(3)}, loader)
+
+
+def test_the_ids_of_the_last_batches_are_looked_at() -> None:
+    """By a run, and by an evaluation alone, though nothing comes behind them."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return (jnp.take(params["t"], batch["id"], axis=0, mode="clip") ** 2).mean()
+
+    samples = {"id": np.arange(24, dtype=np.int32)}
+    samples["id"][-1] = 5_000
+    form = {"id": jax.ShapeDtypeStruct((8,), np.int32)}
+    strategies = {"data": Hybrid(out_of_range="raise")}
+    step = parallelize(loss, optax.sgd(0.1), MESH, strategies, init=lambda key: {"t": jnp.ones((5_000, 8))}, batch=form)
+    state = step.init(jax.random.key(0))
+    with make_loader(step, samples, epochs=1, seed=None) as loader, pytest.raises(DataError, match="ids out of range"):
+        evaluate(step, state, loader)
+    with (
+        make_loader(step, samples, epochs=1, seed=None) as loader,
+        pytest.raises(DataError, match="batch of update 3 "),
+    ):
+        fit(step, state, loader)

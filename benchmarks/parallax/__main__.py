@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from benchmarks.harness import Report, arguments, run, say
 from benchmarks.parallax import cases, models
+from benchmarks.parallax.absent import first_read_late
 from benchmarks.parallax.beside import undisturbed
 from benchmarks.parallax.models import VOCABULARY
 from benchmarks.parallax.processes import against_torchrec, processes
@@ -56,7 +57,19 @@ class Scale:
 
 
 FULL = Scale(
-    cases=("lm1b", "candidates", "growth", "dlrm", "bert", "resnet50", "processes", "torchrec", "curves", "trace"),
+    cases=(
+        "lm1b",
+        "candidates",
+        "growth",
+        "dlrm",
+        "bert",
+        "resnet50",
+        "processes",
+        "torchrec",
+        "curves",
+        "trace",
+        "absent",
+    ),
     rounds=4,
     num_sampled=8192,
     vocabulary=VOCABULARY,
@@ -73,7 +86,7 @@ FULL = Scale(
     curve_steps=200,
 )
 QUICK = Scale(
-    cases=("lm1b", "candidates", "processes", "trace"),
+    cases=("lm1b", "candidates", "processes", "trace", "absent"),
     rounds=2,
     num_sampled=1024,
     vocabulary=100_000,
@@ -177,6 +190,10 @@ def _trace(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
     cases.planning(report, mesh, rounds=scale.rounds // 2)
 
 
+def _absent(report: Report, scale: Scale, mesh: Mesh, _: str | None) -> None:
+    first_read_late(report, mesh, num_steps=10 * scale.curve_steps, rounds=5 * scale.rounds)
+
+
 def _chosen(model: models.Model, mesh: Mesh, scale: Scale) -> dict[str, cases.System]:
     found = systems_of(model, mesh)
     return {name: system for name, system in found.items() if scale.systems is None or name in scale.systems}
@@ -194,9 +211,21 @@ _CASES: dict[str, Callable[[Report, Scale, Mesh, str | None], None]] = {
     "torchrec": _torchrec,
     "curves": _curves,
     "trace": _trace,
+    "absent": _absent,
 }
 
-_WITHIN = ("lm1b", "candidates", "wide", "growth", "dlrm", "bert", "resnet50", "curves", "trace")  # this process
+_WITHIN = (
+    "lm1b",
+    "candidates",
+    "wide",
+    "growth",
+    "dlrm",
+    "bert",
+    "resnet50",
+    "curves",
+    "trace",
+    "absent",
+)  # this process
 
 if __name__ == "__main__":
     run(main)

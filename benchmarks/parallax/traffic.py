@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from benchmarks.parallax.models import Model
 from benchmarks.parallax.systems import DENSE, GATHER, MEASURED, OURS, PLAIN, ROWS, split_by_hybrid, touched_of
-from braidax.parallel.rows import all_reduce_bytes, exchange_bytes, plan_exchange
+from braidax.parallel.rows import all_reduce_bytes, exchange_bytes, plan_exchange, shared_bytes
 from braidax.parallel.rows import touched as counted
 from braidax.parallel.rows.exchange.traffic import ID_BYTES
 from braidax.program import named_leaves
@@ -64,12 +64,18 @@ class Formulas:
             ids = [touched.num_ids]
             rows = [touched.num_rows]
             exchange = plan_exchange(self._mesh.shape, ("data",), num_rows=rows, num_ids=ids, num_unique=ids)
-            total += sum(exchange_bytes(exchange, self._row_bytes(name)))
+            total += sum(exchange_bytes(exchange, self._row_bytes(name))) + self._shared(name)
         return total
 
     def _seen(self, tables: Sequence[str]) -> float:
         """Rows of tables, exchanged: room for the most different ids that were seen, and a tenth more."""
-        return sum(counted.rows_bytes(self.touched[name], self._row_bytes(name)) for name in tables)
+        return sum(
+            counted.rows_bytes(self.touched[name], self._row_bytes(name)) + self._shared(name) for name in tables
+        )
+
+    def _shared(self, name: str) -> float:
+        """What candidates that all devices share cost besides: all-gathered rows, all-reduced gradients."""
+        return shared_bytes(self.touched[name].num_shared, self._row_bytes(name), self._mesh.size)
 
     def _least(self, tables: Sequence[str]) -> float:
         """The different rows of each device alone: `(N - 1) / N * u (i + 2 D b)`."""

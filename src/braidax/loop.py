@@ -42,7 +42,8 @@ def fit(
     written, nothing by default; a trace that it was given becomes that of the loader and of a `Checkpointer`. `test`:
     if given, evaluated after each epoch.
 
-    **Returns:** the state after the last step; a run that was over already trains no more.
+    **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
+    a batch, be it the last, had ids out of range, with `Hybrid(out_of_range="raise")`.
     """
     before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
@@ -70,6 +71,8 @@ def fit(
                 saver.update((state, loader.cursor))
             if test is not None and isinstance(step, Step) and loader.cursor.epoch > epoch:
                 report.note({f"test_{name}": value for name, value in evaluate(step, state, test).items()})
+        if isinstance(step, Step):
+            step.finish()
         if saver is not None and loader.cursor != begun:
             saver.save((state, loader.cursor))
         skipped = loader.source.describe().get("bad records")
@@ -104,6 +107,7 @@ def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:
         for name, metric in step.evaluate(state, batch).items():
             if isinstance(metric, jax.Array) and metric.ndim == 0:
                 totals[name] = totals.get(name, 0) + metric * valid
+    step.finish()
     return {name: float(total) / num_samples for name, total in totals.items()}
 
 

@@ -166,6 +166,9 @@ def test_bad_images_are_skipped_on_demand_and_counted(tmp_path: Path) -> None:
         (["train", "digits", "--preset", "tiny"], 2, "tiny: digits leaves no such choice"),
         (["train", "digits", "--mesh", "4x2"], 2, "such as data=4,model=2"),
         (["plan", "digits", "--mesh", "data4"], 2, "--mesh: 'data4': expected different axes"),
+        (["plan", "digits", "--strategy", "data"], 2, "'data': expected different axes with a strategy each"),
+        (["plan", "digits", "--strategy", "data=tensr"], 2, "'data=tensr': expected different axes with a strategy"),
+        (["train", "digits", "--strategy", "host=data"], 1, "names the axis 'host', and the mesh has data, model: us"),
         (["train", "digits", "--out", "afile/x"], 1, "error: --out afile/x: "),
         (["train", "digits", "--out", "afile"], 1, "afile is a file, expected a folder or nothing yet"),
         (["train", "digits", "--epochs", "0"], 2, "--epochs"),
@@ -189,8 +192,15 @@ def test_a_language_model_trains_with_its_tables_by_rows(tmp_path: Path, monkeyp
     monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path / "cache"))
     code, output = run("plan", "lm1b", "--preset", "tiny", "--mesh", "data=2")
     assert code == 0, output
-    assert re.search(r"params/embedding +2000×16 +float32 +128,000 +[\d.]+ % +rows +data: hybrid: gathered by", output)
-    assert re.search(r"params/lstm/kernel .* replicated .* used whole by", output)
+    assert re.search(r"params/embedding +2000×16 +float32 +rows +128 KB +128 KB +[\d.]+ KB +[\d.]+ % +\[1]", output)
+    assert re.search(r"params/lstm/kernel .* replicated .* \[3\]", output)
+    assert re.search(r"\[1\] +data: hybrid: gathered by rows .*\[3\] +data: hybrid: used whole by", output, re.DOTALL)
+    code, output = run(
+        "plan", "lm1b", "--preset", "tiny", "--mesh", "d=4,m=2", "--strategy", "d=hybrid,m=fully_sharded"
+    )
+    assert code == 0, output
+    assert re.search(r"params/embedding .* d: rows .* \[1\]", output)
+    assert "m=2 (FullySharded())" in output
     code, output = run("plan", "lm1b", "--preset", "tiny", "--mesh", "data=2", "--json")
     assert {v["placements"][0]["placement"] for v in json.loads(output)["variables"]} == {
         "Rows",

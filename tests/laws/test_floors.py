@@ -33,6 +33,7 @@ FORMER_PLACES = {"braidax/data/torch.py"}  # re-exports for programs that import
 ALWAYS_THERE = {"jaxlib"}  # comes with JAX
 DISTRIBUTIONS = {
     "cv2": "opencv_python_headless",
+    "jax_plugins": "jax_cuda12_pjrt",
     "google": "protobuf",
     "orbax": "orbax_checkpoint",
     "libucx": "libucx_cu12",

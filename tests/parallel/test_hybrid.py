@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as linen
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -305,6 +306,59 @@ def test_ids_that_parameters_decide_are_dense() -> None:
     assert "its ids are computed from parameters" in next(
         v.why for v in step.plan.variables if v.path == "params/other"
     )
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=SLOW)])
+def test_prints_change_nothing_and_come_once(microbatches: int) -> None:
+    told: list[tuple[str, float]] = []
+
+    def tell(name: str, value: Any) -> None:
+        jax.debug.callback(lambda value: told.append((name, float(value))), value)
+
+    @jax.custom_vjp
+    def same(x: jax.Array) -> jax.Array:
+        tell("inside", x.mean())
+        return x
+
+    same.defvjp(lambda x: (same(x), None), lambda _, back: (back,))
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
+        def step(state: jax.Array, ids: jax.Array) -> tuple[jax.Array, None]:
+            tell("looked up", params["table"][ids].mean())
+            return jnp.tanh(state @ params["kernel"] + params["table"][ids]), None
+
+        tell("ids", batch["ids"].sum())
+        jax.debug.print("{}", params["kernel"].sum())
+        state, _ = jax.lax.scan(step, jnp.zeros((len(batch["ids"]), WIDTH)), batch["ids"].T)
+        return ((same(state).sum(-1) - batch["target"]) ** 2).mean(), {}
+
+    step = make_step(loss, OPTIMIZERS["sgd"], microbatches=microbatches)
+    assert placed(step)["params/table"] == {"rows"}
+    state = step.init(jax.random.key(0))
+    before = as_dense(step, state.params)["table"]
+    state, _ = step.update(state, make_batch())
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    counts = {name: sum(one == name for one, _ in told) for name, _ in told}
+    assert counts == {"ids": microbatches, "looked up": LENGTH * microbatches, "inside": microbatches}
+    assert sum(value for name, value in told if name == "ids") == make_batch()["ids"].sum()
+    means = sorted(value for name, value in told if name == "looked up")
+    if microbatches == 1:
+        np.testing.assert_allclose(means, sorted(before[make_batch()["ids"]].mean((0, 2))), rtol=1e-4, atol=1e-6)
+
+
+def test_ids_of_a_callback_with_effects_are_dense() -> None:
+    """Asked for ahead of the loss, they would be asked for twice."""
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
+        spec = jax.ShapeDtypeStruct(batch["ids"].shape, batch["ids"].dtype)
+        ids = jax.experimental.io_callback(lambda ids: ids, spec, batch["ids"])
+        return (params["table"][ids] ** 2).mean(), {}
+
+    step = make_step(loss, OPTIMIZERS["sgd"])
+    assert placed(step)["params/table"] == {"replicated"}
+    (why,) = [one.why for one in step.plan.variables if one.path == "params/table"]
+    assert "callbacks with effects" in why
 
 
 def test_a_small_table_is_all_reduced() -> None:

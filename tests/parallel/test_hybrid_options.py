@@ -120,6 +120,16 @@ def test_settling_looks_at_all_ids() -> None:
         step.settled(state)
 
 
+def test_the_last_ids_are_looked_at_when_asked_for() -> None:
+    step = make_step(clipped, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(out_of_range="raise")})
+    state, _ = step.update(step.init(jax.random.key(0)), make_batch())
+    step.finish()
+    step.update(state, with_wrong_ids())
+    with pytest.raises(DataError, match="the batch of update 2 "):
+        step.finish()
+    step.finish()  # it is told once
+
+
 # Options that cannot work
 
 

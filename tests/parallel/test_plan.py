@@ -1,6 +1,7 @@
 """A plan is data: it prints, and it survives JSON."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from braidax.errors import ArgumentError
 from braidax.parallel.plan.layout import Axis, Layout
 from braidax.parallel.plan.model import Model
 from braidax.parallel.plan.plan import follow, make_plan, shardings_of
-from braidax.program import named_leaves
-from tests.parallel.models import init, make_mesh
+from braidax.program import collectives_of, named_leaves, total_sent
+from tests.parallel.dense.models import MODELS
+from tests.parallel.models import init, make_mesh, specs
 
 
 def plan() -> bx.Plan:
@@ -45,8 +47,70 @@ def test_it_prints_a_table() -> None:
     lines = str(plan()).splitlines()
     assert lines[0] == "mesh          data=4 (DataParallel()), model=2 (no strategy: replicated)"
     assert lines[1] == "batch         split over data, microbatches=2"
-    assert lines[5].split()[:5] == ["params/embedding", "10×6", "float32", "240", "replicated"]
-    assert lines[-1] == "2 variables, 312 bytes"
+    assert lines[3].split() == ["variable", "shape", "dtype", "placement,", "dim", "bytes", "why"]
+    assert lines[5].split() == ["params/embedding", "10×6", "float32", "replicated", "240", "bytes", "[1]"]
+    assert lines[8] == "2 variables, 312 bytes"
+    assert lines[10:] == ["[1]  data: data parallel: gradient all-reduced; model: no strategy"]
+
+
+def gpt(strategies: Any, mesh: Any = None, **options: Any) -> bx.Step:
+    model = MODELS["gpt"]
+    mesh = jax.make_mesh((8,), ("data",)) if mesh is None else mesh
+    options = {"init": model.init, "batch": specs(model.batch(0)), **options}
+    return bx.parallelize(model.loss, optax.adam(1e-3), mesh, strategies, **options)
+
+
+def test_it_says_what_a_device_holds_and_sends() -> None:
+    step = gpt({"data": bx.FullySharded(min_bytes=0)})
+    costs = [one.costs for one in step.plan.variables]
+    compiled = step.lower().gradients.compile()
+    held = sum(one.held_bytes or 0 for one in costs)
+    assert held == sum(one.num_bytes for one in step.plan.variables) / 8
+    assert sum(one.gradient_bytes or 0 for one in costs) == held
+    assert sum(one.state_bytes or 0 for one in costs) == 2 * held
+    sent = sum(total_sent(collectives_of(compiled.as_text())).values())
+    assert sum(one.sent_bytes or 0 for one in costs) == pytest.approx(sent, rel=0.03)
+    assert "optimizer's state 22.4 KB; activations come on top\na device sends 236 KB a step" in str(step.plan)
+
+
+def test_tables_by_rows_hold_their_state_and_send_rows() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return (params["table"][batch] @ params["w"]["table"]).mean()
+
+    def first(key: jax.Array) -> Any:
+        return {"table": jnp.ones((800, 4)), "w": {"table": jnp.ones((4, 7))}}
+
+    batch = jax.ShapeDtypeStruct((16, 2), jnp.int32)
+    mesh = jax.make_mesh((8,), ("data",))
+    plan = bx.parallelize(loss, optax.adam(1e-3), mesh, {"data": bx.Hybrid()}, init=first, batch=batch).plan
+    table, dense = (one.costs for one in plan.variables)
+    assert (table.held_bytes, table.gradient_bytes) == (800 * 4 * 4 / 8, 0)
+    assert 2 * (table.held_bytes or 0) < (table.state_bytes or 0) < 2.3 * (table.held_bytes or 0)  # and when rows moved
+    assert table.sent_bytes == 4 * (4 + 2 * 16)
+    assert (dense.held_bytes, dense.gradient_bytes, dense.state_bytes) == (112, 112, 224)
+    assert dense.sent_bytes == 2 * 112 * 7 / 8
+
+
+def test_it_fits_a_page_whatever_its_names_are() -> None:
+    long = {f"a_block_of_many_{'layers_' * n}with_a_name": jax.ShapeDtypeStruct((8, 8), jnp.float32) for n in (1, 20)}
+    mesh = jax.make_mesh((2, 2, 2), ("a_long_axis", "another_long_axis", "and_one_more_axis"))
+    made = make_plan(mesh, dict.fromkeys(mesh.axis_names, bx.FullySharded(min_bytes=0)), Model(long, 8))
+    lines = str(made).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert any("…" in line for line in lines)
+    assert all(axis in str(made) for axis in mesh.axis_names)
+
+
+def test_plans_are_compared() -> None:
+    one, other = gpt({"data": bx.FullySharded(min_bytes=0)}).plan, gpt({"data": bx.DataParallel()}).plan
+    assert one.compare(one) == "the plans are alike"
+    lines = one.compare(other).splitlines()
+    assert lines[0] == "mesh: data=8 (FullySharded(min_bytes=0)) → data=8 (DataParallel())"
+    row = next(line for line in lines if line.startswith("params/layers/up")).split("  ")
+    assert [cell.strip() for cell in row if cell] == [
+        "params/layers/up", "3×24×96", "gathered 1 → replicated", "13.8 KB → 111 KB", "72.6 KB → 48.4 KB"
+    ]  # fmt: skip
+    assert max(map(len, lines)) <= 120
 
 
 def test_json_there_and_back() -> None:

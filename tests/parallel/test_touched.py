@@ -106,8 +106,8 @@ def test_bytes_of_each_way() -> None:
     assert gathered_bytes(found, 8) == 3 * 100 * (4 + 8)
     assert room_of(found) == 22  # a tenth more than 20
     assert rows_bytes(found, 8) == 3 * 22 * (4 + 2 * 8)
-    # Two devices hold each shard: they gather the 50 ids and gradients of each other.
-    assert rows_bytes(found, 8, num_replicas=2) == 3 * 22 * 20 + 50 * 12
+    # Two devices hold each shard: they gather the gradients of each other's rows, in room for 4 * 22.
+    assert rows_bytes(found, 8, num_replicas=2) == 3 * 22 * 20 + 4 * 22 * 12
 
 
 def test_the_room_is_what_one_round_needs() -> None:

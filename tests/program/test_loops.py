@@ -189,6 +189,41 @@ def test_losses_without_shared_products_stay_as_they_are(name: str) -> None:
     assert with_sums_behind_loops(program) is program
 
 
+def attending(params: Any, batch: Any) -> Any:
+    """A decoder, all steps of which attend to what was made of the samples."""
+    memory = jnp.tanh(batch @ params["w"])  # [N, T, D]
+
+    def step(state: Any, _: Any) -> Any:
+        seen = jax.nn.softmax(jnp.einsum("nd,ntd->nt", state, memory))
+        return jnp.einsum("nt,ntd->nd", seen, memory) + state * memory[:, 0], None
+
+    return jax.lax.scan(step, jnp.ones_like(batch[:, 0]), length=T)[0].mean()
+
+
+def test_what_goes_along_the_samples_is_no_weight() -> None:
+    """Its gradient is summed over no device, so nothing is stacked for it."""
+    params, batch = weights(), draw(N, T, D, seed=7)
+    program = trace(attending, params, batch)
+    assert with_sums_behind_loops(program) is not program
+    assert with_sums_behind_loops(program, {1: 0}) is program
+
+    def both(params: Any, batch: Any) -> Any:
+        memory = jnp.einsum("ntd,nte->nde", batch @ params["w"], batch)
+
+        def step(x: Any, _: Any) -> Any:
+            return jnp.tanh(jnp.einsum("nd,nde->ne", x @ params["v"], memory)), None
+
+        return jax.lax.scan(step, batch[:, 0], length=T)[0].mean()
+
+    program = trace(both, params, batch)
+    after = with_sums_behind_loops(program, {1: 0})
+    got, expected = (jax.grad(one)(params, batch) for one in (after.__call__, program.__call__))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7), got, expected)
+    by_shape = with_sums_behind_loops(program)
+    stacked = [_num_stacked(jax.make_jaxpr(jax.grad(one.__call__))(params, batch)) for one in (by_shape, after)]
+    assert stacked[0] > stacked[1] > 0
+
+
 @pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.GRUCell])
 def test_devices_sum_once(cell: Any) -> None:
     model = nn.RNN(cell(D))

@@ -33,8 +33,10 @@ class _Commands(TyperGroup):
 
 _TASK_HELP = "digits, wide_resnet, resnet, inception_v3, lm1b, bert or dlrm."
 _DATA_HELP = "The task's data as downloaded; most have some of their own."
+_STRATEGY_HELP = "Of axes, such as data=hybrid,model=tensor; also data and fully_sharded."
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
+_TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(
@@ -77,6 +79,7 @@ def _train(
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the samples.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
+    strategy: Annotated[str | None, typer.Option(help=_STRATEGY_HELP)] = None,
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters and of the shuffle.")] = 0,
@@ -91,12 +94,11 @@ def _train(
 ) -> None:
     """Train a ready-made task; run it again to go on after an interruption."""
     from braidax.checkpoint import Adaptive, Every
-    from braidax.cli.machine import parse_mesh
     from braidax.cli.run_options import check_folder
     from braidax.cli.tasks import make_task, options_of, skipping_bad
-    from braidax.cli.train import Settings, train
+    from braidax.cli.train import Settings, devices_of, train
 
-    out = Path("runs") / task if out is None else out
+    out, devices = Path("runs") / task if out is None else out, devices_of(mesh, strategy)
     check_folder(out)
     # What is wrong with it is said once, and its data is there.
     made = make_task(task, out, path=data, preset=preset, image_size=image_size)
@@ -107,6 +109,7 @@ def _train(
             "--epochs": epochs,
             "--batch-size": batch_size,
             "--mesh": mesh,
+            "--strategy": strategy,
             "--preset": preset,
             "--image-size": image_size,
             "--seed": seed,
@@ -121,7 +124,7 @@ def _train(
         out=out,
         trace=out / "trace.json" if trace is None else trace,
         tensorboard=tensorboard,
-        mesh=None if mesh is None else parse_mesh(mesh),
+        devices=devices,
         epochs=epochs,
         batch_size=batch_size,
         seed=seed,
@@ -149,19 +152,28 @@ def _plan(
     data: Annotated[Path | None, typer.Option(help=_DATA_HELP)] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a global batch.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Axes of the mesh, such as data=4,model=2.")] = None,
+    strategy: Annotated[str | None, typer.Option(help=_STRATEGY_HELP)] = None,
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
+    target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what becomes of each variable of a task, and why; of the model nothing is computed."""
-    from braidax.cli.machine import parse_mesh
-    from braidax.cli.tasks import make_task
-    from braidax.cli.train import make_step
+    from dataclasses import replace
 
+    from braidax.cli.target import mesh_for, tell
+    from braidax.cli.tasks import make_task
+    from braidax.cli.train import devices_of, make_step
+
+    devices = devices_of(mesh, strategy)
     made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
-    axes = None if mesh is None else parse_mesh(mesh)
-    plan = make_step(made, axes, batch_size=batch_size or made.batch_size, num_steps=1).plan
-    typer.echo(plan.to_json() if json else str(plan))
+    if target is not None:
+        devices = replace(devices, mesh=mesh_for(target, devices.mesh))
+    step = make_step(made, devices, batch_size=batch_size or made.batch_size, num_steps=1)
+    if target is None:
+        typer.echo(step.plan.to_json() if json else str(step.plan))
+    else:
+        tell(step, target, as_json=json)
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from braidax.comm.environment import rank_from_environment
 from braidax.errors import ArgumentError
+from braidax.program import pass_by_compilers
 
 _DEFAULT_ON_CPU = {"data": 4, "model": 2}
 _FORCED = "xla_force_host_platform_device_count"
@@ -58,6 +59,7 @@ def make_mesh(axes: Mapping[str, int] | None) -> Mesh:
 
     **Raises:** `ArgumentError` if the machine has not as many devices.
     """
+    pass_by_compilers()
     wanted = math.prod((axes or _DEFAULT_ON_CPU).values())
     num_processes = _num_processes()
     if _FORCED not in os.environ.get("XLA_FLAGS", ""):

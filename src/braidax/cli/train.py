@@ -1,9 +1,10 @@
 """What `braidax train` does: a ready-made task, from files to accuracy."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import jax
 import typer
 
 from braidax.checkpoint import Checkpointer, Interval
-from braidax.cli.machine import describe_mesh, make_mesh
+from braidax.cli.machine import describe_mesh, make_mesh, parse_mesh
 from braidax.cli.run_options import Value, compare, keep
+from braidax.cli.strategies import check_axes, parse_strategies
 from braidax.data import DataLoader
 from braidax.errors import ArgumentError
 from braidax.loop import evaluate, fit
@@ -26,18 +28,34 @@ _COUNTED_BATCHES = 4
 
 
 @dataclass(frozen=True)
+class Devices:
+    """What a task is trained on.
+
+    **Fields:** `mesh`: size of each axis by name, or None. `strategies`: by axis; None: `Hybrid` for each.
+    """
+
+    mesh: Mapping[str, int] | None = None
+    strategies: Mapping[str, Strategy] | None = None
+
+
+def devices_of(mesh: str | None, strategy: str | None) -> Devices:
+    """Returns what `--mesh` and `--strategy` say. **Raises:** as `parse_mesh` and `parse_strategies`."""
+    return Devices(None if mesh is None else parse_mesh(mesh), None if strategy is None else parse_strategies(strategy))
+
+
+@dataclass(frozen=True)
 class Settings:
     """How to train a task.
 
     **Arguments:** `out`: the folder of the run. `trace`: file for the Perfetto trace. `tensorboard`: folder for event
-    files. `mesh`: size of each axis by name. `epochs`, `batch_size`: instead of the task's own. `seed`: of the first
+    files. `devices`: on which. `epochs`, `batch_size`: instead of the task's own. `seed`: of the first
     parameters and of the shuffle. `checkpoints`: when one is due.
     """
 
     out: Path
     trace: Path
     tensorboard: Path | None
-    mesh: Mapping[str, int] | None
+    devices: Devices
     epochs: int | None
     batch_size: int | None
     seed: int
@@ -111,7 +129,7 @@ def _begin(task: Task, settings: Settings, made_with: Mapping[str, Value], stack
     batch_size = settings.batch_size or task.batch_size
     epochs = settings.epochs or task.epochs
     num_steps = len(task.train) // batch_size * epochs
-    step = make_step(task, settings.mesh, batch_size=batch_size, num_steps=num_steps)
+    step = make_step(task, settings.devices, batch_size=batch_size, num_steps=num_steps)
     saver = stack.enter_context(Checkpointer(settings.out / "checkpoints", settings.checkpoints))
     options = {**made_with, "--batch-size": batch_size, "--epochs": epochs, "--seed": settings.seed}
     compared = compare(settings.out, options, saved=saver.newest() is not None)
@@ -150,31 +168,37 @@ def _unused(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def make_step(task: Task, axes: Mapping[str, int] | None, *, batch_size: int, num_steps: int) -> Step:
-    """Makes the step of a task, its samples split over all axes of a mesh, tables by rows where that is less.
+def make_step(task: Task, devices: Devices, *, batch_size: int, num_steps: int) -> Step:
+    """Makes the step of a task; by default samples are split over all axes, tables by rows where that is less.
 
-    How much of them a step touches is counted in a few batches first.
+    How much of tables a step touches is counted in a few batches first.
 
-    **Arguments:** `axes`: as of `make_mesh`. `num_steps`: of the whole run.
+    **Arguments:** `num_steps`: of the whole run.
+
+    **Raises:** `ArgumentError` as `make_mesh` and `check_axes`.
     """
-    mesh, batch, optimizer = make_mesh(axes), task.train.batch_spec(batch_size), task.optimizer(num_steps)
+    mesh, batch, optimizer = make_mesh(devices.mesh), task.train.batch_spec(batch_size), task.optimizer(num_steps)
+    chosen = devices.strategies
+    strategies = dict.fromkeys(mesh.axis_names, Hybrid()) if chosen is None else chosen
+    check_axes(strategies, mesh)
 
-    def step(strategy: Strategy) -> Step:
-        return parallelize(
-            task.loss, optimizer, mesh, dict.fromkeys(mesh.axis_names, strategy), init=task.init, batch=batch
-        )
+    def step(strategies: Mapping[str, Strategy]) -> Step:
+        return parallelize(task.loss, optimizer, mesh, strategies, init=task.init, batch=batch)
 
-    first = step(Hybrid())
+    first = step(strategies)
     if not any(isinstance(placement, Rows) for one in first.plan.variables for placement in one.placements):
         return first
-    return step(Hybrid(touched=_touched(task, first, batch_size)))
+    hybrids = {axis: strategy for axis, strategy in strategies.items() if isinstance(strategy, Hybrid)}
+    num_parts = math.prod(mesh.shape[axis] for axis in hybrids)
+    touched = _touched(task, first, batch_size, num_parts)
+    return step({**strategies, **{axis: replace(strategy, touched=touched) for axis, strategy in hybrids.items()}})
 
 
-def _touched(task: Task, step: Step, batch_size: int) -> dict[str, Touched]:
-    """Counts the rows of tables that a few batches touch."""
+def _touched(task: Task, step: Step, batch_size: int, num_parts: int) -> dict[str, Touched]:
+    """Counts the rows of tables, divided among `num_parts` devices, that a few batches touch."""
     with DataLoader(task.train, step.mesh, step.batch_shardings, batch_size=batch_size, seed=0, epochs=1) as loader:
         batches = list(itertools.islice(loader, _COUNTED_BATCHES))
-    return measure_touched(task.loss, init=task.init, batches=batches, num_parts=step.mesh.size).tables
+    return measure_touched(task.loss, init=task.init, batches=batches, num_parts=num_parts).tables
 
 
 def _say(message: str) -> None:

@@ -1,5 +1,6 @@
 """Placements, strategies, and the step that they turn single-device code into."""
 
+from .compiled_step import CompiledStep as CompiledStep
 from .given.gradient import value_and_grad as value_and_grad
 from .parallelize import parallelize as parallelize
 from .plan.layout import Axis as Axis
@@ -26,3 +27,4 @@ from .state import State as State
 from .step import Lowered as Lowered
 from .step import Step as Step
 from .train_step import TrainStep as TrainStep
+from .wrapped import Wrapped as Wrapped

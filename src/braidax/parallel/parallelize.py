@@ -1,27 +1,34 @@
 """`parallelize`: single-device code and a mesh in, a training step out."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
+import jax
 import optax
 from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
 from braidax.program import named_leaves, specs_of
 
-from .compute.work import Work, traced_loss
-from .given.initial import trace_init
+from .compute.work import GRAD_NORM, Work
+from .given.dim_names import Rules, asked_axes, dim_names, unruled
+from .given.initial import trace_init, traced_loss
 from .given.loss import Loss
+from .given.trainable import Trainable, check_trainable, frozen_by
 from .plan.batch import batch_axes, shard_batch
-from .plan.plan import Plan, make_plan
+from .plan.compiling import CompilerOption, largest_layer, options_that_hide
+from .plan.footprint import with_sent
+from .plan.model import Model
+from .plan.named import Named
+from .plan.plan import Plan, layouts_of, make_plan
 from .plan.replanning import tables_of
-from .plan.replaying import check_mesh, check_placements, check_variables
+from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
 from .plan.strategies import DataParallel, Hybrid
 from .plan.strategy import Strategy, check_strategies
 from .rows.read_rows import ReadRows
-from .step import Step
+from .step import CompilerOptions, Step
 from .train_step import TrainStep
 
 
@@ -29,13 +36,17 @@ from .train_step import TrainStep
 def parallelize(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     strategies: Mapping[str, Strategy] | None = None,
     *,
     init: Callable[..., Any],
     batch: Any,
     microbatches: int = 1,
     plan: Plan | None = None,
+    trainable: Trainable = None,
+    metrics: Collection[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
+    rules: Rules | None = None,
 ) -> Step: ...
 
 
@@ -55,18 +66,30 @@ def parallelize(
     batch: Any = None,
     microbatches: int = 1,
     plan: Plan | None = None,
+    trainable: Trainable = None,
+    metrics: Collection[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
+    rules: Rules | None = None,
 ) -> Any:
     """Turns single-device code into a training step on a mesh.
 
     **Arguments:** `loss_fn`: `loss_fn(params, batch) -> loss` or `(loss, aux dict)`, written for one device and the
     whole batch. It may ask by name for `key` (one PRNG key a step), `variables` (mutable collections, new ones
-    returned as `aux["variables"]`) and `train` (a bool, False in `evaluate`). `optimizer`: from optax. `mesh`: any
-    `jax.sharding.Mesh`, with explicit axes or not. `strategies`: what each mesh axis is for, such as
+    returned as `aux["variables"]`) and `train` (a bool, False in `evaluate`). `optimizer`: from optax; extra
+    arguments that it takes are `value`, the loss, and `grad`. `mesh`: any `jax.sharding.Mesh`, with explicit axes or
+    not; None: that of `jax.set_mesh`. `strategies`: what each mesh axis is for, such as
     `{"data": bx.DataParallel()}`; over an axis without one everything is replicated. `init`: `init(key) -> params`,
     or `(params, variables)` when the loss asks for them. `batch`: a PyTree of `jax.ShapeDtypeStruct` `[batch, …]`.
-    `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over; sample `i` is in piece
-    `i % microbatches`. `plan`: built as it is instead of planning anew, such as `Plan.from_json(text)`; of `strategies`
-    then counts only what no plan holds: row optimizers, counts of rows, `out_of_range`, `combine_bytes`.
+    `microbatches`: how many equal pieces of the batch gradients and metrics are averaged over (those along samples are
+    put together); sample `i` is in piece `i % microbatches`. `plan`: built as it is instead of planning anew, such as
+    `Plan.from_json(text)`; of `strategies` then counts only what no plan holds: row optimizers, counts of rows,
+    `out_of_range`, `combine_bytes`. `trainable`: a
+    pattern of variables' paths (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen:
+    they have no gradient, and the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the
+    global norm of all gradients. `compiler_options`: of `jax.jit`, for gradients and apply; one that is a dict holds
+    those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical names of dims stand for that Flax
+    keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed": None}`; names that are axes of the
+    mesh need none. What names ask for is honored like an override.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
@@ -86,7 +109,7 @@ def parallelize(
         check_strategies(over, roles)
         return lambda train_step: TrainStep(train_step, over, roles, batch)  # pyright: ignore[reportUnknownLambdaType]
     strategies = {} if strategies is None and plan is not None else strategies
-    for name, value in {"mesh": mesh, "strategies": strategies, "init": init, "batch": batch}.items():
+    for name, value in {"strategies": strategies, "init": init, "batch": batch}.items():
         if value is None:
             raise ArgumentError(
                 f"parallelize is missing {name}: bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
@@ -96,7 +119,8 @@ def parallelize(
             f"microbatches is {microbatches}, and plan has {plan.microbatches}: leave it out, or plan anew"
         )
     pieces = microbatches if plan is None else plan.microbatches
-    return _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces).step(plan)
+    mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options, rules)
+    return _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more).step(plan)
 
 
 @dataclass(frozen=True)
@@ -110,6 +134,10 @@ class _Given:
     init: Any
     batch: Any
     microbatches: int
+    trainable: Trainable
+    metrics: tuple[str, ...]
+    compiler_options: Mapping[str, Any] | None
+    rules: Rules | None
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "init") or not hasattr(self.optimizer, "update"):
@@ -119,28 +147,70 @@ class _Given:
         check_strategies(self.mesh, self.strategies)
         if self.microbatches < 1:
             raise ArgumentError(f"microbatches is {self.microbatches}, expected a whole number of at least 1")
+        if strange := [name for name in self.metrics if name != GRAD_NORM]:
+            raise ArgumentError(
+                f"metrics names {strange}, expected {GRAD_NORM!r}; others are returned by the loss as aux"
+            )
 
     def step(self, plan: Plan | None) -> Step:
         """Makes a step by a plan, or by one that strategies make."""
-        mesh, strategies = self.mesh, self.strategies
         if plan is not None:
-            check_mesh(plan, mesh)
-        batch, axes = specs_of(self.batch), batch_axes(mesh, strategies) if plan is None else plan.batch_axes
-        batch_shardings = shard_batch(mesh, axes, batch, microbatches=self.microbatches)
-        options = _compiler_options(strategies)
-        born = trace_init(self.init, self.loss)
+            check_mesh(plan, self.mesh)
+        axes = batch_axes(self.mesh, self.strategies) if plan is None else plan.batch_axes
+        shardings = shard_batch(self.mesh, axes, specs_of(self.batch), microbatches=self.microbatches)
+        work = self._work(plan, axes)
+        options = _compiler_options(self.mesh, work.plan, self.strategies, self.compiler_options)
+        return Step(
+            work,
+            specs_of(self.batch),
+            shardings,
+            compiler_options=options,
+            replanned=self._replanned,
+            rekeyed=lambda key: self._work(work.plan, axes, key),
+            elsewhere=lambda mesh: replace(self, mesh=mesh).step(work.plan),
+        )
+
+    def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
+        """Makes what a step computes. **Arguments:** `axes`: of the batch. `key`: as of `trace_init`."""
+        mesh, strategies, batch = self.mesh, self.strategies, specs_of(self.batch)
+        born = trace_init(self.init, self.loss, key)
         if plan is not None:
             check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
-        program = traced_loss(self.loss, born.out_specs, batch, self.microbatches)
-        rows = ReadRows(program, self.optimizer, strategies, self.microbatches)
+        frozen = self._frozen(plan, born.out_specs.params)
+        program = traced_loss(self.loss, born.out_specs, batch, self.microbatches, mesh)
+        rows = ReadRows(program, self.optimizer, strategies, self.microbatches, frozen)
         model = rows.model(math.prod(mesh.shape[axis] for axis in axes))
         if plan is None:
-            plan = make_plan(mesh, strategies, model)
+            plan = make_plan(mesh, self._named(born.out_specs.params), model)
         else:
             check_placements(plan, model)
+        plan = replace(with_sent(plan, model), compiler_options=_hiding(plan, mesh, model))
         feed = rows.feed(mesh, plan) if tables_of(plan) else None
-        work = Work(self.loss, self.optimizer, born, program, mesh, plan, feed)
-        return Step(work, mesh, plan, batch, batch_shardings, compiler_options=options, replanned=self._replanned)
+        return Work(self.loss, self.optimizer, born, program, mesh, plan, feed, metrics=self.metrics)
+
+    def _named(self, params: Any) -> Mapping[str, Strategy]:
+        """Returns the strategies, beside what the names of dims ask for."""
+        mesh, names = self.mesh, dim_names(params)
+        asked = asked_axes(names, self.rules, mesh)
+        if not names:
+            return self.strategies
+        notes = {path: ", ".join(map(repr, unruled(dims, self.rules, mesh))) for path, dims in names.items()}
+        notes = {path: f"no rule says where {told} goes" for path, told in notes.items() if told}
+        found: dict[str, Strategy] = {}
+        for number, axis in enumerate(mesh.axis_names):
+            dims = {path: axes[axis] for path, axes in asked.items() if axis in axes}
+            found[axis] = Named(self.strategies.get(axis), dims, {} if number else notes)
+        return found
+
+    def _frozen(self, plan: Plan | None, params: Any) -> frozenset[str]:
+        """Returns the paths of the variables that are not trained."""
+        frozen = frozen_by(self.trainable, params)
+        if plan is not None and self.trainable is None:
+            frozen = frozenset(one.path for one in plan.variables if one.frozen)
+        if plan is not None:
+            check_frozen(plan, frozen)
+        check_trainable(params, frozen)
+        return frozen
 
     def _replanned(self, plan: Plan) -> Step:
         """Makes a step by another plan, for which rows were not counted."""
@@ -151,8 +221,32 @@ class _Given:
         return replace(self, strategies=strategies).step(plan)
 
 
-def _compiler_options(strategies: Mapping[str, Strategy]) -> dict[str, Any]:
-    """Returns the options of the compiler that strategies ask for, for the gradients."""
+def _hiding(plan: Plan, mesh: Mesh, model: Model) -> tuple[CompilerOption, ...]:
+    """Returns the options that hide what a plan sends."""
+    platform, layouts = mesh.devices.flat[0].platform, layouts_of(plan)
+    if platform == "cpu":
+        return ()
+    paths, dtypes = [one.path for one in plan.variables], {one.path: one.dtype for one in plan.variables}
+    layer = largest_layer(dict(zip(paths, layouts, strict=True)), model.sites, dtypes)
+    sizes = [(layout, one.num_bytes) for layout, one in zip(layouts, plan.variables, strict=True)]
+    return options_that_hide(platform, sizes, layer)
+
+
+def _context_mesh() -> Mesh:
+    """Returns the mesh that `jax.set_mesh` has set."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ArgumentError(
+            "mesh is None, and no mesh is set: give mesh=jax.make_mesh(shape, names), or call parallelize under "
+            "jax.set_mesh(mesh)"
+        )
+    return mesh
+
+
+def _compiler_options(
+    mesh: Mesh, plan: Plan, strategies: Mapping[str, Strategy], given: Mapping[str, Any] | None
+) -> CompilerOptions:
+    """Returns the options of the compiler: those that a plan and strategies ask for, and what the user gives."""
     asked = {
         strategy.combine_bytes
         for strategy in strategies.values()
@@ -160,4 +254,12 @@ def _compiler_options(strategies: Mapping[str, Strategy]) -> dict[str, Any]:
     }
     if len(asked) > 1:
         raise ArgumentError(f"combine_bytes is {sorted(asked)}: expected the same in all strategies, or said once")
-    return {"xla_gpu_all_reduce_combine_threshold_bytes": asked.pop()} if asked else {}
+    platform, both = mesh.devices.flat[0].platform, dict[str, Any]()
+    for name, value in (given or {}).items():
+        if not isinstance(value, Mapping):
+            both[name] = value
+        elif name == platform or (platform, name) == ("gpu", "cuda"):
+            both |= value
+    own = {"xla_gpu_all_reduce_combine_threshold_bytes": asked.pop()} if asked else {}
+    hiding = {one.name: one.value for one in plan.compiler_options}
+    return CompilerOptions({**hiding, **own, **both}, both)

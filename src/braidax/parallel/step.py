@@ -2,22 +2,27 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.program import compile_on, difference, specs_of
+from braidax.program import compile_on, difference, find_target, spec_of, specs_of
 
+from .compiled_step import CompiledStep, compile_step
 from .compute.in_flight import InFlight
 from .compute.late_checks import LateChecks
 from .compute.work import Work
 from .given.arrays import adopt, place
+from .given.asking import Asking
 from .plan.batch import shard_batch
 from .plan.plan import Plan
 from .plan.replanning import way_to
 from .state import Origin, State, Way
+from .wrapped import Wrapped
 
 
 class Lowered(NamedTuple):
@@ -25,6 +30,21 @@ class Lowered(NamedTuple):
 
     gradients: jax.stages.Lowered
     apply: jax.stages.Lowered
+
+
+class CompilerOptions(NamedTuple):
+    """Options of `jax.jit` for the two programs of a step."""
+
+    gradients: Mapping[str, Any] = {}
+    apply: Mapping[str, Any] = {}
+
+
+class _Reading(NamedTuple):
+    """What reads a state: a jitted function of that and a batch, and how the batch goes in and the result comes out."""
+
+    compiled: Any
+    batch_shardings: Any
+    out_shardings: Any
 
 
 class Step:
@@ -37,46 +57,50 @@ class Step:
     def __init__(
         self,
         work: Work,
-        mesh: Mesh,
-        plan: Plan,
         batch: Any,
         batch_shardings: Any,
         *,
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: CompilerOptions | None = None,
         replanned: "Callable[[Plan], Step] | None" = None,
+        rekeyed: Callable[[jax.ShapeDtypeStruct], Work] | None = None,
+        elsewhere: "Callable[[Mesh], Step] | None" = None,
     ) -> None:
-        self.plan = plan
-        self.mesh = mesh
-        self._work = work
-        self._replanned = replanned
-        self._state_specs: State = work.initial.out_specs
-        self._batch_specs = batch
-        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self.mesh = work.mesh
         self.batch_shardings = batch_shardings
+        self._batch_specs = batch
+        self._compiler_options = CompilerOptions() if compiler_options is None else compiler_options
+        self._replanned, self._rekeyed, self._elsewhere = replanned, rekeyed, elsewhere
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._late = LateChecks(work.checks)
+        self._in_flight = InFlight(self.mesh)
+        self._num_updates = 0
+        self._prepare(work)
+
+    def _prepare(self, work: Work) -> None:
+        """Makes the programs of a step; each is compiled at its first call."""
+        self._work, mesh, options = work, self.mesh, self._compiler_options
+        self.plan = work.plan
+        self._state_specs: State = work.initial.out_specs
         self.state_shardings = held = work.state_shardings
         self._gradients = compile_on(
             mesh,
             work.gradients,
             in_shardings=(*self._read, self.batch_shardings),
-            out_shardings=(work.gradient_shardings, held.variables, self._replicated),
-            compiler_options=compiler_options,
+            out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
+            compiler_options=options.gradients,
         )
         # The gradients are not donated: the old state already gives its memory to every output.
         self._apply = compile_on(
             mesh,
             work.apply,
-            in_shardings=(held.step, held.params, held.opt_state, work.gradient_shardings),
+            in_shardings=(held.step, held.params, held.opt_state, work.gradient_shardings, self._replicated),
             out_shardings=(held.step, held.params, held.opt_state),
             donate=(0, 1, 2),
+            compiler_options=options.apply,
         )
-        self._init = compile_on(
-            mesh, work.initial, in_shardings=(self._replicated,), out_shardings=self.state_shardings
-        )
-        self._evaluations: dict[Any, tuple[Any, Any]] = {}
+        self._init = compile_on(mesh, work.initial, in_shardings=(self._replicated,), out_shardings=held)
+        self._readings: dict[Any, _Reading] = {}
         self._conversions: dict[Callable[[State], State], Any] = {}
-        self._late = LateChecks(work.checks)
-        self._in_flight = InFlight(mesh)
-        self._num_updates = 0
 
     @property
     def _read(self) -> tuple[Any, ...]:
@@ -90,10 +114,14 @@ class Step:
     def init(self, key: jax.Array) -> State:
         """Makes the first state, every leaf born on the devices that hold it.
 
-        **Arguments:** `key`: from `jax.random.key`. It is split: one half goes to `init`, the other into the state.
+        **Arguments:** `key`: from `jax.random.key`, of any implementation; for another one than JAX is configured for
+        the step is traced again. It is split: one half goes to `init`, the other into the state.
 
         **Raises:** `ArgumentError` when `key` is no such key.
         """
+        is_key = jnp.issubdtype(getattr(key, "dtype", jnp.uint32), jax.dtypes.prng_key) and not key.shape
+        if is_key and self._rekeyed is not None and key.dtype != self._state_specs.key.dtype:
+            self._prepare(self._rekeyed(spec_of(key)))
         if difference(self._state_specs.key, key, "key"):
             raise ArgumentError(
                 f"key is {getattr(key, 'dtype', type(key).__name__)}{list(getattr(key, 'shape', []))}, expected one "
@@ -124,7 +152,8 @@ class Step:
         or of host arrays that are copied. `before_apply`: called when the gradients are dispatched, before
         anything of the old state is overwritten (`saver.wait`).
 
-        **Returns:** the new state and the metrics: `loss` and what the loss returns as aux.
+        **Returns:** the new state and the metrics: `loss` and what the loss returns as aux; arrays in it that go along
+        the samples, such as logits, stay divided among the devices as the batch is.
 
         **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for. `DataError` when
         an earlier batch had ids out of range, with `Hybrid(out_of_range="raise")`; the state given is then still valid.
@@ -139,7 +168,7 @@ class Step:
         self._in_flight.add(metrics["loss"])
         if before_apply is not None:
             before_apply()
-        step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients)
+        step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients, metrics["loss"])
         self._num_updates += 1
         state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
         return state, self._late.take(metrics, f"the batch of update {self._num_updates} of this step")
@@ -150,28 +179,84 @@ class Step:
         **Arguments:** `batch`: like the one for training, or of another size or structure (a `mask`): each form is
         compiled once.
 
-        **Returns:** the metrics: `loss` and what the loss returns as aux.
+        **Returns:** the metrics, as of `update`.
         """
         self._check_state(state)
         self._late.check()
-        specs = _canonical(batch)
-        form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
-        if form not in self._evaluations:
-            shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
-            evaluation = compile_on(
-                self.mesh,
-                self._work.evaluate(specs),
-                in_shardings=(*self._read, shardings),
-                out_shardings=self._replicated,
-            )
-            self._evaluations[form] = (evaluation, shardings)
-        evaluation, shardings = self._evaluations[form]
-        state, batch = place(state, self.state_shardings), place(batch, shardings)
+        made = self._reading(None, _canonical(batch))
+        state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
         self._in_flight.make_room()
-        metrics = evaluation(*self._readable(state), batch)
+        metrics = made.compiled(*self._readable(state), batch)
         self._in_flight.add(metrics["loss"])
         what = f"the batch of an evaluation behind update {self._num_updates} of this step"
         return self._late.take(metrics, what)
+
+    def wrap(self, fn: Callable[..., Any], *, batch: Any = None) -> Wrapped:
+        """Makes a function of a state and a batch from `fn(params, batch)`: predictions, generated text, an export.
+
+        It is compiled for states as they lie, so that no state is made whole: weights are gathered where `fn` uses
+        them, rows of tables are fetched.
+
+        **Arguments:** `fn`: for one device and the whole batch. It may ask by name for what a loss may: `key`
+        (`fold_in(state.key, state.step)`; for other random numbers put keys into the batch, one a sample), `variables`
+        and `train`, which is False. It returns any PyTree of arrays. `batch`: PyTree of `jax.ShapeDtypeStruct`, by
+        default that of the step.
+
+        **Returns:** the function; what descends from the batch comes split as that is, the rest on every device.
+
+        **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit.
+        """
+        asking, specs = Asking(fn, "fn"), self._batch_specs if batch is None else specs_of(batch)
+        made = self._reading(asking, specs)
+        run, lower = partial(self._run, asking, specs), partial(self._lower, asking, specs)
+        return Wrapped(run, lower, made.batch_shardings, made.out_shardings)
+
+    def _run(self, fn: Asking, specs: Any, state: State, batch: Any) -> Any:
+        self._check_state(state)
+        self._late.check()
+        if message := difference(specs, _canonical(batch), "batch"):
+            raise ArgumentError(f"{message}: give Step.wrap the batch={{…}} that it is called with")
+        made = self._reading(fn, specs)
+        state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
+        self._in_flight.make_room()
+        result, checked = made.compiled(*self._readable(state), batch)
+        self._in_flight.add(min(jax.tree.leaves(result), key=lambda leaf: leaf.size))
+        self._late.take(checked, f"the batch of {fn.name} behind update {self._num_updates} of this step")
+        return result
+
+    def _lower(self, fn: Asking, specs: Any) -> jax.stages.Lowered:
+        made = self._reading(fn, specs)
+        return made.compiled.lower(*self._readable(self.state_specs), _with_shardings(specs, made.batch_shardings))
+
+    def _reading(self, fn: Asking | None, specs: Any) -> _Reading:
+        """Returns what computes a function, or the metrics, on batches of a form; it is compiled at its first call."""
+        form = (fn, jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
+        if form not in self._readings:
+            batch_shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
+            if fn is None:
+                run, out_shardings = self._work.evaluate(specs)
+                out = out_shardings
+            else:
+                run, out_shardings = self._work.wrapped(fn, specs)
+                out = (out_shardings, self._replicated)
+            compiled = compile_on(
+                self.mesh,
+                run,
+                in_shardings=(*self._read, batch_shardings),
+                out_shardings=out,
+                compiler_options=self._compiler_options.apply,
+            )
+            self._readings[form] = _Reading(compiled, batch_shardings, out_shardings)
+        return self._readings[form]
+
+    def finish(self) -> None:
+        """Waits for all updates and evaluations so far, and looks at what is otherwise looked at some updates later.
+
+        Call it behind the last update; `fit` and `evaluate` do.
+
+        **Raises:** `DataError` when a batch had ids out of range, with `Hybrid(out_of_range="raise")`.
+        """
+        self._late.check(late=1)
 
     def settled(self, state: State) -> State:
         """Returns a state in which no row lags behind; the one given stays as it is.
@@ -182,7 +267,7 @@ class Step:
         **Arguments:** `state`: of this step. **Returns:** the state of single-device training, in this step's form.
         """
         self._check_state(state)
-        self._late.check(late=1)
+        self.finish()
         return self._own(self._converted(self._work.settled, state, self.state_shardings, self.state_shardings))
 
     def to_dense(self, state: State) -> State:
@@ -195,7 +280,7 @@ class Step:
         form.
         """
         self._check_state(state)
-        self._late.check(late=1)
+        self.finish()
         replicated = jax.tree.map(lambda _: self._replicated, self._work.dense_specs())
         whole = self._converted(self._work.to_dense, state, self.state_shardings, replicated)
         return replace(whole, origin=Origin())
@@ -242,10 +327,38 @@ class Step:
         """
         state = self.state_specs
         read = (*self._readable(state), _with_shardings(self._batch_specs, self.batch_shardings))
+        gradients, _, metrics = self._gradients.eval_shape(*read)
         return Lowered(
             self._gradients.lower(*read),
-            self._apply.lower(state.step, state.params, state.opt_state, self._gradients.eval_shape(*read)[0]),
+            self._apply.lower(state.step, state.params, state.opt_state, gradients, metrics["loss"]),
         )
+
+    def compile_for(self, target: str) -> CompiledStep:
+        """Compiles the step for a machine that need not be here, whose devices take the place of those of the mesh.
+
+        What it says is that machine's own compiler's word; nothing is run, so that it tells no times.
+
+        **Arguments:** `target`: such as `"h100:8"`, or `"v5e:4x4"`; with as many devices as the mesh has.
+
+        **Returns:** memory and collectives; `print` shows them.
+
+        **Raises:** `ArgumentError` for other targets, and where the compiler refuses what is too large; `MissingExtra`.
+        """
+        found = find_target(target)
+        if len(found.devices) != self.mesh.size:
+            raise ArgumentError(
+                f"target is {target!r}, which has {len(found.devices)} devices, and the step's mesh {self.mesh.size} "
+                f"({dict(self.mesh.shape)}): make the step on a mesh of {len(found.devices)} devices; they may be "
+                f'virtual ones, jax.config.update("jax_num_cpu_devices", {len(found.devices)}) before JAX starts'
+            )
+        assert self._elsewhere is not None, "parallelize says how a step is made on other devices"
+        mesh, names = self.mesh, self.mesh.axis_names
+        shape, types = mesh.axis_sizes, mesh.axis_types
+        step = self._elsewhere(jax.make_mesh(shape, names, axis_types=types, devices=[*found.devices]))
+        state = step.state_specs
+        batch = _with_shardings(step._batch_specs, step.batch_shardings)
+        read = (*step._readable(state), batch)
+        return compile_step(step.lower(), found, step.plan.compiler_options, state=state, batch=batch, read=read)
 
     def _check_state(self, state: Any) -> None:
         if message := difference(self._state_specs, state, "state"):

@@ -3,6 +3,7 @@
 from .batch_dims import batch_dim_of_result as batch_dim_of_result
 from .batch_dims import batch_dims_of_results as batch_dims_of_results
 from .batch_dims import find_batch_dims as find_batch_dims
+from .blocks import kept_in_blocks as kept_in_blocks
 from .bodies import Body as Body
 from .bodies import Equation as Equation
 from .bodies import Path as Path
@@ -11,9 +12,19 @@ from .bodies import bind as bind
 from .bodies import bodies as bodies
 from .bodies import equation_at as equation_at
 from .bounds import bounds as bounds
-from .collectives import Collective as Collective
-from .collectives import collectives_of as collectives_of
-from .collectives import total_sent as total_sent
+from .compiled.collectives import Collective as Collective
+from .compiled.collectives import collectives_of as collectives_of
+from .compiled.collectives import exposed_part as exposed_part
+from .compiled.collectives import total_sent as total_sent
+from .compiled.compile import CompiledProgram as CompiledProgram
+from .compiled.compile import Memory as Memory
+from .compiled.compile import TooLarge as TooLarge
+from .compiled.compile import compile_ahead as compile_ahead
+from .compiled.targets import Target as Target
+from .compiled.targets import find_target as find_target
+from .compiled.targets import pass_by_compilers as pass_by_compilers
+from .constraints import automatic as automatic
+from .constraints import trace_constrained as trace_constrained
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
 from .dims import Dims as Dims
@@ -33,6 +44,8 @@ from .loops import with_sums_behind_loops as with_sums_behind_loops
 from .names import difference as difference
 from .names import join as join
 from .names import named_leaves as named_leaves
+from .names import with_leaves as with_leaves
+from .names import without_leaves as without_leaves
 from .prune import reads_argument as reads_argument
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate
@@ -43,6 +56,7 @@ from .rows import without_tables as without_tables
 from .sites import Entry as Entry
 from .sites import Site as Site
 from .sites import find_sites as find_sites
+from .sites import row_reader as row_reader
 from .sites import viewed as viewed
 from .split import Origin as Origin
 from .split import Part as Part

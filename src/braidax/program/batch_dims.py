@@ -95,6 +95,10 @@ class _Dims:
         return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore
 
     def into(self, equation: JaxprEqn, operand: int, fact: int, place: Place) -> Dim:
+        if place.path in self.found:
+            dims = list(self.found[place.path])
+            dims[operand] = fact
+            self.found[place.path] = tuple(dims)
         if equation.primitive is scan_p and operand >= sum(carried(equation)):
             return fact - 1 if fact else None
         return fact
@@ -149,7 +153,7 @@ def _squeeze(equation: JaxprEqn, dims: list[Dim]) -> Dim:
 
 
 def _reduce(equation: JaxprEqn, dims: list[Dim]) -> Dim:
-    return _without(dims[0], [int(axis) for axis in equation.params["axes"]])
+    return _without(dims[0], [int(axis) for axis in equation.params["axes"]])  # vmap makes NumPy's of them
 
 
 def _without(dim: Dim, gone: Sequence[int]) -> Dim:
@@ -206,6 +210,11 @@ def _along(name: str) -> Rule:
     return rule
 
 
+def _along_many(name: str) -> Rule:
+    """The same, of several dims."""
+    return lambda equation, dims: None if dims[0] in equation.params[name] else dims[0]
+
+
 def _same_dim(equation: JaxprEqn, dims: list[Dim]) -> Dim:
     """What changes other elements of the first operand only."""
     return dims[0]
@@ -233,7 +242,7 @@ _RULES: dict[Any, Rule] = {
     ),
     **dict.fromkeys([primitives.scatter_p, primitives.scatter_add_p, primitives.scatter_mul_p], _same_dim),
     primitives.sort_p: _along("dimension"),
-    primitives.rev_p: _same_dim,
+    primitives.rev_p: _along_many("dimensions"),
     primitives.broadcast_in_dim_p: _broadcast,
     primitives.transpose_p: _transpose,
     primitives.reshape_p: _reshape,
@@ -243,4 +252,4 @@ _RULES: dict[Any, Rule] = {
     primitives.gather_p: _gather,
     primitives.concatenate_p: _concatenate,
 }  # fmt: skip
-_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis")}
+_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis"), "sharding_constraint": _same_dim}

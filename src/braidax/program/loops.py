@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, conv_general_dilated_p, dot_general_p, jit_p, scan_p
 from jax.tree_util import Partial
 
+from .batch_dims import find_batch_dims
 from .bodies import Path, aval_of, bind, bodies
 from .elementwise import ELEMENTWISE
 from .rewrite import Rule, evaluate
@@ -28,7 +29,7 @@ from .trace import Program, trace
 _ENTERED = (jit_p, closed_call_p, scan_p)
 
 
-def with_sums_behind_loops(program: Program) -> Program:
+def with_sums_behind_loops(program: Program, divided: Mapping[int, Sequence[int] | int] | None = None) -> Program:
     """Returns a program of the same values whose gradient sums what loops share once, behind them.
 
     It is about products, convolutions and elementwise operations in the body of a `scan`, of an operand that is the
@@ -36,9 +37,13 @@ def with_sums_behind_loops(program: Program) -> Program:
     nothing changes. The backward pass keeps what goes back through these operations, one slice a step, beside what it
     keeps of the forward pass anyway. The gradient is rounded otherwise. It has no forward mode.
 
-    **Arguments:** `program`: to be differentiated in reverse.
+    **Arguments:** `program`: to be differentiated in reverse. `divided`: as of `find_batch_dims`. What has a dim of the
+    batch, as activations that all steps of a decoder attend to, is no weight and is left alone: each device sums its
+    own samples' gradient in the loop.
     """
-    rules = dict(_rules(program.closed.jaxpr, ()))
+    loops = list(_loops(program.closed.jaxpr, ()))
+    dims = find_batch_dims(program, loops, divided or {})
+    rules = dict(_rules(program.closed.jaxpr, (), dims))
     if not rules:
         return program
 
@@ -158,23 +163,32 @@ class _Finder:
         return [None] * len(equation.outvars)
 
 
-def _rules(jaxpr: Jaxpr, here: Path) -> Iterator[tuple[Path, Any]]:
+def _loops(jaxpr: Jaxpr, here: Path) -> Iterator[Path]:
+    """Yields the paths of scans."""
+    for index, equation in enumerate(jaxpr.eqns):
+        if equation.primitive is scan_p:
+            yield (*here, index)
+        for which, body in enumerate(bodies(equation)):
+            yield from _loops(body.jaxpr, (*here, index, which))
+
+
+def _rules(jaxpr: Jaxpr, here: Path, dims: Mapping[Path, Sequence[int | None]]) -> Iterator[tuple[Path, Any]]:
     """Yields a rule for every loop that has such products and is not inside another one that has."""
     for index, equation in enumerate(jaxpr.eqns):
         path = (*here, index)
-        if equation.primitive is scan_p and (products := _products_of(equation)):
+        if equation.primitive is scan_p and (products := _products_of(equation, dims[path])):
             yield path, partial(_loop, products)
         else:
             for which, body in enumerate(bodies(equation)):
-                yield from _rules(body.jaxpr, (*path, which))
+                yield from _rules(body.jaxpr, (*path, which), dims)
 
 
-def _products_of(equation: JaxprEqn) -> dict[Path, _Product]:
-    """Returns the products in a loop, by their paths in a jaxpr of it alone."""
+def _products_of(equation: JaxprEqn, dims: Sequence[int | None]) -> dict[Path, _Product]:
+    """Returns the products in a loop, by their paths in a jaxpr of it alone. **Arguments:** `dims`: of its operands."""
     finder = _Finder()
     for which, body in enumerate(bodies(equation)):
         assert body.length is not None, "a scan tells its length"
-        shared = _constants(equation, [_Shared(at) for at in range(len(equation.invars))])
+        shared = _constants(equation, [_Shared(at) if dim is None else None for at, dim in enumerate(dims)])
         finder.walk(body.jaxpr, body.consts, shared, (0, which), (body.length,))
     return finder.found
 

@@ -1,5 +1,6 @@
 """Names of PyTree leaves, and the sentence that tells how two PyTrees differ."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -19,6 +20,19 @@ def named_leaves(tree: Any, root: str = "") -> list[tuple[str, Any]]:
 def join(root: str, path: str) -> str:
     """Joins two parts of a name; either may be empty."""
     return f"{root}/{path}" if root and path else root or path
+
+
+def without_leaves(tree: Any, gone: Collection[str]) -> Any:
+    """Returns the PyTree with None in place of the leaves of those names."""
+    leaves = [None if name in gone else leaf for name, leaf in named_leaves(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def with_leaves(tree: Any, whole: Any, gone: Collection[str]) -> Any:
+    """Undoes `without_leaves`: takes the leaves of those names from `whole`."""
+    leaves = iter(jax.tree.leaves(tree))
+    filled = [leaf if name in gone else next(leaves) for name, leaf in named_leaves(whole)]
+    return jax.tree.unflatten(jax.tree.structure(whole), filled)
 
 
 def difference(expected: Any, got: Any, root: str) -> str | None:

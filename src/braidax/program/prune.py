@@ -1,11 +1,15 @@
 """Dead code: a program without what its wanted outputs do not need."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from .bodies import Path, bodies
+from .rewrite import evaluate
 from .trace import Program
 
 
@@ -29,3 +33,27 @@ def reads_argument(program: Program, argument: int) -> bool:
     jaxpr = program.closed.jaxpr
     _, kept = prune(program.closed, [True] * len(jaxpr.outvars), [True] * len(jaxpr.invars))
     return any(kept[before : before + count])
+
+
+def without_prints(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr but for equations that give nothing and have effects: prints, and callbacks without a result.
+
+    It is for values, and not to be differentiated: `custom_jvp` and `custom_vjp` are entered where they hold some.
+    """
+
+    def replace(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        return without_prints(equation.params["call_jaxpr"], inputs) if equation.outvars else []
+
+    rules = dict.fromkeys(_prints(closed.jaxpr, ()), replace)
+    return evaluate(closed, rules, args)[0]
+
+
+def _prints(jaxpr: Jaxpr, here: Path) -> Iterator[Path]:
+    for index, equation in enumerate(jaxpr.eqns):
+        if equation.effects and bodies(equation):
+            for which, body in enumerate(bodies(equation)):
+                yield from _prints(body.jaxpr, (*here, index, which))
+        elif equation.effects and (
+            not equation.outvars or equation.primitive in (custom_jvp_call_p, custom_vjp_call_p)
+        ):
+            yield (*here, index)

@@ -39,6 +39,7 @@ def evaluate(
     *,
     entered: Mapping[Path, Callable[[list[Any], Any], None]] | None = None,
     made: Mapping[Path, Callable[[Sequence[Any]], None]] | None = None,
+    unguarded: Mapping[Path, Collection[int]] | None = None,
 ) -> tuple[list[Any], dict[Path, Any]]:
     """Evaluates a jaxpr with rules in place of some equations.
 
@@ -50,7 +51,9 @@ def evaluate(
     is fed to it, with a leading dim for every scan around it, the outermost first. `entered`: for the path of a jaxpr,
     () for the whole, a function that is shown its inputs, and what is fed to that path, before anything in it is
     evaluated; rules inside may use what it makes of them. `made`: for the path of an equation a function that is shown
-    its outputs; rules behind it, at any depth, may use what it makes of them.
+    its outputs; rules behind it, at any depth, may use what it makes of them. `unguarded`: for the path of a remat in a
+    loop, inputs that are not held back until the others are there, when it is computed again; outside of a loop XLA
+    would see that they are those of the first time.
 
     **Returns:** the flat outputs, and for the path of each `Rule` what it brought out.
 
@@ -58,7 +61,9 @@ def evaluate(
     feeds on something or brings something out.
     """
     every = {path: rule if isinstance(rule, Rule) else _silent(rule) for path, rule in rules.items()}
-    scope = _Scope(every, dict(entered or {}), dict(made or {}), jax.sharding.get_abstract_mesh())
+    scope = _Scope(
+        every, dict(entered or {}), dict(made or {}), dict(unguarded or {}), jax.sharding.get_abstract_mesh()
+    )
     with jax.debug_nans(False):  # as JAX does when it evaluates a jaxpr: some primitives pass through NaN on purpose
         outputs, taken = scope.evaluate(closed.jaxpr, closed.consts, args, dict(fed or {}))
     return outputs, {path: tree for path, tree in taken.items() if isinstance(rules[path], Rule)}
@@ -70,16 +75,18 @@ def _silent(replacement: Replacement) -> Rule:
 
 @dataclass(frozen=True)
 class _Scope:
-    """The rules for one jaxpr, by paths that start in it, who is shown values, and the mesh under which they run."""
+    """What `evaluate` was given for one jaxpr, by paths that start in it, and the mesh under which rules run."""
 
     rules: dict[Path, Rule]
     entered: dict[Path, Callable[[list[Any], Any], None]]
     made: dict[Path, Callable[[Sequence[Any]], None]]
+    unguarded: dict[Path, Collection[int]]
     mesh: Any
 
     def within(self, step: int) -> "_Scope":
-        rules, entered, made = (_below(paths, step) for paths in (self.rules, self.entered, self.made))
-        return _Scope(rules, entered, {path: see for path, see in made.items() if path}, self.mesh)
+        every = (self.rules, self.entered, self.made, self.unguarded)
+        rules, entered, made, unguarded = (_below(paths, step) for paths in every)
+        return _Scope(rules, entered, {path: see for path, see in made.items() if path}, unguarded, self.mesh)
 
     def evaluate(
         self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], fed: dict[Path, Any]
@@ -175,9 +182,11 @@ def _rebuild_remat(
 ) -> Any:
     traced = _Traced(scope, 0, inner[0], fed)
     params = dict(equation.params, jaxpr=traced.closed.jaxpr)
-    if isinstance(params["prevent_cse"], tuple):
-        added = len(traced.consts), len(traced.fed)
-        params["prevent_cse"] = ((True,) * added[0]) + params["prevent_cse"] + ((True,) * added[1])
+    guards = params["prevent_cse"]
+    if isinstance(guards, tuple) or scope.unguarded.get(()):
+        guards = guards if isinstance(guards, tuple) else (guards,) * len(inputs)
+        own = (guard and at not in scope.unguarded.get((), ()) for at, guard in enumerate(guards))
+        params["prevent_cse"] = (*[True] * len(traced.consts), *own, *[True] * len(traced.fed))
     return traced.read(remat_p.bind(*traced.consts, *inputs, *traced.fed, **params))
 
 

@@ -15,7 +15,7 @@ from braidax.errors import ArgumentError
 
 from .bodies import Path, bodies
 from .names import named_leaves
-from .prune import prune
+from .prune import prune, without_prints
 from .rewrite import Rule, evaluate
 from .trace import Program, trace
 from .uses import LeafUses, RowRead
@@ -37,7 +37,7 @@ class Lookup:
     `name` is the table's, `path` that of the equation in the traced program, `num_rows` the rows of the table. `ids`
     and `rows` are specs: int32 [*lengths, num_ids] and [*lengths, num_ids, *row], with a leading dim for every scan
     around it; rows have the table's dtype. Ids are at least 0 and below `num_rows`, or -1 where no row is read: out of
-    range in mode "fill", or in a branch that was not taken. `late` says that ids depend on the parameters.
+    range in mode "fill", or in a branch that was not taken. `late` says that ids depend on parameters, or on effects.
     """
 
     name: str
@@ -198,11 +198,16 @@ def _ids_program(opened: Program, num_lookups: int, argument: int) -> tuple[Prog
     before = len(jax.tree.leaves(opened.in_specs[:argument]))
     parameters = range(before, before + len(jax.tree.leaves(opened.in_specs[argument])))
     traced = trace(every, *leaves)
+    if traced.closed.effects:  # the loss itself prints, once
+        printing, specs = traced.closed, traced.out_specs
+        traced = Program(
+            trace(lambda *leaves: without_prints(printing, leaves), *leaves).closed, traced.in_specs, specs
+        )
     late: list[bool] = []
     for index in range(num_lookups):
         wanted = [other == index for other in range(num_lookups)]
         closed, kept = prune(traced.closed, wanted, [True] * len(leaves))
-        late.append(any(kept[at] for at in parameters) or bool(_places(closed.jaxpr)))
+        late.append(any(kept[at] for at in parameters) or bool(_places(closed.jaxpr)) or bool(closed.effects))
     closed, _ = prune(traced.closed, [not one for one in late], [False] * len(leaves))
     specs = tuple(None if one else spec for one, spec in zip(late, traced.out_specs, strict=True))
     return Program(closed, opened.in_specs, specs), late

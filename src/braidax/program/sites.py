@@ -208,6 +208,20 @@ def reads_rows(equation: JaxprEqn) -> bool:
     return whole and not numbers.operand_batching_dims and tuple(numbers.start_index_map) == (0,)
 
 
+def row_reader(equation: JaxprEqn, dim: int) -> tuple[Callable[[Any, Any], Any], int]:
+    """Of a gather that reads whole rows of a table, returns how it reads those of a part that is split along a dim.
+
+    **Returns:** a function of the part and the ids; and along which dim of its result rows are in parts.
+    """
+    table, params = aval_of(equation.invars[0]), equation.params
+
+    def read(part: Any, ids: Any) -> Any:
+        sizes = (1, *part.shape[1:])
+        return equation.primitive.bind(part, ids, **{**params, "slice_sizes": sizes})
+
+    return read, params["dimension_numbers"].offset_dims[range(1, table.ndim).index(dim)]
+
+
 def viewed(site: Site) -> Callable[[Any], Any]:
     """Returns the function that makes a site's operand of the entry's value in the type that it is used in."""
 

@@ -11,7 +11,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.program import collectives_of, total_sent
-from tests.parallel.dense.models import MODELS, Model
+from tests.parallel.dense.models import BATCH, LENGTH, MODELS, WIDTH, Model
 from tests.parallel.models import assert_close, copied, make_mesh, on_one_device, single_device, specs
 
 ALL = bx.FullySharded(min_bytes=0)
@@ -121,11 +121,13 @@ def test_it_sends_the_bytes_of_the_formula() -> None:
     layers = sum(size for path, size in gathered.items() if "/layers/" in path)
     embedding, positions = gathered["params/embedding"], gathered["params/positions"]
     least = 2 * layers + embedding + positions
-    assert 7 / 8 * least <= sent["all-gather"] <= 7 / 8 * (least + embedding)
+    ids = BATCH * LENGTH * 4
+    assert 7 / 8 * least <= sent["all-gather"] <= 7 / 8 * (least + embedding + ids)
     scale = gathered["params/layers/scale"]  # no sample meets it before 1 is added: XLA sums its gradient
     assert sent["reduce-scatter"] == pytest.approx(7 / 8 * (sum(gathered.values()) - scale))
     assert sent["all-reduce"] < 2 * scale
-    assert "all-to-all" not in sent
+    # Rows of the embedding are looked up on shards: ids are gathered, rows exchanged, and so are their gradients.
+    assert sent["all-to-all"] == pytest.approx(2 * 7 / 8 * BATCH * LENGTH * WIDTH * 4 / 8)
 
 
 def test_one_gather_and_one_sum_for_all_uses_of_a_weight() -> None:

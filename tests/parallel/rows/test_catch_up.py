@@ -14,6 +14,8 @@ from tests.parallel.rows.training import quickly
 
 SCHEDULE = optax.linear_schedule(0.1, 0.02, 40)
 LATE = optax.piecewise_constant_schedule(0.0, {2: 1.0})
+COSINE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 30, 250, 1e-3)
+STEPS = optax.piecewise_constant_schedule(0.1, {20: 0.1, 100: 5.0, 200: 0.5})
 IN_ONE: dict[str, optax.GradientTransformation] = {
     "momentum": optax.sgd(0.1, 0.9),
     "nesterov": optax.sgd(SCHEDULE, 0.99, nesterov=True),
@@ -24,15 +26,20 @@ IN_ONE: dict[str, optax.GradientTransformation] = {
     "adam, large eps": optax.adam(0.1, eps=1e-2),
     "adam without b1": optax.adam(1e-2, b1=0.0),
     "adamw": optax.adamw(1e-2, weight_decay=0.05),
+    "adamw, linear": optax.adamw(SCHEDULE, weight_decay=0.05),
+    "adamw, warm-up and cosine": optax.adamw(COSINE, weight_decay=0.1),
+    "adamw, piecewise": optax.adamw(STEPS, weight_decay=0.1),
+    "adamw, strong": optax.adamw(optax.linear_schedule(0.9, 0.5, 9), weight_decay=1.0),
+    "momentum, scheduled decay": optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1), optax.sgd(COSINE)),
+    "decay alone": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(STEPS)),
+    "rate zero at first": optax.chain(optax.add_decayed_weights(0.05), optax.sgd(optax.linear_schedule(0.0, 0.1, 9))),
     "rmsprop": optax.rmsprop(1e-2),
     "ema": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
 }
 ONE_BY_ONE: dict[str, optax.GradientTransformation] = {
     "adam, eps_root": optax.adam(1e-2, eps_root=1e-6),
-    "adamw, scheduled": optax.adamw(SCHEDULE, weight_decay=0.05),
     "lion": optax.lion(1e-2),
     "amsgrad": optax.amsgrad(1e-2),
-    "rate zero at first": optax.chain(optax.add_decayed_weights(0.05), optax.sgd(optax.linear_schedule(0.0, 0.1, 9))),
 }
 
 
@@ -81,7 +88,7 @@ def away(optimizer: optax.GradientTransformation, absences: Any, *, dtype: Any =
     for absence in absences:
         gradient = jnp.asarray(random.normal(size=(6, 8)) * scales, dtype)
         dense, state = expect(np.int32(absence), gradient, dense, state)
-        values, held, shared = moved(gradient, values, held, later(shared, absence))
+        values, held, shared = moved(gradient, values, held, later(sparse, shared, absence))
         got.append(np.asarray(values))
         expected.append(np.asarray(dense))
     return got, expected
@@ -92,9 +99,14 @@ def dense_step(optimizer: optax.GradientTransformation, gradient: Any, params: A
     return optax.apply_updates(params, updates), state
 
 
-def later(shared: Alone, steps: int) -> Alone:
-    """What an optimizer keeps for all rows, counts, after steps that others have taken."""
-    return Alone(shared.clock + steps, tuple(leaf + steps for leaf in shared.leaves))
+def later(sparse: rows.RowOptimizer, shared: Alone, steps: int) -> Alone:
+    """What an optimizer keeps for all rows after steps that others have taken."""
+    if not shared.grown:
+        return shared._replace(clock=shared.clock + steps, leaves=tuple(leaf + steps for leaf in shared.leaves))
+    none = jnp.zeros((0, 8))
+    held, _ = sparse.init(none[:, None])
+    held = jax.tree.map(lambda leaf: leaf.reshape(0, 8) if leaf.ndim > 2 else leaf[:, 0], held)
+    return jax.lax.fori_loop(0, steps, lambda _, shared: sparse.update(none, none, held, shared)[2], shared)
 
 
 def test_rows_that_are_settled_are_left_alone() -> None:
@@ -104,8 +116,20 @@ def test_rows_that_are_settled_are_left_alone() -> None:
     held, shared = sparse.init(values[:, None])
     held = jax.tree.map(lambda leaf: leaf.reshape(2, -1) if leaf.ndim > 2 else leaf[:, 0], held)
     moves, held, shared = sparse.update(values, values, held, shared)
-    once, kept = sparse.settle(values + moves, held, later(shared, 9))
-    twice, again = sparse.settle(once, kept, later(shared, 9))
+    once, kept = sparse.settle(values + moves, held, later(sparse, shared, 9))
+    twice, again = sparse.settle(once, kept, later(sparse, shared, 9))
     np.testing.assert_array_equal(once, twice)
     jax.tree.map(np.testing.assert_array_equal, kept, again)
     np.testing.assert_array_equal(kept["last"], 10)
+
+
+def test_what_steps_make_of_values_is_kept_exactly() -> None:
+    """Of a hundred thousand steps by a rate that is small beside their sum."""
+    rate = optax.linear_schedule(1e-3, 1e-5, 100_000)
+    sparse = rows.row_optimizer(optax.adamw(rate, weight_decay=0.1))
+    _, shared = sparse.init(jnp.ones((1, 1, 8)))
+    shared = jax.jit(lambda shared: later(sparse, shared, 100_000))(shared)
+    steps = np.arange(100_000)
+    expected = np.log1p(-0.1 * (1e-3 + (1e-5 - 1e-3) * steps / 100_000)).sum()
+    total, rest = (float(one) for one in shared.grown)
+    np.testing.assert_allclose(total + rest, expected, rtol=1e-6)

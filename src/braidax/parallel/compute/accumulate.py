@@ -1,5 +1,7 @@
 """Gradients of one batch, or averaged over its microbatches."""
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,18 +10,48 @@ import jax.numpy as jnp
 from braidax.parallel.dense.in_parts import InParts
 from braidax.program import Program
 
+from .metrics import MetricDims
 
-def gradients_of(program: Program, params: Any, variables: Any, key: Any, batch: Any, rows: Any = ()) -> Any:
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a loss that an update consists of.
+
+    **Fields:** `in_parts`: what the loss is where there are several, whose gradients are summed over devices behind the
+    last. `frozen`: which leaves of the parameters have no gradient.
+    """
+
+    in_parts: InParts | None = None
+    frozen: Collection[int] = ()
+
+
+def gradients_of(
+    program: Program,
+    params: Any,
+    variables: Any,
+    key: Any,
+    batch: Any,
+    rows: Any = (),
+    *,
+    frozen: Collection[int] = (),
+) -> Any:
     """Computes gradients, new variables and metrics of a traced loss on one batch.
 
-    **Arguments:** `rows`: what a program without its tables is fed.
+    **Arguments:** `rows`: what a program without its tables is fed. `frozen`: which leaves of `params` have none.
 
     **Returns:** `(gradients, gradients of rows, variables, metrics)`.
     """
-    fed = (rows,) if rows else ()
-    wanted = jax.value_and_grad(program, argnums=(0, 4) if rows else (0,), has_aux=True)
-    (loss, (metrics, variables)), (gradients, *of_rows) = wanted(params, variables, key, batch, *fed)
-    return gradients, of_rows[0] if rows else (), variables, {"loss": loss, **metrics}
+    leaves, structure = jax.tree.flatten(params)
+    moving = {at: leaf for at, leaf in enumerate(leaves) if at not in frozen}
+
+    def loss(moved: dict[int, Any], rows: Any) -> Any:
+        given = structure.unflatten([moved.get(at, leaf) for at, leaf in enumerate(leaves)])
+        return program(given, variables, key, batch, *((rows,) if rows else ()))
+
+    wanted = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, (metrics, variables)), (gradients, of_rows) = wanted(moving, rows)
+    found = structure.unflatten([gradients.get(at) for at in range(len(leaves))])
+    return found, of_rows, variables, {"loss": value, **metrics}
 
 
 def all_gradients_of(
@@ -30,23 +62,24 @@ def all_gradients_of(
     batch: Any,
     rows: Any = (),
     *,
-    microbatches: int,
-    in_parts: InParts | None = None,
+    runs: Runs,
+    metric_dims: MetricDims,
 ) -> Any:
     """The same, averaged over equal microbatches that run one after another, where there are several.
 
     Sample `i` goes to microbatch `i % microbatches`, so that every device splits the samples it already holds.
     Microbatch `k` gets the key `fold_in(key, k)`, slice `k` of `rows` and the variables that the one before has left.
-    Sums are kept in float32 or wider. The gradients of rows are those of the average, stacked.
+    Sums are kept in float32 or wider. The gradients of rows are those of the average, stacked. Metrics that go along
+    the samples are not averaged: they are put together in the order of the samples.
 
-    **Arguments:** `in_parts`: what `program` then is, whose gradients are summed over devices behind the last
-    microbatch.
+    **Arguments:** as of `gradients_of`; `program`: that of `runs.in_parts`, if there is one.
     """
+    microbatches, in_parts, frozen = metric_dims.microbatches, runs.in_parts, runs.frozen
     if microbatches == 1:
-        return gradients_of(program, params, variables, key, batch, rows)
+        return gradients_of(program, params, variables, key, batch, rows, frozen=frozen)
     leaves, structure = jax.tree.flatten(params)
     still = frozenset[int]() if in_parts is None else in_parts.alone  # no gradient but in parts
-    moving = {at: leaf for at, leaf in enumerate(leaves) if at not in still}
+    moving = {at: leaf for at, leaf in enumerate(leaves) if at not in still and at not in frozen}
     parts = () if in_parts is None else in_parts.zeros()
 
     def one(carry: Any, piece: Any) -> Any:
@@ -60,22 +93,24 @@ def all_gradients_of(
 
         wanted = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
         (value, (metrics, variables)), (gradients, of_rows, of_parts) = wanted(moving, rows, parts)
-        new = (gradients, of_parts, {"loss": value, **metrics})
+        scalars, along = metric_dims.parted({"loss": value, **metrics})
+        new = (gradients, of_parts, scalars)
         sums = jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, new)
-        return (variables, sums), jax.tree.map(lambda leaf: leaf / microbatches, of_rows)
+        return (variables, sums), (jax.tree.map(lambda leaf: leaf / microbatches, of_rows), along)
 
     loss_spec, (metric_specs, _) = program.out_specs
-    metric_specs = {"loss": loss_spec, **metric_specs}
-    begun = jax.tree.map(lambda spec: jnp.zeros(spec.shape, _sum_dtype(spec.dtype)), (moving, metric_specs))
+    specs, _ = metric_dims.parted({"loss": loss_spec, **metric_specs})
+    begun = jax.tree.map(lambda spec: jnp.zeros(spec.shape, _sum_dtype(spec.dtype)), (moving, specs))
     of_parts = jax.tree.map(lambda leaf: leaf.astype(_sum_dtype(leaf.dtype)), parts)
     pieces = (*microbatches_of(key, batch, microbatches), rows)
-    (variables, sums), of_rows = jax.lax.scan(one, (variables, (begun[0], of_parts, begun[1])), pieces)
+    (variables, sums), (of_rows, along) = jax.lax.scan(one, (variables, (begun[0], of_parts, begun[1])), pieces)
     gradients, of_parts, metrics = sums
-    metrics = jax.tree.map(lambda total, spec: _averaged(total, spec, microbatches), metrics, metric_specs)
+    metrics = [_averaged(total, spec, microbatches) for total, spec in zip(metrics, specs, strict=True)]
     every = [gradients.get(at) for at in range(len(leaves))]
     every = every if in_parts is None else in_parts.summed(of_parts, every)
-    averaged = [_averaged(total, spec, microbatches) for total, spec in zip(every, leaves, strict=True)]
-    return structure.unflatten(averaged), of_rows, variables, metrics
+    pairs = zip(every, leaves, strict=True)
+    mean = [None if total is None else _averaged(total, spec, microbatches) for total, spec in pairs]
+    return structure.unflatten(mean), of_rows, variables, metric_dims.joined(metrics, along)
 
 
 def _averaged(total: jax.Array, spec: Any, microbatches: int) -> jax.Array:

@@ -42,6 +42,11 @@ class Reading(Protocol):
         ...
 
     @property
+    def metrics(self) -> Collection[str]:
+        """Names of the scalars that `pull` tells."""
+        ...
+
+    @property
     def payload_shardings(self) -> Any:
         """Of what `push` gives, or a prefix of it."""
         ...
@@ -52,6 +57,10 @@ class Reading(Protocol):
 
     def push(self, ticket: Any, gradients: Any) -> Any:
         """Brings gradients of `rows` to where the variables are, for `Feed.apply`."""
+        ...
+
+    def sum_of_squares(self, payload: Any) -> jax.Array:
+        """Sums the squares of all elements of the gradients that `push` gave: a float32 scalar."""
         ...
 
 
@@ -84,7 +93,7 @@ class Feed(Protocol):
     def begin(self, params: Any, born: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         """Returns the first stored variables, what of the optimizer's state is dense, and what the feed keeps.
 
-        **Arguments:** `params`: PyTree of all variables, as the loss has them. `born`: those of the feed, by name.
+        **Arguments:** `params`: PyTree of what is trained, as the loss has it. `born`: those of the feed, by name.
         """
         ...
 
@@ -101,13 +110,13 @@ class Feed(Protocol):
         ...
 
     def whole(self, name: str, stored: Any, held: Any) -> Any:
-        """Returns a variable as single-device training has it at this moment, in the form of the loss."""
+        """Returns a variable as single-device training has it now, in the form of the loss; it may be split."""
         ...
 
     def apply(
-        self, gradients: Any, params: Any, dense: Any, payload: Any, reading: Any, stored: Any, kept: Any
+        self, gradients: Any, params: Any, dense: Any, payload: Any, reading: Any, stored: Any, kept: Any, loss: Any
     ) -> tuple[Any, Any, dict[str, Any], Any]:
-        """Takes an update of all variables. **Returns:** the new `params`, `dense`, `stored` and `kept`."""
+        """Takes an update of what is trained. **Returns:** the new `params`, `dense`, `stored` and `kept`."""
         ...
 
     def settled(self, stored: Any, dense: Any, kept: Any) -> tuple[dict[str, Any], Any]:

@@ -3,7 +3,8 @@
 A weight enters a part of the program (the whole of it, the body of a loop over layers, what a remat computes again)
 as a shard. There it is gathered once. An equation that multiplies by it is computed in the global view; the gradient
 of the weight is left as one part a device, and all parts that have come together for one weight are summed and
-scattered at once. What no rule covers uses the gathered weight in the global view, and XLA sums its gradient.
+scattered at once. Rows of a table are looked up in shards, and exchanged. What no rule covers uses the gathered weight
+in the global view, and XLA sums its gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from braidax.program import (
     viewed,
 )
 
-from .weights import Entered, Key, covered, key_of, weight_of
+from .weights import Entered, Key, covered, key_of, looked_up, weight_of
 
 
 def gathered(
@@ -54,6 +55,7 @@ def gathered(
     used = [site for site in sites if key_of(site) in weights]
     if not used:
         return program
+    last = max(used, key=lambda site: site.path)
     held: dict[Key, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
@@ -63,7 +65,8 @@ def gathered(
 
     def replace(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         one = at[0]  # where there are others, the role of each is "other", which nothing covers
-        if found := covered(one, weights[key_of(one)], equation, dims[one.path]):
+        given = one, weights[key_of(one)], equation, dims[one.path]
+        if found := looked_up(*given) or covered(*given, is_last=one is last):
             return [found(inputs, held[key_of(one)])]
         for site in at:
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
@@ -74,9 +77,13 @@ def gathered(
         by_path.setdefault(site.path, []).append(site)
     rules = {path: partial(replace, at) for path, at in by_path.items()}
     levels = {key[0].level: partial(enter, key[0].level) for key in weights}
+    early: dict[Path, set[int]] = {}  # in a loop's backward pass, too, the next layer is gathered under this one's work
+    for entry, _ in weights:
+        if entry.lengths:
+            early.setdefault(entry.level[:-1], set()).add(entry.input)
 
     def run(*args: Any) -> Any:
-        outputs, _ = evaluate(program.closed, rules, jax.tree.leaves(args), entered=levels)
+        outputs, _ = evaluate(program.closed, rules, jax.tree.leaves(args), entered=levels, unguarded=early)
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 
     return trace(run, *program.in_specs, mesh=mesh)

@@ -1,12 +1,12 @@
 """What becomes of a traced loss whose variables lie as a plan says."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 
 from braidax.parallel.plan.layout import Layout
-from braidax.program import Program
+from braidax.program import Program, automatic
 
 from .gathered import gathered
 from .in_parts import InParts, in_parts
@@ -25,7 +25,7 @@ def dense_passes(
     **Arguments:** `layouts`: of each leaf of its first argument. `batch_axes`: over which samples are divided.
     `divided`: by number, an argument whose leaves are divided, and along which dim: of all, or of each.
     """
-    by_leaf, options = dict(enumerate(layouts)), (_automatic(mesh), tuple(batch_axes), divided)
+    by_leaf, options = dict(enumerate(layouts)), (automatic(mesh), tuple(batch_axes), divided)
     if splits := {leaf: layout for leaf, layout in by_leaf.items() if layout.is_split}:
         program = split(program, splits, *options)
     if gathers := {leaf: layout for leaf, layout in by_leaf.items() if layout.gathered}:
@@ -39,16 +39,15 @@ def summed_once(
     mesh: Mesh,
     batch_axes: Sequence[str],
     divided: Mapping[int, Sequence[int | None] | int],
+    *,
+    frozen: Collection[int] = (),
 ) -> InParts | None:
     """Returns a loss whose gradients are summed over devices behind several runs of it, of weights that are whole.
 
-    **Arguments:** as of `dense_passes`. **Returns:** None where no gradient is summed over devices.
+    **Arguments:** as of `dense_passes`; `frozen`: which leaves have no gradient. **Returns:** None where no gradient is
+    summed over devices.
     """
-    whole = {leaf: layout for leaf, layout in enumerate(layouts) if not layout.gathered}
+    whole = {leaf: layout for leaf, layout in enumerate(layouts) if not layout.gathered and leaf not in frozen}
     if math.prod(mesh.shape[axis] for axis in batch_axes) == 1:
         return None
-    return in_parts(program, whole, _automatic(mesh), tuple(batch_axes), divided)
-
-
-def _automatic(mesh: Mesh) -> AbstractMesh:
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return in_parts(program, whole, automatic(mesh), tuple(batch_axes), divided)

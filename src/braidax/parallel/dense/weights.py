@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from braidax.parallel.plan.layout import Layout
-from braidax.program import Entry, Equation, Site, aval_of, batch_dim_of_result, bind, viewed
+from braidax.program import Entry, Equation, Site, aval_of, batch_dim_of_result, bind, row_reader, viewed
 
 Key = tuple[Entry, tuple[str, ...]]
 """What tells a weight: by which value it enters, and the types that this is brought to."""
@@ -110,6 +110,21 @@ class Weight:
         specs = (PartitionSpec(*[None] * dim, axes), PartitionSpec(*[None] * back_dim, axes), PartitionSpec())
         return self._island(lambda *args: local(*args)[None], {*axes}, specs, PartitionSpec(axes))
 
+    def rows(self, read: Callable[..., Any], dim: int, back_dim: int, row_dim: int) -> Callable[..., Any]:
+        """Makes of `read(shard, ids)` the function of both that gives whole rows, each to the device that has its id.
+
+        **Arguments:** `dim`, `back_dim`: along which dims ids and rows are divided. `row_dim`: that of rows that is
+        split as the shard is.
+        """
+        ((_, axis),), axes = self.gathers, self.batch_axes
+
+        def local(shard: Any, ids: Any) -> Any:
+            parts = read(shard, jax.lax.all_gather(ids, axis, axis=dim, tiled=True))
+            return jax.lax.all_to_all(parts, axis, split_axis=back_dim, concat_axis=row_dim, tiled=True)
+
+        specs = (_spec(self.dims), PartitionSpec(*[None] * dim, axes))
+        return self._island(local, self._axes(*axes), specs, PartitionSpec(*[None] * back_dim, axes))
+
     @property
     def leaves_parts(self) -> bool:
         """Whether the gradient can be left in parts: all devices that share the weight have samples of their own."""
@@ -170,8 +185,33 @@ def _spec(dims: Sequence[tuple[str, ...]], *before: Any) -> PartitionSpec:
     return PartitionSpec(*before, *(axes or None for axes in dims))
 
 
-def covered(site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None]) -> Any:
-    """Returns the function that stands in place of an equation whose weight's gradient can be left in parts."""
+def looked_up(site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None]) -> Any:
+    """Returns the function that stands in place of a lookup of rows that are split, whose gradient is one of rows too.
+
+    A device looks up its part of the rows of all ids, and parts are exchanged, so that no lookup waits until the table
+    is gathered. None where that cannot be, or where it moves more than the table has.
+    """
+    split_otherwise = any(weight.padding) or any(weight.kept) or len(weight.gathers) != 1
+    if site.role != "rows" or site.value.view or split_otherwise:
+        return None
+    ids, dim, back_dim = aval_of(equation.invars[1]), dims[1], batch_dim_of_result(equation, 1, dims[1])
+    if dim is None or back_dim is None or not weight.leaves_parts or ids.shape[dim] % weight.num_parts:
+        return None
+    ((split, _),) = weight.gathers
+    if split == 0 or math.prod(ids.shape[:-1]) > weight.sizes[0] * weight.num_parts:
+        return None
+    read, row_dim = row_reader(equation, split)
+    rows = weight.rows(read, dim, back_dim, row_dim)
+    return lambda inputs, held: rows(held.shard, inputs[1])
+
+
+def covered(
+    site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None], *, is_last: bool = False
+) -> Any:
+    """Returns the function that stands in place of an equation whose weight's gradient can be left in parts.
+
+    **Arguments:** `is_last`: that uses a weight; the backward pass begins with it, which is kept until then.
+    """
     if site.role == "other" or not weight.leaves_parts:
         return None
     other = 1 - site.operand
@@ -179,7 +219,7 @@ def covered(site: Site, weight: Weight, equation: Equation, dims: Sequence[int |
     if dim is None or back_dim is None or aval_of(equation.invars[other]).shape[dim] % weight.num_parts:
         return None
     view = viewed(site)
-    again = bool(weight.gathers) and not (site.value.in_loop or site.value.remat)  # and not kept until then
+    again = bool(weight.gathers) and not (site.value.in_loop or site.value.remat or is_last)  # and not kept until then
 
     def apply(operand: Any, full: Any) -> Any:
         return bind(equation, (operand, view(full)) if site.operand == 1 else (view(full), operand))[0]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, named_leaves, trace
@@ -21,10 +21,11 @@ class Born(NamedTuple):
     key: Any
 
 
-def trace_init(init: Callable[..., Any], loss: Loss) -> Program:
+def trace_init(init: Callable[..., Any], loss: Loss, key: jax.ShapeDtypeStruct | None = None) -> Program:
     """Traces `key -> Born`.
 
     **Arguments:** `init`: `init(key) -> params`, or `(params, variables)` when the loss asks for `variables`.
+    `key`: spec of it; by default of the PRNG that JAX is configured for.
 
     **Returns:** the program. **Raises:** `ArgumentError` naming a leaf that cannot be trained.
     """
@@ -43,7 +44,7 @@ def trace_init(init: Callable[..., Any], loss: Loss) -> Program:
         _check_leaves(made, variables)
         return Born(strong(made), strong(variables), state_key)
 
-    return trace(make, jax.eval_shape(lambda: jax.random.key(0)))
+    return trace(make, jax.eval_shape(lambda: jax.random.key(0)) if key is None else key)
 
 
 def _check_leaves(params: Any, variables: Any) -> None:
@@ -53,9 +54,14 @@ def _check_leaves(params: Any, variables: Any) -> None:
                 f"{path} is {leaf!r}, expected an array: keep what is not an array out of what init returns (equinox: "
                 f"params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss)"
             )
-    for path, leaf in named_leaves(params, "params"):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ArgumentError(
-                f"{path} is {jnp.result_type(leaf)}, expected floating point, since it has no gradient otherwise: move "
-                f"it to `variables` (flax: nnx.split(model, nnx.Param, ...); equinox: eqx.partition)"
-            )
+
+
+def traced_loss(loss: Loss, born: Born, batch: Any, microbatches: int, mesh: Mesh | None = None) -> Program:
+    """Traces a loss for training on one microbatch.
+
+    **Arguments:** `born`, `batch`: PyTrees of specs. `mesh`: as of `Loss.trace`.
+    """
+    micro = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct((spec.shape[0] // microbatches, *spec.shape[1:]), spec.dtype), batch
+    )
+    return loss.trace(born.params, born.variables, born.key, micro, train=True, mesh=mesh)

@@ -1,16 +1,16 @@
 """The user's loss, read by its signature and traced into one shape: `(loss, (metrics, variables))`."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError, StateError
-from braidax.program import Program, call_watched, difference, named_leaves, specs_of, trace
+from braidax.program import Program, difference, named_leaves, specs_of, trace_constrained
 
-ASKABLE = ("key", "variables", "train")
+from .asking import Asking
 
 
 class Loss:
@@ -23,51 +23,26 @@ class Loss:
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
-        self.name: str = getattr(fn, "__name__", type(fn).__name__)
-        self.asks = self._read_signature()
+        self._call = Asking(fn, "loss_fn")
+        self.name, self.asks = self._call.name, self._call.asks
 
-    def trace(self, params: Any, variables: Any, key: Any, batch: Any, *, train: bool) -> Program:
+    def trace(
+        self, params: Any, variables: Any, key: Any, batch: Any, *, train: bool, mesh: Mesh | None = None
+    ) -> Program:
         """Traces `(params, variables, key, batch) -> (loss, (metrics, variables))`.
 
-        **Arguments:** PyTrees of arrays or specs. `train`: what a loss that asks for `train` is told.
+        **Arguments:** PyTrees of arrays or specs. `train`: what a loss that asks for `train` is told. `mesh`: on which
+        it may constrain how values lie, if any is known.
 
         **Raises:** `ArgumentError` or `StateError` when the loss returns what it may not, or changes an argument.
+        `SpecError` as `trace_constrained`.
         """
 
         def whole(params: Any, variables: Any, key: Any, batch: Any) -> Any:
-            answers = {"key": key, "variables": variables, "train": train}
-            named = {name: answers[name] for name in ASKABLE if name in self.asks}
-            watched = {"params": params, "batch": batch}
-            result = call_watched(lambda: self.fn(params, batch, **named), self.name, watched)
-            return self._checked(result, expected, train)
+            return self._checked(self._call(params, variables, key, batch, train=train), expected, train)
 
         expected = specs_of(variables)
-        return trace(whole, params, variables, key, batch)
-
-    def _read_signature(self) -> frozenset[str]:
-        try:
-            parameters = list(inspect.signature(self.fn).parameters.values())
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"loss_fn {self.name} has no signature to read ({error}): wrap it in a def") from error
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-        if len(positional) < 2 and not any(p.kind == p.VAR_POSITIONAL for p in positional):
-            raise ArgumentError(
-                f"loss_fn {self.name} takes {[p.name for p in parameters]}, expected loss_fn(params, batch) and "
-                f"perhaps, by name, {', '.join(ASKABLE)}"
-            )
-        rest = parameters[2:]
-        for parameter in rest:
-            optional = parameter.default is not parameter.empty or parameter.kind in (
-                parameter.VAR_KEYWORD,
-                parameter.VAR_POSITIONAL,
-            )
-            if (parameter.name not in ASKABLE or parameter.kind == parameter.POSITIONAL_ONLY) and not optional:
-                raise ArgumentError(
-                    f"loss_fn {self.name} asks for the parameter {parameter.name!r}, expected any of "
-                    f"{', '.join(ASKABLE)} by name: bind others before, with functools.partial or a closure"
-                )
-        return frozenset(p.name for p in rest if p.name in ASKABLE)
+        return trace_constrained(whole, params, variables, key, batch, mesh=mesh, told=f"loss_fn {self.name}")
 
     def _checked(self, result: Any, expected: Any, train: bool) -> Any:
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})

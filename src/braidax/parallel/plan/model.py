@@ -1,8 +1,9 @@
 """What strategies are told of a traced loss, found out when they ask."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 
@@ -13,6 +14,22 @@ def _nothing(path: str) -> str:
     return ""
 
 
+class RowWork(NamedTuple):
+    """What exchanging the rows of a variable takes besides sending them.
+
+    **Fields:** `num_shared`: how many of the ids by which one run of the loss reads it are the same for all samples,
+    such as positions. `num_replayed`: how many arrays of its rows the optimizer moves where it takes the steps that
+    they have missed one by one; 0 where it need not.
+    """
+
+    num_shared: int = 0
+    num_replayed: int = 0
+
+
+def _none(path: str) -> RowWork:
+    return RowWork()
+
+
 @dataclass(frozen=True)
 class Model:
     """The variables of a traced loss.
@@ -20,7 +37,8 @@ class Model:
     **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
     divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
     how the loss uses each variable, and which of their dims belong together, where that is known. `no_rows`: why the
-    rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
+    rows of a variable cannot be exchanged though it is used by rows only; "" if they can. `row_work`: what exchanging
+    them takes besides. `frozen`: the paths of those that are not trained.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]
@@ -30,6 +48,8 @@ class Model:
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
     find_dims: Callable[[], Dims] = lambda: Dims({}, ())
     no_rows: Callable[[str], str] = _nothing
+    row_work: Callable[[str], RowWork] = _none
+    frozen: Collection[str] = ()
 
     @functools.cached_property
     def uses(self) -> Mapping[str, LeafUses]:

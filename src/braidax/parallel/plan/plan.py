@@ -1,7 +1,7 @@
 """Plans: what was decided for every variable, and why; frozen, printable, JSON."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError
 
 from .batch import batch_axes
+from .compiling import CompilerOption
 from .layout import Axis, Layout
 from .model import Model
 from .placements import PLACEMENTS, Placement, Replicated
-from .strategy import Choice, Strategy, num_bytes
+from .strategy import Choice, Strategy, in_words, num_bytes
+from .text import paragraph, table
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,28 @@ class PlannedAxis:
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What a variable costs one device, as far as it is known.
+
+    **Fields:** bytes that it holds: `held_bytes` of the variable, `gradient_bytes` between the two programs of a step
+    (0 for a table by rows: what its gradient takes depends on the rows of a batch), `state_bytes` of what the optimizer
+    keeps of it. `sent_bytes`: that it sends in a step, by formula. `alpha`: the part of its rows that a step touches,
+    where that was measured.
+    """
+
+    held_bytes: int | None = None
+    gradient_bytes: int | None = None
+    state_bytes: int | None = None
+    sent_bytes: int | None = None
+    alpha: float | None = None
+
+
+@dataclass(frozen=True)
 class PlannedVariable:
     """One variable.
 
     **Fields:** its `path`, global `shape`, `dtype`, `num_bytes` of all of it, its `placements` (one per mesh axis), and
-    `why`. `alpha`: the part of its rows that a step touches, where that was measured.
+    `why`. `frozen`: it is not trained. `costs`: for one device.
     """
 
     path: str
@@ -40,7 +59,8 @@ class PlannedVariable:
     num_bytes: int
     placements: tuple[Placement, ...]
     why: str
-    alpha: float | None = None
+    frozen: bool = False
+    costs: Costs = Costs()
 
 
 @dataclass(frozen=True)
@@ -48,13 +68,15 @@ class Plan:
     """All that `parallelize` has decided before anything runs; `print` shows it as a table.
 
     **Arguments:** `axes`: the mesh. `batch_axes`: the axes that the batch is split over. `microbatches`: pieces that
-    gradients are accumulated over. `variables`: one entry per variable.
+    gradients are accumulated over. `variables`: one entry per variable. `compiler_options`: what hides that which is
+    sent, on the devices of the mesh.
     """
 
     axes: tuple[PlannedAxis, ...]
     batch_axes: tuple[str, ...]
     microbatches: int
     variables: tuple[PlannedVariable, ...]
+    compiler_options: tuple[CompilerOption, ...] = ()
 
     def to_json(self) -> str:
         """Returns the plan as one JSON object."""
@@ -76,32 +98,122 @@ class Plan:
                 batch_axes=tuple(tree["batch_axes"]),
                 microbatches=tree["microbatches"],
                 variables=tuple(_variable_from(entry) for entry in tree["variables"]),
+                compiler_options=tuple(CompilerOption(**entry) for entry in tree.get("compiler_options", ())),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"text is no plan ({error!r}): expected what Plan.to_json returns") from error
 
     def __str__(self) -> str:
-        """The mesh, then a line for every variable."""
+        """The mesh, a line for every variable, what a device holds and sends, and the reasons: 120 columns at most."""
         mesh = ", ".join(f"{a.name}={a.size} ({a.strategy or 'no strategy: replicated'})" for a in self.axes)
         split = " × ".join(self.batch_axes) or "nothing: every device sees all samples"
-        total = sum(variable.num_bytes for variable in self.variables)
-        rows = [("variable", "shape", "dtype", "bytes", "alpha", "placement", "why")]
-        for v in self.variables:
-            shape = "×".join(str(size) for size in v.shape) or "scalar"
-            alpha = "" if v.alpha is None else f"{100 * v.alpha:.3g} %"
-            rows.append((v.path, shape, v.dtype, f"{v.num_bytes:,}", alpha, self._placement_of(v), v.why))
-        if not any(variable.alpha is not None for variable in self.variables):
-            rows = [(*row[:4], *row[5:]) for row in rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        head = [f"mesh          {mesh}", f"batch         split over {split}, microbatches={self.microbatches}"]
-        foot = f"{len(self.variables)} variables, {total:,} bytes"
-        return "\n".join([*head, "", lines[0], "-" * len(lines[0]), *lines[1:], "", foot])
+        reasons = list(dict.fromkeys(one.why for one in self.variables))
+        rows = [("variable", "shape", "dtype", "placement, dim", "bytes", "held", "sent", "alpha", "why")]
+        rows += [(*_row(one, self.axes), f"[{reasons.index(one.why) + 1}]") for one in self.variables]
+        kept = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
+        right = [kept.index(at) for at in (4, 5, 6, 7) if at in kept]
+        lines = table([[row[at] for at in kept] for row in rows], right=right, narrow=[0, kept.index(3)])
+        options = [
+            paragraph("compiler", f"{one.name}={one.value}: {one.why}", indent=14) for one in self.compiler_options
+        ]
+        told = [paragraph(f"[{number}]", why, indent=5) for number, why in enumerate(reasons, 1)]
+        return "\n".join(
+            [
+                *paragraph("mesh", mesh, indent=14),
+                *paragraph("batch", f"split over {split}, microbatches={self.microbatches}", indent=14),
+                *(line for lines in options for line in lines),
+                "",
+                *lines,
+                "",
+                *self._totals(),
+                "",
+                *(line for lines in told for line in lines),
+            ]
+        )
 
-    def _placement_of(self, variable: PlannedVariable) -> str:
-        told = {f"{axis.name}: {placement}" for axis, placement in zip(self.axes, variable.placements, strict=True)}
-        same = {str(placement) for placement in variable.placements}
-        return same.pop() if len(same) == 1 else ", ".join(sorted(told))
+    def compare(self, other: "Plan") -> str:
+        """Returns what differs from another plan, as a table: what this one has, then what the other has."""
+        heads = [("mesh", self._mesh, other._mesh), ("batch over", self.batch_axes, other.batch_axes)]
+        heads += [("microbatches", self.microbatches, other.microbatches)]
+        lines = [f"{name}: {one} → {two}" for name, one, two in heads if one != two]
+        mine, theirs = ({one.path: _row(one, plan.axes) for one in plan.variables} for plan in (self, other))
+        rows: list[tuple[str, ...]] = [("variable", "shape", "placement, dim", "held", "sent")]
+        for path in dict.fromkeys([*mine, *theirs]):
+            one, two = (rows.get(path, ("", "absent", "", "absent", "", "", "", "")) for rows in (mine, theirs))
+            if one[1:4] != two[1:4] or one[5:] != two[5:]:
+                rows.append((path, *(_changed(one[at], two[at]) for at in (1, 3, 5, 6))))
+        if len(rows) > 1:
+            lines += ["", *table(rows, right=[3, 4], narrow=[0, 2])]
+        if not lines:
+            return "the plans are alike"
+        totals = [line for pair in zip(self._totals(), other._totals(), strict=False) for line in dict.fromkeys(pair)]
+        return "\n".join([*lines, "", *totals]).strip()
+
+    @property
+    def _mesh(self) -> str:
+        return ", ".join(f"{axis.name}={axis.size} ({axis.strategy or 'no strategy'})" for axis in self.axes)
+
+    def _totals(self) -> list[str]:
+        """What a device holds and sends."""
+        costs = [one.costs for one in self.variables]
+
+        def total(values: Iterable[int | None]) -> str:
+            return in_words(sum(value or 0 for value in values))
+
+        whole = in_words(sum(one.num_bytes for one in self.variables))
+        if any(one.held_bytes is None for one in costs):
+            return [f"{len(costs)} variables, {whole}"]
+        held = ", ".join(
+            f"{name} {total(values)}"
+            for name, values in (
+                ("parameters", (one.held_bytes for one in costs)),
+                ("gradients", (one.gradient_bytes for one in costs)),
+                ("optimizer's state", (one.state_bytes for one in costs)),
+            )
+        )
+        return [
+            f"{len(costs)} variables, {whole}",
+            f"a device holds {total(_held(one) for one in costs)}: {held}; activations come on top",
+            f"a device sends {total(one.sent_bytes for one in costs)} a step for them",
+        ]
+
+
+def _row(variable: PlannedVariable, axes: Sequence[PlannedAxis]) -> tuple[str, ...]:
+    """Path, shape, dtype, placement, bytes of all of it, held and sent by a device, alpha."""
+    costs = variable.costs
+    shape = "×".join(str(size) for size in variable.shape) or "scalar"
+    placement = _placement_of(variable, axes) + (", frozen" if variable.frozen else "")
+    held, sent = _held(costs), costs.sent_bytes
+    return (
+        variable.path,
+        shape,
+        variable.dtype,
+        placement,
+        in_words(variable.num_bytes),
+        "" if held is None else in_words(held),
+        "" if sent is None else in_words(sent),
+        "" if costs.alpha is None else f"{100 * costs.alpha:.3g} %",
+    )
+
+
+def _held(costs: Costs) -> int | None:
+    parts = (costs.held_bytes, costs.gradient_bytes, costs.state_bytes)
+    return None if None in parts else sum(part or 0 for part in parts)
+
+
+def _changed(one: str, two: str) -> str:
+    return one if one == two else f"{one} → {two}"
+
+
+def _placement_of(variable: PlannedVariable, axes: Sequence[PlannedAxis]) -> str:
+    """The placements, with the dim that is split, on axes where it is not replicated."""
+    pairs = [
+        (axis.name, str(placement).replace(", dim", ""))
+        for axis, placement in zip(axes, variable.placements, strict=True)
+    ]
+    told = [f"{name}: {placement}" for name, placement in pairs if placement != str(Replicated())]
+    same = {placement for _, placement in pairs}
+    return ", ".join(told) if told and len(same) > 1 else same.pop() if same else str(Replicated())
 
 
 def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> Plan:
@@ -130,12 +242,24 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
             str(spec.dtype),
             num_bytes(spec),
             tuple(choice.placement for choice in chosen[path]),
-            "; ".join(f"{axis.name}: {choice.why}" for axis, choice in zip(axes, chosen[path], strict=True)),
-            next((choice.alpha for choice in reversed(chosen[path]) if choice.alpha is not None), None),
+            "; ".join(
+                f"{axis.name}: {_frozen(choice) if path in model.frozen else choice.why}"
+                for axis, choice in zip(axes, chosen[path], strict=True)
+            ),
+            path in model.frozen,
+            next((_measured(choice) for choice in reversed(chosen[path]) if choice.alpha is not None), Costs()),
         )
         for path, spec in model.variables.items()
     )
     return Plan(told, batch_axes(mesh, strategies), model.microbatches, variables)
+
+
+def _frozen(choice: Choice) -> str:
+    return f"frozen: {choice.placement}, no gradient"
+
+
+def _measured(choice: Choice) -> Costs:
+    return Costs(alpha=choice.alpha, sent_bytes=choice.sent_bytes)
 
 
 def refined(layout: Layout, placement: Placement, axis: Axis, path: str) -> Layout:
@@ -195,5 +319,6 @@ def _variable_from(entry: dict[str, Any]) -> PlannedVariable:
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }  # pyright: ignore
         placements.append(PLACEMENTS[options.pop("placement")](**options))
-    fields: dict[str, Any] = {**entry, "shape": tuple(entry["shape"]), "placements": tuple(placements)}
+    made = {"shape": tuple(entry["shape"]), "placements": tuple(placements), "costs": Costs(**entry["costs"])}
+    fields: dict[str, Any] = {**entry, **made}
     return PlannedVariable(**fields)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from braidax.errors import ArgumentError
 
 from .placements import Replicated, Rows
-from .plan import Plan, PlannedVariable
+from .plan import Costs, Plan, PlannedVariable
 
 Tables = Collection[str]
 """The paths of the variables that are tables by rows, in their order."""
@@ -83,7 +83,7 @@ def with_tables(plan: Plan, tables: Tables) -> Plan:
             return variable
         by_rows = [variable.path in tables and axis.name in plan.batch_axes for axis in plan.axes]
         placements = tuple(Rows() if rows else Replicated() for rows in by_rows)
-        return replace(variable, placements=placements, why="as it was saved")
+        return replace(variable, placements=placements, why="as it was saved", costs=Costs())
 
     return replace(plan, variables=tuple(map(placed, plan.variables)))
 

@@ -1,6 +1,6 @@
 """A plan that is given instead of made: does it fit the mesh and the model?"""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 from jax.sharding import Mesh
@@ -40,6 +40,16 @@ def check_variables(plan: Plan, variables: Mapping[str, jax.ShapeDtypeStruct]) -
         raise ArgumentError(f"plan is of another model: {'; '.join(told[:_MAX_NAMED])}{more}: plan anew")
     if list(planned) != list(known):
         raise ArgumentError("plan has the variables of the model in another order: leave it as to_json has written it")
+
+
+def check_frozen(plan: Plan, frozen: Collection[str]) -> None:
+    """Raises `ArgumentError` naming a variable that a plan freezes and `trainable` does not, or the other way round."""
+    for variable in plan.variables:
+        if variable.frozen != (variable.path in frozen):
+            now, then = ("trained", "frozen") if variable.frozen else ("frozen", "trained")
+            raise ArgumentError(
+                f"trainable leaves {variable.path} {now}, and it is {then} in the plan: leave it out, or plan anew"
+            )
 
 
 def check_placements(plan: Plan, model: Model) -> None:

@@ -10,14 +10,14 @@ import numpy as np
 
 from braidax.errors import ArgumentError
 from braidax.parallel.rows import RowOptimizer
-from braidax.parallel.rows.touched import Touched, all_reduced_bytes
-from braidax.parallel.rows.touched import rows_bytes as measured_rows_bytes
-from braidax.program import LeafUses, Site
+from braidax.parallel.rows.touched import Touched
+from braidax.program import Site
 
+from .costs import costs_of
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Gathered, Placement, Replicated, Rows
-from .strategy import Choice, Strategy, check_combine_bytes, chosen, in_words, num_bytes, shown, why_no_rows
+from .strategy import Choice, Strategy, check_combine_bytes, chosen, in_words, shown, why_no_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,6 +94,8 @@ class FullySharded:
         size = math.prod(spec.shape[dim] for dim in used) * np.dtype(spec.dtype).itemsize
         if taken.by_rows:
             return Choice(Replicated(), "fully sharded: by rows along another axis")
+        if any(site.role == "rows" for site in sites):
+            dims = [*dims[1:], *dims[:1]]  # rows in parts are looked up where they lie
         even = [dim for dim in dims if spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0]
         even.sort(key=taken.num_parts)  # what no axis splits comes first
         if axis.size > 1 and size >= self.min_bytes and even:
@@ -146,7 +148,8 @@ class Hybrid:
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
         """Chooses `Rows` where that is possible and moves fewer bytes, else what `dense` chooses.
 
-        **Raises:** `ArgumentError` when an override asks for rows of what is not read by rows.
+        **Raises:** `ArgumentError` when an override names nothing, or asks for what cannot be: rows of what is not read
+        by rows, a dim that a loop takes apart.
         """
         dense = self.dense.place(model, axis, taken)
         return chosen(self.overrides, "hybrid", model, lambda path: self._choice(model, path, taken[path], dense[path]))
@@ -154,30 +157,15 @@ class Hybrid:
     def _choice(self, model: Model, path: str, taken: Layout, dense: Choice) -> Choice:
         touched = self.touched.get(path)
         alpha = None if touched is None else touched.alpha
-        split = taken.gathered or (taken.kept_axes(0) and not taken.by_rows)
+        split = taken.gathered or (taken.shape and taken.kept_axes(0) and not taken.by_rows)
         cannot = "split along another axis" if split else why_no_rows(model, path)
         if cannot:
             if isinstance(dense.placement, Replicated):
                 return replace(dense, why=f"hybrid: {cannot}: gradient all-reduced", alpha=alpha)
             return replace(dense, alpha=alpha)
-        uses, spec, seen = model.uses[path], model.variables[path], ""
-        if touched is None:
-            moved, whole = rows_bytes(uses, model), 2 * num_bytes(spec)
-        else:
-            row_bytes = num_bytes(spec) // spec.shape[0]
-            seen = f"; {touched}"
-            moved = round(measured_rows_bytes(touched, row_bytes))
-            whole = round(all_reduced_bytes(touched, row_bytes))
-        told = f"a device sends {in_words(moved)} a step by rows, {in_words(whole)} all-reduced"
-        why = f"hybrid: {uses.why}{seen}; {told}"
-        return Choice(Rows(), why, alpha) if moved < whole else replace(dense, why=why, alpha=alpha)
-
-
-def rows_bytes(uses: LeafUses, model: Model) -> int:
-    """Returns an upper bound of the bytes that a device sends in a step to exchange the rows of a table.
-
-    For each of its `n` ids the number, the row, and its gradient: `n (4 + 2 D b)`. Ids that come up twice are sent
-    once, but how many do is not known here.
-    """
-    num_ids = sum(use.rows.num_ids for use in uses.uses if use.rows is not None) * model.microbatches
-    return -(-num_ids // model.num_parts) * (4 + 2 * num_bytes(uses.spec) // max(uses.spec.shape[0], 1))
+        costs = costs_of(model, path, touched)
+        seen = "" if touched is None else f"; {touched}"
+        why = f"hybrid: {model.uses[path].why}{seen}; {costs.words}"
+        if costs.by_rows < costs.whole:
+            return Choice(Rows(), why, alpha, costs.sent)
+        return replace(dense, why=why, alpha=alpha)

@@ -15,19 +15,23 @@ from braidax.errors import ArgumentError, SpecError
 
 from .layout import Axis, Layout
 from .model import Model
-from .placements import Placement, Rows
+from .placements import Gathered, Placement, Rows
+
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Choice:
     """What a strategy has chosen for a variable on an axis.
 
-    **Fields:** `placement`, and `why`. `alpha`: the part of its rows that a step touches, where that was measured.
+    **Fields:** `placement`, and `why`. `alpha`: the part of its rows that a step touches, where that was measured;
+    `sent_bytes`: what a device then sends for them in a step.
     """
 
     placement: Placement
     why: str
     alpha: float | None = None
+    sent_bytes: int | None = None
 
 
 @runtime_checkable
@@ -49,6 +53,18 @@ class Strategy(Protocol):
         ...
 
 
+def _check_overrides(overrides: Mapping[str, Placement], model: Model) -> None:
+    """Raises `ArgumentError` for an override that is no placement, or names no variable of a model."""
+    for pattern, placement in overrides.items():
+        if not isinstance(placement, Placement) or isinstance(placement, type):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"overrides[{pattern!r}] is {placement!r}, expected a placement object such as bx.parallel.Replicated()"
+            )
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in model.variables):
+            some = ", ".join([*model.variables][:_MAX_NAMED])
+            raise ArgumentError(f"overrides[{pattern!r}] names no variable: expected a pattern of paths such as {some}")
+
+
 def _overridden(
     overrides: Mapping[str, Placement], path: str, name: str, refuse: Callable[[Placement], str]
 ) -> Choice | None:
@@ -68,21 +84,29 @@ def chosen(
     overrides: Mapping[str, Placement], name: str, model: Model, choose: Callable[[str], Choice]
 ) -> dict[str, Choice]:
     """Returns for each variable what an override asks for, or what `choose(path)` says."""
+    _check_overrides(overrides, model)
     return {
-        path: _overridden(overrides, path, name, lambda one, path=path: _refused(one, model, path)) or choose(path)
+        path: _overridden(overrides, path, name, lambda one, path=path: refused(one, model, path)) or choose(path)
         for path in model.variables
     }
 
 
-def _refused(placement: Placement, model: Model, path: str) -> str:
+def refused(placement: Placement, model: Model, path: str) -> str:
     """Says why a placement that somebody asks for cannot be, or ""."""
     if isinstance(placement, Rows) and (cannot := why_no_rows(model, path)):
         return f"the rows of {path}, and these cannot be exchanged: {cannot}"
+    if isinstance(placement, Gathered) and 0 <= placement.dim < len(model.variables[path].shape):
+        for site in model.sites.get(path, ()):
+            if placement.dim not in site.value.entry.dims:
+                left = [*site.value.entry.dims]
+                return f"dim {placement.dim} of {path}, which a loop takes apart: a step of it has the dims {left}"
     return ""
 
 
 def why_no_rows(model: Model, path: str) -> str:
     """Says why the rows of a variable cannot be exchanged, or ""."""
+    if path in model.frozen:
+        return "it is frozen: it has no gradient"
     uses = model.uses.get(path)
     if uses is None:
         return "no gradient uses it"
@@ -108,8 +132,8 @@ def check_combine_bytes(combine_bytes: int | None) -> None:
         raise ArgumentError(f"combine_bytes={combine_bytes}: expected a size in bytes, such as 25 << 20, or None")
 
 
-def in_words(count: int) -> str:
-    """Returns a number of bytes as a plan prints it."""
+def in_words(count: float) -> str:
+    """Returns a number of bytes as a plan prints it: `1.58 KB`."""
     unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")) if count >= pair[0]), (1, "bytes"))
     return f"{count / unit:.3g} {name}"
 

@@ -14,6 +14,7 @@ from .exchange.islands import settle_rows as settle_rows
 from .exchange.islands import sum_rows as sum_rows
 from .exchange.islands import update_rows as update_rows
 from .exchange.layout import from_stored as from_stored
+from .exchange.layout import in_blocks as in_blocks
 from .exchange.layout import making_spec as making_spec
 from .exchange.layout import stored_shape as stored_shape
 from .exchange.layout import stored_sharding as stored_sharding
@@ -24,7 +25,10 @@ from .exchange.route import Route as Route
 from .exchange.traffic import all_gather_bytes as all_gather_bytes
 from .exchange.traffic import all_reduce_bytes as all_reduce_bytes
 from .exchange.traffic import exchange_bytes as exchange_bytes
-from .moving.catch_up import Now as Now
+from .exchange.traffic import shared_bytes as shared_bytes
+from .moving.catch_up import next_grown as next_grown
+from .moving.catch_up import no_growth as no_growth
+from .moving.now import Now as Now
 from .moving.optimizers import RowOptimizer as RowOptimizer
 from .moving.optimizers import RowState as RowState
 from .moving.optimizers import kept_besides as kept_besides
@@ -32,5 +36,5 @@ from .moving.optimizers import row_adagrad as row_adagrad
 from .moving.optimizers import row_optimizer as row_optimizer
 from .moving.optimizers import table_optimizer as table_optimizer
 from .moving.split import Split as Split
-from .moving.split import TableUpdate as TableUpdate
 from .moving.split import TracedOptimizer as TracedOptimizer
+from .moving.table_update import TableUpdate as TableUpdate

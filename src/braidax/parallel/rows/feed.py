@@ -17,7 +17,7 @@ from braidax.parallel.plan.placements import Rows
 from braidax.parallel.plan.plan import Plan, PlannedVariable
 from braidax.program import LeafUses, Program, RowProgram, join, named_leaves
 
-from . import Route, RowState, settle_rows, stored_sharding, table_optimizer
+from . import Route, RowState, in_blocks, settle_rows, stored_sharding, table_optimizer
 from .options import RowOptions
 from .packing import Packing, States, Table, Trip
 from .reads import row_reads, without_rows
@@ -63,6 +63,11 @@ class RowReading:
         """The dim of ids, behind the lengths of the scans around a lookup."""
         return [len(lookup.ids.shape) - 1 for lookup in self._rows.lookups]
 
+    @property
+    def metrics(self) -> Collection[str]:
+        """`row_rounds`, and how many ids no row has where they are counted."""
+        return {"row_rounds", *((OUT_OF_RANGE,) if self._marked else ())}
+
     def pull(
         self, dense: Any, variables: Any, key: Any, batch: Any, stored: Mapping[str, jax.Array], held: States
     ) -> Pulled:
@@ -79,6 +84,10 @@ class RowReading:
     def push(self, ticket: Sequence[Route], gradients: Any) -> list[Trip]:
         """Sums gradients of rows where the rows are."""
         return self.packing.push(ticket, gradients)
+
+    def sum_of_squares(self, payload: Sequence[Trip]) -> jax.Array:
+        """Sums over the rows that have gradients, where these are."""
+        return self.packing.sum_of_squares(payload)
 
 
 @final
@@ -117,7 +126,7 @@ class RowFeed:
         """Of tables, and of what is kept that has their rows."""
         leaves = dict(named_leaves(self._params))
         taken = {name: leaves[name] for name in self.tables}
-        kept = jax.eval_shape(lambda params, taken: self.begin(params, taken)[2], self._params, taken)
+        kept = jax.eval_shape(lambda params, taken: self.begin(params, taken)[2], self._options.params, taken)
         return tuple(_padded_leaves(self.tables, kept))
 
     @property
@@ -160,8 +169,9 @@ class RowFeed:
         return self.tables[name].whole(stored)
 
     def whole(self, name: str, stored: jax.Array, held: States) -> jax.Array:
-        """Brings up the rows of a table, and returns it as the loss has it."""
-        return self.load(name, self._settled(name, stored, held)[0])
+        """Brings up the rows of a table, and returns it as the loss has it, each device with consecutive rows."""
+        table, (settled, _) = self.tables[name], self._settled(name, stored, held)
+        return in_blocks(settled, table.axes, table.spec.shape[0]).reshape(table.spec.shape)
 
     def apply(
         self,
@@ -172,9 +182,10 @@ class RowFeed:
         reading: RowReading,
         stored: Mapping[str, jax.Array],
         kept: States,
+        loss: jax.Array,
     ) -> tuple[Any, Any, dict[str, jax.Array], dict[str, RowState]]:
         """Updates the tables' touched rows, and everything else by the optimizer."""
-        return self._update.apply(gradients, params, dense, payload, reading.packing, stored, kept)
+        return self._update.apply(gradients, params, dense, payload, reading.packing, stored, kept, loss)
 
     def settled(
         self, stored: Mapping[str, jax.Array], dense: Any, kept: States
@@ -234,7 +245,8 @@ def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict
         num_shards = math.prod(mesh.shape[axis] for axis in axes)
         optimizer = options.own(name) or table_optimizer(split.tables[name])
         num_unique = _num_unique(options.touched.get(variable.path), variable.path, num_shards)
-        tables[name] = Table(name, spec, axes, num_shards, optimizer, _aggregate(over, mesh), num_unique)
+        of_ids = plan.batch_axes if {*axes} <= {*plan.batch_axes} else axes
+        tables[name] = Table(name, spec, axes, num_shards, optimizer, of_ids, _aggregate(over, mesh), num_unique)
     return tables
 
 

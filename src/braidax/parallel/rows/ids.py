@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from braidax.errors import ArgumentError
 from braidax.parallel.compute.accumulate import microbatches_of
-from braidax.parallel.compute.work import traced_loss
 from braidax.parallel.given.arrays import place
-from braidax.parallel.given.initial import trace_init
+from braidax.parallel.given.initial import trace_init, traced_loss
 from braidax.parallel.given.loss import Loss
 from braidax.parallel.plan.batch import shard_batch
 from braidax.program import LeafUses, Program, compile_on, difference, join, specs_of
@@ -29,14 +28,17 @@ class SeenIds:
 
     **Fields:** `spec`: of the table, `[V, ...]`. `steps`: for each step the ids of each lookup, int32 `[n, k]` on the
     host: dim 0 is what is divided among devices, dim 1 the microbatches and the runs of loops; negative is no id.
+    `num_shared`: as of `Touched`.
     """
 
     spec: jax.ShapeDtypeStruct
     steps: tuple[tuple[NDArray[np.int32], ...], ...]
+    num_shared: int = 0
 
     def touched(self, num_parts: int) -> Touched:
         """Counts them. **Arguments:** `num_parts`: among how many devices they are divided."""
-        return count_touched(self.steps, num_rows=self.spec.shape[0], num_parts=num_parts)
+        num_rows = self.spec.shape[0]
+        return count_touched(self.steps, num_rows=num_rows, num_parts=num_parts, num_shared=self.num_shared)
 
 
 class Seen(NamedTuple):
@@ -149,7 +151,10 @@ def see_ids(loss: TracedLoss, batches: Sequence[Any], *, microbatches: int = 1, 
     def of_table(name: str) -> tuple[tuple[NDArray[np.int32], ...], ...]:
         return tuple(tuple(ids for one, ids in zip(names, step, strict=True) if one == name) for step in steps)
 
-    return Seen({join("params", one.name): SeenIds(one.spec, of_table(one.name)) for one in tables}, unknown)
+    def seen(one: LeafUses) -> SeenIds:
+        return SeenIds(one.spec, of_table(one.name), reads.shared[one.name] * microbatches)
+
+    return Seen({join("params", one.name): seen(one) for one in tables}, unknown)
 
 
 def ids_program(program: Program, tables: Sequence[LeafUses]) -> tuple[tuple[str, ...], Program]:

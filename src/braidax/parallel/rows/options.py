@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import optax
 
 from braidax.errors import ArgumentError
@@ -23,9 +24,9 @@ OutOfRange = Literal["as jax", "raise"]
 class RowOptions:
     """How rows move, and what becomes of ids that no row has.
 
-    **Fields:** `transformation`: of the step. `params`: PyTree of specs. `tables`: names of the variables that are read
-    by rows; nothing else is asked about. `by_pattern`: row optimizers by pattern of a variable's path; the first that
-    matches counts. `out_of_range`, `touched`: see `Hybrid`.
+    **Fields:** `transformation`: of the step. `params`: PyTree of specs of what is trained. `tables`: names of the
+    variables that are read by rows; nothing else is asked about. `by_pattern`: row optimizers by pattern of a path; the
+    first that matches counts. `out_of_range`, `touched`: see `Hybrid`. `loss`: spec of it.
     """
 
     transformation: optax.GradientTransformation
@@ -34,6 +35,7 @@ class RowOptions:
     by_pattern: Mapping[str, RowOptimizer]
     out_of_range: OutOfRange
     touched: Mapping[str, Touched]
+    loss: jax.ShapeDtypeStruct
 
     def own(self, name: str) -> RowOptimizer | None:
         """Returns the row optimizer that a strategy gives a table, or None."""
@@ -43,7 +45,7 @@ class RowOptions:
     @functools.cached_property
     def traced(self) -> TracedOptimizer:
         """The optimizer of the step, on all variables."""
-        return TracedOptimizer(self.transformation, self.params)
+        return TracedOptimizer(self.transformation, self.params, self.loss)
 
     @functools.cached_property
     def _split(self) -> Split:
@@ -57,18 +59,27 @@ class RowOptions:
         """Returns why the rows of a table cannot be moved; "" if they can."""
         return self._split.refused.get(name, "")
 
+    def num_replayed(self, name: str) -> int:
+        """Returns what `RowWork` has of it."""
+        update = self._split.tables.get(name)
+        return 1 + len(update.kept) if update is not None and update.replays else 0
+
     def split(self, tables: Collection[str]) -> Split:
         """Returns the optimizer, split where some of the tables are moved by rows, as it allows."""
         return self._split if {*tables} == {*self.tables} - {*self._split.refused} else self._split_for(tables)
 
 
 def row_options(
-    optimizer: optax.GradientTransformation, strategies: Mapping[str, Strategy], params: Any, tables: Collection[str]
+    optimizer: optax.GradientTransformation,
+    strategies: Mapping[str, Strategy],
+    params: Any,
+    tables: Collection[str],
+    loss: jax.ShapeDtypeStruct,
 ) -> RowOptions:
     """Gathers the options.
 
-    **Arguments:** `params`: PyTree of specs. `tables`: names of the variables that are read by rows; without any, the
-    optimizer is asked nothing.
+    **Arguments:** `params`: PyTree of specs of what is trained. `tables`: names of the variables that are read by rows;
+    without any, the optimizer is asked nothing. `loss`: spec of it.
 
     **Raises:** `ArgumentError` where strategies contradict each other.
     """
@@ -83,4 +94,4 @@ def row_options(
                 )
     raising = any(strategy.out_of_range == "raise" for strategy in hybrids.values())
     touched = {path: found for strategy in hybrids.values() for path, found in strategy.touched.items()}
-    return RowOptions(optimizer, params, tuple(tables), by_pattern, "raise" if raising else "as jax", touched)
+    return RowOptions(optimizer, params, tuple(tables), by_pattern, "raise" if raising else "as jax", touched, loss)

@@ -35,7 +35,8 @@ class Table:
     """A variable that is stored by rows.
 
     **Fields:** `name`: of its leaf. `spec`: as the loss has it, `[V, ...]`. `axes`: what its rows are split over.
-    `num_shards`: over how many devices. `optimizer`: moves its rows. `aggregate`, `num_unique`: as of `plan_exchange`.
+    `num_shards`: over how many devices. `optimizer`: moves its rows. `split`, `aggregate`, `num_unique`: as of
+    `plan_exchange`.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Table:
     axes: tuple[str, ...]
     num_shards: int
     optimizer: RowOptimizer
+    split: tuple[str, ...]
     aggregate: Literal["inner", "none"] = "none"
     num_unique: int | None = None
 
@@ -117,17 +119,15 @@ class Packing:
 
     def trip_shardings(self, mesh: Mesh) -> list[Any]:
         """Returns the shardings of the trips that `push` gives, or prefixes of them."""
-        return [NamedSharding(mesh, PartitionSpec(group.exchange.axes)) for group in self.groups]
+        return [NamedSharding(mesh, PartitionSpec(group.exchange.split)) for group in self.groups]
 
     def _group(self, numbers: Sequence[int], mesh: Mesh) -> _Group:
         tables = [self._tables[number] for number in numbers]
+        num_parts = math.prod(mesh.shape[axis] for axis in tables[0].split)
         lookups = [
             tuple(at for at, lookup in enumerate(self._lookups) if lookup.name == table.name) for table in tables
         ]
-        num_ids = [
-            sum(self._num_ids(self._lookups[at], table.num_shards) for at in members)
-            for table, members in zip(tables, lookups, strict=True)
-        ]
+        num_ids = [sum(self._num_ids(self._lookups[at], num_parts) for at in members) for members in lookups]
         unique = [
             count if table.num_unique is None else table.num_unique
             for table, count in zip(tables, num_ids, strict=True)
@@ -139,6 +139,7 @@ class Packing:
             num_ids=num_ids,
             num_unique=unique,
             aggregate=tables[0].aggregate,
+            split=tables[0].split,
         )
         return _Group(tuple(numbers), tuple(lookups), exchange)
 
@@ -153,7 +154,7 @@ class Packing:
         wrong = {table.name: jnp.zeros((), jnp.int32) for table in self._tables}
         for group in self.groups:
             members = [self._tables[number] for number in group.tables]
-            packed = [self._pack(lookups, ids, group.exchange.num_shards, filler=-1) for lookups in group.lookups]
+            packed = [self._pack(lookups, ids, group.exchange.num_parts, filler=-1) for lookups in group.lookups]
             wrong |= {
                 table.name: jnp.sum(x == OUT_OF_RANGE, dtype=jnp.int32)
                 for table, x in zip(members, packed, strict=True)
@@ -179,7 +180,7 @@ class Packing:
         """Sums the gradients of rows where the rows are. **Arguments:** `gradients`: of each lookup's rows."""
         trips: list[Trip] = []
         for group, route in zip(self.groups, routes, strict=True):
-            packed = [self._pack(members, gradients, group.exchange.num_shards, filler=0) for members in group.lookups]
+            packed = [self._pack(members, gradients, group.exchange.num_parts, filler=0) for members in group.lookups]
             trips.append(Trip(route, push_rows(group.exchange, route, packed)))
         return trips
 
@@ -193,6 +194,16 @@ class Packing:
                 totals = sum_rows(group.exchange, trip.route, trip.pushed, list(chosen.values()), given)
                 found |= dict(zip(chosen, totals, strict=True))
         return [found[at] for at in range(len(sums))]
+
+    def sum_of_squares(self, trips: Sequence[Trip]) -> jax.Array:
+        """Sums the squares of all gradients of rows, in float32."""
+
+        def of(gradients: jax.Array, given: Any) -> jax.Array:
+            return jnp.sum(jnp.square(gradients.astype(jnp.float32)))
+
+        one = Sum(0, jax.ShapeDtypeStruct((), jnp.float32), of, "add")
+        read = [self._tables[number].name for group in self.groups for number in group.tables]
+        return sum(self.sums(trips, [(name, one) for name in read], ()), jnp.zeros((), jnp.float32))
 
     def update(
         self,
@@ -217,29 +228,29 @@ class Packing:
             states |= dict(zip(names, kept, strict=True))
         return tables, states
 
-    def _num_ids(self, lookup: Lookup, num_shards: int) -> int:
+    def _num_ids(self, lookup: Lookup, num_parts: int) -> int:
         *lengths, num_ids = (*self._lead, *lookup.ids.shape)
-        return -(-num_ids // num_shards) * math.prod(lengths)
+        return -(-num_ids // num_parts) * math.prod(lengths)
 
-    def _pack(self, lookups: Sequence[int], arrays: Sequence[jax.Array], num_shards: int, *, filler: int) -> jax.Array:
-        """Lays what belongs to ids `[*lengths, n, ...]` device by device: `[N, m, ...]`."""
+    def _pack(self, lookups: Sequence[int], arrays: Sequence[jax.Array], num_parts: int, *, filler: int) -> jax.Array:
+        """Lays what belongs to ids `[*lengths, n, ...]` device by device: `[devices, m, ...]`."""
         packed: list[jax.Array] = []
         for at in lookups:
             num_lengths = len(self._lead) + len(self._lookups[at].ids.shape) - 1
             array = jnp.moveaxis(arrays[at], num_lengths, 0)
-            missing = -array.shape[0] % num_shards
+            missing = -array.shape[0] % num_parts
             if missing:
                 array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=filler)
             rest = array.shape[1 + num_lengths :]
-            packed.append(array.reshape(num_shards, self._num_ids(self._lookups[at], num_shards), *rest))
+            packed.append(array.reshape(num_parts, self._num_ids(self._lookups[at], num_parts), *rest))
         return jnp.concatenate(packed, axis=1) if len(packed) > 1 else packed[0]
 
     def _unpack(self, lookups: Sequence[int], packed: jax.Array) -> dict[int, jax.Array]:
         """Undoes `_pack`."""
-        num_shards, found, start = packed.shape[0], dict[int, jax.Array](), 0
+        num_parts, found, start = packed.shape[0], dict[int, jax.Array](), 0
         for at in lookups:
             *lengths, num_ids = (*self._lead, *self._lookups[at].ids.shape)
-            size = self._num_ids(self._lookups[at], num_shards)
+            size = self._num_ids(self._lookups[at], num_parts)
             part = packed[:, start : start + size].reshape(-1, *lengths, *packed.shape[2:])[:num_ids]
             found[at] = jnp.moveaxis(part, 0, len(lengths))
             start += size

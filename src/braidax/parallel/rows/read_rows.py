@@ -1,15 +1,16 @@
 """A traced loss in training as strategies see it, and the tables that a plan then makes of its variables."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import jax
 import optax
 from jax.sharding import Mesh
 
-from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.model import Model, RowWork
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.strategy import Strategy
-from braidax.program import LeafUses, Program, Site, find_dims, find_sites, join, named_leaves
+from braidax.program import LeafUses, Program, Site, find_dims, find_sites, join, named_leaves, without_leaves
 
 from .feed import RowFeed
 from .options import RowOptions, row_options
@@ -22,7 +23,7 @@ class ReadRows:
     """How a loss reads its parameters by rows, and how their rows would move; found out when asked for.
 
     **Arguments:** `program`: of `(params, variables, key, batch)`. `optimizer`: of the step. `microbatches`: of how
-    many runs of the program an update consists.
+    many runs of the program an update consists. `frozen`: paths of the variables that are not trained.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class ReadRows:
         optimizer: optax.GradientTransformation,
         strategies: Mapping[str, Strategy],
         microbatches: int,
+        frozen: Collection[str] = (),
     ) -> None:
-        self._program, self._optimizer = program, optimizer
+        self._program, self._optimizer, self._frozen = program, optimizer, frozenset(frozen)
         self._strategies, self._microbatches = strategies, microbatches
 
     def model(self, num_parts: int) -> Model:
@@ -46,6 +48,8 @@ class ReadRows:
             find_sites=self._sites,
             find_dims=lambda: find_dims(self._program),
             no_rows=self._no_rows,
+            row_work=self._row_work,
+            frozen=self._frozen,
         )
 
     def feed(self, mesh: Mesh, plan: Plan) -> RowFeed:
@@ -58,10 +62,14 @@ class ReadRows:
 
     @functools.cached_property
     def _options(self) -> RowOptions:
-        return row_options(self._optimizer, self._strategies, self._reads.params, self._reads.sparse)
+        params = without_leaves(self._reads.params, {path.removeprefix(f"{_ROOT}/") for path in self._frozen})
+        tables = [name for name in self._reads.sparse if join(_ROOT, name) not in self._frozen]
+        loss = jax.ShapeDtypeStruct((), self._program.out_specs[0].dtype)
+        return row_options(self._optimizer, self._strategies, params, tables, loss)
 
     def _uses(self) -> dict[str, LeafUses]:
-        return {join(_ROOT, uses.name): uses for uses in self._reads.uses}
+        found = {join(_ROOT, uses.name): uses for uses in self._reads.uses}
+        return {path: uses for path, uses in found.items() if path not in self._frozen}
 
     def _sites(self) -> dict[str, Sequence[Site]]:
         paths = [path for path, _ in named_leaves(self._program.in_specs[0], _ROOT)]
@@ -73,3 +81,7 @@ class ReadRows:
     def _no_rows(self, path: str) -> str:
         name = path.removeprefix(f"{_ROOT}/")
         return self._options.no_rows(name) if name in self._reads.sparse else LATE
+
+    def _row_work(self, path: str) -> RowWork:
+        name = path.removeprefix(f"{_ROOT}/")
+        return RowWork(self._reads.shared.get(name, 0), self._options.num_replayed(name))

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from braidax.program import (
     LeafUses,
+    Path,
     Program,
     RowProgram,
     find_batch_dims,
@@ -15,7 +16,7 @@ from braidax.program import (
 
 from .options import OutOfRange
 
-LATE = "its ids are computed from parameters, so that they are not known before"
+LATE = "its ids are computed from parameters or by callbacks with effects, so that they are not known before"
 """Why the rows of a variable cannot be exchanged though it is read by rows only."""
 
 _BATCH = 3  # the argument of a traced loss that is the batch
@@ -25,12 +26,13 @@ class RowReads(NamedTuple):
     """How a loss reads its parameters.
 
     **Fields:** `params`: PyTree of specs. `uses`: of each leaf. `sparse`: by name, of those whose rows can be fetched
-    before the loss is computed.
+    before the loss is computed. `shared`: by name, how many of their ids no dim of which is the batch.
     """
 
     params: Any
     uses: tuple[LeafUses, ...]
     sparse: Mapping[str, LeafUses]
+    shared: Mapping[str, int]
 
 
 def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
@@ -49,14 +51,23 @@ def row_reads(program: Program, *, microbatches: int = 1) -> RowReads:
         if not late:
             break
         sparse = {name: found for name, found in sparse.items() if name not in late}
-    return RowReads(program.in_specs[0], uses, sparse)
+    dims = _dims_of_ids(program, list(sparse.values()))
+    shared = {
+        name: sum(use.rows.num_ids for use in found.uses if use.rows is not None and dims[use.path] is None)
+        for name, found in sparse.items()
+    }
+    return RowReads(program.in_specs[0], uses, sparse, shared)
 
 
 def without_rows(program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange) -> RowProgram:
     """Takes tables out of a traced loss; ids are laid flat sample by sample, so that none leaves its device."""
-    paths = [use.path for uses in tables for use in uses.uses]
-    dims = find_batch_dims(program, paths, {_BATCH: 0})
-    leading = {path: found[1] or 0 for path, found in dims.items()}
+    leading = {path: dim or 0 for path, dim in _dims_of_ids(program, tables).items()}
     return without_tables(
         program, tables, leading=leading, out_of_range="mark" if out_of_range == "raise" else "as read"
     )
+
+
+def _dims_of_ids(program: Program, tables: Sequence[LeafUses]) -> dict[Path, int | None]:
+    """Which dim of the ids of each use is the batch."""
+    paths = [use.path for uses in tables for use in uses.uses]
+    return {path: found[1] for path, found in find_batch_dims(program, paths, {_BATCH: 0}).items()}

@@ -9,9 +9,21 @@ import optax
 from jax.sharding import Mesh
 
 from braidax.parallel.given.arrays import strong
-from braidax.program import Term, compute, of_no_rows, sums_below
+from braidax.program import Term, compute, named_leaves, of_no_rows, sums_below
 
-from . import Now, RowState, Split, Sum, TableUpdate, from_stored, kept_besides, settle_rows, stored_shape
+from . import (
+    Now,
+    RowState,
+    Split,
+    Sum,
+    TableUpdate,
+    from_stored,
+    kept_besides,
+    next_grown,
+    no_growth,
+    settle_rows,
+    stored_shape,
+)
 from .packing import Packing, States, Table, Trip
 
 _JOINS = {"reduce_sum": "add", "reduce_and": "and", "reduce_or": "or"}
@@ -29,9 +41,10 @@ class SplitUpdate:
 
     def __init__(self, split: Split, tables: Mapping[str, Table]) -> None:
         self._split, self._tables = split, tables
-        _, self.state, params = split.program.in_specs
+        _, self.state, params, _ = split.program.in_specs
         self._dense_at = [at for at in range(len(split.states)) if at not in split.kept]
-        self._num_params = len(jax.tree.leaves(params))
+        names = [name for name, _ in named_leaves(params)]
+        self._num_params, self._dense_params = len(names), [at for at, one in enumerate(names) if one not in tables]
 
     # States
 
@@ -42,7 +55,7 @@ class SplitUpdate:
         for name, update in self._split.tables.items():
             table, clock = self._tables[name], jnp.zeros((), jnp.int32)
             kept = {one.name: table.stored(leaves[one.at], mesh) for one in update.kept}
-            now = Now(clock, self._scalars(update, leaves))
+            now = Now(clock, self._scalars(update, leaves), grown=no_growth(update))
             shape = stored_shape(table.spec.shape, table.num_shards)[:2]
             states[name] = RowState(kept | kept_besides(update, now, shape), self._shared(update, now))
         return self._dense(leaves), states
@@ -73,9 +86,11 @@ class SplitUpdate:
         return tuple(leaves[scalar.at] for scalar in update.catch_up.scalars) if update.catch_up else ()
 
     def _shared(self, update: TableUpdate, now: Now) -> Any:
-        """What is kept for all rows of a table: how many steps were taken, and by which fixed scalars, if by any."""
+        """What is kept for all rows of a table: the steps that were taken, what they grew by, and fixed scalars."""
         if update.catch_up is None:
             return ()
+        if now.grown:
+            return (now.clock, *now.grown)
         pairs = zip(update.catch_up.scalars, now.scalars, strict=True)
         fixed = tuple(value for scalar, value in pairs if scalar.kind == "fixed")
         return (now.clock, *fixed) if fixed else now.clock
@@ -88,6 +103,8 @@ class SplitUpdate:
         if not isinstance(shared, tuple):
             return Now(shared, scalars)
         clock, *fixed = shared
+        if update.growth is not None:
+            return Now(clock, scalars, grown=tuple(fixed))
         before, kinds = iter(fixed), [scalar.kind for scalar in update.catch_up.scalars]
         return Now(clock, tuple(next(before) if k == "fixed" else one for k, one in zip(kinds, scalars, strict=True)))
 
@@ -102,16 +119,17 @@ class SplitUpdate:
         packing: Packing,
         stored: Mapping[str, jax.Array],
         held: States,
+        loss: jax.Array,
     ) -> tuple[Any, Any, dict[str, jax.Array], dict[str, RowState]]:
         """Takes an update.
 
         **Arguments:** `gradients`, `params`: PyTrees with None in place of tables. `dense`: as of `parted`. `trips`:
-        gradients of rows. `stored`: tables. `held`: their states, as they are kept.
+        gradients of rows. `stored`: tables. `held`: their states, as they are kept. `loss`: of the batch.
 
         **Returns:** the new `params`, `dense`, tables, and their states.
         """
-        split, known = self._split, self._known(gradients, params, dense)
-        moves = [one for at, one in enumerate(split.moves) if at in self._dense_params(params)]
+        split, known = self._split, self._known(gradients, params, dense, loss)
+        moves = [split.moves[at] for at in self._dense_params]
         states = [split.states[at] for at in self._dense_at]
         contexts = [term for update in split.tables.values() for term in update.context]
         known |= self._sums([*moves, *states, *contexts], known, trips, packing)
@@ -124,22 +142,20 @@ class SplitUpdate:
             now = self._now(update, leaves, held[name].shared)
             tables[name], kept = self._brought(update, tables[name], RowState(held[name].rows, now), leaves)
             context = tuple(next(found) for _ in update.context)
-            now = Now(now.clock, self._scalars(update, leaves), context)
+            now = now._replace(scalars=self._scalars(update, leaves), context=context)
             rows[name] = RowState(kept, now)
-            shared[name] = self._shared(update, now._replace(clock=now.clock + 1) if update.catch_up else now)
+            then = now._replace(clock=now.clock + 1, grown=next_grown(update, now)) if update.catch_up else now
+            shared[name] = self._shared(update, then)
         tables, rows = packing.update(trips, tables, rows)
         rows |= {name: RowState(rows[name].rows, kept) for name, kept in shared.items()}
         return strong(optax.apply_updates(params, moved)), strong(after), tables, rows
 
-    def _dense_params(self, params: Any) -> list[int]:
-        leaves = jax.tree.leaves(params, is_leaf=lambda leaf: leaf is None)
-        return [at for at, leaf in enumerate(leaves) if leaf is not None]
-
-    def _known(self, gradients: Any, params: Any, dense: Any) -> dict[int, Any]:
+    def _known(self, gradients: Any, params: Any, dense: Any, loss: jax.Array) -> dict[int, Any]:
         """The values of the inputs that are no tables."""
-        num, at = self._num_params, self._dense_params(params)
-        places = [*at, *(num + one for one in self._dense_at), *(len(self._split.inputs) - num + one for one in at)]
-        values = [*jax.tree.leaves(gradients), *jax.tree.leaves(dense), *jax.tree.leaves(params)]
+        at, states = self._dense_params, self._num_params
+        second = states + len(self._split.states)
+        places = [*at, *(states + one for one in self._dense_at), *(second + one for one in at), second + states]
+        values = [*jax.tree.leaves(gradients), *jax.tree.leaves(dense), *jax.tree.leaves(params), loss]
         return {self._split.inputs[place].number: value for place, value in zip(places, values, strict=True)}
 
     def _brought(

@@ -27,7 +27,8 @@ class Touched:
     over. `num_ids`: places for ids of a part; some may be empty. `num_unique`: mean of the different ids of a part;
     `max_unique`: the most seen. `max_sent`: the most different ids that a part was seen to have for one owner
     (`id mod num_parts`), which is the room that a pair of devices needs. `num_touched`: mean of the different ids of
-    all parts together.
+    all parts together. `num_shared`: how many of a step's ids are the same for all samples, so that each part looks up
+    some of them for all.
     """
 
     num_rows: int
@@ -37,6 +38,7 @@ class Touched:
     max_unique: int
     max_sent: int
     num_touched: float
+    num_shared: int = 0
 
     @property
     def alpha(self) -> float:
@@ -49,11 +51,14 @@ class Touched:
         return f"{share}, {self.num_unique:,.0f} of {self.num_ids:,} ids of a device different"
 
 
-def count_touched(steps: Sequence[Sequence[NDArray[np.int32]]], *, num_rows: int, num_parts: int) -> Touched:
+def count_touched(
+    steps: Sequence[Sequence[NDArray[np.int32]]], *, num_rows: int, num_parts: int, num_shared: int = 0
+) -> Touched:
     """Counts the ids that some steps look up in one table.
 
     **Arguments:** `steps`: for each step, the ids of each lookup, `[n, k]`: dim 0 is divided evenly among the devices,
-    as an exchange divides it; what is negative is no id. `num_rows`: V. `num_parts`: how many devices.
+    as an exchange divides it; what is negative is no id. `num_rows`: V. `num_parts`: how many devices. `num_shared`: as
+    of `Touched`.
 
     **Raises:** `ArgumentError` when there is no step, or no part.
     """
@@ -69,6 +74,7 @@ def count_touched(steps: Sequence[Sequence[NDArray[np.int32]]], *, num_rows: int
         max_unique=int(unique.max()),
         max_sent=max(one.max_sent for one in counts),
         num_touched=float(np.mean([one.num_touched for one in counts])),
+        num_shared=num_shared,
     )
 
 
@@ -112,17 +118,17 @@ def rows_bytes(touched: Touched, row_bytes: int, *, num_replicas: int = 1) -> fl
 
     **Arguments:** `touched`: counted for as many parts as the table has shards. `row_bytes`: of one row.
     `num_replicas`: how many devices hold each shard, where the batch is divided over more mesh axes than the table:
-    they gather one another's ids and row gradients.
+    each fetches the rows of its own ids, and they gather one another's row gradients where the rows are.
     """
     exchange = plan_exchange(
         {"rows": touched.num_parts},
         ("rows",),
         num_rows=[touched.num_rows],
-        num_ids=[touched.num_ids],
+        num_ids=[-(-touched.num_ids // num_replicas)],
         num_unique=[expected_unique(touched)],
     )
     exchanged = sum(exchange_bytes(exchange, row_bytes))
-    return exchanged + all_gather_bytes(-(-touched.num_ids // num_replicas), row_bytes, num_replicas)
+    return exchanged + all_gather_bytes(sum(exchange.num_owned), row_bytes, num_replicas)
 
 
 def room_of(touched: Touched) -> int:

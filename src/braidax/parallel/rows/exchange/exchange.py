@@ -57,13 +57,27 @@ class Hop:
 class Exchange:
     """How the rows of tables travel between the devices that use them and those that own them.
 
-    Made by `plan_exchange`. **Fields:** `axes`: mesh axes that tables, and ids, are split over. `num_rows`: V of each
-    table. `hops`: one, or two when rows are aggregated along the inner axis before they cross the outer.
+    Made by `plan_exchange`. **Fields:** `axes`: mesh axes that tables are split over. `num_rows`: V of each table.
+    `hops`: one, or two when rows are aggregated along the inner axis before they cross the outer. `split`: mesh axes
+    that ids are split over, in their order: `axes`, and perhaps others, along which all have the same tables, and each
+    pulls the rows of its own ids. `num_replicas`: how many devices there are along those.
     """
 
     axes: tuple[str, ...]
     num_rows: tuple[int, ...]
     hops: tuple[Hop, ...]
+    split: tuple[str, ...]
+    num_replicas: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Among how many devices ids are divided."""
+        return self.num_shards * self.num_replicas
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes of `split` that tables are not split over."""
+        return tuple(axis for axis in self.split if axis not in self.axes)
 
     @property
     def num_shards(self) -> int:
@@ -90,6 +104,7 @@ def plan_exchange(
     num_unique: Sequence[int] | None = None,
     slack: float | None = None,
     aggregate: Literal["none", "inner"] = "none",
+    split: tuple[str, ...] | None = None,
 ) -> Exchange:
     """Decides the shapes of an exchange for tables that are looked up in the same step.
 
@@ -97,22 +112,17 @@ def plan_exchange(
     nor `num_unique` is given, for the mean and five times its root, if that is more. What does not fit goes in further
     rounds; none is lost.
 
-    **Arguments:** `axis_sizes`: of the mesh (`mesh.shape`). `axes`: the mesh axes that tables and ids are split over,
-    outer first. `num_rows`: V of each table. `num_ids`: ids on each device, for each table. `num_unique`: how many of
-    them are expected to be different; all, when None. `slack`: room over the mean, 1.25 when None. `aggregate`: with
-    "inner", rows are aggregated along the last of the axes before they cross the others.
+    **Arguments:** `axis_sizes`: of the mesh (`mesh.shape`). `axes`: the mesh axes that tables are split over, outer
+    first. `split`: those that ids are split over, in their order; the same, when None. `num_rows`: V of each table.
+    `num_ids`: ids on each device, for each table. `num_unique`: how many of them are expected to be different; all,
+    when None. `slack`: room over the mean, 1.25 when None. `aggregate`: with "inner", rows are aggregated along the
+    last of the axes before they cross the others.
 
     **Returns:** the `Exchange`. **Raises:** `ArgumentError` for counts that do not fit together.
     """
     num_rows, num_ids = tuple(num_rows), tuple(num_ids)
     unique = num_ids if num_unique is None else tuple(num_unique)
-    if not num_rows or len(num_ids) != len(num_rows) or len(unique) != len(num_rows) or min(num_rows) < 1:
-        raise ArgumentError(
-            f"num_rows={num_rows}, num_ids={num_ids}, num_unique={num_unique}: expected one positive number of rows "
-            f"for each table, and one entry for each table in the others"
-        )
-    if min(num_ids) < 0 or sum(num_ids) < 1:
-        raise ArgumentError(f"num_ids={num_ids}: expected no negative number, and at least one id a device")
+    _check_counts(num_rows, num_ids, unique)
     deviations = DEVIATIONS if slack is None and num_unique is None else 0.0
     slack = SLACK if slack is None else slack
     if not slack > 0:
@@ -140,7 +150,19 @@ def plan_exchange(
                 f"the tables in two groups"
             )
         inputs = hops[-1].num_received
-    return Exchange(axes, num_rows, tuple(hops))
+    split = axes if split is None else split
+    replicas = math.prod(axis_sizes[axis] for axis in split if axis not in axes)
+    return Exchange(axes, num_rows, tuple(hops), split, replicas)
+
+
+def _check_counts(num_rows: Sequence[int], num_ids: Sequence[int], unique: Sequence[int]) -> None:
+    if not num_rows or len(num_ids) != len(num_rows) or len(unique) != len(num_rows) or min(num_rows) < 1:
+        raise ArgumentError(
+            f"num_rows={num_rows}, num_ids={num_ids}, num_unique={unique}: expected one positive number of rows "
+            f"for each table, and one entry for each table in the others"
+        )
+    if min(num_ids) < 0 or sum(num_ids) < 1:
+        raise ArgumentError(f"num_ids={num_ids}: expected no negative number, and at least one id a device")
 
 
 def _room(mean: float, slack: float, deviations: float) -> int:

@@ -76,7 +76,7 @@ def pull_rows(
     _check_tables(exchange, tables)
     settles = [optimizer.settle for optimizer in optimizers] if optimizers else [None] * len(tables)
     kept = tuple(states) if states else (RowState((), ()),) * len(tables)
-    shapes = [(x.shape[0] // exchange.num_shards, *x.shape[1:]) for x in like]
+    shapes = [(x.shape[0] // exchange.num_parts, *x.shape[1:]) for x in like]
 
     def local(route: Route, tables: Any, states: Any) -> Any:
         def read(table: int, rows: jax.Array) -> jax.Array:
@@ -267,7 +267,12 @@ def _put(leaf: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def _by_table(exchange: Exchange, rows: jax.Array, sums: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-    return travel.pieces(rows, exchange.num_owned), travel.pieces(sums, exchange.num_owned)
+    """The touched rows of each table, and their gradients, summed over all devices that have the same rows."""
+    parts, own = travel.pieces(rows, exchange.num_owned), travel.pieces(sums, exchange.num_owned)
+    if exchange.num_replicas == 1:
+        return parts, own
+    pairs = [travel.joined(exchange.replica_axes, *one) for one in zip(parts, own, exchange.local_rows, strict=True)]
+    return [one for one, _ in pairs], [one for _, one in pairs]
 
 
 def _in_range(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
@@ -277,7 +282,7 @@ def _in_range(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
 
 
 def _split(exchange: Exchange) -> PartitionSpec:
-    return PartitionSpec(exchange.axes)
+    return PartitionSpec(exchange.split)
 
 
 def _state_specs(exchange: Exchange) -> Any:
@@ -292,12 +297,12 @@ def _island(exchange: Exchange, local: Callable[..., Any], in_specs: Any, out_sp
             f"the exchange is planned for {exchange.num_shards} devices along axes={exchange.axes}, and the mesh in "
             f"use has {dict(sizes)}: plan it with the sizes of that mesh, and call this within jax.set_mesh(mesh)"
         )
-    return island(exchange.axes, local, in_specs, out_specs)
+    return island((*exchange.axes, *exchange.replica_axes), local, in_specs, out_specs)
 
 
 def _check_ids(exchange: Exchange, ids: Sequence[jax.Array]) -> None:
     planned = exchange.hops[0].num_inputs
-    given = [x.size / exchange.num_shards for x in ids]
+    given = [x.size / exchange.num_parts for x in ids]
     if list(planned) != given:
         raise ArgumentError(
             f"ids of the shapes {[x.shape for x in ids]} are {given} ids a device, and the exchange is planned for "

@@ -62,6 +62,21 @@ def from_stored(stored: jax.Array, num_rows: int) -> jax.Array:
     return stored.reshape(-1, *stored.shape[2:])[:num_rows]
 
 
+def in_blocks(stored: jax.Array, axes: tuple[str, ...], num_rows: int) -> jax.Array:
+    """Brings a stored table to `[V, ...]` in which each device has consecutive rows; none has more than its part.
+
+    **Arguments:** `axes`: over which it is split. `num_rows`: V.
+    """
+    missing = -stored.shape[0] % stored.shape[1]
+
+    def local(part: jax.Array) -> jax.Array:
+        part = jnp.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1))
+        part = jax.lax.all_to_all(part, axes, 0, 1, tiled=True)
+        return part.reshape(-1, *part.shape[2:])
+
+    return island(axes, local, stored_spec(axes), PartitionSpec(axes))(stored)[:num_rows]
+
+
 def making_spec(shape: tuple[int, ...], axes: tuple[str, ...], num_shards: int) -> PartitionSpec:
     """Returns how the work of making a table, `[V, ...]`, is divided before it is brought into its stored form.
 

@@ -74,7 +74,7 @@ def _round(exchange: Exchange, keys: jax.Array, ordered: jax.Array, after: jax.A
         slots.append(slot)
         places.append(place)
     # An owner must see all gradients of a row in one round, so everybody stops where the fullest peer had to stop.
-    until = jax.lax.pmin(until, exchange.axes)
+    until = jax.lax.pmin(until, (*exchange.axes, *exchange.replica_axes))
     slots[0] = jnp.where(_is_through(first, keys, until), slots[0], first.num_peers * first.num_slots)
     more = jnp.any(until < np.asarray(first.spans, np.int32) - 1)
     return Round(tuple(slots), tuple(places), _rows(exchange, numbers, until), until, more[None])

@@ -15,6 +15,14 @@ def all_gather_bytes(num_ids: int, row_bytes: int, num_shards: int) -> float:
     return float((num_shards - 1) * num_ids * (ID_BYTES + row_bytes))
 
 
+def shared_bytes(num_ids: int, row_bytes: int, num_shards: int) -> float:
+    """What ids that all devices use cost beside their exchange: `3 (N - 1) / N * n * D b`.
+
+    Each device fetches some of their rows, which all gather, and the gradients of all of them are all-reduced.
+    """
+    return 3 * (num_shards - 1) / num_shards * num_ids * row_bytes
+
+
 def exchange_bytes(exchange: Exchange, row_bytes: int) -> tuple[float, ...]:
     """Ids, rows and row gradients to the owners and back, for each hop: `(P - 1) * slots * (i + 2 D b)`.
 

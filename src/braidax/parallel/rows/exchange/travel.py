@@ -53,6 +53,24 @@ def push(exchange: Exchange, current: Round, gradients: jax.Array) -> jax.Array:
     return gradients
 
 
+def joined(axes: tuple[str, ...], rows: jax.Array, sums: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Brings together which rows devices along axes have touched, and sums the gradients of those that several have.
+
+    **Arguments:** `rows`: local rows `[m]`, each once, or beyond the table. `num_rows`: of the table's part.
+
+    **Returns:** rows `[R * m]`, alike on all of them, each once, or beyond; and the sums.
+    """
+    rows, sums = (jax.lax.all_gather(one, axes, tiled=True) for one in (rows, sums))
+    exists = rows < num_rows
+    order = jnp.argsort(jnp.where(exists, rows, num_rows), stable=True)
+    rows, sums = rows[order], jnp.where(exists[order, None], sums[order], 0)
+    first = jnp.concatenate([jnp.ones(1, bool), rows[1:] != rows[:-1]]) & exists[order]
+    place = jnp.cumsum(first) - 1
+    total = jnp.zeros_like(sums).at[jnp.where(exists[order], place, rows.size)].add(sums, mode="drop")
+    beyond = num_rows + jnp.arange(rows.size, dtype=rows.dtype)
+    return beyond.at[jnp.where(first, place, rows.size)].set(rows, mode="drop"), total
+
+
 def fold(exchange: Exchange, route: Route, first: jax.Array, gradients: jax.Array, visit: Visit, carry: Any) -> Any:
     """Shows the owner every touched row with its whole gradient, once, however many rounds that takes.
 

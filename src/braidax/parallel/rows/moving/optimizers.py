@@ -12,8 +12,10 @@ import optax
 from braidax.errors import ArgumentError
 from braidax.program import compute, sums_below, terms_between, terms_of, trace
 
-from .catch_up import Now, own_scalars, settling
-from .split import Split, TableUpdate, TracedOptimizer, mixing
+from .catch_up import copies, next_grown, no_growth, settling
+from .now import Now
+from .split import Split, TracedOptimizer, mixing
+from .table_update import TableUpdate
 
 SHAPE = (3, 5)
 """Of the small table that optimizers for any table are read on."""
@@ -75,15 +77,19 @@ def kept_besides(table: TableUpdate, now: Now, shape: tuple[int, ...], *, taken:
     if taken:
         known = {one.term.number: value for one, value in zip(table.catch_up.scalars, now.scalars, strict=True)}
         after = compute([scalar.next for scalar in table.catch_up.scalars], known)
-        now = Now(now.clock + 1, tuple(after))
-    return {"last": jnp.full(shape, now.clock, jnp.int32), **own_scalars(table.catch_up, now, shape)}
+        now = Now(now.clock + 1, tuple(after), grown=next_grown(table, now))
+    return {"last": jnp.full(shape, now.clock, jnp.int32), **copies(table.catch_up, now, shape)}
 
 
 class Alone(NamedTuple):
-    """What the optimizer of one table keeps that does not go by rows: `clock`, its steps; `leaves`, of its state."""
+    """What the optimizer of one table keeps that does not go by rows.
+
+    **Fields:** `clock`, `grown`: as of `Now`. `leaves`: of its state.
+    """
 
     clock: Any
     leaves: tuple[Any, ...]
+    grown: tuple[Any, ...] = ()
 
 
 def row_optimizer(optimizer: optax.GradientTransformation, *, mode: Literal["exact", "lazy"] = "exact") -> RowOptimizer:
@@ -129,11 +135,11 @@ def _alone(optimizer: optax.GradientTransformation, mode: str, dtype: Any) -> Ro
     scalars = [others.index(scalar.at) for scalar in table.catch_up.scalars] if table.catch_up else []
 
     def now_of(shared: Alone) -> Now:
-        return Now(shared.clock, tuple(shared.leaves[at] for at in scalars))
+        return Now(shared.clock, tuple(shared.leaves[at] for at in scalars), grown=shared.grown)
 
     def init(stored: jax.Array) -> RowState:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(optimizer.init(stored))]
-        shared = Alone(jnp.zeros((), jnp.int32), tuple(leaves[at] for at in others))
+        shared = Alone(jnp.zeros((), jnp.int32), tuple(leaves[at] for at in others), no_growth(table))
         rows = {one.name: leaves[one.at] for one in table.kept}
         return RowState(rows | kept_besides(table, now_of(shared), stored.shape[:2]), shared)
 
@@ -142,7 +148,7 @@ def _alone(optimizer: optax.GradientTransformation, mode: str, dtype: Any) -> Ro
         now = now_of(shared)._replace(context=tuple(compute(table.context, known)))
         moves, rows, _ = moving.update(gradients, values, rows, now)
         leaves = [leaf.astype(old.dtype) for leaf, old in zip(compute(after, known), shared.leaves, strict=True)]
-        return moves, rows, Alone(shared.clock + 1, tuple(leaves))
+        return moves, rows, Alone(shared.clock + 1, tuple(leaves), next_grown(table, now))
 
     def settle(values: jax.Array, rows: Any, shared: Alone) -> tuple[jax.Array, Any]:
         assert moving.settle is not None, "asked for rows that move without a gradient"
@@ -182,7 +188,11 @@ def _read(optimizer: optax.GradientTransformation, dtype: Any) -> tuple[Split, T
     split = traced.split([name])
     if why := split.refused.get(name):
         raise ArgumentError(why)
-    table = split.tables[name]
+    table, told = split.tables[name], len(split.inputs) - 1
+    if any(term.reads >> told & 1 for term in (*split.moves, *split.states)):
+        raise ArgumentError(
+            "optimizer moves rows by the loss (value), which a row optimizer is not told: choose another"
+        )
     if found := sums_below(table.context):
         raise ArgumentError(mixing(f"its update has {found[0].name} over all rows"))
     for term in terms_between([table.move, *(one.next for one in table.kept)], {}):

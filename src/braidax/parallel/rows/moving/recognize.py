@@ -1,7 +1,7 @@
 """Which rows without a gradient move in a way whose missed steps can be summed up, read off the optimizer's terms."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,38 +11,10 @@ import optax
 
 from braidax.program import Term, Terms, bounds, terms_of, trace
 
-from .split import TableUpdate
+from .table_update import AdamFading, Fading, TableUpdate
 
-
-@dataclass(frozen=True)
-class Fading:
-    """What is kept fades by a factor in each step, and the move is a sum of multiples of it, and of the value.
-
-    **Fields:** `factors`: of what is kept. `rates`: by what each is multiplied in the move, a scalar term, or None.
-    `grown`: what a value without anything else becomes, as a part of itself.
-    """
-
-    factors: tuple[float, ...]
-    rates: tuple[Term | None, ...]
-    grown: float
-
-
-@dataclass(frozen=True)
-class AdamFading:
-    """Adam.
-
-    **Fields:** `mu`, `nu`: which of what is kept. `count`: its number of steps. `rate`: a scalar term, by which its
-    direction is multiplied in the move. `grown`: as of `Fading`.
-    """
-
-    mu: int
-    nu: int
-    b1: float
-    b2: float
-    eps: float
-    count: Term
-    rate: Term
-    grown: float
+NEGLIGIBLE = 1e-9  # of a sum; float32 has 6e-8
+MAX_NODES = 48
 
 
 def recognized(table: TableUpdate) -> Fading | AdamFading | None:
@@ -57,20 +29,18 @@ def recognized(table: TableUpdate) -> Fading | AdamFading | None:
     parts = _parts(table.terms, catch_up.move)
     if parts is None or None in factors:
         return None
-    grown = parts.pop(table.value, None)
-    if grown is not None and not grown.is_literal:
-        return None
-    part = 1.0 if grown is None else 1.0 + float(grown.value)
-    if not 0 < part <= 1 or any(not np.isfinite(bounds(rate)).all() for rate in parts.values()):
+    grown = parts.pop(table.value, table.terms.literal(0, (), table.value.dtype))
+    low, high = bounds(grown)
+    if not -1 < low <= high <= 0 or any(not np.isfinite(bounds(rate)).all() for rate in parts.values()):
         return None
     known = tuple(float(factor) for factor in factors if factor is not None)
     if {*parts} <= {*kept}:
         rates = tuple(parts.get(one) for one in kept)
         fades = all(factor < 1 for factor, rate in zip(known, rates, strict=True) if rate is not None)
-        return Fading(known, rates, part) if fades else None
+        return Fading(known, rates, grown) if fades else None
     if len(parts) == 1:
         ((direction, rate),) = parts.items()
-        return _adam(table, direction, rate, known, part)
+        return _adam(table, direction, rate, known, grown)
     return None
 
 
@@ -129,7 +99,7 @@ def _made(terms: Terms, like: Term, operands: list[Term]) -> Term:
 
 
 def _adam(
-    table: TableUpdate, direction: Term, rate: Term, factors: tuple[float, ...], grown: float
+    table: TableUpdate, direction: Term, rate: Term, factors: tuple[float, ...], grown: Term
 ) -> AdamFading | None:
     """Recognizes the direction of `optax.scale_by_adam`: it is the very term that optax' own program comes to."""
     assert table.catch_up is not None
@@ -139,7 +109,9 @@ def _adam(
     for scalar in table.catch_up.scalars:
         for mu, nu in ((0, 1), (1, 0)):
             found = AdamFading(mu, nu, factors[mu], factors[nu], eps, scalar.term, rate, grown)
-            if 0 < found.b2 < 1 and found.b1 < 1 and _direction(table, found) is direction:
+            if not 0 < found.b2 < 1 or found.b1 >= 1 or num_nodes(found.b1, found.b2) > MAX_NODES:
+                continue
+            if _direction(table, found) is direction:
                 return found
     return None
 
@@ -166,3 +138,21 @@ def _direction(table: TableUpdate, found: AdamFading) -> Term:
     inputs = [zero, found.count, table.kept[found.mu].term, table.kept[found.nu].term]
     (made,) = terms_of(terms, program.closed, inputs)
     return terms.rested(made)
+
+
+def num_terms(ratio: float) -> int:
+    """Returns how many terms of a series that fades by `ratio` matter."""
+    return 1 if ratio == 0 else math.ceil(math.log(NEGLIGIBLE * (1 - ratio)) / math.log(ratio))
+
+
+def num_nodes(b1: float, b2: float) -> int:
+    """Returns how many nodes bring interpolation of Adam below what float32 sees, over the widest range of floors."""
+    if b1 == 0:
+        return 2
+    ratio = b1 / math.sqrt(b2)
+    if ratio >= 1 - 1e-3:
+        return MAX_NODES + 1
+    most = num_terms(ratio)
+    length = -most * math.log(b2) / 2 + math.log((1 - b2 ** (most + 1)) / (1 - b2**2)) / 2
+    reach = 2 * math.pi / length
+    return max(2, math.ceil(math.log(NEGLIGIBLE) / -math.log(reach + math.sqrt(1 + reach**2))))

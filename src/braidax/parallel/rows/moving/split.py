@@ -8,7 +8,7 @@ table, and what each operation comes to in a row that has no gradient.
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,78 +16,18 @@ import optax
 
 from braidax.errors import ArgumentError
 from braidax.parallel.given.arrays import strong
-from braidax.program import Program, Term, Terms, difference, join, named_leaves, of_no_rows, terms_of, trace
+from braidax.parallel.given.optimizer import moves_of
+from braidax.program import Program, Term, Terms, difference, named_leaves, of_no_rows, terms_of, trace
 
-
-@dataclass(frozen=True)
-class Scalar:
-    """A number of an optimizer's state by which rows without a gradient move.
-
-    **Fields:** `at`: which leaf of the state. `term`: it. `next`: what it is after an update, of such numbers alone.
-    `kind`: a "count" grows by 1 in each update, what is "fixed" stays, what is "own" moves otherwise.
-    """
-
-    at: int
-    term: Term
-    next: Term
-    kind: str
-
-
-@dataclass(frozen=True)
-class CatchUp:
-    """How rows move without a gradient. **Fields:** `move`: what is added. `next`: of what is kept. `scalars`."""
-
-    move: Term
-    next: tuple[Term, ...]
-    scalars: tuple[Scalar, ...]
-
-
-class Kept(NamedTuple):
-    """A leaf of the state that has the rows of a table: `at` which place, its `name`, it, and what follows it."""
-
-    at: int
-    name: str
-    term: Term
-    next: Term
-
-
-@dataclass(frozen=True)
-class TableUpdate:
-    """What an optimizer does to one table.
-
-    **Fields:** `name`. `terms`: made all of these. `value`, `gradient`: of the table. `move`: what is added to the
-    value. `kept`: what the state has of its rows. `catch_up`: None where rows without a gradient rest. `any_width`:
-    whether rows may be wider or narrower than those that it was traced with.
-    """
-
-    name: str
-    terms: Terms
-    value: Term
-    gradient: Term
-    move: Term
-    kept: tuple[Kept, ...]
-    catch_up: CatchUp | None
-    any_width: bool = False
-
-    @functools.cached_property
-    def context(self) -> tuple[Term, ...]:
-        """What moves and what follows what is kept read besides what goes by rows."""
-        return tuple(of_no_rows([self.move, *(one.next for one in self.kept)]))
-
-    def shaped(self, leaf: jax.Array, term: Term) -> jax.Array:
-        """Returns rows `[m, …]` in the shape that the program has them in."""
-        return leaf if self.any_width else leaf.reshape(leaf.shape[0], *term.shape[1:])
-
-    def sizes(self, values: jax.Array) -> tuple[int, ...]:
-        """Returns what `compute` needs to know of rows `[m, …]` of the table."""
-        return values.shape if self.any_width else values.shape[:1]
+from .recognize import recognized
+from .table_update import CatchUp, Kept, Scalar, TableUpdate
 
 
 @dataclass(frozen=True)
 class Split:
     """An optimizer, split.
 
-    **Fields:** `program`: of `(gradients, state, params) -> (moves, state)`, on all variables. `inputs`: its terms.
+    **Fields:** `program`: of `(gradients, state, params, loss) -> (moves, state)`, on all variables. `inputs`: terms.
     `moves`, `states`: those of the outputs. `tables`: by name. `refused`: why others are none. `kept`: which leaves of
     the state have the rows of a table, and of which one.
     """
@@ -104,19 +44,22 @@ class Split:
 class TracedOptimizer:
     """An optimizer, traced on a tree of parameters.
 
-    **Arguments:** `params`: PyTree of specs. **Raises:** `ArgumentError` where it does not take such a tree, or gives
-    back another one.
+    **Arguments:** `params`: PyTree of specs. `loss`: spec of what extra arguments are told.
+
+    **Raises:** `ArgumentError` where it does not take such a tree, or gives back another one.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, params: Any) -> None:
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: Any,
+        loss: jax.ShapeDtypeStruct | None = None,
+    ) -> None:
         self.optimizer, self.params = optimizer, params
         self.state: Any = jax.eval_shape(lambda params: strong(optimizer.init(params)), params)
 
-        def update(gradients: Any, state: Any, params: Any) -> Any:
-            moves, state = optimizer.update(gradients, state, params)
-            return moves, strong(state)
-
-        self.program = trace(update, params, self.state, params)
+        loss = jax.ShapeDtypeStruct((), np.float32) if loss is None else loss
+        self.program = trace(functools.partial(moves_of, optimizer), params, self.state, params, loss)
         moves, state = self.program.out_specs
         if message := difference(self.state, state, "state"):
             raise ArgumentError(f"optimizer.update returns another state than optimizer.init made: {message}")
@@ -125,6 +68,11 @@ class TracedOptimizer:
                 f"optimizer.update returns updates of the form {jax.tree.structure(moves)}, expected that of its "
                 f"params: {jax.tree.structure(params)}"
             )
+
+    @property
+    def state_leaves(self) -> list[Any]:
+        """Specs of the leaves of its state."""
+        return jax.tree.leaves(self.state)
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -151,7 +99,7 @@ class TracedOptimizer:
         terms = Terms(gradients=range(num))
         leaves = jax.tree.leaves(self.program.in_specs)
         owners = {index: name for index, name in enumerate(names) if name in tables or name in apart}
-        owners |= {index + len(leaves) - num: name for index, name in owners.items()}
+        owners |= {index + num + len(self.state_leaves): name for index, name in owners.items()}
         owners |= {num + at: name for at, name in kept.items()}
         inputs = [terms.given(at, leaf, table=owners.get(at, "")) for at, leaf in enumerate(leaves)]
         seen = list(inputs)
@@ -232,15 +180,16 @@ def _of_table(
     num, which = len(traced.names), traced.names.index(name)
     names = _short(name, [named_leaves(traced.state)[one][0] for one in at])
     kept = tuple(Kept(one, called, inputs[num + one], states[one]) for one, called in zip(at, names, strict=True))
-    return TableUpdate(
+    found = TableUpdate(
         name=name,
         terms=terms,
-        value=inputs[len(inputs) - num + which],
+        value=inputs[num + len(traced.state_leaves) + which],
         gradient=inputs[which],
         move=move,
         kept=kept,
         catch_up=_catch_up(traced, terms, inputs, states, kept, move),
     )
+    return found if found.catch_up is None else replace(found, catch_up=replace(found.catch_up, form=recognized(found)))
 
 
 def _short(name: str, paths: Sequence[str]) -> tuple[str, ...]:
@@ -277,9 +226,9 @@ def _catch_up(
 
 
 def _unforeseen(traced: TracedOptimizer, index: int, through: str) -> str:
-    name = [path for path, _ in named_leaves(dict(zip("gsp", traced.program.in_specs, strict=True)))][index]
-    kind, _, path = name.partition("/")
-    told = join({"g": "the gradient of params", "s": "state", "p": "params"}[kind], path)
+    roots = ("the gradient of params", "state", "params", "the loss (value)")
+    pairs = zip(roots, traced.program.in_specs, strict=True)
+    told = [path for root, specs in pairs for path, _ in named_leaves(specs, root)][index]
     return (
         f"optimizer moves rows that have no gradient, by {through or 'something that '}depends on {told}: the updates "
         f"that a row has missed cannot be made up for; keep this table dense"

@@ -1,0 +1,33 @@
+"""What `braidax plan --target` does: compiles a task's step for a machine that need not be here."""
+
+import json
+import math
+from collections.abc import Mapping
+
+import typer
+
+from braidax.parallel import Step
+from braidax.program import find_target
+
+
+def mesh_for(target: str, axes: Mapping[str, int] | None) -> Mapping[str, int]:
+    """Returns the axes of a mesh of a machine's devices; where none are given, one axis `data` over all.
+
+    **Raises:** `typer.BadParameter` where a mesh has another number; otherwise as `find_target`.
+    """
+    count = len(find_target(target).devices)
+    if axes is not None and math.prod(axes.values()) != count:
+        raise typer.BadParameter(
+            f"it has {math.prod(axes.values())} devices, and --target {target} has {count}; give a mesh of {count}",
+            param_hint="--mesh",
+        )
+    return {"data": count} if axes is None else axes
+
+
+def tell(step: Step, target: str, *, as_json: bool) -> None:
+    """Prints the plan of a step, and what the compiler of a machine says of it; as one JSON object where asked."""
+    compiled = step.compile_for(target)
+    if as_json:
+        typer.echo(json.dumps({"plan": json.loads(step.plan.to_json()), "compiled": json.loads(compiled.to_json())}))
+    else:
+        typer.echo(f"{step.plan}\n\n{compiled}")

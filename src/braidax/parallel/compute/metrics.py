@@ -1,0 +1,73 @@
+"""Metrics of a loss: what goes along the samples stays divided as these are, and is put together, not averaged."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from braidax.program import Program, batch_dims_of_results
+
+_BATCH = 3  # the argument of a traced loss that is the batch
+
+
+@final
+class MetricDims:
+    """Which dim of each metric goes along the samples, if one does.
+
+    **Arguments:** `program`: `(params, variables, key, batch) -> (loss, (metrics, variables))`. `microbatches`: of how
+    many runs of it the metrics of an update are put together.
+    """
+
+    def __init__(self, program: Program, *, microbatches: int = 1) -> None:
+        self.microbatches = microbatches
+        loss, (metrics, _) = program.out_specs
+        self._specs = {"loss": loss, **metrics}
+        self._num_samples = jax.tree.leaves(program.in_specs[_BATCH])[0].shape[0]
+        found, structure = batch_dims_of_results(program, {_BATCH: 0}), jax.tree.structure(metrics)
+        places = {"loss": 0, **structure.unflatten(range(1, 1 + structure.num_leaves))}
+        pairs = zip(jax.tree.leaves(places), jax.tree.leaves(self._specs), strict=True)
+        self._dims = [self._whole(found[place], spec) for place, spec in pairs]
+
+    def _whole(self, dim: int | None, spec: Any) -> int | None:
+        """A dim, unless it is no multiple of the samples."""
+        return None if dim is None or spec.shape[dim] % self._num_samples else dim
+
+    def shardings(self, mesh: Mesh, axes: Sequence[str], others: Collection[str]) -> dict[str, NamedSharding]:
+        """Returns where metrics lie: those along samples are split over mesh axes, the others on every device.
+
+        **Arguments:** `axes`: over which samples are divided. `others`: names of what comes besides.
+        """
+        over, whole = math.prod(mesh.shape[axis] for axis in axes), NamedSharding(mesh, PartitionSpec())
+
+        def sharding(dim: int | None, spec: Any) -> NamedSharding:
+            if dim is None or over == 1 or spec.shape[dim] * self.microbatches % over:
+                return whole
+            return NamedSharding(mesh, PartitionSpec(*[None] * dim, tuple(axes)))
+
+        leaves, structure = jax.tree.flatten(self._specs)
+        found = structure.unflatten([sharding(*pair) for pair in zip(self._dims, leaves, strict=True)])
+        return found | dict.fromkeys(others, whole)
+
+    def parted(self, metrics: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the leaves of metrics that microbatches average, and those that go along the samples."""
+        pairs = list(zip(jax.tree.leaves(metrics), self._dims, strict=True))
+        return [leaf for leaf, dim in pairs if dim is None], [leaf for leaf, dim in pairs if dim is not None]
+
+    def joined(self, averaged: Sequence[Any], along: Sequence[Any]) -> Any:
+        """Undoes `parted`.
+
+        **Arguments:** `along`: of `k` microbatches, `[k, ...]`; sample `i` is in piece `i % k`.
+        """
+        one, other = iter(averaged), iter(along)
+        found = [next(one) if dim is None else self._in_order(next(other), dim) for dim in self._dims]
+        return jax.tree.unflatten(jax.tree.structure(self._specs), found)
+
+    def _in_order(self, pieces: jax.Array, dim: int) -> jax.Array:
+        shape, num_samples = pieces.shape[1:], self._num_samples
+        pieces = jnp.moveaxis(pieces, 0, dim)  # [..., k, samples * m, ...]
+        parts = (*shape[:dim], pieces.shape[dim], num_samples, shape[dim] // num_samples, *shape[dim + 1 :])
+        together = jnp.swapaxes(pieces.reshape(parts), dim, dim + 1)
+        return together.reshape(*shape[:dim], -1, *shape[dim + 1 :])

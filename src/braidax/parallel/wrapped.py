@@ -1,0 +1,35 @@
+"""`Wrapped`: a function of parameters and a batch that runs on the states of a step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .state import State
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A function of a state and a batch, compiled for the states of a step; `Step.wrap` makes it.
+
+    **Fields:** `batch_shardings`, `out_shardings`: PyTrees of `NamedSharding`, of what goes in and comes out.
+    """
+
+    run: Callable[[State, Any], Any]
+    lowered: Callable[[], jax.stages.Lowered]
+    batch_shardings: Any
+    out_shardings: Any
+
+    def __call__(self, state: State, batch: Any) -> Any:
+        """Computes what the function returns; the state is neither changed nor given up. Returns at once.
+
+        **Arguments:** `batch`: PyTree as `wrap` was told, of global arrays or of host arrays that are copied.
+
+        **Raises:** `ArgumentError` when state or batch are not like the ones it was made for. `DataError` as `update`.
+        """
+        return self.run(state, batch)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lowers the function for inspection or export, from shapes alone; its program gives what is checked, too."""
+        return self.lowered()

@@ -1,0 +1,88 @@
+"""What runs while weights are gathered and gradients are summed, by the compiler for H100s."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.parallel.plan.compiling import options_that_hide
+
+LAYERS, WIDTH, VOCABULARY, SAMPLES, LENGTH, DEVICES = 6, 512, 4096, 64, 128, 8
+LAYER, TABLE = 4 * 2 * WIDTH * 4 * WIDTH, 4 * VOCABULARY * WIDTH
+
+
+def init(key: jax.Array) -> Any:
+    up, down, table = jax.random.split(key, 3)
+    return {
+        "up": jax.random.normal(up, (LAYERS, WIDTH, 4 * WIDTH)),
+        "down": jax.random.normal(down, (LAYERS, 4 * WIDTH, WIDTH)),
+        "table": jax.random.normal(table, (VOCABULARY, WIDTH)),
+    }
+
+
+def compiled(strategies: Mapping[str, Any]) -> bx.CompiledStep:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(jnp.tanh(x) @ w["up"]) @ w["down"], None
+
+        layers = {name: params[name] for name in ("up", "down")}
+        x, _ = jax.lax.scan(jax.checkpoint(layer), params["table"][batch["ids"]], layers)
+        logits = jnp.tanh(x) @ params["table"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).mean()
+
+    batch = {"ids": jax.ShapeDtypeStruct((SAMPLES, LENGTH), jnp.int32)}
+    mesh = jax.make_mesh((DEVICES,), ("data",))
+    step = bx.parallelize(loss, optax.sgd(1e-3), mesh, strategies, init=init, batch=batch)
+    assert step.plan.compiler_options == ()  # for CPU there are none
+    return step.compile_for("h100:8")
+
+
+@pytest.mark.usefixtures("aot")
+def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait() -> None:
+    found = compiled({"data": bx.FullySharded()})
+    part = (DEVICES - 1) / DEVICES
+    exposed = dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "all-reduce"), 0.0)
+    for one in found.collectives:
+        if not one.is_covered:
+            exposed[one.kind] += one.times * one.sent_bytes
+    ids = 4 * SAMPLES * LENGTH
+    rows = 4 * SAMPLES * LENGTH * WIDTH / DEVICES
+    assert exposed["all-gather"] <= part * (LAYER + ids)
+    assert exposed["reduce-scatter"] <= part * (LAYER + TABLE)
+    assert exposed["all-to-all"] <= 2 * part * rows
+    # Weights of layers cross twice, and their gradients; the table, whose rows are looked up in parts, once each way.
+    assert found.sent_bytes == pytest.approx(part * (3 * LAYERS * LAYER + 2 * TABLE + 2 * rows + ids), rel=0.01)
+
+
+@pytest.mark.usefixtures("aot")
+def test_gradients_of_replicated_layers_are_summed_under_the_next_ones() -> None:
+    found = compiled({"data": bx.DataParallel()})
+    in_loops = [one for one in found.collectives if one.times > 1]
+    assert sum(one.times * one.result_bytes for one in in_loops) == pytest.approx((LAYERS - 1) * LAYER, rel=0.01)
+    assert all(one.is_covered for one in in_loops)
+
+
+def test_options_follow_what_is_sent_and_the_platform() -> None:
+    axis = bx.Axis("data", 8)
+    whole = bx.Layout.whole((16, 16))
+    gathered = whole.split(0, axis, how="gathered")
+    names = {
+        case: {one.name.removeprefix("xla_gpu_enable_") for one in options_that_hide("gpu", variables)}
+        for case, variables in {
+            "whole": [(whole, 10)],
+            "gathered": [(gathered, 10), (whole, 5)],
+            "rows": [(whole.split(0, axis, how="by rows"), 9)],
+        }.items()
+    }  # fmt: skip
+    assert names == {
+        "whole": {"pipelined_all_reduce"},
+        "gathered": {"pipelined_all_gather", "all_gather_combine_by_dim", "reduce_scatter_combine_by_dim"},
+        "rows": set(),
+    }
+    (*_, combined) = options_that_hide("gpu", [(gathered, 10)], 50_000_000)
+    assert (combined.name, combined.value) == ("xla_gpu_all_gather_combine_threshold_bytes", 50_000_000)
+    assert options_that_hide("cpu", [(gathered, 10)]) == options_that_hide("tpu", [(gathered, 10)]) == ()
