@@ -9,7 +9,17 @@ if TYPE_CHECKING:
     from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
     from braidax.errors import BraidaxError
     from braidax.loop import evaluate, fit
-    from braidax.parallel import DataParallel, FullySharded, Hybrid, Plan, State, Step, parallelize, value_and_grad
+    from braidax.parallel import (
+        DataParallel,
+        FullySharded,
+        Hybrid,
+        Plan,
+        State,
+        Step,
+        TensorParallel,
+        parallelize,
+        value_and_grad,
+    )
     from braidax.report import Report
     from braidax.spans import Trace
 
@@ -30,6 +40,7 @@ __all__ = [
     "Report",
     "State",
     "Step",
+    "TensorParallel",
     "Trace",
     "__version__",
     "checkpoint",
@@ -61,6 +72,7 @@ _HOMES = {
         "Plan",
         "State",
         "Step",
+        "TensorParallel",
         "parallelize",
         "value_and_grad",
     ),
