@@ -47,10 +47,7 @@ def fit(
     """
     before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
-    if report.traces_all:
-        loader.trace = report.trace
-        if isinstance(saver, Checkpointer):
-            saver.trace = report.trace
+    _trace_all(report, loader, saver)
     note_plan = _noting(saver, step, test)
     if saver is not None:
         seed = loader.cursor.seed
@@ -83,6 +80,13 @@ def fit(
     if preempted():
         raise SystemExit(128 + signal.SIGTERM)
     return state
+
+
+def _trace_all(report: Report, loader: DataLoader, saver: Saver | None) -> None:
+    if report.traces_all:
+        loader.trace = report.trace
+        if isinstance(saver, Checkpointer):
+            saver.trace = report.trace
 
 
 def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:

@@ -210,6 +210,7 @@ def test_training_together_passes_every_option_on(tmp_path: Path, monkeypatch: p
         "--epochs": 2,
         "--batch-size": 8,
         "--mesh": "data=2",
+        "--strategy": "data=data_parallel",
         "--preset": "tiny",
         "--image-size": 40,
         "--seed": 5,

@@ -57,7 +57,7 @@ BOTH = {"data": bx.Hybrid(), "model": bx.Hybrid()}
     ("head", "mesh", "strategies"),
     [
         (softmax, "8 auto", {"data": bx.Hybrid()}),
-        (nearest, "4x2 explicit", BOTH),
+        pytest.param(nearest, "4x2 explicit", BOTH, marks=SLOW),
         pytest.param(averaged, "8 auto", {"data": bx.Hybrid()}, marks=SLOW),
         pytest.param(scanned, "8 explicit", {"data": bx.Hybrid()}, marks=SLOW),
         pytest.param(softmax, "4x2 auto", {"data": bx.Hybrid(), "model": bx.DataParallel()}, marks=SLOW),
@@ -78,8 +78,8 @@ def test_no_device_has_a_whole_table(head: Callable[..., Any], mesh: str, strate
     np.testing.assert_allclose(got["loss"], expected, rtol=2e-3 if head is softmax else 2e-5)
     for name, value in aux.items():
         np.testing.assert_array_equal(got[name], value)
-    ((evaluation, shardings),) = step._evaluations.values()  # pyright: ignore[reportPrivateUsage]
-    batch = jax.device_put(IDS, shardings)
-    compiled = evaluation.lower(*step._readable(state), batch).compile()  # pyright: ignore[reportPrivateUsage]
+    (made,) = step._readings.values()  # pyright: ignore[reportPrivateUsage]
+    batch = jax.device_put(IDS, made.batch_shardings)
+    compiled = made.compiled.lower(*step._readable(state), batch).compile()  # pyright: ignore[reportPrivateUsage]
     whole = r"\[(80\d\d,32|32,80\d\d|80\d\d,1,32|100[12],8,32|8,100[18],32)\]"
     assert re.findall(rf"\w+{whole}", compiled.as_text()) == []

@@ -60,7 +60,7 @@ def assert_as_on_one_device(step: bx.Step, model: Model, *, num_updates: int = 4
         pytest.param("gpt", "4x2 explicit", "replicas", marks=SLOW),
         pytest.param("gpt", "4x2 explicit", "not all axes", marks=SLOW),
         pytest.param("gpt, kept", "8 auto", "one axis", marks=SLOW),
-        ("mlp", "8 explicit", "rows"),
+        pytest.param("mlp", "8 explicit", "rows", marks=SLOW),
         ("mlp", "8 auto", "one axis"),
         pytest.param("mlp", "4x2 explicit", "two axes", marks=SLOW),
         ("resnet", "8 explicit", "one axis"),

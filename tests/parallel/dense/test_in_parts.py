@@ -49,7 +49,7 @@ def accumulated(model: Model, state: bx.State, batches: list[Any], microbatches:
 @pytest.mark.parametrize(
     ("model", "mesh", "strategies"),
     [
-        ("gpt", "8 explicit", {"data": bx.DataParallel()}),
+        pytest.param("gpt", "8 explicit", {"data": bx.DataParallel()}, marks=SLOW),
         ("lstm", "4x2 auto", {"data": bx.DataParallel(), "model": bx.DataParallel()}),
         pytest.param("resnet", "8 auto", {"data": bx.DataParallel()}, marks=SLOW),
         pytest.param("mlp", "8 auto", {"data": bx.Hybrid({"params/table": bx.Rows()})}, marks=SLOW),

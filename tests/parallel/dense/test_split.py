@@ -34,14 +34,14 @@ def placed(step: bx.Step, axis: int = 1) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("model", "mesh", "strategies"),
     [
-        ("gpt", "4x2 explicit", "and data"),
+        pytest.param("gpt", "4x2 explicit", "and data", marks=SLOW),
         pytest.param("gpt", "4x2 auto", "alone", marks=SLOW),
         ("gpt, kept", "4x2 auto", "and sharded"),
         ("mlp", "4x2 explicit", "and rows"),  # a table by rows, and by columns
         pytest.param("mlp", "4x2 auto", "and sharded", marks=SLOW),
         ("gpt", "4x2 explicit", "by sequence"),
         pytest.param("gpt, kept", "4x2 auto", "by sequence", marks=SLOW),
-        ("resnet", "4x2 auto", "and sharded"),
+        pytest.param("resnet", "4x2 auto", "and sharded", marks=SLOW),
         pytest.param("lstm", "4x2 explicit", "and data", marks=SLOW),
     ],
 )
