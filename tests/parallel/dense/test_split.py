@@ -10,6 +10,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.placements import check_activations
+from braidax.parallel.plan.strategy import in_words
 from braidax.program import collectives_of, total_sent
 from tests.parallel.dense.models import MODELS, Model
 from tests.parallel.dense.test_gathered import ALL, assert_as_on_one_device, make_step
@@ -167,6 +168,8 @@ def test_four_all_reduces_a_layer(data: str) -> None:
     of_entropy = 3 * BATCH // 2 * LENGTH * 4
     found = sent(step)
     assert set(found) == {2, 4}
+    (why,) = (one.why for one in step.plan.variables if one.path == "params/layers/up")
+    assert f"dim 2 split; a device sends {in_words(3 * LAYERS * activations)} a step for 2 of them" in why
     least = 2 * 3 / 4 * (of_layers + of_vocabulary)
     assert least <= found[4] <= least + 2 * 3 / 4 * of_entropy
     if data == "data parallel":  # along the other axis, gradients of parts, and the loss

@@ -66,7 +66,7 @@ class TensorParallel:
                     whole[path] = max(whole.get(path, (0, "")), (layout.shape[dim], told))
                 continue
             picked.add(root)
-            told = f"a device sends {in_words(_sent(group.summed_bytes, axis))} a step for {len(parts)} of them"
+            told = f"a device sends {in_words(_sent(group.summed_bytes, model, axis))} a step for {len(parts)} of them"
             for path, dim, _ in parts:
                 split[path] = Choice(Split(dim, self.activations), f"tensor parallel: dim {dim} split; {told}")
 
@@ -101,8 +101,9 @@ class TensorParallel:
         return f"{in_words(size)} together" if size < self.min_bytes or not parts else ""
 
 
-def _sent(summed_bytes: int, axis: Axis) -> int:
-    return round(summed_bytes * 2 * (axis.size - 1) / axis.size)
+def _sent(summed_bytes: int, model: Model, axis: Axis) -> int:
+    """What a device sends for activations of one run on the whole batch, of which it has a part."""
+    return round(summed_bytes * model.microbatches / model.num_parts * 2 * (axis.size - 1) / axis.size)
 
 
 def _split_bytes(group: Group, model: Model) -> int:
