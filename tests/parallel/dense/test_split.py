@@ -14,7 +14,7 @@ from braidax.parallel.plan.strategy import in_words
 from braidax.program import collectives_of, total_sent
 from tests.parallel.dense.models import MODELS, Model
 from tests.parallel.dense.test_gathered import ALL, assert_as_on_one_device, make_step
-from tests.parallel.models import specs
+from tests.parallel.models import assert_close, copied, on_one_device, specs
 
 TENSOR = bx.TensorParallel(min_bytes=0)
 SLOW = pytest.mark.slow
@@ -130,9 +130,9 @@ def sent(step: bx.Step) -> dict[int, float]:
     return found
 
 
-def _on_four(model: Model, strategies: Any) -> bx.Step:
+def _on_four(model: Model, strategies: Any, *, rate: float = 0.1) -> bx.Step:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    return bx.parallelize(model.loss, optax.sgd(0.1), mesh, strategies, init=model.init, batch=specs(model.batch(0)))
+    return bx.parallelize(model.loss, optax.sgd(rate), mesh, strategies, init=model.init, batch=specs(model.batch(0)))
 
 
 def test_activations_by_sequence() -> None:
@@ -188,3 +188,45 @@ def test_a_table_by_columns() -> None:
         one for one in collectives_of(step.lower().gradients.compile().as_text() or "") if one.kind == "all-gather"
     ]
     assert [(one.result_bytes, one.group_size) for one in gathers] == [(BATCH // 4 * LENGTH * WIDTH * 4, 2)]
+
+
+@jax.jit
+def _projected(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def _otherwise(params: Any, x: jax.Array) -> jax.Array:
+    """Products behind jit borders, in a branch, in a loop that shares its weights, and of experts."""
+    h = jax.jit(jnp.tanh)(x @ params["in"])
+    both = _projected(h, params["up"]) * _projected(h, params["gate"])
+    chosen = jax.lax.cond(x[0, 0, 0] > -100, lambda h: _projected(h, params["up"]) @ params["down"], lambda h: h, h)
+    experts = jnp.einsum(
+        "ebtf,efd->btd", jax.nn.relu(jnp.einsum("btd,edf->ebtf", h, params["first"])), params["second"]
+    )
+    h = h + both @ params["down"] + chosen + experts
+    y, _ = jax.lax.scan(
+        lambda y, rate: (y + rate * _projected(h, params["up"]) @ params["down"], None), h, jnp.arange(3.0)
+    )
+    return (y**2).mean()
+
+
+@pytest.mark.parametrize("activations", [pytest.param("whole", marks=SLOW), "by sequence"])
+def test_where_products_stand_otherwise(activations: Any) -> None:
+    shapes = {
+        "in": (8, 16), "up": (16, 32), "gate": (16, 32), "down": (32, 16), "first": (4, 16, 32), "second": (4, 32, 16),
+    }  # fmt: skip
+
+    def init(key: jax.Array) -> Any:
+        keys = jax.random.split(key, len(shapes))
+        return {name: jax.random.normal(one, shapes[name]) / 4 for name, one in zip(shapes, keys, strict=True)}
+
+    model = Model(_otherwise, init, lambda seed: jax.random.normal(jax.random.key(seed), (8, 4, 8)))
+    step = _on_four(model, {"data": ALL, "model": bx.TensorParallel(min_bytes=0, activations=activations)}, rate=1.0)
+    assert {name: one.split(",")[1] for name, one in placed(step).items() if name != "in"} == {
+        "up": " dim 1", "gate": " dim 1", "down": " dim 0", "first": " dim 0", "second": " dim 0",
+    }  # fmt: skip
+    state = step.init(jax.random.key(0))
+    before, batch = on_one_device(step.to_dense(state).params), model.batch(0)
+    expected = jax.tree.map(jnp.subtract, before, jax.grad(_otherwise)(before, batch))
+    state, _ = step.update(state, batch)
+    assert_close(copied(step.to_dense(state).params), copied(expected), atol=2e-6)
