@@ -205,7 +205,7 @@ def test_a_missing_docstring_is_found(plant: Callable[[dict[str, str]], Path]) -
     assert undocumented(tree) == ["braidax/a.py has no docstring", "braidax/a.py:5 A.untold has no docstring"]
 
 
-def test_every_folder_of_tests_has_a_budget_and_all_fit_into_nine_minutes_on_two_cores() -> None:
+def test_every_folder_of_tests_has_a_budget_and_all_fit_into_ten_minutes_on_two_cores() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/*") if any(path.parent.rglob("test_*.py"))}
     assert folders | {"tests"} == set(BUDGET_SECONDS)
     assert sum(BUDGET_SECONDS.values()) <= 2 * 10 * 60
@@ -213,7 +213,7 @@ def test_every_folder_of_tests_has_a_budget_and_all_fit_into_nine_minutes_on_two
 
 def test_a_folder_over_its_budget_is_found() -> None:
     assert over_budget(BUDGET_SECONDS) == []
-    assert over_budget({**BUDGET_SECONDS, "gang": 1000.4})[0].startswith("tests/gang took 1000 s: at most 2 times its")
+    assert over_budget({**BUDGET_SECONDS, "gang": 1000.4})[0].startswith("tests/gang took 1000 s: at most 3 times its")
     assert over_budget({"new": 0.1}) == [
-        "tests/new took 0 s: at most 2 times its budget of 0 s; make it quicker, or mark the long ones slow"
+        "tests/new took 0 s: at most 3 times its budget of 0 s; make it quicker, or mark the long ones slow"
     ]

@@ -54,7 +54,9 @@ def single_device(params: Any, optimizer: Any, num_updates: int) -> tuple[Any, l
         ({"data": bx.DataParallel()}, optax.chain(optax.adam(1e-2), PLATEAU), 1),
         ({"data": bx.FullySharded({"params/kernel": bx.Gathered(1)}, 0)}, optax.polyak_sgd(0.1), 2),
         ({"data": bx.Hybrid(), "model": bx.Hybrid()}, optax.chain(optax.sgd(0.1), PLATEAU), 1),
-        ({"data": bx.Hybrid(dense=bx.FullySharded(min_bytes=0))}, optax.polyak_sgd(0.1), 2),
+        pytest.param(
+            {"data": bx.Hybrid(dense=bx.FullySharded(min_bytes=0))}, optax.polyak_sgd(0.1), 2, marks=pytest.mark.slow
+        ),
     ],
     ids=["whole", "padded, microbatches", "rows on two axes", "rows, gathered, microbatches"],
 )

@@ -110,8 +110,6 @@ QUICK = (
     "adamw, warmup from zero",
     "frozen by a function",
     "clipped, mask tree",
-    "every third, sgd",
-    "finite sgd",
     "growing rate",
 )  # of each kind one; the others are compiled and run nightly
 
