@@ -7,8 +7,8 @@ import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
     "checkpoint": 90,
-    "cli": 65,
-    "comm": 205,
+    "cli": 85,
+    "comm": 185,
     "connections": 5,
     "data": 185,
     "gang": 125,
