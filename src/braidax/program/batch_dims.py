@@ -9,8 +9,8 @@ from jax.extend.core import JaxprEqn, primitives
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, scan_p
 
 from .bodies import Path, aval_of, equation_at
-from .elementwise import ELEMENTWISE
 from .flow import Place, carried, flow
+from .kinds import ARGUMENTS, CUMULATIVE, ELEMENTWISE, REDUCTIONS, SCATTERS, SLICES
 from .marks import kept_p
 from .trace import Program
 
@@ -222,25 +222,13 @@ def _same_dim(equation: JaxprEqn, dims: list[Dim]) -> Dim:
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _same_shape),
-    **dict.fromkeys(
-        [primitives.slice_p, primitives.dynamic_slice_p, primitives.dynamic_update_slice_p, primitives.pad_p],
-        _same_size,
-    ),
-    **dict.fromkeys(
-        [
-            primitives.reduce_sum_p, primitives.reduce_max_p, primitives.reduce_min_p, primitives.reduce_prod_p,
-            primitives.reduce_and_p, primitives.reduce_or_p, primitives.argmax_p, primitives.argmin_p,
-        ],
-        _reduce,
-    ),
-    **dict.fromkeys(
-        [primitives.cumsum_p, primitives.cummax_p, primitives.cummin_p, primitives.cumprod_p,
-         primitives.cumlogsumexp_p], _along("axis"),
-    ),
+    **dict.fromkeys(SLICES, _same_size),
+    **dict.fromkeys(REDUCTIONS | ARGUMENTS, _reduce),
+    **dict.fromkeys(CUMULATIVE, _along("axis")),
     **dict.fromkeys(
         [primitives.reduce_window_sum_p, primitives.reduce_window_max_p, primitives.reduce_window_min_p], _same_size
     ),
-    **dict.fromkeys([primitives.scatter_p, primitives.scatter_add_p, primitives.scatter_mul_p], _same_dim),
+    **dict.fromkeys(SCATTERS, _same_dim),
     primitives.sort_p: _along("dimension"),
     primitives.rev_p: _along_many("dimensions"),
     primitives.broadcast_in_dim_p: _broadcast,

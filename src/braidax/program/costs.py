@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params, primitives
 from jax.extend.core.primitives import cond_p, conv_general_dilated_p, dot_general_p
 
 from .bodies import aval_of, bodies
-from .elementwise import ARITHMETIC, TRANSCENDENTAL
+from .kinds import ARGUMENTS, ARITHMETIC, REDUCTIONS, TRANSCENDENTAL
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,7 @@ _FLOPS: dict[Any, Callable[[JaxprEqn], int | float]] = {
     primitives.reduce_p: _of_operand,
     **dict.fromkeys(
         [
-            primitives.reduce_sum_p, primitives.reduce_max_p, primitives.reduce_min_p, primitives.reduce_prod_p,
-            primitives.reduce_and_p, primitives.reduce_or_p, primitives.argmax_p, primitives.argmin_p,
+            *REDUCTIONS, *ARGUMENTS,
             primitives.cumsum_p, primitives.cummax_p, primitives.cummin_p, primitives.cumprod_p, primitives.top_k_p,
         ],
         _of_operand,

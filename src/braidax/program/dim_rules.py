@@ -9,8 +9,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn, primitives
 
 from .bodies import aval_of
-from .elementwise import ELEMENTWISE
 from .flow import Place
+from .kinds import ARGUMENTS, CUMULATIVE, ELEMENTWISE, REDUCTIONS, SCATTERS, SLICES
 from .lines import line_of
 
 Labels = Sequence[int | None]
@@ -261,22 +261,11 @@ def line_at(equation: JaxprEqn, place: Place) -> str:
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(
-        [primitives.slice_p, primitives.dynamic_slice_p, primitives.dynamic_update_slice_p, primitives.pad_p], _kept
-    ),
-    **dict.fromkeys(
-        [
-            primitives.reduce_sum_p, primitives.reduce_max_p, primitives.reduce_min_p, primitives.reduce_prod_p,
-            primitives.reduce_and_p, primitives.reduce_or_p,
-        ],
-        _reduce,
-    ),
-    **dict.fromkeys([primitives.argmax_p, primitives.argmin_p], _argument),
-    **dict.fromkeys(
-        [primitives.cumsum_p, primitives.cummax_p, primitives.cummin_p, primitives.cumprod_p,
-         primitives.cumlogsumexp_p], _along("axis"),
-    ),
-    **dict.fromkeys([primitives.scatter_p, primitives.scatter_add_p, primitives.scatter_mul_p], _scatter),
+    **dict.fromkeys(SLICES, _kept),
+    **dict.fromkeys(REDUCTIONS, _reduce),
+    **dict.fromkeys(ARGUMENTS, _argument),
+    **dict.fromkeys(CUMULATIVE, _along("axis")),
+    **dict.fromkeys(SCATTERS, _scatter),
     primitives.sort_p: _along("dimension"),
     primitives.broadcast_in_dim_p: _broadcast,
     primitives.transpose_p: _transpose,

@@ -9,8 +9,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, primitives
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, scan_p
 
 from .bodies import Path, aval_of
-from .elementwise import ELEMENTWISE
 from .flow import Place, carried, flow
+from .kinds import ELEMENTWISE
 from .marks import kept_p
 
 _SAME = (

@@ -22,7 +22,7 @@ from jax.tree_util import Partial
 
 from .batch_dims import find_batch_dims
 from .bodies import Path, aval_of, bind, bodies
-from .elementwise import ELEMENTWISE
+from .kinds import ELEMENTWISE
 from .rewrite import Rule, evaluate
 from .trace import Program, trace
 

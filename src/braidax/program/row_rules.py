@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .elementwise import ELEMENTWISE
+from .kinds import ELEMENTWISE
 
 SUMS: Mapping[str, float] = {"reduce_sum": 0.0, "reduce_and": True, "reduce_or": False}
 """What joins all rows, and what a row must be that counts for nothing."""

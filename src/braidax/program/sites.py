@@ -28,8 +28,8 @@ from jax.extend.core.primitives import (
 )
 
 from .bodies import Path, aval_of, bind
-from .elementwise import ELEMENTWISE
 from .flow import Place, carried, flow
+from .kinds import ELEMENTWISE
 from .trace import Program
 
 Role = Literal["rows", "product", "kernel", "elementwise", "other"]

@@ -1,16 +1,17 @@
 """Metrics of a loss: what goes along the samples stays divided as these are, and is put together, not averaged."""
 
-import math
 from collections.abc import Collection, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
+from braidax.parallel.plan.batch import along_batch
 from braidax.program import Program, batch_dims_of_results
 
-_BATCH = 3  # the argument of a traced loss that is the batch
+BATCH = 3
+"""Which argument of a traced loss, `(params, variables, key, batch)`, is the batch."""
 
 
 @final
@@ -25,8 +26,8 @@ class MetricDims:
         self.microbatches = microbatches
         loss, (metrics, _) = program.out_specs
         self._specs = {"loss": loss, **metrics}
-        self._num_samples = jax.tree.leaves(program.in_specs[_BATCH])[0].shape[0]
-        found, structure = batch_dims_of_results(program, {_BATCH: 0}), jax.tree.structure(metrics)
+        self._num_samples = jax.tree.leaves(program.in_specs[BATCH])[0].shape[0]
+        found, structure = batch_dims_of_results(program, {BATCH: 0}), jax.tree.structure(metrics)
         places = {"loss": 0, **structure.unflatten(range(1, 1 + structure.num_leaves))}
         pairs = zip(jax.tree.leaves(places), jax.tree.leaves(self._specs), strict=True)
         self._dims = [self._whole(found[place], spec) for place, spec in pairs]
@@ -35,21 +36,16 @@ class MetricDims:
         """A dim, unless it is no multiple of the samples."""
         return None if dim is None or spec.shape[dim] % self._num_samples else dim
 
-    def shardings(self, mesh: Mesh, axes: Sequence[str], others: Collection[str]) -> dict[str, NamedSharding]:
+    def shardings(self, mesh: Mesh, axes: tuple[str, ...], others: Collection[str]) -> dict[str, NamedSharding]:
         """Returns where metrics lie: those along samples are split over mesh axes, the others on every device.
 
         **Arguments:** `axes`: over which samples are divided. `others`: names of what comes besides.
         """
-        over, whole = math.prod(mesh.shape[axis] for axis in axes), NamedSharding(mesh, PartitionSpec())
-
-        def sharding(dim: int | None, spec: Any) -> NamedSharding:
-            if dim is None or over == 1 or spec.shape[dim] * self.microbatches % over:
-                return whole
-            return NamedSharding(mesh, PartitionSpec(*[None] * dim, tuple(axes)))
-
         leaves, structure = jax.tree.flatten(self._specs)
-        found = structure.unflatten([sharding(*pair) for pair in zip(self._dims, leaves, strict=True)])
-        return found | dict.fromkeys(others, whole)
+        sizes = [tuple(size * self.microbatches for size in spec.shape) for spec in leaves]
+        pairs = zip(sizes, self._dims, strict=True)
+        found = structure.unflatten([along_batch(mesh, axes, *pair) for pair in pairs])
+        return found | dict.fromkeys(others, along_batch(mesh, axes, (), None))
 
     def parted(self, metrics: Any) -> tuple[list[Any], list[Any]]:
         """Returns the leaves of metrics that microbatches average, and those that go along the samples."""

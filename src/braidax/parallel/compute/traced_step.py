@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from braidax.errors import ArgumentError
 from braidax.parallel.dense.passes import dense_passes
-from braidax.parallel.plan.batch import batch_axes
+from braidax.parallel.plan.batch import along_batch, batch_axes
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.model import Model
 from braidax.parallel.plan.placements import Replicated
@@ -257,7 +257,4 @@ def _sharding(mesh: Mesh, plan: Plan, aval: Any, dim: int | None, layout: Layout
     """Of a value that lies like a leaf, or is divided along the dim of the batch; else it is replicated."""
     if layout is not None:
         return layout.sharding(mesh)
-    num_parts = math.prod(mesh.shape[axis] for axis in plan.batch_axes)
-    if dim is None or num_parts == 1 or aval.shape[dim] % num_parts:
-        return NamedSharding(mesh, PartitionSpec())
-    return NamedSharding(mesh, PartitionSpec(*[None] * dim, plan.batch_axes))
+    return along_batch(mesh, plan.batch_axes, aval.shape, dim)

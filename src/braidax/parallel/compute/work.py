@@ -1,7 +1,6 @@
 """What a step computes, before it is compiled: a loss over passes and feeds, in the global view."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from braidax.parallel.given.asking import Asking
 from braidax.parallel.given.initial import Born
 from braidax.parallel.given.loss import Loss
 from braidax.parallel.given.optimizer import applied
+from braidax.parallel.plan.batch import along_batch
 from braidax.parallel.plan.footprint import owners_of, shard_bytes, with_held
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan, follow, layouts_of, shardings_of
@@ -37,7 +37,7 @@ from braidax.program import (
 
 from .accumulate import Runs, all_gradients_of
 from .feed import Check, Feed, Reading
-from .metrics import MetricDims
+from .metrics import BATCH, MetricDims
 
 Evaluate = Callable[[Any, Any, Any, Any, Any, Any], dict[str, Any]]
 """`(params, held, variables, key, step, batch) -> metrics`."""
@@ -48,7 +48,7 @@ Reads = Callable[[Any, Any, Any, Any, Any, Any], tuple[Any, dict[str, Any]]]
 GRAD_NORM = "grad_norm"
 """The metric that tells the global norm of all gradients, if it is asked for."""
 
-_BATCH, _ROWS = 3, 4  # arguments of a traced loss: (params, variables, key, batch), and what it is fed
+_ROWS = BATCH + 1  # behind the arguments of a traced loss: what it is fed
 
 
 @final
@@ -190,16 +190,9 @@ class Work:
         """
         born, axes = self._born, self.plan.batch_axes
         program = fn.trace(born.params, born.variables, born.key, batch, mesh=self.mesh)
-        num_parts = math.prod(self.mesh.shape[axis] for axis in axes)
-        dims = batch_dims_of_results(program, {_BATCH: 0})
-
-        def sharding(spec: Any, dim: int | None) -> NamedSharding:
-            if dim is None or not axes or spec.shape[dim] % num_parts:
-                return self._replicated
-            return NamedSharding(self.mesh, PartitionSpec(*[None] * dim, axes))
-
         specs, structure = jax.tree.flatten(program.out_specs)
-        shardings = [sharding(spec, dim) for spec, dim in zip(specs, dims, strict=True)]
+        pairs = zip(specs, batch_dims_of_results(program, {BATCH: 0}), strict=True)
+        shardings = [along_batch(self.mesh, axes, spec.shape, dim) for spec, dim in pairs]
         return self._read_by(program), structure.unflatten(shardings)
 
     def _read_by(self, program: Program) -> Reads:
@@ -327,7 +320,7 @@ class Work:
 
     def _divided(self, reading: Reading | None) -> dict[int, Any]:
         """Returns which dims of a program's arguments are divided among devices."""
-        return {_BATCH: 0} if reading is None else {_BATCH: 0, _ROWS: reading.batch_dims}
+        return {BATCH: 0} if reading is None else {BATCH: 0, _ROWS: reading.batch_dims}
 
     def _traced_update(self, loss: jax.ShapeDtypeStruct) -> Program:
         specs = self._specs

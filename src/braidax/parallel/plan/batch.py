@@ -1,6 +1,7 @@
 """How a batch is split over a mesh."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,17 @@ def batch_axes(mesh: Mesh, strategies: Mapping[str, Strategy]) -> tuple[str, ...
     return tuple(name for name in mesh.axis_names if name in strategies and strategies[name].splits_batch)
 
 
+def along_batch(mesh: Mesh, axes: tuple[str, ...], shape: Sequence[int], dim: int | None) -> NamedSharding:
+    """Splits an array along the dim of its samples as the batch is; one that has none, or no even parts, is whole.
+
+    **Arguments:** `axes`: the mesh axes that the batch is split over. `dim`: of the samples, if there is one.
+    """
+    over = math.prod(mesh.shape[axis] for axis in axes)
+    if dim is None or over == 1 or shape[dim] % over:
+        return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
+
+
 def shard_batch(mesh: Mesh, axes: tuple[str, ...], batch: Any, *, microbatches: int = 1) -> Any:
     """Splits dim 0 of every leaf of a batch over mesh axes.
 
@@ -28,9 +40,7 @@ def shard_batch(mesh: Mesh, axes: tuple[str, ...], batch: Any, *, microbatches: 
     leaves = named_leaves(batch, "batch")
     if not leaves:
         raise ArgumentError(f"batch is {batch!r}, expected a PyTree with at least one array [batch, …]")
-    divisor = 1
-    for axis in axes:
-        divisor *= mesh.shape[axis]
+    divisor = math.prod(mesh.shape[axis] for axis in axes)
     for path, leaf in leaves:
         if not leaf.shape:
             raise SpecError(f"{path} has no dims, expected [batch, …]: repeat it for every sample, or close over it")

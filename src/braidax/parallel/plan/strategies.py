@@ -17,7 +17,7 @@ from .costs import costs_of
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Gathered, Placement, Replicated, Rows
-from .strategy import Choice, Strategy, check_combine_bytes, chosen, in_words, shown, why_no_rows
+from .strategy import Choice, Strategy, check_combine_bytes, check_min_bytes, chosen, in_words, shown, why_no_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,8 +65,7 @@ class FullySharded:
     min_bytes: int = 64 << 10
 
     def __post_init__(self) -> None:
-        if self.min_bytes < 0:
-            raise ArgumentError(f"min_bytes={self.min_bytes}: expected a size in bytes, such as 64 << 10")
+        check_min_bytes(self.min_bytes)
 
     def __repr__(self) -> str:
         return shown(self)

@@ -138,6 +138,12 @@ def in_words(count: float) -> str:
     return f"{count / unit:.3g} {name}"
 
 
+def check_min_bytes(min_bytes: int) -> None:
+    """Raises `ArgumentError` for a size below zero."""
+    if min_bytes < 0:
+        raise ArgumentError(f"min_bytes={min_bytes}: expected a size in bytes, such as 64 << 10")
+
+
 def num_bytes(spec: jax.ShapeDtypeStruct) -> int:
     """Returns the bytes of an array."""
     if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):

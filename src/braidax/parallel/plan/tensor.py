@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from braidax.errors import ArgumentError
 from braidax.program import Group
 
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Activations, Placement, Replicated, Split, check_activations
-from .strategy import Choice, chosen, in_words, num_bytes, shown
+from .strategy import Choice, check_min_bytes, chosen, in_words, num_bytes, shown
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,8 +31,7 @@ class TensorParallel:
     activations: Activations = "whole"
 
     def __post_init__(self) -> None:
-        if self.min_bytes < 0:
-            raise ArgumentError(f"min_bytes={self.min_bytes}: expected a size in bytes, such as 64 << 10")
+        check_min_bytes(self.min_bytes)
         check_activations(self.activations)
 
     def __repr__(self) -> str:

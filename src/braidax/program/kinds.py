@@ -1,4 +1,4 @@
-"""Primitives that compute every element of the result from the same element of the operands."""
+"""Kinds of primitives: what they do with the elements of their operands."""
 
 from typing import Any
 
@@ -34,3 +34,21 @@ ARITHMETIC: frozenset[Any] = frozenset(
 """One operation for each element."""
 
 ELEMENTWISE: frozenset[Any] = TRANSCENDENTAL | MOVING | ARITHMETIC
+"""Every element of the result is computed from the same element of the operands."""
+
+REDUCTIONS: frozenset[Any] = frozenset(
+    {p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.reduce_prod_p, p.reduce_and_p, p.reduce_or_p}
+)
+"""One value of all elements along `axes`."""
+
+ARGUMENTS: frozenset[Any] = frozenset({p.argmax_p, p.argmin_p})
+"""Where along `axes` such a value stands."""
+
+CUMULATIVE: frozenset[Any] = frozenset({p.cumsum_p, p.cummax_p, p.cummin_p, p.cumprod_p, p.cumlogsumexp_p})
+"""Of all elements before, along `axis`."""
+
+SLICES: frozenset[Any] = frozenset({p.slice_p, p.dynamic_slice_p, p.dynamic_update_slice_p, p.pad_p})
+"""A part of an array, or one that an array is part of."""
+
+SCATTERS: frozenset[Any] = frozenset({p.scatter_p, p.scatter_add_p, p.scatter_mul_p})
+"""Updates at indices."""
