@@ -226,8 +226,8 @@ def _hiding(plan: Plan, mesh: Mesh, model: Model) -> tuple[CompilerOption, ...]:
     platform, layouts = mesh.devices.flat[0].platform, layouts_of(plan)
     if platform == "cpu":
         return ()
-    paths, dtypes = [one.path for one in plan.variables], {one.path: one.dtype for one in plan.variables}
-    layer = largest_layer(dict(zip(paths, layouts, strict=True)), model.sites, dtypes)
+    paths = [one.path for one in plan.variables]
+    layer = largest_layer(dict(zip(paths, layouts, strict=True)), model.sites)
     sizes = [(layout, one.num_bytes) for layout, one in zip(layouts, plan.variables, strict=True)]
     return options_that_hide(platform, sizes, layer)
 

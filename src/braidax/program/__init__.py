@@ -55,6 +55,7 @@ from .rows import RowProgram as RowProgram
 from .rows import without_tables as without_tables
 from .sites import Entry as Entry
 from .sites import Site as Site
+from .sites import dims_of_value as dims_of_value
 from .sites import find_sites as find_sites
 from .sites import row_reader as row_reader
 from .sites import viewed as viewed

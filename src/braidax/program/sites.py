@@ -46,12 +46,14 @@ class Entry:
     what a remat computes again.
 
     **Fields:** `leaf`: its number. `level`: the path of the part's jaxpr, () for the whole program; `input`: which of
-    its inputs. `dims`: for each dim of the value, which dim of the leaf it is. `lengths`: of all scans around it.
+    its inputs. `dtype`: of the value. `dims`: for each dim of it, which dim of the leaf it is. `lengths`: of all scans
+    around it.
     """
 
     leaf: int
     level: Path
     input: int
+    dtype: Any
     dims: tuple[int, ...]
     lengths: tuple[int, ...] = ()
 
@@ -100,7 +102,7 @@ def find_sites(program: Program, argument: int = 0) -> tuple[Site, ...]:
     jaxpr = program.closed.jaxpr
     inputs: list[Any] = [None] * len(jaxpr.invars)
     for leaf, spec in enumerate(leaves):
-        entry = Entry(leaf, (), skipped + leaf, tuple(range(len(spec.shape))))
+        entry = Entry(leaf, (), skipped + leaf, spec.dtype, tuple(range(len(spec.shape))))
         inputs[skipped + leaf] = Value(entry)
     found = _Found()
     for at, held in enumerate(flow(jaxpr, inputs, found)):
@@ -134,12 +136,12 @@ class _Found:
         if equation.primitive is remat_p:
             if held.in_loop:
                 return held
-            return self._entered(held, equation, operand, place, dims=_dims(held), remat=True)
+            return self._entered(held, equation, operand, place, dims=dims_of_value(held), remat=True)
         if equation.primitive is scan_p:
             first, num_carry = carried(equation)
             if operand < first:
                 return replace(held, in_loop=True)
-            dims = _dims(held)
+            dims = dims_of_value(held)
             if operand >= first + num_carry and dims is not None:
                 return self._entered(held, equation, operand, place, dims=dims[1:], remat=held.remat)
         elif equation.primitive is while_p:
@@ -157,7 +159,8 @@ class _Found:
             self.record(held, place, operand, place.source or equation.source_info)
             return None
         lengths = place.lengths + ((equation.params["length"],) if equation.primitive is scan_p else ())
-        return Value(Entry(held.entry.leaf, (*place.path, 0), operand, dims, lengths), remat=remat)
+        dtype = aval_of(equation.invars[operand]).dtype
+        return Value(Entry(held.entry.leaf, (*place.path, 0), operand, dtype, dims, lengths), remat=remat)
 
     def out_of(self, equation: JaxprEqn, result: int, fact: Any, place: Place) -> Any:
         held: Value = fact
@@ -174,10 +177,10 @@ def _is_float(atom: Any) -> bool:
     return jax.numpy.issubdtype(aval_of(atom).dtype, jax.numpy.floating)
 
 
-def _dims(held: Value) -> tuple[int, ...] | None:
-    """Which dim of the leaf each dim of a value is; None where that is not known any more."""
-    dims: tuple[int, ...] = held.entry.dims
-    for equation in held.view:
+def dims_of_value(value: Value) -> tuple[int, ...] | None:
+    """Returns which dim of the leaf each dim of a value is; None where that is not known any more."""
+    dims: tuple[int, ...] = value.entry.dims
+    for equation in value.view:
         before, after = aval_of(equation.invars[0]).shape, aval_of(equation.outvars[0]).shape
         if equation.primitive is transpose_p:
             dims = tuple(dims[at] for at in equation.params["permutation"])

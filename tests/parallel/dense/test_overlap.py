@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import braidax.parallel as bx
+from braidax.parallel.dense import pieces
 from braidax.parallel.plan.compiling import options_that_hide
 
 LAYERS, WIDTH, VOCABULARY, SAMPLES, LENGTH, DEVICES = 6, 512, 4096, 64, 128, 8
@@ -42,7 +43,8 @@ def compiled(strategies: Mapping[str, Any]) -> bx.CompiledStep:
 
 
 @pytest.mark.usefixtures("aot")
-def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait() -> None:
+def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_LEAST_BYTES", TABLE // 8)
     found = compiled({"data": bx.FullySharded()})
     part = (DEVICES - 1) / DEVICES
     exposed = dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "all-reduce"), 0.0)
@@ -52,7 +54,7 @@ def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait() -
     ids = 4 * SAMPLES * LENGTH
     rows = 4 * SAMPLES * LENGTH * WIDTH / DEVICES
     assert exposed["all-gather"] <= part * (LAYER + ids)
-    assert exposed["reduce-scatter"] <= part * (LAYER + TABLE)
+    assert exposed["reduce-scatter"] <= part * (LAYER + TABLE / 4)
     assert exposed["all-to-all"] <= 2 * part * rows
     # Weights of layers cross twice, and their gradients; the table, whose rows are looked up in parts, once each way.
     assert found.sent_bytes == pytest.approx(part * (3 * LAYERS * LAYER + 2 * TABLE + 2 * rows + ids), rel=0.01)
@@ -68,10 +70,10 @@ def test_gradients_of_replicated_layers_are_summed_under_the_next_ones() -> None
 
 def test_options_follow_what_is_sent_and_the_platform() -> None:
     axis = bx.Axis("data", 8)
-    whole = bx.Layout.whole((16, 16))
+    whole, several = bx.Layout.whole((16, 16)), "experimental_parallel_collective_overlap_limit"
     gathered = whole.split(0, axis, how="gathered")
     names = {
-        case: {one.name.removeprefix("xla_gpu_enable_") for one in options_that_hide("gpu", variables)}
+        case: {one.name.removeprefix("xla_gpu_").removeprefix("enable_") for one in options_that_hide("gpu", variables)}
         for case, variables in {
             "whole": [(whole, 10)],
             "gathered": [(gathered, 10), (whole, 5)],
@@ -79,8 +81,8 @@ def test_options_follow_what_is_sent_and_the_platform() -> None:
         }.items()
     }  # fmt: skip
     assert names == {
-        "whole": {"pipelined_all_reduce"},
-        "gathered": {"pipelined_all_gather", "all_gather_combine_by_dim", "reduce_scatter_combine_by_dim"},
+        "whole": {several, "pipelined_all_reduce"},
+        "gathered": {several, "pipelined_all_gather", "all_gather_combine_by_dim", "reduce_scatter_combine_by_dim"},
         "rows": set(),
     }
     (*_, combined) = options_that_hide("gpu", [(gathered, 10)], 50_000_000)

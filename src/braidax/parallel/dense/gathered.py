@@ -21,6 +21,7 @@ from braidax.program import (
     Program,
     Site,
     bind,
+    equation_at,
     evaluate,
     find_batch_dims,
     find_sites,
@@ -28,6 +29,7 @@ from braidax.program import (
     viewed,
 )
 
+from .pieces import pieces_of
 from .weights import Entered, Key, covered, key_of, looked_up, weight_of
 
 
@@ -56,6 +58,10 @@ def gathered(
     if not used:
         return program
     last = max(used, key=lambda site: site.path)
+    others = [site for site in used if site is not last and key_of(site) == key_of(last) and site.role != "rows"]
+    pieces = (
+        None if others else pieces_of(last, equation_at(program.closed.jaxpr, last.path), weights[key_of(last)].dims)
+    )
     held: dict[Key, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
@@ -65,8 +71,8 @@ def gathered(
 
     def replace(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         one = at[0]  # where there are others, the role of each is "other", which nothing covers
-        given = one, weights[key_of(one)], equation, dims[one.path]
-        if found := looked_up(*given) or covered(*given, is_last=one is last):
+        given, of_last = (one, weights[key_of(one)], equation, dims[one.path]), one is last
+        if found := looked_up(*given) or covered(*given, is_last=of_last, pieces=pieces if of_last else None):
             return [found(inputs, held[key_of(one)])]
         for site in at:
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)

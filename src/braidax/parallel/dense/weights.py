@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from braidax.parallel.plan.layout import Layout
 from braidax.program import Entry, Equation, Site, aval_of, batch_dim_of_result, bind, row_reader, viewed
 
+from .pieces import Pieces
+
 Key = tuple[Entry, tuple[str, ...]]
 """What tells a weight: by which value it enters, and the types that this is brought to."""
 
@@ -206,11 +208,18 @@ def looked_up(site: Site, weight: Weight, equation: Equation, dims: Sequence[int
 
 
 def covered(
-    site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None], *, is_last: bool = False
+    site: Site,
+    weight: Weight,
+    equation: Equation,
+    dims: Sequence[int | None],
+    *,
+    is_last: bool = False,
+    pieces: Pieces | None = None,
 ) -> Any:
     """Returns the function that stands in place of an equation whose weight's gradient can be left in parts.
 
     **Arguments:** `is_last`: that uses a weight; the backward pass begins with it, which is kept until then.
+    `pieces`: in which its gradient is made, if that is all of the weight's.
     """
     if site.role == "other" or not weight.leaves_parts:
         return None
@@ -240,7 +249,10 @@ def covered(
             full, back = jax.lax.optimization_barrier((full, back))
             full = weight.gather(full)
         (of_operand,) = jax.vjp(lambda operand: apply(operand, full), operand)[1](back)
-        return of_operand, None, None, weight.part(local, dim, back_dim)(operand, back, full)
+        part = weight.part(local, dim, back_dim)
+        if pieces is not None:
+            return of_operand, pieces.scattered(part, weight.scatter, operand, back, full), None, None
+        return of_operand, None, None, part(operand, back, full)
 
     used.defvjp(forward, backward)
     return lambda inputs, held: used(inputs[other], *held)

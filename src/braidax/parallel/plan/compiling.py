@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,11 @@ class CompilerOption:
     why: str
 
 
+_SEVERAL = CompilerOption(
+    "xla_gpu_experimental_parallel_collective_overlap_limit", 2, "a long message does not keep others from starting"
+)
 _GATHERED_EARLY = (
+    _SEVERAL,
     CompilerOption(
         "xla_gpu_enable_pipelined_all_gather", True, "a loop gathers the next layer's weights while it uses this one's"
     ),
@@ -36,6 +39,7 @@ _GATHERED_EARLY = (
     ),
 )
 _SUMMED_EARLY = (
+    _SEVERAL,
     CompilerOption(
         "xla_gpu_enable_pipelined_all_reduce", True, "a loop sums a layer's gradients while it computes the next one's"
     ),
@@ -61,15 +65,15 @@ def options_that_hide(
     return (*options, CompilerOption("xla_gpu_all_gather_combine_threshold_bytes", layer_bytes, why))
 
 
-def largest_layer(layouts: Mapping[str, Layout], sites: Mapping[str, Sequence[Site]], dtypes: Mapping[str, Any]) -> int:
+def largest_layer(layouts: Mapping[str, Layout], sites: Mapping[str, Sequence[Site]]) -> int:
     """Returns the bytes of the weights that a loop gathers in a turn, of the loop that gathers most.
 
-    **Arguments:** all by path: how variables lie, where they are used, and their types.
+    **Arguments:** by path, how variables lie, and where they are used.
     """
     levels: defaultdict[Path, dict[str, int]] = defaultdict(dict)
     for path, layout in layouts.items():
         for value in (site.value for site in sites.get(path, ()) if layout.gathered and site.value.entry.lengths):
-            dtype = aval_of(value.casts[-1].outvars[0]).dtype if value.casts else dtypes[path]
+            dtype = aval_of(value.casts[-1].outvars[0]).dtype if value.casts else value.entry.dtype
             size = math.prod(layout.shape[dim] for dim in value.entry.dims)
             levels[value.entry.level][path] = size * np.dtype(dtype).itemsize
     return max((sum(sizes.values()) for sizes in levels.values()), default=0)

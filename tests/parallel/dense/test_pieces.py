@@ -1,0 +1,63 @@
+"""The gradient of the weight that is used last, which is made and scattered in pieces."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.parallel.dense import pieces
+from braidax.program import collectives_of
+from tests.parallel.dense.models import Model
+from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
+
+WIDTH, WORDS, SAMPLES = 16, 83, 16
+PIECE = 8 * WIDTH * 4  # bytes: so there are eight of ten or eleven words each
+
+
+def _init(key: jax.Array) -> Any:
+    table, layer, head = jax.random.split(key, 3)
+    return {
+        "table": jax.random.normal(table, (WORDS, WIDTH)) / 4,
+        "layers": jax.random.normal(layer, (3, WIDTH, WIDTH)) / 4,
+        "head": jax.random.normal(head, (WIDTH, WORDS)) / 4,
+    }
+
+
+def _batch(seed: int) -> Any:
+    return {"ids": jax.random.randint(jax.random.key(seed), (SAMPLES, 5), 0, WORDS)}
+
+
+def _loss(form: str) -> Any:
+    def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(
+            jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None)), params["table"][batch["ids"]], params["layers"]
+        )
+        logits = {
+            "tied": lambda: x @ params["table"].T,
+            "head": lambda: x @ params["head"],
+            "head first": lambda: jnp.einsum("dv,btd->vbt", params["head"], x).transpose(1, 2, 0),
+            "used twice": lambda: jnp.tanh(x @ params["head"]) @ params["head"].T @ params["head"],
+        }[form]()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("form", ["tied", "head", "head first", "used twice"])
+def test_it_trains_as_on_one_device(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_LEAST_BYTES", PIECE)
+    model = Model(_loss(form), _init, _batch)
+    step = make_step(model, {"data": bx.FullySharded(min_bytes=0)})
+    text = step.lower().gradients.compile().as_text()
+    scattered = [one for one in collectives_of(text) if one.kind == "reduce-scatter" and one.times == 1]
+    assert len(scattered) == (1 if form == "used twice" else 8)
+    assert_as_on_one_device(step, model)
+
+
+def test_small_gradients_stay_in_one_piece() -> None:
+    step = make_step(Model(_loss("head"), _init, _batch), {"data": bx.FullySharded(min_bytes=0)})
+    text = step.lower().gradients.compile().as_text()
+    assert len([one for one in collectives_of(text) if one.kind == "reduce-scatter" and one.times == 1]) == 1
