@@ -29,8 +29,8 @@ from braidax.program import (
     viewed,
 )
 
-from .pieces import pieces_of
-from .weights import Entered, Key, covered, key_of, looked_up, weight_of
+from .pieces import Pieces, pieces_of
+from .weights import Entered, Key, Weight, covered, key_of, looked_up, weight_of
 
 
 def gathered(
@@ -58,22 +58,24 @@ def gathered(
     if not used:
         return program
     last = max(used, key=lambda site: site.path)
-    others = [site for site in used if site is not last and key_of(site) == key_of(last) and site.role != "rows"]
-    pieces = (
-        None if others else pieces_of(last, equation_at(program.closed.jaxpr, last.path), weights[key_of(last)].dims)
-    )
+    pieces = _put_off(last, used, equation_at(program.closed.jaxpr, last.path), weights[key_of(last)], dims[last.path])
     held: dict[Key, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
         for key, weight in weights.items():
             if key[0].level == level:
                 held[key] = weight.enter(inputs[key[0].input])
+                if pieces is not None and key == key_of(last):
+                    held[key] = held[key]._replace(parts=fed)
 
     def replace(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         one = at[0]  # where there are others, the role of each is "other", which nothing covers
-        given, of_last = (one, weights[key_of(one)], equation, dims[one.path]), one is last
-        if found := looked_up(*given) or covered(*given, is_last=of_last, pieces=pieces if of_last else None):
-            return [found(inputs, held[key_of(one)])]
+        given = one, weights[key_of(one)], equation, dims[one.path]
+        if read := looked_up(*given):
+            return [read(inputs, held[key_of(one)])]
+        if found := covered(*given, is_last=one is last):
+            operand = inputs[1 - one.operand]
+            return [found(operand, held[key_of(one)], is_put_off=one is last and pieces is not None)]
         for site in at:
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
         return bind(equation, inputs)
@@ -89,7 +91,28 @@ def gathered(
             early.setdefault(entry.level[:-1], set()).add(entry.input)
 
     def run(*args: Any) -> Any:
-        outputs, _ = evaluate(program.closed, rules, jax.tree.leaves(args), entered=levels, unguarded=early)
+        leaves, fed = jax.tree.leaves(args), {}
+        if pieces is not None:
+            chosen = [*layouts]
+            values, known = pieces.put_off([leaves[leaf] for leaf in chosen], chosen.index(last.value.entry.leaf))
+            leaves, fed = _put(leaves, chosen, values), {(): known}
+        outputs, _ = evaluate(program.closed, rules, leaves, fed, entered=levels, unguarded=early)
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 
     return trace(run, *program.in_specs, mesh=mesh)
+
+
+def _put_off(
+    last: Site, used: Sequence[Site], equation: Equation, weight: Weight, dims: Sequence[int | None]
+) -> Pieces | None:
+    """Returns in which pieces the gradient of the last use is made, if it is the only one of that weight."""
+    others = [site for site in used if site is not last and key_of(site) == key_of(last) and site.role != "rows"]
+    product = None if others else covered(last, weight, equation, dims, is_last=True)
+    return None if product is None else pieces_of(product)
+
+
+def _put(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    found = list(leaves)
+    for at, value in zip(places, values, strict=True):
+        found[at] = value
+    return found

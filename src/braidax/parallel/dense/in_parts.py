@@ -27,7 +27,7 @@ from braidax.program import (
     trace,
 )
 
-from .weights import Entered, Key, Weight, covered, key_of, weight_of
+from .weights import Covered, Entered, Key, Weight, covered, key_of, weight_of
 
 
 class InParts(NamedTuple):
@@ -76,8 +76,8 @@ def in_parts(
     others: set[int] = set()
     held: dict[Key, Entered] = {}
 
-    def replace(key: Key, found: Any, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-        return [found(inputs, held[key])]
+    def replace(key: Key, found: Covered, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        return [found(inputs[1 - found.site.operand], held[key])]
 
     for site in sites:
         key, leaf, found = key_of(site), site.value.entry.leaf, None

@@ -13,8 +13,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from braidax.parallel.plan.layout import Layout
 from braidax.program import Entry, Equation, Site, aval_of, batch_dim_of_result, bind, row_reader, viewed
 
-from .pieces import Pieces
-
 Key = tuple[Entry, tuple[str, ...]]
 """What tells a weight: by which value it enters, and the types that this is brought to."""
 
@@ -60,18 +58,21 @@ class Weight:
     batch_axes: tuple[str, ...]
 
     def enter(self, value: Any, parts: Any = None) -> Entered:
-        """Casts what enters, and gathers it.
+        """Casts what enters, splits and gathers it.
 
         **Arguments:** `parts`: zeros of somebody's own, `[N, ...]`, who sums their gradient; the value's own then has
         nothing of the uses that are covered.
         """
-        for cast in self.casts:
-            (value,) = bind(cast, [value])
         if parts is not None:
+            value = self._cast(value)
             return Entered(value, value, parts)
-        value = self._split(self._padded(value))
+        value = self.shard(value)
         full, parts = self._entered(value)
         return Entered(value, full, parts)
+
+    def shard(self, value: Any) -> Any:
+        """Casts what enters, and splits it."""
+        return self._split(self._padded(self._cast(value)))
 
     def gather(self, value: Any) -> Any:
         """Brings a shard's value onto every device along the axes."""
@@ -160,6 +161,11 @@ class Weight:
         zeros = jnp.zeros((self.num_parts, *self.sizes), value.dtype)
         return jax.lax.with_sharding_constraint(zeros, _spec(self.kept, self.batch_axes))
 
+    def _cast(self, value: Any) -> Any:
+        for cast in self.casts:
+            (value,) = bind(cast, [value])
+        return value
+
     def _padded(self, value: Any) -> Any:
         before = [(0, 0)] * (value.ndim - len(self.padding))
         return jnp.pad(value, [*before, *((0, more) for more in self.padding)]) if any(self.padding) else value
@@ -208,18 +214,11 @@ def looked_up(site: Site, weight: Weight, equation: Equation, dims: Sequence[int
 
 
 def covered(
-    site: Site,
-    weight: Weight,
-    equation: Equation,
-    dims: Sequence[int | None],
-    *,
-    is_last: bool = False,
-    pieces: Pieces | None = None,
-) -> Any:
-    """Returns the function that stands in place of an equation whose weight's gradient can be left in parts.
+    site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None], *, is_last: bool = False
+) -> "Covered | None":
+    """Returns what stands in place of an equation whose weight's gradient can be left in parts; None where it cannot.
 
     **Arguments:** `is_last`: that uses a weight; the backward pass begins with it, which is kept until then.
-    `pieces`: in which its gradient is made, if that is all of the weight's.
     """
     if site.role == "other" or not weight.leaves_parts:
         return None
@@ -227,32 +226,54 @@ def covered(
     dim, back_dim = dims[other], batch_dim_of_result(equation, other, dims[other])
     if dim is None or back_dim is None or aval_of(equation.invars[other]).shape[dim] % weight.num_parts:
         return None
-    view = viewed(site)
     again = bool(weight.gathers) and not (site.value.in_loop or site.value.remat or is_last)  # and not kept until then
+    return Covered(site, weight, equation, dim, back_dim, again)
 
-    def apply(operand: Any, full: Any) -> Any:
-        return bind(equation, (operand, view(full)) if site.operand == 1 else (view(full), operand))[0]
 
-    def local(operand: Any, back: Any, full: Any) -> Any:
-        return jax.vjp(lambda full: apply(operand, full), full)[1](back)[0]
+@dataclass(frozen=True)
+class Covered:
+    """A product or convolution that leaves the gradient of its weight in parts.
 
-    @jax.custom_vjp
-    def used(operand: Any, shard: Any, full: Any, parts: Any) -> Any:
-        return apply(operand, full)
+    **Fields:** `dim`, `back_dim`: along which dims the operand and what comes back are divided. `again`: whether the
+    weight is gathered again in the backward pass.
+    """
 
-    def forward(operand: Any, shard: Any, full: Any, parts: Any) -> Any:
-        return apply(operand, full), (operand, shard if again else full)
+    site: Site
+    weight: Weight
+    equation: Equation
+    dim: int
+    back_dim: int
+    again: bool
 
-    def backward(kept: Any, back: Any) -> Any:
-        operand, full = kept
-        if again:
-            full, back = jax.lax.optimization_barrier((full, back))
-            full = weight.gather(full)
-        (of_operand,) = jax.vjp(lambda operand: apply(operand, full), operand)[1](back)
-        part = weight.part(local, dim, back_dim)
-        if pieces is not None:
-            return of_operand, pieces.scattered(part, weight.scatter, operand, back, full), None, None
-        return of_operand, None, None, part(operand, back, full)
+    def __call__(self, operand: Any, held: Entered, *, is_put_off: bool = False) -> Any:
+        """Returns the result. **Arguments:** `is_put_off`: `held.parts` takes what `parts` needs, not these."""
 
-    used.defvjp(forward, backward)
-    return lambda inputs, held: used(inputs[other], *held)
+        @jax.custom_vjp
+        def used(operand: Any, shard: Any, full: Any, parts: Any) -> Any:
+            return self._apply(operand, full)
+
+        def forward(operand: Any, shard: Any, full: Any, parts: Any) -> Any:
+            return self._apply(operand, full), (operand, shard if self.again else full)
+
+        def backward(kept: Any, back: Any) -> Any:
+            operand, full = kept
+            if self.again:
+                full, back = jax.lax.optimization_barrier((full, back))
+                full = self.weight.gather(full)
+            (of_operand,) = jax.vjp(lambda operand: self._apply(operand, full), operand)[1](back)
+            return of_operand, None, None, (operand, back) if is_put_off else self.parts(operand, back, full)
+
+        used.defvjp(forward, backward)
+        return used(operand, *held)
+
+    def parts(self, operand: Any, back: Any, full: Any) -> Any:
+        """Returns the gradient of the weight, one part a device."""
+
+        def local(operand: Any, back: Any, full: Any) -> Any:
+            return jax.vjp(lambda full: self._apply(operand, full), full)[1](back)[0]
+
+        return self.weight.part(local, self.dim, self.back_dim)(operand, back, full)
+
+    def _apply(self, operand: Any, full: Any) -> Any:
+        full = viewed(self.site)(full)
+        return bind(self.equation, (operand, full) if self.site.operand == 1 else (full, operand))[0]
