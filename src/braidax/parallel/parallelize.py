@@ -18,7 +18,7 @@ from .given.initial import trace_init, traced_loss
 from .given.loss import Loss
 from .given.trainable import Trainable, check_trainable, frozen_by
 from .plan.batch import batch_axes, shard_batch
-from .plan.compiling import CompilerOption, largest_layer, options_that_hide
+from .plan.compiling import CompilerOption, options_that_hide, sizes_of
 from .plan.footprint import with_sent
 from .plan.model import Model
 from .plan.named import Named
@@ -227,9 +227,12 @@ def _hiding(plan: Plan, mesh: Mesh, model: Model) -> tuple[CompilerOption, ...]:
     if platform == "cpu":
         return ()
     paths = [one.path for one in plan.variables]
-    layer = largest_layer(dict(zip(paths, layouts, strict=True)), model.sites)
+    gathered, whole = (
+        sizes_of({path: one for path, one in zip(paths, layouts, strict=True) if is_chosen(one)}, model.sites)
+        for is_chosen in (lambda one: one.gathered, lambda one: not one.gathered and not one.by_rows)
+    )
     sizes = [(layout, one.num_bytes) for layout, one in zip(layouts, plan.variables, strict=True)]
-    return options_that_hide(platform, sizes, layer)
+    return options_that_hide(platform, sizes, gathered, whole)
 
 
 def _context_mesh() -> Mesh:

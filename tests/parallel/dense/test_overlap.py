@@ -1,6 +1,8 @@
 """What runs while weights are gathered and gradients are summed, by the compiler for H100s."""
 
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,23 +11,22 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from braidax.parallel.dense import pieces
-from braidax.parallel.plan.compiling import options_that_hide
+from braidax.parallel.plan.compiling import Sizes, options_that_hide
 
-LAYERS, WIDTH, VOCABULARY, SAMPLES, LENGTH, DEVICES = 6, 512, 4096, 64, 128, 8
-LAYER, TABLE = 4 * 2 * WIDTH * 4 * WIDTH, 4 * VOCABULARY * WIDTH
+LAYERS, WIDTH, SAMPLES, LENGTH, DEVICES = 6, 512, 64, 128, 8
+LAYER = 4 * 2 * WIDTH * 4 * WIDTH
 
 
-def init(key: jax.Array) -> Any:
+def init(key: jax.Array, vocabulary: int) -> Any:
     up, down, table = jax.random.split(key, 3)
     return {
         "up": jax.random.normal(up, (LAYERS, WIDTH, 4 * WIDTH)),
         "down": jax.random.normal(down, (LAYERS, 4 * WIDTH, WIDTH)),
-        "table": jax.random.normal(table, (VOCABULARY, WIDTH)),
+        "table": jax.random.normal(table, (vocabulary, WIDTH)),
     }
 
 
-def compiled(strategies: Mapping[str, Any]) -> bx.CompiledStep:
+def compiled(strategies: Mapping[str, Any], vocabulary: int = 4096) -> bx.CompiledStep:
     def loss(params: Any, batch: Any) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
             return x + jnp.tanh(jnp.tanh(x) @ w["up"]) @ w["down"], None
@@ -37,27 +38,30 @@ def compiled(strategies: Mapping[str, Any]) -> bx.CompiledStep:
 
     batch = {"ids": jax.ShapeDtypeStruct((SAMPLES, LENGTH), jnp.int32)}
     mesh = jax.make_mesh((DEVICES,), ("data",))
-    step = bx.parallelize(loss, optax.sgd(1e-3), mesh, strategies, init=init, batch=batch)
+    step = bx.parallelize(
+        loss, optax.sgd(1e-3), mesh, strategies, init=partial(init, vocabulary=vocabulary), batch=batch
+    )
     assert step.plan.compiler_options == ()  # for CPU there are none
     return step.compile_for("h100:8")
 
 
 @pytest.mark.usefixtures("aot")
-def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_LEAST_BYTES", TABLE // 8)
-    found = compiled({"data": bx.FullySharded()})
+@pytest.mark.parametrize(("vocabulary", "waiting"), [(4096, 1.0), (65536, 0.5)])
+def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait(vocabulary: int, waiting: float) -> None:
+    found = compiled({"data": bx.FullySharded()}, vocabulary)
+    table = 4 * vocabulary * WIDTH
     part = (DEVICES - 1) / DEVICES
-    exposed = dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "all-reduce"), 0.0)
+    exposed: defaultdict[str, float] = defaultdict(float)
     for one in found.collectives:
         if not one.is_covered:
             exposed[one.kind] += one.times * one.sent_bytes
     ids = 4 * SAMPLES * LENGTH
     rows = 4 * SAMPLES * LENGTH * WIDTH / DEVICES
     assert exposed["all-gather"] <= part * (LAYER + ids)
-    assert exposed["reduce-scatter"] <= part * (LAYER + TABLE / 4)
+    assert exposed["reduce-scatter"] <= part * (LAYER + waiting * table)
     assert exposed["all-to-all"] <= 2 * part * rows
     # Weights of layers cross twice, and their gradients; the table, whose rows are looked up in parts, once each way.
-    assert found.sent_bytes == pytest.approx(part * (3 * LAYERS * LAYER + 2 * TABLE + 2 * rows + ids), rel=0.01)
+    assert found.sent_bytes == pytest.approx(part * (3 * LAYERS * LAYER + 2 * table + 2 * rows + ids), rel=0.01)
 
 
 @pytest.mark.usefixtures("aot")
@@ -81,10 +85,14 @@ def test_options_follow_what_is_sent_and_the_platform() -> None:
         }.items()
     }  # fmt: skip
     assert names == {
-        "whole": {several, "pipelined_all_reduce"},
-        "gathered": {several, "pipelined_all_gather", "all_gather_combine_by_dim", "reduce_scatter_combine_by_dim"},
+        "whole": {"pipelined_all_reduce"},
+        "gathered": {"pipelined_all_gather", "all_gather_combine_by_dim", "reduce_scatter_combine_by_dim"},
         "rows": set(),
     }
-    (*_, combined) = options_that_hide("gpu", [(gathered, 10)], 50_000_000)
+    (*_, combined) = options_that_hide("gpu", [(gathered, 10)], Sizes(50_000_000))
     assert (combined.name, combined.value) == ("xla_gpu_all_gather_combine_threshold_bytes", 50_000_000)
+    large, small = Sizes(layer=5, longest=6), Sizes(layer=5, longest=5)
+    for sizes in ([large, small], [small, large]):
+        found = [{one.name for one in options_that_hide("gpu", [(kind, 10)], *sizes)} for kind in (gathered, whole)]
+        assert [f"xla_gpu_{several}" in names for names in found] == [one is large for one in sizes]
     assert options_that_hide("cpu", [(gathered, 10)]) == options_that_hide("tpu", [(gathered, 10)]) == ()

@@ -29,7 +29,7 @@ from braidax.program import (
     viewed,
 )
 
-from .pieces import Pieces, pieces_of
+from .last_gradient import Pieces, pieces_of
 from .weights import Entered, Key, Weight, covered, key_of, looked_up, weight_of
 
 

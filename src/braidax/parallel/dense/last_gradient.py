@@ -18,8 +18,9 @@ from braidax.program import aval_of, dims_of_value
 from .weights import Covered
 
 _MOST = 8
+_FEWEST = 4
 _BEHIND = 2  # pieces that are made when all other gradients are there
-_LEAST_BYTES = 2**22  # a smaller piece is not worth a message of its own
+_LEAST_BYTES = 2**24  # a smaller piece is not worth a message of its own
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class Pieces:
         return put_off(*values)
 
     def _scattered(self, known: Any, others: Any) -> tuple[Any, Any]:
-        """Returns the shard of the gradient, and the other gradients, which are there before its last pieces are made."""
+        """Returns the shard of the gradient; and the other gradients, which are there before its last pieces are."""
         weight, sums, count = self.product.weight, list[Any](), len(self.bounds) - 1
         for number, (start, stop) in enumerate(zip(self.bounds[:-1], self.bounds[1:], strict=True)):
-            if number == max(count - _BEHIND, 1):
+            if number == count - _BEHIND:
                 known, others = jax.lax.optimization_barrier((known, others))
             operand, back = known
             sizes = [stop - start if dim == self.dim else size for dim, size in enumerate(weight.sizes)]
@@ -104,7 +105,7 @@ def pieces_of(product: Covered) -> Pieces | None:
         return None
     dim, weight = value.entry.dims.index(dims[kept[0]]), aval_of(equation.invars[site.operand])
     count = min(_MOST, weight.size * np.dtype(weight.dtype).itemsize // _LEAST_BYTES, weight.shape[kept[0]])
-    if count < 2 or product.weight.dims[dim]:
+    if count < _FEWEST or product.weight.dims[dim]:
         return None
     back_dim = 0 if site.operand == 0 else aval_of(equation.outvars[0]).ndim - 1
     return Pieces(product, dim, back_dim, tuple(weight.shape[kept[0]] * at // count for at in range(count + 1)))
