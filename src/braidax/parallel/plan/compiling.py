@@ -46,7 +46,7 @@ _SUMMED_EARLY = (
 
 
 class Sizes(NamedTuple):
-    """Bytes of weights. **Fields:** of the `layer` that a loop uses in a turn, and of the `longest` outside of loops."""
+    """Bytes of weights. **Fields:** of the `layer` that a loop uses in a turn, and the `longest` outside of loops."""
 
     layer: int = 0
     longest: int = 0
