@@ -96,8 +96,8 @@ def test_ids_out_of_range_mean_what_the_loss_says(loss: Any) -> None:
     step = make_step(loss, OPTIMIZERS["sgd"])
     state = step.init(jax.random.key(0))
     begun = jax.tree.map(jnp.asarray, as_dense(step, state.params))
-    on_one = jax.jit(jax.value_and_grad(lambda params: loss(params, with_wrong_ids(), copied(state.key))[0]))
-    expected, gradient = on_one(begun)
+    on_one = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch, None)[0]))
+    expected, gradient = on_one(begun, with_wrong_ids())
     state, metrics = step.update(state, with_wrong_ids())
     assert set(metrics) == {"loss", "row_rounds"}
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
