@@ -16,7 +16,7 @@ test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 nightly: .venv/stamp-nightly  ## The tests marked slow, and the oracles without the compiler's shortcuts.
 	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400

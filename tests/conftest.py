@@ -15,7 +15,7 @@ import jax
 import jaxtyping
 import pytest
 
-from tests.suite_time import SuiteTime
+from tests.suite_time import SuiteTime, begin_long_ones_first
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 QUICK = "not slow and not gpu"  # what runs where nothing else is asked for
@@ -53,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Counts the time of folders, in the process that hears of all tests."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(SuiteTime(is_judged=IN_CI and config.option.markexpr == QUICK), "suite-time")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders files, where several processes share them."""
+    if hasattr(config, "workerinput"):
+        begin_long_ones_first(items)
 
 
 def pytest_collection_finish() -> None:

@@ -27,6 +27,29 @@ NOISE = 3.0
 in slow hours folders that had not changed were seen to take 2.5 times theirs."""
 
 
+LONG_FILES = (
+    "tests/laws/test_docs.py",
+    "tests/test_examples.py",
+    "tests/test_trained_together.py",
+    "tests/parallel/test_restored.py",
+    "tests/parallel/test_wrap.py",
+    "tests/parallel/test_trainable.py",
+    "tests/parallel/dense/test_in_parts.py",
+    "tests/parallel/dense/test_overlap.py",
+)
+"""Files of few tests, or late in the alphabet, that take long: they begin first, so that none is left for the end."""
+
+
+def begin_long_ones_first(items: list[pytest.Item]) -> None:
+    """Orders tests by file: `LONG_FILES`, then those of most tests. The tests of a file stay together.
+
+    pytest-xdist hands files out in this order with `--no-loadscope-reorder`. Its own would be by number of tests alone:
+    then two processes wait for the one that runs a file of few long tests.
+    """
+    num_tests = Counter(item.location[0] for item in items)
+    items.sort(key=lambda item: (item.location[0] not in LONG_FILES, -num_tests[item.location[0]], item.location[0]))
+
+
 def over_budget(seconds: Mapping[str, float]) -> list[str]:
     """Says which folders took longer than they may. **Arguments:** `seconds`: that each folder took."""
     return [

@@ -3,9 +3,11 @@
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from tests.laws.tree import ROOT, SRC, Definition, decorators, definitions, imports, is_dunder, modules
-from tests.suite_time import BUDGET_SECONDS, over_budget
+from tests.suite_time import BUDGET_SECONDS, LONG_FILES, begin_long_ones_first, over_budget
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -209,6 +211,14 @@ def test_every_folder_of_tests_has_a_budget_and_all_fit_into_ten_minutes_on_two_
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/*") if any(path.parent.rglob("test_*.py"))}
     assert folders | {"tests"} == set(BUDGET_SECONDS)
     assert sum(BUDGET_SECONDS.values()) <= 2 * 10 * 60
+
+
+def test_long_files_begin_first() -> None:
+    assert [path for path in LONG_FILES if not (ROOT / path).exists()] == []
+    paths = ["tests/a.py", "tests/b.py", "tests/b.py", LONG_FILES[1], LONG_FILES[0], LONG_FILES[0]]
+    items: Any = [SimpleNamespace(location=(path, number, "")) for number, path in enumerate(paths)]
+    begin_long_ones_first(items)
+    assert [item.location[1] for item in items] == [4, 5, 3, 1, 2, 0]
 
 
 def test_a_folder_over_its_budget_is_found() -> None:

@@ -75,7 +75,7 @@ def test_there_are_8_devices() -> None:
     assert jax.device_count("cpu") == 8
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "1")])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.slow), ("-n", "1")])  # CI has several processes
 def test_in_ci_a_folder_that_takes_too_long_fails_the_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     folder = tmp_path / "tests" / "without_a_budget"
     folder.mkdir(parents=True)

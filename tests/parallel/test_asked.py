@@ -40,11 +40,16 @@ def make(strategies: Any, optimizer: Any, **options: Any) -> bx.Step:
 def single_device(params: Any, optimizer: Any, num_updates: int) -> tuple[Any, list[Any], Any]:
     optimizer = optax.with_extra_args_support(optimizer)
     opt_state, norms = optimizer.init(params), []
-    for seed in range(num_updates):
-        (loss, _), gradients = jax.value_and_grad(rows_loss, has_aux=True)(params, samples(seed))
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, batch: Any) -> Any:
+        (loss, _), gradients = jax.value_and_grad(rows_loss, has_aux=True)(params, batch)
         updates, opt_state = optimizer.update(gradients, opt_state, params, value=loss)
-        params = optax.apply_updates(params, updates)
-        norms.append(optax.tree.norm(gradients))
+        return optax.apply_updates(params, updates), opt_state, optax.tree.norm(gradients)
+
+    for seed in range(num_updates):
+        params, opt_state, norm = update(params, opt_state, samples(seed))
+        norms.append(norm)
     return params, norms, opt_state
 
 

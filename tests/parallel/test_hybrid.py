@@ -122,7 +122,7 @@ def assert_as_on_one_device(step: bx.Step, loss: Any, optimizer: Any, *, num_upd
         assert_close(copied(metrics), copied(expects), atol=1e-5)
     # What evaluation reads is what dense training would have by now, also of rows that no batch has touched lately.
     evaluated = step.evaluate(state, batches[0])
-    on_one = as_plain(loss)(expected, {}, jax.random.fold_in(state.key, num_updates), batches[0])
+    on_one = jax.jit(as_plain(loss))(expected, {}, jax.random.fold_in(state.key, num_updates), batches[0])
     np.testing.assert_allclose(evaluated["loss"], on_one[0], rtol=2e-5, atol=1e-5)
     touched = as_dense(step, step.settled(state).params)
     assert_close(touched, copied(expected), atol=1e-5)
@@ -131,8 +131,9 @@ def assert_as_on_one_device(step: bx.Step, loss: Any, optimizer: Any, *, num_upd
 SLOW = pytest.mark.slow  # a case like others, which is compiled and run nightly
 
 
+# Momentum catches up with missed steps in half of what Adam compiles; test_hybrid_optimizers.py has Adam.
 @pytest.mark.parametrize(
-    "optimizer", [name if name == "adam" else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
+    "optimizer", [name if name == "momentum" else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
 )
 def test_every_optimizer(optimizer: str) -> None:
     step = make_step(pooled, OPTIMIZERS[optimizer])
@@ -220,6 +221,10 @@ def test_tables_are_born_and_kept_in_parts() -> None:
     assert all({shard.data.shape[1] for shard in moment.addressable_shards} == {1} for moment in moments)
 
 
+def squared(params: Any, batch: Any, key: jax.Array) -> Any:
+    return (params["other"][batch["ids"]] ** 2).mean(), {}
+
+
 @pytest.mark.parametrize("mesh", ["8 auto", "8 explicit"])
 def test_no_device_makes_a_whole_table(mesh: str) -> None:
     num_rows = 100_000
@@ -227,10 +232,7 @@ def test_no_device_makes_a_whole_table(mesh: str) -> None:
     def large(key: jax.Array) -> Any:
         return {**init(key), "other": jax.random.normal(key, (num_rows, 16))}
 
-    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
-        return (params["other"][batch["ids"]] ** 2).mean(), {}
-
-    step = make_step(loss, OPTIMIZERS["sgd"], mesh, init=large)
+    step = make_step(squared, OPTIMIZERS["sgd"], mesh, init=large)
     compiled = step._init.lower(jax.eval_shape(lambda: jax.random.key(0))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < num_rows * 16 * 4
 
@@ -240,14 +242,14 @@ def test_memory_does_not_grow_with_the_table() -> None:
         def large(key: jax.Array) -> Any:
             return {**init(key), "other": jax.random.normal(key, (num_rows, WIDTH))}
 
-        lowered = make_step(pooled, OPTIMIZERS["adagrad"], init=large).lower()
+        lowered = make_step(squared, OPTIMIZERS["adagrad"], init=large).lower()
         return sum(one.compile().memory_analysis().temp_size_in_bytes for one in lowered)
 
     assert temporary_bytes(400_000) <= temporary_bytes(40_000) + 1024
 
 
 def test_an_update_compiles_once() -> None:
-    step = make_step(pooled, OPTIMIZERS["adagrad"])
+    step = make_step(pooled, OPTIMIZERS["momentum"])  # what test_every_optimizer has compiled
     state = step.init(jax.random.key(0))
     with jax.log_compiles(False):
         for seed in range(3):
@@ -400,7 +402,7 @@ def test_evaluation_may_use_a_table_whole() -> None:
         state = params["table"][batch["ids"][:, 0]]
         return (state**2).mean() if train else (state @ params["other"].T).mean()
 
-    step = make_step(loss, OPTIMIZERS["adam"], strategies={"data": bx.Hybrid({"params/other": bx.Replicated()})})
+    step = make_step(loss, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid({"params/other": bx.Replicated()})})
     state = step.init(jax.random.key(0))
     dense = as_dense(step, state.params)
     got = step.evaluate(state, make_batch())["loss"]
@@ -411,7 +413,7 @@ def test_evaluation_may_use_a_table_whole() -> None:
         state = params["table"][batch["ids"][:, 0]]
         return (state**2).mean() if train else (params["table"] ** 2).mean()
 
-    step = make_step(other, OPTIMIZERS["adam"])
+    step = make_step(other, OPTIMIZERS["momentum"])
     state = step.init(jax.random.key(0))
     for seed in range(2):
         state, _ = step.update(state, make_batch(seed))

@@ -71,6 +71,7 @@ BY_ROWS: dict[str, Callable[[], Optimizer]] = {
     "adam": lambda: optax.adam(1e-2),
     "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
     "adamw, mask by ndim": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=by_ndim),
+    "momentum, decay by ndim": lambda: optax.chain(optax.add_decayed_weights(0.1, by_ndim), optax.sgd(0.1, 0.9)),
     "adamw, mask by path": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=by_path),
     "adamw, mask tree": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=TREE),
     "adamw, table masked by a tree": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=MASKED),
@@ -106,7 +107,7 @@ BY_ROWS: dict[str, Callable[[], Optimizer]] = {
 }  # fmt: skip
 
 QUICK = (
-    "adamw, mask by ndim",
+    "momentum, decay by ndim",
     "adamw, warmup from zero",
     "frozen by a function",
     "clipped, mask tree",
@@ -274,12 +275,17 @@ def test_another_rate_counts_from_where_it_was_set() -> None:
     state = step.init(jax.random.key(0))
     params = jax.tree.map(jnp.asarray, copied(step.to_dense(state).params))
     opt_state = optimizer.init(params)
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, batch: Any) -> Any:
+        moves, opt_state = optimizer.update(jax.grad(loss)(params, batch), opt_state, params)
+        return optax.apply_updates(params, moves), opt_state
+
     for number, batch in enumerate(batches):
         if number == 3:
             opt_state.hyperparams["learning_rate"] = jnp.asarray(0.01)
             state.opt_state["dense"].hyperparams["learning_rate"] = jnp.asarray(0.01)
-        moves, opt_state = optimizer.update(jax.grad(loss)(params, batch), opt_state, params)
-        params = optax.apply_updates(params, moves)
+        params, opt_state = update(params, opt_state, batch)
         state, _ = step.update(state, batch)
     assert placement(step)[0] == "rows"
     assert_alike(copied(step.to_dense(state).params), copied(params))

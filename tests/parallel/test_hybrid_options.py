@@ -26,6 +26,7 @@ from tests.parallel.test_hybrid import (
     placed,
     pooled,
     sampled,
+    scanned,
 )
 
 TABLES = ("table", "other", "narrow")
@@ -33,13 +34,21 @@ INNER = {f"params/{name}": bx.Rows(aggregate="inner") for name in TABLES}
 BOTH = {"data": bx.Hybrid(INNER), "model": bx.Hybrid()}
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("4x2 explicit", marks=pytest.mark.slow), "4x2 auto"])
-def test_rows_aggregated_inside_hosts(mesh: str) -> None:
-    step = make_step(sampled, OPTIMIZERS["adagrad"], mesh, strategies=BOTH)
+@pytest.mark.parametrize(
+    ("loss", "names", "mesh"),
+    [
+        pytest.param(sampled, TABLES, "4x2 explicit", marks=pytest.mark.slow),
+        (scanned, ("table",), "4x2 auto"),  # one table: what several do is in rows/test_exchange.py
+    ],
+)
+def test_rows_aggregated_inside_hosts(loss: Any, names: tuple[str, ...], mesh: str) -> None:
+    inner = {f"params/{name}": bx.Rows(aggregate="inner") for name in names}
+    strategies = {"data": bx.Hybrid(inner), "model": bx.Hybrid()}
+    step = make_step(loss, OPTIMIZERS["adagrad"], mesh, strategies=strategies)
     reading: Any = step._work._reading  # pyright: ignore[reportPrivateUsage]
     groups = reading.packing.groups
     assert [[hop.axes for hop in group.exchange.hops] for group in groups] == [[("model",), ("data",)]] * len(groups)
-    assert_as_on_one_device(step, sampled, OPTIMIZERS["adagrad"], num_updates=4)
+    assert_as_on_one_device(step, loss, OPTIMIZERS["adagrad"], num_updates=4)
 
 
 def test_a_row_optimizer_of_ones_own() -> None:
@@ -47,7 +56,7 @@ def test_a_row_optimizer_of_ones_own() -> None:
     step = make_step(pooled, OPTIMIZERS["sgd"], strategies=strategies)
     state, batch = step.init(jax.random.key(3)), make_batch()
     begun, key = as_dense(step, state.params), jax.random.fold_in(copied(state.key), 0)
-    gradient = jax.grad(lambda params: pooled(params, batch, key)[0])(jax.tree.map(jnp.asarray, begun))["table"]
+    gradient = jax.jit(jax.grad(lambda params: pooled(params, batch, key)[0]))(begun)["table"]
     state, _ = step.update(state, batch)
     sums = 0.1 + np.square(gradient).mean(1)
     expected = begun["table"] - 0.2 * gradient / np.sqrt(sums + 1e-7)[:, None]
@@ -87,7 +96,8 @@ def test_ids_out_of_range_mean_what_the_loss_says(loss: Any) -> None:
     step = make_step(loss, OPTIMIZERS["sgd"])
     state = step.init(jax.random.key(0))
     begun = jax.tree.map(jnp.asarray, as_dense(step, state.params))
-    expected, gradient = jax.value_and_grad(lambda params: loss(params, with_wrong_ids(), copied(state.key))[0])(begun)
+    on_one = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch, None)[0]))
+    expected, gradient = on_one(begun, with_wrong_ids())
     state, metrics = step.update(state, with_wrong_ids())
     assert set(metrics) == {"loss", "row_rounds"}
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
@@ -206,7 +216,7 @@ def test_the_combine_threshold_reaches_the_compiler(monkeypatch: pytest.MonkeyPa
         return compile_on(*args, compiler_options=compiler_options, **options)
 
     monkeypatch.setattr("braidax.parallel.step.compile_on", noted)
-    step = make_step(pooled, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(combine_bytes=1 << 20)})
+    step = make_step(clipped, OPTIMIZERS["sgd"], strategies={"data": bx.Hybrid(combine_bytes=1 << 20)})
     assert asked[0] == {"xla_gpu_all_reduce_combine_threshold_bytes": 1 << 20}  # of the gradients
     _, metrics = step.update(step.init(jax.random.key(0)), make_batch())
     assert np.isfinite(metrics["loss"])

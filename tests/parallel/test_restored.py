@@ -27,7 +27,7 @@ from tests.parallel.test_hybrid import HYBRID, make_batch, make_step, placed, po
 
 
 def test_a_checkpoint_goes_on_over_another_number_of_devices_and_whole(tmp_path: Path) -> None:
-    optimizer = optax.adam(3e-2)
+    optimizer = optax.sgd(3e-2, momentum=0.9)
     eight = make_step(pooled, optimizer)
     state = eight.init(jax.random.key(3))
     for seed in range(2):

@@ -16,6 +16,7 @@ from tests.parallel.models import assert_close, copied, make_mesh
 ROWS = 401
 BATCH = {"ids": jax.ShapeDtypeStruct((16, 3), jnp.int32), "target": jax.ShapeDtypeStruct((16,), jnp.float32)}
 ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+MOMENTUM = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9))
 
 
 def init(key: jax.Array) -> Any:
@@ -39,7 +40,7 @@ def samples(seed: int) -> dict[str, np.ndarray]:
 def make(strategy: Any = None, trainable: Any = "params/lora/*", **options: Any) -> bx.Step:
     strategies = None if strategy is None else {"data": strategy}
     options = {"init": init, "batch": BATCH, **options}
-    return bx.parallelize(loss, ADAM, make_mesh(), strategies, trainable=trainable, **options)
+    return bx.parallelize(loss, options.pop("optimizer", ADAM), make_mesh(), strategies, trainable=trainable, **options)
 
 
 def parted(params: Any, frozen: set[str]) -> Any:
@@ -47,36 +48,39 @@ def parted(params: Any, frozen: set[str]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def on_one_device(params: Any, frozen: set[str], num_updates: int) -> Any:
+def on_one_device(optimizer: Any, params: Any, frozen: set[str], num_updates: int) -> Any:
     leaves, structure = jax.tree.flatten(params)
     still = [path in frozen for path, _ in named_leaves(params, "params")]
     moved = [leaf for leaf, fixed in zip(leaves, still, strict=True) if not fixed]
-    opt_state = ADAM.init(moved)
+    opt_state = optimizer.init(moved)
 
     def of(moved: Any, batch: Any) -> jax.Array:
         rest = iter(moved)
         given = [leaf if fixed else next(rest) for leaf, fixed in zip(leaves, still, strict=True)]
         return loss(structure.unflatten(given), batch)
 
+    @jax.jit
+    def update(moved: Any, opt_state: Any, batch: Any) -> Any:
+        updates, opt_state = optimizer.update(jax.grad(of)(moved, batch), opt_state, moved)
+        return optax.apply_updates(moved, updates), opt_state
+
     for seed in range(num_updates):
-        gradients = jax.grad(of)(moved, samples(seed))
-        updates, opt_state = ADAM.update(gradients, opt_state, moved)
-        moved = optax.apply_updates(moved, updates)
+        moved, opt_state = update(moved, opt_state, samples(seed))
     rest = iter(moved)
     return structure.unflatten([leaf if fixed else next(rest) for leaf, fixed in zip(leaves, still, strict=True)])
 
 
 @pytest.mark.parametrize(
-    ("strategy", "trainable", "microbatches"),
+    ("strategy", "trainable", "microbatches", "optimizer"),
     [
-        (bx.DataParallel(), "params/lora/*", 2),
-        (bx.FullySharded(min_bytes=0), "params/lora/*", 1),
-        (bx.Hybrid(dense=bx.FullySharded(min_bytes=0)), ["params/lora/*", "params/base/table"], 2),
+        (bx.DataParallel(), "params/lora/*", 2, ADAM),
+        (bx.FullySharded(min_bytes=0), "params/lora/*", 1, ADAM),
+        (bx.Hybrid(dense=bx.FullySharded(min_bytes=0)), ["params/lora/*", "params/base/table"], 2, MOMENTUM),
     ],
     ids=["whole, microbatches", "gathered", "rows, gathered, microbatches"],
 )
-def test_what_is_trained_is_as_on_one_device(strategy: Any, trainable: Any, microbatches: int) -> None:
-    step = make(strategy, trainable, microbatches=microbatches)
+def test_what_is_trained_is_as_on_one_device(strategy: Any, trainable: Any, microbatches: int, optimizer: Any) -> None:
+    step = make(strategy, trainable, microbatches=microbatches, optimizer=optimizer)
     frozen = {one.path for one in step.plan.variables if one.frozen}
     assert frozen == {"params/base/kernel"} | ({"params/base/table"} if isinstance(trainable, str) else set())
     state = step.init(jax.random.key(0))
@@ -84,7 +88,7 @@ def test_what_is_trained_is_as_on_one_device(strategy: Any, trainable: Any, micr
     for seed in range(3):
         state, _ = step.update(state, samples(seed))
     found = copied(step.to_dense(state).params)
-    assert_close(found, copied(on_one_device(params, frozen, 3)), atol=1e-5)
+    assert_close(found, copied(on_one_device(optimizer, params, frozen, 3)), atol=1e-5)
     np.testing.assert_array_equal(found["base"]["kernel"], params["base"]["kernel"])
     assert copied(step.from_dense(step.to_dense(state)).params).keys() == found.keys()
 

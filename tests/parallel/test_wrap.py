@@ -70,7 +70,9 @@ def samples(seed: int, size: int = 16) -> dict[str, np.ndarray]:
 
 @functools.cache
 def step_by(name: str) -> bx.Step:
-    return bx.parallelize(loss, optax.adam(1e-2), make_mesh(), STRATEGIES[name], init=init, batch=BATCH)
+    # Rows lag behind: they are caught up with where they are read, by less of a program than Adam's.
+    optimizer = optax.sgd(1e-2, momentum=0.9)
+    return bx.parallelize(loss, optimizer, make_mesh(), STRATEGIES[name], init=init, batch=BATCH)
 
 
 def made(name: str) -> tuple[bx.Step, bx.State]:
@@ -86,7 +88,8 @@ def test_it_computes_what_one_device_computes_and_leaves_it_split(name: str) -> 
     form = {"ids": jax.ShapeDtypeStruct((32, LENGTH), jnp.int32)}
     wrapped = step.wrap(predict, batch=form)
     found = wrapped(state, samples(3, 32))
-    expected = predict(whole, samples(3, 32), {"shift": np.full(WIDTH, 0.5, np.float32)}, False)
+    on_one = jax.jit(predict, static_argnums=3)
+    expected = on_one(whole, samples(3, 32), {"shift": np.full(WIDTH, 0.5, np.float32)}, False)
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5)
     axes = ("data", "model") if name == "gathered" else ("data",)

@@ -33,7 +33,9 @@ def make_step(model: Model, strategies: Any, mesh: str = "8 explicit", **options
     return bx.parallelize(model.loss, optimizer, make_mesh(mesh), strategies, init=model.init, batch=batch, **options)
 
 
-def assert_as_on_one_device(step: bx.Step, model: Model, *, num_updates: int = 4, atol: float = 1e-5) -> None:
+def assert_as_on_one_device(
+    step: bx.Step, model: Model, *, optimizer: Any = OPTIMIZER, num_updates: int = 4, atol: float = 1e-5
+) -> None:
     state = step.init(jax.random.key(3))
     begun = step.to_dense(state)
     batches = [model.batch(seed) for seed in range(num_updates)]
@@ -41,13 +43,13 @@ def assert_as_on_one_device(step: bx.Step, model: Model, *, num_updates: int = 4
     def loss(params: Any, variables: Any, key: Any, batch: Any) -> Any:
         return model.loss(params, batch, key), ({}, variables)
 
-    expected, _, metrics = single_device(loss, OPTIMIZER, begun, batches)
+    expected, _, metrics = single_device(loss, optimizer, begun, batches)
     for batch, expects in zip(batches, metrics, strict=True):
         state, found = step.update(state, batch)
         np.testing.assert_allclose(found["loss"], expects["loss"], rtol=2e-5, atol=atol)
     assert_close(copied(step.to_dense(state).params), copied(expected), atol=atol)
     key = jax.random.fold_in(on_one_device(state.key), num_updates)
-    on_one = model.loss(expected, batches[0], key)
+    on_one = jax.jit(model.loss)(expected, batches[0], key)
     np.testing.assert_allclose(step.evaluate(state, batches[0])["loss"], on_one, rtol=2e-5, atol=atol)
 
 
