@@ -1,11 +1,11 @@
 """Equations that hold jaxprs: which may be entered, and how their operands arrive inside."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.extend.core.primitives import closed_call_p, cond_p, jit_p, remat_p, scan_p, while_p
 
 Equation = JaxprEqn
@@ -38,9 +38,14 @@ def bodies(equation: JaxprEqn) -> tuple[Body, ...]:
     nothing for any other, and nothing when an operand is no plain array (a reference).
     """
     read = _READERS.get(equation.primitive)
-    if read is None or not all(isinstance(atom.aval, ShapedArray) for atom in equation.invars):
+    if read is None or has_references(equation):
         return ()
     return read(equation.params, range(len(equation.invars)))
+
+
+def has_references(equation: JaxprEqn) -> bool:
+    """Whether an equation takes something that is no plain array: a reference, which it may change."""
+    return not all(isinstance(atom.aval, ShapedArray) for atom in equation.invars)
 
 
 def aval_of(atom: Any) -> Any:
@@ -58,6 +63,22 @@ def equation_at(jaxpr: Jaxpr, path: Path) -> JaxprEqn:
     """Returns the equation that stands at a path."""
     equation = jaxpr.eqns[path[0]]
     return equation if len(path) == 1 else equation_at(bodies(equation)[path[1]].jaxpr, path[2:])
+
+
+def equations_of(jaxpr: Jaxpr, here: Path = ()) -> Iterator[tuple[Path, JaxprEqn]]:
+    """Yields every equation of a jaxpr and of all that `bodies` opens, with its path; what holds others comes first."""
+    for index, equation in enumerate(jaxpr.eqns):
+        yield (*here, index), equation
+        for which, body in enumerate(bodies(equation)):
+            yield from equations_of(body.jaxpr, (*here, index, which))
+
+
+def every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yields the equations of a jaxpr and of all jaxprs in it, also of those that nothing may be changed in."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from every_equation(inner)
 
 
 def _read_closed(closed: ClosedJaxpr, operands: Sequence[int], length: int | None = 1) -> Body:
