@@ -65,6 +65,27 @@ def equation_at(jaxpr: Jaxpr, path: Path) -> JaxprEqn:
     return equation if len(path) == 1 else equation_at(bodies(equation)[path[1]].jaxpr, path[2:])
 
 
+def with_equation(jaxpr: Jaxpr, path: Path, equation: JaxprEqn) -> Jaxpr:
+    """Returns the jaxpr with another equation, of the same operands and results, at a path."""
+    at, *inner = path
+    if inner:
+        body = with_equation(bodies(jaxpr.eqns[at])[inner[0]].jaxpr, tuple(inner[1:]), equation)
+        equation = with_body(jaxpr.eqns[at], inner[0], body)
+    return jaxpr.replace(eqns=[*jaxpr.eqns[:at], equation, *jaxpr.eqns[at + 1 :]])
+
+
+def with_body(equation: JaxprEqn, which: int, jaxpr: Jaxpr) -> JaxprEqn:
+    """Returns the equation with another jaxpr, of the same inputs and outputs, as one of its `bodies`."""
+    params = dict(equation.params)
+    if equation.primitive is cond_p:
+        branches = list(params["branches"])
+        branches[which] = ClosedJaxpr(jaxpr, branches[which].consts)
+        return equation.replace(params=params | {"branches": tuple(branches)})
+    name = _NAMES[equation.primitive][which]
+    held = jaxpr if equation.primitive is remat_p else ClosedJaxpr(jaxpr, params[name].consts)
+    return equation.replace(params=params | {name: held})
+
+
 def equations_of(jaxpr: Jaxpr, here: Path = ()) -> Iterator[tuple[Path, JaxprEqn]]:
     """Yields every equation of a jaxpr and of all that `bodies` opens, with its path; what holds others comes first."""
     for index, equation in enumerate(jaxpr.eqns):
@@ -93,6 +114,13 @@ def _read_while(params: dict[str, Any], operands: Sequence[int]) -> tuple[Body, 
     )
 
 
+_NAMES: dict[Any, tuple[str, ...]] = {
+    jit_p: ("jaxpr",),
+    closed_call_p: ("call_jaxpr",),
+    remat_p: ("jaxpr",),
+    scan_p: ("jaxpr",),
+    while_p: ("cond_jaxpr", "body_jaxpr"),
+}
 _READERS: dict[Any, Any] = {
     jit_p: lambda params, operands: (_read_closed(params["jaxpr"], operands),),
     closed_call_p: lambda params, operands: (_read_closed(params["call_jaxpr"], operands),),
