@@ -86,12 +86,14 @@ def with_body(equation: JaxprEqn, which: int, jaxpr: Jaxpr) -> JaxprEqn:
     return equation.replace(params=params | {name: held})
 
 
-def equations_of(jaxpr: Jaxpr, here: Path = ()) -> Iterator[tuple[Path, JaxprEqn]]:
-    """Yields every equation of a jaxpr and of all that `bodies` opens, with its path; what holds others comes first."""
+def equations_of(jaxpr: Jaxpr, here: Path = ()) -> list[tuple[Path, JaxprEqn]]:
+    """Lists every equation of a jaxpr and of all that `bodies` opens, with its path; what holds others comes first."""
+    found: list[tuple[Path, JaxprEqn]] = []
     for index, equation in enumerate(jaxpr.eqns):
-        yield (*here, index), equation
+        found.append(((*here, index), equation))
         for which, body in enumerate(bodies(equation)):
-            yield from equations_of(body.jaxpr, (*here, index, which))
+            found += equations_of(body.jaxpr, (*here, index, which))
+    return found
 
 
 def every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
