@@ -46,6 +46,9 @@ from .names import join as join
 from .names import named_leaves as named_leaves
 from .names import with_leaves as with_leaves
 from .names import without_leaves as without_leaves
+from .outline import Unit as Unit
+from .outline import outline as outline
+from .outline import unit_path as unit_path
 from .prune import reads_argument as reads_argument
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate
@@ -53,6 +56,7 @@ from .rows import OUT_OF_RANGE as OUT_OF_RANGE
 from .rows import Lookup as Lookup
 from .rows import RowProgram as RowProgram
 from .rows import without_tables as without_tables
+from .saving import with_names_saved as with_names_saved
 from .sites import Entry as Entry
 from .sites import Site as Site
 from .sites import dims_of_value as dims_of_value

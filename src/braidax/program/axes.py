@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from braidax.errors import ArgumentError
 
-from .bodies import Path, bodies
+from .bodies import Path, bodies, equations_of, every_equation
 from .lines import line_of
 from .marks import kept_p
 from .rewrite import evaluate
@@ -34,28 +34,24 @@ def without_axes(closed: ClosedJaxpr, axes: Collection[str]) -> ClosedJaxpr:
     **Returns:** the same program, in which nothing names one of them. **Raises:** `ArgumentError` for a collective that
     speaks of other members, or that stands where it cannot be replaced.
     """
-    rules = dict(_collectives(closed.jaxpr, axes, ()))
+    rules = dict(_collectives(closed.jaxpr, axes))
     if not rules:
         return closed
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *args: evaluate(closed, rules, args)[0])(*inputs)
 
 
-def _collectives(jaxpr: Jaxpr, axes: Collection[str], path: Path) -> Iterator[tuple[Path, Rule]]:
+def _collectives(jaxpr: Jaxpr, axes: Collection[str]) -> Iterator[tuple[Path, Rule]]:
     """The path of each collective over one of the axes, and what stands in its place."""
-    for index, equation in enumerate(jaxpr.eqns):
-        here = (*path, index)
+    for path, equation in equations_of(jaxpr):
         if _names(equation) & {*axes}:
             if equation.primitive.name not in _RULES:
                 raise ArgumentError(f"{_told(equation)} has no rule: leave it out, since the loss sees the whole batch")
-            yield here, _RULES[equation.primitive.name]
+            yield path, _RULES[equation.primitive.name]
         elif equation.primitive is kept_p:
             if _holds(equation.params["jaxpr"].jaxpr, axes):
-                yield here, partial(_kept, axes)
-        elif inner := bodies(equation):
-            for which, body in enumerate(inner):
-                yield from _collectives(body.jaxpr, axes, (*here, which))
-        elif any(_holds(body, axes) for body in jaxprs_in_params(equation.params)):
+                yield path, partial(_kept, axes)
+        elif not bodies(equation) and any(_holds(body, axes) for body in jaxprs_in_params(equation.params)):
             raise ArgumentError(
                 f"a collective over one of the axes {sorted(axes)} stands inside "
                 f"{equation.primitive.name.removesuffix('_call')}, which is not entered, lest its own derivative be "
@@ -70,8 +66,7 @@ def _names(equation: JaxprEqn) -> set[Any]:
 
 
 def _holds(jaxpr: Jaxpr, axes: Collection[str]) -> bool:
-    inner = (body for equation in jaxpr.eqns for body in jaxprs_in_params(equation.params))
-    return any(_names(equation) & {*axes} for equation in jaxpr.eqns) or any(_holds(body, axes) for body in inner)
+    return any(_names(equation) & {*axes} for equation in every_equation(jaxpr))
 
 
 def _told(equation: JaxprEqn) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, primitives
-from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, scan_p
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from .bodies import Path, aval_of, equation_at
-from .flow import Place, carried, flow
+from .flow import Place, flow, is_slice, is_stack
 from .kinds import ARGUMENTS, CUMULATIVE, ELEMENTWISE, REDUCTIONS, SCATTERS, SLICES
 from .marks import kept_p
 from .trace import Program
@@ -99,13 +99,10 @@ class _Dims:
             dims = list(self.found[place.path])
             dims[operand] = fact
             self.found[place.path] = tuple(dims)
-        if equation.primitive is scan_p and operand >= sum(carried(equation)):
-            return fact - 1 if fact else None
-        return fact
+        return fact if not is_slice(equation, operand) else fact - 1 if fact else None
 
     def out_of(self, equation: JaxprEqn, result: int, fact: int, place: Place) -> Dim:
-        stacked = equation.primitive is scan_p and result >= equation.params["num_carry"]
-        return fact + 1 if stacked else fact
+        return fact + 1 if is_stack(equation, result) else fact
 
     def join(self, one: Dim, other: Dim) -> Dim:
         return other if one is None else one

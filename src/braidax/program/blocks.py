@@ -4,17 +4,16 @@ The partitioner would rather gather a large table than take samples from all dev
 and lookups are told: what is made of the table is split as it is, what it is multiplied with is on every device.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import dot_general_p, gather_p
 from jax.sharding import PartitionSpec
 
 from .batch_dims import batch_dim_of_result, find_batch_dims
-from .bodies import Equation, Path, bind, bodies
+from .bodies import Equation, Path, bind, equations_of
 from .rewrite import evaluate
 from .trace import Program
 
@@ -25,7 +24,8 @@ def kept_in_blocks(program: Program, axes: Mapping[int, tuple[str, ...]]) -> Cal
     **Arguments:** `axes`: of leaves of its first argument, which are split by blocks along dim 0, over which.
     """
     rules: dict[Path, Any] = {}
-    paths = [*_meetings(program.closed.jaxpr, ())]
+    meetings = (dot_general_p, gather_p)
+    paths = [path for path, one in equations_of(program.closed.jaxpr) if one.primitive in meetings]
     num = len(jax.tree.leaves(program.in_specs[0]))
     for over in {*axes.values()}:
         rows = [0 if axes.get(at) == over else None for at in range(num)]
@@ -37,15 +37,6 @@ def kept_in_blocks(program: Program, axes: Mapping[int, tuple[str, ...]]) -> Cal
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 
     return run
-
-
-def _meetings(jaxpr: Jaxpr, here: Path) -> Iterator[Path]:
-    """Yields where values are multiplied or looked up."""
-    for index, equation in enumerate(jaxpr.eqns):
-        if equation.primitive in (dot_general_p, gather_p):
-            yield (*here, index)
-        for which, body in enumerate(bodies(equation)):
-            yield from _meetings(body.jaxpr, (*here, index, which))
 
 
 def _met(dims: Sequence[int | None], axes: tuple[str, ...], equation: Equation, inputs: list[Any]) -> list[Any]:

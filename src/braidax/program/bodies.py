@@ -1,11 +1,11 @@
 """Equations that hold jaxprs: which may be entered, and how their operands arrive inside."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.extend.core.primitives import closed_call_p, cond_p, jit_p, remat_p, scan_p, while_p
 
 Equation = JaxprEqn
@@ -38,9 +38,14 @@ def bodies(equation: JaxprEqn) -> tuple[Body, ...]:
     nothing for any other, and nothing when an operand is no plain array (a reference).
     """
     read = _READERS.get(equation.primitive)
-    if read is None or not all(isinstance(atom.aval, ShapedArray) for atom in equation.invars):
+    if read is None or has_references(equation):
         return ()
     return read(equation.params, range(len(equation.invars)))
+
+
+def has_references(equation: JaxprEqn) -> bool:
+    """Whether an equation takes something that is no plain array: a reference, which it may change."""
+    return not all(isinstance(atom.aval, ShapedArray) for atom in equation.invars)
 
 
 def aval_of(atom: Any) -> Any:
@@ -60,6 +65,45 @@ def equation_at(jaxpr: Jaxpr, path: Path) -> JaxprEqn:
     return equation if len(path) == 1 else equation_at(bodies(equation)[path[1]].jaxpr, path[2:])
 
 
+def with_equation(jaxpr: Jaxpr, path: Path, equation: JaxprEqn) -> Jaxpr:
+    """Returns the jaxpr with another equation, of the same operands and results, at a path."""
+    at, *inner = path
+    if inner:
+        body = with_equation(bodies(jaxpr.eqns[at])[inner[0]].jaxpr, tuple(inner[1:]), equation)
+        equation = with_body(jaxpr.eqns[at], inner[0], body)
+    return jaxpr.replace(eqns=[*jaxpr.eqns[:at], equation, *jaxpr.eqns[at + 1 :]])
+
+
+def with_body(equation: JaxprEqn, which: int, jaxpr: Jaxpr) -> JaxprEqn:
+    """Returns the equation with another jaxpr, of the same inputs and outputs, as one of its `bodies`."""
+    params = dict(equation.params)
+    if equation.primitive is cond_p:
+        branches = list(params["branches"])
+        branches[which] = ClosedJaxpr(jaxpr, branches[which].consts)
+        return equation.replace(params=params | {"branches": tuple(branches)})
+    name = _NAMES[equation.primitive][which]
+    held = jaxpr if equation.primitive is remat_p else ClosedJaxpr(jaxpr, params[name].consts)
+    return equation.replace(params=params | {name: held})
+
+
+def equations_of(jaxpr: Jaxpr, here: Path = ()) -> list[tuple[Path, JaxprEqn]]:
+    """Lists every equation of a jaxpr and of all that `bodies` opens, with its path; what holds others comes first."""
+    found: list[tuple[Path, JaxprEqn]] = []
+    for index, equation in enumerate(jaxpr.eqns):
+        found.append(((*here, index), equation))
+        for which, body in enumerate(bodies(equation)):
+            found += equations_of(body.jaxpr, (*here, index, which))
+    return found
+
+
+def every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yields the equations of a jaxpr and of all jaxprs in it, also of those that nothing may be changed in."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from every_equation(inner)
+
+
 def _read_closed(closed: ClosedJaxpr, operands: Sequence[int], length: int | None = 1) -> Body:
     return Body(closed.jaxpr, tuple(closed.consts), tuple(operands), length)
 
@@ -72,6 +116,13 @@ def _read_while(params: dict[str, Any], operands: Sequence[int]) -> tuple[Body, 
     )
 
 
+_NAMES: dict[Any, tuple[str, ...]] = {
+    jit_p: ("jaxpr",),
+    closed_call_p: ("call_jaxpr",),
+    remat_p: ("jaxpr",),
+    scan_p: ("jaxpr",),
+    while_p: ("cond_jaxpr", "body_jaxpr"),
+}
 _READERS: dict[Any, Any] = {
     jit_p: lambda params, operands: (_read_closed(params["jaxpr"], operands),),
     closed_call_p: lambda params, operands: (_read_closed(params["call_jaxpr"], operands),),

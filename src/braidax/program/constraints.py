@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from braidax.errors import SpecError
 
+from .bodies import every_equation
 from .trace import Program, trace
 
 
@@ -45,8 +46,6 @@ def trace_constrained(fn: Callable[..., Any], *args: Any, mesh: Mesh | None, tol
 
 
 def _constraints(jaxpr: Jaxpr) -> Iterator[NamedSharding]:
-    for equation in jaxpr.eqns:
+    for equation in every_equation(jaxpr):
         if equation.primitive.name == "sharding_constraint" and isinstance(equation.params["sharding"], NamedSharding):
             yield equation.params["sharding"]
-        for inner in jaxprs_in_params(equation.params):
-            yield from _constraints(inner)

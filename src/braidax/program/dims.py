@@ -24,7 +24,7 @@ from jax.extend.core.primitives import (
 
 from .bodies import Path, aval_of
 from .dim_rules import At, line_at, num_bytes, rule_of
-from .flow import Place, carried, flow
+from .flow import Place, flow, is_slice, is_stack
 from .trace import Program
 
 ValueOrigin = tuple[Path, int]
@@ -196,7 +196,7 @@ class _Found:
             return fact
         entered = (*place.path, 0) if equation.primitive in (scan_p, remat_p) and not self.outer else None
         dims = fact.dims
-        if equation.primitive is scan_p and operand >= sum(carried(equation)):
+        if is_slice(equation, operand):
             self.block(dims[0], f"sliced step by step by scan at {line_at(equation, place)}")
             dims = dims[1:]
         return Held(dims, None if entered is None else (entered, -1 - operand))
@@ -206,8 +206,7 @@ class _Found:
         if equation.primitive in (jit_p, closed_call_p):
             passed = fact.origin is not None and fact.origin[0][: len(place.path)] != place.path
             return fact if passed else Held(fact.dims, made)
-        stacked = equation.primitive is scan_p and result >= equation.params["num_carry"]
-        return Held((None, *fact.dims) if stacked else fact.dims, made)
+        return Held((None, *fact.dims) if is_stack(equation, result) else fact.dims, made)
 
     def join(self, one: Held | None, other: Held | None) -> Held | None:
         if one is None or other is None:

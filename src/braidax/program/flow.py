@@ -123,6 +123,16 @@ def _enter(
     return _walk(body.jaxpr, [given[operand] for operand in body.operands], facts, place)
 
 
+def is_slice(equation: JaxprEqn, operand: int) -> bool:
+    """Whether an operand of an equation is one that a scan takes slices of along dim 0, one a step."""
+    return equation.primitive is scan_p and operand >= sum(carried(equation))
+
+
+def is_stack(equation: JaxprEqn, result: int) -> bool:
+    """Whether a result of an equation is one that a scan stacks along dim 0, of a slice a step."""
+    return equation.primitive is scan_p and result >= equation.params["num_carry"]
+
+
 def carried(equation: JaxprEqn) -> tuple[int, int]:
     """Returns the first operand of a scan or a while that is carried, and how many are."""
     params = equation.params

@@ -19,7 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
 
-from .bodies import Path, bodies
+from .bodies import Path, equations_of
 from .marks import kept_p, mark_gradient
 from .prune import prune
 from .trace import Program
@@ -221,16 +221,9 @@ class Kept:
         return Program(ClosedJaxpr(jaxpr, closed.consts), specs, [_spec(aval) for aval in closed.out_avals])
 
 
-def find_kept(jaxpr: Jaxpr, path: Path = ()) -> list[Kept]:
+def find_kept(jaxpr: Jaxpr) -> list[Kept]:
     """Lists the gradients that a jaxpr takes, also within loops and branches."""
-    found: list[Kept] = []
-    for index, equation in enumerate(jaxpr.eqns):
-        here = (*path, index)
-        if equation.primitive is kept_p:
-            found.append(Kept(here, equation))
-        for which, body in enumerate(bodies(equation)):
-            found += find_kept(body.jaxpr, (*here, which))
-    return found
+    return [Kept(path, equation) for path, equation in equations_of(jaxpr) if equation.primitive is kept_p]
 
 
 def _spec(aval: Any) -> jax.ShapeDtypeStruct:

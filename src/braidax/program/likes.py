@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, primitives
-from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, scan_p
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from .bodies import Path, aval_of
-from .flow import Place, carried, flow
+from .flow import Place, flow, is_slice, is_stack
 from .kinds import ELEMENTWISE
 from .marks import kept_p
 
@@ -69,10 +69,10 @@ class _Likes:
         return [None if best is None else replace(best, itself=False)]
 
     def into(self, equation: JaxprEqn, operand: int, fact: Any, place: Place) -> Any:
-        return None if equation.primitive is scan_p and operand >= sum(carried(equation)) else fact
+        return None if is_slice(equation, operand) else fact
 
     def out_of(self, equation: JaxprEqn, result: int, fact: Any, place: Place) -> Any:
-        return None if equation.primitive is scan_p and result >= equation.params["num_carry"] else fact
+        return None if is_stack(equation, result) else fact
 
     def join(self, one: Any, other: Any) -> Any:
         return other if one is None else one

@@ -7,7 +7,7 @@ in, `x`, and what it was given back, so the loop can leave these, stacked, and t
 once.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from jax.extend.core.primitives import closed_call_p, conv_general_dilated_p, do
 from jax.tree_util import Partial
 
 from .batch_dims import find_batch_dims
-from .bodies import Path, aval_of, bind, bodies
+from .bodies import Path, aval_of, bind, bodies, equations_of
 from .kinds import ELEMENTWISE
 from .rewrite import Rule, evaluate
 from .trace import Program, trace
@@ -41,9 +41,13 @@ def with_sums_behind_loops(program: Program, divided: Mapping[int, Sequence[int]
     batch, as activations that all steps of a decoder attend to, is no weight and is left alone: each device sums its
     own samples' gradient in the loop.
     """
-    loops = list(_loops(program.closed.jaxpr, ()))
+    loops = {path: loop for path, loop in equations_of(program.closed.jaxpr) if loop.primitive is scan_p}
     dims = find_batch_dims(program, loops, divided or {})
-    rules = dict(_rules(program.closed.jaxpr, (), dims))
+    rules: dict[Path, Any] = {}
+    for path, loop in loops.items():
+        inside = any(path[: len(outer)] == outer for outer in rules)
+        if not inside and (products := _products_of(loop, dims[path])):
+            rules[path] = partial(_loop, products)
     if not rules:
         return program
 
@@ -144,59 +148,31 @@ class _Finder:
             if all(one is not None for one in operands) and not equation.effects:
                 outputs = [_Shared(at, equation, operands) for at in range(len(equation.outvars))]
             elif equation.primitive in _ENTERED:
-                outputs = self._within(equation, operands, (*here, index), lengths)
+                outputs = self.within(equation, operands, (*here, index), lengths)
             elif shared := _shared_operands(equation, operands):
                 self.found[*here, index] = _Product(equation, shared, lengths)
             known.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _within(
+    def within(
         self, equation: JaxprEqn, operands: Sequence[Any], here: Path, lengths: tuple[int, ...]
     ) -> Sequence[Any]:
+        """The same of an equation that is entered."""
         for which, body in enumerate(bodies(equation)):
             inputs = [operands[at] for at in body.operands]
             if equation.primitive is not scan_p:
                 return self.walk(body.jaxpr, body.consts, inputs, (*here, which), lengths)
-            inputs = _constants(equation, inputs)
-            assert body.length is not None, "a scan tells its length"
-            self.walk(body.jaxpr, body.consts, inputs, (*here, which), (*lengths, body.length))
+            num, more = equation.params["num_consts"], (equation.params["length"],)
+            inputs = [one if at < num else None for at, one in enumerate(inputs)]  # others differ from step to step
+            self.walk(body.jaxpr, body.consts, inputs, (*here, which), (*lengths, *more))
         return [None] * len(equation.outvars)
-
-
-def _loops(jaxpr: Jaxpr, here: Path) -> Iterator[Path]:
-    """Yields the paths of scans."""
-    for index, equation in enumerate(jaxpr.eqns):
-        if equation.primitive is scan_p:
-            yield (*here, index)
-        for which, body in enumerate(bodies(equation)):
-            yield from _loops(body.jaxpr, (*here, index, which))
-
-
-def _rules(jaxpr: Jaxpr, here: Path, dims: Mapping[Path, Sequence[int | None]]) -> Iterator[tuple[Path, Any]]:
-    """Yields a rule for every loop that has such products and is not inside another one that has."""
-    for index, equation in enumerate(jaxpr.eqns):
-        path = (*here, index)
-        if equation.primitive is scan_p and (products := _products_of(equation, dims[path])):
-            yield path, partial(_loop, products)
-        else:
-            for which, body in enumerate(bodies(equation)):
-                yield from _rules(body.jaxpr, (*path, which), dims)
 
 
 def _products_of(equation: JaxprEqn, dims: Sequence[int | None]) -> dict[Path, _Product]:
     """Returns the products in a loop, by their paths in a jaxpr of it alone. **Arguments:** `dims`: of its operands."""
     finder = _Finder()
-    for which, body in enumerate(bodies(equation)):
-        assert body.length is not None, "a scan tells its length"
-        shared = _constants(equation, [_Shared(at) if dim is None else None for at, dim in enumerate(dims)])
-        finder.walk(body.jaxpr, body.consts, shared, (0, which), (body.length,))
+    finder.within(equation, [_Shared(at) if dim is None else None for at, dim in enumerate(dims)], (0,), ())
     return finder.found
-
-
-def _constants(scan: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Of the operands of a scan, those that are the same in all steps, and None for the others."""
-    num = scan.params["num_consts"]
-    return [*operands[:num], *[None] * (len(operands) - num)]
 
 
 def _shared_operands(equation: JaxprEqn, operands: Sequence[Any]) -> dict[int, _Shared]:

@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxprs_in_params, subjaxprs
+from jax.extend.core import JaxprEqn, Primitive, jaxprs_in_params
 from jax.extend.core.primitives import name_p
+
+from .bodies import every_equation
 
 GRADIENT = "braidax.value_and_grad"
 
@@ -21,13 +23,8 @@ def mark_gradient(tree: Any) -> Any:
 
 def is_marked(equation: JaxprEqn) -> bool:
     """Whether an equation is a mark, or holds one at any depth."""
-    if _is_mark(equation):
-        return True
-    return any(_holds_mark(jaxpr) for jaxpr in jaxprs_in_params(equation.params))
-
-
-def _holds_mark(jaxpr: Jaxpr) -> bool:
-    return any(_is_mark(equation) for equation in jaxpr.eqns) or any(map(_holds_mark, subjaxprs(jaxpr)))
+    inner = (one for jaxpr in jaxprs_in_params(equation.params) for one in every_equation(jaxpr))
+    return _is_mark(equation) or any(map(_is_mark, inner))
 
 
 def _is_mark(equation: JaxprEqn) -> bool:

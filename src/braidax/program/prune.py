@@ -1,14 +1,14 @@
 """Dead code: a program without what its wanted outputs do not need."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .bodies import Path, bodies
+from .bodies import equations_of, has_references
 from .rewrite import evaluate
 from .trace import Program
 
@@ -44,16 +44,10 @@ def without_prints(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     def replace(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         return without_prints(equation.params["call_jaxpr"], inputs) if equation.outvars else []
 
-    rules = dict.fromkeys(_prints(closed.jaxpr, ()), replace)
-    return evaluate(closed, rules, args)[0]
-
-
-def _prints(jaxpr: Jaxpr, here: Path) -> Iterator[Path]:
-    for index, equation in enumerate(jaxpr.eqns):
-        if equation.effects and bodies(equation):
-            for which, body in enumerate(bodies(equation)):
-                yield from _prints(body.jaxpr, (*here, index, which))
-        elif equation.effects and (
-            not equation.outvars or equation.primitive in (custom_jvp_call_p, custom_vjp_call_p)
-        ):
-            yield (*here, index)
+    custom = (custom_jvp_call_p, custom_vjp_call_p)
+    gone = (
+        path
+        for path, one in equations_of(closed.jaxpr)
+        if one.effects and not has_references(one) and (not one.outvars or one.primitive in custom)
+    )
+    return evaluate(closed, dict.fromkeys(gone, replace), args)[0]

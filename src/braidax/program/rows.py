@@ -13,7 +13,7 @@ from jax.extend.core.primitives import gather_p
 
 from braidax.errors import ArgumentError
 
-from .bodies import Path, bodies
+from .bodies import Path, equations_of
 from .names import named_leaves
 from .prune import prune, without_prints
 from .rewrite import Rule, evaluate
@@ -267,13 +267,7 @@ def _arranged(equation: JaxprEqn, rows: Any, read: RowRead) -> Any:
 
 def _places(jaxpr: Jaxpr) -> dict[int, Path]:
     """Where each lookup stands, by its index."""
-    found: dict[int, Path] = {}
-    for at, equation in enumerate(jaxpr.eqns):
-        if equation.primitive is _lookup_p:
-            found[equation.params["index"]] = (at,)
-        for which, body in enumerate(bodies(equation)):
-            found |= {index: (at, which, *path) for index, path in _places(body.jaxpr).items()}
-    return found
+    return {one.params["index"]: path for path, one in equations_of(jaxpr) if one.primitive is _lookup_p}
 
 
 def _no_lookup(lookup: Lookup, ids: jax.Array) -> jax.Array:

@@ -4,14 +4,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import jit_p
 
 from braidax.errors import ArgumentError
 
+from .bodies import Path
 from .marks import is_marked
-from .trace import Program
+from .rewrite import Replacement, evaluate
+from .trace import Program, trace
 
 
 class Origin(NamedTuple):
@@ -63,7 +66,8 @@ def split_at_marks(program: Program) -> Split:
 
     **Returns:** the `Split`. **Raises:** `ArgumentError` when nothing is marked.
     """
-    jaxpr, consts = _inline(program.closed.jaxpr, list(program.closed.consts))
+    closed = _opened(program)
+    jaxpr, consts = closed.jaxpr, list(closed.consts)
     marked = [equation for equation in jaxpr.eqns if is_marked(equation)]
     if not marked:
         raise ArgumentError(
@@ -137,33 +141,16 @@ def _part(jaxpr: Jaxpr, consts: list[Any], invars: list[Var], outvars: list[Any]
     return Part(ClosedJaxpr(part, [value for _, value in held]))
 
 
-def _inline(jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
+def _opened(program: Program) -> ClosedJaxpr:
     """Opens, at any depth, the jitted functions that hold a mark, so that the marks stand at the top."""
-    constvars, values, equations = list(jaxpr.constvars), list(consts), []
-    renamed: dict[Var, Any] = {}
 
-    def enter(inner: Jaxpr, names: dict[Var, Any]) -> None:
-        def look_up(atom: Any) -> Any:
-            return atom if isinstance(atom, Constant) else names.get(atom, atom)
+    def rules_of(closed: ClosedJaxpr) -> dict[Path, Replacement]:
+        calls = [at for at, one in enumerate(closed.jaxpr.eqns) if one.primitive is jit_p and is_marked(one)]
+        return {(at,): lambda equation, inputs: run(equation.params["jaxpr"], inputs) for at in calls}
 
-        for equation in inner.eqns:
-            invars = [look_up(atom) for atom in equation.invars]
-            if equation.primitive is jit_p and is_marked(equation):
-                body: ClosedJaxpr = equation.params["jaxpr"]
-                held = [Var(v.aval) for v in body.jaxpr.constvars]
-                constvars.extend(held)
-                values.extend(body.consts)
-                scope = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*held, *invars], strict=True))
-                enter(body.jaxpr, scope)
-                results = [atom if isinstance(atom, Constant) else scope[atom] for atom in body.jaxpr.outvars]
-                names.update(zip(equation.outvars, results, strict=True))
-            elif names is renamed:
-                equations.append(equation.replace(invars=invars))
-            else:
-                fresh = [Var(v.aval) for v in equation.outvars]
-                names.update(zip(equation.outvars, fresh, strict=True))
-                equations.append(equation.replace(invars=invars, outvars=fresh))
+    def run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        return evaluate(closed, rules_of(closed), args)[0]
 
-    enter(jaxpr, renamed)
-    outvars = [atom if isinstance(atom, Constant) else renamed.get(atom, atom) for atom in jaxpr.outvars]
-    return jaxpr.replace(constvars=constvars, outvars=outvars, eqns=equations), values
+    if not rules_of(program.closed):
+        return program.closed
+    return trace(lambda *args: run(program.closed, args), *jax.tree.leaves(program.in_specs)).closed
