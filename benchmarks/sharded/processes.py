@@ -18,9 +18,8 @@ def fully_sharded(report: Report, shape: Shape, *, num_processes: int, num_devic
 
     **Arguments:** `num_devices`: of all processes.
     """
-    case = (
-        f"GPT-2, width {shape.width}, {shape.layers} layers, {num_processes} processes × {num_devices // num_processes}"
-    )
+    each = num_devices // num_processes
+    case = f"GPT-2, width {shape.width}, {shape.layers} layers, {num_processes} processes × {each}"
     say(f"{case} …")
     sent: dict[str, float] = {}
     with gangs.processes(num_processes) as (gang, port):
