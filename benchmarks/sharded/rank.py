@@ -1,10 +1,11 @@
 """What a process of the job does: joins the others, then takes the steps that the benchmark asks for."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 import braidax as bx
 from benchmarks.harness.sockets import Sent
@@ -46,11 +47,16 @@ def take_step(comm: Any, port: int, shape: Shape, system: str) -> Taken:
 
 
 def _begun(shape: Shape, system: str) -> Callable[[], float]:
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
-    step, own = systems.ours(shape, mesh, {"data": bx.FullySharded()})
+    mesh, step, own = _ours(shape)
     make = {XLA: systems.xla, HELD: systems.held, BY_HAND: systems.by_hand}
     chosen = own if system == OURS else make[system](shape, mesh, step)
     return chosen.steps([systems.place(shape, step, seed) for seed in range(2)])
+
+
+@functools.cache
+def _ours(shape: Shape) -> tuple[Mesh, bx.Step, systems.System]:
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
+    return mesh, *systems.ours(shape, mesh, {"data": bx.FullySharded()})
 
 
 _RUNNING: dict[str, Callable[[], float]] = {}

@@ -60,9 +60,7 @@ def measure(report: Report, claim: str, name: str, model: Model, mesh: Mesh, str
 
     **Raises:** `AssertionError` when their losses differ.
     """
-    step = bx.parallelize(
-        model.loss, model.optimizer, mesh, {"data": strategy}, init=model.init, batch=model.spec, metrics=()
-    )
+    step = bx.parallelize(model.loss, model.optimizer, mesh, {"data": strategy}, init=model.init, batch=model.spec)
     found = {name: _ours(step), XLA: _jitted(model, mesh, step)}
     case = f"{model.name}, {mesh.size} devices"
     say(f"{case} …")
@@ -119,14 +117,13 @@ def _jitted(model: Model, mesh: Mesh, like: bx.Step) -> Task:
     specs, splits = zip(*_splits(like), strict=True)
 
     def first(key: jax.Array) -> Any:
-        own, others = jax.random.split(key)
-        params, variables = model.init(own)
+        params, variables = model.init(key)
         leaves = [
-            jnp.pad(leaf, [(0, more) for more in padding]) if any(padding) else leaf
+            jnp.pad(leaf, [(0, more) for more in padding])
             for (_, leaf), padding in zip(named_leaves(params), splits, strict=True)
         ]
         params = jax.tree.unflatten(jax.tree.structure(params), leaves)
-        return params, model.optimizer.init(params), variables, jnp.zeros((), jnp.int32), others
+        return params, model.optimizer.init(params), variables, jnp.zeros((), jnp.int32), key
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, variables, number, key = state
@@ -142,8 +139,13 @@ def _jitted(model: Model, mesh: Mesh, like: bx.Step) -> Task:
     held = (params, moments, *jax.tree.map(lambda _: whole, shapes[2:]))
     jitted = jax.jit(step, in_shardings=(held, like.batch_shardings), out_shardings=(held, whole), donate_argnums=0)
     compiled = jitted.lower(shapes, model.spec).compile()
-    begin = jax.jit(first, out_shardings=held)
-    return Task([compiled], lambda: begin(jax.random.key(0)), compiled, 0)
+
+    def begin() -> Any:
+        dense = like.to_dense(like.init(jax.random.key(0)))
+        given = (dense.params, dense.opt_state, dense.variables, dense.step, dense.key)
+        return jax.tree.map(lambda leaf, spec, on: jax.device_put(_filled(leaf, spec.shape), on), given, shapes, held)
+
+    return Task([compiled], begin, compiled, 0)
 
 
 def _splits(step: bx.Step) -> list[tuple[P, tuple[int, ...]]]:
@@ -153,6 +155,11 @@ def _splits(step: bx.Step) -> list[tuple[P, tuple[int, ...]]]:
         dims = [layout.axes_of(dim) or None for dim in range(len(layout.shape))]
         found.append((P(*dims), layout.padding))
     return found
+
+
+def _filled(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    more = [(0, size - old) for size, old in zip(shape, leaf.shape, strict=True)]
+    return jnp.pad(leaf, more) if any(after for _, after in more) else leaf
 
 
 def _placed(batch: Any, shardings: Any) -> Any:
