@@ -89,7 +89,7 @@ def _same(report: Report, scale: Scale, before: Path | None) -> None:
 
 def _plan(report: Report, scale: Scale, _: Path | None) -> None:
     data, both = _mesh((NUM_DEVICES,), ("data",)), _mesh((NUM_DEVICES // 2, 2), ("data", "model"))
-    planning.bert_base(report, data, both, scale.bert, rounds=scale.rounds)
+    planning.plan_bert(report, data, both, scale.bert, rounds=scale.rounds)
 
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:

@@ -21,7 +21,7 @@ _LIMIT_SECONDS = 3.0
 _SAMPLES = 32
 
 
-def bert_base(report: Report, data: Mesh, both: Mesh, sizes: Sizes, *, rounds: int) -> None:
+def plan_bert(report: Report, data: Mesh, both: Mesh, sizes: Sizes, *, rounds: int) -> None:
     """Plans BERT by each strategy in turns, with nothing in JAX's caches: with a loop over layers, and without.
 
     **Arguments:** `data`: a mesh of the axis "data"; `both`: of "data" and "model". `sizes`: of the model.
