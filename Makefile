@@ -28,6 +28,7 @@ bench: .venv/stamp-bench .venv-streaming/stamp .venv-torchrec/stamp  ## Run the 
 	$(BIN)/python -m benchmarks.parax $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.parallax --torchrec .venv-torchrec/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.sharded $(ARGS) $(FALLEN)
+	$(BIN)/python -m benchmarks.sharded.compiled $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.checkfreq $(ARGS) $(FALLEN)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.page
@@ -54,10 +55,12 @@ COMPILED := hatch_build.py src/braidax/comm/transports/ucx_binding.c src/braidax
 	@touch $@
 
 # The compiler for GPUs, the extra aot, lies where JAX does not look: JAX would complain at each start that no GPU is there.
+PJRT = "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"
+
 .venv/stamp-test: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[test]'
 	rm -rf .venv/aot
-	$(INSTALL) --no-deps --target .venv/aot "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"
+	$(INSTALL) --no-deps --target .venv/aot $(PJRT)
 	@touch $@
 
 .venv/stamp-nightly: .venv/stamp-test
@@ -66,6 +69,7 @@ COMPILED := hatch_build.py src/braidax/comm/transports/ucx_binding.c src/braidax
 
 .venv/stamp-bench: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[bench]'
+	$(INSTALL) --upgrade --no-deps --target .venv/aot $(PJRT) 'libtpu>=0.0.42'
 	@touch $@
 
 # MosaicML Streaming asks for older versions of what the other peers need newer. Its torchvision is not used.

@@ -17,7 +17,7 @@ from benchmarks.harness.report import FORM
 from benchmarks.harness.rows import Row, ranged
 
 FOLDER = Path(__file__).parent
-NAMES = ("naive", "shuffle", "parax", "parallax", "sharded", "checkfreq", "comm")
+NAMES = ("naive", "shuffle", "parax", "parallax", "sharded", "sharded.compiled", "checkfreq", "comm")
 NO_REASON = "not known yet"
 
 
@@ -46,7 +46,7 @@ def page(folder: Path, names: Sequence[str] = NAMES) -> str:
     parts = [(folder / "opening.md").read_text().rstrip(), "## Where a peer wins", _lost(results, reasons)]
     for name in names:
         parts.append(f"## {name}")
-        notes = folder / name / "notes.md"
+        notes = folder.joinpath(*name.split("."), "notes.md")
         parts += [notes.read_text().rstrip()] if notes.exists() else []
         parts += _measured(results[name], folder) if name in results else [_not_run(reasons.get(name, {}))]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from benchmarks.harness import Report, arguments, run, say
-from benchmarks.parallax import cases, models
+from benchmarks.harness import Report, arguments, models, run, say
+from benchmarks.harness.models import VOCABULARY
+from benchmarks.parallax import cases
 from benchmarks.parallax.absent import first_read_late
 from benchmarks.parallax.beside import undisturbed
-from benchmarks.parallax.models import VOCABULARY
 from benchmarks.parallax.processes import against_torchrec, processes
 from benchmarks.parallax.systems import DENSE, GATHER, MEASURED, OURS, PLAIN, XLA, make_mesh, systems_of
 from braidax.tasks.bert_model import Sizes

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 import braidax as bx
 from benchmarks.harness import Report, say, take_turns
+from benchmarks.harness.models import Model
 from benchmarks.parallax.flax_lm1b import flax_lm1b
-from benchmarks.parallax.models import Model
 from benchmarks.parallax.systems import (
     DENSE,
     GATHER,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.parallax.models import Model
+from benchmarks.harness.models import Model
 
 _VOCABULARY, _WIDTH, _HIDDEN, _NUM_LAYERS, _NUM_HEADS = 30_000, 512, 2048, 6, 8
 _NUM_WORDS, _WARMUP, _RATE, _DROPOUT = 128, 1000, 0.05, 0.1

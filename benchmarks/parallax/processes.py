@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report, gangs, say, take_turns
+from benchmarks.harness.models import STEPS, Model
 from benchmarks.parallax import rank, torchrec
 from benchmarks.parallax.cases import STEP
-from benchmarks.parallax.models import STEPS, Model
 from benchmarks.parallax.rank import Steps
 from benchmarks.parallax.systems import OURS
 from benchmarks.parallax.traffic import FORMULA

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 import braidax as bx
+from benchmarks.harness.models import Model
 from benchmarks.harness.sockets import Sent
-from benchmarks.parallax.models import Model
 from benchmarks.parallax.systems import OURS, PLAIN, XLA, Running, make_mesh, ours, plain, split_by_hybrid
 from benchmarks.parallax.traffic import FORMULA, Formulas
 

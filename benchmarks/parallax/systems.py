@@ -13,8 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import braidax as bx
+from benchmarks.harness.models import Model
 from benchmarks.parallax.hlo import Sent, sent_bytes
-from benchmarks.parallax.models import Model
 from braidax.parallel.plan.plan import follow
 from braidax.program import RowProgram, find_uses, named_leaves, trace, without_tables
 

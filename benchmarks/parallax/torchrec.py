@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.parallax.models import Model
+from benchmarks.harness.models import Model
 from benchmarks.parallax.rank import Steps
 
 _LIMIT_SECONDS = 180.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
-from benchmarks.parallax.models import Model
+from benchmarks.harness.models import Model
 from benchmarks.parallax.systems import DENSE, GATHER, MEASURED, OURS, PLAIN, ROWS, split_by_hybrid, touched_of
 from braidax.parallel.rows import all_reduce_bytes, exchange_bytes, plan_exchange, shared_bytes
 from braidax.parallel.rows import touched as counted

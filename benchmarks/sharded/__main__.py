@@ -2,6 +2,8 @@
 
 GPT-2's shape, scanned over layers and rematerialised, at 4, 12 and 24 layers on 8 virtual devices, which share the
 cores. Memory and bytes are those of the compiled programs of the gradients; steps of a smaller one are timed in turns.
+Then BERT, ResNet-50 and DLRM beside one `jax.jit`, and fully sharded steps on 2 processes. What is compiled and not
+run is in `benchmarks.sharded.compiled`.
 """
 
 import time
@@ -13,13 +15,14 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 import braidax as bx
-from benchmarks.harness import Report, arguments, run, say, take_turns
-from benchmarks.sharded import systems
+from benchmarks.harness import Report, arguments, models, run, say, take_turns
+from benchmarks.sharded import processes, systems, tasks
 from benchmarks.sharded.models import Shape
 from benchmarks.sharded.systems import BY_HAND, HELD, MEGATRON, OURS, TENSOR, XLA, System
 from braidax.program import total_sent
+from braidax.tasks.bert_model import Sizes
 
-NUM_DEVICES = 8
+NUM_DEVICES, NUM_PROCESSES = 8, 2
 STEP, MEMORY, SENT = "step", "arguments and temporaries of the gradients", "sent by a device, a step"
 FORMULA = "formula"
 _SMALLER = "GPT-2, width 512"
@@ -38,10 +41,32 @@ class Scale:
     timed: Shape
     timed_layers: tuple[int, ...]
     rounds: int
+    bert: Sizes
+    stages: tuple[int, ...]
+    dlrm_rows: int
 
 
-FULL = Scale(Shape(50_257, 768, 4, 512, 32), (4, 12, 24), Shape(16_384, 512, 4, 128, 16), (4, 12), 9)
-QUICK = Scale(Shape(512, 128, 2, 32, 8), (2,), Shape(512, 128, 2, 32, 8), (2,), 2)
+FULL = Scale(
+    Shape(50_257, 768, 4, 512, 32),
+    (4, 12, 24),
+    Shape(16_384, 512, 4, 128, 16),
+    (4, 12),
+    9,
+    Sizes(30_528, positions=128, num_layers=2),
+    (3, 4, 6, 3),
+    100_000,
+)
+QUICK = Scale(
+    Shape(512, 128, 2, 32, 8),
+    (2,),
+    Shape(512, 128, 2, 32, 8),
+    (2,),
+    2,
+    Sizes(1024, 32, width=64, num_layers=2, num_heads=2),
+    (1, 1, 1, 1),
+    2000,
+)
+_FEWER = ("layers", "steps", "hybrid_sharding", "tensor", "accumulate", "bert")  # with --quick
 
 
 def main() -> int:
@@ -49,7 +74,7 @@ def main() -> int:
     options = parser.parse_args()
     scale, report = QUICK if options.quick else FULL, Report(options, "jaxlib", "optax")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    for name in options.only or _CASES:
+    for name in options.only or (_FEWER if options.quick else _CASES):
         start = time.perf_counter()
         _CASES[name](report, scale)
         say(f"{name}: {time.perf_counter() - start:.0f} s")
@@ -57,7 +82,7 @@ def main() -> int:
 
 
 def _layers(report: Report, scale: Scale) -> None:
-    mesh = _mesh((NUM_DEVICES,), ("data",))
+    mesh = _data()
     memory, sent, beside = list[float](), list[float](), list[list[float]]()
     for number in scale.layers:
         shape, at = replace(scale.compiled, layers=number), f"{number} layers"
@@ -82,7 +107,7 @@ def _layers(report: Report, scale: Scale) -> None:
 
 
 def _steps(report: Report, scale: Scale) -> None:
-    mesh = _mesh((NUM_DEVICES,), ("data",))
+    mesh = _data()
     for number in scale.timed_layers:
         shape = replace(scale.timed, layers=number)
         step, found = _systems(shape, mesh, {"data": bx.FullySharded()})
@@ -152,7 +177,7 @@ def _tensor(report: Report, scale: Scale) -> None:
 
 def _accumulate(report: Report, scale: Scale) -> None:
     """Bytes of data-parallel gradients with several microbatches, and with one."""
-    mesh, shape = _mesh((NUM_DEVICES,), ("data",)), replace(scale.timed, layers=scale.timed_layers[0], batch=64)
+    mesh, shape = _data(), replace(scale.timed, layers=scale.timed_layers[0], batch=64)
     sent: dict[int, float] = {}
     for number in (1, 8):
         _, own = systems.ours(shape, mesh, {"data": bx.DataParallel()}, microbatches=number)
@@ -160,6 +185,31 @@ def _accumulate(report: Report, scale: Scale) -> None:
         report.add(_SMALLER, "ours, DataParallel", SENT, "MB", [sent[number] / 1e6], at=f"{number} microbatches")
     report.at_most("accumulate", sent[8] / sent[1], 1)
     jax.clear_caches()
+
+
+def _bert(report: Report, scale: Scale) -> None:
+    model = models.bert(2 * NUM_DEVICES, scale.bert)
+    tasks.measure(report, "bert", OURS, model, _data(), bx.FullySharded(), rounds=scale.rounds)
+    jax.clear_caches()
+
+
+def _resnet50(report: Report, scale: Scale) -> None:
+    model = models.resnet(scale.stages, 64, NUM_DEVICES)
+    tasks.measure(report, "resnet50", OURS, model, _data(), bx.FullySharded(), rounds=scale.rounds)
+    jax.clear_caches()
+
+
+def _dlrm(report: Report, scale: Scale) -> None:
+    """Tables by rows, everything else fully sharded."""
+    model, strategy = models.dlrm(scale.dlrm_rows, 256 * NUM_DEVICES), bx.Hybrid(dense=bx.FullySharded())
+    tasks.measure(report, "dlrm", "ours, Hybrid and FullySharded", model, _data(), strategy, rounds=scale.rounds)
+    jax.clear_caches()
+
+
+def _processes(report: Report, scale: Scale) -> None:
+    shape = replace(scale.timed, layers=scale.timed_layers[0])
+    sizes = {"num_processes": NUM_PROCESSES, "num_devices": NUM_DEVICES}
+    processes.fully_sharded(report, shape, **sizes, rounds=max(2, scale.rounds // 2))
 
 
 def _time(
@@ -172,6 +222,10 @@ def _time(
     say(f"{case} {at}: {figures}")
 
 
+def _data() -> Mesh:
+    return _mesh((NUM_DEVICES,), ("data",))
+
+
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
@@ -182,6 +236,10 @@ _CASES: dict[str, Callable[[Report, Scale], None]] = {
     "hybrid_sharding": _hybrid_sharding,
     "tensor": _tensor,
     "accumulate": _accumulate,
+    "bert": _bert,
+    "resnet50": _resnet50,
+    "dlrm": _dlrm,
+    "processes": _processes,
 }
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ class Shape:
 
     **Fields:** `vocabulary`, `width`, `layers`, `length`: tokens of a sample; `batch`: samples. `qkv`: how queries,
     keys and values share a weight: in one dim, or in dims of their own. `backward`: what it does with layers.
+    `output`: what multiplies the last layer's outputs: the table that words are read from, or a weight of its own.
     """
 
     vocabulary: int
@@ -25,6 +26,7 @@ class Shape:
     batch: int
     qkv: Literal["side by side", "by heads"] = "side by side"
     backward: Literal["again", "kept"] = "again"
+    output: Literal["tied", "apart"] = "tied"
 
     @property
     def heads(self) -> int:
@@ -44,12 +46,14 @@ class Shape:
         """The first parameters."""
         d, num = self.width, self.layers
         three = (3 * d,) if self.qkv == "side by side" else (3, self.heads, 64)
-        keys = iter(jax.random.split(key, 6))
+        keys = iter(jax.random.split(key, 7))
 
         def normal(*shape: int) -> jax.Array:
             return jax.random.normal(next(keys), shape) * 0.02
 
+        apart = {} if self.output == "tied" else {"head": normal(self.vocabulary, d)}
         return {
+            **apart,
             "wte": normal(self.vocabulary, d),
             "wpe": normal(self.length, d),
             "layers": {
@@ -67,7 +71,7 @@ class Shape:
         """Of the next token, for one device. **Arguments:** `held`: is given what goes from layer to layer."""
         x = held(params["wte"][batch["ids"]] + params["wpe"])
         x, _ = jax.lax.scan(self.kept(lambda x, w: (held(self.layer(x, w)[0]), None)), x, params["layers"])
-        return self.head(x, params["last"], params["wte"], batch["ids"])
+        return self.head(x, params["last"], params["wte" if self.output == "tied" else "head"], batch["ids"])
 
     def head(self, x: jax.Array, scale: jax.Array, wte: jax.Array, ids: jax.Array) -> jax.Array:
         """The loss of the last layer's outputs."""

@@ -1,0 +1,110 @@
+"""Steps compiled for H100s and TPUs that are not here: which bytes are sent while no matrices are multiplied."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+import braidax as bx
+from benchmarks.harness import Report, say
+from benchmarks.sharded import systems
+from benchmarks.sharded.models import Shape
+from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA
+from braidax.parallel.plan.plan import layouts_of
+from braidax.program import Collective, exposed_part, find_target, total_sent
+
+DATA_PARALLEL, ROWS = "ours, DataParallel", "ours, Hybrid"
+GATHERS, SUMS, EXCHANGES = ("all-gather", "collective-permute"), ("all-reduce",), ("all-to-all", "ragged-all-to-all")
+WAITED, MEMORY = "sent while no matrices are multiplied", "memory of a device"
+_COMPILERS = Path(__file__).resolve().parents[3] / ".venv" / "aot"
+_NEEDS = {"h100": "jax_plugins", "v5e": "libtpu"}
+
+
+def why_absent(target: str) -> str:
+    """Returns why nothing can be compiled for a target, "" if it can; its compiler may lie beside the environment."""
+    jax.devices()  # JAX has begun without them: it would complain of what can only compile
+    if _COMPILERS.exists() and str(_COMPILERS) not in sys.path:
+        sys.path.append(str(_COMPILERS))
+    module = _NEEDS[target.partition(":")[0]]
+    return "" if find_spec(module) else f"{module} is not installed: make .venv/stamp-bench installs it"
+
+
+def case_of(shape: Shape, target: str) -> str:
+    """Returns the case that a report has of GPT-2's form."""
+    return f"GPT-2, {shape.layers} layers of width {shape.width}, {shape.vocabulary:,} words, {target}"
+
+
+def fully_sharded(report: Report, target: str, shape: Shape, *, peers: Sequence[str]) -> Sequence[Collective]:
+    """Compiles GPT-2's form fully sharded, ours and by peers; returns what ours sends."""
+    case = case_of(shape, target)
+    step, ours = _ours(report, case, OURS, target, shape, {"data": bx.FullySharded()})
+    make = {XLA: systems.xla, HELD: systems.held, BY_HAND: systems.by_hand}
+    mesh = _mesh(find_target(target).devices)
+    like = _step(shape, mesh, {"data": bx.FullySharded()})
+    for name in peers:
+        system = make[name](shape, mesh, like)
+        found: Any = system.compiled.memory_analysis()
+        beside = sum(_on_a_device(leaf) for leaf in jax.tree.leaves(step.state_specs.opt_state))
+        total = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
+        _add(report, case, name, system.collectives(), total - found.alias_size_in_bytes + beside)
+    return ours
+
+
+def data_parallel(report: Report, target: str, shape: Shape) -> Sequence[Collective]:
+    """Compiles GPT-2's form with everything replicated; returns what is sent."""
+    return _ours(report, case_of(shape, target), DATA_PARALLEL, target, shape, {"data": bx.DataParallel()})[1]
+
+
+def rows(report: Report, target: str, shape: Shape) -> Sequence[Collective]:
+    """Compiles GPT-2's form with an output weight of its own, and words read by rows; returns what is sent."""
+    shape = replace(shape, output="apart")
+    case = f"{case_of(shape, target)}, an output weight of its own"
+    step, found = _ours(report, case, ROWS, target, shape, {"data": bx.Hybrid()})
+    assert any(layout.by_rows for layout in layouts_of(step.plan)), "words are read by rows"
+    return found
+
+
+def waited(collectives: Sequence[Collective], kinds: Sequence[str] = ()) -> float:
+    """Returns which part of the bytes of some kinds, or of all, is sent while no matrices are multiplied."""
+    return exposed_part(one for one in collectives if not kinds or one.kind in kinds)
+
+
+def _ours(
+    report: Report, case: str, system: str, target: str, shape: Shape, strategies: Mapping[str, Any]
+) -> tuple[bx.Step, Sequence[Collective]]:
+    step = _step(shape, _mesh(jax.devices()), strategies)
+    compiled = step.compile_for(target)
+    _add(report, case, system, compiled.collectives, compiled.peak_bytes)
+    return step, compiled.collectives
+
+
+def _add(report: Report, case: str, system: str, collectives: Sequence[Collective], peak_bytes: float) -> None:
+    sent = total_sent(collectives)
+    total = sum(sent.values())
+    report.add(case, system, "sent by a device, a step", "MB", [total / 1e6])
+    report.add(case, system, WAITED, "MB", [waited(collectives) * total / 1e6])
+    report.add(case, system, "of all", "%", [100 * waited(collectives)])
+    report.add(case, system, MEMORY, "MiB", [peak_bytes / 2**20])
+    for kind, num_bytes in sorted(sent.items()):
+        report.add(case, system, f"{kind}", "MB", [num_bytes / 1e6])
+        report.add(case, system, f"{kind}, waited for", "%", [100 * waited(collectives, (kind,))])
+    say(f"  {case}, {system}: {100 * waited(collectives):.1f} % of {total / 1e6:.0f} MB waited for")
+
+
+def _step(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> bx.Step:
+    loss: Callable[..., Any] = lambda params, batch: shape.loss(params, batch)  # noqa: E731
+    return bx.parallelize(loss, systems.OPTIMIZER, mesh, strategies, init=shape.init, batch=shape.spec())
+
+
+def _mesh(devices: Sequence[Any]) -> Mesh:
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def _on_a_device(spec: Any) -> int:
+    part = spec.sharding.shard_shape(spec.shape)
+    return jax.ShapeDtypeStruct(part, spec.dtype).size * spec.dtype.itemsize
