@@ -106,7 +106,7 @@ def refused(placement: Placement, model: Model, path: str) -> str:
 def why_no_rows(model: Model, path: str) -> str:
     """Says why the rows of a variable cannot be exchanged, or ""."""
     if path in model.frozen:
-        return "it is frozen: it has no gradient"
+        return "it is frozen: it has no gradient (Gathered(dim) splits it all the same, and its rows are read in parts)"
     uses = model.uses.get(path)
     if uses is None:
         return "no gradient uses it"
