@@ -198,9 +198,7 @@ def test_padded_dims_come_padded_or_not_and_are_exported_as_like_has_them(tmp_pa
     for path, like in (("exported", longer(16)), ("true", longer(14))):
         same(restore_orbax(tmp_path / path, like), like)
     save_with_orbax(tmp_path / "wrong", jax.tree.map(lambda leaf: leaf + 1, longer(16)))
-    with pytest.raises(
-        CheckpointError, match=r"'state/arrays/w' is \[16, 5\], and \[13, 5\] without .* not all"
-    ):
+    with pytest.raises(CheckpointError, match=r"'state/arrays/w' is \[16, 5\], and \[13, 5\] without .* not all"):
         restore_orbax(tmp_path / "wrong", longer(16))
 
 

@@ -146,7 +146,9 @@ def test_what_names_nothing_is_said(trainable: Any, words: str) -> None:
 
 def test_rows_of_a_frozen_table_are_not_exchanged() -> None:
     assert make(bx.Hybrid()).plan.variables[1].placements[0] == bx.Replicated()
-    words = r"rows of params/base/table, and these cannot be exchanged: it is frozen: .* \(Gathered\(dim\) splits it all"
+    words = (
+        r"rows of params/base/table, and these cannot be exchanged: it is frozen: .* \(Gathered\(dim\) splits it all"
+    )
     with pytest.raises(ArgumentError, match=words):
         make(bx.Hybrid({"params/base/table": bx.Rows()}))
 
