@@ -1,6 +1,6 @@
 """What the leaves of a tree are, and which of them have rows or ends that are padding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -116,7 +116,7 @@ def put_outside(like: Any, tree: Any) -> Any:
 
 def padded_rows(tree: Any) -> dict[str, int]:
     """Returns the V of each leaf that has padded rows, by its path in the tree."""
-    return _told(tree, PaddedRows, lambda node: node.padded_rows)
+    return _told(tree, "padded_rows")
 
 
 def true_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -124,7 +124,7 @@ def true_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
     **Raises:** `CheckpointError` naming a path that is no leaf.
     """
-    found = _told(tree, PaddedDims, lambda node: node.true_shapes)
+    found = _told(tree, "true_shapes")
     strange = found.keys() - named_leaves(tree).keys() if found else ()
     for path in strange:
         raise CheckpointError(
@@ -134,18 +134,18 @@ def true_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _told(tree: Any, protocol: type, say: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what nodes of a kind say of leaves below them, by the path of the leaf in the tree."""
+def _told(tree: Any, attribute: str) -> dict[str, Any]:
+    """Returns what nodes that have an attribute say of leaves below them, by the path of the leaf in the tree."""
     found: dict[str, Any] = {}
 
     def visit(node: Any, above: str) -> None:
-        if isinstance(node, protocol):
-            found.update({f"{above}{path}": told for path, told in say(node).items()})
+        if hasattr(node, attribute):  # a protocol says as much, ten times as slowly
+            found.update({f"{above}{path}": told for path, told in getattr(node, attribute).items()})
         below = _jax.tree_util.tree_leaves_with_path(
-            node, is_leaf=lambda inner: inner is not node and isinstance(inner, protocol)
+            node, is_leaf=lambda inner: inner is not node and hasattr(inner, attribute)
         )
         for path, inner in below:
-            if path and isinstance(inner, protocol):
+            if path and hasattr(inner, attribute):
                 visit(inner, f"{above}{_name(path)}/")
 
     visit(tree, "")
