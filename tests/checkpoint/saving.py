@@ -33,6 +33,18 @@ class Tables:
         return hash(tuple(self.padded_rows.items()))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Longer:
+    """Arrays with zeros behind their ends."""
+
+    arrays: Any
+    true_shapes: Mapping[str, tuple[int, ...]] = field(metadata={"static": True}, default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.true_shapes.items()))
+
+
 def commit(root: Path, tree: Any, step: int = 1, metric: float | None = None) -> Path:
     """Saves a tree from this process alone in the folder of a run, which is made; returns that of the checkpoint."""
     root.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.checkpoint.manifest import data_file
 from braidax.checkpoint.orbax import export_orbax, restore_orbax
 from braidax.errors import ArgumentError, CheckpointError, MissingExtra
-from tests.checkpoint.saving import Tables, bits, commit
+from tests.checkpoint.saving import Longer, Tables, bits, commit
 from tests.data.jax_gang import RUN_SECONDS, jax_gang
 
 V, D = 13, 5
@@ -185,6 +185,21 @@ def test_tables_by_rows_come_from_whole_ones(tmp_path: Path) -> None:
     assert got.table.sharding == place
     np.testing.assert_array_equal(np.asarray(got.table).reshape(16, D)[:V], ROWS)
     assert not np.asarray(got.table).reshape(16, D)[V:].any()
+
+
+def test_padded_dims_come_padded_or_not_and_are_exported_as_like_has_them(tmp_path: Path) -> None:
+    def longer(num_rows: int) -> Any:
+        array = jax.device_put(np.zeros((num_rows, D), np.float32), sharding((num_rows // 2,), P("a")))
+        return {"state": Longer({"w": array.at[:V].set(ROWS)}, {"arrays/w": (V, D)})}
+
+    folder = commit(tmp_path / "ours", longer(14))
+    export_orbax(folder, tmp_path / "exported", like=longer(16))
+    save_with_orbax(tmp_path / "true", {"state": {"arrays": {"w": ROWS}}})
+    for path, like in (("exported", longer(16)), ("true", longer(14))):
+        same(restore_orbax(tmp_path / path, like), like)
+    save_with_orbax(tmp_path / "wrong", jax.tree.map(lambda leaf: leaf + 1, longer(16)))
+    with pytest.raises(CheckpointError, match=r"'state/arrays/w' is \[16, 5\], and \[13, 5\] without .* not all"):
+        restore_orbax(tmp_path / "wrong", longer(16))
 
 
 def together(comm: Any, folder: Path) -> str:

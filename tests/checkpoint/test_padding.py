@@ -1,4 +1,4 @@
-"""Tables that are stored by rows: into another number of shards, and from and into `[V, ...]`."""
+"""Tables that are stored by rows, into another number of shards, and from and into `[V, ...]`; dims that are padded."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import PaddedRows, reading
+from braidax.checkpoint import PaddedDims, PaddedRows, reading, restore_safetensors
 from braidax.checkpoint.leaves import padded_rows
 from braidax.checkpoint.reading import read_manifest
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import Tables, commit, load
+from tests.checkpoint.saving import Longer, Tables, commit, commit_as_many, load, read_all
 
 V, D = 13, 5
 WANT = np.arange(V * D, dtype=np.float32).reshape(V, D)
@@ -121,3 +121,50 @@ def test_what_is_said_of_rows_has_to_be_true(tmp_path: Path, tree: Any, message:
     with pytest.raises(CheckpointError, match=r"padded_rows says that leaf|" + message) as caught:
         commit(tmp_path, tree)
     caught.match(message)
+
+
+TRUE = np.arange(1, 66, dtype=np.float32).reshape(V, D)
+
+
+def longer(shape: tuple[int, int], num_shards: int, true_shape: tuple[int, ...] | None = (V, D)) -> Any:
+    """An array of some shape with `TRUE` before zeros, split along both dims, if there are devices."""
+    array = np.zeros(shape, np.float32)
+    array[:V, :D] = TRUE
+    on = jax.device_put(array, sharding(num_shards, P("a"))) if num_shards else array
+    return {"state": Longer({"w": on, "n": 3}, {} if true_shape is None else {"arrays/w": true_shape})}
+
+
+@pytest.mark.parametrize("num_processes", [1, 4])
+def test_a_checkpoint_holds_dims_without_padding(tmp_path: Path, num_processes: int) -> None:
+    folder = commit_as_many(tmp_path, longer((24, 6), 8), num_processes)
+    assert isinstance(longer((24, 6), 8)["state"], PaddedDims)
+    np.testing.assert_array_equal(read_all(folder)["state/arrays/w"], TRUE)
+    for shape, num_shards in (((16, 5), 8), ((V, 7), 1), ((15, D), 3), ((14, 9), 0)):
+        got, want = load(folder, longer(shape, num_shards)), longer(shape, num_shards)
+        np.testing.assert_array_equal(got["state"].arrays["w"], want["state"].arrays["w"])
+        assert got["state"].arrays["n"] == 3
+    np.testing.assert_array_equal(load(folder, longer((V, D), 1, None))["state"].arrays["w"], TRUE)
+    if num_processes == 1:
+        got = restore_safetensors(folder, longer((16, 6), 8), only="*w")
+        np.testing.assert_array_equal(got["state"].arrays["w"], longer((16, 6), 8)["state"].arrays["w"])
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (longer((16, 6), 0, (V,)), r"'state/arrays/w' is \[13\] without padding, but it is float32\[16, 6\]: expected"),
+        (longer((16, 6), 0, (17, D)), r"'state/arrays/w' is \[17, 5\] without padding, but it is float32\[16, 6\]"),
+        ({"s": Longer(1, {"arrays": ()})}, r"'s/arrays' is \[\] without padding, but it is a Python int: expected"),
+        ({"s": Longer(1, {"x": (2,)})}, r"'s/x' is \[2\] without padding, but it is no leaf of this tree; correct"),
+    ],
+)
+def test_what_is_said_of_dims_has_to_be_true(tmp_path: Path, tree: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"true_shapes says that leaf {message}"):
+        commit(tmp_path, tree)
+
+
+def test_other_dims_do_not_match(tmp_path: Path) -> None:
+    folder = commit(tmp_path, longer((24, 6), 8))
+    for like in (longer((24, 6), 8, None), longer((24, 6), 8, (V, 6))):
+        with pytest.raises(CheckpointError, match=r"is float32\[13, 5\] in .*, but float32\[(24|13), 6\] in"):
+            load(folder, like)

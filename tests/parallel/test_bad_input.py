@@ -1,5 +1,6 @@
 """What cannot be is said before anything is compiled: overrides, batches, constraints."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ def make(strategies: Any, constrained: Any = None, **options: Any) -> bx.Step:
         (bx.Hybrid(dense=bx.DataParallel({"x": bx.Replicated()})), r"overrides\['x'\] names no variable: expected a"),
         (bx.FullySharded({KERNEL: bx.Gathered(3)}), r"params/kernel cannot be placed by Gathered\(dim=3\) on the axi"),
         (bx.FullySharded({KERNEL: bx.Gathered(0)}), r"dim 0 of params/kernel, which a loop takes apart: .* \[1, 2\]"),
+        (bx.TensorParallel({KERNEL: bx.Split(0)}), r"dim 0 of params/kernel, which a loop takes apart: .* \[1, 2\]"),
         (bx.Hybrid({KERNEL: bx.Rows()}), r"\['params/kernel'\] asks for the rows of params/kernel, and these cannot"),
     ],
 )
@@ -62,6 +64,35 @@ def test_more_devices_than_samples() -> None:
             loss, optax.sgd(0.1), make_mesh("8 auto"), {"data": bx.DataParallel()}, init=init,
             batch={"ids": jax.ShapeDtypeStruct((4, 3), jnp.int32)},
         )  # fmt: skip
+
+
+def test_an_axis_that_the_mesh_has_not() -> None:
+    with pytest.raises(
+        SpecError, match=r"names the mesh axis 'rows', and the mesh has \('data', 'model'\): use one of"
+    ):
+        make({"rows": bx.DataParallel()})
+
+
+def test_a_plan_that_cannot_be_replayed_and_a_table_of_fewer_rows_than_devices() -> None:
+    """The table of 6 rows, padded among 8 devices, has the numbers of whole ones."""
+    fully = make({"data": bx.FullySharded(min_bytes=0)}).plan
+    (kernel, *others) = fully.variables
+    assert kernel.path == KERNEL
+    for placement in (bx.Gathered(0), bx.Split(0)):
+        plan = replace(fully, variables=(replace(kernel, placements=(placement, bx.Replicated())), *others))
+        with pytest.raises(ArgumentError, match=r"plan asks for dim 0 of params/kernel, which a loop .*: plan anew"):
+            make(None, plan=plan)
+    table = {"params/table": bx.Rows()}
+    batch = {"ids": np.arange(48, dtype=np.int32).reshape(16, 3) % 6}
+    losses: list[Any] = []
+    for strategies in (
+        {"data": bx.Hybrid(table), "model": bx.Hybrid(table)},
+        {"data": bx.DataParallel(), "model": bx.DataParallel()},
+    ):
+        step = make(strategies)
+        state, _ = step.update(step.init(jax.random.key(0)), batch)
+        losses.append(step.update(state, batch)[1]["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_constraints_of_the_loss() -> None:

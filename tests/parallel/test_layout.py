@@ -38,3 +38,8 @@ def test_what_cannot_be_split() -> None:
         Layout.whole((3, 4)).split(2, DATA)
     with pytest.raises(ArgumentError, match="dim=0 would be split by rows on one of the axes data and model"):
         Gathered(0).refine(Rows().refine(Layout.whole((3, 4)), DATA), MODEL)
+    words = r"dim=1 of a variable by rows, of shape \[3, 5\], would be divided among 2 .* whole along the axes model"
+    with pytest.raises(ArgumentError, match=words):
+        Gathered(1).refine(Rows().refine(Layout.whole((3, 5)), DATA), MODEL)
+    with pytest.raises(ArgumentError, match=words):
+        Rows().refine(Gathered(1).refine(Layout.whole((3, 5)), MODEL), DATA)

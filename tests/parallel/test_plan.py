@@ -1,6 +1,7 @@
 """A plan is data: it prints, and it survives JSON."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.layout import Axis, Layout
 from braidax.parallel.plan.model import Model
-from braidax.parallel.plan.plan import follow, make_plan, shardings_of
+from braidax.parallel.plan.plan import Costs, follow, make_plan, shardings_of
 from braidax.program import collectives_of, named_leaves, total_sent
 from tests.parallel.dense.models import MODELS
 from tests.parallel.models import init, make_mesh, specs
@@ -111,6 +112,12 @@ def test_plans_are_compared() -> None:
         "params/layers/up", "3×24×96", "gathered 1 → replicated", "13.8 KB → 111 KB", "72.6 KB → 48.4 KB"
     ]  # fmt: skip
     assert max(map(len, lines)) <= 120
+    totals = [[cell.strip() for cell in line.split("  ") if cell] for line in lines[-9:]]
+    assert [totals[0], totals[2], totals[-1]] == [
+        ["in all", "this plan", "the other"], ["variables", "8", "8"], ["a device sends a step", "236 KB", "157 KB"]
+    ]  # fmt: skip
+    unknown = replace(one, variables=tuple(replace(each, costs=Costs()) for each in one.variables))
+    assert unknown.compare(one).splitlines()[-1].split("  ")[-1].strip() == "236 KB"
 
 
 def test_json_there_and_back() -> None:

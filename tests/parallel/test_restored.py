@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
@@ -205,6 +207,54 @@ def test_a_state_is_like_any_other_whoever_made_it() -> None:
     gc.collect()
     assert made() is None  # a state does not keep its step
     assert isinstance(state.saved_as({"params/table": 37}, {}), str)
+
+
+PADDED = {name: bx.Gathered(0) for name in ("params/kernel", "params/up")}
+FULLY = {
+    "group": bx.DataParallel(),
+    "data": bx.Hybrid({"params/table": bx.Rows()}, dense=bx.FullySharded(PADDED, min_bytes=0)),
+}
+
+
+def over(num_devices: int, *, groups: int = 1) -> bx.Step:
+    """A table of 37 rows by rows, and two dims of 9 that few counts of devices divide, sharded within each group."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = params["table"][batch["ids"]].mean(1) @ params["up"].T
+        return ((jnp.tanh(x) @ params["kernel"] - batch["target"]) ** 2).mean()
+
+    def init(key: jax.Array) -> Any:
+        shapes = {"table": (37, 4), "up": (9, 4), "kernel": (9,)}
+        keys = jax.random.split(key, len(shapes))
+        return {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+    mesh = jax.make_mesh((groups, num_devices // groups), ("group", "data"), devices=jax.devices()[:num_devices])
+    return bx.parallelize(loss, ADAM, mesh, FULLY, init=init, batch=specs(some(0, 24)))
+
+
+def test_what_is_padded_goes_on_over_any_number_of_devices(tmp_path: Path) -> None:
+    steps = {8: over(8), 4: over(4), 1: over(1), 6: over(6, groups=3)}
+    state = steps[8].init(jax.random.key(3))
+    for seed in range(2):
+        state, _ = steps[8].update(state, some(seed, 24))
+    assert (state.params["kernel"].shape, state.params["table"].shape) == ((16,), (5, 8, 4))
+    save(tmp_path / "8", state)
+    file = load_file(next((tmp_path / "8").glob("*/arrays-00000.safetensors")))
+    np.testing.assert_array_equal(file["0/params/kernel"], np.asarray(state.params["kernel"])[:9])
+    assert [array.shape for name, array in file.items() if name.endswith("up")] == [(9, 4)] * 3
+    now, before = state, "8"
+    for count in (4, 1, 6, 8):
+        with Checkpointer(tmp_path / before, Every(1)) as saver:
+            now, _ = saver.restore((steps[count].state_specs, Cursor(0, 0, 0)))
+        assert now.params["kernel"].sharding == steps[count].state_shardings.params["kernel"]
+        same_bits(steps[count].to_dense(now), steps[8].to_dense(state))
+        before = f"{before}-{count}"
+        save(tmp_path / before, now)
+    same_bits(now, state)
+    with Checkpointer(tmp_path / "8-4-1-6", Every(1)) as saver:
+        now, _ = saver.restore((steps[6].state_specs, Cursor(0, 0, 0)))
+    now, state = (step.update(each, some(2, 24))[0] for step, each in ((steps[6], now), (steps[8], state)))
+    assert_close(copied(steps[6].to_dense(now)), copied(steps[8].to_dense(state)), atol=1e-5)
 
 
 def of_two(comm: Communicator, root: Path) -> str:

@@ -544,8 +544,10 @@ def test_other_batches_states_and_keys_are_refused() -> None:
         step.update(dataclasses.replace(state, params={"embedding": state.params["embedding"]}), batch)
     with pytest.raises(SpecError, match="batch/ids has 6 samples"):
         step.evaluate(state, make_batch(size=6))
-    with pytest.raises(ArgumentError, match=r"key is uint32\[2\], expected one key<fry>.*jax\.random\.key"):
-        step.init(jax.random.PRNGKey(0))
+    with pytest.raises(ArgumentError, match=r"key is uint32\[3\], expected one key<fry>.*jax\.random\.key"):
+        step.init(jnp.zeros(3, jnp.uint32))
+    for made, other in zip(*map(jax.tree.leaves, map(copied, (state, step.init(jax.random.PRNGKey(0))))), strict=True):
+        np.testing.assert_array_equal(made, other)
 
 
 def test_an_optimizer_that_changes_its_state_s_form_is_refused() -> None:

@@ -150,5 +150,21 @@ def test_what_names_nothing_is_said(trainable: Any, words: str) -> None:
 
 def test_rows_of_a_frozen_table_are_not_exchanged() -> None:
     assert make(bx.Hybrid()).plan.variables[1].placements[0] == bx.Replicated()
-    with pytest.raises(ArgumentError, match="rows of params/base/table, and these cannot be exchanged: it is frozen"):
+    words = (
+        r"rows of params/base/table, and these cannot be exchanged: it is frozen: .* \(Gathered\(dim\) splits it all"
+    )
+    with pytest.raises(ArgumentError, match=words):
         make(bx.Hybrid({"params/base/table": bx.Rows()}))
+
+
+def test_rows_of_a_frozen_table_come_in_parts_and_nothing_goes_back() -> None:
+    def sent(strategy: Any) -> list[tuple[str, int, bool]]:
+        found = collectives_of(make(strategy).lower().gradients.compile().as_text())
+        return [(one.kind, one.result_bytes, "transpose" in one.op_name) for one in found]
+
+    ids, rows, lora = 16 * 3 * 4, 16 * 3 // 4 * 16 * 4, (16 * 4 * 4, 4 * 32 * 4)
+    assert [(kind, size) for kind, size, _ in sent(bx.Hybrid())] == [("all-reduce", 4 + sum(lora))]
+    found = sent(bx.Hybrid(dense=bx.FullySharded(min_bytes=0)))
+    assert {("all-gather", ids, False), ("all-to-all", rows, False)} <= {*found}
+    assert sorted(one for one in found if one[2]) == [("reduce-scatter", size // 4, True) for size in lora]
+    assert max(size for _, size, _ in found) < ROWS * 16 * 4 / 4

@@ -1,7 +1,7 @@
-"""What the leaves of a tree are, and which of them have rows that are padding."""
+"""What the leaves of a tree are, and which of them have rows or ends that are padding."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import jax
@@ -30,6 +30,20 @@ class PaddedRows(Protocol):
     @property
     def padded_rows(self) -> Mapping[str, int]:
         """V by the path of the leaf below this node, such as `{"params/embedding/table": 793_470}`."""
+        ...
+
+
+@runtime_checkable
+class PaddedDims(Protocol):
+    """A node of a tree, below which there are arrays with zeros behind the ends of their dims.
+
+    A checkpoint holds such a leaf without them, as long as it truly is; restored, it has those of its `like`, which
+    may be more or fewer. How many there are may so differ from run to run.
+    """
+
+    @property
+    def true_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape without padding by the path of the leaf below this node, such as `{"params/kernel": (1022, 3)}`."""
         ...
 
 
@@ -102,27 +116,58 @@ def put_outside(like: Any, tree: Any) -> Any:
 
 def padded_rows(tree: Any) -> dict[str, int]:
     """Returns the V of each leaf that has padded rows, by its path in the tree."""
-    found: dict[str, int] = {}
+    return _told(tree, "padded_rows")
+
+
+def true_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape without padding of each leaf whose dims are padded, by its path in the tree.
+
+    **Raises:** `CheckpointError` naming a path that is no leaf.
+    """
+    found = _told(tree, "true_shapes")
+    strange = found.keys() - named_leaves(tree).keys() if found else ()
+    for path in strange:
+        raise CheckpointError(
+            f"true_shapes says that leaf {path!r} is {list(found[path])} without padding, but it is no leaf of this "
+            "tree; correct the `true_shapes` of the node above it"
+        )
+    return found
+
+
+def _told(tree: Any, attribute: str) -> dict[str, Any]:
+    """Returns what nodes that have an attribute say of leaves below them, by the path of the leaf in the tree."""
+    found: dict[str, Any] = {}
 
     def visit(node: Any, above: str) -> None:
-        if isinstance(node, PaddedRows):
-            found.update({f"{above}{path}": num_rows for path, num_rows in node.padded_rows.items()})
+        if hasattr(node, attribute):  # a protocol says as much, ten times as slowly
+            found.update({f"{above}{path}": told for path, told in getattr(node, attribute).items()})
         below = _jax.tree_util.tree_leaves_with_path(
-            node, is_leaf=lambda inner: inner is not node and isinstance(inner, PaddedRows)
+            node, is_leaf=lambda inner: inner is not node and hasattr(inner, attribute)
         )
         for path, inner in below:
-            if path and isinstance(inner, PaddedRows):
+            if path and hasattr(inner, attribute):
                 visit(inner, f"{above}{_name(path)}/")
 
     visit(tree, "")
     return found
 
 
-def describe(path: str, leaf: Any) -> Leaf:
+def describe(path: str, leaf: Any, *, true_shape: tuple[int, ...] | None = None) -> Leaf:
     """Returns what a leaf is; it may be abstract (`jax.ShapeDtypeStruct`).
+
+    **Arguments:** `true_shape`: of a leaf whose dims are padded, without that.
 
     **Raises:** `CheckpointError` for what cannot be in a checkpoint.
     """
+    if true_shape is not None:
+        found = describe(path, leaf)
+        if found.kind != "array" or not _is_within(true_shape, found.shape):
+            raise CheckpointError(
+                f"true_shapes says that leaf {path!r} is {list(true_shape)} without padding, but it is {found}: "
+                "expected an array with as many dims, none of them shorter; correct the `true_shapes` of the node "
+                "above it"
+            )
+        return replace(found, shape=tuple(true_shape))
     if isinstance(leaf, jax.core.Tracer):
         raise CheckpointError(
             f"leaf {path!r} is a tracer: expected a concrete array; call the checkpointer outside of jit and grad"
@@ -151,6 +196,10 @@ def key_data_spec(keys: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     abstract = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
     spec = _jax.eval_shape(_jax.random.key_data, abstract)
     return np.dtype(spec.dtype), tuple(spec.shape)
+
+
+def _is_within(inner: tuple[int, ...], outer: tuple[int, ...]) -> bool:
+    return len(inner) == len(outer) and all(0 <= size <= most for size, most in zip(inner, outer, strict=True))
 
 
 def _name(path: Any) -> str:

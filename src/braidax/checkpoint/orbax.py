@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from braidax.checkpoint import folders
-from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves
+from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves, true_shapes
 from braidax.checkpoint.manifest import Entry, manifest_file
-from braidax.checkpoint.placing import converted, placed, sharding_of
+from braidax.checkpoint.placing import converted, extended, placed, sharding_of
 from braidax.checkpoint.reading import Content, read_content
 from braidax.checkpoint.restoring import Want, load, match, planned, restore
 from braidax.errors import ArgumentError, CheckpointError, import_extra
@@ -79,7 +79,8 @@ def restore_orbax(path: str | os.PathLike[str], like: Any, *, only: Sequence[str
         with _blaming(blame):  # the checkpointer would swallow why
             metadata = handler.metadata(folder).tree
         saved, values = named_leaves(metadata), named_leaves(like)
-        entries = {name: _entry(ocp, name, found, values.get(name)) for name, found in saved.items()}
+        shapes = true_shapes(like)
+        entries = {name: _entry(ocp, name, found, values.get(name), shapes.get(name)) for name, found in saved.items()}
         wants = match(Content(folder, (), entries), like, only)
         how = [_restore_args(ocp, wants[name]) if name in wants else ocp.RestoreArgs() for name in saved]
         items = [found if name in wants else ocp.PLACEHOLDER for name, found in saved.items()]
@@ -89,7 +90,7 @@ def restore_orbax(path: str | os.PathLike[str], like: Any, *, only: Sequence[str
             tree = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(**trees))
     found = dict(zip(saved, structure.flatten_up_to(tree), strict=True))
     _check_keys(folder, found, wants)
-    leaves = [_finished(found[name], wants[name]) if name in wants else leaf for name, leaf in values.items()]
+    leaves = [_finished(folder, found[name], wants[name]) if name in wants else leaf for name, leaf in values.items()]
     return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
 
 
@@ -186,8 +187,11 @@ def _check_source(folder: Path) -> None:
     raise CheckpointError(f"{folder}: has no file {_METADATA}, so it is no checkpoint of Orbax; {hint}")
 
 
-def _entry(ocp: Any, name: str, saved: Any, value: Any) -> Entry:
-    """Returns what a leaf of Orbax is, as a leaf of ours; of scalars and PRNG keys it tells less than `value` wants."""
+def _entry(ocp: Any, name: str, saved: Any, value: Any, true_shape: tuple[int, ...] | None) -> Entry:
+    """Returns what a leaf of Orbax is, as a leaf of ours; of scalars and PRNG keys it tells less than `value` wants.
+
+    **Arguments:** `true_shape`: of `value`, if that is padded; in Orbax it may be, too, and `_finished` cuts it.
+    """
     if isinstance(saved, ocp.metadata.StringMetadata):
         return Entry(Leaf(name, "array", "str"), "str")
     dtype, shape = np.dtype(saved.dtype), tuple(saved.shape)
@@ -198,6 +202,8 @@ def _entry(ocp: Any, name: str, saved: Any, value: Any) -> Entry:
                 return Entry(Leaf(name, kind))
     if wanted is not None and wanted.kind == "key" and (dtype, shape) == key_data_spec(value):
         return Entry(wanted, dtype.name, shape)
+    if value is not None and true_shape is not None and shape == value.shape:
+        shape = true_shape
     return Entry(Leaf(name, "array", dtype.name, shape), dtype.name, shape)
 
 
@@ -214,7 +220,11 @@ def _restore_args(ocp: Any, want: Want) -> Any:
 
 def _is_direct(want: Want) -> bool:
     """Says whether Orbax can put an array where it is to be."""
-    if want.how is not None or not isinstance(want.like, jax.Array | jax.ShapeDtypeStruct):
+    if (
+        want.how is not None
+        or want.shape != np.shape(want.like)
+        or not isinstance(want.like, jax.Array | jax.ShapeDtypeStruct)
+    ):
         return False
     # Orbax would make typed PRNG keys of uint32, and nothing has a weak type.
     return want.entry.dtype != "uint32" and not want.like.weak_type and sharding_of(want.like) is not None
@@ -235,7 +245,7 @@ def _check_keys(folder: Path, found: dict[str, Any], wants: dict[str, Want]) -> 
         )
 
 
-def _finished(found: Any, want: Want) -> Any:
+def _finished(folder: Path, found: Any, want: Want) -> Any:
     if not want.entry.leaf.dtype or _is_direct(want):
         return found
     if want.entry.leaf.kind == "key":
@@ -243,8 +253,20 @@ def _finished(found: Any, want: Want) -> Any:
             return found
         data = np.asarray(jax.random.key_data(found))
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(found))
-    array = converted(np.asarray(found), want.how, want.like.shape)
+    array = _cut(folder, np.asarray(found), want.entry)
+    array = extended(converted(array, want.how, want.shape), want.like.shape)
     return placed(lambda index: array[(*index, ...)], want.like)
+
+
+def _cut(folder: Path, array: np.ndarray, entry: Entry) -> np.ndarray:
+    """Returns an array without the padding that it has in Orbax, if any. **Raises:** `CheckpointError` for other."""
+    found = array[(*map(slice, entry.shape), ...)]
+    if np.count_nonzero(found) != np.count_nonzero(array):
+        raise CheckpointError(
+            f"{folder}: leaf {entry.leaf.path!r} is {list(array.shape)}, and {list(entry.shape)} without the padding "
+            "that `like` has, but not all behind that is 0: it is of another model; give the tree that was saved"
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -10,18 +10,22 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from braidax.checkpoint.boxes import Box, box_of, joined, split, volume, whole
+from braidax.checkpoint.boxes import Box, box_of, joined, overlap, split, volume, whole
 
 SMALL_BYTES = 1 << 16
 """What is smaller than this is not cut."""
 
 
 class Placed(NamedTuple):
-    """An array: its shape, the bytes of an element, its sharding; None where each process has it for itself."""
+    """An array: its shape, the bytes of an element, its sharding; None where each process has it for itself.
+
+    `padded`: the shape that it has on its devices, where that is longer; what is behind nobody writes.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
     sharding: Any
+    padded: tuple[int, ...] | None = None
 
 
 Shares = dict[int, list[Box]]
@@ -46,7 +50,7 @@ def ownership(leaves: tuple[Placed, ...]) -> tuple[Shares, ...]:
         if leaf.sharding is None:
             found[number] = {0: [whole(leaf.shape)]}
             continue
-        held = holders(leaf.sharding, leaf.shape)
+        held = holders(leaf.sharding, leaf.shape, leaf.padded)
         is_common = len({process for processes in held for process in processes}) > 1
         for processes, boxes in held.items():
             if len(processes) > 1:
@@ -72,11 +76,17 @@ def process_of(device: Any) -> int:
     return device.process_index
 
 
-def holders(sharding: Any, shape: Sequence[int]) -> dict[tuple[int, ...], list[Box]]:
-    """Returns the boxes of an array by the processes that hold them."""
+def holders(
+    sharding: Any, shape: Sequence[int], padded: Sequence[int] | None = None
+) -> dict[tuple[int, ...], list[Box]]:
+    """Returns the boxes of an array by the processes that hold them. **Arguments:** as of `Placed`."""
     held: dict[Box, set[int]] = {}
-    for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        held.setdefault(box_of(index, shape), set()).add(process_of(device))
+    stored = tuple(shape if padded is None else padded)
+    for device, index in sharding.devices_indices_map(stored).items():
+        box = box_of(index, stored)
+        part = box if padded is None else overlap(box, whole(shape))
+        if part is not None:
+            held.setdefault(part, set()).add(process_of(device))
     grouped: dict[tuple[int, ...], list[Box]] = {}
     for box, processes in held.items():
         grouped.setdefault(tuple(sorted(processes)), []).append(box)

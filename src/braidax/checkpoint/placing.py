@@ -48,6 +48,12 @@ def weakly_typed(array: np.ndarray) -> Any:
     return jnp.full(array.shape, zero).at[...].set(array) if jnp.result_type(zero) == array.dtype else array
 
 
+def extended(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns an array with zeros behind the ends of its dims, of another shape; itself where it has that."""
+    missing = [(0, wanted - size) for size, wanted in zip(array.shape, shape, strict=True)]
+    return np.pad(array, missing) if array.shape != shape else array
+
+
 def converted(array: np.ndarray, how: Conversion | None, shape: tuple[int, ...]) -> np.ndarray:
     """Returns a table by rows in the form of another shape; rows that it does not have are zero. None: as it is."""
     if how is None:

@@ -14,7 +14,14 @@ import numpy as np
 
 from braidax.checkpoint import folders
 from braidax.checkpoint.boxes import Box, box_of, extents, joined, overlap, whole, within
-from braidax.checkpoint.leaves import describe, named_leaves, padded_rows, put_outside, with_outside
+from braidax.checkpoint.leaves import (
+    describe,
+    named_leaves,
+    padded_rows,
+    put_outside,
+    true_shapes,
+    with_outside,
+)
 from braidax.checkpoint.manifest import Entry, OtherFormat
 from braidax.checkpoint.padding import Conversion, conversion
 from braidax.checkpoint.placing import sharding_of, weakly_typed
@@ -187,11 +194,16 @@ def nothing_valid(root: Path | str, reasons: Sequence[str]) -> NothingValid:
 
 
 class Want(NamedTuple):
-    """A leaf to restore. **Fields:** `entry`: of the checkpoint. `like`: what it is to be. `how`: if its rows move."""
+    """A leaf to restore.
+
+    **Fields:** `entry`: of the checkpoint. `like`: what it is to be. `how`: if its rows move. `shape`: of `like`,
+    without padding.
+    """
 
     entry: Entry
     like: Any
     how: Conversion | None
+    shape: tuple[int, ...]
 
 
 def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dict[str, Want]:
@@ -205,10 +217,10 @@ def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dic
     only = (only,) if isinstance(only, str) else only
     values = _matching(named_leaves(like), only, "in `like`")
     entries = _matching(content.entries, only, "in the checkpoint")
-    num_rows = padded_rows(like)
+    num_rows, shapes = padded_rows(like), true_shapes(like)
     wants: dict[str, Want] = {}
     troubles = [
-        f"leaf {path!r} ({describe(path, value)}) is in `like`, but not in the checkpoint"
+        f"leaf {path!r} ({describe(path, value, true_shape=shapes.get(path))}) is in `like`, but not in the checkpoint"
         for path, value in values.items()
         if path not in entries
     ]
@@ -218,13 +230,13 @@ def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dic
         if path not in values
     ]
     for path in [path for path in values if path in entries]:
-        entry, leaf = entries[path], describe(path, values[path])
-        wants[path] = Want(entry, values[path], None)
+        entry, leaf = entries[path], describe(path, values[path], true_shape=shapes.get(path))
+        wants[path] = Want(entry, values[path], None, leaf.shape)
         differs = entry.padded_rows is not None and num_rows.get(path, entry.padded_rows) != entry.padded_rows
         if leaf != entry.leaf or differs:
             same = (leaf.kind, leaf.dtype) == (entry.leaf.kind, entry.leaf.dtype) == ("array", entry.dtype)
             how = conversion(entry, leaf.shape, num_rows.get(path)) if same else None
-            wants[path] = Want(entry, values[path], how)
+            wants[path] = Want(entry, values[path], how, leaf.shape)
             if how is None:
                 troubles.append(
                     f"leaf {path!r} is {entry.leaf}{_rows(entry.padded_rows)} in the checkpoint, but {leaf}"
@@ -277,12 +289,19 @@ def load(content: Content, like: Any, wants: Mapping[str, Want], open_file: Open
 
 
 def _load_leaf(reader: Reader, want: Want) -> Any:
-    entry, like, how = want
+    entry, like, how, true_shape = want
     if not entry.leaf.dtype:
         return entry.number
-    shape = (*like.shape, *entry.shape[len(entry.leaf.shape) :])
+    of_key = entry.shape[len(entry.leaf.shape) :]
+    shape, true = (*like.shape, *of_key), whole((*true_shape, *of_key))
 
     def read(box: Box) -> np.ndarray:
+        part = box if like.shape == true_shape else overlap(box, true)
+        if part != box:
+            found = np.zeros(extents(box), np.dtype(entry.dtype))
+            if part is not None:
+                found[(*within(part, box), ...)] = read(part)
+            return found
         return reader.read(entry, box) if how is None else reader.read_rows(entry, how, box)
 
     if isinstance(like, np.ndarray):

@@ -13,7 +13,7 @@ import numpy as np
 
 from braidax.checkpoint.leaves import Leaf, named_leaves
 from braidax.checkpoint.manifest import Entry, stored_as
-from braidax.checkpoint.placing import converted, placed
+from braidax.checkpoint.placing import converted, extended, placed
 from braidax.checkpoint.reading import Content
 from braidax.checkpoint.restoring import match
 from braidax.errors import CheckpointError
@@ -58,11 +58,11 @@ def restore_safetensors(
         if leaf not in wants:
             leaves.append(value)
             continue
-        tensor, how = chosen[leaf], wants[leaf].how
-        if how is None:
+        tensor, want = chosen[leaf], wants[leaf]
+        if want.how is None and want.shape == value.shape:
             leaves.append(placed(tensor.read, value))
         else:
-            whole = converted(tensor.read(()), how, value.shape)
+            whole = extended(converted(tensor.read(()), want.how, want.shape), value.shape)
             leaves.append(placed(lambda index, whole=whole: whole[(*index, ...)], value))
     return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
 

@@ -19,7 +19,15 @@ import numpy as np
 
 from braidax.checkpoint import staging
 from braidax.checkpoint.boxes import Box, box_of, extents, overlap, volume, whole, within
-from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves, padded_rows, with_outside
+from braidax.checkpoint.leaves import (
+    Leaf,
+    describe,
+    key_data_spec,
+    named_leaves,
+    padded_rows,
+    true_shapes,
+    with_outside,
+)
 from braidax.checkpoint.manifest import PAGE_BYTES, Entry, stored_as
 from braidax.checkpoint.ownership import Placed, Shares, ownership
 from braidax.checkpoint.padding import check_stored
@@ -114,7 +122,8 @@ def hold(
     """
     tree = with_outside(tree)
     values = named_leaves(tree)
-    leaves = [describe(path, value) for path, value in values.items()]
+    shapes = true_shapes(tree)
+    leaves = [describe(path, value, true_shape=shapes.get(path)) for path, value in values.items()]
     entries = _entries(leaves, list(values.values()), padded_rows(tree))
     placed = tuple(_placed(entry, value, num_processes) for entry, value in zip(entries, values.values(), strict=True))
     shares, digest = _shares(tuple(leaves), placed)
@@ -157,7 +166,8 @@ def _placed(entry: Entry, value: Any, num_processes: int) -> Placed:
         return Placed((0,), 1, None)
     is_common = num_processes > 1 and isinstance(value, jax.Array) and value.committed
     itemsize = np.dtype(entry.dtype).itemsize * int(np.prod(entry.shape[len(entry.leaf.shape) :], dtype=np.int64))
-    return Placed(entry.leaf.shape, itemsize, value.sharding if is_common else None)
+    padded = tuple(value.shape) if value.shape != entry.leaf.shape else None
+    return Placed(entry.leaf.shape, itemsize, value.sharding if is_common else None, padded)
 
 
 @functools.lru_cache(maxsize=16)

@@ -50,7 +50,8 @@ class State:
 
     `step`: int32 scalar, updates done. `params`, `opt_state`: PyTrees. `variables`: what the loss changes besides
     (BatchNorm statistics), `{}` when it asks for none. `key`: the PRNG key that the keys of all steps come from.
-    `padded`: of the leaves that are stored by rows, `[ceil(V / N), N, ...]`, the path and V. `origin`: the step.
+    `padded`: of the leaves that are stored by rows, `[ceil(V / N), N, ...]`, the path and V. `shapes`: of the others
+    that are stored padded the path and the shape that the loss has. `origin`: the step.
     """
 
     step: Any
@@ -59,12 +60,18 @@ class State:
     variables: Any
     key: Any
     padded: tuple[tuple[str, int], ...] = field(default=(), metadata={"static": True})
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), metadata={"static": True})
     origin: Origin = field(default=Origin(), repr=False, metadata={"static": True})
 
     @property
     def padded_rows(self) -> Mapping[str, int]:
         """`padded` as a checkpoint asks for them, so that they can be restored to another N."""
         return dict(self.padded)
+
+    @property
+    def true_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """`shapes` as a checkpoint asks for them, which holds the leaves without padding."""
+        return dict(self.shapes)
 
     def saved_as(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:
         """Returns the form in which a state was saved, as a checkpoint asks for it that was planned otherwise.

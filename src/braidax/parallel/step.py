@@ -115,10 +115,12 @@ class Step:
         """Makes the first state, every leaf born on the devices that hold it.
 
         **Arguments:** `key`: from `jax.random.key`, of any implementation; for another one than JAX is configured for
-        the step is traced again. It is split: one half goes to `init`, the other into the state.
+        the step is traced again. It is split: one half goes to `init`, the other into the state. One of
+        `jax.random.PRNGKey` is taken for that of `jax.random.key`, with the same numbers.
 
         **Raises:** `ArgumentError` when `key` is no such key.
         """
+        key = _typed(key)
         is_key = jnp.issubdtype(getattr(key, "dtype", jnp.uint32), jax.dtypes.prng_key) and not key.shape
         if is_key and self._rekeyed is not None and key.dtype != self._state_specs.key.dtype:
             self._prepare(self._rekeyed(spec_of(key)))
@@ -373,6 +375,13 @@ class Step:
 def _with_shardings(specs: Any, shardings: Any) -> Any:
     """Specs of arrays that lie where a step has them: what is lowered from these is compiled once, with its calls."""
     return jax.tree.map(lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on), specs, shardings)
+
+
+def _typed(key: Any) -> Any:
+    """Wraps a key of `jax.random.PRNGKey`, of the implementation that JAX is configured for."""
+    form = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    is_raw = (getattr(key, "dtype", None), getattr(key, "shape", None)) == (form.dtype, form.shape)
+    return jax.random.wrap_key_data(key) if is_raw else key
 
 
 def _canonical(batch: Any) -> Any:

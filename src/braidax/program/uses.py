@@ -100,11 +100,6 @@ class LeafUses:
         return "unused" if not kinds else "sparse" if kinds == {"rows"} else "dense"
 
     @property
-    def deciding(self) -> Use | None:
-        """The use that decides: the first that needs the whole leaf, else the first of all."""
-        return next((use for use in self.uses if use.kind == "dense"), self.uses[0] if self.uses else None)
-
-    @property
     def why(self) -> str:
         """One sentence."""
         rows = [use for use in self.uses if use.kind == "rows"]

@@ -1,5 +1,7 @@
 """Missed steps, taken in one or one by one, are those that the dense optimizer takes."""
 
+import math
+import re
 from typing import Any
 
 import jax
@@ -133,3 +135,16 @@ def test_what_steps_make_of_values_is_kept_exactly() -> None:
     expected = np.log1p(-0.1 * (1e-3 + (1e-5 - 1e-3) * steps / 100_000)).sum()
     total, rest = (float(one) for one in shared.grown)
     np.testing.assert_allclose(total + rest, expected, rtol=1e-6)
+
+
+def test_a_schedule_is_computed_once_for_each_row_and_missed_step() -> None:
+    """Not again for each of the nodes at which Adam's moves are interpolated, 13 here."""
+    sparse, num_rows = rows.row_optimizer(optax.adamw(COSINE, weight_decay=0.1)), 40
+    assert sparse.settle is not None
+    values = jnp.ones((num_rows, 8))
+    held, shared = sparse.init(values[:, None])
+    held = jax.tree.map(lambda leaf: leaf.reshape(num_rows, -1) if leaf.ndim > 2 else leaf[:, 0], held)
+    text = jax.jit(sparse.settle).lower(values, held, shared).compile().as_text()
+    fusions = [block for block in text.split("\n}\n") if " cosine(" in block and "fused_computation" in block]
+    roots = [re.search(r"ROOT \S+ = \w+\[([\d,]*)\]", block) for block in fusions]
+    assert {math.prod(map(int, root[1].split(","))) for root in roots if root and root[1]} == {num_rows}

@@ -232,20 +232,20 @@ class Work:
     def dense_specs(self) -> State:
         """Of a state in the form of single-device training. **Raises:** `ArgumentError` when there is none."""
         opt_state = self._optimizer_specs if self._feed is None else self._feed.dense_state()
-        return replace(self._specs, params=self._born.params, opt_state=opt_state, padded=())
+        return replace(self._specs, params=self._born.params, opt_state=opt_state, padded=(), shapes=())
 
     def to_dense(self, state: State) -> State:
         """Returns a state as single-device training has it."""
         if self._feed is None:
             params, opt_state = _loaded(self._of_params, state.params), _loaded(self._of_state, state.opt_state)
-            return replace(state, params=params, opt_state=opt_state, padded=())
+            return replace(state, params=params, opt_state=opt_state, padded=(), shapes=())
         feed, state = self._feed, self.settled(state)
         dense, stored = self._parted(state.params)
         of_dense, kept = _loaded(self._of_state, state.opt_state["dense"]), state.opt_state["rows"]
         params = self._joined(
             _loaded(self._of_params, dense), {name: feed.load(name, value) for name, value in stored.items()}
         )
-        return replace(state, params=params, opt_state=feed.joined(of_dense, kept), padded=())
+        return replace(state, params=params, opt_state=feed.joined(of_dense, kept), padded=(), shapes=())
 
     def from_dense(self, state: State) -> State:
         """Undoes `to_dense`."""
@@ -253,10 +253,10 @@ class Work:
         dense = _stored(self._of_params, dense)
         if self._feed is None:
             opt_state = _stored(self._of_state, state.opt_state)
-            return replace(state, params=dense, opt_state=opt_state, padded=self._specs.padded)
+            return replace(state, params=dense, opt_state=opt_state, **self._told)
         stored, of_dense, kept = self._feed.parted(state.opt_state, taken)
         opt_state = {"dense": _stored(self._of_state, of_dense), "rows": kept}
-        return replace(state, params=self._joined(dense, stored), opt_state=opt_state, padded=self._specs.padded)
+        return replace(state, params=self._joined(dense, stored), opt_state=opt_state, **self._told)
 
     # How a state is made, and where it lies
 
@@ -264,12 +264,20 @@ class Work:
         step = jnp.zeros((), jnp.int32)
         if self._feed is None:
             opt_state = _stored(self._of_state, strong(self._optimizer.init(self._moved(born.params))))
-            return State(step, _stored(self._of_params, born.params), opt_state, born.variables, born.key)
+            return State(step, _stored(self._of_params, born.params), opt_state, born.variables, born.key, **self._told)
         dense, taken = self._parted(born.params)
         stored, of_dense, kept = self._feed.begin(self._moved(born.params), taken)
         opt_state = {"dense": _stored(self._of_state, of_dense), "rows": kept}
         params = self._joined(_stored(self._of_params, dense), stored)
-        return State(step, params, opt_state, born.variables, born.key, tuple(self._feed.padded))
+        return State(step, params, opt_state, born.variables, born.key, **self._told)
+
+    @functools.cached_property
+    def _told(self) -> Mapping[str, Any]:
+        """What a state tells of its leaves: the rows of tables, and the shapes of what is padded otherwise."""
+        dense = {"params": self._of_params, "opt_state" if self._feed is None else "opt_state/dense": self._of_state}
+        layouts = [one for prefix, tree in dense.items() for one in named_leaves(tree, prefix)]
+        shapes = tuple((path, layout.shape) for path, layout in layouts if any(layout.padding))
+        return {"padded": () if self._feed is None else tuple(self._feed.padded), "shapes": shapes}
 
     @functools.cached_property
     def _optimizer_specs(self) -> Any:
@@ -294,7 +302,7 @@ class Work:
         if self._feed is not None:
             opt_state = {"dense": opt_state, "rows": self._feed.shardings(specs.opt_state["rows"])}
         variables = jax.tree.map(lambda _: self._replicated, specs.variables)
-        return State(self._replicated, params, opt_state, variables, self._replicated, specs.padded)
+        return State(self._replicated, params, opt_state, variables, self._replicated, **self._told)
 
     def _held_bytes(self) -> Iterator[tuple[int, int, int]]:
         """Yields for each variable the bytes that a device holds: of it, its gradient, and what the optimizer keeps."""

@@ -58,7 +58,15 @@ class Layout:
         outer = [other for other in dims[dim] if other not in inner]
         dims[dim] = (*outer, axis, *inner)  # what is gathered lies within what is not
         gathered = self.gathered | {axis.name} if how == "gathered" else self.gathered
-        return replace(self, dim_axes=tuple(dims), by_rows=self.by_rows or by_rows, gathered=gathered)
+        made = replace(self, dim_axes=tuple(dims), by_rows=self.by_rows or by_rows, gathered=gathered)
+        if made.by_rows and any(made.padding[1:]):
+            odd = next(dim for dim, more in enumerate(made.padding) if dim and more)
+            raise ArgumentError(
+                f"dim={odd} of a variable by rows, of shape {list(self.shape)}, would be divided among "
+                f"{made.num_parts(odd)} devices, and a row is not padded: expected a dim that they divide, or the "
+                f"variable whole along the axes {', '.join(made.axes_of(odd))}"
+            )
+        return made
 
     def num_parts(self, dim: int) -> int:
         """Returns among how many devices a dim is divided."""

@@ -132,7 +132,7 @@ class Plan:
         )
 
     def compare(self, other: "Plan") -> str:
-        """Returns what differs from another plan, as a table: what this one has, then what the other has."""
+        """Returns what differs from another plan, as tables: what this one has, then what the other has."""
         heads = [("mesh", self._mesh, other._mesh), ("batch over", self.batch_axes, other.batch_axes)]
         heads += [("microbatches", self.microbatches, other.microbatches)]
         lines = [f"{name}: {one} → {two}" for name, one, two in heads if one != two]
@@ -146,8 +146,10 @@ class Plan:
             lines += ["", *table(rows, right=[3, 4], narrow=[0, 2])]
         if not lines:
             return "the plans are alike"
-        totals = [line for pair in zip(self._totals(), other._totals(), strict=False) for line in dict.fromkeys(pair)]
-        return "\n".join([*lines, "", *totals]).strip()
+        mine, theirs = self._figures, other._figures
+        totals = [(name, mine.get(name, ""), theirs.get(name, "")) for name in {**mine, **theirs}]
+        lines += ["", *table([("in all", "this plan", "the other"), *totals], right=[1, 2])]
+        return "\n".join(lines).strip()
 
     @property
     def _mesh(self) -> str:
@@ -155,27 +157,36 @@ class Plan:
 
     def _totals(self) -> list[str]:
         """What a device holds and sends."""
+        number, whole, *more = self._figures.values()
+        if not more:
+            return [f"{number} variables, {whole}"]
+        held, parameters, gradients, state, sent = more
+        parts = f"parameters {parameters}, gradients {gradients}, optimizer's state {state}"
+        return [
+            f"{number} variables, {whole}",
+            f"a device holds {held}: {parts}; activations come on top",
+            f"a device sends {sent} a step for them",
+        ]
+
+    @property
+    def _figures(self) -> dict[str, str]:
+        """How many variables there are, their bytes, and what a device holds and sends, as far as that is known."""
         costs = [one.costs for one in self.variables]
 
         def total(values: Iterable[int | None]) -> str:
             return in_words(sum(value or 0 for value in values))
 
-        whole = in_words(sum(one.num_bytes for one in self.variables))
+        figures = {"variables": str(len(costs)), "bytes of all": total(one.num_bytes for one in self.variables)}
         if any(one.held_bytes is None for one in costs):
-            return [f"{len(costs)} variables, {whole}"]
-        held = ", ".join(
-            f"{name} {total(values)}"
-            for name, values in (
-                ("parameters", (one.held_bytes for one in costs)),
-                ("gradients", (one.gradient_bytes for one in costs)),
-                ("optimizer's state", (one.state_bytes for one in costs)),
-            )
-        )
-        return [
-            f"{len(costs)} variables, {whole}",
-            f"a device holds {total(_held(one) for one in costs)}: {held}; activations come on top",
-            f"a device sends {total(one.sent_bytes for one in costs)} a step for them",
-        ]
+            return figures
+        return {
+            **figures,
+            "a device holds": total(_held(one) for one in costs),
+            "- parameters": total(one.held_bytes for one in costs),
+            "- gradients": total(one.gradient_bytes for one in costs),
+            "- optimizer's state": total(one.state_bytes for one in costs),
+            "a device sends a step": total(one.sent_bytes for one in costs),
+        }
 
 
 def _row(variable: PlannedVariable, axes: Sequence[PlannedAxis]) -> tuple[str, ...]:

@@ -8,9 +8,8 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError
 
 from .model import Model
-from .placements import Rows
 from .plan import Plan, layouts_of
-from .strategy import why_no_rows
+from .strategy import refused
 
 _MAX_NAMED = 3
 
@@ -59,11 +58,9 @@ def check_placements(plan: Plan, model: Model) -> None:
             raise ArgumentError(
                 f"plan places {variable.path} on {len(variable.placements)} axes, expected {len(plan.axes)}"
             )
-        by_rows = any(isinstance(placement, Rows) for placement in variable.placements)
-        if by_rows and (cannot := why_no_rows(model, variable.path)):
-            raise ArgumentError(
-                f"plan asks for the rows of {variable.path}, and these cannot be exchanged: {cannot}: plan anew"
-            )
+        for placement in variable.placements:
+            if cannot := refused(placement, model, variable.path):
+                raise ArgumentError(f"plan asks for {cannot}: plan anew")
     layouts_of(plan)
 
 

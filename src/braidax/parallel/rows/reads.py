@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from braidax.parallel.compute.metrics import BATCH
 from braidax.program import (
     LeafUses,
     Path,
@@ -18,8 +19,6 @@ from .options import OutOfRange
 
 LATE = "its ids are computed from parameters or by callbacks with effects, so that they are not known before"
 """Why the rows of a variable cannot be exchanged though it is read by rows only."""
-
-_BATCH = 3  # the argument of a traced loss that is the batch
 
 
 class RowReads(NamedTuple):
@@ -70,4 +69,4 @@ def without_rows(program: Program, tables: Sequence[LeafUses], out_of_range: Out
 def _dims_of_ids(program: Program, tables: Sequence[LeafUses]) -> dict[Path, int | None]:
     """Which dim of the ids of each use is the batch."""
     paths = [use.path for uses in tables for use in uses.uses]
-    return {path: found[1] for path, found in find_batch_dims(program, paths, {_BATCH: 0}).items()}
+    return {path: found[1] for path, found in find_batch_dims(program, paths, {BATCH: 0}).items()}

@@ -39,18 +39,18 @@ class Pushed(NamedTuple):
     left: jax.Array
 
 
-def route_ids(exchange: Exchange, ids: Sequence[jax.Array], *, mode: Literal["clip", "drop"] = "drop") -> Route:
+def route_ids(exchange: Exchange, ids: Sequence[jax.Array]) -> Route:
     """Agrees on which rows travel where; ids are exchanged here, once, for pulls and pushes alike.
 
     **Arguments:** `ids`: for each table, integers `[B, ...]`, dim 0 split over the axes of the exchange; −1 is
-    nothing. `mode`: "drop" makes nothing of ids out of range too, "clip" takes the nearest row (−1 stays nothing).
+    nothing, as are ids out of range.
 
     **Returns:** the `Route`, split like the ids. **Raises:** `ArgumentError` when `ids` are not as planned.
     """
     _check_ids(exchange, ids)
 
     def local(*ids: jax.Array) -> Route:
-        flat = [_in_range(x.reshape(-1), size, mode) for x, size in zip(ids, exchange.num_rows, strict=True)]
+        flat = [_in_range(x.reshape(-1), size) for x, size in zip(ids, exchange.num_rows, strict=True)]
         return make_route(exchange, jnp.concatenate(flat))
 
     split = _split(exchange)
@@ -275,9 +275,7 @@ def _by_table(exchange: Exchange, rows: jax.Array, sums: jax.Array) -> tuple[lis
     return [one for one, _ in pairs], [one for _, one in pairs]
 
 
-def _in_range(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
-    if mode == "clip":
-        return jnp.where(ids == -1, -1, jnp.clip(ids, 0, num_rows - 1)).astype(jnp.int32)
+def _in_range(ids: jax.Array, num_rows: int) -> jax.Array:
     return jnp.where((ids >= 0) & (ids < num_rows), ids, -1).astype(jnp.int32)
 
 

@@ -51,16 +51,19 @@ class _Missed(NamedTuple):
         """
         longest = jnp.minimum(jnp.where(awake, self.number, 0).max(initial=0), most)
 
-        def add(number: jax.Array, sums: Any) -> Any:
-            total, passed = sums
-            counts = number <= self.number
-            if self.log_growth is not None:
-                growth = jnp.where(counts, self.growth(number), 0)
-                total, passed = total * (1 + growth), passed + jnp.log1p(growth)
-            return total + jnp.where(counts, term(number), 0), passed
+        def grows(number: Any) -> Any:
+            return 0.0 if self.log_growth is None else jnp.where(number <= self.number, self.growth(number), 0)
 
-        begun = jnp.zeros_like(like), jnp.zeros(self.number.shape, jnp.float32)
-        total, passed = jax.lax.fori_loop(1, longest + 1, add, begun)
+        def add(number: jax.Array, sums: Any) -> Any:
+            total, passed, growth = sums
+            if self.log_growth is not None:
+                total, passed = total * (1 + growth), passed + jnp.log1p(growth)
+            total = total + jnp.where(number <= self.number, term(number), 0)
+            # Carried, since XLA would compute it, with the cosine of a schedule, for each row of the sums again.
+            return total, passed, grows(number + 1)
+
+        begun = jnp.zeros_like(like), jnp.zeros(self.number.shape, jnp.float32), grows(1)
+        total, passed, _ = jax.lax.fori_loop(1, longest + 1, add, begun)
         return total if self.log_growth is None else total * jnp.exp(self.log_growth - passed)
 
 

@@ -3,14 +3,14 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from braidax.errors import ArgumentError
-from braidax.program import compute, sums_below, terms_between, terms_of, trace
+from braidax.program import compute, sums_below, terms_between
 
 from .catch_up import copies, next_grown, no_growth, settling
 from .now import Now
@@ -92,19 +92,19 @@ class Alone(NamedTuple):
     grown: tuple[Any, ...] = ()
 
 
-def row_optimizer(optimizer: optax.GradientTransformation, *, mode: Literal["exact", "lazy"] = "exact") -> RowOptimizer:
+def row_optimizer(optimizer: optax.GradientTransformation) -> RowOptimizer:
     """Makes the row optimizer of one table from an elementwise optax transformation.
 
-    With "exact" it equals the dense optimizer. Where a row without a gradient stays as it is (SGD, Adagrad), that is
+    It equals the dense optimizer. Where a row without a gradient stays as it is (SGD, Adagrad), that is
     free. Where it moves (momentum, Adam, weight decay), the steps that a row has missed are taken before the row is
     next read: in one move where momentum or Adam make them in float32, else one by one, in a loop as long as the
-    longest absence among the rows of a batch. With "lazy" rows without a gradient stay as they are.
+    longest absence among the rows of a batch.
 
-    **Arguments:** `optimizer`: any chain of elementwise transformations. `mode`: see above.
+    **Arguments:** `optimizer`: any chain of elementwise transformations.
 
-    **Raises:** `ArgumentError` when it is not elementwise, or when `mode="lazy"` would leave out weight decay.
+    **Raises:** `ArgumentError` when it is not elementwise.
     """
-    of_dtype = functools.cache(lambda dtype: _alone(optimizer, mode, dtype))
+    of_dtype = functools.cache(lambda dtype: _alone(optimizer, dtype))
     moves = of_dtype(jnp.dtype("float32")).settle is not None
 
     def init(stored: jax.Array) -> RowState:
@@ -121,15 +121,9 @@ def row_optimizer(optimizer: optax.GradientTransformation, *, mode: Literal["exa
     return RowOptimizer(init, update, settle if moves else None)
 
 
-def _alone(optimizer: optax.GradientTransformation, mode: str, dtype: Any) -> RowOptimizer:
+def _alone(optimizer: optax.GradientTransformation, dtype: Any) -> RowOptimizer:
     """Makes the row optimizer of a table of a dtype, which keeps all that the optimizer has."""
     split, table = _read(optimizer, dtype)
-    if mode == "lazy" and not _rests_at_first(optimizer, table):
-        raise ArgumentError(
-            'optimizer moves rows that never had a gradient, as weight decay does, and mode="lazy" would leave that '
-            'out: use mode="exact", or an optimizer without weight decay'
-        )
-    table = replace(table, catch_up=None) if mode == "lazy" else table
     moving, others = table_optimizer(table), [at for at in range(len(split.states)) if at not in split.kept]
     inputs, after = [split.inputs[1 + at] for at in others], [split.states[at] for at in others]
     scalars = [others.index(scalar.at) for scalar in table.catch_up.scalars] if table.catch_up else []
@@ -199,11 +193,3 @@ def _read(optimizer: optax.GradientTransformation, dtype: Any) -> tuple[Split, T
         if (term.table or term.even) and term.shape != SHAPE:
             raise ArgumentError(mixing(f"its update has {term.name} within rows, so it is not elementwise"))
     return split, replace(table, any_width=True)
-
-
-def _rests_at_first(optimizer: optax.GradientTransformation, table: TableUpdate) -> bool:
-    """Whether a row that never had a gradient stays where it is."""
-    program = trace(optimizer.init, jax.ShapeDtypeStruct(SHAPE, table.value.dtype))
-    begun = [table.terms.rested(term) for term in terms_of(table.terms, program.closed, [table.value])]
-    replaced = {one.term: begun[one.at] for one in table.kept}
-    return table.terms.rested(table.move, replaced).equals(0)
