@@ -89,7 +89,7 @@ def test_a_vocabulary() -> None:
         (lambda w, x: x @ w + (x @ w)[:, ::-1], (D, F), "used by rev at"),
         (lambda w, x: jnp.concatenate([x @ w, x], axis=1), (D, F), "put together with others by concatenate at"),
         (lambda w, x: (x @ w)[:, 1:], (D, F), "taken in parts by slice at"),
-        (lambda w, x: jnp.split(x @ w, 2, axis=1)[0], (D, F), "used by split at"),
+        (lambda w, x: jnp.split(x @ w, 2, axis=1)[0], (D, F), "taken in parts by split at"),
         (lambda w, x: jnp.sort(x @ w), (D, F), "used by sort at"),
         (lambda w, x: jnp.cumsum(x @ w, axis=1), (D, F), "used by cumsum at"),
         (lambda w, x: jnp.argmax(x @ w, axis=1), (D, F), "used by argmax at"),

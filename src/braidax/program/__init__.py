@@ -27,6 +27,7 @@ from .constraints import automatic as automatic
 from .constraints import trace_constrained as trace_constrained
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
+from .dims import Cut as Cut
 from .dims import Dims as Dims
 from .dims import Dot as Dot
 from .dims import Group as Group
@@ -46,6 +47,8 @@ from .names import join as join
 from .names import named_leaves as named_leaves
 from .names import with_leaves as with_leaves
 from .names import without_leaves as without_leaves
+from .pieces import find_dims_in_pieces as find_dims_in_pieces
+from .pieces import in_pieces as in_pieces
 from .prune import reads_argument as reads_argument
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate

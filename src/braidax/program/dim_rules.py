@@ -1,7 +1,8 @@
 """What each operation says of the dims of its operands and results: which are the same, and which cannot be divided."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -29,6 +30,10 @@ class Groups(Protocol):
         """Says that a dim cannot be divided."""
         ...
 
+    def cut(self, label: int | None, borders: Collection[Fraction], why: str) -> None:
+        """Says that a dim is taken apart, and at which parts of its length."""
+        ...
+
     def shrink(self, label: int | None, size: int) -> None:
         """Says that a dim has, in a value, another size."""
         ...
@@ -49,6 +54,11 @@ class At(NamedTuple):
         """A dim cannot be divided. **Arguments:** `why`: the primitive is told unless given."""
         name = self.equation.primitive.name
         self.found.block(label, f"{why or f'used by {name}'} at {line_at(self.equation, self.place)}")
+
+    def cut(self, label: int | None, borders: Collection[Fraction]) -> None:
+        """A dim is taken apart. **Arguments:** `borders`: where, as parts of its length; nothing if nobody knows."""
+        name = self.equation.primitive.name
+        self.found.cut(label, borders, f"taken in parts by {name} at {line_at(self.equation, self.place)}")
 
     def sums(self, label: int | None) -> None:
         """What stands here is summed over devices where the dim is divided."""
@@ -99,7 +109,7 @@ def _reshape(at: At, dims: Sequence[Labels]) -> list[Labels]:
     result: list[int | None] = [None] * len(after)
     if at.equation.params["dimensions"] is not None or 0 in before:
         return _unknown(at, dims)
-    for olds, news in _factors(before, after):
+    for olds, news in factors(before, after):
         lead = next((dim for dim in olds if before[dim] > 1), None)
         to = next((dim for dim in news if after[dim] > 1), None)
         for dim in olds:
@@ -111,7 +121,7 @@ def _reshape(at: At, dims: Sequence[Labels]) -> list[Labels]:
     return [result]
 
 
-def _factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The least runs of dims on both sides that have the same number of elements."""
     found: list[tuple[list[int], list[int]]] = []
     old = new = 0
@@ -223,9 +233,24 @@ def _kept(at: At, dims: Sequence[Labels]) -> list[Labels]:
                 at.found.unite(dims[0][dim] if same[dim] else None, label)
         for dim, label in enumerate(dims[0]):
             if not same[dim]:
-                at.block(label, f"taken in parts by {at.equation.primitive.name}")
+                at.cut(label, _borders(at.equation, dim))
         results.append([label if kept else None for label, kept in zip(dims[0], same, strict=True)])
     return results
+
+
+def _borders(equation: JaxprEqn, dim: int) -> set[Fraction]:
+    """Between what elements a slice begins and ends, as parts of the length; nothing where that cannot be said."""
+    params, size = equation.params, _shape(equation.invars[0])[dim]
+    if equation.primitive is not primitives.slice_p or {*(params["strides"] or ())} - {1} or not size:
+        return set()
+    return {Fraction(int(params[name][dim]), size) for name in ("start_indices", "limit_indices")}
+
+
+def _split(at: At, dims: Sequence[Labels]) -> list[Labels]:
+    axis, sizes = at.equation.params["axis"], at.equation.params["sizes"]
+    size = _shape(at.equation.invars[0])[axis]
+    at.cut(dims[0][axis], {Fraction(int(sum(sizes[:end])), size) for end in range(len(sizes)) if size})
+    return [[None if dim == axis else label for dim, label in enumerate(dims[0])]] * len(sizes)
 
 
 def _along(name: str) -> Rule:
@@ -276,7 +301,7 @@ _RULES: dict[Any, Rule] = {
     primitives.gather_p: _gather,
     primitives.concatenate_p: _concatenate,
 }  # fmt: skip
-_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis")}
+_RULES_BY_NAME: dict[str, Rule] = {"split": _split, "top_k": _along("axis")}
 
 
 def rule_of(equation: JaxprEqn) -> Rule:
