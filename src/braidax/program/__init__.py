@@ -11,6 +11,7 @@ from .bodies import aval_of as aval_of
 from .bodies import bind as bind
 from .bodies import bodies as bodies
 from .bodies import equation_at as equation_at
+from .bodies import grouped_convolutions as grouped_convolutions
 from .bounds import bounds as bounds
 from .compiled.collectives import Collective as Collective
 from .compiled.collectives import collectives_of as collectives_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.extend.core.primitives import closed_call_p, cond_p, jit_p, remat_p, scan_p, while_p
+from jax.extend.core.primitives import closed_call_p, cond_p, conv_general_dilated_p, jit_p, remat_p, scan_p, while_p
 
 Equation = JaxprEqn
 """One operation of a traced program."""
@@ -58,6 +58,17 @@ def equation_at(jaxpr: Jaxpr, path: Path) -> JaxprEqn:
     """Returns the equation that stands at a path."""
     equation = jaxpr.eqns[path[0]]
     return equation if len(path) == 1 else equation_at(bodies(equation)[path[1]].jaxpr, path[2:])
+
+
+def grouped_convolutions(jaxpr: Jaxpr, here: Path = ()) -> list[Path]:
+    """Returns the paths of all convolutions by groups of channels. **Arguments:** `here`: the path of the jaxpr."""
+    found: list[Path] = []
+    for index, equation in enumerate(jaxpr.eqns):
+        if equation.primitive is conv_general_dilated_p and equation.params["feature_group_count"] > 1:
+            found.append((*here, index))
+        for which, body in enumerate(bodies(equation)):
+            found += grouped_convolutions(body.jaxpr, (*here, index, which))
+    return found
 
 
 def _read_closed(closed: ClosedJaxpr, operands: Sequence[int], length: int | None = 1) -> Body:

@@ -142,12 +142,6 @@ def _reduce(at: At, dims: Sequence[Labels]) -> list[Labels]:
     return [[label for dim, label in enumerate(dims[0]) if dim not in axes]] * len(at.equation.outvars)
 
 
-def _argument(at: At, dims: Sequence[Labels]) -> list[Labels]:
-    for axis in at.equation.params["axes"]:
-        at.block(dims[0][axis])
-    return _reduce(at, dims)
-
-
 def _dot(at: At, dims: Sequence[Labels]) -> list[Labels]:
     contracted, batched = at.equation.params["dimension_numbers"]
     for pair in zip(*contracted, strict=True):
@@ -175,6 +169,7 @@ def _conv(at: At, dims: Sequence[Labels]) -> list[Labels]:
         for label in (image[numbers.lhs_spec[1]], *(kernel[dim] for dim in numbers.rhs_spec[:2])):
             at.block(label, "grouped by a convolution")
     at.sums(at.found.unite(image[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]]))
+    at.found.sums(kernel[numbers.rhs_spec[0]], at.place, num_bytes(at.equation.invars[0]))  # the image's gradient
     return [result]
 
 
@@ -253,6 +248,18 @@ def _split(at: At, dims: Sequence[Labels]) -> list[Labels]:
     return [[None if dim == axis else label for dim, label in enumerate(dims[0])]] * len(sizes)
 
 
+def _window(at: At, dims: Sequence[Labels]) -> list[Labels]:
+    """Pooling: dims along which a window has one element."""
+    params, (labels, *_) = at.equation.params, dims
+    result = [label if size == 1 else None for label, size in zip(labels, params["window_dimensions"], strict=True)]
+    for dim, label in enumerate(labels):
+        if _shape(at.equation.outvars[0])[dim] != _shape(at.equation.invars[0])[dim]:
+            result[dim] = None
+        if result[dim] is None:
+            at.block(label)
+    return [result] * len(at.equation.outvars)
+
+
 def _along(name: str) -> Rule:
     """A primitive that mixes along the dim of one parameter and keeps the others."""
 
@@ -287,8 +294,7 @@ def line_at(equation: JaxprEqn, place: Place) -> str:
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(SLICES, _kept),
-    **dict.fromkeys(REDUCTIONS, _reduce),
-    **dict.fromkeys(ARGUMENTS, _argument),
+    **dict.fromkeys(REDUCTIONS | ARGUMENTS, _reduce),
     **dict.fromkeys(CUMULATIVE, _along("axis")),
     **dict.fromkeys(SCATTERS, _scatter),
     primitives.sort_p: _along("dimension"),
@@ -300,6 +306,9 @@ _RULES: dict[Any, Rule] = {
     primitives.conv_general_dilated_p: _conv,
     primitives.gather_p: _gather,
     primitives.concatenate_p: _concatenate,
+    primitives.reduce_window_max_p: _window,
+    primitives.reduce_window_min_p: _window,
+    primitives.reduce_window_sum_p: _window,
 }  # fmt: skip
 _RULES_BY_NAME: dict[str, Rule] = {"split": _split, "top_k": _along("axis")}
 

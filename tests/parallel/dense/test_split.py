@@ -75,7 +75,7 @@ def test_what_one_weight_makes_is_split_piece_by_piece() -> None:
     assert state.params["layers"]["qkv"].addressable_shards[0].data.shape == (1, 24, 48)
     found = [one for one in collectives_of(step.lower().gradients.compile().as_text() or "") if one.group_size == 2]
     exchanged = [one.result_bytes for one in found if one.kind == "all-to-all"]
-    assert sorted(exchanged) == [24 * 48 * 4] * 2 + [24 * 144 * 4] * 2
+    assert sorted(exchanged) == [48 * 4] * 2 + [24 * 48 * 4] * 2 + [24 * 144 * 4] * 2
     activations = 16 // 4 * 6 * 24 * 4
     of_layers = [one for one in found if one.times == 2 and one.result_bytes >= activations]
     assert [one.kind for one in of_layers] == ["all-reduce"] * 5  # and again what a remat computes, but for the last sum

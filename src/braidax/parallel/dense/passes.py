@@ -9,6 +9,7 @@ from braidax.parallel.plan.layout import Layout
 from braidax.program import Program, automatic
 
 from .gathered import gathered
+from .grouped import grouped
 from .in_parts import InParts, in_parts
 from .pieces import closed, opened
 from .split import split
@@ -33,7 +34,7 @@ def dense_passes(
         program = split(program, splits, *options)
     if gathers := {leaf: layout for leaf, layout in by_leaf.items() if layout.gathered}:
         program = gathered(program, gathers, *options)
-    return closed(whole, program, layouts, mesh)
+    return closed(whole, grouped(program, *options), layouts, mesh)
 
 
 def summed_once(
