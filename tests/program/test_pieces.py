@@ -22,7 +22,8 @@ def attended(query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array)
 
 
 def by_split(p: Any, x: jax.Array) -> jax.Array:
-    return attended(*jnp.split(x @ p["qkv"] + p["bias"], 3, axis=-1), p["out"])
+    query, key, value = jnp.split(x @ p["qkv"] + p["bias"], 3, axis=-1)
+    return attended(query, key, value, p["out"])
 
 
 def by_slices(p: Any, x: jax.Array) -> jax.Array:

@@ -207,7 +207,7 @@ def _squeeze(equation: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
 
 
 def _reshape(equation: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
-    """Where the dim is the outermost of those that are merged, and pieces end where the outermost of the new ones do."""
+    """Where the dim is the outermost that is merged, and pieces end where steps of the outermost new one do."""
     (held,), after = inputs, aval_of(equation.outvars[0]).shape
     before = aval_of(equation.invars[0]).shape
     if equation.params["dimensions"] is not None or 0 in before:
@@ -306,9 +306,9 @@ def _jit(equation: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
 
 
 def _remat(equation: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
-    guards = equation.params["prevent_cse"]
-    options = {"prevent_cse": guards if isinstance(guards, bool) else any(guards), "policy": equation.params["policy"]}
-    return _called(equation, inputs, lambda call: jax.checkpoint(call, **options))
+    guards, policy = equation.params["prevent_cse"], equation.params["policy"]
+    guard = guards if isinstance(guards, bool) else any(guards)
+    return _called(equation, inputs, lambda call: jax.checkpoint(call, prevent_cse=guard, policy=policy))
 
 
 def _scan(equation: JaxprEqn, inputs: list[Any]) -> list[Any] | None:

@@ -131,11 +131,15 @@ def _lstm(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     _, outputs = jax.lax.scan(step, (start, start), x)
     return _of_tokens(jnp.moveaxis(outputs, 0, 1), params["embedding"], batch["ids"])
 
+
 def _fused_init(key: jax.Array) -> Any:
     layers, d = 2, WIDTH
     shapes = {"qkv": (layers, d, 48), "out": (layers, d, d), "up": (layers, d, 6 * d), "down": (layers, 3 * d, d)}
     embedding, *others = _normal(key, (VOCABULARY, d), *shapes.values())
-    return {"embedding": embedding, "layers": {**dict(zip(shapes, others, strict=True)), "bias": jnp.ones((layers, 48))}}
+    return {
+        "embedding": embedding,
+        "layers": {**dict(zip(shapes, others, strict=True)), "bias": jnp.ones((layers, 48))},
+    }
 
 
 def _fused(params: Any, batch: Any, key: jax.Array) -> jax.Array:
@@ -157,11 +161,11 @@ def _fused(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     return _of_tokens(x, params["embedding"], batch["ids"]) + 1e-2 * decay
 
 
-
 def _bert_init(key: jax.Array) -> Any:
     d = WIDTH
     shapes = {
-        "query": (d, 4, 6), "key": (d, 4, 6), "value": (d, 4, 6), "out": (4, 6, d), "up": (d, 2 * d), "down": (2 * d, d),
+        "query": (d, 4, 6), "key": (d, 4, 6), "value": (d, 4, 6), "out": (4, 6, d),
+        "up": (d, 2 * d), "down": (2 * d, d),
     }  # fmt: skip
     first, second, *others = jax.random.split(key, 4)
     embedding, positions, transform = _normal(first, (VOCABULARY, d), (LENGTH, d), (d, d))

@@ -38,6 +38,8 @@ class Drawn(NamedTuple):
     kind: AxisType
     strategies: Mapping[str, Any]
     microbatches: int | None
+
+
 # A step takes seconds to compile: a failing draw is shown as it was drawn.
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
 CHECKS = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much]
@@ -94,7 +96,8 @@ def on_one_device(model: str, microbatches: int | None) -> tuple[Any, Any, list[
             if microbatches == 1:
                 return loss(params, batch, key)
             pieces = [jax.tree.map(lambda leaf: leaf[at::microbatches], batch) for at in range(microbatches)]  # noqa: B023
-            return sum(loss(params, piece, jax.random.fold_in(key, at)) for at, piece in enumerate(pieces)) / microbatches
+            losses = [loss(params, piece, jax.random.fold_in(key, at)) for at, piece in enumerate(pieces)]
+            return jnp.stack(losses).mean()
 
         value, gradients = jax.value_and_grad(mean)(params)
         updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)

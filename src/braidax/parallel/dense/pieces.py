@@ -29,7 +29,7 @@ def opened(program: Program, layouts: Sequence[Layout]) -> tuple[Program, list[L
 def closed(program: Program, opened: Program, layouts: Sequence[Layout], mesh: Mesh) -> Program:
     """Undoes `opened`, of what a program has become by passes.
 
-    **Arguments:** `program`: as it was before; `opened`: what takes pieces. `layouts`: of the leaves as they are stored.
+    **Arguments:** `program`: as it was before; `opened`: what takes pieces. `layouts`: as leaves are stored.
     """
     if all(layout.pieces is None for layout in layouts):
         return opened
@@ -45,7 +45,8 @@ def closed(program: Program, opened: Program, layouts: Sequence[Layout], mesh: M
 
 def _exchanged(value: Any, layout: Layout, pieces: InPieces) -> tuple[jax.Array, ...]:
     specs, dim, size = tuple(used.spec for used in layout.used()), pieces.dim, pieces.axis.size
-    if pieces.stored is None or any(layout.padding):
+    stored = pieces.stored
+    if stored is None or any(layout.padding):
         value = jax.lax.with_sharding_constraint(value, layout.spec)
         pairs = zip(jax.lax.split(value, pieces.sizes, dim), specs, strict=True)
         return tuple(jax.lax.with_sharding_constraint(part, spec) for part, spec in pairs)
@@ -53,9 +54,8 @@ def _exchanged(value: Any, layout: Layout, pieces: InPieces) -> tuple[jax.Array,
     def local(value: Any) -> tuple[jax.Array, ...]:
         parts = jax.lax.split(value, pieces.sizes, dim)
         apart = [part.reshape(*part.shape[:dim], size, -1, *part.shape[dim + 1 :]) for part in parts]
-        stored = pieces.stored + (pieces.stored > dim)
-        sent = jax.lax.concatenate(apart, dim + 1)
-        got = jax.lax.all_to_all(sent, pieces.axis.name, split_axis=dim, concat_axis=stored, tiled=True)
+        sent, to = jax.lax.concatenate(apart, dim + 1), stored + (stored > dim)
+        got = jax.lax.all_to_all(sent, pieces.axis.name, split_axis=dim, concat_axis=to, tiled=True)
         return tuple(jax.lax.split(got.squeeze(dim), [one // size for one in pieces.sizes], dim))
 
     return island(local, layout.spec, specs)(value)

@@ -22,9 +22,9 @@ def with_sent(plan: Plan, model: Model) -> Plan:
     """Returns a plan that says what a device sends in a step for each variable, by formula.
 
     A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered sends `B (N - 1) / N` to gather it
-    forward, again backward, and to scatter its gradient, in each microbatch; sums over other axes are of the part that
-    is left. What is used in pieces is exchanged, and so is its gradient. Rows are what the strategy has counted, or an upper bound. A frozen variable has no gradient. What
-    activations send is not in it.
+    forward, again backward, and to scatter its gradient, in each microbatch; sums over other axes are of the part
+    that is left. What is used in pieces is exchanged, and so is its gradient. Rows are what the strategy has
+    counted, or an upper bound. A frozen variable has no gradient. What activations send is not in it.
     """
     sizes = {axis.name: axis.size for axis in plan.axes if axis.name in plan.batch_axes}
 

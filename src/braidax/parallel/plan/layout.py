@@ -63,7 +63,7 @@ class Layout:
             raise ArgumentError(
                 f"dim={dim} of a variable of shape {list(self.shape)}, expected 0 <= dim < {len(self.shape)}"
             )
-        if self.dim_axes[dim] and self.by_rows != by_rows:
+        if dim == 0 and self.dim_axes[dim] and self.by_rows != by_rows:
             taken = ", ".join(axis.name for axis in self.dim_axes[dim])
             raise ArgumentError(
                 f"dim={dim} would be split by rows on one of the axes {taken} and {axis.name}, and not on the other"

@@ -113,7 +113,9 @@ class Split:
     def __str__(self) -> str:
         """`split`, the dim, and what else is."""
         pieces = f" in {len(self.pieces)} pieces" if self.pieces else ""
-        return f"split, dim {self.dim}{pieces}" + (", activations by sequence" if self.activations == "by sequence" else "")
+        return f"split, dim {self.dim}{pieces}" + (
+            ", activations by sequence" if self.activations == "by sequence" else ""
+        )
 
 
 def check_activations(activations: str) -> None:
