@@ -89,7 +89,7 @@ def assert_right(step: bx.Step, model: Model) -> None:
     "strategies",
     [
         {"data": bx.DataParallel()},
-        {"data": ALL, "model": bx.TensorParallel(min_bytes=0)},
+        pytest.param({"data": ALL, "model": bx.TensorParallel(min_bytes=0)}, marks=pytest.mark.slow),
         pytest.param({"model": ALL}, marks=pytest.mark.slow),
         pytest.param({"data": ALL, "model": bx.DataParallel()}, marks=pytest.mark.slow),
     ],

@@ -42,7 +42,7 @@ def placed(step: bx.Step, axis: int = 1) -> dict[str, str]:
         ("mlp", "4x2 explicit", "and rows"),  # a table by rows, and by columns
         pytest.param("mlp", "4x2 auto", "and sharded", marks=SLOW),
         ("gpt", "4x2 explicit", "by sequence"),
-        ("gpt, fused", "4x2 explicit", "and sharded"),
+        pytest.param("gpt, fused", "4x2 explicit", "and sharded", marks=SLOW),
         pytest.param("gpt, kept", "4x2 auto", "by sequence", marks=SLOW),
         pytest.param("resnet", "4x2 auto", "and sharded", marks=SLOW),
         pytest.param("lstm", "4x2 explicit", "and data", marks=SLOW),
