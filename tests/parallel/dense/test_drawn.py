@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -31,13 +30,19 @@ LEAVES = {
 
 
 class Drawn(NamedTuple):
-    """**Fields:** `shape`: of the mesh. `microbatches`: None of a decorated step."""
+    """**Fields:** `shape`: of the mesh. `told`: what each axis is for. `microbatches`: None of a decorated step."""
 
     model: str
     shape: tuple[int, ...]
     kind: AxisType
-    strategies: Mapping[str, Any]
+    told: tuple[Any, ...]
     microbatches: int | None
+
+    @property
+    def strategies(self) -> dict[str, Any]:
+        """By axis, where there is one."""
+        made = {axis: one.made() for axis, one in zip(AXES, self.told, strict=False)}
+        return {axis: strategy for axis, strategy in made.items() if strategy is not None}
 
 
 # A step takes seconds to compile: a failing draw is shown as it was drawn.
@@ -48,33 +53,54 @@ QUICKLY = hypothesis.settings(
 )
 
 
-@st.composite
-def placements(draw: st.DrawFn, model: str) -> dict[str, Any]:
-    """At most one override, which may ask for what cannot be."""
-    if draw(st.integers(0, 3)):
-        return {}
-    name, ndim = draw(st.sampled_from(LEAVES[model]))
-    dims = st.integers(0, max(0, ndim - 1))
-    several = [st.just(bx.Replicated()), st.builds(bx.Gathered, dims), st.builds(bx.Split, dims), st.just(bx.Rows())]
-    return {f"*/{name}": draw(st.one_of(several))}
+class OneAxis(NamedTuple):
+    """What one axis is for; told in words, because what checks our annotations draws numbers itself.
+
+    **Fields:** `strategy`. `override`: a variable, what is asked for it, and the dim, or nothing. `min_bytes`.
+    `activations`: of tensor parallelism.
+    """
+
+    strategy: str
+    override: tuple[str, str, int] | None
+    min_bytes: int
+    activations: Any
+
+    def made(self) -> Any:
+        """The strategy itself; None for no strategy."""
+        overrides, size = dict[str, Any](), self.min_bytes
+        if self.override is not None:
+            name, asked, dim = self.override
+            dims = {"Gathered": (dim,), "Split": (dim,)}.get(asked, ())
+            overrides[f"*/{name}"] = getattr(bx, asked)(*dims)
+        sharded = bx.FullySharded(overrides, min_bytes=size)
+        several = {
+            "data parallel": bx.DataParallel(overrides), "sharded": sharded, "hybrid": bx.Hybrid(overrides),
+            "hybrid, sharded": bx.Hybrid(overrides, dense=bx.FullySharded(min_bytes=size)),
+            "tensor": bx.TensorParallel(overrides, size, self.activations),
+        }  # fmt: skip
+        return several.get(self.strategy)
+
+
+STRATEGIES = ("sharded", "tensor", "hybrid, sharded", "hybrid", "data parallel", "none")
 
 
 @st.composite
-def strategies_of(draw: st.DrawFn, model: str) -> Any:
-    """What one axis is for."""
-    overrides, size = draw(placements(model)), draw(st.sampled_from(SIZES))
-    sharded = bx.FullySharded(overrides, min_bytes=size)
-    tensor = bx.TensorParallel(overrides, size, draw(st.sampled_from(["whole", "by sequence"])))
-    hybrid = bx.Hybrid(overrides, dense=draw(st.sampled_from([bx.DataParallel(), bx.FullySharded(min_bytes=size)])))
-    return draw(st.sampled_from([sharded, tensor, hybrid, bx.DataParallel(overrides), None]))
+def axes_of(draw: st.DrawFn, model: str) -> OneAxis:
+    """Any strategy, with at most one override, which may ask for what cannot be."""
+    override = None
+    if draw(st.integers(0, 3)) == 3:
+        name, ndim = draw(st.sampled_from(LEAVES[model]))
+        asked = draw(st.sampled_from(["Replicated", "Gathered", "Split", "Rows"]))
+        override = name, asked, draw(st.integers(0, max(0, ndim - 1)))
+    activations = draw(st.sampled_from(["whole", "by sequence"]))
+    return OneAxis(draw(st.sampled_from(STRATEGIES)), override, draw(st.sampled_from(SIZES)), activations)
 
 
 @st.composite
 def drawn_steps(draw: st.DrawFn) -> Drawn:
     """Any step."""
     model, shape = draw(st.sampled_from(sorted(MODELS))), draw(st.sampled_from(SHAPES))
-    strategies = {axis: draw(strategies_of(model)) for axis in AXES[: len(shape)]}
-    told = {axis: strategy for axis, strategy in strategies.items() if strategy is not None}
+    told = tuple(draw(axes_of(model)) for _ in shape)
     kind = draw(st.sampled_from([AxisType.Auto, AxisType.Explicit]))
     return Drawn(model, shape, kind, told, draw(st.sampled_from([None, 1, 2])))
 
@@ -146,7 +172,7 @@ def check(drawn: Drawn) -> None:
     """Fails where a drawn step trains otherwise than a single device."""
     divided = [drawn.shape[at] for at, axis in enumerate(AXES[: len(drawn.shape)]) if _splits(drawn, axis)]
     hypothesis.assume(16 % (math.prod(divided) * (drawn.microbatches or 1)) == 0)
-    asked = any(strategy.overrides for strategy in drawn.strategies.values())
+    asked = any(one.override for one in drawn.told)
     try:
         params, losses = trained(drawn)
     except ArgumentError:
