@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from braidax.errors import ArgumentError
-from braidax.parallel import Axis, Gathered, Layout, Replicated, Rows
+from braidax.parallel import Axis, Gathered, Layout, Replicated, Rows, Split
 
 DATA, MODEL = Axis("data", 4), Axis("model", 2)
 
@@ -43,3 +43,19 @@ def test_what_cannot_be_split() -> None:
         Gathered(1).refine(Rows().refine(Layout.whole((3, 5)), DATA), MODEL)
     with pytest.raises(ArgumentError, match=words):
         Rows().refine(Gathered(1).refine(Layout.whole((3, 5)), MODEL), DATA)
+
+
+def test_what_a_loss_takes_apart_is_stored_along_another_dim() -> None:
+    split = Split(1, pieces=(8, 4)).refine(Layout.whole((6, 12)), MODEL)
+    assert (split.spec, split.is_split, split.padding) == (P("model"), True, (0, 0))
+    assert [(one.shape, one.spec) for one in split.used()] == [((6, 8), P(None, "model")), ((6, 4), P(None, "model"))]
+    # What is exchanged lies within what is gathered, whatever came first.
+    both = Gathered(0).refine(split, Axis("data", 3))
+    assert (both.spec, both.used()[0].spec) == (P(("data", "model")), P("data", "model"))
+    assert both == Split(1, pieces=(8, 4)).refine(Gathered(0).refine(Layout.whole((6, 12)), Axis("data", 3)), MODEL)
+    assert Split(0, pieces=(8, 4)).refine(Layout.whole((12,)), MODEL).spec == P()  # whole, where no other dim is even
+
+
+def test_columns_that_are_split_twice_beside_rows() -> None:
+    layout = Split(1).refine(Rows().refine(Split(1).refine(Layout.whole((37, 8)), MODEL), DATA), Axis("third", 2))
+    assert layout.spec == P(None, ("data",), ("model", "third"))

@@ -11,6 +11,7 @@ from .bodies import aval_of as aval_of
 from .bodies import bind as bind
 from .bodies import bodies as bodies
 from .bodies import equation_at as equation_at
+from .bodies import grouped_convolutions as grouped_convolutions
 from .bounds import bounds as bounds
 from .compiled.collectives import Collective as Collective
 from .compiled.collectives import collectives_of as collectives_of
@@ -27,6 +28,7 @@ from .constraints import automatic as automatic
 from .constraints import trace_constrained as trace_constrained
 from .costs import Cost as Cost
 from .costs import cost_of as cost_of
+from .dims import Cut as Cut
 from .dims import Dims as Dims
 from .dims import Dot as Dot
 from .dims import Group as Group
@@ -49,6 +51,8 @@ from .names import without_leaves as without_leaves
 from .outline import Unit as Unit
 from .outline import outline as outline
 from .outline import unit_path as unit_path
+from .pieces import find_dims_in_pieces as find_dims_in_pieces
+from .pieces import in_pieces as in_pieces
 from .prune import reads_argument as reads_argument
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate

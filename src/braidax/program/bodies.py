@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
-from jax.extend.core.primitives import closed_call_p, cond_p, jit_p, remat_p, scan_p, while_p
+from jax.extend.core.primitives import closed_call_p, cond_p, conv_general_dilated_p, jit_p, remat_p, scan_p, while_p
 
 Equation = JaxprEqn
 """One operation of a traced program."""
@@ -102,6 +102,15 @@ def every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield equation
         for inner in jaxprs_in_params(equation.params):
             yield from every_equation(inner)
+
+
+def grouped_convolutions(jaxpr: Jaxpr) -> list[Path]:
+    """Returns the paths of all convolutions by groups of channels."""
+    return [
+        path
+        for path, equation in equations_of(jaxpr)
+        if equation.primitive is conv_general_dilated_p and equation.params["feature_group_count"] > 1
+    ]
 
 
 def _read_closed(closed: ClosedJaxpr, operands: Sequence[int], length: int | None = 1) -> Body:

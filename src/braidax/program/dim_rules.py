@@ -1,7 +1,8 @@
 """What each operation says of the dims of its operands and results: which are the same, and which cannot be divided."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -29,6 +30,10 @@ class Groups(Protocol):
         """Says that a dim cannot be divided."""
         ...
 
+    def cut(self, label: int | None, borders: Collection[Fraction], why: str) -> None:
+        """Says that a dim is taken apart, and at which parts of its length."""
+        ...
+
     def shrink(self, label: int | None, size: int) -> None:
         """Says that a dim has, in a value, another size."""
         ...
@@ -49,6 +54,11 @@ class At(NamedTuple):
         """A dim cannot be divided. **Arguments:** `why`: the primitive is told unless given."""
         name = self.equation.primitive.name
         self.found.block(label, f"{why or f'used by {name}'} at {line_at(self.equation, self.place)}")
+
+    def cut(self, label: int | None, borders: Collection[Fraction]) -> None:
+        """A dim is taken apart. **Arguments:** `borders`: where, as parts of its length; nothing if nobody knows."""
+        name = self.equation.primitive.name
+        self.found.cut(label, borders, f"taken in parts by {name} at {line_at(self.equation, self.place)}")
 
     def sums(self, label: int | None) -> None:
         """What stands here is summed over devices where the dim is divided."""
@@ -99,7 +109,7 @@ def _reshape(at: At, dims: Sequence[Labels]) -> list[Labels]:
     result: list[int | None] = [None] * len(after)
     if at.equation.params["dimensions"] is not None or 0 in before:
         return _unknown(at, dims)
-    for olds, news in _factors(before, after):
+    for olds, news in factors(before, after):
         lead = next((dim for dim in olds if before[dim] > 1), None)
         to = next((dim for dim in news if after[dim] > 1), None)
         for dim in olds:
@@ -111,7 +121,7 @@ def _reshape(at: At, dims: Sequence[Labels]) -> list[Labels]:
     return [result]
 
 
-def _factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The least runs of dims on both sides that have the same number of elements."""
     found: list[tuple[list[int], list[int]]] = []
     old = new = 0
@@ -130,12 +140,6 @@ def _reduce(at: At, dims: Sequence[Labels]) -> list[Labels]:
     for axis in axes:
         at.sums(dims[0][axis])
     return [[label for dim, label in enumerate(dims[0]) if dim not in axes]] * len(at.equation.outvars)
-
-
-def _argument(at: At, dims: Sequence[Labels]) -> list[Labels]:
-    for axis in at.equation.params["axes"]:
-        at.block(dims[0][axis])
-    return _reduce(at, dims)
 
 
 def _dot(at: At, dims: Sequence[Labels]) -> list[Labels]:
@@ -165,6 +169,7 @@ def _conv(at: At, dims: Sequence[Labels]) -> list[Labels]:
         for label in (image[numbers.lhs_spec[1]], *(kernel[dim] for dim in numbers.rhs_spec[:2])):
             at.block(label, "grouped by a convolution")
     at.sums(at.found.unite(image[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]]))
+    at.found.sums(kernel[numbers.rhs_spec[0]], at.place, num_bytes(at.equation.invars[0]))  # the image's gradient
     return [result]
 
 
@@ -223,9 +228,36 @@ def _kept(at: At, dims: Sequence[Labels]) -> list[Labels]:
                 at.found.unite(dims[0][dim] if same[dim] else None, label)
         for dim, label in enumerate(dims[0]):
             if not same[dim]:
-                at.block(label, f"taken in parts by {at.equation.primitive.name}")
+                at.cut(label, _borders(at.equation, dim))
         results.append([label if kept else None for label, kept in zip(dims[0], same, strict=True)])
     return results
+
+
+def _borders(equation: JaxprEqn, dim: int) -> set[Fraction]:
+    """Between what elements a slice begins and ends, as parts of the length; nothing where that cannot be said."""
+    params, size = equation.params, _shape(equation.invars[0])[dim]
+    if equation.primitive is not primitives.slice_p or {*(params["strides"] or ())} - {1} or not size:
+        return set()
+    return {Fraction(int(params[name][dim]), size) for name in ("start_indices", "limit_indices")}
+
+
+def _split(at: At, dims: Sequence[Labels]) -> list[Labels]:
+    axis, sizes = at.equation.params["axis"], at.equation.params["sizes"]
+    size = _shape(at.equation.invars[0])[axis]
+    at.cut(dims[0][axis], {Fraction(int(sum(sizes[:end])), size) for end in range(len(sizes)) if size})
+    return [[None if dim == axis else label for dim, label in enumerate(dims[0])]] * len(sizes)
+
+
+def _window(at: At, dims: Sequence[Labels]) -> list[Labels]:
+    """Pooling: dims along which a window has one element."""
+    params, (labels, *_) = at.equation.params, dims
+    result = [label if size == 1 else None for label, size in zip(labels, params["window_dimensions"], strict=True)]
+    for dim, label in enumerate(labels):
+        if _shape(at.equation.outvars[0])[dim] != _shape(at.equation.invars[0])[dim]:
+            result[dim] = None
+        if result[dim] is None:
+            at.block(label)
+    return [result] * len(at.equation.outvars)
 
 
 def _along(name: str) -> Rule:
@@ -262,8 +294,7 @@ def line_at(equation: JaxprEqn, place: Place) -> str:
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(SLICES, _kept),
-    **dict.fromkeys(REDUCTIONS, _reduce),
-    **dict.fromkeys(ARGUMENTS, _argument),
+    **dict.fromkeys(REDUCTIONS | ARGUMENTS, _reduce),
     **dict.fromkeys(CUMULATIVE, _along("axis")),
     **dict.fromkeys(SCATTERS, _scatter),
     primitives.sort_p: _along("dimension"),
@@ -275,8 +306,11 @@ _RULES: dict[Any, Rule] = {
     primitives.conv_general_dilated_p: _conv,
     primitives.gather_p: _gather,
     primitives.concatenate_p: _concatenate,
+    primitives.reduce_window_max_p: _window,
+    primitives.reduce_window_min_p: _window,
+    primitives.reduce_window_sum_p: _window,
 }  # fmt: skip
-_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis")}
+_RULES_BY_NAME: dict[str, Rule] = {"split": _split, "top_k": _along("axis")}
 
 
 def rule_of(equation: JaxprEqn) -> Rule:

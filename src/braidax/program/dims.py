@@ -8,6 +8,7 @@ bias and the rows of the second; so are the heads of an attention, and a vocabul
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +65,7 @@ class Group:
     **Fields:** `leaves`: pairs of a leaf of the argument that was asked for, and a dim of it. `divisor`: the greatest
     number that divides all of the sizes. `blocked`: why it cannot be divided, "" if it can. `conflicts`: groups that
     share a value with it. `summed_bytes`: of what is summed over devices where it is divided, forward and backward.
+    `borders`: where else it is blocked for being taken apart, at which parts of its length.
     """
 
     leaves: tuple[tuple[int, int], ...]
@@ -71,20 +73,35 @@ class Group:
     blocked: str
     conflicts: frozenset[int]
     summed_bytes: int
+    borders: frozenset[Fraction] = frozenset()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a leaf is cut. **Fields:** `dim`, and the `sizes` of the pieces along it."""
+
+    dim: int
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Dims:
-    """**Fields:** `groups`: by number. `dots`: all products that can be replaced, in the order of the program."""
+    """The dims of a program.
+
+    **Fields:** `groups`: by number. `dots`: all products that can be replaced, in the order of the program. `cuts`: by
+    number the leaves that have to be cut, so that a dim of them can be divided.
+    """
 
     groups: Mapping[int, Group]
     dots: tuple[Dot, ...]
+    cuts: Mapping[int, Cut] = field(default_factory=dict[int, Cut])
 
 
-def find_dims(program: Program, argument: int = 0) -> Dims:
+def find_dims(program: Program, argument: int = 0, *, alike: Collection[Collection[tuple[int, int]]] = ()) -> Dims:
     """Groups the dims of all values of a program.
 
-    **Arguments:** `argument`: whose leaves groups tell of. A group with dims of another argument is blocked.
+    **Arguments:** `argument`: whose leaves groups tell of. A group with dims of another argument is blocked. `alike`:
+    dims that are of one group whatever the program says, each a pair of a leaf and a dim.
     """
     found = _Found()
     inputs: list[Any] = []
@@ -99,6 +116,11 @@ def find_dims(program: Program, argument: int = 0) -> Dims:
             else:
                 for label in labels:
                     found.block(label, "it is a dim of the batch, or of what else the loss is given")
+    labels = {(leaf, dim): label for label, leaf, dim in owned}
+    for dims in alike:
+        first, *others = (labels[dim] for dim in dims)
+        for other in others:
+            found.unite(first, other)
     flow(program.closed.jaxpr, inputs, found)
     return found.told(owned)
 
@@ -117,6 +139,7 @@ class _Found:
     above: list[int] = field(default_factory=list[int])
     sizes: list[int] = field(default_factory=list[int])
     blocks: dict[int, str] = field(default_factory=dict[int, str])
+    cuts: dict[int, tuple[set[Fraction], str]] = field(default_factory=dict[int, tuple[set[Fraction], str]])
     values: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
     dots: dict[Any, Dot] = field(default_factory=dict[Any, Dot])
     summed: dict[Any, tuple[int, int]] = field(default_factory=dict[Any, tuple[int, int]])  # (label, bytes)
@@ -144,6 +167,13 @@ class _Found:
     def block(self, label: int | None, why: str) -> None:
         if label is not None:
             self.blocks.setdefault(label, why)
+
+    def cut(self, label: int | None, borders: Collection[Fraction], why: str) -> None:
+        if not borders:
+            self.block(label, why)
+        elif label is not None:
+            known, first = self.cuts.get(label, (set[Fraction](), why))
+            self.cuts[label] = {*known, *borders}, first
 
     def shrink(self, label: int | None, size: int) -> None:
         if label is not None:
@@ -225,6 +255,11 @@ class _Found:
         blocked: dict[int, str] = {}
         for label, why in self.blocks.items():
             blocked.setdefault(self.root(label), why)
+        borders: dict[int, set[Fraction]] = {}
+        for label, (known, why) in self.cuts.items():
+            if (root := self.root(label)) not in blocked or root in borders:
+                borders.setdefault(root, set()).update(known)
+                blocked.setdefault(root, why)
         conflicts: dict[int, set[int]] = {root: set() for root in leaves}
         for labels in self.values:
             roots = [self.root(label) for label in labels]
@@ -235,7 +270,14 @@ class _Found:
         dots = tuple(self._numbered(dot) for dot in self.dots.values())
         total = self._total(leaves, dots)
         groups = {
-            root: Group(tuple(of), self.sizes[root], blocked.get(root, ""), frozenset(conflicts[root]), total[root])
+            root: Group(
+                tuple(of),
+                self.sizes[root],
+                blocked.get(root, ""),
+                frozenset(conflicts[root]),
+                total[root],
+                frozenset(borders.get(root, ())),
+            )
             for root, of in leaves.items()
         }
         return Dims(groups, dots)

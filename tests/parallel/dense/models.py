@@ -85,7 +85,7 @@ def _mlp_init(key: jax.Array) -> Any:
 
 
 def _mlp(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-    x = params["table"][batch["ids"]].reshape(BATCH, -1)
+    x = params["table"][batch["ids"]].reshape(len(batch["ids"]), -1)
     for layer in params["dense"]:
         x = jnp.tanh(x @ layer["w"] + layer["b"])
     decay = sum((layer["w"] ** 2).sum() for layer in params["dense"])
@@ -132,6 +132,100 @@ def _lstm(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     return _of_tokens(jnp.moveaxis(outputs, 0, 1), params["embedding"], batch["ids"])
 
 
+def _fused_init(key: jax.Array) -> Any:
+    layers, d = 2, WIDTH
+    shapes = {"qkv": (layers, d, 48), "out": (layers, d, d), "up": (layers, d, 6 * d), "down": (layers, 3 * d, d)}
+    embedding, *others = _normal(key, (VOCABULARY, d), *shapes.values())
+    return {
+        "embedding": embedding,
+        "layers": {**dict(zip(shapes, others, strict=True)), "bias": jnp.ones((layers, 48))},
+    }
+
+
+def _fused(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """One weight makes four queries, two keys and two values a head; another one what is gated, and the gates."""
+    x = params["embedding"][batch["ids"]]
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: Any) -> Any:
+        query, at, value = jnp.split(x @ w["qkv"] + w["bias"], [24, 36], axis=-1)
+        query, at, value = (one.reshape(*one.shape[:2], 2, -1, 6) for one in (query, at, value))
+        scores = jax.nn.softmax(jnp.einsum("bthgk,bshjk->bhgts", query, at) / 6**0.5)
+        mixed = jnp.einsum("bhgts,bshjk->bthgk", scores, value).reshape(x.shape)
+        x = x + mixed @ w["out"]
+        hidden, gates = jnp.split(x @ w["up"], 2, axis=-1)
+        return x + (jax.nn.silu(gates) * hidden) @ w["down"], None
+
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    decay = sum((leaf**2).mean() for leaf in jax.tree.leaves(params["layers"]))
+    return _of_tokens(x, params["embedding"], batch["ids"]) + 1e-2 * decay
+
+
+def _bert_init(key: jax.Array) -> Any:
+    d = WIDTH
+    shapes = {
+        "query": (d, 4, 6), "key": (d, 4, 6), "value": (d, 4, 6), "out": (4, 6, d),
+        "up": (d, 2 * d), "down": (2 * d, d),
+    }  # fmt: skip
+    first, second, *others = jax.random.split(key, 4)
+    embedding, positions, transform = _normal(first, (VOCABULARY, d), (LENGTH, d), (d, d))
+    layers = [dict(zip(shapes, _normal(one, *shapes.values()), strict=True)) for one in (second, *others)]
+    for layer in layers:
+        layer.update(bias=jnp.zeros(2 * d), scale=jnp.ones((2, d)), shift=jnp.zeros((2, d)))
+    return {
+        "embedding": embedding, "positions": positions, "layers": layers, "transform": transform,
+        "out_bias": jnp.zeros(VOCABULARY),
+    }  # fmt: skip
+
+
+def _bert(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """Attention to both sides, normalized behind the residuals; words that are guessed from the others."""
+    hidden = (batch["ids"] + jnp.arange(LENGTH)) % 3 == 0
+    x = params["embedding"][jnp.where(hidden, 0, batch["ids"])] + params["positions"]
+
+    def normalized(x: jax.Array, w: Any, at: int) -> jax.Array:
+        x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)
+        return x * w["scale"][at] + w["shift"][at]
+
+    for number, w in enumerate(params["layers"]):
+        query, at, value = (jnp.einsum("btd,dhk->bhtk", x, w[name]) for name in ("query", "key", "value"))
+        scores = jax.nn.softmax(jnp.einsum("bhtk,bhsk->bhts", query, at) / 6**0.5)
+        mixed = jnp.einsum("bhtk,hkd->btd", scores @ value, w["out"])
+        mixed = mixed * jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, mixed.shape)
+        x = normalized(x + mixed, w, 0)
+        x = normalized(x + jax.nn.gelu(x @ w["up"] + w["bias"]) @ w["down"], w, 1)
+    logits = jax.nn.gelu(x @ params["transform"]) @ params["embedding"].T + params["out_bias"]
+    log_probs = jax.nn.log_softmax(logits)
+    losses = -jnp.take_along_axis(log_probs, batch["ids"][..., None], axis=-1)[..., 0]
+    return (losses * hidden).sum() / hidden.sum()
+
+
+def _clicks(seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        "dense": random.normal(size=(BATCH, 5)).astype(np.float32),
+        "ids": random.integers(0, VOCABULARY, (BATCH, 3)).astype(np.int32),
+        "label": random.integers(0, 2, BATCH).astype(np.int32),
+    }
+
+
+def _dlrm_init(key: jax.Array) -> Any:
+    first, second, *tables = _normal(key, (5, 16), (16, 8), *[(VOCABULARY, 8)] * 3)
+    third, fourth = _normal(jax.random.fold_in(key, 1), (8 + 6, 32), (32, 1))
+    return {"tables": tables, "bottom": [first, second], "top": [third, fourth], "bias": jnp.zeros(32)}
+
+
+def _dlrm(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """Tables that are read by rows, and products of all pairs of what was read."""
+    x = jax.nn.relu(jax.nn.relu(batch["dense"] @ params["bottom"][0]) @ params["bottom"][1])
+    read = [table[batch["ids"][:, at]] for at, table in enumerate(params["tables"])]
+    both = jnp.stack([x, *read], axis=1)
+    one, other = np.triu_indices(4, 1)
+    pairs = jnp.einsum("bid,bjd->bij", both, both)[:, one, other]
+    hidden = jax.nn.relu(jnp.concatenate([x, pairs], axis=1) @ params["top"][0] + params["bias"])
+    return optax.sigmoid_binary_cross_entropy((hidden @ params["top"][1])[:, 0], batch["label"]).mean()
+
+
 MODELS: dict[str, Model] = {
     "gpt": Model(_gpt(), _gpt_init, _tokens),
     "gpt, kept": Model(_gpt(remat=False), _gpt_init, _tokens),
@@ -139,4 +233,7 @@ MODELS: dict[str, Model] = {
     "mlp": Model(_mlp, _mlp_init, _tokens),
     "resnet": Model(_resnet, _resnet_init, _images),
     "lstm": Model(_lstm, _lstm_init, _tokens),
+    "gpt, fused": Model(_fused, _fused_init, _tokens),
+    "bert": Model(_bert, _bert_init, _tokens),
+    "dlrm": Model(_dlrm, _dlrm_init, _clicks),
 }

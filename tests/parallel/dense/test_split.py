@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -41,6 +42,7 @@ def placed(step: bx.Step, axis: int = 1) -> dict[str, str]:
         pytest.param("mlp", "4x2 explicit", "and rows", marks=SLOW),
         pytest.param("mlp", "4x2 auto", "and sharded", marks=SLOW),
         ("gpt", "4x2 explicit", "by sequence"),
+        pytest.param("gpt, fused", "4x2 explicit", "and sharded", marks=SLOW),
         pytest.param("gpt, kept", "4x2 auto", "by sequence", marks=SLOW),
         pytest.param("resnet", "4x2 auto", "and sharded", marks=SLOW),
         pytest.param("lstm", "4x2 explicit", "and data", marks=SLOW),
@@ -66,10 +68,52 @@ def test_what_goes_together_is_split() -> None:
     }  # fmt: skip
 
 
+def test_what_one_weight_makes_is_split_piece_by_piece() -> None:
+    """The weight is exchanged once before all layers, its gradient once behind them; a layer sums four times."""
+    step = make_step(MODELS["gpt, fused"], STRATEGIES["and data"], "4x2 auto", optimizer=optax.sgd(0.1))
+    assert placed(step) == {
+        "embedding": "split, dim 0", "layers/qkv": "split, dim 2 in 3 pieces", "layers/out": "split, dim 1",
+        "layers/up": "split, dim 2 in 2 pieces", "layers/down": "split, dim 1",
+        "layers/bias": "split, dim 1 in 3 pieces",
+    }  # fmt: skip
+    why = {one.path.removeprefix("params/"): one.why for one in step.plan.variables}
+    assert "dim 2 split in pieces 24+12+12, which are exchanged; a device sends" in why["layers/qkv"]
+    assert "dim 2 split in pieces 2×72, which are exchanged; a device sends" in why["layers/up"]
+    state = step.init(jax.random.key(0))
+    assert state.params["layers"]["qkv"].shape == (2, 24, 48)
+    assert state.params["layers"]["qkv"].addressable_shards[0].data.shape == (1, 24, 48)
+    found = [one for one in collectives_of(step.lower().gradients.compile().as_text() or "") if one.group_size == 2]
+    exchanged = [one.result_bytes for one in found if one.kind == "all-to-all"]
+    assert sorted(exchanged) == [48 * 4] * 2 + [24 * 48 * 4] * 2 + [24 * 144 * 4] * 2
+    activations = 16 // 4 * 6 * 24 * 4
+    of_layers = [one for one in found if one.times == 2 and one.result_bytes >= activations]
+    assert [one.kind for one in of_layers] == [
+        "all-reduce"
+    ] * 5  # and again what a remat computes, but for the last sum
+    assert bx.Plan.from_json(step.plan.to_json()) == step.plan
+
+
+def test_pieces_that_cannot_be() -> None:
+    model, data = MODELS["gpt, fused"], bx.DataParallel()
+    for placement, told in (
+        (
+            bx.Split(2, pieces=(24, 12)),
+            r"pieces=\[24, 12\] of a dim of 48: expected sizes that 2 divides, and that are 48",
+        ),
+        (bx.Split(2, pieces=(25, 23)), r"pieces=\[25, 23\] of a dim of 48: expected sizes that 2 divides"),
+        (bx.Split(3, pieces=(24, 24)), r"dim=3 of \[2, 24, 48\] would be split in pieces, and is split otherwise"),
+    ):
+        with pytest.raises(ArgumentError, match=told):
+            make_step(model, {"data": data, "model": bx.TensorParallel({"*/qkv": placement})}, "4x2 auto")
+    both = {"data": bx.DataParallel({"*/qkv": bx.Gathered(2)}), "model": TENSOR}
+    with pytest.raises(ArgumentError, match=r"dim=2 is split in pieces on the axis model"):
+        make_step(model, both, "4x2 auto")
+
+
 def test_what_cannot_be_says_why() -> None:
     step = make_step(MODELS["lstm"], STRATEGIES["and data"], "4x2 auto")
     why = {one.path.removeprefix("params/"): one.why for one in step.plan.variables}
-    assert "model: tensor parallel: whole: used by split at models.py:" in why["both"]
+    assert "model: tensor parallel: whole: taken in parts by split at models.py:" in why["both"]
     assert "dim 0 split; a device sends" in why["embedding"]
     step = make_step(MODELS["resnet"], STRATEGIES["and data"], "4x2 auto")
     assert "two dims of one value belong to it" in next(v.why for v in step.plan.variables if "blocks/0" in v.path)
@@ -185,6 +229,52 @@ def test_four_all_reduces_a_layer(data: str) -> None:
         least = (total - whole) / 4 + whole
         tied = VOCABULARY * WIDTH  # both uses of the table, a quarter of 4 bytes each; and of the scale
         assert least <= found[2] <= least + tied + whole + 16
+
+
+def _entropies(params: Any, batch: Any) -> Any:
+    """Cross entropies as people write them, of an output layer of its own and of a tied one; and guesses."""
+    x, ids = jnp.tanh(params["table"][batch["ids"]] @ params["w"]), batch["ids"]
+    free, tied = x @ params["head"] + params["bias"], (x @ params["table"].T).astype(jnp.float32)
+    log_probs = jax.nn.log_softmax(tied)
+    losses = [
+        optax.softmax_cross_entropy_with_integer_labels(free[:, :-1], ids[:, 1:]).mean(),
+        optax.softmax_cross_entropy(free, optax.smooth_labels(jax.nn.one_hot(ids, 1024), 0.1)).mean(),
+        -jnp.take_along_axis(log_probs[:, 1:], ids[:, :-1, None], axis=-1).mean(),
+        -(log_probs * jax.nn.one_hot(ids, 1024)).sum(-1).mean(),
+        (jax.nn.logsumexp(tied, -1) ** 2).mean(),
+    ]
+    both = (free, jnp.round(tied))  # of the largest the first
+    guesses = [logits.argmax(-1).astype(jnp.float32).mean() for logits in both]
+    return sum(losses), {"guesses": jnp.stack(guesses)}
+
+
+def test_logits_stay_split() -> None:
+    """Nothing that is sent along the axis has the size of a part of the logits; no kind of loss gathers them."""
+    batch = BATCH * 2
+
+    def init(key: jax.Array) -> Any:
+        shapes = {"table": (1024, WIDTH), "w": (WIDTH, WIDTH), "head": (WIDTH, 1024), "bias": (1024,)}
+        return {name: jax.random.normal(key, shape) / 4 for name, shape in shapes.items()}
+
+    def tokens(seed: int) -> Any:
+        return {"ids": jax.random.randint(jax.random.key(seed), (batch, 16), 0, 1024)}
+
+    model = Model(_entropies, init, tokens)
+    step = _on_four(model, {"data": bx.DataParallel(), "model": TENSOR}, rate=1.0)
+    assert placed(step) == {
+        "table": "split, dim 0", "w": "replicated", "head": "split, dim 1", "bias": "split, dim 0",
+    }  # fmt: skip
+    found = collectives_of(step.lower().gradients.compile().as_text() or "")
+    along = [one.result_bytes for one in found if one.group_size == 4]
+    logits = batch // 2 * 16 * 1024 * 4
+    assert max(along) < logits / 4
+    state = step.init(jax.random.key(0))
+    before, first = on_one_device(step.to_dense(state).params), model.batch(0)
+    (_, aux), gradient = jax.jit(jax.value_and_grad(_entropies, has_aux=True))(before, first)
+    state, metrics = step.update(state, first)
+    np.testing.assert_allclose(metrics["guesses"], aux["guesses"], rtol=1e-2)
+    expected = jax.tree.map(jnp.subtract, before, gradient)
+    assert_close(copied(step.to_dense(state).params), copied(expected), atol=2e-6)
 
 
 def test_a_table_by_columns() -> None:

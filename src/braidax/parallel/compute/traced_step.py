@@ -29,7 +29,7 @@ from braidax.program import (
     batch_dims_of_results,
     evaluate,
     find_batch_dims,
-    find_dims,
+    find_dims_in_pieces,
     find_kept,
     find_likes,
     find_sites,
@@ -96,7 +96,7 @@ class TracedStep:
             math.prod(mesh.shape[axis] for axis in axes),
             find_uses=self._uses,
             find_sites=self._sites,
-            find_dims=lambda: find_dims(self._joint),
+            find_dims=lambda: find_dims_in_pieces(self._joint),
             no_rows=lambda path: _DECORATED,
         )
         placed = make_plan(mesh, strategies, model)

@@ -9,7 +9,9 @@ from braidax.parallel.plan.layout import Layout
 from braidax.program import Program, automatic
 
 from .gathered import gathered
+from .grouped import grouped
 from .in_parts import InParts, in_parts
+from .pieces import closed, opened
 from .split import split
 
 
@@ -25,12 +27,14 @@ def dense_passes(
     **Arguments:** `layouts`: of each leaf of its first argument. `batch_axes`: over which samples are divided.
     `divided`: by number, an argument whose leaves are divided, and along which dim: of all, or of each.
     """
-    by_leaf, options = dict(enumerate(layouts)), (automatic(mesh), tuple(batch_axes), divided)
+    whole = program
+    program, used = opened(program, layouts)
+    by_leaf, options = dict(enumerate(used)), (automatic(mesh), tuple(batch_axes), divided)
     if splits := {leaf: layout for leaf, layout in by_leaf.items() if layout.is_split}:
         program = split(program, splits, *options)
     if gathers := {leaf: layout for leaf, layout in by_leaf.items() if layout.gathered}:
         program = gathered(program, gathers, *options)
-    return program
+    return closed(whole, grouped(program, *options), layouts, mesh)
 
 
 def summed_once(
@@ -47,7 +51,11 @@ def summed_once(
     **Arguments:** as of `dense_passes`; `frozen`: which leaves have no gradient. **Returns:** None where no gradient is
     summed over devices.
     """
-    whole = {leaf: layout for leaf, layout in enumerate(layouts) if not layout.gathered and leaf not in frozen}
+    whole = {
+        leaf: layout
+        for leaf, layout in enumerate(layouts)
+        if leaf not in frozen and not layout.gathered and not layout.axes & {*batch_axes}
+    }
     if math.prod(mesh.shape[axis] for axis in batch_axes) == 1:
         return None
     return in_parts(program, whole, automatic(mesh), tuple(batch_axes), divided)

@@ -170,25 +170,29 @@ class _Between:
             return jax.lax.with_sharding_constraint(value, copies)
         split, dim = _with(lies.whole, lies.sequence, axes), lies.sequence
         value = jax.lax.with_sharding_constraint(value, split)
-        return _island(lambda x: jax.lax.all_gather(x, axes, axis=dim, tiled=True)[None], split, copies)(value)
+        return island(lambda x: jax.lax.all_gather(x, axes, axis=dim, tiled=True)[None], split, copies)(value)
 
     def summed(self, parts: Any, axes: Axes, lies: _Lies) -> Any:
         """Sums `[N, ...]` parts, one a device, and leaves each device its part of the sequence."""
         assert lies.sequence is not None, "else the sum is whole"
         scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=lies.sequence, tiled=True)
         split = _with(lies.whole, lies.sequence, axes)
-        return _island(lambda parts: scatter(parts[0]), PartitionSpec(axes, *lies.whole), split)(parts)
+        return island(lambda parts: scatter(parts[0]), PartitionSpec(axes, *lies.whole), split)(parts)
 
 
 def _with(spec: PartitionSpec, dim: int | None, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*(axes if at == dim else entry for at, entry in enumerate(spec)))
 
 
-def _island(local: Callable[[Any], Any], in_spec: PartitionSpec, out_spec: PartitionSpec) -> Any:
-    """Manual along every axis that splits the value: XLA would bring it together along others."""
-    entries = [entry for entry in (*in_spec, *out_spec) if entry]
+def island(local: Callable[[Any], Any], in_spec: PartitionSpec, out_specs: Any) -> Any:
+    """Returns what computes a function of one array on each device for itself.
+
+    It is manual along every axis that splits a value: XLA would bring values together along others.
+    """
+    told = (out_specs,) if isinstance(out_specs, PartitionSpec) else out_specs
+    entries = [entry for spec in (in_spec, *told) for entry in spec if entry]
     axes = {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}
-    return jax.shard_map(local, in_specs=in_spec, out_specs=out_spec, axis_names=axes, check_vma=False)
+    return jax.shard_map(local, in_specs=in_spec, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def _product(

@@ -131,7 +131,8 @@ class Weight:
     @property
     def leaves_parts(self) -> bool:
         """Whether the gradient can be left in parts: all devices that share the weight have samples of their own."""
-        return self._gathered_axes <= {*self.batch_axes}
+        kept = {axis for axes in self.kept for axis in axes}
+        return self._gathered_axes <= {*self.batch_axes} and not kept & {*self.batch_axes}
 
     @property
     def num_parts(self) -> int:
@@ -159,6 +160,8 @@ class Weight:
 
     def _no_parts(self, value: Any) -> Any:
         zeros = jnp.zeros((self.num_parts, *self.sizes), value.dtype)
+        if not self.leaves_parts:  # nobody uses them
+            return zeros
         return jax.lax.with_sharding_constraint(zeros, _spec(self.kept, self.batch_axes))
 
     def _cast(self, value: Any) -> Any:

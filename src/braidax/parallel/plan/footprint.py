@@ -22,9 +22,9 @@ def with_sent(plan: Plan, model: Model) -> Plan:
     """Returns a plan that says what a device sends in a step for each variable, by formula.
 
     A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered sends `B (N - 1) / N` to gather it
-    forward, again backward, and to scatter its gradient, in each microbatch; sums over other axes are of the part that
-    is left. Rows are what the strategy has counted, or an upper bound. A frozen variable has no gradient. What
-    activations send is not in it.
+    forward, again backward, and to scatter its gradient, in each microbatch; sums over other axes are of the part
+    that is left. What is used in pieces is exchanged, and so is its gradient. Rows are what the strategy has
+    counted, or an upper bound. A frozen variable has no gradient. What activations send is not in it.
     """
     sizes = {axis.name: axis.size for axis in plan.axes if axis.name in plan.batch_axes}
 
@@ -63,11 +63,20 @@ def _dense_bytes(
     within = math.prod(axis.size for axis in split if axis.name in layout.gathered)
     part = variable.num_bytes / math.prod(axis.size for axis in split if axis.name not in layout.gathered)
     others = math.prod(size for name, size in sizes.items() if name not in layout.gathered)
+    exchanged = _exchanged(part / within, layout, frozen=variable.frozen) * microbatches
     if within == 1:
-        return 0.0 if variable.frozen else _all_reduced(part, others)
+        return exchanged + (0.0 if variable.frozen else _all_reduced(part, others))
     used = part * _width(sites.get(variable.path, ()), variable) * (within - 1) / within
     once = 2 * used if variable.frozen else 3 * used + _all_reduced(part / within, others)
-    return once * microbatches
+    return exchanged + once * microbatches
+
+
+def _exchanged(stored_bytes: float, layout: Layout, *, frozen: bool) -> float:
+    """Of what a device stores of a variable, brings it into pieces, and its gradient back; what is whole is there."""
+    if layout.pieces is None:
+        return 0.0
+    ways = (layout.pieces.stored is not None) + (not frozen)
+    return ways * stored_bytes * (layout.pieces.axis.size - 1) / layout.pieces.axis.size
 
 
 def _all_reduced(num_bytes: float, devices: int) -> float:

@@ -19,6 +19,20 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class InPieces:
+    """A variable that is in pieces where the loss uses it, each of them split.
+
+    **Fields:** `dim`, and the `sizes` of the pieces along it. `axis`: that splits each piece along it. `stored`: the
+    dim that the axis splits in the stored form; None where it is whole there.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    axis: Axis
+    stored: int | None
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where the parts of a variable are. Placements on one axis after another refine it.
 
@@ -27,7 +41,7 @@ class Layout:
 
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
     `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it.
-    `by_sequence`: those along which activations between blocks are split by sequence.
+    `by_sequence`: those along which activations between blocks are split by sequence. `pieces`: in which it is used.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +49,7 @@ class Layout:
     by_rows: bool = False
     gathered: frozenset[str] = frozenset()
     by_sequence: frozenset[str] = frozenset()
+    pieces: InPieces | None = None
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Layout":
@@ -48,15 +63,18 @@ class Layout:
             raise ArgumentError(
                 f"dim={dim} of a variable of shape {list(self.shape)}, expected 0 <= dim < {len(self.shape)}"
             )
-        if self.dim_axes[dim] and self.by_rows != by_rows:
+        if dim == 0 and self.dim_axes[dim] and self.by_rows != by_rows:
             taken = ", ".join(axis.name for axis in self.dim_axes[dim])
             raise ArgumentError(
                 f"dim={dim} would be split by rows on one of the axes {taken} and {axis.name}, and not on the other"
             )
+        if self.pieces is not None and (self.pieces.dim == dim or by_rows):
+            raise ArgumentError(f"dim={dim} is split in pieces on the axis {self.pieces.axis.name}")
         dims = list(self.dim_axes)
         inner = [other for other in dims[dim] if other.name in self.gathered] if how == "evenly" else []
+        inner += [other for other in dims[dim] if self.pieces is not None and other == self.pieces.axis]
         outer = [other for other in dims[dim] if other not in inner]
-        dims[dim] = (*outer, axis, *inner)  # what is gathered lies within what is not
+        dims[dim] = (*outer, axis, *inner)  # what is gathered lies within what is not, what is exchanged in both
         gathered = self.gathered | {axis.name} if how == "gathered" else self.gathered
         made = replace(self, dim_axes=tuple(dims), by_rows=self.by_rows or by_rows, gathered=gathered)
         if made.by_rows and any(made.padding[1:]):
@@ -68,6 +86,37 @@ class Layout:
             )
         return made
 
+    def split_in_pieces(self, dim: int, sizes: tuple[int, ...], axis: Axis) -> "Layout":
+        """Returns this layout, with one more axis that splits each of the pieces of a dim where they are used.
+
+        It is stored split along another dim that the axis divides, whole where there is none, and exchanged.
+
+        **Raises:** `ArgumentError` where that cannot be.
+        """
+        if self.pieces is not None or self.by_rows or not 0 <= dim < len(self.shape) or self.dim_axes[dim]:
+            raise ArgumentError(f"dim={dim} of {list(self.shape)} would be split in pieces, and is split otherwise")
+        if sum(sizes) != self.shape[dim] or any(size % axis.size for size in sizes):
+            raise ArgumentError(
+                f"pieces={list(sizes)} of a dim of {self.shape[dim]}: expected sizes that {axis.size} divides, and "
+                f"that are {self.shape[dim]} together"
+            )
+        dims = list(self.dim_axes)
+        others = [at for at, size in enumerate(self.shape) if at != dim and not size % (self.num_parts(at) * axis.size)]
+        stored = min(others, key=self.num_parts) if others else None
+        if stored is not None:
+            dims[stored] = (*dims[stored], axis)
+        return replace(self, dim_axes=tuple(dims), pieces=InPieces(dim, sizes, axis, stored))
+
+    def used(self) -> "tuple[Layout, ...]":
+        """Returns the layouts of the pieces in which a variable is used: of itself where it is in none."""
+        if self.pieces is None:
+            return (self,)
+        at, axis = self.pieces.dim, self.pieces.axis
+        dims = [tuple(other for other in axes if other != axis) for axes in self.dim_axes]
+        dims[at] = (axis,)
+        shapes = [(*self.shape[:at], size, *self.shape[at + 1 :]) for size in self.pieces.sizes]
+        return tuple(replace(self, shape=shape, dim_axes=tuple(dims), pieces=None) for shape in shapes)
+
     def num_parts(self, dim: int) -> int:
         """Returns among how many devices a dim is divided."""
         return math.prod(axis.size for axis in self.dim_axes[dim])
@@ -76,6 +125,11 @@ class Layout:
         """Returns the names of the axes that split a dim."""
         return tuple(axis.name for axis in self.dim_axes[dim])
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """The names of all axes that split a dim."""
+        return frozenset(axis.name for axes in self.dim_axes for axis in axes)
+
     def kept_axes(self, dim: int) -> tuple[str, ...]:
         """Returns the names of the axes that split a dim also where the loss uses it."""
         return tuple(name for name in self.axes_of(dim) if name not in self.gathered)
@@ -83,7 +137,7 @@ class Layout:
     @property
     def is_split(self) -> bool:
         """Whether a dim is split also where the loss uses it, and not by rows."""
-        return any(self.kept_axes(dim) for dim in range(self.by_rows, len(self.shape)))
+        return self.pieces is not None or any(self.kept_axes(dim) for dim in range(self.by_rows, len(self.shape)))
 
     @property
     def spec(self) -> PartitionSpec:

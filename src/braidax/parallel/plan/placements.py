@@ -91,11 +91,14 @@ class Split:
     every operation can be done on parts; XLA brings parts together where one cannot.
 
     **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded. `activations`: as of
-    `TensorParallel`.
+    `TensorParallel`. `pieces`: sizes along the dim of what the loss takes apart, such as queries, keys and values that
+    one weight makes: each is split. The variable is then stored split along another dim, whole if no other can be, and
+    exchanged before it is used.
     """
 
     dim: int
     activations: Activations = "whole"
+    pieces: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_activations(self.activations)
@@ -103,11 +106,16 @@ class Split:
     def refine(self, layout: Layout, axis: Axis) -> Layout:
         """Splits the dim."""
         by_sequence = layout.by_sequence | ({axis.name} if self.activations == "by sequence" else set())
+        if self.pieces:
+            return replace(layout.split_in_pieces(self.dim, self.pieces, axis), by_sequence=by_sequence)
         return replace(layout.split(self.dim, axis), by_sequence=by_sequence)
 
     def __str__(self) -> str:
         """`split`, the dim, and what else is."""
-        return f"split, dim {self.dim}" + (", activations by sequence" if self.activations == "by sequence" else "")
+        pieces = f" in {len(self.pieces)} pieces" if self.pieces else ""
+        return f"split, dim {self.dim}{pieces}" + (
+            ", activations by sequence" if self.activations == "by sequence" else ""
+        )
 
 
 def check_activations(activations: str) -> None:

@@ -89,6 +89,8 @@ class FullySharded:
 
     def _choice(self, spec: jax.ShapeDtypeStruct, sites: Sequence[Site], axis: Axis, taken: Layout) -> Choice:
         dims = [at for at in range(len(spec.shape)) if all(at in site.value.entry.dims for site in sites)]
+        if taken.pieces is not None:
+            dims.remove(taken.pieces.dim)
         used = min((site.value.entry.dims for site in sites), key=len, default=tuple(dims))
         size = math.prod(spec.shape[dim] for dim in used) * np.dtype(spec.dtype).itemsize
         if taken.by_rows:

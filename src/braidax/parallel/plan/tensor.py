@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from braidax.program import Group
 
@@ -56,17 +57,22 @@ class TensorParallel:
         ranked = sorted(model.dims.groups, key=lambda root: model.dims.groups[root].summed_bytes / (sizes[root] or 1))
         for root in ranked:
             group = model.dims.groups[root]
-            parts = [(paths[leaf], dim, taken[paths[leaf]]) for leaf, dim in group.leaves if paths[leaf] not in split]
-            why = self._why_whole(group, sizes[root], axis, [(layout, dim) for _, dim, layout in parts])
+            parts = [
+                (paths[leaf], dim, taken[paths[leaf]], _pieces(model, leaf, dim))
+                for leaf, dim in group.leaves
+                if paths[leaf] not in split
+            ]
+            why = self._why_whole(group, sizes[root], axis, [part[1:] for part in parts])
             if why or group.conflicts & picked:
                 told = why or "its dims share a value with what is split"
-                for path, dim, layout in parts:
+                for path, dim, layout, _ in parts:
                     whole[path] = max(whole.get(path, (0, "")), (layout.shape[dim], told))
                 continue
             picked.add(root)
             told = f"a device sends {in_words(_sent(group.summed_bytes, model, axis))} a step for {len(parts)} of them"
-            for path, dim, _ in parts:
-                split[path] = Choice(Split(dim, self.activations), f"tensor parallel: dim {dim} split; {told}")
+            for path, dim, _, pieces in parts:
+                how = f"dim {dim} split" + (f" in pieces {_shown(pieces)}, which are exchanged" if pieces else "")
+                split[path] = Choice(Split(dim, self.activations, pieces), f"tensor parallel: {how}; {told}")
 
         def choose(path: str) -> Choice:
             _, why = whole.get(path, (0, "a scalar"))
@@ -87,13 +93,15 @@ class TensorParallel:
             Split(dim, self.activations), "tensor parallel: by columns, brought together behind what reads its rows"
         )
 
-    def _why_whole(self, group: Group, size: int, axis: Axis, parts: Sequence[tuple[Layout, int]]) -> str:
+    def _why_whole(self, group: Group, size: int, axis: Axis, parts: Sequence[tuple[int, Layout, Any]]) -> str:
         """Says why the dims of a group are not split, or ""."""
         if axis.size == 1:
             return "the axis has one device"
         if group.blocked:
             return group.blocked
-        uneven = any(layout.shape[dim] % (layout.num_parts(dim) * axis.size) for layout, dim in parts)
+        if any(pieces and (layout.pieces or layout.dim_axes[dim]) for dim, layout, pieces in parts):
+            return "pieces of it would be split along two axes"
+        uneven = any(layout.shape[dim] % (layout.num_parts(dim) * axis.size) for dim, layout, _ in parts)
         if uneven or group.divisor % axis.size:
             return f"{axis.size} devices do not divide {group.divisor}"
         return f"{in_words(size)} together" if size < self.min_bytes or not parts else ""
@@ -102,6 +110,17 @@ class TensorParallel:
 def _sent(summed_bytes: int, model: Model, axis: Axis) -> int:
     """What a device sends for activations of one run on the whole batch, of which it has a part."""
     return round(summed_bytes * model.microbatches / model.num_parts * 2 * (axis.size - 1) / axis.size)
+
+
+def _pieces(model: Model, leaf: int, dim: int) -> tuple[int, ...]:
+    """Returns the sizes of the pieces in which a dim is used; none where it is used whole."""
+    cut = model.dims.cuts.get(leaf)
+    return cut.sizes if cut is not None and cut.dim == dim else ()
+
+
+def _shown(pieces: Sequence[int]) -> str:
+    same = len({*pieces}) == 1
+    return f"{len(pieces)}×{pieces[0]}" if same else "+".join(map(str, pieces))
 
 
 def _split_bytes(group: Group, model: Model) -> int:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from braidax.parallel.plan.model import Model, RowWork
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.strategy import Strategy
-from braidax.program import LeafUses, Program, Site, find_dims, find_sites, join, named_leaves, without_leaves
+from braidax.program import LeafUses, Program, Site, find_dims_in_pieces, find_sites, join, named_leaves, without_leaves
 
 from .feed import RowFeed
 from .options import RowOptions, row_options
@@ -46,7 +46,7 @@ class ReadRows:
             self._microbatches,
             find_uses=self._uses,
             find_sites=self._sites,
-            find_dims=lambda: find_dims(self._program),
+            find_dims=lambda: find_dims_in_pieces(self._program),
             no_rows=self._no_rows,
             row_work=self._row_work,
             frozen=self._frozen,
