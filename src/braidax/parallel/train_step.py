@@ -134,7 +134,8 @@ class TrainStep:
         batch_leaves = jax.tree.leaves(place(taken.batch, form.batch_shardings))
         outputs, wrong = form.made.run([*state_leaves, *batch_leaves], self._in_flight, before_apply)
         self._num_updates += 1
-        self._late.take(self._checked(wrong), f"the batch of update {self._num_updates} of {self._calling.name}")
+        checked = self._checked(form.made.tables, wrong)
+        self._late.take(checked, f"the batch of update {self._num_updates} of {self._calling.name}")
         return taken.give(*jax.tree.unflatten(form.out_tree, outputs))
 
     @property
@@ -258,10 +259,12 @@ class TrainStep:
                 f"({type(error).__name__}: {error}): what it does must not depend on the number of samples"
             ) from error
 
-    def _checked(self, wrong: Mapping[str, jax.Array]) -> dict[str, Any]:
-        for table in wrong:
-            self._checks.setdefault(table, partial(_told, table))
-        return dict(wrong)
+    def _checked(self, tables: Sequence[str], counts: Any) -> dict[str, Any]:
+        """What is looked at later: how many ids no row has of each table."""
+        if not tables:
+            return {}
+        self._checks.setdefault("; ".join(tables), partial(_told, tables))
+        return {"; ".join(tables): counts}
 
     # Functions that read the state
 
@@ -273,11 +276,8 @@ class TrainStep:
         self._in_flight.make_room()
         result, wrong = made.compiled(jax.tree.leaves(state), jax.tree.leaves(batch))
         self._in_flight.add(min(result, key=lambda leaf: leaf.size))
-        if made.tables:
-            counts = self._checked(dict(zip(made.tables, wrong, strict=True)))
-            self._late.take(
-                counts, f"the batch of {made.name} behind update {self._num_updates} of {self._calling.name}"
-            )
+        what = f"the batch of {made.name} behind update {self._num_updates} of {self._calling.name}"
+        self._late.take(self._checked(made.tables, wrong), what)
         return taken.give(*jax.tree.unflatten(made.out_tree, result))
 
     def _lowered_reading(self, fn: Callable[..., Any], args: Sequence[Any]) -> jax.stages.Lowered:
@@ -310,15 +310,16 @@ class TrainStep:
         inputs = (of_state, jax.tree.leaves(batch))
         compiled = compile_on(self.mesh, made.run, in_shardings=inputs, out_shardings=made.shardings)
         raising = self._out_of_range == "raise"
-        tables = [form.made.told(leaf) for leaf in made.tables] if raising else []
+        tables = form.made.told(made.tables) if raising else ()
         shardings = (jax.tree.unflatten(jax.tree.structure(taken.state), of_state), batch)
         reading = _Reading(name, compiled, shardings, jax.tree.structure(program.out_specs), tables)
         self._readings[key] = reading
         return reading
 
 
-def _told(table: str, count: Any) -> str:
-    return out_of_range_told(f"{count} for {table}" if count else "")
+def _told(tables: Sequence[str], counts: Any) -> str:
+    pairs = zip(tables, counts.tolist(), strict=True)
+    return out_of_range_told(", ".join(f"{count} for {table}" for table, count in pairs if count))
 
 
 def _key(taken: Taken) -> Any:

@@ -36,14 +36,15 @@ class TwoJits:
         layouts = layouts_of(plan)
         self.state_shardings = [sharding_of(layout, mesh) for layout in layouts]
         self._in_shardings: list[Any] = [*self.state_shardings, *jax.tree.leaves(batch_shardings)]
-        self._tables = [at for at, one in enumerate(layouts) if one.by_rows] if out_of_range == "raise" else []
-        first, second, first_out, second_out = traced.parts(mesh, plan, out_of_range=out_of_range)
+        first, second, first_out, second_out, tables = traced.parts(mesh, plan, out_of_range=out_of_range)
+        self.tables = self.told(tables) if out_of_range == "raise" else ()
+        """The tables whose ids are checked, in words."""
         self._carried = [first_out[i] for i in split.carried]
         # A leaf of the old state gives its memory to the same leaf of the new one.
         num_state = len(self.state_shardings)
         self.donated = tuple(i for i in split.apply_inputs if i < num_state and _is_replaced(split.outputs, i))
         """Which inputs, all of them leaves of the state, are given up."""
-        counts = [NamedSharding(mesh, PartitionSpec())] if self._tables else []
+        counts = [NamedSharding(mesh, PartitionSpec())] if self.tables else []
         self._gradients = _compile(
             mesh, first, [self._in_shardings[i] for i in split.gradient_inputs], [*first_out, *counts], (),
             options.gradients,
@@ -57,8 +58,8 @@ class TwoJits:
 
     def run(
         self, inputs: list[jax.Array], in_flight: InFlight, before_apply: Callable[[], object] | None
-    ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-        """Takes a step. **Returns:** the flat outputs; and by table, in words, how many ids no row has."""
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """Takes a step. **Returns:** the flat outputs; and where there are `tables`, how many ids no row has."""
         split = self._traced.split
         in_flight.make_room()
         first = self._gradients(*(inputs[i] for i in split.gradient_inputs))
@@ -68,13 +69,13 @@ class TwoJits:
             before_apply()
         second = self._apply(*(inputs[i] for i in split.apply_inputs), *(first[i] for i in split.carried))
         parts = {"input": inputs, "gradients": first, "apply": second}
-        wrong = {self.told(leaf): first[-1][at] for at, leaf in enumerate(self._tables)}
+        wrong = first[-1] if self.tables else None
         return [parts[origin.part][origin.at] for origin in split.outputs], wrong
 
-    def told(self, leaf: int) -> str:
-        """Returns a table in words."""
-        variable = self.plan.variables[leaf]
-        return f"{variable.path} of {variable.shape[0]} rows"
+    def told(self, leaves: Sequence[int]) -> tuple[str, ...]:
+        """Returns tables in words."""
+        variables = [self.plan.variables[leaf] for leaf in leaves]
+        return tuple(f"{one.path} of {one.shape[0]} rows" for one in variables)
 
     def lower(self) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
         """Lowers gradients and apply, from shapes alone."""

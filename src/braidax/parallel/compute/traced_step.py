@@ -251,27 +251,28 @@ class TracedStep:
 
     def parts(
         self, mesh: Mesh, plan: Plan, *, out_of_range: OutOfRange = "as jax"
-    ) -> tuple[Callable[..., list[Any]], Part, list[Any], list[Any]]:
+    ) -> tuple[Callable[..., list[Any]], Part, list[Any], list[Any], list[int]]:
         """Returns the two functions, and how what they give lies.
 
-        **Arguments:** `out_of_range`: with "raise" the first gives one result more, ids that no row has of each of
-        `tables`.
+        **Arguments:** `out_of_range`: with "raise" the first gives one result more where tables are by rows, int32
+        `[tables]`: how many ids no row has.
 
-        **Returns:** gradients and apply, of flat arrays; then the shardings of the outputs of each.
+        **Returns:** gradients and apply, of flat arrays; the shardings of the outputs of each; which variables of the
+        plan the tables are.
         """
         split, layouts = self.split, layouts_of(plan)
         rules = {loss.kept.path: self._rule(loss, layouts, mesh, plan, out_of_range) for loss in self._losses}
-        counted = [self._names[at] for at, layout in enumerate(layouts) if layout.by_rows]
+        tables = sorted({leaf for rule in rules.values() for leaf in rule.tables})
 
         def first(*inputs: Any) -> list[Any]:
             told = {path: Rule(rule) for path, rule in rules.items()}
             outputs, wrong = evaluate(split.gradients.closed, told, inputs)
-            if out_of_range != "raise" or not counted:
+            if out_of_range != "raise" or not tables:
                 return outputs
-            counts = dict.fromkeys(counted, jnp.zeros((), jnp.int32))
+            counts = dict.fromkeys(tables, jnp.zeros((), jnp.int32))
             for path, rule in rules.items():
                 for at, leaf in enumerate(rule.tables):
-                    counts[self._names[leaf]] += jnp.sum(wrong[path][..., at])
+                    counts[leaf] += jnp.sum(wrong[path][..., at])
             return [*outputs, jnp.stack([*counts.values()])]
 
         gradients = _as_program(split.gradients)
@@ -290,7 +291,7 @@ class TracedStep:
         for origin, layout in zip(split.outputs, layouts, strict=False):  # the state comes first
             if origin.part != "input":
                 (first_out if origin.part == "gradients" else second_out)[origin.at] = sharding_of(layout, mesh)
-        return first, split.apply, first_out, second_out
+        return first, split.apply, first_out, second_out, tables
 
     def _rule(
         self, loss: _Loss, layouts: Sequence[Layout], mesh: Mesh, plan: Plan, out_of_range: OutOfRange
