@@ -68,8 +68,7 @@ def fit(
                 saver.update((state, loader.cursor))
             if test is not None and isinstance(step, Step) and loader.cursor.epoch > epoch:
                 report.note({f"test_{name}": value for name, value in evaluate(step, state, test).items()})
-        if isinstance(step, Step):
-            step.finish()
+        step.finish()
         if saver is not None and loader.cursor != begun:
             saver.save((state, loader.cursor))
         skipped = loader.source.describe().get("bad records")
@@ -118,7 +117,10 @@ def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:
 def _noting(saver: Saver | None, step: Step | TrainStep, test: DataLoader | None) -> Callable[[], None]:
     """Notes the plan of a step; returns what does so behind an update: a decorated step has none before."""
     if test is not None and not isinstance(step, Step):
-        raise ArgumentError("test is given, and a decorated step has no evaluate: leave it out, or parallelize a loss")
+        raise ArgumentError(
+            "test is given, and a decorated step has no evaluate: leave it out, or parallelize a loss; step.wrap(fn) "
+            "makes of a function of its state what runs between two calls of fit"
+        )
     if saver is not None:
         saver.notes.pop("plan", None)
 

@@ -122,3 +122,29 @@ def test_tpus_compile_and_refuse_what_is_too_large() -> None:
         ArgumentError, match=r"^target is 'v5e:2x4', and the gradients of the step cannot be compiled for it: RES.*"
     ):
         make_step(bx.FullySharded(), samples=1 << 29).compile_for("v5e:2x4")
+
+
+def test_a_decorated_step_is_compiled_as_one_of_a_loss_and_an_optimizer_is(compiled: CompiledStep) -> None:
+    optimizer = optax.adam(1e-3)
+
+    @bx.parallelize(jax.make_mesh((DEVICES,), ("data",)), {"data": bx.FullySharded()})
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return (jnp.tanh(batch @ params["first"]) @ params["second"]).var()
+
+        value, gradients = jax.value_and_grad(loss)(state["params"])
+        updates, opt_state = optimizer.update(gradients, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+
+    params = jax.eval_shape(lambda: init(jax.random.key(0)))
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    train_step.prepare(state, jax.ShapeDtypeStruct((SAMPLES, WIDTH), jnp.float32))
+    found = train_step.compile_for("h100:8")
+    shards, batch = 2 * WEIGHT // DEVICES, 4 * SAMPLES * WIDTH // DEVICES
+    assert found.held == {"parameters": shards, "followers": 2 * shards, "others": 4, "batch": batch}
+    assert found.sent_bytes == pytest.approx(compiled.sent_bytes, rel=0.01)
+    assert found.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.01)
+    assert found.compiler_options == compiled.compiler_options
+    assert found.programs["apply"].memory.reused == pytest.approx(3 * shards, abs=256)
+    with pytest.raises(ArgumentError, match="target is 'h100:4', which has 4 devices, and the step's mesh 8"):
+        train_step.compile_for("h100:4")

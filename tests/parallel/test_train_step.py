@@ -269,26 +269,6 @@ def test_a_change_that_only_the_metrics_show_is_lost_and_an_error() -> None:
         bx.parallelize(make_mesh(), DATA)(bad_metrics)({"w": np.ones(2, np.float32)}, make_batch())
 
 
-def test_hybrid_tells_of_a_decorated_step_what_could_go_by_rows() -> None:
-    @bx.parallelize(make_mesh(), {"data": bx.Hybrid()})
-    def train_step(state: Any, batch: Any) -> Any:
-        def loss(params: Any) -> jax.Array:
-            return ((params["table"][batch["ids"]] @ params["kernel"]) ** 2).mean()
-
-        value, gradients = bx.value_and_grad(loss)(state["params"])
-        params = jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, state["params"], gradients)
-        return {"params": params, "count": state["count"] + 1}, value
-
-    params = {"table": jnp.ones((100, 4)), "kernel": jnp.ones((4, 2))}
-    state, batch = {"params": params, "count": jnp.zeros((), jnp.int32)}, {"ids": np.arange(16, dtype=np.int32)}
-    why = {variable.path: variable.why for variable in train_step.prepare(state, batch).variables}
-    assert "by rows in the gradients of a decorated step" in why["state/params/table"]
-    assert "dot_general" in why["state/params/kernel"]
-    assert "no gradient uses it" in why["state/count"]
-    _, value = train_step(state, batch)
-    np.testing.assert_allclose(value, 16.0)
-
-
 def test_a_step_has_a_plan_once_it_knows_its_arguments() -> None:
     step = bx.parallelize(make_mesh(), DATA)(train_step)
     with pytest.raises(StateError, match=r"train_step has no plan before .*call prepare\(state, batch\)"):

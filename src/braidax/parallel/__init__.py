@@ -28,3 +28,4 @@ from .step import Lowered as Lowered
 from .step import Step as Step
 from .train_step import TrainStep as TrainStep
 from .wrapped import Wrapped as Wrapped
+from .wrapped import WrappedCall as WrappedCall

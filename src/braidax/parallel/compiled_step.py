@@ -7,13 +7,22 @@ from itertools import groupby
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
-from braidax.program import Collective, CompiledProgram, Target, TooLarge, compile_ahead, exposed_part, total_sent
+from braidax.program import (
+    Collective,
+    CompiledProgram,
+    Target,
+    TooLarge,
+    compile_ahead,
+    exposed_part,
+    find_target,
+    total_sent,
+)
 
 from .plan.compiling import CompilerOption
 from .plan.strategy import num_bytes
-from .state import State
 
 _DEFAULT_FRACTION = 0.75  # of a GPU's memory, that JAX takes if not told otherwise
 _REMEDIES = (
@@ -128,17 +137,29 @@ class CompiledStep:
         yield from _table(rows)
 
 
+def target_mesh(target: str, mesh: Mesh) -> tuple[Target, Mesh]:
+    """Returns a target, and a mesh of its devices like one there is. **Raises:** `ArgumentError`, `MissingExtra`."""
+    found = find_target(target)
+    if len(found.devices) != mesh.size:
+        raise ArgumentError(
+            f"target is {target!r}, which has {len(found.devices)} devices, and the step's mesh {mesh.size} "
+            f"({dict(mesh.shape)}): make the step on a mesh of {len(found.devices)} devices; they may be "
+            f'virtual ones, jax.config.update("jax_num_cpu_devices", {len(found.devices)}) before JAX starts'
+        )
+    devices = [*found.devices]
+    return found, jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, devices=devices)
+
+
 def compile_step(
-    lowered: Any, target: Target, options: tuple[CompilerOption, ...], *, state: State, batch: Any, read: Any
+    lowered: Any, target: Target, options: tuple[CompilerOption, ...], *, held: Mapping[str, Any], read: Any, moved: Any
 ) -> CompiledStep:
     """Compiles the two programs of a step, whose mesh is of a target's devices.
 
-    **Arguments:** `lowered`: as of `Step.lower`, with these `options`. `state`, `batch`: specs with shardings of what
-    there is between steps; `read`: those of them that the gradients read.
+    **Arguments:** `lowered`: as of `Step.lower`, with these `options`. `held`: specs with shardings of what there is
+    between steps, by name; `read`: those of them that the gradients read; `moved`: that apply is given.
 
     **Raises:** `ArgumentError` where the compiler says that it is too large.
     """
-    held = {"parameters": state.params, "optimizer": state.opt_state, "variables": state.variables, "batch": batch}
     sizes = {name: _bytes_on_a_device(specs) for name, specs in held.items()}
     programs: dict[str, CompiledProgram] = {}
     for name, program in lowered._asdict().items():
@@ -149,10 +170,9 @@ def compile_step(
                 f"target is {target.name!r}, and the {name} of the step cannot be compiled for it: {error}; a device "
                 f"holds {_listed(sizes)} between steps: {_REMEDIES}"
             ) from error
-    there, given = _bytes_on_a_device((state, batch)), _bytes_on_a_device(read)
+    there, given = _bytes_on_a_device([*held.values()]), _bytes_on_a_device(read)
     unread = max(0, given - programs["gradients"].memory.arguments)  # what the loss does not use is no argument
-    moved = _bytes_on_a_device((state.step, state.params, state.opt_state))
-    beside = {"gradients": there - given + unread, "apply": there - moved}
+    beside = {"gradients": there - given + unread, "apply": there - _bytes_on_a_device(moved)}
     kind, count = target.devices[0].device_kind, len(target.devices)
     return CompiledStep(target.name, kind, count, target.memory_bytes, sizes, programs, beside, options)
 

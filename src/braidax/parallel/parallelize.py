@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import jax
@@ -12,23 +13,22 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError
 from braidax.program import named_leaves, specs_of
 
+from .compiler_options import compiler_options, options_of_plan
 from .compute.work import GRAD_NORM, Work
 from .given.dim_names import Rules, asked_axes, dim_names, unruled
 from .given.initial import trace_init, traced_loss
 from .given.loss import Loss
 from .given.trainable import Trainable, check_trainable, frozen_by
 from .plan.batch import batch_axes, shard_batch
-from .plan.compiling import CompilerOption, options_that_hide, sizes_of
 from .plan.footprint import with_sent
-from .plan.model import Model
 from .plan.named import Named
-from .plan.plan import Plan, layouts_of, make_plan
+from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
 from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
-from .plan.strategies import DataParallel, Hybrid
+from .plan.strategies import Hybrid
 from .plan.strategy import Strategy, check_strategies
 from .rows.read_rows import ReadRows
-from .step import CompilerOptions, Step
+from .step import Step
 from .train_step import TrainStep
 
 
@@ -52,7 +52,12 @@ def parallelize(
 
 @overload
 def parallelize(
-    loss_fn: Mesh, optimizer: Mapping[str, Strategy], /, *, batch: Sequence[str] | None = None
+    loss_fn: Mesh,
+    optimizer: Mapping[str, Strategy],
+    /,
+    *,
+    batch: Sequence[str] | None = None,
+    microbatches: int = 1,
 ) -> Callable[[Callable[..., Any]], TrainStep]: ...
 
 
@@ -93,13 +98,14 @@ def parallelize(
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
-    of a step that changes objects of Flax NNX they are those that hold none.
+    of a step that changes objects of Flax NNX they are those that hold none. With `microbatches` its gradients are
+    averages over these, what else the losses compute as above, and the rest of the step sees the whole batch.
 
     **Returns:** a `Step`; nothing has been computed yet. **Raises:** `ArgumentError`, `SpecError` or `StateError`
     naming what does not fit.
     """
     if isinstance(loss_fn, Mesh):
-        if any(given is not None for given in (mesh, strategies, init, plan)) or microbatches != 1:
+        if any(given is not None for given in (mesh, strategies, init, plan)):
             raise ArgumentError(
                 "parallelize was given a mesh first and more than strategies behind it: as a decorator it is "
                 "@bx.parallelize(mesh, strategies), with a loss it is "
@@ -107,7 +113,8 @@ def parallelize(
             )
         over, roles = loss_fn, optimizer
         check_strategies(over, roles)
-        return lambda train_step: TrainStep(train_step, over, roles, batch)  # pyright: ignore[reportUnknownLambdaType]
+        _check_microbatches(microbatches)
+        return partial(TrainStep, mesh=over, strategies=roles, batch=batch, microbatches=microbatches)
     strategies = {} if strategies is None and plan is not None else strategies
     for name, value in {"strategies": strategies, "init": init, "batch": batch}.items():
         if value is None:
@@ -145,8 +152,7 @@ class _Given:
         if not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"mesh is {self.mesh!r}, expected what jax.make_mesh(shape, names) returns")
         check_strategies(self.mesh, self.strategies)
-        if self.microbatches < 1:
-            raise ArgumentError(f"microbatches is {self.microbatches}, expected a whole number of at least 1")
+        _check_microbatches(self.microbatches)
         if strange := [name for name in self.metrics if name != GRAD_NORM]:
             raise ArgumentError(
                 f"metrics names {strange}, expected {GRAD_NORM!r}; others are returned by the loss as aux"
@@ -159,7 +165,7 @@ class _Given:
         axes = batch_axes(self.mesh, self.strategies) if plan is None else plan.batch_axes
         shardings = shard_batch(self.mesh, axes, specs_of(self.batch), microbatches=self.microbatches)
         work = self._work(plan, axes)
-        options = _compiler_options(self.mesh, work.plan, self.strategies, self.compiler_options)
+        options = compiler_options(self.mesh, work.plan, self.strategies, self.compiler_options)
         return Step(
             work,
             specs_of(self.batch),
@@ -184,7 +190,7 @@ class _Given:
             plan = make_plan(mesh, self._named(born.out_specs.params), model)
         else:
             check_placements(plan, model)
-        plan = replace(with_sent(plan, model), compiler_options=_hiding(plan, mesh, model))
+        plan = replace(with_sent(plan, model), compiler_options=options_of_plan(plan, mesh, model))
         feed = rows.feed(mesh, plan) if tables_of(plan) else None
         return Work(self.loss, self.optimizer, born, program, mesh, plan, feed, metrics=self.metrics)
 
@@ -221,18 +227,9 @@ class _Given:
         return replace(self, strategies=strategies).step(plan)
 
 
-def _hiding(plan: Plan, mesh: Mesh, model: Model) -> tuple[CompilerOption, ...]:
-    """Returns the options that hide what a plan sends."""
-    platform, layouts = mesh.devices.flat[0].platform, layouts_of(plan)
-    if platform == "cpu":
-        return ()
-    paths = [one.path for one in plan.variables]
-    gathered, whole = (
-        sizes_of({path: one for path, one in zip(paths, layouts, strict=True) if is_chosen(one)}, model.sites)
-        for is_chosen in (lambda one: one.gathered, lambda one: not one.gathered and not one.by_rows)
-    )
-    sizes = [(layout, one.num_bytes) for layout, one in zip(layouts, plan.variables, strict=True)]
-    return options_that_hide(platform, sizes, gathered, whole)
+def _check_microbatches(microbatches: int) -> None:
+    if microbatches < 1:
+        raise ArgumentError(f"microbatches is {microbatches}, expected a whole number of at least 1")
 
 
 def _context_mesh() -> Mesh:
@@ -244,25 +241,3 @@ def _context_mesh() -> Mesh:
             "jax.set_mesh(mesh)"
         )
     return mesh
-
-
-def _compiler_options(
-    mesh: Mesh, plan: Plan, strategies: Mapping[str, Strategy], given: Mapping[str, Any] | None
-) -> CompilerOptions:
-    """Returns the options of the compiler: those that a plan and strategies ask for, and what the user gives."""
-    asked = {
-        strategy.combine_bytes
-        for strategy in strategies.values()
-        if isinstance(strategy, DataParallel | Hybrid) and strategy.combine_bytes is not None
-    }
-    if len(asked) > 1:
-        raise ArgumentError(f"combine_bytes is {sorted(asked)}: expected the same in all strategies, or said once")
-    platform, both = mesh.devices.flat[0].platform, dict[str, Any]()
-    for name, value in (given or {}).items():
-        if not isinstance(value, Mapping):
-            both[name] = value
-        elif name == platform or (platform, name) == ("gpu", "cuda"):
-            both |= value
-    own = {"xla_gpu_all_reduce_combine_threshold_bytes": asked.pop()} if asked else {}
-    hiding = {one.name: one.value for one in plan.compiler_options}
-    return CompilerOptions({**hiding, **own, **both}, both)

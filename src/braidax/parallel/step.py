@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.program import compile_on, difference, find_target, spec_of, specs_of
+from braidax.program import compile_on, difference, spec_of, specs_of
 
-from .compiled_step import CompiledStep, compile_step
+from .compiled_step import CompiledStep, compile_step, target_mesh
+from .compiler_options import CompilerOptions
 from .compute.in_flight import InFlight
 from .compute.late_checks import LateChecks
 from .compute.work import Work
@@ -30,13 +31,6 @@ class Lowered(NamedTuple):
 
     gradients: jax.stages.Lowered
     apply: jax.stages.Lowered
-
-
-class CompilerOptions(NamedTuple):
-    """Options of `jax.jit` for the two programs of a step."""
-
-    gradients: Mapping[str, Any] = {}
-    apply: Mapping[str, Any] = {}
 
 
 class _Reading(NamedTuple):
@@ -346,21 +340,15 @@ class Step:
 
         **Raises:** `ArgumentError` for other targets, and where the compiler refuses what is too large; `MissingExtra`.
         """
-        found = find_target(target)
-        if len(found.devices) != self.mesh.size:
-            raise ArgumentError(
-                f"target is {target!r}, which has {len(found.devices)} devices, and the step's mesh {self.mesh.size} "
-                f"({dict(self.mesh.shape)}): make the step on a mesh of {len(found.devices)} devices; they may be "
-                f'virtual ones, jax.config.update("jax_num_cpu_devices", {len(found.devices)}) before JAX starts'
-            )
+        found, mesh = target_mesh(target, self.mesh)
         assert self._elsewhere is not None, "parallelize says how a step is made on other devices"
-        mesh, names = self.mesh, self.mesh.axis_names
-        shape, types = mesh.axis_sizes, mesh.axis_types
-        step = self._elsewhere(jax.make_mesh(shape, names, axis_types=types, devices=[*found.devices]))
+        step = self._elsewhere(mesh)
         state = step.state_specs
         batch = _with_shardings(step._batch_specs, step.batch_shardings)
-        read = (*step._readable(state), batch)
-        return compile_step(step.lower(), found, step.plan.compiler_options, state=state, batch=batch, read=read)
+        held = {"parameters": state.params, "optimizer": state.opt_state, "variables": state.variables, "batch": batch}
+        read, moved = (*step._readable(state), batch), (state.step, state.params, state.opt_state)
+        options = step.plan.compiler_options
+        return compile_step(step.lower(), found, options, held=held, read=read, moved=moved)
 
     def _check_state(self, state: Any) -> None:
         if message := difference(self._state_specs, state, "state"):

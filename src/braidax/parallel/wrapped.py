@@ -1,4 +1,4 @@
-"""`Wrapped`: a function of parameters and a batch that runs on the states of a step."""
+"""Functions that run on the states of a step: `Wrapped`, and of a decorated one `WrappedCall`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,3 +33,28 @@ class Wrapped:
     def lower(self) -> jax.stages.Lowered:
         """Lowers the function for inspection or export, from shapes alone; its program gives what is checked, too."""
         return self.lowered()
+
+
+@dataclass(frozen=True)
+class WrappedCall:
+    """A function that reads the state of a decorated step; `TrainStep.wrap` makes it."""
+
+    run: Callable[..., Any]
+    lowered: Callable[..., jax.stages.Lowered]
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes what the function returns; the state is neither changed nor given up. Returns at once.
+
+        **Arguments:** `args`: as of the function: states as the step gives them, samples global or on the host. Each
+        form of them is traced and compiled once.
+
+        **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit. `DataError` as `update`.
+        """
+        return self.run(*args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the function for inspection or export; its program takes flat lists, and gives what is checked, too.
+
+        **Arguments:** `args`: as of a call, or `jax.ShapeDtypeStruct` in place of arrays.
+        """
+        return self.lowered(*args)

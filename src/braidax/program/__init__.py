@@ -40,6 +40,8 @@ from .kept import find_kept as find_kept
 from .kept import gradients_kept as gradients_kept
 from .kept import gradients_of as gradients_of
 from .kept import kept_value_and_grad as kept_value_and_grad
+from .keys import folded_keys as folded_keys
+from .keys import key_inputs as key_inputs
 from .likes import Like as Like
 from .likes import find_likes as find_likes
 from .loops import with_sums_behind_loops as with_sums_behind_loops
@@ -53,6 +55,7 @@ from .outline import outline as outline
 from .outline import unit_path as unit_path
 from .pieces import find_dims_in_pieces as find_dims_in_pieces
 from .pieces import in_pieces as in_pieces
+from .prune import inputs_of as inputs_of
 from .prune import reads_argument as reads_argument
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
 
 from .bodies import Path, equations_of
+from .lines import line_of
 from .marks import kept_p, mark_gradient
 from .prune import prune
 from .trace import Program
@@ -209,12 +210,23 @@ class Kept:
         """How many operands, the first ones, the gradient is taken by."""
         return self.equation.params["num_gradients"]
 
+    @property
+    def closed(self) -> ClosedJaxpr:
+        """What is differentiated, of all operands."""
+        return self.equation.params["jaxpr"]
+
+    @property
+    def line(self) -> str:
+        """`at file:line`, where the gradient is taken, or ""."""
+        line = line_of(self.equation.source_info)
+        return f"at {line}" if line else ""
+
     def program(self, first: Sequence[int]) -> Program:
         """Returns what is differentiated, as a program of two lists of arrays.
 
         **Arguments:** `first`: the operands of the first list, in order, those that a gradient is taken by in front.
         """
-        closed: ClosedJaxpr = self.equation.params["jaxpr"]
+        closed = self.closed
         others = [at for at in range(len(closed.in_avals)) if at not in first]
         jaxpr = _with(closed.jaxpr, invars=[closed.jaxpr.invars[at] for at in (*first, *others)])
         specs = tuple([_spec(closed.in_avals[at]) for at in some] for some in (first, others))

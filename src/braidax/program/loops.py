@@ -29,7 +29,9 @@ from .trace import Program, trace
 _ENTERED = (jit_p, closed_call_p, scan_p)
 
 
-def with_sums_behind_loops(program: Program, divided: Mapping[int, Sequence[int] | int] | None = None) -> Program:
+def with_sums_behind_loops(
+    program: Program, divided: Mapping[int, Sequence[int | None] | int] | None = None
+) -> Program:
     """Returns a program of the same values whose gradient sums what loops share once, behind them.
 
     It is about products, convolutions and elementwise operations in the body of a `scan`, of an operand that is the

@@ -35,6 +35,13 @@ def reads_argument(program: Program, argument: int) -> bool:
     return any(kept[before : before + count])
 
 
+def inputs_of(closed: ClosedJaxpr, output: int) -> set[int]:
+    """Returns the inputs that an output depends on."""
+    wanted = [at == output for at in range(len(closed.jaxpr.outvars))]
+    _, kept = prune(closed, wanted, [True] * len(closed.jaxpr.invars))
+    return {at for at, one in enumerate(kept) if one}
+
+
 def without_prints(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr but for equations that give nothing and have effects: prints, and callbacks without a result.
 

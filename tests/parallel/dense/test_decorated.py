@@ -133,6 +133,13 @@ def test_a_dim_that_no_axis_divides_cannot_be_asked_for() -> None:
     )
     with pytest.raises(ArgumentError, match=r"dense/1/b \[33\] would be padded, and the state of a decorated"):
         step(begin(MODELS["mlp"]), MODELS["mlp"].batch(0))
+    plan = bx.parallelize(make_mesh("8 auto"), {"data": ALL})(whole_step(MODELS["mlp"])).prepare(
+        jax.eval_shape(lambda: begin(MODELS["mlp"])), MODELS["mlp"].batch(0)
+    )
+    known = {one.path: one for one in plan.variables}
+    why = "no dim of it is a multiple of 8 in each part (the state of a decorated step keeps its shapes)"
+    assert why in known[path].why
+    assert str(known["state/params/dense/1/w"].placements[0]) == "gathered, dim 0"  # of [64, 33]
 
 
 def _adapted(params: Any, base: jax.Array, x: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from braidax.errors import ArgumentError
-from braidax.parallel.dense.passes import dense_passes
 from braidax.parallel.plan.batch import along_batch, batch_axes
+from braidax.parallel.plan.footprint import shard_bytes, with_held, with_sent
 from braidax.parallel.plan.layout import Layout
-from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.model import Model, RowWork
 from braidax.parallel.plan.placements import Replicated
-from braidax.parallel.plan.plan import Plan, PlannedVariable, layouts_of, make_plan
+from braidax.parallel.plan.plan import Costs, Plan, PlannedVariable, layouts_of, make_plan
 from braidax.parallel.plan.strategy import Strategy, num_bytes
+from braidax.parallel.rows.options import OutOfRange
+from braidax.parallel.rows.reads import LATE, RowReads, row_reads
 from braidax.program import (
     Kept,
     LeafUses,
@@ -25,6 +27,7 @@ from braidax.program import (
     Origin,
     Part,
     Program,
+    Rule,
     Site,
     batch_dims_of_results,
     evaluate,
@@ -33,30 +36,39 @@ from braidax.program import (
     find_kept,
     find_likes,
     find_sites,
-    find_uses,
-    gradients_of,
     named_leaves,
     split_at_marks,
     trace,
-    with_sums_behind_loops,
 )
 
-_DECORATED = (
-    "by rows in the gradients of a decorated step, whose optimizer moves it whole; give the loss and the optimizer to "
-    "parallelize, and its rows are exchanged"
-)
+from .kept_loss import KeptLoss
+from .pieces import Pieces
+
+_KEEPS_SHAPES = "the state of a decorated step keeps its shapes"
+_ALONE = "there is one device, and the optimizer of a decorated step moves all rows"
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """A gradient that a step takes. **Fields:** `likes`: the leaves of the state that its operands are like."""
+    """A gradient that a step takes.
+
+    **Fields:** `one`: the same, of one microbatch. `likes`: the leaves of the state that its operands are like. `dims`:
+    of operands, which one is the batch.
+    """
 
     kept: Kept
+    one: Kept
     likes: tuple[Like | None, ...]
+    dims: tuple[int | None, ...]
 
     def operands_of(self, leaves: Sequence[int] | Mapping[int, Any]) -> list[int]:
         """Returns the operands that are like one of some leaves, in order."""
         return [at for at, like in enumerate(self.likes) if like is not None and like.leaf in leaves]
+
+    @property
+    def moved(self) -> set[int]:
+        """The leaves that the gradient is taken by."""
+        return {like.leaf for like in self.likes[: self.kept.num_gradients] if like is not None}
 
 
 class TracedStep:
@@ -66,22 +78,32 @@ class TracedStep:
     has an element for each element of a weight, such as Adam's moments, *follows* it: it lies as the weight does.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, one: Program | None = None, *, microbatches: int = 1) -> None:
         self.program, self.split = program, split_at_marks(program)
+        self._microbatches = microbatches
         state, batch = program.in_specs
         self._names: list[str] = [name for name, _ in named_leaves(state, "state")]
         self._specs: list[Any] = jax.tree.leaves(state)
-        self._num_inputs = len(self._specs) + len(jax.tree.leaves(batch))
+        self._num_samples = min(leaf.shape[0] for leaf in jax.tree.leaves(batch))
         gradients = self.split.gradients.closed
         kept = find_kept(gradients.jaxpr)
+        dims = find_batch_dims(_as_program(self.split.gradients), {each.path for each in kept}, {0: self._given_dims})
         _, likes = find_likes(gradients, self._seeds(self.split.gradient_inputs, range(len(self._specs))))
-        losses = [_Loss(one, likes.get(one.path, (None,) * len(one.equation.invars))) for one in kept]
+        losses = [
+            _Loss(each, small, likes.get(each.path, (None,) * len(each.equation.invars)), dims[each.path])
+            for each, small in zip(kept, kept if one is None else _alike(kept, one, microbatches), strict=True)
+        ]
         self._weights = sorted({leaf for loss in losses for leaf in self._weights_of(loss)})
         _, likes = find_likes(gradients, self._seeds(self.split.gradient_inputs, self._weights))
         self._follows = self._find_followers()
         seeds = self._seeds(self.split.gradient_inputs, {**self._follows, **{leaf: leaf for leaf in self._weights}})
         self._first_likes, likes = find_likes(gradients, seeds)
         self._losses = [replace(loss, likes=likes.get(loss.kept.path, loss.likes)) for loss in losses]
+
+    @property
+    def _given_dims(self) -> list[int | None]:
+        """Which dim of the inputs of the first part is the batch."""
+        return [0 if at >= len(self._specs) else None for at in self.split.gradient_inputs]
 
     # What a plan is made of
 
@@ -90,24 +112,48 @@ class TracedStep:
 
         **Raises:** `ArgumentError` naming a variable that cannot lie as it is told.
         """
-        axes = batch_axes(mesh, strategies)
-        model = Model(
-            {self._names[leaf]: self._specs[leaf] for leaf in self._weights},
-            math.prod(mesh.shape[axis] for axis in axes),
-            find_uses=self._uses,
-            find_sites=self._sites,
-            find_dims=lambda: find_dims_in_pieces(self._joint),
-            no_rows=lambda path: _DECORATED,
-        )
+        model = self.model(mesh, batch_axes(mesh, strategies))
         placed = make_plan(mesh, strategies, model)
         for variable, layout in zip(placed.variables, layouts_of(placed), strict=True):
             if any(layout.padding):
                 raise ArgumentError(
-                    f"{variable.path} {list(variable.shape)} would be padded, and the state of a decorated step keeps "
-                    f"its shapes: place it on a dim that its axes divide"
+                    f"{variable.path} {list(variable.shape)} would be padded, and {_KEEPS_SHAPES}: place it on a dim "
+                    f"that its axes divide"
                 )
-        known = {variable.path: variable for variable in placed.variables}
-        return replace(placed, variables=tuple(self._planned(leaf, known, placed) for leaf in range(len(self._names))))
+        known = {variable.path: variable for variable in with_sent(placed, model).variables}
+        planned = tuple(self._planned(leaf, known, placed) for leaf in range(len(self._names)))
+        return self._with_held(replace(placed, variables=planned), mesh)
+
+    def model(self, mesh: Mesh, axes: Sequence[str]) -> Model:
+        """Returns what strategies are told. **Arguments:** `axes`: over which samples are divided."""
+        return Model(
+            {self._names[leaf]: self._specs[leaf] for leaf in self._weights},
+            math.prod(mesh.shape[axis] for axis in axes),
+            self._microbatches,
+            find_uses=self._uses,
+            find_sites=self._sites,
+            find_dims=lambda: find_dims_in_pieces(self._joint),
+            no_rows=lambda path: _ALONE if mesh.size == 1 else "" if path in self._sparse else LATE,
+            row_work=lambda path: RowWork(self._sparse[path]),
+            frozen=[self._names[leaf] for leaf in self._weights if leaf not in self._moved],
+            no_padding=_KEEPS_SHAPES,
+        )
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of each leaf of the state: of "parameters", of "followers" of them, or of "others"."""
+        leaves = range(len(self._specs))
+        return [
+            "parameters" if at in self._weights else "followers" if at in self._follows else "others" for at in leaves
+        ]
+
+    def _with_held(self, plan: Plan, mesh: Mesh) -> Plan:
+        """Says what a device holds: of weights, and of all else as of an optimizer's state."""
+        held: list[tuple[int, int, int]] = []
+        for at, (kind, spec, layout) in enumerate(zip(self.kinds, self._specs, layouts_of(plan), strict=True)):
+            own = shard_bytes(spec, sharding_of(layout, mesh))
+            held.append((own, own if at in self._moved else 0, 0) if kind == "parameters" else (0, 0, own))
+        return with_held(plan, held)
 
     def _planned(self, leaf: int, known: Mapping[str, PlannedVariable], plan: Plan) -> PlannedVariable:
         name, spec = self._names[leaf], self._specs[leaf]
@@ -118,14 +164,15 @@ class TracedStep:
         if leaf in self._follows:
             leader = known[self._names[self._follows[leaf]]]
             placements, why = leader.placements, f"follows {leader.path}"
-        return PlannedVariable(name, tuple(spec.shape), str(spec.dtype), num_bytes(spec), placements, why)
+        form = (tuple(spec.shape), str(spec.dtype), num_bytes(spec))
+        return PlannedVariable(name, *form, placements, why, costs=Costs(sent_bytes=0))
 
     @cached_property
     def _joint(self) -> Program:
         """All losses as one program, whose first argument is the list of weights."""
         number = {leaf: at for at, leaf in enumerate(self._weights)}
         firsts = [loss.operands_of(self._weights) for loss in self._losses]
-        programs = [loss.kept.program(first) for loss, first in zip(self._losses, firsts, strict=True)]
+        programs = [loss.one.program(first) for loss, first in zip(self._losses, firsts, strict=True)]
 
         def run(weights: list[Any], *others: list[Any]) -> Any:
             outputs: list[Any] = []
@@ -149,7 +196,26 @@ class TracedStep:
         return self._by_name(found)
 
     def _uses(self) -> Mapping[str, LeafUses]:
-        return self._by_name(find_uses(self._joint))
+        return self._by_name(self._reads.uses)
+
+    @property
+    def _moved(self) -> set[int]:
+        """The weights that a gradient is taken by; the others are frozen."""
+        return {leaf for loss in self._losses for leaf in loss.moved}
+
+    @cached_property
+    def _reads(self) -> RowReads:
+        first = [loss.operands_of(self._weights) for loss in self._losses]
+        pairs = enumerate(zip(self._losses, first, strict=True), 1)
+        others = {at: [dim for n, dim in enumerate(loss.dims) if n not in own] for at, (loss, own) in pairs}
+        return row_reads(self._joint, divided=others)
+
+    @cached_property
+    def _sparse(self) -> Mapping[str, int]:
+        """The weights that are read by rows known before the loss, and how many ids all samples share."""
+        names = [name for name, _ in named_leaves(self._joint.in_specs[0])]
+        known = dict(zip(names, (self._names[leaf] for leaf in self._weights), strict=True))
+        return {known[name]: self._reads.shared[name] for name in self._reads.sparse}
 
     # Which leaves are what
 
@@ -183,24 +249,34 @@ class TracedStep:
 
     # What is compiled
 
-    def parts(self, mesh: Mesh, plan: Plan) -> tuple[Callable[..., list[Any]], Part, list[Any], list[Any]]:
+    def parts(
+        self, mesh: Mesh, plan: Plan, *, out_of_range: OutOfRange = "as jax"
+    ) -> tuple[Callable[..., list[Any]], Part, list[Any], list[Any], list[int]]:
         """Returns the two functions, and how what they give lies.
 
-        **Returns:** gradients and apply, of flat arrays; then the shardings of the outputs of each.
+        **Arguments:** `out_of_range`: with "raise" the first gives one result more where tables are by rows, int32
+        `[tables]`: how many ids no row has.
+
+        **Returns:** gradients and apply, of flat arrays; the shardings of the outputs of each; which variables of the
+        plan the tables are.
         """
         split, layouts = self.split, layouts_of(plan)
-        given: list[int | None] = [0 if at >= len(self._specs) else None for at in split.gradient_inputs]
-        gradients = _as_program(split.gradients)
-        dims = find_batch_dims(gradients, {loss.kept.path for loss in self._losses}, {0: given})
-        rules = {
-            loss.kept.path: partial(_differentiated, *self._passed(loss, layouts, mesh, plan, dims[loss.kept.path]))
-            for loss in self._losses
-        }
+        rules = {loss.kept.path: self._rule(loss, layouts, mesh, plan, out_of_range) for loss in self._losses}
+        tables = sorted({leaf for rule in rules.values() for leaf in rule.tables})
 
         def first(*inputs: Any) -> list[Any]:
-            return evaluate(split.gradients.closed, rules, inputs)[0]
+            told = {path: Rule(rule) for path, rule in rules.items()}
+            outputs, wrong = evaluate(split.gradients.closed, told, inputs)
+            if out_of_range != "raise" or not tables:
+                return outputs
+            counts = dict.fromkeys(tables, jnp.zeros((), jnp.int32))
+            for path, rule in rules.items():
+                for at, leaf in enumerate(rule.tables):
+                    counts[leaf] += jnp.sum(wrong[path][..., at])
+            return [*outputs, jnp.stack([*counts.values()])]
 
-        of_first = batch_dims_of_results(gradients, {0: given})
+        gradients = _as_program(split.gradients)
+        of_first = batch_dims_of_results(gradients, {0: self._given_dims})
         given = [0 if at >= len(self._specs) else None for at in split.apply_inputs]
         given += [of_first[at] for at in split.carried]
         of_second = batch_dims_of_results(_as_program(split.apply), {0: given})
@@ -214,36 +290,43 @@ class TracedStep:
         ]
         for origin, layout in zip(split.outputs, layouts, strict=False):  # the state comes first
             if origin.part != "input":
-                (first_out if origin.part == "gradients" else second_out)[origin.at] = layout.sharding(mesh)
-        return first, split.apply, first_out, second_out
+                (first_out if origin.part == "gradients" else second_out)[origin.at] = sharding_of(layout, mesh)
+        return first, split.apply, first_out, second_out, tables
 
-    def _passed(
-        self, loss: _Loss, layouts: Sequence[Layout], mesh: Mesh, plan: Plan, dims: Sequence[int | None]
-    ) -> tuple[Program, list[int], int]:
-        """Returns what a loss becomes where its weights lie as the plan says.
-
-        **Returns:** the program, the operands that are in its first argument, and of how many a gradient is taken.
-        """
-        lying = [leaf for leaf, layout in enumerate(layouts) if layout.gathered or layout.is_split]
+    def _rule(
+        self, loss: _Loss, layouts: Sequence[Layout], mesh: Mesh, plan: Plan, out_of_range: OutOfRange
+    ) -> KeptLoss:
+        """Returns what stands in place of a gradient where weights lie as the plan says."""
+        lying = [leaf for leaf, layout in enumerate(layouts) if layout.gathered or layout.is_split or layout.by_rows]
         by = range(loss.kept.num_gradients)
         first = [*by, *(at for at in loss.operands_of([*self._weights, *lying]) if at not in by)]
-        program = loss.kept.program(first)
-        if not loss.operands_of(lying):
-            return program, first, len(by)
-        others: list[Any] = [dim for at, dim in enumerate(dims) if at not in first]
-        told: list[Layout] = []
-        for at, spec in zip(first, program.in_specs[0], strict=True):
-            like = loss.likes[at]
-            told.append(Layout.whole(spec.shape) if like is None else layouts[like.leaf])
-        passed = dense_passes(program, told, mesh, plan.batch_axes, {1: others})
-        return with_sums_behind_loops(passed) if mesh.size > 1 else passed, first, len(by)
+        leaves = {at: like.leaf for at in first if (like := loss.likes[at]) is not None}
+        pieces = None
+        if self._microbatches > 1:
+            pieces = Pieces(loss.kept, loss.one, first, loss.dims, self._num_samples, self._microbatches)
+        return KeptLoss(loss.kept, first, leaves, loss.dims, mesh, plan, out_of_range=out_of_range, pieces=pieces)
 
 
-def _differentiated(
-    program: Program, first: Sequence[int], num_gradients: int, equation: Any, inputs: Sequence[Any]
-) -> list[Any]:
-    others = [one for at, one in enumerate(inputs) if at not in first]
-    return gradients_of(program, num_gradients, [inputs[at] for at in first], others)
+def _alike(kept: Sequence[Kept], one: Program, microbatches: int) -> list[Kept]:
+    """Returns the same gradients as a step takes them of a microbatch. **Raises:** `ArgumentError` when it does not."""
+    if not kept:
+        raise ArgumentError(
+            f"microbatches is {microbatches}, and the step takes no gradient that can be divided, such as one of each "
+            f"sample in a vmap: leave it out, or take the gradient of a mean over the batch"
+        )
+    found = find_kept(split_at_marks(one).gradients.closed.jaxpr)
+    forms = [[(each.num_gradients, len(each.equation.invars)) for each in some] for some in (kept, found)]
+    if forms[0] != forms[1]:
+        raise ArgumentError(
+            f"microbatches is {microbatches}, and the step takes other gradients of a microbatch than of the batch: "
+            f"what it does must not depend on the number of samples"
+        )
+    return found
+
+
+def sharding_of(layout: Layout, mesh: Mesh) -> NamedSharding:
+    """Returns where a leaf of the state lies, which keeps its shape: of a table by rows, consecutive ones."""
+    return replace(layout, by_rows=False).sharding(mesh)
 
 
 def _as_program(part: Part) -> Program:
@@ -256,5 +339,5 @@ def _as_program(part: Part) -> Program:
 def _sharding(mesh: Mesh, plan: Plan, aval: Any, dim: int | None, layout: Layout | None) -> NamedSharding:
     """Of a value that lies like a leaf, or is divided along the dim of the batch; else it is replicated."""
     if layout is not None:
-        return layout.sharding(mesh)
+        return sharding_of(layout, mesh)
     return along_batch(mesh, plan.batch_axes, aval.shape, dim)

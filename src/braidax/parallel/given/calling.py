@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from braidax.errors import ArgumentError, StateError
-from braidax.program import call_watched, difference, specs_of
+from braidax.program import call_watched, difference, named_leaves, specs_of
 
 from .modules import Graph, holds_nnx, is_equinox
 
@@ -88,6 +89,41 @@ class Calling:
             lambda state, shown: _filled(released(state), shown),
         )
 
+    def take_to_read(self, fn: Callable[..., Any], args: Sequence[Any]) -> Taken:
+        """Takes arguments apart of a function that reads states of this one.
+
+        It is called as this one is, or with less: `fn(state, batch)`, `fn(state)`; by name, where `batch` names samples
+        here; objects of Flax NNX are state. `call` gives `(None, what the function returns)`, and `give` that.
+
+        **Raises:** `ArgumentError` when nothing says what the arguments are.
+        """
+        other = Calling(fn, None)
+        names = other._names[: len(args)] if len(args) <= len(other._names) else [f"{at}" for at in range(len(args))]
+        given = dict(zip(names, args, strict=True))
+        if any(map(holds_nnx, args)):
+            state = {name: one for name, one in given.items() if holds_nnx(one)}
+        elif self._batch is not None:
+            state = {name: one for name, one in given.items() if name in self._names and name not in self._batch}
+        elif len(args) in (1, 2):
+            first, *rest = args
+            return Taken(held(first), tuple(rest), lambda state, batch: (None, fn(released(state), *batch)), _second)
+        else:
+            state = dict[str, Any]()
+        if not state:
+            raise ArgumentError(
+                f"{other.name} was called with {len(args)} arguments ({', '.join(names)}), none of which is state of "
+                f"{self.name}: expected (state, batch), or parameters with the names of its own"
+            )
+        batch = {name: one for name, one in given.items() if name not in state}
+        if any(map(holds_nnx, args)):
+            return Taken(Graph.of(state), batch, partial(_read_objects, other, names), _second)
+        return Taken(
+            held(state),
+            batch,
+            lambda state, batch: (None, fn(*({**released(state), **batch}[name] for name in names))),
+            _second,
+        )
+
     def _plain(self, state: Any, batch: Any) -> tuple[Any, Any]:
         def new_state(result: Any) -> Any:
             return result[0] if isinstance(result, tuple) else result  # pyright: ignore[reportUnknownVariableType]
@@ -131,6 +167,23 @@ class Calling:
             return _filled(kept, shown)
 
         return Taken(Graph.of(kept), batch, call, give)
+
+
+def _read_objects(calling: Calling, names: Sequence[str], state: Graph, batch: Any) -> tuple[None, Any]:
+    objects = state.objects()
+    before = named_leaves(state, "state")
+    result = calling.fn(*({**objects, **batch}[name] for name in names))
+    after = dict(named_leaves(state.after(objects, calling.name), "state"))
+    if changed := next((path for path, leaf in before if after.get(path) is not leaf), None):
+        raise StateError(
+            f"{changed} was changed by {calling.name}, which reads the state, and the change would be lost: call "
+            f"model.eval() before, or do it in the step"
+        )
+    return None, result
+
+
+def _second(_: Any, shown: Any) -> Any:
+    return shown
 
 
 def held(tree: Any) -> Any:

@@ -38,7 +38,8 @@ class Model:
     divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
     how the loss uses each variable, and which of their dims belong together, where that is known. `no_rows`: why the
     rows of a variable cannot be exchanged though it is used by rows only; "" if they can. `row_work`: what exchanging
-    them takes besides. `frozen`: the paths of those that are not trained.
+    them takes besides. `frozen`: the paths of those that are not trained. `no_padding`: why no variable can be stored
+    longer than it is, so that an axis that does not divide a dim cannot split it; "" if it can.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]
@@ -50,6 +51,7 @@ class Model:
     no_rows: Callable[[str], str] = _nothing
     row_work: Callable[[str], RowWork] = _none
     frozen: Collection[str] = ()
+    no_padding: str = ""
 
     @functools.cached_property
     def uses(self) -> Mapping[str, LeafUses]:

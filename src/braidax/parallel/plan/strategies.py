@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import jax
 import numpy as np
 
 from braidax.errors import ArgumentError
@@ -84,10 +83,11 @@ class FullySharded:
             self.overrides,
             "fully sharded",
             model,
-            lambda path: self._choice(model.variables[path], model.sites.get(path, ()), axis, taken[path]),
+            lambda path: self._choice(model, path, model.sites.get(path, ()), axis, taken[path]),
         )
 
-    def _choice(self, spec: jax.ShapeDtypeStruct, sites: Sequence[Site], axis: Axis, taken: Layout) -> Choice:
+    def _choice(self, model: Model, path: str, sites: Sequence[Site], axis: Axis, taken: Layout) -> Choice:
+        spec = model.variables[path]
         dims = [at for at in range(len(spec.shape)) if all(at in site.value.entry.dims for site in sites)]
         if taken.pieces is not None:
             dims.remove(taken.pieces.dim)
@@ -103,7 +103,9 @@ class FullySharded:
             return Choice(Gathered(even[0]), "fully sharded: gathered where it is used, gradient scattered")
         told = f"{in_words(size)} where it is used"
         if size >= self.min_bytes and axis.size > 1:
-            told = f"no dim of it is a multiple of {axis.size} in each part (Gathered(dim) pads)"
+            told = (
+                f"no dim of it is a multiple of {axis.size} in each part ({model.no_padding or 'Gathered(dim) pads'})"
+            )
         return Choice(Replicated(), f"fully sharded: {told}: whole, gradient all-reduced")
 
 
@@ -153,13 +155,18 @@ class Hybrid:
         by rows, a dim that a loop takes apart.
         """
         dense = self.dense.place(model, axis, taken)
-        return chosen(self.overrides, "hybrid", model, lambda path: self._choice(model, path, taken[path], dense[path]))
+        return chosen(
+            self.overrides, "hybrid", model, lambda path: self._choice(model, path, axis, taken[path], dense[path])
+        )
 
-    def _choice(self, model: Model, path: str, taken: Layout, dense: Choice) -> Choice:
+    def _choice(self, model: Model, path: str, axis: Axis, taken: Layout, dense: Choice) -> Choice:
         touched = self.touched.get(path)
         alpha = None if touched is None else touched.alpha
         split = taken.gathered or (taken.shape and taken.kept_axes(0) and not taken.by_rows)
         cannot = "split along another axis" if split else why_no_rows(model, path)
+        num_rows, parts = (*taken.shape, 0)[0], axis.size * (taken.num_parts(0) if taken.shape else 1)
+        if not cannot and model.no_padding and num_rows % parts:
+            cannot = f"{parts} devices do not divide its {num_rows:,} rows, and {model.no_padding}"
         if cannot:
             if isinstance(dense.placement, Replicated):
                 return replace(dense, why=f"hybrid: {cannot}: gradient all-reduced", alpha=alpha)

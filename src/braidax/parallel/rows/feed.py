@@ -1,8 +1,7 @@
 """Tables as a feed: their rows are pulled before the loss, and pushed back as gradients."""
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -13,16 +12,15 @@ from braidax.errors import ArgumentError
 from braidax.parallel.compute.accumulate import microbatches_of
 from braidax.parallel.compute.feed import Check, Pulled
 from braidax.parallel.given.arrays import strong
-from braidax.parallel.plan.placements import Rows
-from braidax.parallel.plan.plan import Plan, PlannedVariable
+from braidax.parallel.plan.plan import Plan
 from braidax.program import LeafUses, Program, RowProgram, join, named_leaves
 
 from . import Route, RowState, in_blocks, settle_rows, stored_sharding, table_optimizer
-from .options import RowOptions
+from .options import RowOptions, out_of_range_told
 from .packing import Packing, States, Table, Trip
+from .planned import planned_table, rows_over
 from .reads import row_reads, without_rows
 from .split_update import SplitUpdate
-from .touched import Touched, expected_unique
 
 OUT_OF_RANGE = "row_ids_out_of_range"
 """The metric, int32 `[tables]`, that tells how many ids no row has."""
@@ -228,43 +226,21 @@ class RowFeed:
             for (name, table), count in zip(self.tables.items(), np.asarray(counts).tolist(), strict=True)
             if count
         )
-        return told and (
-            f"has ids out of range: {told}; expected 0 <= id < rows: mend the data, or choose what such ids mean by "
-            f'jnp.take(..., mode="clip" or "fill") and Hybrid(out_of_range="as jax")'
-        )
+        return out_of_range_told(told)
 
 
 def _tables_of(plan: Plan, params: Any, mesh: Mesh, options: RowOptions) -> dict[str, Table]:
     specs = dict(named_leaves(params))
-    planned = {name: variable for name, variable in zip(specs, plan.variables, strict=True) if _over(plan, variable)}
+    planned = {
+        name: variable for name, variable in zip(specs, plan.variables, strict=True) if rows_over(plan, variable)
+    }
     split = options.split(planned)
     tables: dict[str, Table] = {}
     for name, variable in planned.items():
-        over, spec = _over(plan, variable), specs[name]
-        axes = tuple(over)
-        num_shards = math.prod(mesh.shape[axis] for axis in axes)
+        touched = options.touched.get(variable.path)
         optimizer = options.own(name) or table_optimizer(split.tables[name])
-        num_unique = _num_unique(options.touched.get(variable.path), variable.path, num_shards)
-        of_ids = plan.batch_axes if {*axes} <= {*plan.batch_axes} else axes
-        tables[name] = Table(name, spec, axes, num_shards, optimizer, of_ids, _aggregate(over, mesh), num_unique)
+        tables[name] = planned_table(plan, variable, name, specs[name], mesh, optimizer, touched)
     return tables
-
-
-def _over(plan: Plan, variable: PlannedVariable) -> dict[str, Rows]:
-    """The axes that the rows of a variable are split over, and how."""
-    pairs = zip(plan.axes, variable.placements, strict=True)
-    return {axis.name: placement for axis, placement in pairs if isinstance(placement, Rows)}
-
-
-def _num_unique(touched: Touched | None, path: str, num_shards: int) -> int | None:
-    if touched is None:
-        return None
-    if touched.num_parts != num_shards:
-        raise ArgumentError(
-            f"touched of {path} was counted for num_parts={touched.num_parts}, and its rows are split over "
-            f"{num_shards} devices: measure it with num_parts={num_shards}"
-        )
-    return expected_unique(touched)
 
 
 def _padded_leaves(tables: Mapping[str, Table], states: Mapping[str, RowState]) -> Iterator[tuple[str, int]]:
@@ -272,26 +248,3 @@ def _padded_leaves(tables: Mapping[str, Table], states: Mapping[str, RowState]) 
     for name, table in tables.items():
         paths = [path for path, _ in named_leaves(states[name].rows, join("opt_state/rows", f"{name}/rows"))]
         yield from ((path, table.spec.shape[0]) for path in (join("params", name), *paths))
-
-
-def _aggregate(over: Mapping[str, Rows], mesh: Mesh) -> Literal["inner", "none"]:
-    """Whether rows are aggregated along the last axis: as asked, or where the others join processes and it does not."""
-    *outer, inner = over
-    asked = {placement.aggregate for placement in over.values()} - {"auto"}
-    if len(asked) > 1:
-        raise ArgumentError(f"aggregate of Rows is {sorted(asked)} on the axes {[*over]}: expected the same on all")
-    if asked == {"inner"} and not outer:
-        raise ArgumentError(
-            f'aggregate="inner" of Rows needs a table over two axes at least, and it is over {[*over]}: give Hybrid to '
-            f'both axes, or aggregate="none"'
-        )
-    if asked:
-        return asked.pop()  # pyright: ignore[reportReturnType]
-    return "inner" if any(_crosses(mesh, axis) for axis in outer) and not _crosses(mesh, inner) else "none"
-
-
-def _crosses(mesh: Mesh, axis: str) -> bool:
-    """Whether devices along an axis belong to several processes."""
-    devices: Any = mesh.devices
-    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(devices)
-    return bool(np.ptp(processes, axis=mesh.axis_names.index(axis)).any())

@@ -95,3 +95,11 @@ def row_options(
     raising = any(strategy.out_of_range == "raise" for strategy in hybrids.values())
     touched = {path: found for strategy in hybrids.values() for path, found in strategy.touched.items()}
     return RowOptions(optimizer, params, tuple(tables), by_pattern, "raise" if raising else "as jax", touched, loss)
+
+
+def out_of_range_told(told: str) -> str:
+    """Returns what is wrong with a batch, or "". **Arguments:** `told`: how many ids no row has, of which tables."""
+    return told and (
+        f"has ids out of range: {told}; expected 0 <= id < rows: mend the data, or choose what such ids mean by "
+        f'jnp.take(..., mode="clip" or "fill") and Hybrid(out_of_range="as jax")'
+    )
