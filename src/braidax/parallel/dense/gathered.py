@@ -85,21 +85,24 @@ def gathered(
         by_path.setdefault(site.path, []).append(site)
     rules = {path: partial(replace, at) for path, at in by_path.items()}
     levels = {key[0].level: partial(enter, key[0].level) for key in weights}
-    early: dict[Path, set[int]] = {}  # in a loop's backward pass, too, the next layer is gathered under this one's work
-    for entry, _ in weights:
-        if entry.lengths:
-            early.setdefault(entry.level[:-1], set()).add(entry.input)
 
     def run(*args: Any) -> Any:
-        leaves, fed = jax.tree.leaves(args), {}
+        leaves, fed = jax.tree.leaves(args), dict[Path, Any]()
         if pieces is not None:
-            chosen = [*layouts]
-            values, known = pieces.put_off([leaves[leaf] for leaf in chosen], chosen.index(last.value.entry.leaf))
-            leaves, fed = _put(leaves, chosen, values), {(): known}
-        outputs, _ = evaluate(program.closed, rules, leaves, fed, entered=levels, unguarded=early)
+            leaves, fed[()] = pieces.put_off(leaves, layouts)
+        outputs, _ = evaluate(program.closed, rules, leaves, fed, entered=levels, unguarded=_early(weights))
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 
     return trace(run, *program.in_specs, mesh=mesh)
+
+
+def _early(weights: Mapping[Key, Weight]) -> dict[Path, set[int]]:
+    """Returns what a remat in a loop does not hold back: there, too, a layer is gathered under another one's work."""
+    early: dict[Path, set[int]] = {}
+    for entry, _ in weights:
+        if entry.lengths:
+            early.setdefault(entry.level[:-1], set()).add(entry.input)
+    return early
 
 
 def _put_off(
@@ -109,10 +112,3 @@ def _put_off(
     others = [site for site in used if site is not last and key_of(site) == key_of(last) and site.role != "rows"]
     product = None if others else covered(last, weight, equation, dims, is_last=True)
     return None if product is None else pieces_of(product)
-
-
-def _put(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    found = list(leaves)
-    for at, value in zip(places, values, strict=True):
-        found[at] = value
-    return found

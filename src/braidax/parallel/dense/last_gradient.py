@@ -4,7 +4,7 @@ It is the first gradient that can be made, and the last that must be. In pieces 
 the first layers cross, and a piece crosses while the next one is made: only the last waits for the wire.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,12 @@ class Pieces:
     back_dim: int
     bounds: tuple[int, ...]
 
-    def put_off(self, values: Sequence[Any], at: int) -> tuple[Sequence[Any], tuple[Any, Any]]:
-        """Returns weights, and what the product takes for its parts: nothing, whose gradients are what it knows.
+    def put_off(self, leaves: Sequence[Any], weights: Collection[int]) -> tuple[list[Any], tuple[Any, Any]]:
+        """Returns leaves, and what the product takes for its parts: nothing, whose gradients are what it knows.
 
-        **Arguments:** `at`: which of the weights is the product's.
+        **Arguments:** `weights`: which of the leaves are.
         """
+        at = [*weights].index(self.product.site.value.entry.leaf)
 
         @jax.custom_vjp
         def put_off(*values: Any) -> Any:
@@ -68,7 +69,9 @@ class Pieces:
             return tuple(found)
 
         put_off.defvjp(forward, backward, symbolic_zeros=True)
-        return put_off(*values)
+        values, known = put_off(*(leaves[leaf] for leaf in weights))
+        changed = dict(zip(weights, values, strict=True))
+        return [changed.get(number, leaf) for number, leaf in enumerate(leaves)], known
 
     def _scattered(self, known: Any, others: Any) -> tuple[Any, Any]:
         """Returns the shard of the gradient; and the other gradients, which are there before its last pieces are."""
