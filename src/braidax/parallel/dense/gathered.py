@@ -62,11 +62,10 @@ def gathered(
     held: dict[Key, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
-        for key, weight in weights.items():
-            if key[0].level == level:
-                held[key] = weight.enter(inputs[key[0].input])
-                if pieces is not None and key == key_of(last):
-                    held[key] = held[key]._replace(parts=fed)
+        for key in (key for key in weights if key[0].level == level):
+            held[key] = weights[key].enter(inputs[key[0].input])
+            if pieces is not None and key == key_of(last):
+                held[key] = held[key]._replace(parts=fed)
 
     def replace(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         one = at[0]  # where there are others, the role of each is "other", which nothing covers
