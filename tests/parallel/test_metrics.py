@@ -75,3 +75,19 @@ def test_no_device_makes_all_logits() -> None:
     assert f"f32[{BATCH // 8},{LENGTH},{CLASSES}]" in text
     assert f"f32[{BATCH},{LENGTH},{CLASSES}]" not in text
     assert f"f32[{BATCH * LENGTH},{CLASSES}]" not in text
+
+
+def test_aux_may_be_any_tree() -> None:
+    def told(params: Any, batch: Any) -> Any:
+        logits = jnp.tanh(params["table"][batch["ids"]]) @ params["head"]
+        return logits.mean(), (logits.mean(-1), [batch["weight"].sum()])
+
+    step = bx.parallelize(
+        told, optax.sgd(0.1), make_mesh("8 auto"), DATA, init=init, batch=specs(BATCH_OF_IDS), microbatches=2
+    )
+    state = step.init(jax.random.key(0))
+    _, (logits, [total]) = told(jax.tree.map(np.array, step.to_dense(state).params), BATCH_OF_IDS)
+    metrics = step.update(state, BATCH_OF_IDS)[1]
+    np.testing.assert_allclose(metrics["aux"][0], logits, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["aux"][1][0], total / 2, rtol=1e-5)  # the mean over microbatches of their sums
+    assert metrics["aux"][0].sharding.spec == PartitionSpec("data")

@@ -475,7 +475,7 @@ ONE: dict[str, Any] = {"init": lambda key: (init(key), {"mean": jnp.zeros(2)})}
         (lambda p: 0.0, {}, ArgumentError, r"takes \['p'\], expected loss_fn\(params, batch\)"),
         (lambda p, b: b["target"], {}, ArgumentError, r"loss that is float32\[16\], expected a floating-point scalar"),
         (lambda p, b: b["ids"].sum(), {}, ArgumentError, r"loss that is int32\[\], expected a floating-point scalar"),
-        (lambda p, b: (1.0, 2.0), {}, ArgumentError, "aux of type float, expected a dict"),
+        (lambda p, b: (1.0, "x"), {}, ArgumentError, "returned aux/aux = 'x', expected an array or a number"),
         (lambda p, b: (1.0, {"loss": 2.0}), {}, ArgumentError, r"returned aux\['loss'\]"),
         (lambda p, b: (1.0, {"name": "x"}), {}, ArgumentError, "aux/name = 'x', expected an array or a number"),
         (lambda p, b: (1.0, {"variables": {}}), {}, ArgumentError, "has no parameter `variables`"),

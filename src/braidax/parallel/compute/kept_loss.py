@@ -11,8 +11,8 @@ from braidax.parallel.plan.plan import Plan
 from braidax.parallel.rows.options import OutOfRange
 from braidax.program import Equation, Kept, with_sums_behind_loops
 
+from .kept_microbatches import KeptMicrobatches, averaged, wide_zeros
 from .laid_out import laid_out
-from .pieces import Pieces, averaged, wide_zeros
 
 
 class _Found(NamedTuple):
@@ -43,7 +43,7 @@ class KeptLoss:
         plan: Plan,
         *,
         out_of_range: OutOfRange = "as jax",
-        pieces: Pieces | None = None,
+        pieces: KeptMicrobatches | None = None,
     ) -> None:
         program = (kept if pieces is None else pieces.kept).program(first)
         self._first, self._num_gradients, self._pieces = tuple(first), kept.num_gradients, pieces
@@ -90,7 +90,7 @@ class KeptLoss:
         wrong = pulled.out_of_range if self._counts else None
         return _Found([value, *values], gradients, of_parts, wrong)
 
-    def _summed(self, weights: Sequence[Any], others: Sequence[Any], pieces: Pieces) -> _Found:
+    def _summed(self, weights: Sequence[Any], others: Sequence[Any], pieces: KeptMicrobatches) -> _Found:
         """The same, of the mean over microbatches that run one after another."""
         in_parts, given = self._in_parts, self._given
         alone = {given[at] for at in in_parts.alone} if in_parts else set[int]()

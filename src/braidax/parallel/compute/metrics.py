@@ -5,7 +5,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from braidax.parallel.plan.batch import along_batch
 from braidax.program import Program, batch_dims_of_results
@@ -36,8 +36,8 @@ class MetricDims:
         """A dim, unless it is no multiple of the samples."""
         return None if dim is None or spec.shape[dim] % self._num_samples else dim
 
-    def shardings(self, mesh: Mesh, axes: tuple[str, ...], others: Collection[str]) -> dict[str, NamedSharding]:
-        """Returns where metrics lie: those along samples are split over mesh axes, the others on every device.
+    def shardings(self, mesh: Mesh, axes: tuple[str, ...], others: Collection[str]) -> dict[str, Any]:
+        """Returns the shardings of metrics: those along samples are split over mesh axes, the others on every device.
 
         **Arguments:** `axes`: over which samples are divided. `others`: names of what comes besides.
         """

@@ -42,7 +42,7 @@ from braidax.program import (
 )
 
 from .kept_loss import KeptLoss
-from .pieces import Pieces
+from .kept_microbatches import KeptMicrobatches
 
 _KEEPS_SHAPES = "the state of a decorated step keeps its shapes"
 _ALONE = "there is one device, and the optimizer of a decorated step moves all rows"
@@ -303,7 +303,7 @@ class TracedStep:
         leaves = {at: like.leaf for at in first if (like := loss.likes[at]) is not None}
         pieces = None
         if self._microbatches > 1:
-            pieces = Pieces(loss.kept, loss.one, first, loss.dims, self._num_samples, self._microbatches)
+            pieces = KeptMicrobatches(loss.kept, loss.one, first, loss.dims, self._num_samples, self._microbatches)
         return KeptLoss(loss.kept, first, leaves, loss.dims, mesh, plan, out_of_range=out_of_range, pieces=pieces)
 
 

@@ -17,7 +17,7 @@ class Loss:
     """A single-device loss and what it asks for by name.
 
     **Arguments:** `fn`: `loss_fn(params, batch) -> loss` or `(loss, aux)`, with any of the parameters `key`,
-    `variables` and `train` behind.
+    `variables` and `train` behind. What aux holds by name are metrics; aux that is no dict is the metric "aux".
 
     **Raises:** `ArgumentError` when it asks for anything else.
     """
@@ -46,8 +46,7 @@ class Loss:
 
     def _checked(self, result: Any, expected: Any, train: bool) -> Any:
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(aux, Mapping):
-            raise ArgumentError(f"loss_fn {self.name} returned aux of type {type(aux).__name__}, expected a dict")
+        aux = aux if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
         if not _is_float_scalar(loss):
             found = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, jax.Array) else type(loss).__name__
             raise ArgumentError(

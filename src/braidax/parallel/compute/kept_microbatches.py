@@ -21,7 +21,7 @@ def averaged(total: jax.Array, like: Any, microbatches: int) -> jax.Array:
 
 
 @final
-class Pieces:
+class KeptMicrobatches:
     """How a loss is computed on microbatches.
 
     Sample `i` is in microbatch `i % microbatches`. Random keys are folded with the number of the microbatch, what else
