@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError
@@ -88,5 +89,42 @@ def test_variables_of_nnx_keep_theirs() -> None:
 def test_rules_that_cannot_be_are_said() -> None:
     with pytest.raises(SpecError, match=r"rules gives 'mlp' the axis 'tensor', and the mesh has \('data', 'model'\)"):
         make({"data": bx.DataParallel()}, rules={"mlp": "tensor"})
-    with pytest.raises(ArgumentError, match="rules is given, and no dim of what init returns has a name: keep Flax'"):
+    with pytest.raises(ArgumentError, match="rules is given, and no dim of the parameters has a name: keep Flax'"):
         make({"data": bx.DataParallel()}, rules=RULES, init=lambda key: nn.unbox(init(key)))
+
+
+class Mlp(nnx.Module):
+    """Two layers that say which axis of a mesh their hidden dim is for."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        up, down = nnx.with_partitioning(KERNEL, (None, "mlp")), nnx.with_partitioning(KERNEL, ("mlp", None))
+        self.up = nnx.Linear(8, 16, rngs=rngs, kernel_init=up)
+        self.down = nnx.Linear(16, 8, rngs=rngs, kernel_init=down)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def test_a_decorated_step_honors_those_of_nnx() -> None:
+    with nnx.use_eager_sharding(False):
+        model, alone = Mlp(nnx.Rngs(0)), Mlp(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        other = nnx.Optimizer(alone, optax.adam(1e-2), wrt=nnx.Param)
+
+        def train_step(model: Mlp, optimizer: Any, x: jax.Array) -> jax.Array:
+            value, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, gradients)
+            return value
+
+        mesh = make_mesh("4x2 auto")
+        step = bx.parallelize(mesh, {"data": bx.DataParallel()}, rules={"mlp": "model"})(train_step)
+        x = jax.random.normal(jax.random.key(0), (16, 8))
+        for _ in range(3):
+            value, expected = step(model, optimizer, x), nnx.jit(train_step)(alone, other, x)
+            np.testing.assert_allclose(value, expected, rtol=1e-5)
+        assert model.up.kernel.get_value().sharding.spec == P(None, "model")
+        assert model.down.kernel.get_value().sharding.spec == P("model")
+        by_path = {one.path: one for one in step.plan.variables}
+        assert "by the name of dim 1" in by_path["state/model/up/kernel/value"].why
+        with pytest.raises(ArgumentError, match="given metrics as a decorator, which a whole step says itself"):
+            bx.parallelize(mesh, {"data": bx.DataParallel()}, metrics=["grad_norm"])  # pyright: ignore

@@ -15,13 +15,13 @@ from braidax.program import named_leaves, specs_of
 
 from .compiler_options import compiler_options, options_of_plan
 from .compute.work import GRAD_NORM, Work
-from .given.dim_names import Rules, asked_axes, dim_names, unruled
+from .given.dim_names import Rules
 from .given.initial import trace_init, traced_loss
 from .given.loss import Loss
 from .given.trainable import Trainable, check_trainable, frozen_by
+from .named_dims import named_strategies
 from .plan.batch import batch_axes, shard_batch
 from .plan.footprint import with_sent
-from .plan.named import Named
 from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
 from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
@@ -58,6 +58,8 @@ def parallelize(
     *,
     batch: Sequence[str] | None = None,
     microbatches: int = 1,
+    compiler_options: Mapping[str, Any] | None = None,
+    rules: Rules | None = None,
 ) -> Callable[[Callable[..., Any]], TrainStep]: ...
 
 
@@ -99,7 +101,8 @@ def parallelize(
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
     of a step that changes objects of Flax NNX they are those that hold none. With `microbatches` its gradients are
-    averages over these, what else the losses compute as above, and the rest of the step sees the whole batch.
+    averages over these, what else the losses compute as above, and the rest of the step sees the whole batch. Names of
+    dims are those that the state keeps.
 
     **Returns:** a `Step`; nothing has been computed yet. **Raises:** `ArgumentError`, `SpecError` or `StateError`
     naming what does not fit.
@@ -111,10 +114,17 @@ def parallelize(
                 "@bx.parallelize(mesh, strategies), with a loss it is "
                 "bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
             )
+        if trainable is not None or metrics:
+            given = "trainable" if trainable is not None else "metrics"
+            raise ArgumentError(
+                f"parallelize was given {given} as a decorator, which a whole step says itself: differentiate by what "
+                f"is trained, and return what is measured"
+            )
         over, roles = loss_fn, optimizer
         check_strategies(over, roles)
         _check_microbatches(microbatches)
-        return partial(TrainStep, mesh=over, strategies=roles, batch=batch, microbatches=microbatches)
+        options = {"microbatches": microbatches, "compiler_options": compiler_options, "rules": rules}
+        return partial(TrainStep, mesh=over, strategies=roles, batch=batch, **options)
     strategies = {} if strategies is None and plan is not None else strategies
     for name, value in {"strategies": strategies, "init": init, "batch": batch}.items():
         if value is None:
@@ -187,26 +197,12 @@ class _Given:
         rows = ReadRows(program, self.optimizer, strategies, self.microbatches, frozen)
         model = rows.model(math.prod(mesh.shape[axis] for axis in axes))
         if plan is None:
-            plan = make_plan(mesh, self._named(born.out_specs.params), model)
+            plan = make_plan(mesh, named_strategies(strategies, born.out_specs.params, self.rules, mesh), model)
         else:
             check_placements(plan, model)
         plan = replace(with_sent(plan, model), compiler_options=options_of_plan(plan, mesh, model))
         feed = rows.feed(mesh, plan) if tables_of(plan) else None
         return Work(self.loss, self.optimizer, born, program, mesh, plan, feed, metrics=self.metrics)
-
-    def _named(self, params: Any) -> Mapping[str, Strategy]:
-        """Returns the strategies, beside what the names of dims ask for."""
-        mesh, names = self.mesh, dim_names(params)
-        asked = asked_axes(names, self.rules, mesh)
-        if not names:
-            return self.strategies
-        notes = {path: ", ".join(map(repr, unruled(dims, self.rules, mesh))) for path, dims in names.items()}
-        notes = {path: f"no rule says where {told} goes" for path, told in notes.items() if told}
-        found: dict[str, Strategy] = {}
-        for number, axis in enumerate(mesh.axis_names):
-            dims = {path: axes[axis] for path, axes in asked.items() if axis in axes}
-            found[axis] = Named(self.strategies.get(axis), dims, {} if number else notes)
-        return found
 
     def _frozen(self, plan: Plan | None, params: Any) -> frozenset[str]:
         """Returns the paths of the variables that are not trained."""

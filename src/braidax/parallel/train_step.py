@@ -30,6 +30,8 @@ from .compute.reading_state import reading_state
 from .compute.traced_step import TracedStep
 from .given.arrays import adopt, place
 from .given.calling import Calling, Taken
+from .given.dim_names import Rules
+from .named_dims import named_strategies
 from .plan.batch import batch_axes, shard_batch
 from .plan.plan import Plan
 from .plan.strategies import Hybrid
@@ -87,12 +89,14 @@ class TrainStep:
         batch: Sequence[str] | None = None,
         *,
         microbatches: int = 1,
+        compiler_options: Mapping[str, Any] | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self.mesh = mesh
         self.strategies = dict(strategies)
         self._calling = Calling(fn, batch)
         self.__wrapped__ = fn
-        self._microbatches = microbatches
+        self._microbatches, self._compiler_options, self._rules = microbatches, compiler_options, rules
         self._newest: _Form | None = None
         self._forms: dict[Any, _Form] = {}
         self._readings: dict[Any, _Reading] = {}
@@ -227,14 +231,15 @@ class TrainStep:
         if message := difference(specs_of(state), new_state, "state"):
             raise StateError(f"{self._calling.name} returned another state than it was given: {message}")
         traced = TracedStep(program, one, microbatches=microbatches)
-        plan = traced.plan(self.mesh, self.strategies)
+        strategies = named_strategies(self.strategies, state, self._rules, self.mesh, prefix="state")
+        plan = traced.plan(self.mesh, strategies)
 
         def made_on(mesh: Mesh) -> TwoJits:
             pairs = zip(plan.variables, traced.kinds, strict=True)
             weights = replace(plan, variables=tuple(one for one, kind in pairs if kind == "parameters"))
             hidden = options_of_plan(weights, mesh, traced.model(mesh, plan.batch_axes))
             on_mesh = replace(plan, compiler_options=hidden)
-            options = compiler_options(mesh, on_mesh, self.strategies, None)
+            options = compiler_options(mesh, on_mesh, self.strategies, self._compiler_options)
             shardings = shard_batch(mesh, plan.batch_axes, taken.batch, microbatches=microbatches)
             return TwoJits(traced, mesh, on_mesh, shardings, options, self._out_of_range)
 

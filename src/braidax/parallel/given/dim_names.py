@@ -16,13 +16,13 @@ Rules = Mapping[str, Any] | Sequence[tuple[str, Any]]
 """Which mesh axis, or axes, a logical name stands for, or None; of several the first whose axes are free counts."""
 
 
-def dim_names(params: Any) -> dict[str, Names]:
+def dim_names(params: Any, prefix: str = "params") -> dict[str, Names]:
     """Returns the names of the dims of variables, by path, of those that have any.
 
     Flax Linen keeps them in boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`), NNX in what a variable is
-    told (`nnx.with_partitioning`). **Arguments:** `params`: PyTree of specs.
+    told (`nnx.with_partitioning`). **Arguments:** `params`: PyTree of specs; `prefix`: of its paths.
     """
-    return dict(_found(params))
+    return dict(_found(params, prefix))
 
 
 def asked_axes(names: Mapping[str, Names], rules: Rules | None, mesh: Mesh) -> dict[str, dict[str, int]]:
@@ -41,7 +41,7 @@ def asked_axes(names: Mapping[str, Names], rules: Rules | None, mesh: Mesh) -> d
                 )
     if rules is not None and not names:
         raise ArgumentError(
-            "rules is given, and no dim of what init returns has a name: keep Flax' boxes (no nn.unbox), or leave it"
+            "rules is given, and no dim of the parameters has a name: keep Flax' boxes (no nn.unbox), or leave it"
         )
     known = {name for name, _ in pairs}
     pairs += [(axis, axis) for axis in mesh.axis_names if axis not in known]
@@ -65,12 +65,12 @@ def _axes_of(dims: Names, pairs: Sequence[tuple[str, Any]]) -> dict[str, int]:
     return taken
 
 
-def _found(params: Any) -> Iterator[tuple[str, Names]]:
+def _found(params: Any, prefix: str) -> Iterator[tuple[str, Names]]:
     boxes: Any = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: _names_of(node) is not None)[0]
     for path, box in boxes:
         names = _names_of(box)
         for inner, spec in named_leaves(box) if names else ():
-            whole = join(join("params", jax.tree_util.keystr(path, simple=True, separator="/")), inner)
+            whole = join(join(prefix, jax.tree_util.keystr(path, simple=True, separator="/")), inner)
             if names is not None and len(names) > len(spec.shape):
                 raise ArgumentError(f"{whole} has the names {names} for its dims, and the shape {list(spec.shape)}")
             yield whole, names or ()
