@@ -78,8 +78,10 @@ class Weight:
         """Brings a shard's value onto every device along the axes."""
 
         def local(value: Any) -> Any:
+            # Shards lie one behind the other; products turn what is gathered so for nothing.
             for dim, axis in reversed(self.gathers):
-                value = jax.lax.all_gather(value, axis, axis=dim, tiled=True)
+                value = jax.lax.all_gather(jnp.moveaxis(value, dim, 0), axis, axis=0, tiled=True)
+                value = jnp.moveaxis(value, 0, dim)
             return value
 
         full = self._island(local, self._axes(), _spec(self.dims), _spec(self.kept))(value)
@@ -91,7 +93,8 @@ class Weight:
         def local(parts: Any) -> Any:
             total = parts[0]
             for dim, axis in self.gathers:
-                total = jax.lax.psum_scatter(total, axis, scatter_dimension=dim, tiled=True)
+                total = jax.lax.psum_scatter(jnp.moveaxis(total, dim, 0), axis, scatter_dimension=0, tiled=True)
+                total = jnp.moveaxis(total, 0, dim)
             others = tuple(name for name in self.batch_axes if name not in self._gathered_axes)
             return jax.lax.psum(total, others) if others else total
 
