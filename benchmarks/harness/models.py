@@ -57,6 +57,14 @@ class Model:
         """Returns the first few batches."""
         return [self.batch(number) for number in range(count)]
 
+    def update(self, state: Any, batch: Any) -> Any:
+        """Takes a training step: of `(params, opt_state, variables, number, key)`, gives the next and the loss."""
+        params, opt_state, variables, number, key = state
+        evaluate = jax.value_and_grad(self.loss, has_aux=True)
+        (loss, aux), gradients = evaluate(params, batch, jax.random.fold_in(key, number), variables)
+        updates, opt_state = self.optimizer.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, aux["variables"], number + 1, key), loss
+
 
 def lm1b(vocabulary: int, width: int, batch_size: int, *, most: int | None = None, num_sampled: int = 64) -> Model:
     """Returns the language model; nearly all parameters, and little of the work, are in its tables.
@@ -122,18 +130,24 @@ def dlrm(max_rows: int, batch_size: int) -> Model:
     )
 
 
-def bert(batch_size: int, sizes: bert_model.Sizes) -> Model:
-    """Returns BERT as a classifier, with AdamW and the task's schedule."""
-    model = bert_model.Bert(8, sizes)
+def of_bert(network: Any, sizes: bert_model.Sizes) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the `init` and the `loss` of a model that is called as `bert_model.Bert` is."""
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         words = jnp.zeros((1, sizes.positions), jnp.int32)
-        return model.init(key, words, jnp.ones(1, jnp.int32), train=False)["params"], {}
+        return network.init(key, words, jnp.ones(1, jnp.int32), train=False)["params"], {}
 
     def loss(params: Any, batch: Any, key: jax.Array, variables: Any) -> Any:
         given = batch["words"], batch["num_words"]
-        logits: Any = model.apply({"params": params}, *given, train=True, rngs={"dropout": key})
+        logits: Any = network.apply({"params": params}, *given, train=True, rngs={"dropout": key})
         return classification(logits, batch)[0], {"variables": variables}
+
+    return init, loss
+
+
+def bert(batch_size: int, sizes: bert_model.Sizes) -> Model:
+    """Returns BERT as a classifier, with AdamW and the task's schedule."""
+    init, loss = of_bert(bert_model.Bert(8, sizes), sizes)
 
     def batch(number: int) -> Any:
         random = np.random.default_rng(number)

@@ -182,14 +182,7 @@ def plain(model: Model, mesh: Mesh, tables: Sequence[str]) -> Running:
     params = _mapped(jax.tree.map(lambda _: whole, specs[0]), tables, lambda _: by_rows)
     held = (params, follow(specs[0], params, specs[1], lambda _: whole), *jax.tree.map(lambda _: whole, specs[2:]))
 
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state, variables, number, key = state
-        evaluate = jax.value_and_grad(model.loss, has_aux=True)
-        (loss, aux), gradients = evaluate(params, batch, jax.random.fold_in(key, number), variables)
-        updates, opt_state = model.optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, aux["variables"], number + 1, key), loss
-
-    return _running(mesh, step, first, held, (specs, model.spec))
+    return _running(mesh, model.update, first, held, (specs, model.spec))
 
 
 def plain_in_two(model: Model, mesh: Mesh) -> Running:

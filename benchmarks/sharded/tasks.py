@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,19 +124,14 @@ def _jitted(model: Model, mesh: Mesh, like: bx.Step) -> Task:
         params = jax.tree.unflatten(jax.tree.structure(params), leaves)
         return params, model.optimizer.init(params), variables, jnp.zeros((), jnp.int32), key
 
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state, variables, number, key = state
-        evaluate = jax.value_and_grad(model.loss, has_aux=True)
-        (loss, aux), gradients = evaluate(params, batch, jax.random.fold_in(key, number), variables)
-        updates, opt_state = model.optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, aux["variables"], number + 1, key), loss
-
     shapes = jax.eval_shape(first, jax.random.key(0))
     leaves = [NamedSharding(mesh, spec) for spec in specs]
     params = jax.tree.unflatten(jax.tree.structure(shapes[0]), leaves)
     moments = follow(shapes[0], params, shapes[1], lambda _: whole)
     held = (params, moments, *jax.tree.map(lambda _: whole, shapes[2:]))
-    jitted = jax.jit(step, in_shardings=(held, like.batch_shardings), out_shardings=(held, whole), donate_argnums=0)
+    jitted = jax.jit(
+        model.update, in_shardings=(held, like.batch_shardings), out_shardings=(held, whole), donate_argnums=0
+    )
     compiled = jitted.lower(shapes, model.spec).compile()
 
     def begin() -> Any:

@@ -1,7 +1,7 @@
 """Steps compiled for H100s and TPUs that are not here: which bytes are sent while no matrices are multiplied."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,7 +97,9 @@ def _add(report: Report, case: str, system: str, collectives: Sequence[Collectiv
 
 
 def _step(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> bx.Step:
-    loss: Callable[..., Any] = lambda params, batch: shape.loss(params, batch)  # noqa: E731
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return shape.loss(params, batch)
+
     return bx.parallelize(loss, systems.OPTIMIZER, mesh, strategies, init=shape.init, batch=shape.spec())
 
 

@@ -15,7 +15,6 @@ import braidax as bx
 from benchmarks.harness import Report, models, say, take_turns
 from benchmarks.harness.models import Model
 from braidax.tasks.bert_model import Sizes, _Layer
-from braidax.tasks.task import classification
 
 _LIMIT_SECONDS = 3.0
 _SAMPLES = 32
@@ -63,17 +62,7 @@ def _planned(model: Model, mesh: Mesh, strategies: Mapping[str, Any], processor:
 
 def _written_out(like: Model, sizes: Sizes) -> Model:
     """The same with each layer in the trace: as many variables and operations as models without a loop have."""
-    network = _Bert(sizes)
-
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        words = jnp.zeros((1, sizes.positions), jnp.int32)
-        return network.init(key, words, jnp.ones(1, jnp.int32), train=False)["params"], {}
-
-    def loss(params: Any, batch: Any, key: jax.Array, variables: Any) -> Any:
-        given = batch["words"], batch["num_words"]
-        logits: Any = network.apply({"params": params}, *given, train=True, rngs={"dropout": key})
-        return classification(logits, batch)[0], {"variables": variables}
-
+    init, loss = models.of_bert(_Bert(sizes), sizes)
     return replace(like, name=f"{like.name}, no loop over layers", init=init, loss=loss)
 
 

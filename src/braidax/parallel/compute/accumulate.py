@@ -100,20 +100,20 @@ def all_gradients_of(
 
     loss_spec, (metric_specs, _) = program.out_specs
     specs, _ = metric_dims.parted({"loss": loss_spec, **metric_specs})
-    begun = jax.tree.map(lambda spec: jnp.zeros(spec.shape, _sum_dtype(spec.dtype)), (moving, specs))
-    of_parts = jax.tree.map(lambda leaf: leaf.astype(_sum_dtype(leaf.dtype)), parts)
+    begun, of_parts = jax.tree.map(wide_zeros, (moving, specs)), jax.tree.map(wide, parts)
     pieces = (*microbatches_of(key, batch, microbatches), rows)
     (variables, sums), (of_rows, along) = jax.lax.scan(one, (variables, (begun[0], of_parts, begun[1])), pieces)
     gradients, of_parts, metrics = sums
-    metrics = [_averaged(total, spec, microbatches) for total, spec in zip(metrics, specs, strict=True)]
+    metrics = [averaged(total, spec, microbatches) for total, spec in zip(metrics, specs, strict=True)]
     every = [gradients.get(at) for at in range(len(leaves))]
     every = every if in_parts is None else in_parts.summed(of_parts, every)
     pairs = zip(every, leaves, strict=True)
-    mean = [None if total is None else _averaged(total, spec, microbatches) for total, spec in pairs]
+    mean = [None if total is None else averaged(total, spec, microbatches) for total, spec in pairs]
     return structure.unflatten(mean), of_rows, variables, metric_dims.joined(metrics, along)
 
 
-def _averaged(total: jax.Array, spec: Any, microbatches: int) -> jax.Array:
+def averaged(total: jax.Array, spec: Any, microbatches: int) -> jax.Array:
+    """Returns a mean in the type of what was summed; of integers in that of the sum."""
     return (total / microbatches).astype(spec.dtype if jnp.issubdtype(spec.dtype, jnp.inexact) else total.dtype)
 
 
@@ -128,5 +128,11 @@ def microbatches_of(key: Any, batch: Any, microbatches: int) -> tuple[Any, Any]:
     return keys, jax.tree.map(split, batch)
 
 
-def _sum_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+def wide(leaf: jax.Array) -> jax.Array:
+    """Returns an array in the type in which such are summed: float32, or wider."""
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def wide_zeros(like: Any) -> jax.Array:
+    """Returns zeros in which such arrays are summed."""
+    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))

@@ -11,7 +11,8 @@ from braidax.parallel.plan.plan import Plan
 from braidax.parallel.rows.options import OutOfRange
 from braidax.program import Equation, Kept, with_sums_behind_loops
 
-from .kept_microbatches import KeptMicrobatches, averaged, wide_zeros
+from .accumulate import averaged, wide, wide_zeros
+from .kept_microbatches import KeptMicrobatches
 from .laid_out import laid_out
 
 
@@ -96,7 +97,7 @@ class KeptLoss:
         alone = {given[at] for at in in_parts.alone} if in_parts else set[int]()
         summed = [at for at in range(self._num_gradients) if at not in alone]
         parts = () if in_parts is None else in_parts.zeros()
-        begun = {at: wide_zeros(weights[at]) for at in summed}, tuple(map(wide_zeros, parts)), pieces.no_scalars()
+        begun = {at: wide_zeros(weights[at]) for at in summed}, tuple(map(wide, parts)), pieces.no_scalars()
 
         def one(sums: Any, piece: Any) -> Any:
             found = self._once(weights, pieces.others(others, piece), parts)

@@ -9,15 +9,7 @@ import jax.numpy as jnp
 from braidax.errors import ArgumentError
 from braidax.program import Kept, batch_dims_of_results, folded_keys, inputs_of, key_inputs
 
-
-def wide_zeros(like: Any) -> jax.Array:
-    """Returns zeros in which such arrays are summed: float32, or wider."""
-    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
-
-
-def averaged(total: jax.Array, like: Any, microbatches: int) -> jax.Array:
-    """Returns a mean in the type of an array."""
-    return (total / microbatches).astype(like.dtype)
+from .accumulate import averaged, wide_zeros
 
 
 @final

@@ -35,7 +35,7 @@ from braidax.program import (
     without_leaves,
 )
 
-from .accumulate import Runs, all_gradients_of
+from .accumulate import Runs, all_gradients_of, wide
 from .feed import Check, Feed, Reading
 from .metrics import BATCH, MetricDims
 
@@ -141,7 +141,7 @@ class Work:
         """Returns the global norm of all gradients, where it is wanted."""
         if not self._wants_norm:
             return {}
-        squares = [jnp.sum(jnp.square(_wide(leaf))) for leaf in jax.tree.leaves(dense)]
+        squares = [jnp.sum(jnp.square(wide(leaf))) for leaf in jax.tree.leaves(dense)]
         if self._reading is not None:
             squares.append(self._reading.sum_of_squares(payload))
         return {GRAD_NORM: jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))}
@@ -372,10 +372,6 @@ class Work:
         leaves = iter(jax.tree.leaves(dense))
         values = [taken.get(name) if name in self._feed.names else next(leaves) for name in self.layouts]
         return jax.tree.unflatten(jax.tree.structure(self._born.params), values)
-
-
-def _wide(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def _loaded(layouts: Any, tree: Any) -> Any:
