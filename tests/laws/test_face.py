@@ -12,7 +12,7 @@ import pytest
 import braidax
 from tests.laws.tree import SRC
 
-MAX_NAMES = 30
+MAX_NAMES = 32
 
 
 def faults(face: Path) -> list[str]:

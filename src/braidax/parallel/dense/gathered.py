@@ -7,7 +7,7 @@ scattered at once. Rows of a table are looked up in shards, and exchanged. What 
 in the global view, and XLA sums its gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,14 +39,17 @@ def gathered(
     mesh: AbstractMesh,
     batch_axes: tuple[str, ...],
     divided: Mapping[int, Sequence[int | None] | int],
+    *,
+    rings: Collection[Path] = (),
 ) -> Program:
     """Returns a program that gathers weights where it uses them.
 
     **Arguments:** `program`: its first argument holds the weights. `layouts`: of the leaves of it that are gathered, by
     number. `mesh`: with automatic axes. `batch_axes`: over which samples are divided. `divided`: as of
-    `find_batch_dims`.
+    `find_batch_dims`. `rings`: paths of calls that take shards as they lie.
     """
     sites = [site for site in find_sites(program) if site.value.entry.leaf in layouts and not site.within]
+    sites = [site for site in sites if not any(site.path[: len(ring)] == ring for ring in rings)]
     dims = find_batch_dims(program, {site.path for site in sites}, divided)
     weights = {
         key_of(site): weight

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from jax.sharding import Mesh
 
 from braidax.parallel.plan.layout import Layout
-from braidax.program import Program, automatic
+from braidax.program import Path, Program, automatic
 
 from .gathered import gathered
 from .grouped import grouped
 from .in_parts import InParts, in_parts
 from .pieces import closed, opened
+from .rotated import rotated
 from .split import split
 
 
@@ -32,8 +34,12 @@ def dense_passes(
     by_leaf, options = dict(enumerate(used)), (automatic(mesh), tuple(batch_axes), divided)
     if splits := {leaf: layout for leaf, layout in by_leaf.items() if layout.is_split}:
         program = split(program, splits, *options)
-    if gathers := {leaf: layout for leaf, layout in by_leaf.items() if layout.gathered}:
-        program = gathered(program, gathers, *options)
+    rings: tuple[Path, ...] = ()
+    if rotates := {leaf: layout for leaf, layout in by_leaf.items() if layout.rotated is not None}:
+        program, rings = rotated(program, rotates, *options)
+    if moved := {leaf: layout for leaf, layout in by_leaf.items() if layout.moving}:
+        gathers = {leaf: replace(layout, gathered=layout.moving, rotated=None) for leaf, layout in moved.items()}
+        program = gathered(program, gathers, *options, rings=rings)
     return closed(whole, grouped(program, *options), layouts, mesh)
 
 
@@ -54,7 +60,7 @@ def summed_once(
     whole = {
         leaf: layout
         for leaf, layout in enumerate(layouts)
-        if leaf not in frozen and not layout.gathered and not layout.axes & {*batch_axes}
+        if leaf not in frozen and not layout.moving and not layout.axes & {*batch_axes}
     }
     if math.prod(mesh.shape[axis] for axis in batch_axes) == 1:
         return None

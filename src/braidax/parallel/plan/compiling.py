@@ -65,7 +65,7 @@ def options_that_hide(
     if platform != "gpu":
         return ()
     bytes_gathered = sum(size for layout, size in variables if layout.gathered)
-    bytes_whole = sum(size for layout, size in variables if not layout.gathered and not layout.by_rows)
+    bytes_whole = sum(size for layout, size in variables if not layout.moving and not layout.by_rows)
     options = (
         *(_GATHERED_EARLY if bytes_gathered else ()),
         *(_SUMMED_EARLY if bytes_whole > bytes_gathered else ()),
