@@ -20,7 +20,7 @@ def read_part(equation: JaxprEqn, part: Any, ids: Any, index: Any, part_size: in
     numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
     if mode is jax.lax.GatherScatterMode.CLIP:
         ids = jnp.clip(ids, 0, size - 1)
-    known, local = (ids >= 0) & (ids < size), ids - (index * part_size).astype(ids.dtype)
+    known, local = (ids >= 0) & (ids < size), ids - jnp.asarray(index * part_size, ids.dtype)
     here = known & (local >= 0) & (local < part_size)
     params = dict(equation.params, mode=jax.lax.GatherScatterMode.CLIP, fill_value=None)
     (found,) = bind(equation.replace(params=params), [part, jnp.clip(local, 0, part_size - 1)])

@@ -265,9 +265,10 @@ class Ring:
         coming = self._hop(parts) if self._count > 1 else parts
         total = jax.tree.map(lambda one: one.astype(_wide(one.dtype)), home(backs)[1])
         held: Any = {}
-        if self._count > 1:
+        if self._count > 1:  # barriers say under which work a hop is: the scheduler would put several in one place
+            coming, total = jax.lax.optimization_barrier((coming, total))
             held, total = self._around(lambda *at: pulled(*at)(backs), coming, total)
-            backs, held = jax.lax.optimization_barrier((backs, held))
+            backs, held, total = jax.lax.optimization_barrier((backs, held, total))
             held = self._hop(held)
         gradients = home(backs)[0]
         found: dict[int, Any] = {
@@ -276,7 +277,8 @@ class Ring:
         for at in moved:
             gradient = gradients[at] + held[at] if held else gradients[at]
             found[at] = self._scattered(at, gradient)
-        return [found[at].astype(inputs[at].dtype) for at in asked]
+        # Whoever waits for one waits for all: the last hop has its work here, and what that needs is let go.
+        return jax.lax.optimization_barrier([found[at].astype(inputs[at].dtype) for at in asked])
 
     def _around(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:
         """Takes one part after another but that at home, and returns the gradient of this before its last hop."""
@@ -295,7 +297,8 @@ class Ring:
         if last > 1:
             coming = self._hop(parts)
             held, total = turn(1, parts, None, total)
-            parts, held, total = jax.lax.fori_loop(2, last, loop, (coming, held, total))
+            carried = jax.lax.optimization_barrier((coming, held, total))
+            parts, held, total = jax.lax.fori_loop(2, last, loop, carried)
             held, total = turn(last, parts, held, total)
         else:
             held, total = turn(1, parts, None, total)

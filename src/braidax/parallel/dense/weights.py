@@ -134,17 +134,32 @@ class Weight:
     def owned_rows(self, equation: Equation, dim: int, back_dim: int) -> Callable[..., Any]:
         """Makes the function of a shard of consecutive rows, and of ids, that gives each device the rows of its ids.
 
-        Every device says what it has of the rows of all ids, and these are summed. **Arguments:** as of `rows`.
+        Every device says what it has of the rows of all ids, and these are summed; where that sends more, the table is
+        exchanged for its columns before, and these are brought together.
+
+        **Arguments:** as of `rows`.
         """
         ((_, axis),), axes = self.gathers, self.batch_axes
+        num_ids = math.prod(aval_of(equation.invars[1]).shape[:-1]) // self.num_parts
+        dim_to = self._column_dim(self.mesh.shape[axis], num_ids)
 
         def local(shard: Any, ids: Any) -> Any:
             ids = jax.lax.all_gather(ids, axis, axis=dim, tiled=True)
+            if dim_to is not None:
+                read, row_dim = row_reader(equation, dim_to)
+                columns = jax.lax.all_to_all(shard, axis, split_axis=dim_to, concat_axis=0, tiled=True)
+                parts = read(columns[: self.sizes[0]], ids)
+                return jax.lax.all_to_all(parts, axis, split_axis=back_dim, concat_axis=row_dim, tiled=True)
             found = read_part(equation, shard, ids, jax.lax.axis_index(axis), shard.shape[0], self.sizes[0])
             return jax.lax.psum_scatter(found, axis, scatter_dimension=back_dim, tiled=True)
 
         specs = (_spec(self.dims), PartitionSpec(*[None] * dim, axes))
         return self._island(local, self._axes(*axes), specs, PartitionSpec(*[None] * back_dim, axes))
+
+    def _column_dim(self, count: int, num_ids: int) -> int | None:
+        """The dim by which a table of rows is exchanged for columns, where its devices divide one and it sends less."""
+        dims = [dim for dim, size in enumerate(self.sizes) if dim and not size % count]
+        return dims[0] if dims and num_ids * (count - 1) > 2 * self.sizes[0] / count else None
 
     @property
     def leaves_parts(self) -> bool:
@@ -229,7 +244,9 @@ def looked_up(site: Site, weight: Weight, equation: Equation, dims: Sequence[int
     ((split, _),) = weight.gathers
     num_ids = math.prod(ids.shape[:-1])
     if split == 0:
-        if num_ids > weight.sizes[0] or not jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact):
+        if num_ids > weight.sizes[0] * weight.num_parts or not jnp.issubdtype(
+            aval_of(equation.outvars[0]).dtype, jnp.inexact
+        ):
             return None
         owned = weight.owned_rows(equation, dim, back_dim)
         return lambda inputs, held: owned(held.shard, inputs[1])

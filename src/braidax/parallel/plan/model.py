@@ -51,8 +51,9 @@ class Model:
     how the loss uses each variable, and which of their dims belong together, where that is known. `find_rotated`: of
     variables whose dims go around an axis, which are used elsewhere than on rings, and why; and which on rings.
     `no_rows`: why the rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
-    `row_work`: what exchanging them takes besides. `frozen`: the paths of those that are not trained. `no_padding`: why no variable can be stored
-    longer than it is, so that an axis that does not divide a dim cannot split it; "" if it can.
+    `row_work`: what exchanging them takes besides. `frozen`: the paths of those that are not trained. `no_padding`: why
+    no variable can be stored longer than it is, so that an axis that does not divide a dim cannot split it; "" if it
+    can.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]

@@ -71,7 +71,7 @@ class RotatedUnit:
     def of_maxima(
         self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any]
     ) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Returns, by the number of an output, what follows from maxima alone; and of sums what they are relative to."""
+        """Returns, by the number of an output, what follows from maxima alone; and what sums are relative to."""
         known = self.evaluation(weights, batch, maxima).run(self.jaxpr, (), self.parts(args))
         shapes = {at: known[self.outputs[at]].value.shape for at in self.scales}
         scales = {at: known[var].value.reshape(shapes[at]) for at, var in self.scales.items()}
