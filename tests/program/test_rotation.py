@@ -41,19 +41,19 @@ def part_by_part(found: Rotatable) -> Callable[..., Any]:
         batch, tops = Division(1, 0, sums=False), list[Any]()
         divisions = [Division(N, index, unit.size) for index in range(N)]
         for at, division in enumerate(divisions):
-            seen = unit.maxima(args(at), division, batch) if unit.tops else []
+            seen = unit.maxima_of(args(at), division, batch) if unit.tops else []
             tops = [jnp.maximum(*pair) for pair in zip(tops, seen, strict=True)] if tops else seen
         parts = [unit.part(args(at), division, batch, tops) for at, division in enumerate(divisions)]
         alone = unit.of_maxima(args(0), divisions[0], batch, tops)[0] if unit.tops else {}
         outputs: list[Any] = []
-        for at, (dim, var) in enumerate(zip(unit.stacked, unit.outputs, strict=True)):
+        for at, (result, var) in enumerate(zip(unit.results, unit.outputs, strict=True)):
             several = [part[at] for part in parts]
             if at in alone:
                 outputs.append(alone[at])
-            elif dim is None:
+            elif result.stacked is None:
                 outputs.append(sum(several))
             else:
-                outputs.append(jnp.concatenate(several, dim)[tuple(map(slice, var.aval.shape))])  # pyright: ignore
+                outputs.append(jnp.concatenate(several, result.stacked)[tuple(map(slice, var.aval.shape))])  # pyright: ignore
         return outputs
 
     rules = {path: lambda _, inputs, unit=unit: computed(unit, inputs) for path, unit in found.units.items()}
@@ -140,7 +140,7 @@ def test_parts_make_the_whole(case: str) -> None:
     loss, shapes, dims, units = _CASES[case]
     params = _params(*shapes)
     _, made = found(loss, params, dims)
-    told = [(len(unit.weights), all(dim is None for dim in unit.stacked)) for unit in made.units.values()]
+    told = [(len(unit.weights), all(one.stacked is None for one in unit.results)) for unit in made.units.values()]
     assert (told, made.left) == (units, {})
     assert_alike(loss, params, made)
 
@@ -149,7 +149,7 @@ def test_nothing_of_a_vocabulary_comes_out() -> None:
     _, made = found(_cross_entropy, _params((WORDS, D)), {0: 0})
     (unit,) = made.units.values()
     assert {var.aval.shape for var in unit.outputs} == {(B, T - 1), (B, T - 1, 1)}  # pyright: ignore
-    assert (unit.size, len(unit.tops), len(unit.scales)) == (WORDS, 1, 1)
+    assert (unit.size, len(unit.tops), len(unit.maxima.shifts)) == (WORDS, 1, 1)
 
 
 def test_labels_out_of_range_are_what_they_were() -> None:

@@ -80,7 +80,7 @@ class Ring:
     def _shapes(self, like: Sequence[Any]) -> list[tuple[int, ...]]:
         """Of results, of which those that are put together may be padded."""
         shapes: list[tuple[int, ...]] = []
-        for aval, dim in zip(like, self.unit.stacked, strict=True):
+        for aval, dim in zip(like, self._stacked, strict=True):
             more = -aval.shape[dim] % self._count if dim is not None else 0
             shapes.append(tuple(size + (more if at == dim else 0) for at, size in enumerate(aval.shape)))
         return shapes
@@ -100,12 +100,12 @@ class Ring:
     @property
     def _out_specs(self) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
         """Of the results, and of the maxima."""
-        outputs = zip(self.unit.batch_out, self.unit.outputs, strict=True)
-        return tuple(self._along_batch(dim, aval_of(var).ndim) for dim, var in outputs), self._specs_of_maxima
+        outputs = zip(self.unit.results, self.unit.outputs, strict=True)
+        return tuple(self._along_batch(one.batch, aval_of(var).ndim) for one, var in outputs), self._specs_of_maxima
 
     @property
     def _specs_of_maxima(self) -> tuple[PartitionSpec, ...]:
-        dims = zip(self.unit.tops, self.unit.batch_of_tops, strict=True)
+        dims = zip(self.unit.tops, self.unit.maxima.batch, strict=True)
         return tuple(self._along_batch(dim, aval_of(var).ndim) for var, dim in dims)
 
     def _along_batch(self, dim: int | None, ndim: int) -> PartitionSpec:
@@ -122,6 +122,11 @@ class Ring:
 
     def _num(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def _stacked(self) -> list[int | None]:
+        """Of each result, the dim of which parts give parts."""
+        return [one.stacked for one in self.unit.results]
 
     @property
     def _count(self) -> int:
@@ -194,11 +199,11 @@ class Ring:
         divisions = self._divisions(0)
         maxima = [
             jnp.full(one.shape, -jnp.inf, one.dtype)
-            for one in jax.eval_shape(lambda: self.unit.maxima(args, *divisions) if self.unit.tops else [])
+            for one in jax.eval_shape(lambda: self.unit.maxima_of(args, *divisions) if self.unit.tops else [])
         ]
         totals: list[Any] = []
         for one, dim in zip(
-            jax.eval_shape(lambda: self.unit.part(args, *divisions, maxima)), self.unit.stacked, strict=True
+            jax.eval_shape(lambda: self.unit.part(args, *divisions, maxima)), self._stacked, strict=True
         ):
             if one is None:
                 totals.append(None)
@@ -215,7 +220,7 @@ class Ring:
         args, divisions = self._args(inputs, parts), self._divisions(step)
         before = maxima
         if self.unit.tops:
-            maxima = [jnp.maximum(*pair) for pair in zip(before, self.unit.maxima(args, *divisions), strict=True)]
+            maxima = [jnp.maximum(*pair) for pair in zip(before, self.unit.maxima_of(args, *divisions), strict=True)]
             was, now = (self.unit.of_maxima(args, *divisions, some)[1] for some in (before, maxima))
             totals = [
                 jnp.where(total == 0, 0, total * jnp.exp(was[at] - now[at])) if at in now else total
@@ -223,7 +228,7 @@ class Ring:
             ]
         found: list[Any] = []
         of_part = self.unit.part(args, *divisions, maxima)
-        for total, one, dim in zip(totals, of_part, self.unit.stacked, strict=True):
+        for total, one, dim in zip(totals, of_part, self._stacked, strict=True):
             if one is None or dim is None:
                 found.append(None if one is None else total + one)
             else:
@@ -252,10 +257,10 @@ class Ring:
 
             own, others = {at: parts[at] for at in moved}, {at: inputs[at] for at in fixed}
             results, pull = jax.vjp(part, own, others)
-            dims = [dim for at, dim in enumerate(self.unit.stacked) if at not in self.unit.of_tops]
+            dims = [dim for at, dim in enumerate(self._stacked) if at not in self.unit.maxima.outputs]
 
             def of_backs(backs: Any) -> Any:
-                told = [one for at, one in enumerate(backs) if at not in self.unit.of_tops]
+                told = [one for at, one in enumerate(backs) if at not in self.unit.maxima.outputs]
                 each = zip(told, results, dims, strict=True)
                 return pull([self._back(back, one, dim, divisions[0]) for back, one, dim in each])
 
@@ -267,7 +272,7 @@ class Ring:
         held: Any = {}
         if self._count > 1:  # barriers say under which work a hop is: the scheduler would put several in one place
             coming, total = jax.lax.optimization_barrier((coming, total))
-            held, total = self._around(lambda *at: pulled(*at)(backs), coming, total)
+            held, total = self._others(lambda *at: pulled(*at)(backs), coming, total)
             backs, held, total = jax.lax.optimization_barrier((backs, held, total))
             held = self._hop(held)
         gradients = home(backs)[0]
@@ -280,7 +285,7 @@ class Ring:
         # Whoever waits for one waits for all: the last hop has its work here, and what that needs is let go.
         return jax.lax.optimization_barrier([found[at].astype(inputs[at].dtype) for at in asked])
 
-    def _around(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:
+    def _others(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:
         """Takes one part after another but that at home, and returns the gradient of this before its last hop."""
 
         def turn(step: Any, parts: Any, held: Any, total: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from braidax.program.lines import line_of
 
 from .labels import BATCH
 from .parts import Division, Evaluation, Part, Undivided
-from .unit import WEIGHTS, RotatedUnit
+from .unit import WEIGHTS, Maxima, Result, RotatedUnit
 
 
 def checked(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedUnit:
@@ -28,25 +28,25 @@ def checked(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedU
     if more and len(more) == len(cuts):  # what is not made of samples, and met by them along one dim
         unit = replace(unit, batch=tuple(more.get(at, dim) for at, dim in enumerate(unit.batch)))
         known, one = _tried(unit, num_parts, num_batch_parts)
-    scales, of_tops = _relative_to_maxima(jaxpr, tops, known) if tops else ({}, frozenset[Var]())
-    batch_out: list[int | None] = []
-    stacked: list[int | None] = []
+    shifts, of_tops = _relative_to_maxima(jaxpr, tops, known) if tops else ({}, frozenset[Var]())
+    results: list[Result] = []
     for var in unit.outputs:
         part = known[var]
         if BATCH not in part.divided:
             raise Undivided("a result of it does not go along the samples")
         if WEIGHTS not in part.divided and not part.is_partial and var not in of_tops:
             raise Undivided("a result of it is made of no part of a weight")
-        batch_out.append(part.divided.index(BATCH))
-        stacked.append(part.divided.index(WEIGHTS) if WEIGHTS in part.divided else None)
+        stacked = part.divided.index(WEIGHTS) if WEIGHTS in part.divided else None
+        results.append(Result(part.divided.index(BATCH), stacked))
     numbers = {var: at for at, var in enumerate(jaxpr.outvars)}
     return replace(
         unit,
-        batch_out=tuple(batch_out),
-        stacked=tuple(stacked),
-        scales={numbers[var]: scale for var, scale in scales.items() if var in numbers},
-        batch_of_tops=tuple(known[top].divided.index(BATCH) for top in tops),
-        of_tops=frozenset(numbers[var] for var in of_tops if var in numbers),
+        results=tuple(results),
+        maxima=Maxima(
+            tuple(known[top].divided.index(BATCH) for top in tops),
+            {numbers[var]: shift for var, shift in shifts.items() if var in numbers},
+            frozenset(numbers[var] for var in of_tops if var in numbers),
+        ),
     )
 
 
@@ -55,9 +55,11 @@ def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dic
     kept: list[Any] = []
     avals = [aval_of(var) for var in unit.jaxpr.invars]
 
+    def divided(index: Any) -> tuple[Division, Division]:
+        return Division(num_parts, index, unit.size), Division(num_batch_parts, index, sums=False)
+
     def run(index: Any, maxima: list[Any], *args: Any) -> None:
-        divisions = Division(num_parts, index, unit.size), Division(num_batch_parts, index, sums=False)
-        one = unit.evaluation(*divisions, maxima)
+        one = unit.evaluation(*divided(index), maxima)
         kept[:] = [one.run(unit.jaxpr, (), unit.parts(args)), one]
 
     division, batch = Division(num_parts, 0, unit.size), Division(num_batch_parts, 0)
@@ -68,18 +70,11 @@ def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dic
         shape = [n if one is None else to[one].part_size(n) for n, one in zip(aval.shape, labels, strict=True)]
         specs.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    found = {}
-    if unit.tops:
-        found = jax.eval_shape(
-            lambda i, args: dict(
-                enumerate(
-                    unit.maxima(args, *(Division(num_parts, i, unit.size), Division(num_batch_parts, i, sums=False)))
-                )
-            ),
-            index,
-            specs,
-        )
-    jax.eval_shape(run, index, [found[at] for at in range(len(unit.tops))], *specs)
+
+    def maxima(index: Any, *args: Any) -> list[Any]:
+        return unit.maxima_of(args, *divided(index)) if unit.tops else []
+
+    jax.eval_shape(run, index, jax.eval_shape(maxima, index, *specs), *specs)
     return kept[0], kept[1]
 
 

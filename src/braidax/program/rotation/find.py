@@ -104,7 +104,7 @@ class _Finder:
             return
         body = self._body(seed.path[:-1])
         region = Region(body, seed.path[:-1], self._labels, self._sites, self._forms, root)
-        for members in (region.around(seed.path[-1]), {seed.path[-1]}):
+        for members in (region.joined(seed.path[-1]), {seed.path[-1]}):
             if members and not {(*seed.path[:-1], at) for at in members} & self._taken:
                 try:
                     self._add(region, members, root)
@@ -136,7 +136,7 @@ class _Finder:
             if len(sizes) > 1:
                 raise Undivided(f"{self._num_parts} does not divide {min(sizes)}")
             (size,) = sizes
-        unit = RotatedUnit(name, weights, tuple(batch), (), (), size, jaxpr, region.maxima(jaxpr))
+        unit = RotatedUnit(name, jaxpr, weights, tuple(batch), size, region.maxima(jaxpr))
         unit = checked(unit, self._num_parts, self._num_batch_parts)
         self.units.append((Unit(name, region.path, tuple(sorted(members))), unit))
         self._taken |= {(*region.path, at) for at in members}

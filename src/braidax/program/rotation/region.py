@@ -91,7 +91,7 @@ class Region:
         """Whether the label ends here: the dim is summed over, or alike."""
         return any(map(self._has, equation.invars)) and not any(map(self._has, equation.outvars))
 
-    def around(self, seed: int) -> set[int]:
+    def joined(self, seed: int) -> set[int]:
         """Returns the members that are joined with a product, and lead to a sum; nothing where none does."""
         reached = _closed({seed}, self._next)
         sums = {at for at in reached if self._sums(at)}
