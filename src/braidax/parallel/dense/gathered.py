@@ -39,12 +39,14 @@ def gathered(
     mesh: AbstractMesh,
     batch_axes: tuple[str, ...],
     divided: Mapping[int, Sequence[int | None] | int],
+    *,
+    in_order: bool = True,
 ) -> Program:
     """Returns a program that gathers weights where it uses them.
 
     **Arguments:** `program`: its first argument holds the weights. `layouts`: of the leaves of it that are gathered, by
     number. `mesh`: with automatic axes. `batch_axes`: over which samples are divided. `divided`: as of
-    `find_batch_dims`.
+    `find_batch_dims`. `in_order`: whether the compiler keeps to an order; else the last gradient is not made in pieces.
     """
     sites = [site for site in find_sites(program) if site.value.entry.leaf in layouts and not site.within]
     dims = find_batch_dims(program, {site.path for site in sites}, divided)
@@ -58,7 +60,8 @@ def gathered(
     if not used:
         return program
     last = max(used, key=lambda site: site.path)
-    pieces = _put_off(last, used, equation_at(program.closed.jaxpr, last.path), weights[key_of(last)], dims[last.path])
+    given = equation_at(program.closed.jaxpr, last.path), weights[key_of(last)], dims[last.path]
+    pieces = _put_off(last, used, *given) if in_order else None
     held: dict[Key, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
@@ -79,10 +82,7 @@ def gathered(
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
         return bind(equation, inputs)
 
-    by_path: dict[Path, list[Site]] = {}
-    for site in used:
-        by_path.setdefault(site.path, []).append(site)
-    rules = {path: partial(replace, at) for path, at in by_path.items()}
+    rules = {path: partial(replace, at) for path, at in _by_path(used).items()}
     levels = {key[0].level: partial(enter, key[0].level) for key in weights}
 
     def run(*args: Any) -> Any:
@@ -93,6 +93,13 @@ def gathered(
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 
     return trace(run, *program.in_specs, mesh=mesh)
+
+
+def _by_path(sites: Sequence[Site]) -> dict[Path, list[Site]]:
+    found: dict[Path, list[Site]] = {}
+    for site in sites:
+        found.setdefault(site.path, []).append(site)
+    return found
 
 
 def _early(weights: Mapping[Key, Weight]) -> dict[Path, set[int]]:

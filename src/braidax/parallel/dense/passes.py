@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import Mesh
 
+from braidax.parallel.plan.compiling import keeps_order
 from braidax.parallel.plan.layout import Layout
 from braidax.program import Program, automatic
 
@@ -33,7 +34,8 @@ def dense_passes(
     if splits := {leaf: layout for leaf, layout in by_leaf.items() if layout.is_split}:
         program = split(program, splits, *options)
     if gathers := {leaf: layout for leaf, layout in by_leaf.items() if layout.gathered}:
-        program = gathered(program, gathers, *options)
+        in_order = keeps_order(mesh.devices.flat[0].platform)
+        program = gathered(program, gathers, *options, in_order=in_order)
     return closed(whole, grouped(program, *options), layouts, mesh)
 
 
