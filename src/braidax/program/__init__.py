@@ -55,6 +55,7 @@ from .outline import outline as outline
 from .outline import unit_path as unit_path
 from .pieces import find_dims_in_pieces as find_dims_in_pieces
 from .pieces import in_pieces as in_pieces
+from .products import operand_gradient as operand_gradient
 from .prune import inputs_of as inputs_of
 from .prune import reads_argument as reads_argument
 from .reading import read_part as read_part

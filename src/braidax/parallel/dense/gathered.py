@@ -41,15 +41,16 @@ def gathered(
     divided: Mapping[int, Sequence[int | None] | int],
     *,
     rings: Collection[Path] = (),
+    in_order: bool = True,
 ) -> Program:
     """Returns a program that gathers weights where it uses them.
 
     **Arguments:** `program`: its first argument holds the weights. `layouts`: of the leaves of it that are gathered, by
     number. `mesh`: with automatic axes. `batch_axes`: over which samples are divided. `divided`: as of
-    `find_batch_dims`. `rings`: paths of calls that take shards as they lie.
+    `find_batch_dims`. `rings`: paths of calls that take shards as they lie. `in_order`: whether the compiler keeps to
+    an order; else the last gradient is not made in pieces.
     """
-    sites = [site for site in find_sites(program) if site.value.entry.leaf in layouts and not site.within]
-    sites = [site for site in sites if not any(site.path[: len(ring)] == ring for ring in rings)]
+    sites = _sites(program, layouts, rings)
     dims = find_batch_dims(program, {site.path for site in sites}, divided)
     weights = {
         key_of(site): weight
@@ -61,7 +62,8 @@ def gathered(
     if not used:
         return program
     last = max(used, key=lambda site: site.path)
-    pieces = _put_off(last, used, equation_at(program.closed.jaxpr, last.path), weights[key_of(last)], dims[last.path])
+    given = equation_at(program.closed.jaxpr, last.path), weights[key_of(last)], dims[last.path]
+    pieces = _put_off(last, used, *given) if in_order else None
     held: dict[Key, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
@@ -82,10 +84,7 @@ def gathered(
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
         return bind(equation, inputs)
 
-    by_path: dict[Path, list[Site]] = {}
-    for site in used:
-        by_path.setdefault(site.path, []).append(site)
-    rules = {path: partial(replace, at) for path, at in by_path.items()}
+    rules = {path: partial(replace, at) for path, at in _by_path(used).items()}
     levels = {key[0].level: partial(enter, key[0].level) for key in weights}
 
     def run(*args: Any) -> Any:
@@ -96,6 +95,19 @@ def gathered(
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 
     return trace(run, *program.in_specs, mesh=mesh)
+
+
+def _by_path(sites: Sequence[Site]) -> dict[Path, list[Site]]:
+    found: dict[Path, list[Site]] = {}
+    for site in sites:
+        found.setdefault(site.path, []).append(site)
+    return found
+
+
+def _sites(program: Program, leaves: Collection[int], rings: Collection[Path]) -> list[Site]:
+    """Returns where some leaves are used, but on rings."""
+    sites = [site for site in find_sites(program) if site.value.entry.leaf in leaves and not site.within]
+    return [site for site in sites if not any(site.path[: len(ring)] == ring for ring in rings)]
 
 
 def _early(weights: Mapping[Key, Weight]) -> dict[Path, set[int]]:

@@ -1,7 +1,8 @@
 """The gradient of the weight that is used last, made and scattered piece by piece behind all others.
 
 It is the first gradient that can be made, and the last that must be. In pieces it is work under which the gradients of
-the first layers cross, and a piece crosses while the next one is made: only the last waits for the wire.
+the first layers cross, and a piece crosses while the next one is made: only the last waits for the wire. A compiler
+that keeps to no order cuts out all pieces at once, for which there would have to be room: it makes the gradient in one.
 """
 
 from collections.abc import Collection, Sequence

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from jax.sharding import Mesh
 
+from braidax.parallel.plan.compiling import keeps_order
 from braidax.parallel.plan.layout import Layout
 from braidax.program import Path, Program, automatic
 
@@ -39,7 +40,8 @@ def dense_passes(
         program, rings = rotated(program, rotates, *options)
     if moved := {leaf: layout for leaf, layout in by_leaf.items() if layout.moving}:
         gathers = {leaf: replace(layout, gathered=layout.moving, rotated=None) for leaf, layout in moved.items()}
-        program = gathered(program, gathers, *options, rings=rings)
+        in_order = keeps_order(mesh.devices.flat[0].platform)
+        program = gathered(program, gathers, *options, rings=rings, in_order=in_order)
     return closed(whole, grouped(program, *options), layouts, mesh)
 
 

@@ -11,7 +11,18 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from braidax.parallel.plan.layout import Layout
-from braidax.program import Entry, Equation, Site, aval_of, batch_dim_of_result, bind, read_part, row_reader, viewed
+from braidax.program import (
+    Entry,
+    Equation,
+    Site,
+    aval_of,
+    batch_dim_of_result,
+    bind,
+    operand_gradient,
+    read_part,
+    row_reader,
+    viewed,
+)
 
 Key = tuple[Entry, tuple[str, ...]]
 """What tells a weight: by which value it enters, and the types that this is brought to."""
@@ -314,7 +325,10 @@ class Covered:
         """Returns the gradient of the weight, one part a device."""
 
         def local(operand: Any, back: Any, full: Any) -> Any:
-            return jax.vjp(lambda full: self._apply(operand, full), full)[1](back)[0]
+            if self.site.role != "product":
+                return jax.vjp(lambda full: self._apply(operand, full), full)[1](back)[0]
+            of_view = operand_gradient(self.equation, self.site.operand, operand, back)
+            return jax.vjp(viewed(self.site), full)[1](of_view)[0]
 
         return self.weight.part(local, self.dim, self.back_dim)(operand, back, full)
 

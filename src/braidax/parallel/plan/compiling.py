@@ -45,6 +45,11 @@ _SUMMED_EARLY = (
 )
 
 
+def keeps_order(platform: str) -> bool:
+    """Returns whether a platform's compiler lets a program say what is computed behind what; that for CPUs does not."""
+    return platform != "cpu"
+
+
 class Sizes(NamedTuple):
     """Bytes of weights. **Fields:** of the `layer` that a loop uses in a turn, and the `longest` outside of loops."""
 
