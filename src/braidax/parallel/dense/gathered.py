@@ -62,8 +62,7 @@ def gathered(
     if not used:
         return program
     last = max(used, key=lambda site: site.path)
-    given = equation_at(program.closed.jaxpr, last.path), weights[key_of(last)], dims[last.path]
-    pieces = _put_off(last, used, *given) if in_order else None
+    pieces = _put_off(last, used, program, weights[key_of(last)], dims[last.path]) if in_order else None
     held: dict[Key, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
@@ -78,8 +77,7 @@ def gathered(
         if read := looked_up(*given):
             return [read(inputs, held[key_of(one)])]
         if found := covered(*given, is_last=one is last):
-            operand = inputs[1 - one.operand]
-            return [found(operand, held[key_of(one)], is_put_off=one is last and pieces is not None)]
+            return [found(inputs[1 - one.operand], held[key_of(one)], is_put_off=one is last and pieces is not None)]
         for site in at:
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
         return bind(equation, inputs)
@@ -120,9 +118,10 @@ def _early(weights: Mapping[Key, Weight]) -> dict[Path, set[int]]:
 
 
 def _put_off(
-    last: Site, used: Sequence[Site], equation: Equation, weight: Weight, dims: Sequence[int | None]
+    last: Site, used: Sequence[Site], program: Program, weight: Weight, dims: Sequence[int | None]
 ) -> Pieces | None:
     """Returns in which pieces the gradient of the last use is made, if it is the only one of that weight."""
     others = [site for site in used if site is not last and key_of(site) == key_of(last) and site.role != "rows"]
+    equation = equation_at(program.closed.jaxpr, last.path)
     product = None if others else covered(last, weight, equation, dims, is_last=True)
     return None if product is None else pieces_of(product)
