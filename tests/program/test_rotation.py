@@ -108,6 +108,13 @@ def _cross_entropy(params: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:]).mean()
 
 
+def _log_softmax(params: Any, batch: Any) -> jax.Array:
+    """With a bias, and labels that are read of what is normalized."""
+    table, bias = params
+    log_probs = jax.nn.log_softmax(batch["x"] @ table + bias)
+    return -jnp.take_along_axis(log_probs, batch["ids"][..., None], axis=-1).mean()
+
+
 def _column(params: Any, batch: Any) -> jax.Array:
     """One product, whose columns lie side by side, and are normalized behind it."""
     (weight,) = params
@@ -129,6 +136,7 @@ _CASES: dict[str, tuple[Loss, Any, dict[int, int], list[tuple[int, bool]]]] = {
         _attention, [*[(2, D, HEADS, 3)] * 3, (2, HEADS, 3, D)], {0: 2, 1: 2, 2: 2, 3: 1}, [(4, True)],
     ),
     "a vocabulary that nothing divides": (_cross_entropy, [(WORDS, D)], {0: 0}, [(1, True)]),
+    "a log-softmax": (_log_softmax, [(D, WORDS), (WORDS,)], {0: 1, 1: 0}, [(2, True)]),
     "columns": (_column, [(D, HIDDEN)], {0: 1}, [(1, False)]),
     "rows": (_column, [(D, HIDDEN)], {0: 0}, [(1, True)]),
     "channels": (_convolutions, [(3, D, HIDDEN), (3, HIDDEN, D)], {0: 2, 1: 1}, [(2, True)]),

@@ -20,6 +20,7 @@ from braidax.program.trace import Program
 from .checked import checked
 from .labels import BATCH, Labeled, labeled
 from .parts import Undivided
+from .reads import with_reads_first
 from .region import Region
 from .unit import RotatedUnit, RotatedWeight
 
@@ -47,7 +48,7 @@ def rotatable(
     **Arguments:** `dims`: of leaves of the program's first argument, the dim that is in `num_parts` parts. `divided`:
     as of `find_batch_dims`. `num_batch_parts`: among how many devices samples are.
     """
-    program = inlined(program)
+    program = with_reads_first(inlined(program))
     sites = [site for site in find_sites(program) if site.value.entry.leaf in dims]
     found = _Finder(program, dims, sites, labeled(program, dims, divided), num_parts, num_batch_parts)
     found.search()
