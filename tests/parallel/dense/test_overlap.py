@@ -82,12 +82,14 @@ def test_options_follow_what_is_sent_and_the_platform() -> None:
             "whole": [(whole, 10)],
             "gathered": [(gathered, 10), (whole, 5)],
             "rows": [(whole.split(0, axis, how="by rows"), 9)],
+            "rotated": [(whole.split(0, axis, how="rotated"), 9)],
         }.items()
     }  # fmt: skip
     assert names == {
         "whole": {"pipelined_all_reduce"},
         "gathered": {"pipelined_all_gather", "all_gather_combine_by_dim", "reduce_scatter_combine_by_dim"},
         "rows": set(),
+        "rotated": {several},
     }
     (*_, combined) = options_that_hide("gpu", [(gathered, 10)], Sizes(50_000_000))
     assert (combined.name, combined.value) == ("xla_gpu_all_gather_combine_threshold_bytes", 50_000_000)

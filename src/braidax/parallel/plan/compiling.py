@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ class CompilerOption:
 _SEVERAL = CompilerOption(
     "xla_gpu_experimental_parallel_collective_overlap_limit", 2, "a long message does not keep others from starting"
 )
+_BOTH_AROUND = replace(_SEVERAL, why="a part of a weight goes around, and the sum of its gradient behind it")
 _GATHERED_EARLY = (
     CompilerOption(
         "xla_gpu_enable_pipelined_all_gather", True, "a loop gathers the next layer's weights while it uses this one's"
@@ -76,7 +77,9 @@ def options_that_hide(
         *(_SUMMED_EARLY if bytes_whole > bytes_gathered else ()),
     )
     sizes = gathered if bytes_gathered >= bytes_whole else whole
-    if sizes.longest > sizes.layer > 0:
+    if any(layout.rotated is not None for layout, _ in variables):
+        options = (*options, _BOTH_AROUND)
+    elif sizes.longest > sizes.layer > 0:
         options = (*options, _SEVERAL)
     if gathered.layer == 0:
         return options
