@@ -166,6 +166,14 @@ def test_what_is_between_is_never_whole() -> None:
     assert all({16, 2} & {*shape} for shape in logits)  # of the table only, or its columns
 
 
+def test_what_is_taken_apart_goes_around_in_pieces() -> None:
+    step = make_step(MODELS["gpt, fused"], {"data": ALL}, "4x2 auto")
+    (found,) = (one for one in step.plan.variables if one.path == "params/layers/up")
+    assert found.placements[0] == bx.Rotated(2, pieces=(72, 72))
+    assert str(found.placements[0]) == "rotated, dim 2 in 2 pieces"
+    assert bx.Plan.from_json(step.plan.to_json()) == step.plan
+
+
 def test_evaluation_gathers_nothing() -> None:
     step = make_step(_by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
     state = step.init(jax.random.key(0))

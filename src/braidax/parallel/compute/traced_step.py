@@ -22,6 +22,7 @@ from braidax.parallel.plan.strategy import Strategy, num_bytes
 from braidax.parallel.rows.options import OutOfRange
 from braidax.parallel.rows.reads import LATE, RowReads, row_reads
 from braidax.program import (
+    Cut,
     Kept,
     LeafUses,
     Like,
@@ -134,7 +135,7 @@ class TracedStep:
             find_uses=self._uses,
             find_sites=self._sites,
             find_dims=lambda: find_dims_in_pieces(self._joint),
-            find_rotated=lambda dims, axis: self._rotated(dims, axis, mesh, axes),
+            find_rotated=lambda cuts, axis: self._rotated(cuts, axis, mesh, axes),
             no_rows=lambda path: _ALONE if mesh.size == 1 else "" if path in self._sparse else LATE,
             row_work=lambda path: RowWork(self._sparse[path]),
             frozen=[self._names[leaf] for leaf in self._weights if leaf not in self._moved],
@@ -188,9 +189,9 @@ class TracedStep:
 
         return trace(run, [self._specs[leaf] for leaf in self._weights], *(one.in_specs[1] for one in programs))
 
-    def _rotated(self, dims: Mapping[str, int], axis: Axis, mesh: Mesh, axes: Sequence[str]) -> RotatedUses:
+    def _rotated(self, cuts: Mapping[str, Cut], axis: Axis, mesh: Mesh, axes: Sequence[str]) -> RotatedUses:
         paths, num_parts = [self._names[leaf] for leaf in self._weights], math.prod(mesh.shape[one] for one in axes)
-        return rotated_uses(self._joint, paths, dims, axis, self._joint_dims, num_parts)
+        return rotated_uses(self._joint, paths, cuts, axis, self._joint_dims, num_parts)
 
     def _by_name(self, found: Sequence[Any]) -> dict[str, Any]:
         return dict(zip((self._names[leaf] for leaf in self._weights), found, strict=True))

@@ -97,14 +97,17 @@ class Layout:
             )
         return made
 
-    def split_in_pieces(self, dim: int, sizes: tuple[int, ...], axis: Axis) -> "Layout":
+    def split_in_pieces(
+        self, dim: int, sizes: tuple[int, ...], axis: Axis, *, how: Literal["evenly", "rotated"] = "evenly"
+    ) -> "Layout":
         """Returns this layout, with one more axis that splits each of the pieces of a dim where they are used.
 
         It is stored split along another dim that the axis divides, whole where there is none, and exchanged.
 
         **Raises:** `ArgumentError` where that cannot be.
         """
-        if self.pieces is not None or self.by_rows or not 0 <= dim < len(self.shape) or self.dim_axes[dim]:
+        taken = how == "rotated" and (self.rotated is not None or self.is_split)
+        if taken or self.pieces is not None or self.by_rows or not 0 <= dim < len(self.shape) or self.dim_axes[dim]:
             raise ArgumentError(f"dim={dim} of {list(self.shape)} would be split in pieces, and is split otherwise")
         if sum(sizes) != self.shape[dim] or any(size % axis.size for size in sizes):
             raise ArgumentError(
@@ -116,7 +119,8 @@ class Layout:
         stored = min(others, key=self.num_parts) if others else None
         if stored is not None:
             dims[stored] = (*dims[stored], axis)
-        return replace(self, dim_axes=tuple(dims), pieces=InPieces(dim, sizes, axis, stored))
+        rotated = axis.name if how == "rotated" else self.rotated
+        return replace(self, dim_axes=tuple(dims), rotated=rotated, pieces=InPieces(dim, sizes, axis, stored))
 
     def used(self) -> "tuple[Layout, ...]":
         """Returns the layouts of the pieces in which a variable is used: of itself where it is in none."""

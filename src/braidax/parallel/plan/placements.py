@@ -90,18 +90,21 @@ class Rotated:
     A device computes its own samples with one part after another, and no device ever has all of it. Gradients follow
     the parts, so that they and the optimizer's state are split alike (rotated tensor parallelism, arXiv 2311.01635).
 
-    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded.
+    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded. `pieces`: as of `Split`.
     """
 
     dim: int
+    pieces: tuple[int, ...] = ()
 
     def refine(self, layout: Layout, axis: Axis) -> Layout:
         """Splits the dim."""
+        if self.pieces:
+            return layout.split_in_pieces(self.dim, self.pieces, axis, how="rotated")
         return layout.split(self.dim, axis, how="rotated")
 
     def __str__(self) -> str:
         """`rotated`, and the dim."""
-        return f"rotated, dim {self.dim}"
+        return f"rotated, dim {self.dim}{_in_pieces(self.pieces)}"
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,12 @@ class Split:
 
     def __str__(self) -> str:
         """`split`, the dim, and what else is."""
-        pieces = f" in {len(self.pieces)} pieces" if self.pieces else ""
-        return f"split, dim {self.dim}{pieces}" + (
-            ", activations by sequence" if self.activations == "by sequence" else ""
-        )
+        by_sequence = ", activations by sequence" if self.activations == "by sequence" else ""
+        return f"split, dim {self.dim}{_in_pieces(self.pieces)}{by_sequence}"
+
+
+def _in_pieces(pieces: tuple[int, ...]) -> str:
+    return f" in {len(pieces)} pieces" if pieces else ""
 
 
 def check_activations(activations: str) -> None:

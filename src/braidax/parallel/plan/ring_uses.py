@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from braidax.program import Program, rotatable
+from braidax.program import Cut, Program, in_pieces, rotatable
 
 from .layout import Axis
 from .model import RotatedUses
@@ -12,18 +12,21 @@ from .model import RotatedUses
 def rotated_uses(
     program: Program,
     paths: Sequence[str],
-    dims: Mapping[str, int],
+    cuts: Mapping[str, Cut],
     axis: Axis,
     divided: Mapping[int, Any],
     num_batch_parts: int,
 ) -> RotatedUses:
     """Returns how a program uses variables whose parts go around an axis.
 
-    **Arguments:** `program`: its first argument holds the variables at `paths`, in their order. `dims`: by path, which
-    dim is in parts. `divided`: as of `find_batch_dims`. `num_batch_parts`: among how many devices samples are divided.
+    **Arguments:** `program`: its first argument holds the variables at `paths`, in their order. `cuts`: by path, which
+    dim is in parts, and the sizes of pieces that are, none where the dim is whole. `divided`: as of `find_batch_dims`.
+    `num_batch_parts`: among how many devices samples are divided.
     """
-    number = {path: at for at, path in enumerate(paths)}
-    by_leaf = {number[path]: dim for path, dim in dims.items()}
-    found = rotatable(program, by_leaf, axis.size, divided, num_batch_parts)
-    left = {paths[leaf]: why for leaf, why in found.left.items()}
-    return RotatedUses(left, {paths[leaf] for leaf in found.rotated})
+    in_parts = {at: cuts[path] for at, path in enumerate(paths) if path in cuts and cuts[path].sizes}
+    owners = [path for at, path in enumerate(paths) for _ in (in_parts[at].sizes if at in in_parts else (0,))]
+    by_leaf = {leaf: cuts[path].dim for leaf, path in enumerate(owners) if path in cuts}
+    opened = in_pieces(program, in_parts) if in_parts else program
+    found = rotatable(opened, by_leaf, axis.size, divided, num_batch_parts)
+    left = {owners[leaf]: why for leaf, why in found.left.items()}
+    return RotatedUses(left, {owners[leaf] for leaf in found.rotated})

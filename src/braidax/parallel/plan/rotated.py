@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from braidax.program import Cut
+
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Placement, Replicated, Rotated
@@ -59,15 +61,17 @@ class RotatedTensorParallel:
             if path not in used:
                 return _otherwise(sharded[path], left.get(path) or reasons.get(path, ""))
             also = f"; {left[path]}" if path in left else ""
-            return Choice(Rotated(dims[path]), f"{_NAME}: goes around a ring, with its gradient{also}")
+            return Choice(
+                Rotated(dims[path].dim, dims[path].sizes), f"{_NAME}: goes around a ring, with its gradient{also}"
+            )
 
         return chosen(self.overrides, _NAME, model, choose)
 
     def _dims(
         self, model: Model, axis: Axis, taken: Mapping[str, Layout], sharded: Mapping[str, Choice]
-    ) -> tuple[dict[str, int], dict[str, str]]:
+    ) -> tuple[dict[str, Cut], dict[str, str]]:
         """Returns along which dims variables may go around; and of others why they do not."""
-        paths, dims = [*model.variables], dict[str, int]()
+        paths, dims = [*model.variables], dict[str, Cut]()
         picked, reasons, cuts = set[int](), dict[str, str](), model.dims.cuts
         sizes = {
             root: sum(num_bytes(model.variables[paths[leaf]]) for leaf in {leaf for leaf, _ in group.leaves})
@@ -82,19 +86,22 @@ class RotatedTensorParallel:
                 continue
             if group.blocked or group.conflicts & picked or sizes[root] < self.min_bytes:
                 continue
-            if any(leaf in cuts and cuts[leaf].dim == dim for leaf, dim in group.leaves):
+            pieces = {
+                paths[leaf]: cuts[leaf].sizes for leaf, dim in group.leaves if leaf in cuts and cuts[leaf].dim == dim
+            }
+            if any(size % axis.size for several in pieces.values() for size in several):
                 continue
             if not all(_is_free(taken[path], dim) for path, dim in parts):
                 continue
             picked.add(root)
-            dims |= dict(parts)
+            dims |= {path: Cut(dim, pieces.get(path, ())) for path, dim in parts}
         for path, choice in sharded.items():
             if path not in dims and not isinstance(choice.placement, Replicated):
                 layout = taken[path]
                 if layout.is_split or layout.by_rows:
                     reasons[path] = "split along another axis"
                 else:
-                    dims[path] = choice.placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+                    dims[path] = Cut(choice.placement.dim, ())  # pyright: ignore[reportAttributeAccessIssue]
         return dims, reasons
 
 

@@ -13,7 +13,17 @@ from braidax.parallel.plan.model import Model, RotatedUses, RowWork
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.ring_uses import rotated_uses
 from braidax.parallel.plan.strategy import Strategy
-from braidax.program import LeafUses, Program, Site, find_dims_in_pieces, find_sites, join, named_leaves, without_leaves
+from braidax.program import (
+    Cut,
+    LeafUses,
+    Program,
+    Site,
+    find_dims_in_pieces,
+    find_sites,
+    join,
+    named_leaves,
+    without_leaves,
+)
 
 from .feed import RowFeed
 from .options import RowOptions, row_options
@@ -82,9 +92,9 @@ class ReadRows:
             found[paths[site.value.entry.leaf]].append(site)
         return {path: tuple(sites) for path, sites in found.items()}
 
-    def _rotated(self, num_batch_parts: int, dims: Mapping[str, int], axis: Axis) -> RotatedUses:
+    def _rotated(self, num_batch_parts: int, cuts: Mapping[str, Cut], axis: Axis) -> RotatedUses:
         paths = [path for path, _ in named_leaves(self._program.in_specs[0], _ROOT)]
-        return rotated_uses(self._program, paths, dims, axis, {BATCH: 0}, num_batch_parts)
+        return rotated_uses(self._program, paths, cuts, axis, {BATCH: 0}, num_batch_parts)
 
     def _no_rows(self, path: str) -> str:
         name = path.removeprefix(f"{_ROOT}/")
