@@ -44,6 +44,9 @@ _SUMMED_EARLY = (
     ),
 )
 
+_FEWEST_BYTES, _MOST_BYTES = 2**20, 30 * 2**20
+"""Messages shorter than the first are not worth one of their own; XLA makes none that is longer than the second."""
+
 
 class Sizes(NamedTuple):
     """Bytes of weights. **Fields:** of the `layer` that a loop uses in a turn, and the `longest` outside of loops."""
@@ -70,6 +73,10 @@ def options_that_hide(
         *(_GATHERED_EARLY if bytes_gathered else ()),
         *(_SUMMED_EARLY if bytes_whole > bytes_gathered else ()),
     )
+    together = max(whole.longest, whole.layer, _FEWEST_BYTES)
+    if whole.longest > 0 and together < min(bytes_whole, _MOST_BYTES):
+        why = "the first gradients, and those of rows, cross while products make the last: a message is as one weight"
+        options = (*options, CompilerOption("xla_gpu_all_reduce_combine_threshold_bytes", together, why))
     sizes = gathered if bytes_gathered >= bytes_whole else whole
     if sizes.longest > sizes.layer > 0:
         options = (*options, _SEVERAL)
