@@ -10,7 +10,7 @@ import numpy as np
 from .exchange import Exchange, starts
 from .route import Round, Route, next_round, swap
 
-Read = Callable[[int, jax.Array], jax.Array]  # (table, local rows [m]) -> their values [m, D]; 0 beyond the table
+Read = Callable[[jax.Array], jax.Array]  # (local rows [m], table after table) -> values [m, D]; 0 beyond the table
 Visit = Callable[[Any, jax.Array, jax.Array], Any]  # (carry, local rows [m], gradients [m, D]) -> carry
 
 
@@ -25,10 +25,7 @@ def pull(exchange: Exchange, route: Route, read: Read) -> tuple[jax.Array, jax.A
     **Returns:** `[n, D]`, zero where an id is −1, and the number of rounds, an int32 scalar.
     """
 
-    @jax.jit  # so that it is traced once, for its shape too
-    def values_of(current: Round) -> jax.Array:
-        parts = zip(range(len(exchange.num_rows)), pieces(current.rows, exchange.num_owned), strict=True)
-        return jnp.concatenate([read(table, rows) for table, rows in parts if rows.size])
+    read = jax.jit(read)  # so that it is traced once, for its shape too
 
     def go_on(state: tuple[Any, ...]) -> jax.Array:
         return state[0]
@@ -37,7 +34,7 @@ def pull(exchange: Exchange, route: Route, read: Read) -> tuple[jax.Array, jax.A
     # where other work may be done meanwhile. What reads is large, and compiled once.
     def turn(state: tuple[Any, ...]) -> tuple[Any, ...]:
         _, num_rounds, current, rows, _ = state
-        values, more = values_of(current), current.more[0]
+        values, more = read(current.rows), current.more[0]
         rows, following = jax.lax.cond(
             more,
             lambda: (_received(exchange, current, values, rows), next_round(exchange, route, current.until)),
@@ -45,7 +42,7 @@ def pull(exchange: Exchange, route: Route, read: Read) -> tuple[jax.Array, jax.A
         )
         return more, num_rounds + 1, following, rows, values
 
-    values = jax.eval_shape(values_of, route.first)
+    values = jax.eval_shape(read, route.first.rows)
     nothing = (jnp.zeros((route.keys.size, *values.shape[1:]), values.dtype), jnp.zeros(values.shape, values.dtype))
     start = (jnp.ones((), bool), jnp.zeros((), jnp.int32), route.first, *nothing)
     _, num_rounds, last, rows, values = jax.lax.while_loop(go_on, turn, start)
