@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from braidax.errors import ArgumentError
+from braidax.parallel.rows.moving.batched import LateRows, settled
 from braidax.parallel.rows.moving.optimizers import RowOptimizer, RowState
-from braidax.parallel.rows.moving.together import Behind, settled
 
 from . import travel
 from .exchange import Exchange
@@ -238,10 +238,10 @@ def settle_rows(
 
 def _taken(
     optimizer: RowOptimizer, rows: jax.Array, table: jax.Array, state: RowState, *, whole: bool = False
-) -> Behind:
+) -> LateRows:
     """Rows of a table, and what is kept of them: all of it, or what they are brought up by."""
     kept = state.rows if whole or optimizer.settle is not None else ()
-    return Behind(_take(table, rows), jax.tree.map(lambda leaf: _take(leaf, rows), kept), state.shared)
+    return LateRows(_take(table, rows), jax.tree.map(lambda leaf: _take(leaf, rows), kept), state.shared)
 
 
 def _move(

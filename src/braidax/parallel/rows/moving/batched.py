@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .optimizers import RowOptimizer
 
 
-class Behind(NamedTuple):
+class LateRows(NamedTuple):
     """Rows of a table that may lag behind. **Fields:** `values`, `rows`, `shared`: as of `RowOptimizer.settle`."""
 
     values: jax.Array
@@ -17,7 +17,7 @@ class Behind(NamedTuple):
     shared: Any
 
 
-def settled(optimizers: Sequence[RowOptimizer], tables: Sequence[Behind]) -> list[tuple[jax.Array, Any]]:
+def settled(optimizers: Sequence[RowOptimizer], tables: Sequence[LateRows]) -> list[tuple[jax.Array, Any]]:
     """Brings up rows of several tables, those of optimizers that are `alike` together.
 
     **Returns:** values and what is kept of rows, of each table.
@@ -37,13 +37,13 @@ def settled(optimizers: Sequence[RowOptimizer], tables: Sequence[Behind]) -> lis
     return [found[at] for at in range(len(tables))]
 
 
-def _form(one: Behind) -> Any:
+def _form(one: LateRows) -> Any:
     """What must be the same of arrays that are laid one behind the other."""
     leaves, structure = jax.tree.flatten((one.values, one.rows))
     return structure, tuple((leaf.shape[1:], str(leaf.dtype)) for leaf in leaves)
 
 
-def _joined(tables: Sequence[Behind]) -> Behind:
+def _joined(tables: Sequence[LateRows]) -> LateRows:
     """Lays rows one behind the other; each has the clock, and what steps made of values, of its own table."""
 
     def of_rows(*numbers: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ def _joined(tables: Sequence[Behind]) -> Behind:
     shared = [one.shared for one in tables]
     clock, grown = jax.tree.map(of_rows, *[(now.clock, now.grown) for now in shared])
     values, rows = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *[(one.values, one.rows) for one in tables])
-    return Behind(values, rows, shared[0]._replace(clock=clock, grown=grown))
+    return LateRows(values, rows, shared[0]._replace(clock=clock, grown=grown))
 
 
 def _parted(moved: tuple[jax.Array, Any], sizes: Sequence[int]) -> list[tuple[jax.Array, Any]]:

@@ -10,7 +10,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.parallel import rows
-from braidax.parallel.rows.moving.together import Behind, settled
+from braidax.parallel.rows.moving.batched import LateRows, settled
 
 WIDTH, CLOCK = 3, 50
 TABLES = {"first": 40, "second": 17, "third": 9}
@@ -23,7 +23,7 @@ def optimizers(optimizer: optax.GradientTransformation) -> tuple[list[rows.Table
     return [*found.values()], [rows.table_optimizer(one) for one in found.values()]
 
 
-def behind(table: rows.TableUpdate, seed: int, num_rows: int) -> Behind:
+def late_rows(table: rows.TableUpdate, seed: int, num_rows: int) -> LateRows:
     """Rows that have missed up to 30 steps, some none, of a table with a clock of its own."""
     random, clock = np.random.default_rng(seed), CLOCK - seed
     last = (clock - random.integers(0, 30, num_rows)).astype(np.int32)
@@ -34,7 +34,7 @@ def behind(table: rows.TableUpdate, seed: int, num_rows: int) -> Behind:
         grown = (jnp.float32(-1e-4 * clock), jnp.float32(0))
     scalars = tuple(jnp.int32(CLOCK) for _ in table.catch_up.scalars) if table.catch_up else ()
     values = jnp.asarray(random.normal(size=(num_rows, WIDTH)), jnp.float32)
-    return Behind(values, {**kept, "last": jnp.asarray(last)}, rows.Now(jnp.int32(clock), scalars, (), grown))
+    return LateRows(values, {**kept, "last": jnp.asarray(last)}, rows.Now(jnp.int32(clock), scalars, (), grown))
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw by a schedule", "momentum"])
@@ -47,7 +47,7 @@ def test_together_rows_are_what_they_are_alone(kind: str) -> None:
     updates, moving = optimizers(optimizer)
     assert len({one.alike for one in moving}) == 1
     assert moving[0].alike is not None
-    late = [behind(update, seed, size) for seed, (update, size) in enumerate(zip(updates, (5, 8, 0), strict=True))]
+    late = [late_rows(update, seed, size) for seed, (update, size) in enumerate(zip(updates, (5, 8, 0), strict=True))]
     together = jax.jit(lambda late: settled(moving, late))(late)
     for one, optimizer, found in zip(late[:2], moving[:2], together[:2], strict=True):
         assert optimizer.settle is not None
@@ -78,7 +78,7 @@ def test_what_brings_rows_up_is_compiled_once_however_many_tables_and_rounds() -
         return [one.as_text().count("exponential_minus_one") for one in step.lower()]
 
     updates, moving = optimizers(optax.adam(1e-2))
-    text = jax.jit(lambda one: settled(moving[:1], [one])).lower(behind(updates[0], 0, 4)).as_text()
+    text = jax.jit(lambda one: settled(moving[:1], [one])).lower(late_rows(updates[0], 0, 4)).as_text()
     once = text.count("exponential_minus_one")
     assert once > 0
     assert counted(["first"]) == counted([*TABLES]) == [once, once]
