@@ -15,6 +15,7 @@ from braidax.parallel.plan.compiling import Sizes, options_that_hide
 
 LAYERS, WIDTH, SAMPLES, LENGTH, DEVICES = 6, 512, 64, 128, 8
 LAYER = 4 * 2 * WIDTH * 4 * WIDTH
+MIB = 2**20
 
 
 def init(key: jax.Array, vocabulary: int) -> Any:
@@ -97,4 +98,17 @@ def test_options_follow_what_is_sent_and_the_platform() -> None:
     for sizes in ([large, small], [small, large]):
         found = [{one.name for one in options_that_hide("gpu", [(kind, 10)], *sizes)} for kind in (gathered, whole)]
         assert [f"xla_gpu_{several}" in names for names in found] == [one is large for one in sizes]
+    together: dict[Sizes, list[Any]] = {}
+    for sizes in (
+        Sizes(0, 3 * MIB),
+        Sizes(5 * MIB, 3 * MIB),
+        Sizes(0, MIB // 2),
+        Sizes(5 * MIB, 0),
+        Sizes(0, 30 * MIB),
+    ):
+        options = options_that_hide("gpu", [(whole, 40 * MIB)], whole=sizes)
+        together[sizes] = [one.value for one in options if one.name == "xla_gpu_all_reduce_combine_threshold_bytes"]
+    assert list(together.values()) == [[3 * MIB], [5 * MIB], [MIB], [], []]
+    few = options_that_hide("gpu", [(whole, MIB)], whole=Sizes(0, MIB))
+    assert not any("combine" in one.name for one in few)
     assert options_that_hide("cpu", [(gathered, 10)]) == options_that_hide("tpu", [(gathered, 10)]) == ()

@@ -45,6 +45,9 @@ _SUMMED_EARLY = (
     ),
 )
 
+_FEWEST_BYTES, _MOST_BYTES = 2**20, 30 * 2**20
+"""Messages shorter than the first are not worth one of their own; XLA makes none that is longer than the second."""
+
 
 def keeps_order(platform: str) -> bool:
     """Returns whether a platform's compiler lets a program say what is computed behind what; that for CPUs does not."""
@@ -76,6 +79,10 @@ def options_that_hide(
         *(_GATHERED_EARLY if bytes_gathered else ()),
         *(_SUMMED_EARLY if bytes_whole > bytes_gathered else ()),
     )
+    together = max(whole.longest, whole.layer, _FEWEST_BYTES)
+    if whole.longest > 0 and together < min(bytes_whole, _MOST_BYTES):
+        why = "the first gradients, and those of rows, cross while products make the last: a message is as one weight"
+        options = (*options, CompilerOption("xla_gpu_all_reduce_combine_threshold_bytes", together, why))
     sizes = gathered if bytes_gathered >= bytes_whole else whole
     if any(layout.rotated is not None for layout, _ in variables):
         options = (*options, _BOTH_AROUND)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from braidax.errors import ArgumentError
+from braidax.parallel.rows.moving.batched import LateRows, settled
 from braidax.parallel.rows.moving.optimizers import RowOptimizer, RowState
 
 from . import travel
@@ -74,18 +75,16 @@ def pull_rows(
     **Returns:** `Pulled`. **Raises:** `ArgumentError` when the tables do not fit one exchange.
     """
     _check_tables(exchange, tables)
-    settles = [optimizer.settle for optimizer in optimizers] if optimizers else [None] * len(tables)
     kept = tuple(states) if states else (RowState((), ()),) * len(tables)
     shapes = [(x.shape[0] // exchange.num_parts, *x.shape[1:]) for x in like]
 
     def local(route: Route, tables: Any, states: Any) -> Any:
-        def read(table: int, rows: jax.Array) -> jax.Array:
-            values = _take(tables[table], rows)
-            settle = settles[table]
-            if settle is None:
-                return values
-            held = jax.tree.map(lambda leaf: _take(leaf, rows), states[table].rows)
-            return settle(values, held, states[table].shared)[0]
+        def read(rows: jax.Array) -> jax.Array:
+            parts = travel.pieces(rows, exchange.num_owned)
+            if optimizers is None:
+                return jnp.concatenate([_take(table, at) for table, at in zip(tables, parts, strict=True)])
+            taken = [_taken(*one) for one in zip(optimizers, parts, tables, states, strict=True)]
+            return jnp.concatenate([values for values, _ in settled(optimizers, taken)])
 
         rows, num_rounds = travel.pull(exchange, route, read)
         parts = travel.pieces(rows, exchange.hops[0].num_inputs)
@@ -182,10 +181,11 @@ def update_rows(
     def local(route: Route, pushed: Pushed, tables: Any, states: Any) -> Any:
         def visit(carry: Any, rows: jax.Array, sums: jax.Array) -> Any:
             tables, held, _ = carry
-            parts = zip(optimizers, *_by_table(exchange, rows, sums), tables, held, states, strict=True)
-            moved = [
-                _move(optimizer, at, own, table, rows, old.shared) for optimizer, at, own, table, rows, old in parts
-            ]
+            parts, own = _by_table(exchange, rows, sums)
+            now = [RowState(rows, old.shared) for rows, old in zip(held, states, strict=True)]
+            taken = [_taken(*one, whole=True) for one in zip(optimizers, parts, tables, now, strict=True)]
+            brought = settled(optimizers, taken)
+            moved = [_move(*one) for one in zip(optimizers, parts, own, tables, now, brought, strict=True)]
             return tuple(zip(*moved, strict=True))
 
         carry = (tables, tuple(state.rows for state in states), tuple(state.shared for state in states))
@@ -236,20 +236,31 @@ def settle_rows(
     return island(axes, local, (*specs, PartitionSpec()), specs)(table, state, asked)
 
 
+def _taken(
+    optimizer: RowOptimizer, rows: jax.Array, table: jax.Array, state: RowState, *, whole: bool = False
+) -> LateRows:
+    """Rows of a table, and what is kept of them: all of it, or what they are brought up by."""
+    kept = state.rows if whole or optimizer.settle is not None else ()
+    return LateRows(_take(table, rows), jax.tree.map(lambda leaf: _take(leaf, rows), kept), state.shared)
+
+
 def _move(
-    optimizer: RowOptimizer, rows: jax.Array, gradients: jax.Array, table: jax.Array, held: Any, shared: Any
+    optimizer: RowOptimizer,
+    rows: jax.Array,
+    gradients: jax.Array,
+    table: jax.Array,
+    state: RowState,
+    brought: tuple[jax.Array, Any],
 ) -> tuple[jax.Array, Any, Any]:
-    """One table's touched rows: gather, update, scatter back. What is beyond the table is dropped."""
-    taken, values = jax.tree.map(lambda leaf: _take(leaf, rows), held), _take(table, rows)
-    if optimizer.settle is not None:
-        values, taken = optimizer.settle(values, taken, shared)
-    moves, taken, shared = optimizer.update(gradients, values, taken, shared)
+    """One table's touched rows, which have been brought up: updated, and scattered back. What is beyond is dropped."""
+    values, taken = brought
+    moves, taken, shared = optimizer.update(gradients, values, taken, state.shared)
     if optimizer.settle is None and moves.dtype == table.dtype:
         moves = moves.reshape(-1, *table.shape[1:])
         table = table.at[rows].add(moves, mode="drop", unique_indices=True)
     else:
         table = _put(table, rows, values + moves)
-    return table, jax.tree.map(lambda leaf, new: _put(leaf, rows, new), held, taken), shared
+    return table, jax.tree.map(lambda leaf, new: _put(leaf, rows, new), state.rows, taken), shared
 
 
 def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:

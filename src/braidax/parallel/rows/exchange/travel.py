@@ -10,7 +10,7 @@ import numpy as np
 from .exchange import Exchange, starts
 from .route import Round, Route, next_round, swap
 
-Read = Callable[[int, jax.Array], jax.Array]  # (table, local rows [m]) -> their values [m, D]; 0 beyond the table
+Read = Callable[[jax.Array], jax.Array]  # (local rows [m], table after table) -> values [m, D]; 0 beyond the table
 Visit = Callable[[Any, jax.Array, jax.Array], Any]  # (carry, local rows [m], gradients [m, D]) -> carry
 
 
@@ -24,20 +24,29 @@ def pull(exchange: Exchange, route: Route, read: Read) -> tuple[jax.Array, jax.A
 
     **Returns:** `[n, D]`, zero where an id is −1, and the number of rounds, an int32 scalar.
     """
-    rows = _pull_round(exchange, route.first, read)
+
+    read = jax.jit(read)  # so that it is traced once, for its shape too
 
     def go_on(state: tuple[Any, ...]) -> jax.Array:
-        return state[1][0]
+        return state[0]
 
-    def again(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        rows, _, until, num_rounds = state
-        current = next_round(exchange, route, until)
-        # A slot holds no id in two rounds, so that adding puts each row in its place.
-        return rows + _pull_round(exchange, current, read), current.more, current.until, num_rounds + 1
+    # A turn reads, and sends if another turn follows: the last round, mostly the only one, is sent behind the loop,
+    # where other work may be done meanwhile. What reads is large, and compiled once.
+    def turn(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        _, num_rounds, current, rows, _ = state
+        values, more = read(current.rows), current.more[0]
+        rows, following = jax.lax.cond(
+            more,
+            lambda: (_received(exchange, current, values, rows), next_round(exchange, route, current.until)),
+            lambda: (rows, current),
+        )
+        return more, num_rounds + 1, following, rows, values
 
-    start = (rows, route.first.more, route.first.until, jnp.ones((), jnp.int32))
-    rows, _, _, num_rounds = jax.lax.while_loop(go_on, again, start)
-    return rows, num_rounds
+    values = jax.eval_shape(read, route.first.rows)
+    nothing = (jnp.zeros((route.keys.size, *values.shape[1:]), values.dtype), jnp.zeros(values.shape, values.dtype))
+    start = (jnp.ones((), bool), jnp.zeros((), jnp.int32), route.first, *nothing)
+    _, num_rounds, last, rows, values = jax.lax.while_loop(go_on, turn, start)
+    return _received(exchange, last, values, rows), num_rounds
 
 
 def push(exchange: Exchange, current: Round, gradients: jax.Array) -> jax.Array:
@@ -77,24 +86,28 @@ def fold(exchange: Exchange, route: Route, first: jax.Array, gradients: jax.Arra
     **Arguments:** `first`: what `push` gave for the first round. `gradients`: `[n, D]`, for rounds that may follow.
     `visit`: takes and returns the carry. **Returns:** the last carry.
     """
-    carry = visit(carry, route.first.rows, first)
 
     def go_on(state: tuple[Any, ...]) -> jax.Array:
-        return state[1][0]
+        return state[0]
 
-    def again(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        carry, _, until = state
-        current = next_round(exchange, route, until)
-        return visit(carry, current.rows, push(exchange, current, gradients)), current.more, current.until
+    def turn(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        _, current, sums, carry = state
+        more, carry = current.more[0], visit(carry, current.rows, sums)
 
-    return jax.lax.while_loop(go_on, again, (carry, route.first.more, route.first.until))[0]
+        def following() -> tuple[Round, jax.Array]:
+            after = next_round(exchange, route, current.until)
+            return after, push(exchange, after, gradients)
+
+        current, sums = jax.lax.cond(more, following, lambda: (current, sums))
+        return more, current, sums, carry
+
+    return jax.lax.while_loop(go_on, turn, (jnp.ones((), bool), route.first, first, carry))[-1]
 
 
-def _pull_round(exchange: Exchange, current: Round, read: Read) -> jax.Array:
-    parts = zip(range(len(exchange.num_rows)), pieces(current.rows, exchange.num_owned), strict=True)
-    values = jnp.concatenate([read(table, rows) for table, rows in parts if rows.size])
+def _received(exchange: Exchange, current: Round, values: jax.Array, rows: jax.Array) -> jax.Array:
+    """Sends the values of a round's rows to those that use them, and puts what comes in its place among `rows`."""
     for hop, slots, places in reversed(list(zip(exchange.hops, current.slots, current.places, strict=True))):
         sent = values.at[places].get(mode="fill", fill_value=0)
         received = swap(hop, sent.reshape(hop.num_peers, hop.num_slots, -1))
         values = received.reshape(np.prod(received.shape[:2]), -1).at[slots].get(mode="fill", fill_value=0)
-    return values
+    return jnp.where((current.slots[0] < sum(exchange.hops[0].num_received))[:, None], values, rows)

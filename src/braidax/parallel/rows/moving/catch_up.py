@@ -3,7 +3,7 @@
 Where it is known how, they are summed up (`fading`). Others are taken one by one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -37,6 +37,16 @@ def settling(table: TableUpdate) -> Settle:
         return values, settled | copies(catch_up, now, missed.shape)
 
     return settle
+
+
+def alike(table: TableUpdate, catch_up: CatchUp) -> Hashable:
+    """Returns what is the same for tables whose rows are brought up by the same terms of the same numbers.
+
+    None where missed steps are taken one by one, which would be as many for all as for the last of them.
+    """
+    if catch_up.form is None:
+        return None
+    return catch_up.form, catch_up.scalars, tuple(one.name for one in table.kept)
 
 
 def copies(catch_up: CatchUp, now: Now, shape: tuple[int, ...]) -> Rows:

@@ -1,7 +1,7 @@
 """Optimizers that move the touched rows of a table, made from what an optax transformation is proven to do to rows."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import optax
 from braidax.errors import ArgumentError
 from braidax.program import compute, sums_below, terms_between
 
-from .catch_up import copies, next_grown, no_growth, settling
+from .catch_up import alike, copies, next_grown, no_growth, settling
 from .now import Now
 from .split import Split, TracedOptimizer, mixing
 from .table_update import TableUpdate
@@ -38,12 +38,14 @@ class RowOptimizer(NamedTuple):
     **Fields:** `init(table) -> RowState`, for a stored table. `settle(values, rows, shared) -> (values, rows)`: rows as
     they would be had every step moved them, and what is kept of them, or None where only touched rows ever move.
     `update(gradients, values, rows, shared) -> (moves, rows, shared)`: for touched rows, `[m, D]` each, or `[m]` where
-    there is one number a row, which have been settled; `moves` are added to the values.
+    there is one number a row, which have been settled; `moves` are added to the values. `alike`: where it is the same,
+    `settle` takes rows of several tables, each with its own clock; None where it does not.
     """
 
     init: Callable[[jax.Array], RowState]
     update: Callable[[jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
     settle: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]] | None = None
+    alike: Hashable = None
 
 
 def table_optimizer(table: TableUpdate) -> RowOptimizer:
@@ -64,7 +66,9 @@ def table_optimizer(table: TableUpdate) -> RowOptimizer:
         } | kept_besides(table, now, values.shape[:1], taken=True)
         return moves.reshape(values.shape), new, now
 
-    return RowOptimizer(init, update, settling(table) if table.catch_up is not None else None)
+    if table.catch_up is None:
+        return RowOptimizer(init, update)
+    return RowOptimizer(init, update, settling(table), alike(table, table.catch_up))
 
 
 def kept_besides(table: TableUpdate, now: Now, shape: tuple[int, ...], *, taken: bool = False) -> dict[str, Any]:
