@@ -38,6 +38,15 @@ _GATHERED_EARLY = (
         "what is there early is not scattered with what is last",
     ),
 )
+_GATHERED_UNDER_PRODUCTS = (
+    CompilerOption(
+        "xla_latency_hiding_scheduler_enable_selective_resources", True, "a message is not put where nothing hides it"
+    ),
+    CompilerOption("xla_lhs_make_all_gather_selective", True, "a weight is gathered while matrices are multiplied"),
+)
+_GATHERED_A_TURN_EARLIER = CompilerOption(
+    "xla_tpu_enable_ici_ag_pipelining", True, "a loop gathers the next layer's weights while it uses this one's"
+)
 _SUMMED_EARLY = (
     CompilerOption(
         "xla_gpu_enable_pipelined_all_reduce", True, "a loop sums a layer's gradients while it computes the next one's"
@@ -58,13 +67,17 @@ _NO_SIZES = Sizes()
 def options_that_hide(
     platform: str, variables: Sequence[tuple[Layout, int]], gathered: Sizes = _NO_SIZES, whole: Sizes = _NO_SIZES
 ) -> tuple[CompilerOption, ...]:
-    """Returns the options with which a platform's compiler hides what is sent for variables; for GPUs there are such.
+    """Returns the options with which a platform's compiler hides what is sent for variables.
+
+    For GPUs and TPUs there are such.
 
     **Arguments:** `variables`: how each lies, and its bytes. `gathered`, `whole`: sizes of those that are.
     """
+    bytes_gathered = sum(size for layout, size in variables if layout.gathered)
+    if platform == "tpu" and bytes_gathered:
+        return (*((_GATHERED_A_TURN_EARLIER,) if gathered.layer else ()), *_GATHERED_UNDER_PRODUCTS)
     if platform != "gpu":
         return ()
-    bytes_gathered = sum(size for layout, size in variables if layout.gathered)
     bytes_whole = sum(size for layout, size in variables if not layout.gathered and not layout.by_rows)
     options = (
         *(_GATHERED_EARLY if bytes_gathered else ()),
