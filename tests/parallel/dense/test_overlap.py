@@ -107,9 +107,11 @@ def test_options_follow_what_is_sent_and_the_platform() -> None:
     for sizes in ([large, small], [small, large]):
         found = [{one.name for one in options_that_hide("gpu", [(kind, 10)], *sizes)} for kind in (gathered, whole)]
         assert [f"xla_gpu_{several}" in names for names in found] == [one is large for one in sizes]
-    assert options_that_hide("cpu", [(gathered, 10)]) == options_that_hide("tpu", [(whole, 10)]) == ()
+    assert options_that_hide("cpu", [(gathered, 10)]) == ()
+    assert options_that_hide("tpu", [(whole, 10)], device_kind="TPU v5 lite") == ()
+    assert options_that_hide("tpu", [(gathered, 10)], device_kind="TPU v6 lite") == ()
     selective = ["xla_latency_hiding_scheduler_enable_selective_resources", "xla_lhs_make_all_gather_selective"]
     pipelined = ["xla_tpu_enable_ici_ag_pipelining", *selective]
     for sizes, expected in ((Sizes(layer=5), pipelined), (Sizes(longest=5), selective)):
-        found = options_that_hide("tpu", [(gathered, 10), (whole, 20)], sizes)
+        found = options_that_hide("tpu", [(gathered, 10), (whole, 20)], sizes, device_kind="TPU v5 lite")
         assert [(one.name, one.value) for one in found] == [(name, True) for name in expected]

@@ -38,6 +38,7 @@ _GATHERED_EARLY = (
         "what is there early is not scattered with what is last",
     ),
 )
+_V5E = ("TPU v5 lite", "TPU v5e")  # v5p and v6e were seen to begin no gather early, with these options either
 _GATHERED_UNDER_PRODUCTS = (
     CompilerOption(
         "xla_latency_hiding_scheduler_enable_selective_resources", True, "a message is not put where nothing hides it"
@@ -65,16 +66,22 @@ _NO_SIZES = Sizes()
 
 
 def options_that_hide(
-    platform: str, variables: Sequence[tuple[Layout, int]], gathered: Sizes = _NO_SIZES, whole: Sizes = _NO_SIZES
+    platform: str,
+    variables: Sequence[tuple[Layout, int]],
+    gathered: Sizes = _NO_SIZES,
+    whole: Sizes = _NO_SIZES,
+    *,
+    device_kind: str = "",
 ) -> tuple[CompilerOption, ...]:
     """Returns the options with which a platform's compiler hides what is sent for variables.
 
-    For GPUs and TPUs there are such.
+    For GPUs and some TPUs there are such.
 
     **Arguments:** `variables`: how each lies, and its bytes. `gathered`, `whole`: sizes of those that are.
+    `device_kind`: as JAX has it.
     """
     bytes_gathered = sum(size for layout, size in variables if layout.gathered)
-    if platform == "tpu" and bytes_gathered:
+    if platform == "tpu" and device_kind in _V5E and bytes_gathered:
         return (*((_GATHERED_A_TURN_EARLIER,) if gathered.layer else ()), *_GATHERED_UNDER_PRODUCTS)
     if platform != "gpu":
         return ()
