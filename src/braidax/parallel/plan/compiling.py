@@ -45,8 +45,13 @@ _GATHERED_UNDER_PRODUCTS = (
     ),
     CompilerOption("xla_lhs_make_all_gather_selective", True, "a weight is gathered while matrices are multiplied"),
 )
-_GATHERED_A_TURN_EARLIER = CompilerOption(
-    "xla_tpu_enable_ici_ag_pipelining", True, "a loop gathers the next layer's weights while it uses this one's"
+_GATHERED_A_TURN_EARLIER = (
+    CompilerOption(
+        "xla_tpu_enable_ici_ag_pipelining", True, "a loop gathers the next layer's weights while it uses this one's"
+    ),
+    CompilerOption(
+        "xla_tpu_max_ag_pipelining_per_loop", 2, "a layer's first weights; before others it has products of its own"
+    ),
 )
 _SUMMED_EARLY = (
     CompilerOption(
@@ -82,7 +87,7 @@ def options_that_hide(
     """
     bytes_gathered = sum(size for layout, size in variables if layout.gathered)
     if platform == "tpu" and device_kind in _V5E and bytes_gathered:
-        return (*((_GATHERED_A_TURN_EARLIER,) if gathered.layer else ()), *_GATHERED_UNDER_PRODUCTS)
+        return (*(_GATHERED_A_TURN_EARLIER if gathered.layer else ()), *_GATHERED_UNDER_PRODUCTS)
     if platform != "gpu":
         return ()
     bytes_whole = sum(size for layout, size in variables if not layout.gathered and not layout.by_rows)
