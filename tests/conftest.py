@@ -102,8 +102,9 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def aot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a test find the compiler for GPUs, which lies beside the environment; JAX has begun without it."""
+    """Lets a test find the compilers of GPUs and TPUs, which lie beside the environment; JAX has begun without them."""
     jax.devices()
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # JAX has read it; libtpu ends the process where it knows no flag
     monkeypatch.syspath_prepend(str(AOT))
     if not AOT.exists() and importlib.util.find_spec("jax_plugins") is None:
         pytest.skip(f"needs jax-cuda12-pjrt: make .venv/stamp-test installs it into {AOT}")

@@ -26,14 +26,15 @@ def options_of_plan(plan: Plan, mesh: Mesh, model: Model) -> tuple[CompilerOptio
 
     **Arguments:** `model`: that the plan was made for.
     """
-    platform, layouts = mesh.devices.flat[0].platform, layouts_of(plan)
-    if platform == "cpu":
+    device, layouts = mesh.devices.flat[0], layouts_of(plan)
+    if device.platform == "cpu":
         return ()
     by_path = {one.path: layout for one, layout in zip(plan.variables, layouts, strict=True)}
     gathered = {path: layout for path, layout in by_path.items() if layout.gathered}
     whole = {path: layout for path, layout in by_path.items() if not layout.moving and not layout.by_rows}
     sizes = [(layout, one.num_bytes) for layout, one in zip(layouts, plan.variables, strict=True)]
-    return options_that_hide(platform, sizes, sizes_of(gathered, model.sites), sizes_of(whole, model.sites))
+    sizes_of_both = sizes_of(gathered, model.sites), sizes_of(whole, model.sites)
+    return options_that_hide(device.platform, sizes, *sizes_of_both, device_kind=device.device_kind)
 
 
 def compiler_options(

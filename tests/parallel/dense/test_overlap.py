@@ -1,4 +1,4 @@
-"""What runs while weights are gathered and gradients are summed, by the compiler for H100s."""
+"""What runs while weights are gathered and gradients are summed, by the compilers for H100s and TPUs."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def init(key: jax.Array, vocabulary: int) -> Any:
     }
 
 
-def compiled(strategies: Mapping[str, Any], vocabulary: int = 4096) -> bx.CompiledStep:
+def compiled(strategies: Mapping[str, Any], vocabulary: int = 4096, target: str = "h100:8") -> bx.CompiledStep:
     def loss(params: Any, batch: Any) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
             return x + jnp.tanh(jnp.tanh(x) @ w["up"]) @ w["down"], None
@@ -43,7 +43,7 @@ def compiled(strategies: Mapping[str, Any], vocabulary: int = 4096) -> bx.Compil
         loss, optax.sgd(1e-3), mesh, strategies, init=partial(init, vocabulary=vocabulary), batch=batch
     )
     assert step.plan.compiler_options == ()  # for CPU there are none
-    return step.compile_for("h100:8")
+    return step.compile_for(target)
 
 
 @pytest.mark.usefixtures("aot")
@@ -63,6 +63,18 @@ def test_only_the_first_gather_and_the_last_sum_of_fully_sharded_layers_wait(voc
     assert exposed["all-to-all"] <= 2 * part * rows
     # Weights of layers cross twice, and their gradients; the table, whose rows are looked up in parts, once each way.
     assert found.sent_bytes == pytest.approx(part * (3 * LAYERS * LAYER + 2 * table + 2 * rows + ids), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("aot")
+def test_tpus_gather_a_layer_under_another_one() -> None:
+    found = compiled({"data": bx.FullySharded()}, target="v5e:2x4")
+    gathers = [one for one in found.collectives if one.kind == "all-gather"]
+    in_loops = sorted((one.times, one.is_covered) for one in gathers if one.times > 1)
+    # Forward a layer is one fusion of both products, which hides one gather.
+    assert in_loops == [(LAYERS - 1, False), *[(LAYERS - 1, True)] * 3]
+    (table,) = (one for one in gathers if one.result_bytes == 2 * 4096 * WIDTH)
+    assert table.is_covered
 
 
 @pytest.mark.usefixtures("aot")
@@ -111,4 +123,12 @@ def test_options_follow_what_is_sent_and_the_platform() -> None:
     assert list(together.values()) == [[3 * MIB], [5 * MIB], [MIB], [], []]
     few = options_that_hide("gpu", [(whole, MIB)], whole=Sizes(0, MIB))
     assert not any("combine" in one.name for one in few)
-    assert options_that_hide("cpu", [(gathered, 10)]) == options_that_hide("tpu", [(gathered, 10)]) == ()
+    assert options_that_hide("cpu", [(gathered, 10)]) == ()
+    assert options_that_hide("tpu", [(whole, 10)], device_kind="TPU v5 lite") == ()
+    assert options_that_hide("tpu", [(gathered, 10)], device_kind="TPU v6 lite") == ()
+    selective = ["xla_latency_hiding_scheduler_enable_selective_resources", "xla_lhs_make_all_gather_selective"]
+    products = dict.fromkeys(selective, True)
+    earlier = {"xla_tpu_enable_ici_ag_pipelining": True, "xla_tpu_max_ag_pipelining_per_loop": 2}
+    for sizes, expected in ((Sizes(layer=5), {**earlier, **products}), (Sizes(longest=5), products)):
+        found = options_that_hide("tpu", [(gathered, 10), (whole, 20)], sizes, device_kind="TPU v5 lite")
+        assert {one.name: one.value for one in found} == expected

@@ -39,6 +39,21 @@ _GATHERED_EARLY = (
         "what is there early is not scattered with what is last",
     ),
 )
+_V5E = ("TPU v5 lite", "TPU v5e")  # v5p and v6e were seen to begin no gather early, with these options either
+_GATHERED_UNDER_PRODUCTS = (
+    CompilerOption(
+        "xla_latency_hiding_scheduler_enable_selective_resources", True, "a message is not put where nothing hides it"
+    ),
+    CompilerOption("xla_lhs_make_all_gather_selective", True, "a weight is gathered while matrices are multiplied"),
+)
+_GATHERED_A_TURN_EARLIER = (
+    CompilerOption(
+        "xla_tpu_enable_ici_ag_pipelining", True, "a loop gathers the next layer's weights while it uses this one's"
+    ),
+    CompilerOption(
+        "xla_tpu_max_ag_pipelining_per_loop", 2, "a layer's first weights; before others it has products of its own"
+    ),
+)
 _SUMMED_EARLY = (
     CompilerOption(
         "xla_gpu_enable_pipelined_all_reduce", True, "a loop sums a layer's gradients while it computes the next one's"
@@ -65,15 +80,25 @@ _NO_SIZES = Sizes()
 
 
 def options_that_hide(
-    platform: str, variables: Sequence[tuple[Layout, int]], gathered: Sizes = _NO_SIZES, whole: Sizes = _NO_SIZES
+    platform: str,
+    variables: Sequence[tuple[Layout, int]],
+    gathered: Sizes = _NO_SIZES,
+    whole: Sizes = _NO_SIZES,
+    *,
+    device_kind: str = "",
 ) -> tuple[CompilerOption, ...]:
-    """Returns the options with which a platform's compiler hides what is sent for variables; for GPUs there are such.
+    """Returns the options with which a platform's compiler hides what is sent for variables.
+
+    For GPUs and some TPUs there are such.
 
     **Arguments:** `variables`: how each lies, and its bytes. `gathered`, `whole`: sizes of those that are.
+    `device_kind`: as JAX has it.
     """
+    bytes_gathered = sum(size for layout, size in variables if layout.gathered)
+    if platform == "tpu" and device_kind in _V5E and bytes_gathered:
+        return (*(_GATHERED_A_TURN_EARLIER if gathered.layer else ()), *_GATHERED_UNDER_PRODUCTS)
     if platform != "gpu":
         return ()
-    bytes_gathered = sum(size for layout, size in variables if layout.gathered)
     bytes_whole = sum(size for layout, size in variables if not layout.moving and not layout.by_rows)
     options = (
         *(_GATHERED_EARLY if bytes_gathered else ()),
