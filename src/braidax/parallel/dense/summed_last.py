@@ -80,11 +80,12 @@ def _find(
     batch_axes: tuple[str, ...],
     divided: Mapping[int, Sequence[int | None] | int],
 ) -> _Found | None:
-    whole = {leaf for leaf, layout in layouts.items() if not layout.axes}
-    if not any(may_be_cut(spec) for leaf, spec in enumerate(jax.tree.leaves(program.in_specs[0])) if leaf in whole):
+    specs = enumerate(jax.tree.leaves(program.in_specs[0]))
+    large = {leaf for leaf, spec in specs if leaf in layouts and not layouts[leaf].axes and may_be_cut(spec)}
+    sites = [site for site in find_sites(program) if site.value.entry.leaf in large] if large else []
+    sites = [site for site in sites if not (site.within or site.value.entry.level or site.value.in_loop)]
+    if all(site.role != "product" for site in sites):
         return None
-    sites = [site for site in find_sites(program) if site.value.entry.leaf in whole and not site.within]
-    sites = [site for site in sites if not site.value.entry.level and not site.value.in_loop]
     dims = find_batch_dims(program, {site.path for site in sites}, divided)
 
     def used(site: Site) -> Covered | None:
