@@ -79,6 +79,18 @@ def test_all_uses_of_a_whole_weight_cross_once(form: str, axes: Any, monkeypatch
     assert_as_on_one_device(step, model)
 
 
+@pytest.mark.parametrize(("form", "is_put_off"), [("head", False), ("tied", True)])
+def test_few_pieces_of_a_whole_weight_are_made_where_they_save_bytes(
+    form: str, is_put_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    for size in (2 * PIECE, 2**23):
+        monkeypatch.setattr(last_gradient, "_LEAST_BYTES", size)
+        step = make_step(Model(_loss(form), _init, _batch), {"data": bx.DataParallel()})
+        texts.append(step.lower().gradients.as_text())
+    assert (texts[0] != texts[1]) is is_put_off
+
+
 @pytest.mark.parametrize("form", ["head stopped", "tied stopped"])
 @pytest.mark.parametrize("strategy", [bx.DataParallel(), bx.FullySharded(min_bytes=0)])
 def test_uses_without_a_gradient(form: str, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

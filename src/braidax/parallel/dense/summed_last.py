@@ -28,6 +28,8 @@ from braidax.program import (
 from .last_gradient import Pieces, may_be_cut, pieces_of
 from .weights import Covered, Entered, covered, key_of, weight_of
 
+_ALONE = 8  # pieces; of a weight with one use nothing is saved, and fewer hide no more than XLA's own order
+
 
 class _Found(NamedTuple):
     """**Fields:** `pieces`: of the last product's gradient. `others`: by path, other uses of its weight."""
@@ -97,5 +99,7 @@ def _find(
         pieces = None if product is None else pieces_of(product)
         if pieces is not None:
             same = [site for site in sites if site is not last and key_of(site) == key_of(last)]
-            return _Found(pieces, {site.path: one for site in same if (one := used(site)) is not None})
+            others = {site.path: one for site in same if (one := used(site)) is not None}
+            if others or len(pieces.bounds) > _ALONE:
+                return _Found(pieces, others)
     return None
