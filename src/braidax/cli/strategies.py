@@ -6,13 +6,14 @@ import typer
 from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
-from braidax.parallel import DataParallel, FullySharded, Hybrid, Strategy, TensorParallel
+from braidax.parallel import DataParallel, FullySharded, Hybrid, RotatedTensorParallel, Strategy, TensorParallel
 
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "data": DataParallel,
     "data_parallel": DataParallel,
     "fully_sharded": FullySharded,
     "hybrid": Hybrid,
+    "rotated": RotatedTensorParallel,
     "tensor": TensorParallel,
 }
 """What `--strategy` may name."""

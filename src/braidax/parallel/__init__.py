@@ -9,11 +9,13 @@ from .plan.model import Model as Model
 from .plan.placements import Gathered as Gathered
 from .plan.placements import Placement as Placement
 from .plan.placements import Replicated as Replicated
+from .plan.placements import Rotated as Rotated
 from .plan.placements import Rows as Rows
 from .plan.placements import Split as Split
 from .plan.plan import Plan as Plan
 from .plan.plan import PlannedAxis as PlannedAxis
 from .plan.plan import PlannedVariable as PlannedVariable
+from .plan.rotated import RotatedTensorParallel as RotatedTensorParallel
 from .plan.strategies import DataParallel as DataParallel
 from .plan.strategies import FullySharded as FullySharded
 from .plan.strategies import Hybrid as Hybrid

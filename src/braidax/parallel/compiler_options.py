@@ -31,7 +31,7 @@ def options_of_plan(plan: Plan, mesh: Mesh, model: Model) -> tuple[CompilerOptio
         return ()
     by_path = {one.path: layout for one, layout in zip(plan.variables, layouts, strict=True)}
     gathered = {path: layout for path, layout in by_path.items() if layout.gathered}
-    whole = {path: layout for path, layout in by_path.items() if not layout.gathered and not layout.by_rows}
+    whole = {path: layout for path, layout in by_path.items() if not layout.moving and not layout.by_rows}
     sizes = [(layout, one.num_bytes) for layout, one in zip(layouts, plan.variables, strict=True)]
     return options_that_hide(platform, sizes, sizes_of(gathered, model.sites), sizes_of(whole, model.sites))
 

@@ -55,10 +55,17 @@ from .outline import outline as outline
 from .outline import unit_path as unit_path
 from .pieces import find_dims_in_pieces as find_dims_in_pieces
 from .pieces import in_pieces as in_pieces
+from .products import operand_gradient as operand_gradient
 from .prune import inputs_of as inputs_of
 from .prune import reads_argument as reads_argument
+from .reading import read_part as read_part
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate
+from .rotation.find import Rotatable as Rotatable
+from .rotation.find import rotatable as rotatable
+from .rotation.parts import Division as Division
+from .rotation.unit import RotatedUnit as RotatedUnit
+from .rotation.unit import RotatedWeight as RotatedWeight
 from .rows import OUT_OF_RANGE as OUT_OF_RANGE
 from .rows import Lookup as Lookup
 from .rows import RowProgram as RowProgram

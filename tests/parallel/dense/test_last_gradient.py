@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from braidax.parallel.dense import last_gradient
+from braidax.parallel.dense import last_gradient, passes
 from braidax.program import collectives_of
 from tests.parallel.dense.models import Model
 from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
@@ -51,6 +51,7 @@ def _loss(form: str) -> Any:
 @pytest.mark.parametrize("form", ["tied", "head", "head first", "used twice"])
 def test_it_trains_as_on_one_device(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_gradient, "_LEAST_BYTES", PIECE)
+    monkeypatch.setattr(passes, "keeps_order", lambda _: True)
     model = Model(_loss(form), _init, _batch)
     step = make_step(model, {"data": bx.FullySharded(min_bytes=0)})
     text = step.lower().gradients.compile().as_text() or ""
@@ -103,3 +104,19 @@ def test_small_gradients_stay_in_one_piece() -> None:
     step = make_step(Model(_loss("head"), _init, _batch), {"data": bx.FullySharded(min_bytes=0)})
     text = step.lower().gradients.compile().as_text() or ""
     assert len([one for one in collectives_of(text) if one.kind == "reduce-scatter" and one.times == 1]) == 1
+
+
+def test_the_head_needs_its_table_with_logits_and_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_gradient, "_LEAST_BYTES", 1)
+    words, width, samples, length = 4096, 64, 16, 64
+    table, logits = 4 * words * width, 4 * samples // 8 * length * words
+
+    def init(key: jax.Array) -> Any:
+        return {"table": jax.random.normal(key, (words, width)), "layers": jnp.ones((2, width, width))}
+
+    batch = {"ids": jax.ShapeDtypeStruct((samples, length), jnp.int32)}
+    model = Model(_loss("tied"), init, lambda _: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), batch))
+    compiled = make_step(model, {"data": bx.FullySharded(min_bytes=0)}).lower().gradients.compile()
+    sent = [one for one in collectives_of(compiled.as_text() or "") if one.kind == "reduce-scatter" and one.times == 1]
+    assert len(sent) == 1  # a compiler that keeps to no order would cut out all pieces at once
+    assert compiled.memory_analysis().temp_size_in_bytes <= 1.05 * (table + 2 * logits)

@@ -33,7 +33,7 @@ class LaidOut:
     @property
     def is_split(self) -> bool:
         """Whether any weight is."""
-        return bool(self.names) or any(one.gathered or one.is_split for one in self.layouts)
+        return bool(self.names) or any(one.moving or one.is_split for one in self.layouts)
 
 
 def laid_out(

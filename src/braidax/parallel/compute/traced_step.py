@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.batch import along_batch, batch_axes
 from braidax.parallel.plan.footprint import shard_bytes, with_held, with_sent
-from braidax.parallel.plan.layout import Layout
-from braidax.parallel.plan.model import Model, RowWork
+from braidax.parallel.plan.layout import Axis, Layout
+from braidax.parallel.plan.model import Model, RotatedUses, RowWork
 from braidax.parallel.plan.placements import Replicated
 from braidax.parallel.plan.plan import Costs, Plan, PlannedVariable, layouts_of, make_plan
+from braidax.parallel.plan.ring_uses import rotated_uses
 from braidax.parallel.plan.strategy import Strategy, num_bytes
 from braidax.parallel.rows.options import OutOfRange
 from braidax.parallel.rows.reads import LATE, RowReads, row_reads
@@ -133,6 +134,7 @@ class TracedStep:
             find_uses=self._uses,
             find_sites=self._sites,
             find_dims=lambda: find_dims_in_pieces(self._joint),
+            find_rotated=lambda dims, axis: self._rotated(dims, axis, mesh, axes),
             no_rows=lambda path: _ALONE if mesh.size == 1 else "" if path in self._sparse else LATE,
             row_work=lambda path: RowWork(self._sparse[path]),
             frozen=[self._names[leaf] for leaf in self._weights if leaf not in self._moved],
@@ -186,6 +188,10 @@ class TracedStep:
 
         return trace(run, [self._specs[leaf] for leaf in self._weights], *(one.in_specs[1] for one in programs))
 
+    def _rotated(self, dims: Mapping[str, int], axis: Axis, mesh: Mesh, axes: Sequence[str]) -> RotatedUses:
+        paths, num_parts = [self._names[leaf] for leaf in self._weights], math.prod(mesh.shape[one] for one in axes)
+        return rotated_uses(self._joint, paths, dims, axis, self._joint_dims, num_parts)
+
     def _by_name(self, found: Sequence[Any]) -> dict[str, Any]:
         return dict(zip((self._names[leaf] for leaf in self._weights), found, strict=True))
 
@@ -204,11 +210,15 @@ class TracedStep:
         return {leaf for loss in self._losses for leaf in loss.moved}
 
     @cached_property
-    def _reads(self) -> RowReads:
+    def _joint_dims(self) -> Mapping[int, Sequence[int | None]]:
+        """Which dims of what the losses take, besides weights, are the batch."""
         first = [loss.operands_of(self._weights) for loss in self._losses]
         pairs = enumerate(zip(self._losses, first, strict=True), 1)
-        others = {at: [dim for n, dim in enumerate(loss.dims) if n not in own] for at, (loss, own) in pairs}
-        return row_reads(self._joint, divided=others)
+        return {at: [dim for n, dim in enumerate(loss.dims) if n not in own] for at, (loss, own) in pairs}
+
+    @cached_property
+    def _reads(self) -> RowReads:
+        return row_reads(self._joint, divided=self._joint_dims)
 
     @cached_property
     def _sparse(self) -> Mapping[str, int]:
@@ -297,7 +307,7 @@ class TracedStep:
         self, loss: _Loss, layouts: Sequence[Layout], mesh: Mesh, plan: Plan, out_of_range: OutOfRange
     ) -> KeptLoss:
         """Returns what stands in place of a gradient where weights lie as the plan says."""
-        lying = [leaf for leaf, layout in enumerate(layouts) if layout.gathered or layout.is_split or layout.by_rows]
+        lying = [leaf for leaf, layout in enumerate(layouts) if layout.moving or layout.is_split or layout.by_rows]
         by = range(loss.kept.num_gradients)
         first = [*by, *(at for at in loss.operands_of([*self._weights, *lying]) if at not in by)]
         leaves = {at: like.leaf for at in first if (like := loss.likes[at]) is not None}

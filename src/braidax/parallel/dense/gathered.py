@@ -7,7 +7,7 @@ scattered at once. Rows of a table are looked up in shards, and exchanged. What 
 in the global view, and XLA sums its gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,14 +39,18 @@ def gathered(
     mesh: AbstractMesh,
     batch_axes: tuple[str, ...],
     divided: Mapping[int, Sequence[int | None] | int],
+    *,
+    rings: Collection[Path] = (),
+    in_order: bool = True,
 ) -> Program:
     """Returns a program that gathers weights where it uses them.
 
     **Arguments:** `program`: its first argument holds the weights. `layouts`: of the leaves of it that are gathered, by
     number. `mesh`: with automatic axes. `batch_axes`: over which samples are divided. `divided`: as of
-    `find_batch_dims`.
+    `find_batch_dims`. `rings`: paths of calls that take shards as they lie. `in_order`: whether the compiler keeps to
+    an order; else the last gradient is not made in pieces.
     """
-    sites = [site for site in find_sites(program) if site.value.entry.leaf in layouts and not site.within]
+    sites = _sites(program, layouts, rings)
     dims = find_batch_dims(program, {site.path for site in sites}, divided)
     weights = {
         key_of(site): weight
@@ -58,7 +62,7 @@ def gathered(
     if not used:
         return program
     last = max(used, key=lambda site: site.path)
-    pieces = _put_off(last, used, equation_at(program.closed.jaxpr, last.path), weights[key_of(last)], dims[last.path])
+    pieces = _put_off(last, used, program, weights[key_of(last)], dims[last.path]) if in_order else None
     held: dict[Key | None, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
@@ -69,8 +73,7 @@ def gathered(
 
     def replace(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         one = at[0]  # where there are others, the role of each is "other", which nothing covers
-        given = one, weights[key_of(one)], equation, dims[one.path]
-        if read := looked_up(*given):
+        if read := looked_up(*(given := (one, weights[key_of(one)], equation, dims[one.path]))):
             return [read(inputs, held[key_of(one)])]
         if found := covered(*given, is_last=one is last):
             is_put_off = one is last and pieces is not None
@@ -79,10 +82,7 @@ def gathered(
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
         return bind(equation, inputs)
 
-    by_path: dict[Path, list[Site]] = {}
-    for site in used:
-        by_path.setdefault(site.path, []).append(site)
-    rules = {path: partial(replace, at) for path, at in by_path.items()}
+    rules = {path: partial(replace, at) for path, at in _by_path(used).items()}
     levels = {key[0].level: partial(enter, key[0].level) for key in weights}
 
     def run(*args: Any) -> Any:
@@ -95,6 +95,19 @@ def gathered(
     return trace(run, *program.in_specs, mesh=mesh)
 
 
+def _by_path(sites: Sequence[Site]) -> dict[Path, list[Site]]:
+    found: dict[Path, list[Site]] = {}
+    for site in sites:
+        found.setdefault(site.path, []).append(site)
+    return found
+
+
+def _sites(program: Program, leaves: Collection[int], rings: Collection[Path]) -> list[Site]:
+    """Returns where some leaves are used, but on rings."""
+    sites = [site for site in find_sites(program) if site.value.entry.leaf in leaves and not site.within]
+    return [site for site in sites if not any(site.path[: len(ring)] == ring for ring in rings)]
+
+
 def _early(weights: Mapping[Key, Weight]) -> dict[Path, set[int]]:
     """Returns what a remat in a loop does not hold back: there, too, a layer is gathered under another one's work."""
     early: dict[Path, set[int]] = {}
@@ -105,9 +118,10 @@ def _early(weights: Mapping[Key, Weight]) -> dict[Path, set[int]]:
 
 
 def _put_off(
-    last: Site, used: Sequence[Site], equation: Equation, weight: Weight, dims: Sequence[int | None]
+    last: Site, used: Sequence[Site], program: Program, weight: Weight, dims: Sequence[int | None]
 ) -> Pieces | None:
     """Returns in which pieces the gradient of the last use is made, if it is the only one of that weight."""
     others = [site for site in used if site is not last and key_of(site) == key_of(last) and site.role != "rows"]
+    equation = equation_at(program.closed.jaxpr, last.path)
     product = None if others else covered(last, weight, equation, dims, is_last=True)
     return None if product is None else pieces_of(product)

@@ -2,7 +2,8 @@
 
 It is the first gradient that can be made, and the last that must be. In pieces it is work under which the gradients of
 the first layers cross, and a piece crosses while the next one is made: only the last waits for the wire. What other
-uses of the weight leave is added to the pieces, and crosses with them.
+uses of the weight leave is added to the pieces, and crosses with them. A compiler that keeps to no order cuts out all
+pieces at once, for which there would have to be room: fully sharded, it makes the gradient in one.
 """
 
 from collections.abc import Collection, Sequence

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from jax.sharding import Mesh
 
+from braidax.parallel.plan.compiling import keeps_order
 from braidax.parallel.plan.layout import Layout
-from braidax.program import Program, automatic
+from braidax.program import Path, Program, automatic
 
 from .gathered import gathered
 from .grouped import grouped
 from .in_parts import InParts, in_parts
 from .pieces import closed, opened
+from .rotated import rotated
 from .split import split
 from .summed_last import summed_last
 
@@ -33,8 +36,13 @@ def dense_passes(
     by_leaf, options = dict(enumerate(used)), (automatic(mesh), tuple(batch_axes), divided)
     if splits := {leaf: layout for leaf, layout in by_leaf.items() if layout.is_split}:
         program = split(program, splits, *options)
-    if gathers := {leaf: layout for leaf, layout in by_leaf.items() if layout.gathered}:
-        program = gathered(program, gathers, *options)
+    rings: tuple[Path, ...] = ()
+    if rotates := {leaf: layout for leaf, layout in by_leaf.items() if layout.rotated is not None}:
+        program, rings = rotated(program, rotates, *options)
+    if moved := {leaf: layout for leaf, layout in by_leaf.items() if layout.moving}:
+        gathers = {leaf: replace(layout, gathered=layout.moving, rotated=None) for leaf, layout in moved.items()}
+        in_order = keeps_order(mesh.devices.flat[0].platform)
+        program = gathered(program, gathers, *options, rings=rings, in_order=in_order)
     return closed(whole, grouped(program, *options), layouts, mesh)
 
 
@@ -82,5 +90,5 @@ def _summed(
     return {
         leaf: layout
         for leaf, layout in enumerate(layouts)
-        if leaf not in frozen and not layout.gathered and not layout.axes & {*batch_axes}
+        if leaf not in frozen and not layout.moving and not layout.axes & {*batch_axes}
     }

@@ -11,7 +11,18 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from braidax.parallel.plan.layout import Layout
-from braidax.program import Entry, Equation, Site, aval_of, batch_dim_of_result, bind, row_reader, viewed
+from braidax.program import (
+    Entry,
+    Equation,
+    Site,
+    aval_of,
+    batch_dim_of_result,
+    bind,
+    operand_gradient,
+    read_part,
+    row_reader,
+    viewed,
+)
 
 Key = tuple[Entry, tuple[str, ...]]
 """What tells a weight: by which value it enters, and the types that this is brought to."""
@@ -138,6 +149,36 @@ class Weight:
         specs = (_spec(self.dims), PartitionSpec(*[None] * dim, axes))
         return self._island(local, self._axes(*axes), specs, PartitionSpec(*[None] * back_dim, axes))
 
+    def owned_rows(self, equation: Equation, dim: int, back_dim: int) -> Callable[..., Any]:
+        """Makes the function of a shard of consecutive rows, and of ids, that gives each device the rows of its ids.
+
+        Every device says what it has of the rows of all ids, and these are summed; where that sends more, the table is
+        exchanged for its columns before, and these are brought together.
+
+        **Arguments:** as of `rows`.
+        """
+        ((_, axis),), axes = self.gathers, self.batch_axes
+        num_ids = math.prod(aval_of(equation.invars[1]).shape[:-1]) // self.num_parts
+        dim_to = self._column_dim(self.mesh.shape[axis], num_ids)
+
+        def local(shard: Any, ids: Any) -> Any:
+            ids = jax.lax.all_gather(ids, axis, axis=dim, tiled=True)
+            if dim_to is not None:
+                read, row_dim = row_reader(equation, dim_to)
+                columns = jax.lax.all_to_all(shard, axis, split_axis=dim_to, concat_axis=0, tiled=True)
+                parts = read(columns[: self.sizes[0]], ids)
+                return jax.lax.all_to_all(parts, axis, split_axis=back_dim, concat_axis=row_dim, tiled=True)
+            found = read_part(equation, shard, ids, jax.lax.axis_index(axis), shard.shape[0], self.sizes[0])
+            return jax.lax.psum_scatter(found, axis, scatter_dimension=back_dim, tiled=True)
+
+        specs = (_spec(self.dims), PartitionSpec(*[None] * dim, axes))
+        return self._island(local, self._axes(*axes), specs, PartitionSpec(*[None] * back_dim, axes))
+
+    def _column_dim(self, count: int, num_ids: int) -> int | None:
+        """The dim by which a table of rows is exchanged for columns, where its devices divide one and it sends less."""
+        dims = [dim for dim, size in enumerate(self.sizes) if dim and not size % count]
+        return dims[0] if dims and num_ids * (count - 1) > 2 * self.sizes[0] / count else None
+
     @property
     def leaves_parts(self) -> bool:
         """Whether the gradient can be left in parts: all devices that share the weight have samples of their own."""
@@ -206,14 +247,22 @@ def looked_up(site: Site, weight: Weight, equation: Equation, dims: Sequence[int
     A device looks up its part of the rows of all ids, and parts are exchanged, so that no lookup waits until the table
     is gathered. None where that cannot be, or where it moves more than the table has.
     """
-    split_otherwise = any(weight.padding) or any(weight.kept) or len(weight.gathers) != 1
+    split_otherwise = any(weight.padding[1:]) or any(weight.kept) or len(weight.gathers) != 1
     if site.role != "rows" or site.value.view or split_otherwise:
         return None
     ids, dim, back_dim = aval_of(equation.invars[1]), dims[1], batch_dim_of_result(equation, 1, dims[1])
     if dim is None or back_dim is None or not weight.leaves_parts or ids.shape[dim] % weight.num_parts:
         return None
     ((split, _),) = weight.gathers
-    if split == 0 or math.prod(ids.shape[:-1]) > weight.sizes[0] * weight.num_parts:
+    num_ids = math.prod(ids.shape[:-1])
+    if split == 0:
+        if num_ids > weight.sizes[0] * weight.num_parts or not jnp.issubdtype(
+            aval_of(equation.outvars[0]).dtype, jnp.inexact
+        ):
+            return None
+        owned = weight.owned_rows(equation, dim, back_dim)
+        return lambda inputs, held: owned(held.shard, inputs[1])
+    if any(weight.padding) or num_ids > weight.sizes[0] * weight.num_parts:
         return None
     read, row_dim = row_reader(equation, split)
     rows = weight.rows(read, dim, back_dim, row_dim)
@@ -277,7 +326,10 @@ class Covered:
         """Returns the gradient of the weight, one part a device."""
 
         def local(operand: Any, back: Any, full: Any) -> Any:
-            return jax.vjp(lambda full: self._apply(operand, full), full)[1](back)[0]
+            if self.site.role != "product":
+                return jax.vjp(lambda full: self._apply(operand, full), full)[1](back)[0]
+            of_view = operand_gradient(self.equation, self.site.operand, operand, back)
+            return jax.vjp(viewed(self.site), full)[1](of_view)[0]
 
         return self.weight.part(local, self.dim, self.back_dim)(operand, back, full)
 

@@ -45,6 +45,11 @@ _SUMMED_EARLY = (
 )
 
 
+def keeps_order(platform: str) -> bool:
+    """Returns whether a platform's compiler lets a program say what is computed behind what; that for CPUs does not."""
+    return platform != "cpu"
+
+
 class Sizes(NamedTuple):
     """Bytes of weights. **Fields:** of the `layer` that a loop uses in a turn, and the `longest` outside of loops."""
 
@@ -65,7 +70,7 @@ def options_that_hide(
     if platform != "gpu":
         return ()
     bytes_gathered = sum(size for layout, size in variables if layout.gathered)
-    bytes_whole = sum(size for layout, size in variables if not layout.gathered and not layout.by_rows)
+    bytes_whole = sum(size for layout, size in variables if not layout.moving and not layout.by_rows)
     options = (
         *(_GATHERED_EARLY if bytes_gathered else ()),
         *(_SUMMED_EARLY if bytes_whole > bytes_gathered else ()),

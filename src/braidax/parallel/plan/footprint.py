@@ -21,10 +21,10 @@ from .strategy import num_bytes
 def with_sent(plan: Plan, model: Model) -> Plan:
     """Returns a plan that says what a device sends in a step for each variable, by formula.
 
-    A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered sends `B (N - 1) / N` to gather it
-    forward, again backward, and to scatter its gradient, in each microbatch; sums over other axes are of the part
-    that is left. What is used in pieces is exchanged, and so is its gradient. Rows are what the strategy has
-    counted, or an upper bound. A frozen variable has no gradient. What activations send is not in it.
+    A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered, or goes around, sends
+    `B (N - 1) / N` for it forward, again backward, and for its gradient, in each microbatch; sums over other axes
+    are of the part that is left. What is used in pieces is exchanged, and so is its gradient. Rows are what the
+    strategy has counted, or an upper bound. A frozen variable has no gradient. What activations send is not in it.
     """
     sizes = {axis.name: axis.size for axis in plan.axes if axis.name in plan.batch_axes}
 
@@ -33,7 +33,7 @@ def with_sent(plan: Plan, model: Model) -> Plan:
             uses = model.uses.get(variable.path)
             known = variable.costs.sent_bytes if variable.costs.alpha is not None else None
             return costs_of(model, variable.path, None).sent if known is None and uses is not None else known
-        return round(_dense_bytes(variable, layout, sizes, plan.microbatches, model.sites if layout.gathered else {}))
+        return round(_dense_bytes(variable, layout, sizes, plan.microbatches, model.sites if layout.moving else {}))
 
     pairs = zip(plan.variables, layouts_of(plan), strict=True)
     counted = [(one, replace(one.costs, sent_bytes=sent(one, layout))) for one, layout in pairs]
@@ -60,9 +60,9 @@ def _dense_bytes(
     sites: Mapping[str, Sequence[Site]],
 ) -> float:
     split = [axis for dim in range(len(layout.shape)) for axis in layout.dim_axes[dim]]
-    within = math.prod(axis.size for axis in split if axis.name in layout.gathered)
-    part = variable.num_bytes / math.prod(axis.size for axis in split if axis.name not in layout.gathered)
-    others = math.prod(size for name, size in sizes.items() if name not in layout.gathered)
+    within = math.prod(axis.size for axis in split if axis.name in layout.moving)
+    part = variable.num_bytes / math.prod(axis.size for axis in split if axis.name not in layout.moving)
+    others = math.prod(size for name, size in sizes.items() if name not in layout.moving)
     exchanged = _exchanged(part / within, layout, frozen=variable.frozen) * microbatches
     if within == 1:
         return exchanged + (0.0 if variable.frozen else _all_reduced(part, others))

@@ -41,13 +41,15 @@ class Layout:
 
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
     `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it.
-    `by_sequence`: those along which activations between blocks are split by sequence. `pieces`: in which it is used.
+    `rotated`: the axis along which its parts go around. `by_sequence`: those along which activations between blocks are
+    split by sequence. `pieces`: in which it is used.
     """
 
     shape: tuple[int, ...]
     dim_axes: tuple[tuple[Axis, ...], ...]
     by_rows: bool = False
     gathered: frozenset[str] = frozenset()
+    rotated: str | None = None
     by_sequence: frozenset[str] = frozenset()
     pieces: InPieces | None = None
 
@@ -56,7 +58,9 @@ class Layout:
         """Returns the layout in which every device has all of a variable."""
         return cls(tuple(shape), ((),) * len(shape))
 
-    def split(self, dim: int, axis: Axis, *, how: Literal["evenly", "by rows", "gathered"] = "evenly") -> "Layout":
+    def split(
+        self, dim: int, axis: Axis, *, how: Literal["evenly", "by rows", "gathered", "rotated"] = "evenly"
+    ) -> "Layout":
         """Returns this layout, split on one more axis. **Raises:** `ArgumentError` where that cannot be."""
         by_rows = how == "by rows"
         if not 0 <= dim < len(self.shape):
@@ -70,13 +74,20 @@ class Layout:
             )
         if self.pieces is not None and (self.pieces.dim == dim or by_rows):
             raise ArgumentError(f"dim={dim} is split in pieces on the axis {self.pieces.axis.name}")
+        if how == "rotated" and (self.rotated is not None or self.by_rows or self.is_split):
+            raise ArgumentError(
+                f"dim={dim} would go around along {axis.name}, and the variable is by rows, split, or goes around "
+                f"along another axis: give it Gathered(dim) on one of them"
+            )
         dims = list(self.dim_axes)
-        inner = [other for other in dims[dim] if other.name in self.gathered] if how == "evenly" else []
+        inner = [*dims[dim]] if how == "rotated" else []
+        inner += [other for other in dims[dim] if other.name in self.moving] if how == "evenly" else []
         inner += [other for other in dims[dim] if self.pieces is not None and other == self.pieces.axis]
         outer = [other for other in dims[dim] if other not in inner]
         dims[dim] = (*outer, axis, *inner)  # what is gathered lies within what is not, what is exchanged in both
         gathered = self.gathered | {axis.name} if how == "gathered" else self.gathered
         made = replace(self, dim_axes=tuple(dims), by_rows=self.by_rows or by_rows, gathered=gathered)
+        made = replace(made, rotated=axis.name) if how == "rotated" else made
         if made.by_rows and any(made.padding[1:]):
             odd = next(dim for dim, more in enumerate(made.padding) if dim and more)
             raise ArgumentError(
@@ -130,9 +141,19 @@ class Layout:
         """The names of all axes that split a dim."""
         return frozenset(axis.name for axes in self.dim_axes for axis in axes)
 
+    @property
+    def moving(self) -> frozenset[str]:
+        """The names of the axes along which parts are brought to where the loss uses them."""
+        return self.gathered if self.rotated is None else self.gathered | {self.rotated}
+
+    @property
+    def rotated_dim(self) -> int | None:
+        """The dim whose parts go around."""
+        return next((dim for dim in range(len(self.shape)) if self.rotated in self.axes_of(dim)), None)
+
     def kept_axes(self, dim: int) -> tuple[str, ...]:
         """Returns the names of the axes that split a dim also where the loss uses it."""
-        return tuple(name for name in self.axes_of(dim) if name not in self.gathered)
+        return tuple(name for name in self.axes_of(dim) if name not in self.moving)
 
     @property
     def is_split(self) -> bool:

@@ -9,6 +9,8 @@ import jax
 
 from braidax.program import Dims, LeafUses, Site
 
+from .layout import Axis
+
 
 def _nothing(path: str) -> str:
     return ""
@@ -26,6 +28,16 @@ class RowWork(NamedTuple):
     num_replayed: int = 0
 
 
+class RotatedUses(NamedTuple):
+    """How variables are used whose parts go around a ring.
+
+    **Fields:** `left`: by path, why some use of it is none of a part. `rotated`: those of which parts are.
+    """
+
+    left: Mapping[str, str]
+    rotated: Collection[str]
+
+
 def _none(path: str) -> RowWork:
     return RowWork()
 
@@ -36,10 +48,12 @@ class Model:
 
     **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
     divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
-    how the loss uses each variable, and which of their dims belong together, where that is known. `no_rows`: why the
-    rows of a variable cannot be exchanged though it is used by rows only; "" if they can. `row_work`: what exchanging
-    them takes besides. `frozen`: the paths of those that are not trained. `no_padding`: why no variable can be stored
-    longer than it is, so that an axis that does not divide a dim cannot split it; "" if it can.
+    how the loss uses each variable, and which of their dims belong together, where that is known. `find_rotated`: of
+    variables whose dims go around an axis, which are used elsewhere than on rings, and why; and which on rings.
+    `no_rows`: why the rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
+    `row_work`: what exchanging them takes besides. `frozen`: the paths of those that are not trained. `no_padding`: why
+    no variable can be stored longer than it is, so that an axis that does not divide a dim cannot split it; "" if it
+    can.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]
@@ -48,6 +62,7 @@ class Model:
     find_uses: Callable[[], Mapping[str, LeafUses]] = field(default=dict[str, LeafUses])
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
     find_dims: Callable[[], Dims] = lambda: Dims({}, ())
+    find_rotated: Callable[[Mapping[str, int], Axis], RotatedUses] = lambda dims, axis: RotatedUses({}, frozenset())
     no_rows: Callable[[str], str] = _nothing
     row_work: Callable[[str], RowWork] = _none
     frozen: Collection[str] = ()

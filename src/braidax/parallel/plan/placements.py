@@ -84,6 +84,27 @@ class Gathered:
 
 
 @dataclass(frozen=True)
+class Rotated:
+    """Each device along the axis holds a part of the variable; parts go around a ring while the loss uses them.
+
+    A device computes its own samples with one part after another, and no device ever has all of it. Gradients follow
+    the parts, so that they and the optimizer's state are split alike (rotated tensor parallelism, arXiv 2311.01635).
+
+    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded.
+    """
+
+    dim: int
+
+    def refine(self, layout: Layout, axis: Axis) -> Layout:
+        """Splits the dim."""
+        return layout.split(self.dim, axis, how="rotated")
+
+    def __str__(self) -> str:
+        """`rotated`, and the dim."""
+        return f"rotated, dim {self.dim}"
+
+
+@dataclass(frozen=True)
 class Split:
     """Each device along the axis holds a part of the variable, and computes with it (tensor parallel).
 
@@ -124,4 +145,4 @@ def check_activations(activations: str) -> None:
         raise ArgumentError(f'activations={activations!r}: expected "whole" or "by sequence"')
 
 
-PLACEMENTS: Mapping[str, type[Any]] = {"Replicated": Replicated, "Rows": Rows, "Gathered": Gathered, "Split": Split}
+PLACEMENTS: Mapping[str, type[Any]] = {one.__name__: one for one in (Replicated, Rows, Gathered, Rotated, Split)}

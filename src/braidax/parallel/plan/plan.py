@@ -15,6 +15,7 @@ from .compiling import CompilerOption
 from .layout import Axis, Layout
 from .model import Model
 from .placements import PLACEMENTS, Placement, Replicated
+from .rotated import RotatedTensorParallel
 from .strategy import Choice, Strategy, in_words, num_bytes
 from .text import paragraph, table
 
@@ -230,6 +231,8 @@ def _placement_of(variable: PlannedVariable, axes: Sequence[PlannedAxis]) -> str
 def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> Plan:
     """Lets the strategy of each axis place every variable, those first that split what is computed with one sample.
 
+    A ring comes next.
+
     **Raises:** `ArgumentError` naming a variable that cannot lie as it is told.
     """
     axes = [Axis(name, mesh.shape[name]) for name in mesh.axis_names]
@@ -239,7 +242,7 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
     )
     taken = {path: Layout.whole(spec.shape) for path, spec in model.variables.items()}
     choices: dict[str, Mapping[str, Choice]] = {}
-    for axis in sorted(axes, key=lambda axis: axis.name in strategies and strategies[axis.name].splits_batch):
+    for axis in sorted(axes, key=lambda axis: _turn(strategies.get(axis.name))):
         strategy = strategies.get(axis.name)
         choices[axis.name] = {} if strategy is None else strategy.place(model, axis, taken)
         for path, choice in choices[axis.name].items():
@@ -263,6 +266,15 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
         for path, spec in model.variables.items()
     )
     return Plan(told, batch_axes(mesh, strategies), model.microbatches, variables)
+
+
+def _turn(strategy: Any) -> int:
+    """When an axis places variables: first those that split work, then a ring, whose parts others divide further."""
+    if strategy is None or not strategy.splits_batch:
+        return 0
+    while (inner := getattr(strategy, "strategy", getattr(strategy, "dense", None))) is not None:
+        strategy = inner
+    return 1 if isinstance(strategy, RotatedTensorParallel) else 2
 
 
 def _frozen(choice: Choice) -> str:

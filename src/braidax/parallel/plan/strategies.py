@@ -162,7 +162,7 @@ class Hybrid:
     def _choice(self, model: Model, path: str, axis: Axis, taken: Layout, dense: Choice) -> Choice:
         touched = self.touched.get(path)
         alpha = None if touched is None else touched.alpha
-        split = taken.gathered or (taken.shape and taken.kept_axes(0) and not taken.by_rows)
+        split = taken.moving or (taken.shape and taken.kept_axes(0) and not taken.by_rows)
         cannot = "split along another axis" if split else why_no_rows(model, path)
         num_rows, parts = (*taken.shape, 0)[0], axis.size * (taken.num_parts(0) if taken.shape else 1)
         if not cannot and model.no_padding and num_rows % parts:

@@ -15,7 +15,7 @@ from braidax.errors import ArgumentError, SpecError
 
 from .layout import Axis, Layout
 from .model import Model
-from .placements import Gathered, Placement, Rows, Split
+from .placements import Gathered, Placement, Rotated, Rows, Split
 
 _MAX_NAMED = 5
 
@@ -95,7 +95,7 @@ def refused(placement: Placement, model: Model, path: str) -> str:
     """Says why a placement that somebody asks for cannot be, or ""."""
     if isinstance(placement, Rows) and (cannot := why_no_rows(model, path)):
         return f"the rows of {path}, and these cannot be exchanged: {cannot}"
-    if isinstance(placement, Gathered | Split) and 0 <= placement.dim < len(model.variables[path].shape):
+    if isinstance(placement, Gathered | Rotated | Split) and 0 <= placement.dim < len(model.variables[path].shape):
         for site in model.sites.get(path, ()):
             if placement.dim not in site.value.entry.dims:
                 left = [*site.value.entry.dims]

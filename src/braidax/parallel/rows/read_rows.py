@@ -7,8 +7,11 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from braidax.parallel.plan.model import Model, RowWork
+from braidax.parallel.compute.metrics import BATCH
+from braidax.parallel.plan.layout import Axis
+from braidax.parallel.plan.model import Model, RotatedUses, RowWork
 from braidax.parallel.plan.plan import Plan
+from braidax.parallel.plan.ring_uses import rotated_uses
 from braidax.parallel.plan.strategy import Strategy
 from braidax.program import LeafUses, Program, Site, find_dims_in_pieces, find_sites, join, named_leaves, without_leaves
 
@@ -47,6 +50,7 @@ class ReadRows:
             find_uses=self._uses,
             find_sites=self._sites,
             find_dims=lambda: find_dims_in_pieces(self._program),
+            find_rotated=functools.partial(self._rotated, num_parts),
             no_rows=self._no_rows,
             row_work=self._row_work,
             frozen=self._frozen,
@@ -77,6 +81,10 @@ class ReadRows:
         for site in find_sites(self._program):
             found[paths[site.value.entry.leaf]].append(site)
         return {path: tuple(sites) for path, sites in found.items()}
+
+    def _rotated(self, num_batch_parts: int, dims: Mapping[str, int], axis: Axis) -> RotatedUses:
+        paths = [path for path, _ in named_leaves(self._program.in_specs[0], _ROOT)]
+        return rotated_uses(self._program, paths, dims, axis, {BATCH: 0}, num_batch_parts)
 
     def _no_rows(self, path: str) -> str:
         name = path.removeprefix(f"{_ROOT}/")

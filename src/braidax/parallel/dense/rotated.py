@@ -1,0 +1,85 @@
+"""Weights that go around a ring of devices: units that use them are computed part by part, and gathered nowhere."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh
+
+from braidax.parallel.plan.layout import Layout
+from braidax.program import (
+    Equation,
+    Path,
+    Program,
+    RotatedWeight,
+    evaluate,
+    rotatable,
+    trace,
+    unit_path,
+    with_names_saved,
+)
+
+from .ring import SAVED, Ring
+
+
+class Rotated(NamedTuple):
+    """A program with rings. **Fields:** `program`; `rings`: the paths of their calls, which take shards as they lie."""
+
+    program: Program
+    rings: tuple[Path, ...]
+
+
+def rotated(
+    program: Program,
+    layouts: Mapping[int, Layout],
+    mesh: AbstractMesh,
+    batch_axes: tuple[str, ...],
+    divided: Mapping[int, Sequence[int | None] | int],
+) -> Rotated:
+    """Returns a program in which units of weights are computed on rings.
+
+    **Arguments:** `program`: its first argument holds the weights. `layouts`: of the leaves of it that go around, by
+    number, all along one axis. `mesh`: with automatic axes. `batch_axes`: over which samples are divided. `divided`: as
+    of `find_batch_dims`.
+    """
+    axis = next(layout.rotated for layout in layouts.values())
+    if axis is None or axis not in batch_axes:  # what has the same samples is gathered
+        return Rotated(program, ())
+    dims = {leaf: dim for leaf, layout in layouts.items() if (dim := layout.rotated_dim) is not None}
+    num_batch_parts = math.prod(mesh.shape[name] for name in batch_axes)
+    found = rotatable(program, dims, mesh.shape[axis], divided, num_batch_parts)
+    if not found.units:
+        return Rotated(program, ())
+    program = found.program
+    for path in found.units:
+        program = with_names_saved(program, path, {SAVED})
+    names = {path: f"ring_{unit.name}" for path, unit in found.units.items()}
+
+    def replace(path: Path, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        unit = found.units[path]
+        weights = {at: _axes(weight, layouts[weight.leaf], axis, unit.ndim(at)) for at, weight in unit.weights.items()}
+        one = Ring(unit, axis, batch_axes, mesh, weights)
+
+        def call(*inputs: Any) -> list[Any]:
+            return one(inputs)
+
+        call.__name__ = call.__qualname__ = names[path]
+        return jax.jit(call)(*inputs)
+
+    rules = {path: partial(replace, path) for path in found.units}
+
+    def run(*args: Any) -> Any:
+        outputs, _ = evaluate(program.closed, rules, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
+
+    program = trace(run, *program.in_specs, mesh=mesh)
+    return Rotated(program, tuple(unit_path(program, name) for name in names.values()))
+
+
+def _axes(weight: RotatedWeight, layout: Layout, axis: str, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The axes that split the dims of a weight as a unit takes it; others than `axis` only where its dims are known."""
+    if weight.dims is None:
+        return tuple((axis,) if at == weight.divided else () for at in range(ndim))
+    return tuple(layout.axes_of(dim) for dim in weight.dims)

@@ -1,0 +1,112 @@
+"""`RotatedTensorParallel`: weights go around a ring, and nothing of them is ever whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .layout import Axis, Layout
+from .model import Model
+from .placements import Placement, Replicated, Rotated
+from .strategies import FullySharded
+from .strategy import Choice, check_min_bytes, chosen, num_bytes, shown
+
+_NAME = "rotated tensor parallel"
+_MOST_PADDED = 9 / 8  # of the size: more costs memory, and is sent around
+
+
+@dataclass(frozen=True, repr=False)
+class RotatedTensorParallel:
+    """Divides the samples like `DataParallel`; weights go around a ring, and a device ever has 1/N of them.
+
+    Each device computes its samples with one part of the weights after another, while the next part is on its way. The
+    columns of an MLP's first weight and the rows of its second go around together, so that what is between them is
+    never whole, nor are the heads of an attention, or the logits of a cross entropy. It sends what `FullySharded` sends
+    (rotated tensor parallelism, arXiv 2311.01635), and needs less memory.
+
+    What no rule can compute part by part is gathered where it is used, as by `FullySharded`; the plan says why.
+
+    **Arguments:** `overrides`: as of `Hybrid`; `Rotated(dim)` pads a dim that the axis does not divide. `min_bytes`:
+    what has fewer where it is used, with all that its dims belong to, stays whole.
+    """
+
+    overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
+    min_bytes: int = 64 << 10
+
+    def __post_init__(self) -> None:
+        check_min_bytes(self.min_bytes)
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    @property
+    def splits_batch(self) -> bool:
+        """True."""
+        return True
+
+    def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
+        """Chooses `Rotated` for dims that belong together, and for what a single product uses, else what `FullySharded`
+        chooses.
+
+        **Raises:** as `Hybrid.place`.
+        """
+        sharded = FullySharded(min_bytes=self.min_bytes).place(model, axis, taken)
+        if axis.size == 1 or any(layout.rotated is not None for layout in taken.values()):
+            told = "the axis has one device" if axis.size == 1 else "another axis is a ring already"
+            return chosen(self.overrides, _NAME, model, lambda path: _otherwise(sharded[path], told))
+        dims, reasons = self._dims(model, axis, taken, sharded)
+        left, used = model.find_rotated(dims, axis)
+
+        def choose(path: str) -> Choice:
+            if path not in used:
+                return _otherwise(sharded[path], left.get(path) or reasons.get(path, ""))
+            also = f"; {left[path]}" if path in left else ""
+            return Choice(Rotated(dims[path]), f"{_NAME}: goes around a ring, with its gradient{also}")
+
+        return chosen(self.overrides, _NAME, model, choose)
+
+    def _dims(
+        self, model: Model, axis: Axis, taken: Mapping[str, Layout], sharded: Mapping[str, Choice]
+    ) -> tuple[dict[str, int], dict[str, str]]:
+        """Returns along which dims variables may go around; and of others why they do not."""
+        paths, dims = [*model.variables], dict[str, int]()
+        picked, reasons, cuts = set[int](), dict[str, str](), model.dims.cuts
+        sizes = {
+            root: sum(num_bytes(model.variables[paths[leaf]]) for leaf in {leaf for leaf, _ in group.leaves})
+            for root, group in model.dims.groups.items()
+        }
+        for root in sorted(sizes, key=lambda root: model.dims.groups[root].summed_bytes / (sizes[root] or 1)):
+            group = model.dims.groups[root]
+            parts = [(paths[leaf], dim) for leaf, dim in group.leaves if paths[leaf] not in dims]
+            lengths = {model.variables[path].shape[dim] for path, dim in parts}
+            is_padded = group.divisor % axis.size != 0
+            if is_padded and (model.no_padding or not _can_be_padded(lengths, group.divisor, axis)):
+                continue
+            if group.blocked or group.conflicts & picked or sizes[root] < self.min_bytes:
+                continue
+            if any(leaf in cuts and cuts[leaf].dim == dim for leaf, dim in group.leaves):
+                continue
+            if not all(_is_free(taken[path], dim) for path, dim in parts):
+                continue
+            picked.add(root)
+            dims |= dict(parts)
+        for path, choice in sharded.items():
+            if path not in dims and not isinstance(choice.placement, Replicated):
+                layout = taken[path]
+                if layout.is_split or layout.by_rows:
+                    reasons[path] = "split along another axis"
+                else:
+                    dims[path] = choice.placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+        return dims, reasons
+
+
+def _can_be_padded(lengths: set[int], divisor: int, axis: Axis) -> bool:
+    """Whether dims that belong together are of one size, of which padding is a small part."""
+    return lengths == {divisor} and -(-divisor // axis.size) * axis.size <= _MOST_PADDED * divisor
+
+
+def _is_free(layout: Layout, dim: int) -> bool:
+    return not layout.is_split and not layout.by_rows and not layout.dim_axes[dim]
+
+
+def _otherwise(choice: Choice, why: str) -> Choice:
+    told = f"{choice.why.removeprefix('fully sharded: ')}"
+    return Choice(choice.placement, f"{_NAME}: {why}: {told}" if why else f"{_NAME}: {told}")

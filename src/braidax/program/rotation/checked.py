@@ -1,0 +1,122 @@
+"""Proving that a jaxpr gives its results part by part: it is evaluated on the shapes of parts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, primitives
+
+from braidax.program.bodies import aval_of
+from braidax.program.lines import line_of
+
+from .labels import BATCH
+from .parts import Division, Evaluation, Part, Undivided
+from .unit import WEIGHTS, Maxima, Result, RotatedUnit
+
+
+def checked(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedUnit:
+    """Returns a unit that was seen to work on parts, with what is known of its results.
+
+    **Arguments:** `unit`: with what is known of its inputs. **Raises:** `Undivided` where it does not.
+    """
+    jaxpr, tops = unit.jaxpr, unit.tops
+    known, one = _tried(unit, num_parts, num_batch_parts)
+    cuts = {(at, dim) for at, dim, of in one.cut if of == BATCH and at not in one.uncut}
+    more = dict(cuts)
+    if more and len(more) == len(cuts):  # what is not made of samples, and met by them along one dim
+        unit = replace(unit, batch=tuple(more.get(at, dim) for at, dim in enumerate(unit.batch)))
+        known, one = _tried(unit, num_parts, num_batch_parts)
+    shifts, of_tops = _relative_to_maxima(jaxpr, tops, known) if tops else ({}, frozenset[Var]())
+    results: list[Result] = []
+    for var in unit.outputs:
+        part = known[var]
+        if BATCH not in part.divided:
+            raise Undivided("a result of it does not go along the samples")
+        if WEIGHTS not in part.divided and not part.is_partial and var not in of_tops:
+            raise Undivided("a result of it is made of no part of a weight")
+        stacked = part.divided.index(WEIGHTS) if WEIGHTS in part.divided else None
+        results.append(Result(part.divided.index(BATCH), stacked))
+    numbers = {var: at for at, var in enumerate(jaxpr.outvars)}
+    return replace(
+        unit,
+        results=tuple(results),
+        maxima=Maxima(
+            tuple(known[top].divided.index(BATCH) for top in tops),
+            {numbers[var]: shift for var, shift in shifts.items() if var in numbers},
+            frozenset(numbers[var] for var in of_tops if var in numbers),
+        ),
+    )
+
+
+def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dict[Var, Part], Evaluation]:
+    """Evaluates a unit on the shapes of parts."""
+    kept: list[Any] = []
+    avals = [aval_of(var) for var in unit.jaxpr.invars]
+
+    def divided(index: Any) -> tuple[Division, Division]:
+        return Division(num_parts, index, unit.size), Division(num_batch_parts, index, sums=False)
+
+    def run(index: Any, maxima: list[Any], *args: Any) -> None:
+        one = unit.evaluation(*divided(index), maxima)
+        kept[:] = [one.run(unit.jaxpr, (), unit.parts(args)), one]
+
+    division, batch = Division(num_parts, 0, unit.size), Division(num_batch_parts, 0)
+    specs: list[Any] = []
+    for at, aval in enumerate(avals):
+        to = {WEIGHTS: division, BATCH: batch}
+        labels = unit.divided(at)
+        shape = [n if one is None else to[one].part_size(n) for n, one in zip(aval.shape, labels, strict=True)]
+        specs.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def maxima(index: Any, *args: Any) -> list[Any]:
+        return unit.maxima_of(args, *divided(index)) if unit.tops else []
+
+    jax.eval_shape(run, index, jax.eval_shape(maxima, index, *specs), *specs)
+    return kept[0], kept[1]
+
+
+def _relative_to_maxima(
+    jaxpr: Jaxpr, tops: Sequence[Var], known: Mapping[Var, Part]
+) -> tuple[dict[Var, Var], frozenset[Var]]:
+    """Returns the sums of `exp(x - m)`, and what each has for `m`; and what follows from maxima alone.
+
+    **Raises:** `Undivided` where a maximum is used otherwise, or has a gradient.
+    """
+    follows, stopped = {*tops}, set[Var]()
+    shifts, exps, scales = dict[Var, Var](), dict[Var, Var](), dict[Var, Var]()
+    for equation in jaxpr.eqns:
+        reads = [atom for atom in equation.invars if not isinstance(atom, Literal) and atom in follows]
+        if not reads:
+            continue
+        (made, *_) = equation.outvars
+        operand, name = equation.invars[-1], equation.primitive
+        if all(atom in stopped for atom in reads) or name is primitives.stop_gradient_p:
+            stopped.update(equation.outvars)
+        follows.update(equation.outvars)
+        in_parts = [atom for atom in reads if WEIGHTS in known[atom].divided]
+        if WEIGHTS in known[made].divided:
+            if name is primitives.sub_p and reads == [operand] and not in_parts and operand in stopped:
+                shifts[made] = operand
+            elif name is primitives.exp_p and reads[0] in shifts:
+                exps[made] = shifts[reads[0]]
+            elif name is primitives.convert_element_type_p and reads[0] in {**shifts, **exps}:
+                of = shifts if reads[0] in shifts else exps
+                of[made] = of[reads[0]]
+            else:
+                raise Undivided(f"{name.name} at {_line(equation)} uses a maximum before all parts are seen")
+        elif in_parts:
+            if name is not primitives.reduce_sum_p or reads[0] not in exps:
+                raise Undivided(f"{name.name} at {_line(equation)} uses a maximum before all parts are seen")
+            scales[made] = exps[reads[0]]
+    of_tops = frozenset(var for var in follows if var not in scales and WEIGHTS not in known[var].divided)
+    outputs = {var for var in jaxpr.outvars if var in follows}
+    if wrong := outputs - {*scales} - (of_tops & stopped):
+        raise Undivided(f"a maximum with a gradient, or what is made of it, is used elsewhere: {wrong.pop().aval}")
+    return scales, of_tops
+
+
+def _line(equation: JaxprEqn) -> str:
+    return line_of(equation.source_info).replace("\\", "/").rpartition("/")[2]

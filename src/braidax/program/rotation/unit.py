@@ -1,0 +1,116 @@
+"""A unit: a call that is computed part by part, as the parts of its weights come by."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, Var
+
+from braidax.program.bodies import aval_of
+
+from .labels import BATCH
+from .parts import Divided, Division, Evaluation, Part
+
+WEIGHTS = 1
+"""The number of the division of weights; `BATCH` is that of samples."""
+
+
+@dataclass(frozen=True)
+class RotatedWeight:
+    """An input of a unit that comes in parts. **Fields:** `leaf`; `dims`: which dim of it each dim is, if that is
+    known; `divided`: the dim that is in parts."""
+
+    leaf: int
+    dims: tuple[int, ...] | None
+    divided: int
+
+
+class Result(NamedTuple):
+    """What a unit gives. **Fields:** `batch`: the dim of the samples. `stacked`: the dim of which each part gives one
+    part; None where parts are summed."""
+
+    batch: int
+    stacked: int | None
+
+
+class Maxima(NamedTuple):
+    """What is known of maxima over all parts.
+
+    **Fields:** `batch`: their dims of the samples. `shifts`: for an output that is a sum of `exp(x - m)`, the value
+    `m`. `outputs`: those that follow from maxima alone.
+    """
+
+    batch: tuple[int, ...]
+    shifts: Mapping[int, Var]
+    outputs: frozenset[int]
+
+
+@dataclass(frozen=True)
+class RotatedUnit:
+    """A call that can be computed part by part.
+
+    **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts. `batch`: for
+    each input the dim of the samples. `size`: of the dim that is divided, where it is padded. `tops`: values of it that
+    are maxima over all parts. `results`: of each output what is known, `maxima`: of those.
+    """
+
+    name: str
+    jaxpr: Jaxpr
+    weights: Mapping[int, RotatedWeight]
+    batch: tuple[int | None, ...]
+    size: int | None
+    tops: tuple[Var, ...]
+    results: tuple[Result, ...] = ()
+    maxima: Maxima = field(default_factory=lambda: Maxima((), {}, frozenset()))
+
+    @property
+    def outputs(self) -> list[Var]:
+        """The values that it gives."""
+        return [atom for atom in self.jaxpr.outvars if isinstance(atom, Var)]
+
+    def maxima_of(self, args: Sequence[Any], weights: Division, batch: Division) -> list[Any]:
+        """Returns maxima over one part."""
+        one = self.evaluation(weights, batch)
+        one.run(self.jaxpr, (), self.parts(args))
+        return [one.found[top] for top in self.tops]
+
+    def part(self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any] = ()) -> list[Any]:
+        """Returns what one part gives for each output but those that follow from maxima alone, for which it has None.
+
+        **Arguments:** `args`: weights in their part, samples in theirs, all else whole. `maxima`: over all parts that
+        were seen; sums are relative to them.
+        """
+        known = self.evaluation(weights, batch, maxima).run(self.jaxpr, (), self.parts(args))
+        return [None if at in self.maxima.outputs else known[var].value for at, var in enumerate(self.outputs)]
+
+    def of_maxima(
+        self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any]
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Returns, by the number of an output, what follows from maxima alone; and what sums are relative to."""
+        known = self.evaluation(weights, batch, maxima).run(self.jaxpr, (), self.parts(args))
+        shapes = {at: known[self.outputs[at]].value.shape for at in self.maxima.shifts}
+        scales = {at: known[var].value.reshape(shapes[at]) for at, var in self.maxima.shifts.items()}
+        return {at: known[self.outputs[at]].value for at in self.maxima.outputs}, scales
+
+    def evaluation(self, weights: Division, batch: Division, maxima: Sequence[Any] | None = None) -> Evaluation:
+        """Returns one that has not run. **Arguments:** `maxima`: None where they are taken over the part."""
+        told = None if maxima is None else dict(zip(self.tops, maxima, strict=True))
+        return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops)
+
+    def parts(self, args: Sequence[Any]) -> list[Part]:
+        """Returns inputs as what is known of them."""
+        return [Part(value, self.divided(at), given=at) for at, value in enumerate(args)]
+
+    def ndim(self, at: int) -> int:
+        """Returns how many dims an input has."""
+        return aval_of(self.jaxpr.invars[at]).ndim
+
+    def divided(self, at: int) -> Divided:
+        """Returns how the dims of an input are divided."""
+        weight = self.weights.get(at)
+        dims: list[int | None] = [None] * self.ndim(at)
+        if (dim := self.batch[at]) is not None:
+            dims[dim] = BATCH
+        if weight is not None:
+            dims[weight.divided] = WEIGHTS
+        return tuple(dims)

@@ -1,0 +1,235 @@
+"""Weights on rings: the numbers of one device, 1/N of everything, and the hops of the formula."""
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.errors import ArgumentError
+from braidax.program import collectives_of, total_sent
+from tests.parallel.dense.models import BATCH, LENGTH, MODELS, VOCABULARY, WIDTH, Model
+from tests.parallel.dense.test_decorated import assert_as_on_one_device as assert_decorated
+from tests.parallel.dense.test_decorated import begin, whole_step
+from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
+from tests.parallel.models import make_mesh
+
+ALL = bx.RotatedTensorParallel(min_bytes=0)
+SLOW = pytest.mark.slow
+STRATEGIES: dict[str, Any] = {
+    "one axis": {"data": ALL},
+    "replicas": {"data": bx.DataParallel(), "model": ALL},
+    "sharded on": {"data": bx.FullySharded(min_bytes=0), "model": ALL},
+    "beside rows": {"data": bx.Hybrid(dense=ALL), "model": bx.DataParallel()},
+    "beside tensor": {"data": ALL, "model": bx.TensorParallel(min_bytes=0)},
+}
+# Momentum: Adam would make of a rounding a whole step, and parts are added up in another order.
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "strategies"),
+    [
+        ("gpt", "8 explicit", "one axis"),
+        ("gpt", "4x2 auto", "sharded on"),
+        pytest.param("gpt", "4x2 explicit", "replicas", marks=SLOW),
+        pytest.param("gpt", "4x2 auto", "beside tensor", marks=SLOW),
+        pytest.param("gpt, fused", "8 auto", "one axis", marks=SLOW),
+        pytest.param("gpt, kept", "8 auto", "one axis", marks=SLOW),
+        ("mlp", "4x2 explicit", "beside rows"),
+        ("resnet", "8 auto", "one axis"),
+        pytest.param("lstm", "8 explicit", "one axis", marks=SLOW),
+        pytest.param("dlrm", "8 auto", "one axis", marks=SLOW),
+        pytest.param("bert", "8 auto", "one axis", marks=SLOW),
+    ],
+)
+def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> None:
+    step = make_step(MODELS[model], STRATEGIES[strategies], mesh, optimizer=OPTIMIZER)
+    assert any(isinstance(one, bx.Rotated) for variable in step.plan.variables for one in variable.placements)
+    assert_as_on_one_device(step, MODELS[model], optimizer=OPTIMIZER)
+
+
+@pytest.mark.parametrize("model", [pytest.param("gpt, bfloat16", marks=SLOW)])
+def test_in_bfloat16(model: str) -> None:
+    step = make_step(MODELS[model], {"data": ALL}, optimizer=OPTIMIZER)
+    assert_as_on_one_device(step, MODELS[model], optimizer=OPTIMIZER, num_updates=2, atol=2e-2)
+
+
+def test_microbatches_and_frozen_weights() -> None:
+    model = MODELS["mlp"]
+    step = make_step(model, {"data": ALL}, "4x2 auto", optimizer=OPTIMIZER, microbatches=2)
+    assert_as_on_one_device(step, model, optimizer=OPTIMIZER, num_updates=3)
+    frozen = make_step(
+        model, {"data": ALL}, "8 auto", optimizer=OPTIMIZER, trainable=["params/dense/[12]*", "params/table"]
+    )
+    state = frozen.init(jax.random.key(0))
+    before = np.asarray(state.params["dense"][0]["w"])
+    after, _ = frozen.update(state, model.batch(0))
+    np.testing.assert_array_equal(np.asarray(after.params["dense"][0]["w"]), before)
+
+
+def test_a_decorated_step() -> None:
+    model = MODELS["gpt"]
+    train_step = whole_step(model)
+    step = bx.parallelize(make_mesh("8 auto"), {"data": ALL})(train_step)
+    state = begin(model)
+    assert_decorated(step, train_step, state, [model.batch(seed) for seed in range(3)])
+    placed = {one.path: str(one.placements[0]) for one in step.plan.variables}
+    assert placed["state/params/layers/up"] == placed["state/opt_state/1/0/mu/layers/up"] == "rotated, dim 2"
+    assert placed["state/params/embedding"] == "rotated, dim 1"  # 8 devices do not divide 50 words
+
+
+def test_a_device_has_its_part_of_everything() -> None:
+    step = make_step(MODELS["gpt"], {"data": ALL})
+    state = step.init(jax.random.key(0))
+    shapes = {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params["layers"].items()}
+    assert shapes == {
+        "qkv": (3, 3, 3, 2, 12), "out": (3, 2, 12, 3), "up": (3, 24, 12), "down": (3, 12, 24), "bias": (3, 12),
+        "scale": (3, 3),
+    }  # fmt: skip
+    assert state.params["embedding"].addressable_shards[0].data.shape == (7, WIDTH)
+    for leaf in jax.tree.leaves(state.opt_state[1][0].mu):
+        (shard, *_) = leaf.addressable_shards
+        assert shard.data.size * 8 == leaf.size, leaf.shape
+    whys = {one.path: one.why for one in step.plan.variables}
+    assert whys["params/embedding"].endswith("goes around a ring, with its gradient; its rows are looked up")
+    assert re.search(r"no product uses it at models\.py:\d+: gathered where", whys["params/positions"])
+
+
+def _by_heads(heads: int, layers: int = 2) -> Model:
+    """Layers of attention and a wider part, computed again, with words that one table reads and guesses."""
+
+    def init(key: jax.Array) -> Any:
+        shapes = {"qkv": (16, 3, heads, 4), "out": (heads, 4, 16), "up": (16, 128), "down": (128, 16)}
+        keys = jax.random.split(key, 5)
+        layer = {
+            name: 0.2 * jax.random.normal(one, (layers, *shape))
+            for one, (name, shape) in zip(keys, shapes.items(), strict=False)
+        }
+        return {"layers": layer, "table": 0.2 * jax.random.normal(keys[4], (VOCABULARY, 16))}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        @jax.checkpoint
+        def layer(x: jax.Array, w: Any) -> Any:
+            q, k, v = jnp.moveaxis(jnp.einsum("btd,dchk->btchk", jnp.tanh(x), w["qkv"]), 2, 0)
+            mixed = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k)), v)
+            x = x + jnp.einsum("bthk,hkd->btd", mixed, w["out"])
+            return x + jax.nn.gelu(jnp.tanh(x) @ w["up"]) @ w["down"], None
+
+        x, _ = jax.lax.scan(layer, params["table"][batch["ids"]], params["layers"])
+        logits = x @ params["table"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).mean()
+
+    return Model(loss, init, MODELS["gpt"].batch)
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_each_part_makes_one_hop_less_than_there_are_devices_each_way(num_devices: int) -> None:
+    model, mesh = _by_heads(8), jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.batch(0))
+    step = bx.parallelize(model.loss, optax.sgd(0.1), mesh, {"data": ALL}, init=model.init, batch=batch)
+    text = step.lower().gradients.compile().as_text() or ""
+    sent = dict(total_sent(collectives_of(text)))
+    padded = 4 * 16 * (-VOCABULARY % num_devices)
+    weights = sum(one.num_bytes for one in step.plan.variables) + padded
+    others = (num_devices - 1) / num_devices
+    # Forward, backward and for gradients, whatever is computed again; nothing is gathered but ids and their rows.
+    # Two devices need the same hop of the table forward and backward, outside of loops: the compiler keeps it.
+    table = 4 * 16 * VOCABULARY + padded
+    kept = others * table if num_devices == 2 else 0
+    assert sent["collective-permute"] == pytest.approx(3 * others * weights - kept)
+    rows, ids = 4 * BATCH * LENGTH * 16, 4 * BATCH * LENGTH
+    if num_devices == 2:  # the rows of all samples, and their gradients
+        assert sent["all-gather"] == pytest.approx(others * (rows + ids))
+        assert sent["reduce-scatter"] == pytest.approx(others * rows)
+    else:  # the table's columns instead
+        assert sent["all-gather"] == pytest.approx(others * ids)
+        assert sent["all-to-all"] == pytest.approx(2 * others * (table + rows) / num_devices)
+    assert sent["all-reduce"] <= 16
+
+
+def test_what_is_between_is_never_whole() -> None:
+    step = make_step(_by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
+    text = step.lower().gradients.compile().as_text() or ""
+    shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
+    samples = BATCH // 8
+    assert (samples, LENGTH, 16) in shapes
+    hidden = [shape for shape in shapes if samples in shape and 128 in shape]  # of the wider part
+    heads = [shape for shape in shapes if shape.count(LENGTH) == 2 and 8 in shape]
+    logits = [shape for shape in shapes if 50 in shape or 56 in shape]
+    assert (hidden, heads) == ([], [])
+    assert all({16, 2} & {*shape} for shape in logits)  # of the table only, or its columns
+
+
+def test_evaluation_gathers_nothing() -> None:
+    step = make_step(_by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
+    state = step.init(jax.random.key(0))
+    batch = _by_heads(8).batch(0)
+    found = step.evaluate(state, batch)["loss"]
+    expected = _by_heads(8).loss(jax.device_get(step.to_dense(state).params), batch)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_one_device_and_two_rings() -> None:
+    model = MODELS["mlp"]
+    one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.batch(0))
+    step = bx.parallelize(model.loss, OPTIMIZER, one, {"data": ALL}, init=model.init, batch=batch)
+    assert {str(variable.placements[0]) for variable in step.plan.variables} == {"replicated"}
+    assert "the axis has one device" in step.plan.variables[0].why
+    two = make_step(model, {"data": ALL, "model": ALL}, "4x2 auto", optimizer=OPTIMIZER)
+    placed = {type(placement) for variable in two.plan.variables for placement in variable.placements[1:]}
+    assert bx.Rotated not in placed
+    assert "another axis is a ring already" in str(two.plan)
+
+
+def test_overrides_and_what_cannot_be() -> None:
+    model = MODELS["mlp"]
+    step = make_step(model, {"data": bx.RotatedTensorParallel({"*/1/w": bx.Rotated(1)}, min_bytes=0)})
+    assert step.init(jax.random.key(0)).params["dense"][1]["w"].shape == (64, 40)  # of 33 columns
+    assert bx.Plan.from_json(step.plan.to_json()) == step.plan
+    assert repr(ALL) == "RotatedTensorParallel(min_bytes=0)"
+    with pytest.raises(ArgumentError, match=r"table cannot be placed by Rotated\(dim=2\) .*expected 0 <= dim < 2"):
+        make_step(model, {"data": bx.DataParallel({"*/table": bx.Rotated(2)})})
+    with pytest.raises(ArgumentError, match=r"min_bytes=-1: expected a size in bytes"):
+        bx.RotatedTensorParallel(min_bytes=-1)
+    with pytest.raises(ArgumentError, match=r"goes around along another axis: give it Gathered\(dim\) on one of them"):
+        both = bx.DataParallel({"*/0/w": bx.Rotated(0)})
+        make_step(model, {"data": both, "model": both}, "4x2 auto")
+    with pytest.raises(ArgumentError, match=r"dim 0 of params/layers/up, which a loop takes apart"):
+        make_step(MODELS["gpt"], {"data": bx.RotatedTensorParallel({"*/up": bx.Rotated(0)})})
+
+
+@pytest.mark.usefixtures("aot")
+def test_every_hop_is_under_a_product() -> None:
+    def init(key: jax.Array, layers: int = 3, width: int = 256) -> Any:
+        first, second, third = jax.random.split(key, 3)
+        return {
+            "up": jax.random.normal(first, (layers, width, 4 * width)),
+            "down": jax.random.normal(second, (layers, 4 * width, width)),
+            "table": jax.random.normal(third, (4096, width)),
+        }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> Any:
+            return x + jnp.tanh(jnp.tanh(x) @ w["up"]) @ w["down"], None
+
+        layers = {name: params[name] for name in ("up", "down")}
+        x, _ = jax.lax.scan(jax.checkpoint(layer), params["table"][batch["ids"]], layers)
+        logits = jnp.tanh(x) @ params["table"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).mean()
+
+    batch = {"ids": jax.ShapeDtypeStruct((64, 128), jnp.int32)}
+    mesh = jax.make_mesh((8,), ("data",))
+    made = partial(bx.parallelize, loss, optax.sgd(1e-3), mesh, init=init, batch=batch)
+    found = made({"data": bx.RotatedTensorParallel()}).compile_for("h100:8")
+    hops = [one for one in found.collectives if one.kind == "collective-permute"]
+    weights = 4 * (3 * 8 * 256 * 256 + 4096 * 256)
+    assert sum(one.times * one.sent_bytes for one in hops) == pytest.approx(3 * 7 / 8 * weights)
+    assert [one.op_name for one in hops if not one.is_covered] == []
+    assert found.peak_bytes < 0.7 * made({"data": bx.FullySharded()}).compile_for("h100:8").peak_bytes

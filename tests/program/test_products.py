@@ -1,0 +1,72 @@
+"""Gradients of operands of products: those of JAX, in the order of the operand's dims."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from braidax.program import bind, operand_gradient
+
+DIMS = dict(zip("abcdef", (2, 3, 4, 5, 6, 7), strict=True))
+
+
+def _drawn(dims: str, seed: int, dtype: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), [DIMS[dim] for dim in dims], dtype)
+
+
+def _of(form: str, dtype: Any, wider: Any) -> tuple[Any, list[jax.Array]]:
+    left, right = form.split(",")
+
+    def places(dims: str) -> tuple[list[int], list[int]]:
+        both = [dim for dim in dims if dim in left]
+        return [left.index(dim) for dim in both], [right.index(dim) for dim in both]
+
+    numbers = places("cd"), places("ab")
+    operands = [_drawn(left, 1, dtype), _drawn(right, 2, dtype)]
+
+    def product(left: Any, right: Any) -> Any:
+        return jax.lax.dot_general(left, right, numbers, preferred_element_type=wider)
+
+    return jax.make_jaxpr(product)(*operands).eqns[0], operands
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("form", ["ec,cf", "ec,fc", "cde,fdc", "dec,cdf", "aecb,bfca", "eabdc,cbdaf", "c,cf", "ce,c"])
+def test_it_is_that_of_jax(form: str, at: int) -> None:
+    equation, operands = _of(form, jnp.float32, None)
+    result, backward = jax.vjp(lambda *operands: bind(equation, operands)[0], *operands)
+    back = jax.random.normal(jax.random.key(3), result.shape)
+    found = operand_gradient(equation, at, operands[1 - at], back)
+    np.testing.assert_allclose(found, backward(back)[at], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_it_has_the_type_of_the_operand(at: int) -> None:
+    equation, operands = _of("ec,cf", jnp.bfloat16, jnp.float32)
+    back = jnp.ones((DIMS["e"], DIMS["f"]), jnp.float32)
+    found = operand_gradient(equation, at, operands[1 - at], back)
+
+    def product(one: Any) -> Any:
+        return bind(equation, [one, operands[1]] if at == 0 else [operands[0], one])[0]
+
+    (expected,) = jax.vjp(product, operands[at])[1](back)
+    assert found.dtype == expected.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+
+
+def test_a_part_of_what_comes_back_gives_that_part() -> None:
+    equation, (x, w) = _of("ec,cf", jnp.float32, None)
+    back = jax.random.normal(jax.random.key(3), (DIMS["e"], DIMS["f"]))
+    whole = operand_gradient(equation, 1, x, back)
+    np.testing.assert_allclose(operand_gradient(equation, 1, x, back[:, 2:5]), whole[:, 2:5], rtol=1e-6)
+    assert whole.shape == w.shape
+
+
+def test_nothing_is_turned_where_the_operand_has_the_order_of_the_product() -> None:
+    equation, (x, _) = _of("ec,cf", jnp.float32, None)
+    back = jnp.ones((DIMS["e"], DIMS["f"]))
+    (dot, *rest) = jax.make_jaxpr(lambda: operand_gradient(equation, 1, x, back))().eqns
+    assert dot.params["dimension_numbers"] == (((0,), (0,)), ((), ()))
+    assert [one.outvars[0].aval.shape for one in (dot, *rest)] == [(DIMS["c"], DIMS["f"])] * (1 + len(rest))
