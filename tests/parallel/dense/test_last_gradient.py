@@ -40,6 +40,8 @@ def _loss(form: str) -> Any:
             "head": lambda: x @ params["head"],
             "head first": lambda: jnp.einsum("dv,btd->vbt", params["head"], x).transpose(1, 2, 0),
             "used twice": lambda: jnp.tanh(x @ params["head"]) @ params["head"].T @ params["head"],
+            "head stopped": lambda: jnp.tanh(x @ params["table"].T) + jax.lax.stop_gradient(x @ params["head"]),
+            "tied stopped": lambda: x @ params["head"] + jax.lax.stop_gradient(x @ params["table"].T),
         }[form]()
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).mean()
 
@@ -56,6 +58,46 @@ def test_it_trains_as_on_one_device(form: str, monkeypatch: pytest.MonkeyPatch) 
     scattered = [one for one in collectives_of(text) if one.kind == "reduce-scatter" and one.times == 1]
     assert len(scattered) == (1 if form == "used twice" else 8)
     assert_as_on_one_device(step, model)
+
+
+@pytest.mark.parametrize("form", ["tied", "head"])
+def test_over_two_axes_it_trains_as_on_one_device(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_gradient, "_LEAST_BYTES", PIECE)
+    model, all_of_it = Model(_loss(form), _init, _batch), bx.FullySharded(min_bytes=0)
+    assert_as_on_one_device(make_step(model, {"data": all_of_it, "model": all_of_it}, "4x2 auto"), model)
+
+
+@pytest.mark.parametrize("form", ["tied", "head", "head first", "used twice"])
+@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
+def test_all_uses_of_a_whole_weight_cross_once(form: str, axes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_gradient, "_LEAST_BYTES", PIECE)
+    model = Model(_loss(form), _init, _batch)
+    step = make_step(model, {axis: bx.DataParallel() for axis in axes}, "8 explicit" if len(axes) == 1 else "4x2 auto")
+    found = collectives_of(step.lower().gradients.compile().as_text() or "")
+    used = {name: leaf for name, leaf in step.state_specs.params.items() if form != "tied" or name != "head"}
+    assert {one.kind for one in found} == {"all-reduce"}
+    assert sum(one.times * one.result_bytes for one in found) == 4 * (1 + sum(leaf.size for leaf in used.values()))
+    assert_as_on_one_device(step, model)
+
+
+@pytest.mark.parametrize(("form", "is_put_off"), [("head", False), ("tied", True)])
+def test_few_pieces_of_a_whole_weight_are_made_where_they_save_bytes(
+    form: str, is_put_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    for size in (2 * PIECE, 2**23):
+        monkeypatch.setattr(last_gradient, "_LEAST_BYTES", size)
+        step = make_step(Model(_loss(form), _init, _batch), {"data": bx.DataParallel()})
+        texts.append(step.lower().gradients.as_text())
+    assert (texts[0] != texts[1]) is is_put_off
+
+
+@pytest.mark.parametrize("form", ["head stopped", "tied stopped"])
+@pytest.mark.parametrize("strategy", [bx.DataParallel(), bx.FullySharded(min_bytes=0)])
+def test_uses_without_a_gradient(form: str, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_gradient, "_LEAST_BYTES", PIECE)
+    model = Model(_loss(form), _init, _batch)
+    assert_as_on_one_device(make_step(model, {"data": strategy}), model)
 
 
 def test_small_gradients_stay_in_one_piece() -> None:

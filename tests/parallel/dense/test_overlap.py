@@ -85,6 +85,16 @@ def test_gradients_of_replicated_layers_are_summed_under_the_next_ones() -> None
     assert all(one.is_covered for one in in_loops)
 
 
+@pytest.mark.usefixtures("aot")
+def test_a_replicated_tables_gradient_crosses_once_and_only_its_last_piece_waits() -> None:
+    vocabulary = 65536
+    found = compiled({"data": bx.DataParallel()}, vocabulary)
+    assert {one.kind for one in found.collectives} == {"all-reduce"}
+    layers, table = LAYERS * LAYER, 4 * vocabulary * WIDTH
+    assert found.sent_bytes == pytest.approx(2 * (DEVICES - 1) / DEVICES * (layers + table), rel=0.001)
+    assert sum(one.result_bytes for one in found.collectives if not one.is_covered) <= 1.001 * table / 8
+
+
 def test_options_follow_what_is_sent_and_the_platform() -> None:
     axis = bx.Axis("data", 8)
     whole, several = bx.Layout.whole((16, 16)), "experimental_parallel_collective_overlap_limit"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 import jax
 from jax.sharding import Mesh
 
-from braidax.parallel.dense.passes import summed_once
+from braidax.parallel.dense.passes import last_behind, summed_once
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.rows.options import OutOfRange
 from braidax.program import Equation, Kept, with_sums_behind_loops
@@ -55,8 +55,10 @@ class KeptLoss:
         self.tables = laid.names
         """The variables whose rows are exchanged."""
         self._in_parts, lies = None, (laid.layouts, mesh, plan.batch_axes, laid.divided)
-        if pieces is not None:
-            still = [at for at, number in enumerate(self._given) if number >= self._num_gradients]
+        still = [at for at, number in enumerate(self._given) if number >= self._num_gradients]
+        if pieces is None:
+            program = last_behind(program, *lies, frozen=still)
+        else:
             self._in_parts = summed_once(program, *lies, frozen=still)
             program = program if self._in_parts is None else self._in_parts.program
         if (laid.is_split or pieces is not None) and mesh.size > 1:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.parallel.dense.passes import dense_passes, summed_once
+from braidax.parallel.dense.passes import dense_passes, last_behind, summed_once
 from braidax.parallel.given.arrays import strong
 from braidax.parallel.given.asking import Asking
 from braidax.parallel.given.initial import Born
@@ -94,7 +94,9 @@ class Work:
         self._program = self._passed(program, self._reading)
         self._in_parts = None
         laid = self._laid_out(self._program, self._reading)
-        if plan.microbatches > 1 and (found := summed_once(*laid, frozen=self._still)):
+        if plan.microbatches == 1:
+            self._program = last_behind(*laid, frozen=self._still)
+        elif found := summed_once(*laid, frozen=self._still):
             self._in_parts, self._program = found, found.program
         if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
             self._program = with_sums_behind_loops(self._program, self._divided(self._reading))

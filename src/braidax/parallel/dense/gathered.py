@@ -63,21 +63,21 @@ def gathered(
         return program
     last = max(used, key=lambda site: site.path)
     pieces = _put_off(last, used, program, weights[key_of(last)], dims[last.path]) if in_order else None
-    held: dict[Key, Entered] = {}
+    held: dict[Key | None, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
         for key in (key for key in weights if key[0].level == level):
             held[key] = weights[key].enter(inputs[key[0].input])
             if pieces is not None and key == key_of(last):
-                held[key] = held[key]._replace(parts=fed)
+                held[None], held[key] = (held[key]._replace(parts=parts) for parts in fed)
 
     def replace(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         one = at[0]  # where there are others, the role of each is "other", which nothing covers
-        given = one, weights[key_of(one)], equation, dims[one.path]
-        if read := looked_up(*given):
+        if read := looked_up(*(given := (one, weights[key_of(one)], equation, dims[one.path]))):
             return [read(inputs, held[key_of(one)])]
         if found := covered(*given, is_last=one is last):
-            return [found(inputs[1 - one.operand], held[key_of(one)], is_put_off=one is last and pieces is not None)]
+            is_put_off = one is last and pieces is not None
+            return [found(inputs[1 - one.operand], held[None if is_put_off else key_of(one)], is_put_off=is_put_off)]
         for site in at:
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
         return bind(equation, inputs)
@@ -88,7 +88,7 @@ def gathered(
     def run(*args: Any) -> Any:
         leaves, fed = jax.tree.leaves(args), dict[Path, Any]()
         if pieces is not None:
-            leaves, fed[()] = pieces.put_off(leaves, layouts)
+            leaves, *fed[()] = pieces.put_off(leaves, layouts)
         outputs, _ = evaluate(program.closed, rules, leaves, fed, entered=levels, unguarded=_early(weights))
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 

@@ -16,6 +16,7 @@ from .in_parts import InParts, in_parts
 from .pieces import closed, opened
 from .rotated import rotated
 from .split import split
+from .summed_last import summed_last
 
 
 def dense_passes(
@@ -59,11 +60,35 @@ def summed_once(
     **Arguments:** as of `dense_passes`; `frozen`: which leaves have no gradient. **Returns:** None where no gradient is
     summed over devices.
     """
-    whole = {
+    whole = _summed(layouts, mesh, batch_axes, frozen)
+    return in_parts(program, whole, automatic(mesh), tuple(batch_axes), divided) if whole else None
+
+
+def last_behind(
+    program: Program,
+    layouts: Sequence[Layout],
+    mesh: Mesh,
+    batch_axes: Sequence[str],
+    divided: Mapping[int, Sequence[int | None] | int],
+    *,
+    frozen: Collection[int] = (),
+) -> Program:
+    """Returns a loss, to be run once, that has the gradient of its last large whole weight behind all others.
+
+    **Arguments:** as of `summed_once`.
+    """
+    whole = _summed(layouts, mesh, batch_axes, frozen)
+    return summed_last(program, whole, automatic(mesh), tuple(batch_axes), divided) if whole else program
+
+
+def _summed(
+    layouts: Sequence[Layout], mesh: Mesh, batch_axes: Sequence[str], frozen: Collection[int]
+) -> dict[int, Layout]:
+    """Returns the layouts of leaves whose gradients are summed over devices, and lie there whole."""
+    if math.prod(mesh.shape[axis] for axis in batch_axes) == 1:
+        return {}
+    return {
         leaf: layout
         for leaf, layout in enumerate(layouts)
         if leaf not in frozen and not layout.moving and not layout.axes & {*batch_axes}
     }
-    if math.prod(mesh.shape[axis] for axis in batch_axes) == 1:
-        return None
-    return in_parts(program, whole, automatic(mesh), tuple(batch_axes), divided)

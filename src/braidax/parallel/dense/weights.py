@@ -121,6 +121,13 @@ class Weight:
             kept, manual = (PartitionSpec(), PartitionSpec(*loops, axes)), {*axes}  # XLA divides it unevenly
         return self._island(lambda x: jax.lax.psum(x.squeeze(at), axes), manual, kept[1], kept[0])(parts)
 
+    def no_parts(self, dtype: Any) -> Any:
+        """Returns parts that are nothing."""
+        zeros = jnp.zeros((self.num_parts, *self.sizes), dtype)
+        if not self.leaves_parts:  # nobody uses them
+            return zeros
+        return jax.lax.with_sharding_constraint(zeros, _spec(self.kept, self.batch_axes))
+
     def part(self, local: Callable[..., Any], dim: int, back_dim: int) -> Callable[..., Any]:
         """Makes of `local(operand, back, full)`, which gives a gradient, the function that gives all parts of it."""
         axes = self.batch_axes
@@ -186,7 +193,7 @@ class Weight:
     def _entered(self, value: Any) -> Any:
         @jax.custom_vjp
         def entered(value: Any) -> Any:
-            return self.gather(value), self._no_parts(value)
+            return self.gather(value), self.no_parts(value.dtype)
 
         def forward(value: Any) -> Any:
             return entered(value.value), None
@@ -201,12 +208,6 @@ class Weight:
 
         entered.defvjp(forward, backward, symbolic_zeros=True)
         return entered(value)
-
-    def _no_parts(self, value: Any) -> Any:
-        zeros = jnp.zeros((self.num_parts, *self.sizes), value.dtype)
-        if not self.leaves_parts:  # nobody uses them
-            return zeros
-        return jax.lax.with_sharding_constraint(zeros, _spec(self.kept, self.batch_axes))
 
     def _cast(self, value: Any) -> Any:
         for cast in self.casts:
