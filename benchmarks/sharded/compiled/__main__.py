@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 from jax.sharding import AxisType, Mesh
 
-from benchmarks.harness import Report, arguments, run, say
+from benchmarks.harness import Report, arguments, models, run, say
 from benchmarks.sharded.compiled import ahead, planning, same
 from benchmarks.sharded.models import Shape
 from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA
@@ -27,7 +27,8 @@ class Scale:
     """How much is compiled: full, or `--quick`.
 
     **Fields:** `shapes`: of GPT-2's form. `peers`: that are compiled for the first of them. `bert`: what is planned,
-    `rounds` times. `same`: how many cases, all if None.
+    `rounds` times. `same`: how many cases, all if None. `clicks`: rows of a table of DLRM, at most,
+    and samples.
     """
 
     shapes: Sequence[Shape]
@@ -35,11 +36,14 @@ class Scale:
     bert: Sizes
     rounds: int
     same: int | None
+    clicks: tuple[int, int]
 
 
 _WIDE, _WORDS = Shape(8192, 1024, 24, 1024, 32), Shape(50_257, 768, 24, 1024, 32)
-FULL = Scale((_WORDS, _WIDE), (XLA, HELD, BY_HAND), Sizes(), 3, None)
-QUICK = Scale((Shape(4096, 128, 2, 32, 8),), (), Sizes(1000, 32, width=64, num_layers=2, num_heads=2), 1, 2)
+FULL = Scale((_WORDS, _WIDE), (XLA, HELD, BY_HAND), Sizes(), 3, None, (100_000, 2048))
+QUICK = Scale(
+    (Shape(4096, 128, 2, 32, 8),), (), Sizes(1000, 32, width=64, num_layers=2, num_heads=2), 1, 2, (1000, 256)
+)
 
 
 def main() -> int:
@@ -57,7 +61,9 @@ def main() -> int:
 
 
 def _h100(report: Report, scale: Scale, _: Path | None) -> None:
-    claims = {"overlap_h100": 0.03, "overlap_h100_all_reduces": 0.1, "overlap_h100_rows": 0.1}
+    claims = {
+        "overlap_h100": 0.03, "overlap_h100_all_reduces": 0.1, "overlap_h100_words": 0.1, "overlap_h100_rows": 0.1,
+    }  # fmt: skip
     if why := ahead.why_absent(H100):
         for claim, target in claims.items():
             report.not_measured(claim, f"<= {target:g}", why)
@@ -71,7 +77,8 @@ def _h100(report: Report, scale: Scale, _: Path | None) -> None:
     if scale.peers:
         case = ahead.case_of(scale.shapes[0], H100)
         report.against("overlap_h100_peers", case, ahead.WAITED, ours=OURS, peers=scale.peers)
-    for (claim, target), parts in zip(claims.items(), (sharded, summed, rows), strict=True):
+    clicks = [ahead.waited(ahead.clicks(report, H100, models.dlrm(*scale.clicks)), ahead.EXCHANGES)]
+    for (claim, target), parts in zip(claims.items(), (sharded, summed, rows, clicks), strict=True):
         report.at_most(claim, max(parts), target)
 
 

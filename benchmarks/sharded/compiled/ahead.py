@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import braidax as bx
 from benchmarks.harness import Report, say
+from benchmarks.harness.models import Model
 from benchmarks.sharded import systems
 from benchmarks.sharded.models import Shape
 from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA
@@ -67,6 +68,17 @@ def rows(report: Report, target: str, shape: Shape) -> Sequence[Collective]:
     step, found = _ours(report, case, ROWS, target, shape, {"data": bx.Hybrid()})
     assert any(layout.by_rows for layout in layouts_of(step.plan)), "words are read by rows"
     return found
+
+
+def clicks(report: Report, target: str, model: Model) -> Sequence[Collective]:
+    """Compiles a model of clicks, whose tables are read by rows; returns what is sent."""
+    step = bx.parallelize(
+        model.loss, model.optimizer, _mesh(jax.devices()), {"data": bx.Hybrid()}, init=model.init, batch=model.spec
+    )
+    assert any(layout.by_rows for layout in layouts_of(step.plan)), "ids are read by rows"
+    compiled = step.compile_for(target)
+    _add(report, f"{model.name}, {target}", ROWS, compiled.collectives, compiled.peak_bytes)
+    return compiled.collectives
 
 
 def waited(collectives: Sequence[Collective], kinds: Sequence[str] = ()) -> float:
