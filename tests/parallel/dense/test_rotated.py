@@ -183,6 +183,14 @@ def test_evaluation_gathers_nothing() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_no_device_has_all_of_a_state_when_it_is_born() -> None:
+    step = make_step(_by_heads(8, layers=16), {"data": ALL}, "8 auto", optimizer=optax.adam(0.1))
+    memory = step._init.lower(jax.random.key(0)).compile().memory_analysis()  # pyright: ignore[reportPrivateUsage]
+    state = 3 * sum(one.num_bytes for one in step.plan.variables)
+    assert memory.output_size_in_bytes < 1.01 * state / 8
+    assert memory.temp_size_in_bytes < state / 3 / 4  # of weights; random bits take a while
+
+
 def test_one_device_and_two_rings() -> None:
     model = MODELS["mlp"]
     one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
