@@ -188,7 +188,7 @@ def test_no_device_has_all_of_a_state_when_it_is_born() -> None:
     memory = step._init.lower(jax.random.key(0)).compile().memory_analysis()  # pyright: ignore[reportPrivateUsage]
     state = 3 * sum(one.num_bytes for one in step.plan.variables)
     assert memory.output_size_in_bytes < 1.01 * state / 8
-    assert memory.temp_size_in_bytes < state / 3 / 4  # of weights; random bits take a while
+    assert memory.temp_size_in_bytes < state / 3 / 3  # random bits of a few weights at once
 
 
 def test_one_device_and_two_rings() -> None:
