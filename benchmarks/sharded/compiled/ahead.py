@@ -87,4 +87,3 @@ def _step(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> bx.Step:
 
 def _mesh(devices: Sequence[Any]) -> Mesh:
     return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-
