@@ -28,9 +28,9 @@ NUM_DEVICES = 8
 class Scale:
     """How much is measured: full, or `--quick`.
 
-    **Fields:** `deep`: what is compiled only, at `depths`, of which `sent` also for bytes; `wide`: on `counts` devices.
-    `sizes`: the paper's. `largest`: what layers are added to, under `limit_bytes`. `timed`: by `ways`, in `rounds`. `chips`:
-    compiled ahead. `bert`, with `samples` a device. Batches are those of a device.
+    **Fields:** `deep`: what is compiled only, at `depths`, of which `sent` also for bytes, and on `counts` devices.
+    `sizes`: the paper's. `largest`: what layers are added to, under `limit_bytes`. `timed`: by `ways`, in `rounds`.
+    `chips`: compiled ahead. `bert`, with `samples` a device. Batches are those of a device.
     """
 
     deep: Shape

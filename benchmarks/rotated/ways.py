@@ -1,5 +1,7 @@
 """The ways to train a shape that are compared, each with as many samples a device."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +50,11 @@ def uncompiled(way: str, shape: Shape, along: Mesh) -> bx.Step:
     return bx.parallelize(loss, systems.OPTIMIZER, along, {"data": strategy(way)}, init=shape.init, batch=shape.spec())
 
 
-def mesh(sizes: tuple[int, ...]) -> Mesh:
-    """Returns one of the first devices, with the axes "data" and "model"."""
-    count = sizes[0] * sizes[-1] if len(sizes) > 1 else sizes[0]
+def mesh(sizes: Sequence[int]) -> Mesh:
+    """Returns one of the first devices, with the axis "data", or "data" and "model"."""
     names = ("data", "model")[: len(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=jax.devices()[:count])
+    found = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(tuple(sizes), names, axis_types=(AxisType.Auto,) * len(sizes), devices=found)
 
 
 def num_bytes(step: bx.Step) -> int:
