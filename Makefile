@@ -29,6 +29,7 @@ bench: .venv/stamp-bench .venv-streaming/stamp .venv-torchrec/stamp  ## Run the 
 	$(BIN)/python -m benchmarks.parallax --torchrec .venv-torchrec/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.sharded $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.sharded.compiled $(ARGS) $(FALLEN)
+	$(BIN)/python -m benchmarks.rotated $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.checkfreq $(ARGS) $(FALLEN)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.page

@@ -15,10 +15,10 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 import braidax as bx
-from benchmarks.harness import Report, arguments, models, run, say, take_turns
-from benchmarks.sharded import processes, systems, tasks
-from benchmarks.sharded.models import Shape
-from benchmarks.sharded.systems import BY_HAND, HELD, MEGATRON, OURS, TENSOR, XLA, System
+from benchmarks.harness import Report, arguments, models, run, say, systems, take_turns
+from benchmarks.harness.gpt2 import Shape
+from benchmarks.harness.systems import BY_HAND, HELD, MEGATRON, OURS, TENSOR, XLA, System
+from benchmarks.sharded import processes, tasks
 from braidax.program import total_sent
 from braidax.tasks.bert_model import Sizes
 

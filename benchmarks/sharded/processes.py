@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.harness import Report, gangs, say, take_turns
+from benchmarks.harness.gpt2 import Shape
+from benchmarks.harness.systems import BY_HAND, HELD, OURS, XLA
 from benchmarks.sharded import rank
-from benchmarks.sharded.models import Shape
-from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA
 
 SYSTEMS = (OURS, XLA, HELD, BY_HAND)
 STEP, SENT = "step", "sent by the busiest process, a step"

@@ -8,10 +8,10 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 import braidax as bx
+from benchmarks.harness import systems
+from benchmarks.harness.gpt2 import Shape
 from benchmarks.harness.sockets import Sent
-from benchmarks.sharded import systems
-from benchmarks.sharded.models import Shape
-from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA
+from benchmarks.harness.systems import BY_HAND, HELD, OURS, XLA
 
 
 class Taken(NamedTuple):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import braidax as bx
 from benchmarks.harness import Report, say, take_turns
 from benchmarks.harness.models import Model
-from benchmarks.sharded.systems import XLA
+from benchmarks.harness.systems import XLA
 from braidax.parallel.plan.plan import follow, layouts_of
 from braidax.program import Collective, collectives_of, named_leaves, total_sent
 

@@ -13,13 +13,13 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.harness import Report, arguments, models, run, say
+from benchmarks.harness.compilers import H100, V5E, why_absent
+from benchmarks.harness.gpt2 import Shape
+from benchmarks.harness.systems import BY_HAND, HELD, OURS, XLA
 from benchmarks.sharded.compiled import ahead, planning, same
-from benchmarks.sharded.models import Shape
-from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA
 from braidax.tasks.bert_model import Sizes
 
 NUM_DEVICES = 8
-H100, V5E = "h100:8", "v5e:2x4"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _h100(report: Report, scale: Scale, _: Path | None) -> None:
     claims = {
         "overlap_h100": 0.03, "overlap_h100_all_reduces": 0.1, "overlap_h100_words": 0.1, "overlap_h100_rows": 0.1,
     }  # fmt: skip
-    if why := ahead.why_absent(H100):
+    if why := why_absent(H100):
         for claim, target in claims.items():
             report.not_measured(claim, f"<= {target:g}", why)
         return
@@ -83,7 +83,7 @@ def _h100(report: Report, scale: Scale, _: Path | None) -> None:
 
 
 def _v5e(report: Report, scale: Scale, _: Path | None) -> None:
-    if why := ahead.why_absent(V5E):
+    if why := why_absent(V5E):
         report.not_measured("overlap_v5e", "<= 0.1", why)
         return
     found = [ahead.fully_sharded(report, V5E, shape, peers=()) for shape in scale.shapes]

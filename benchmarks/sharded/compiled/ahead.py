@@ -1,38 +1,23 @@
 """Steps compiled for H100s and TPUs that are not here: which bytes are sent while no matrices are multiplied."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 import braidax as bx
-from benchmarks.harness import Report, say
+from benchmarks.harness import Report, say, systems
+from benchmarks.harness.gpt2 import Shape
 from benchmarks.harness.models import Model
-from benchmarks.sharded import systems
-from benchmarks.sharded.models import Shape
-from benchmarks.sharded.systems import BY_HAND, HELD, OURS, XLA
+from benchmarks.harness.systems import BY_HAND, HELD, OURS, XLA
 from braidax.parallel.plan.plan import layouts_of
 from braidax.program import Collective, exposed_part, find_target, total_sent
 
 DATA_PARALLEL, ROWS = "ours, DataParallel", "ours, Hybrid"
 GATHERS, SUMS, EXCHANGES = ("all-gather", "collective-permute"), ("all-reduce",), ("all-to-all", "ragged-all-to-all")
 WAITED, MEMORY = "sent while no matrices are multiplied", "memory of a device"
-_COMPILERS = Path(__file__).resolve().parents[3] / ".venv" / "aot"
-_NEEDS = {"h100": "jax_plugins", "v5e": "libtpu"}
-
-
-def why_absent(target: str) -> str:
-    """Returns why nothing can be compiled for a target, "" if it can; its compiler may lie beside the environment."""
-    jax.devices()  # JAX has begun without them: it would complain of what can only compile
-    if _COMPILERS.exists() and str(_COMPILERS) not in sys.path:
-        sys.path.append(str(_COMPILERS))
-    module = _NEEDS[target.partition(":")[0]]
-    return "" if find_spec(module) else f"{module} is not installed: make .venv/stamp-bench installs it"
 
 
 def case_of(shape: Shape, target: str) -> str:
@@ -49,10 +34,7 @@ def fully_sharded(report: Report, target: str, shape: Shape, *, peers: Sequence[
     like = _step(shape, mesh, {"data": bx.FullySharded()})
     for name in peers:
         system = make[name](shape, mesh, like)
-        found: Any = system.compiled.memory_analysis()
-        beside = sum(_on_a_device(leaf) for leaf in jax.tree.leaves(step.state_specs.opt_state))
-        total = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
-        _add(report, case, name, system.collectives(), total - found.alias_size_in_bytes + beside)
+        _add(report, case, name, system.collectives(), system.peak_bytes(step))
     return ours
 
 
@@ -117,8 +99,3 @@ def _step(shape: Shape, mesh: Mesh, strategies: Mapping[str, Any]) -> bx.Step:
 
 def _mesh(devices: Sequence[Any]) -> Mesh:
     return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-
-
-def _on_a_device(spec: Any) -> int:
-    part = spec.sharding.shard_shape(spec.shape)
-    return jax.ShapeDtypeStruct(part, spec.dtype).size * spec.dtype.itemsize

@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 
 import braidax as bx
 from benchmarks.harness import models
+from benchmarks.harness.gpt2 import Shape
 from benchmarks.harness.models import Model
-from benchmarks.sharded.models import Shape
 from braidax.tasks.bert_model import Sizes
 
 NUM_DEVICES = 8

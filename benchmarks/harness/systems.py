@@ -1,4 +1,4 @@
-"""Systems that take a fully sharded step: ours, XLA with the same shardings, and one written by hand."""
+"""Systems that train GPT-2's shape with sharded states: ours, XLA with the same shardings, and by hand."""
 
 import itertools
 import time
@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import braidax as bx
-from benchmarks.sharded.models import Shape, normed
+from benchmarks.harness.gpt2 import Shape, normed
 from braidax.program import Collective, collectives_of
 
 TENSOR, MEGATRON = "ours, TensorParallel", "Megatron's way, shard_map by hand"
@@ -35,6 +35,15 @@ class System(NamedTuple):
         """Returns arguments and temporaries of the gradients."""
         analysis = self.compiled.memory_analysis()
         return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+
+    def peak_bytes(self, step: bx.Step) -> int:
+        """Returns what a device holds while gradients are computed: also what they are, and the optimizer's state.
+
+        **Arguments:** `step`: whose states are split as those of this system are.
+        """
+        found = self.compiled.memory_analysis()
+        beside = sum(_on_a_device(leaf) for leaf in jax.tree.leaves(step.state_specs.opt_state))
+        return self.memory_bytes() + found.output_size_in_bytes - found.alias_size_in_bytes + beside
 
     def collectives(self) -> tuple[Collective, ...]:
         """Returns those of the gradients."""
@@ -190,3 +199,8 @@ def place(shape: Shape, like: bx.Step, seed: int) -> Any:
         shape.samples(seed),
         like.batch_shardings,
     )
+
+
+def _on_a_device(spec: Any) -> int:
+    part = spec.sharding.shard_shape(spec.shape)
+    return jax.ShapeDtypeStruct(part, spec.dtype).size * spec.dtype.itemsize
