@@ -8,6 +8,7 @@ in the global view, and XLA sums its gradient.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,16 +53,15 @@ def gathered(
     """
     sites = _sites(program, layouts, rings)
     dims = find_batch_dims(program, {site.path for site in sites}, divided)
-    weights = {
-        key_of(site): weight
-        for site in sites
-        if (weight := weight_of(site, layouts[site.value.entry.leaf], mesh, batch_axes)).gathers
-        and any(dim is not None for dim in dims[site.path])  # what no sample meets is computed on shards
-    }
+    met = [site for site in sites if any(dim is not None for dim in dims[site.path])]  # else computed on shards
+    found = {key_of(one): weight_of(one, layouts[one.value.entry.leaf], mesh, batch_axes) for one in met}
+    weights = {key: weight for key, weight in found.items() if weight.gathers}
     used = [site for site in sites if key_of(site) in weights]
     if not used:
         return program
     last = max(used, key=lambda site: site.path)
+    if in_order and not last.value.entry.level:  # along its own dim, else it is gathered with what is needed first
+        weights[key_of(last)] = replace(weights[key_of(last)], is_turned=False)
     pieces = _put_off(last, used, program, weights[key_of(last)], dims[last.path]) if in_order else None
     held: dict[Key | None, Entered] = {}
 
@@ -71,7 +71,7 @@ def gathered(
             if pieces is not None and key == key_of(last):
                 held[None], held[key] = (held[key]._replace(parts=parts) for parts in fed)
 
-    def replace(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+    def stand_in(at: Sequence[Site], equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         one = at[0]  # where there are others, the role of each is "other", which nothing covers
         if read := looked_up(*(given := (one, weights[key_of(one)], equation, dims[one.path]))):
             return [read(inputs, held[key_of(one)])]
@@ -82,7 +82,7 @@ def gathered(
             inputs[site.operand] = viewed(site)(held[key_of(site)].full)
         return bind(equation, inputs)
 
-    rules = {path: partial(replace, at) for path, at in _by_path(used).items()}
+    rules = {path: partial(stand_in, at) for path, at in _by_path(used).items()}
     levels = {key[0].level: partial(enter, key[0].level) for key in weights}
 
     def run(*args: Any) -> Any:

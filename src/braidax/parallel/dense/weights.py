@@ -45,28 +45,28 @@ def weight_of(site: Site, layout: Layout, mesh: AbstractMesh, batch_axes: tuple[
     """Returns the weight that a site uses. **Arguments:** `layout`: of its leaf."""
     dims = [layout.axes_of(dim) for dim in site.value.entry.dims]
     gathers = tuple((at, axis) for at, axes in enumerate(dims) for axis in axes if axis in layout.gathered)
-    kept = tuple(tuple(axis for axis in axes if axis not in layout.gathered) for axes in dims)
     sizes = tuple(layout.shape[dim] for dim in site.value.entry.dims)
     padding = tuple(layout.padding[dim] for dim in site.value.entry.dims)
-    return Weight(site.value.casts, tuple(dims), kept, gathers, sizes, padding, mesh, batch_axes)
+    return Weight(site.value.casts, tuple(dims), gathers, sizes, padding, mesh, batch_axes)
 
 
 @dataclass(frozen=True)
 class Weight:
     """How a value is cast and gathered, and how the parts of its gradient are brought together.
 
-    **Fields:** `dims`: the axes that split each dim, and `kept`, when it is gathered. `gathers`: pairs of a dim and an
-    axis that splits it, the outermost first. `sizes`: of the dims, and their `padding` where they are split.
+    **Fields:** `dims`: the axes that split each dim. `gathers`: pairs of a dim and an axis that splits it, outermost
+    first. `sizes`: of the dims, and their `padding` where they are split. `is_turned`: whether shards are gathered one
+    behind the other; products turn for nothing what is gathered so.
     """
 
     casts: tuple[Equation, ...]
     dims: tuple[tuple[str, ...], ...]
-    kept: tuple[tuple[str, ...], ...]
     gathers: tuple[tuple[int, str], ...]
     sizes: tuple[int, ...]
     padding: tuple[int, ...]
     mesh: AbstractMesh
     batch_axes: tuple[str, ...]
+    is_turned: bool = True
 
     def enter(self, value: Any, parts: Any = None) -> Entered:
         """Casts what enters, splits and gathers it.
@@ -89,10 +89,10 @@ class Weight:
         """Brings a shard's value onto every device along the axes."""
 
         def local(value: Any) -> Any:
-            # Shards lie one behind the other; products turn what is gathered so for nothing.
             for dim, axis in reversed(self.gathers):
-                value = jax.lax.all_gather(jnp.moveaxis(value, dim, 0), axis, axis=0, tiled=True)
-                value = jnp.moveaxis(value, 0, dim)
+                at = 0 if self.is_turned else dim
+                value = jax.lax.all_gather(jnp.moveaxis(value, dim, at), axis, axis=at, tiled=True)
+                value = jnp.moveaxis(value, at, dim)
             return value
 
         full = self._island(local, self._axes(), _spec(self.dims), _spec(self.kept))(value)
@@ -178,6 +178,12 @@ class Weight:
         """The dim by which a table of rows is exchanged for columns, where its devices divide one and it sends less."""
         dims = [dim for dim, size in enumerate(self.sizes) if dim and not size % count]
         return dims[0] if dims and num_ids * (count - 1) > 2 * self.sizes[0] / count else None
+
+    @property
+    def kept(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that split each dim when it is gathered."""
+        gone = self._gathered_axes
+        return tuple(tuple(axis for axis in axes if axis not in gone) for axes in self.dims)
 
     @property
     def leaves_parts(self) -> bool:
