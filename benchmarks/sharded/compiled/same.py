@@ -27,6 +27,7 @@ CHANGED = {
     "microbatches": "each gradient crosses the devices once an update",
     "Adam": "rows that were not read catch up in one move",
     "beside DataParallel": "axes of the batch beyond a table's repeat no exchange",
+    "Hybrid": "the loop over rounds of an exchange holds the first one, and the last is sent behind it",
 }  # what was changed on purpose since, by a part of the name of a case: there fewer bytes are sent, or as many
 _ROOT = Path(__file__).resolve().parents[3]
 _QUICK_MACHINE_CODE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
