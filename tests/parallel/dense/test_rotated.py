@@ -73,6 +73,17 @@ def test_microbatches_and_frozen_weights() -> None:
     np.testing.assert_array_equal(np.asarray(after.params["dense"][0]["w"]), before)
 
 
+def test_heads_that_nothing_divides_are_padded() -> None:
+    model = _by_heads(7)
+    step = make_step(model, {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
+    assert step.init(jax.random.key(0)).params["layers"]["qkv"].shape == (2, 16, 3, 8, 4)
+    assert_as_on_one_device(step, model._replace(loss=_keyed(model.loss)), optimizer=OPTIMIZER, num_updates=3)
+
+
+def _keyed(loss: Any) -> Any:
+    return lambda params, batch, key: loss(params, batch)
+
+
 def test_a_decorated_step() -> None:
     model = MODELS["gpt"]
     train_step = whole_step(model)

@@ -12,7 +12,7 @@ from .strategies import FullySharded
 from .strategy import Choice, check_min_bytes, chosen, num_bytes, shown
 
 _NAME = "rotated tensor parallel"
-_MOST_PADDED = 9 / 8  # of the size: more costs memory, and is sent around
+_MOST_PADDED = 1.3  # of the size: more costs memory, and is sent around
 
 
 @dataclass(frozen=True, repr=False)
