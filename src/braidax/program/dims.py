@@ -27,6 +27,7 @@ from .bodies import Path, aval_of
 from .dim_rules import At, line_at, num_bytes, rule_of
 from .flow import Place, flow, is_slice, is_stack
 from .trace import Program
+from .unions import Unions
 
 ValueOrigin = tuple[Path, int]
 """What made a value: an equation's path and which result; or a jaxpr's path and -1 - input."""
@@ -134,9 +135,9 @@ class Held(NamedTuple):
 
 @dataclass
 class _Found:
-    """Labels are numbers; `above` joins them to groups."""
+    """Labels are numbers, which `unions` joins to groups."""
 
-    above: list[int] = field(default_factory=list[int])
+    unions: Unions = field(default_factory=Unions)
     sizes: list[int] = field(default_factory=list[int])
     blocks: dict[int, str] = field(default_factory=dict[int, str])
     cuts: dict[int, tuple[set[Fraction], str]] = field(default_factory=dict[int, tuple[set[Fraction], str]])
@@ -147,22 +148,20 @@ class _Found:
     times: int = 1
 
     def new(self, size: int) -> int:
-        self.above.append(len(self.above))
         self.sizes.append(size)
-        return len(self.above) - 1
+        return self.unions.new()
 
     def root(self, label: int) -> int:
-        while self.above[label] != label:
-            label = self.above[label]
-        return label
+        return self.unions.root(label)
 
     def unite(self, one: int | None, other: int | None) -> int | None:
         if one is None or other is None:
             return other if one is None else one
-        low, high = sorted((self.root(one), self.root(other)))
-        self.above[high] = low
-        self.sizes[low] = math.gcd(self.sizes[low], self.sizes[high])
-        return low
+        size = math.gcd(self.sizes[self.root(one)], self.sizes[self.root(other)])
+        root = self.unions.unite(one, other)
+        assert root is not None, "both are known"
+        self.sizes[root] = size
+        return root
 
     def block(self, label: int | None, why: str) -> None:
         if label is not None:

@@ -26,7 +26,8 @@ STRATEGIES: dict[str, Any] = {
     "replicas": {"data": bx.DataParallel(), "model": ALL},
     "sharded on": {"data": bx.FullySharded(min_bytes=0), "model": ALL},
     "beside rows": {"data": bx.Hybrid(dense=ALL), "model": bx.DataParallel()},
-    "beside tensor": {"data": ALL, "model": bx.TensorParallel(min_bytes=0)},
+    "beside tensor": {"data": ALL, "model": bx.TensorParallel({"params/layers/[qo]*": bx.Replicated()}, min_bytes=0)},
+    "gathered on": {"data": ALL, "model": bx.TensorParallel({"*/0/w": bx.Gathered(0)}, min_bytes=1 << 40)},
 }
 # Momentum: Adam would make of a rounding a whole step, and parts are added up in another order.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
@@ -42,6 +43,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=
         pytest.param("gpt, fused", "8 auto", "one axis", marks=SLOW),
         pytest.param("gpt, kept", "8 auto", "one axis", marks=SLOW),
         ("mlp", "4x2 explicit", "beside rows"),
+        ("mlp", "4x2 auto", "gathered on"),
         ("resnet", "8 auto", "one axis"),
         pytest.param("lstm", "8 explicit", "one axis", marks=SLOW),
         pytest.param("dlrm", "8 auto", "one axis", marks=SLOW),
@@ -192,6 +194,10 @@ def test_evaluation_gathers_nothing() -> None:
     found = step.evaluate(state, batch)["loss"]
     expected = _by_heads(8).loss(jax.device_get(step.to_dense(state).params), batch)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+    sent = total_sent(collectives_of(step.wrap(_by_heads(8).loss).lower().compile().as_text() or ""))
+    assert sent["all-gather"] == pytest.approx(7 / 8 * 4 * BATCH * LENGTH)  # ids
+    padded = 4 * 16 * (-VOCABULARY % 8)
+    assert sent["collective-permute"] == pytest.approx(7 / 8 * (sum(v.num_bytes for v in step.plan.variables) + padded))
 
 
 def test_no_device_has_all_of_a_state_when_it_is_born() -> None:

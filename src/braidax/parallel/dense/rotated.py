@@ -47,7 +47,8 @@ def rotated(
     axis = next(layout.rotated for layout in layouts.values())
     if axis is None or axis not in batch_axes:  # what has the same samples is gathered
         return Rotated(program, ())
-    dims = {leaf: dim for leaf, layout in layouts.items() if (dim := layout.rotated_dim) is not None}
+    own = {leaf: layout for leaf, layout in layouts.items() if layout.gathered <= {*batch_axes}}  # others are gathered
+    dims = {leaf: dim for leaf, layout in own.items() if (dim := layout.rotated_dim) is not None}
     num_batch_parts = math.prod(mesh.shape[name] for name in batch_axes)
     found = rotatable(program, dims, mesh.shape[axis], divided, num_batch_parts)
     if not found.units:

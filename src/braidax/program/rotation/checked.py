@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, primitives
+from jax.extend.core import Jaxpr, Literal, Var, primitives
 
 from braidax.program.bodies import aval_of
-from braidax.program.lines import line_of
+from braidax.program.dim_rules import line_at
+from braidax.program.flow import Place
 
 from .labels import BATCH
 from .parts import Division, Evaluation, Part, Undivided
@@ -106,17 +107,13 @@ def _relative_to_maxima(
                 of = shifts if reads[0] in shifts else exps
                 of[made] = of[reads[0]]
             else:
-                raise Undivided(f"{name.name} at {_line(equation)} uses a maximum before all parts are seen")
+                raise Undivided(f"{name.name} at {line_at(equation, Place())} uses a maximum before all parts are seen")
         elif in_parts:
             if name is not primitives.reduce_sum_p or reads[0] not in exps:
-                raise Undivided(f"{name.name} at {_line(equation)} uses a maximum before all parts are seen")
+                raise Undivided(f"{name.name} at {line_at(equation, Place())} uses a maximum before all parts are seen")
             scales[made] = exps[reads[0]]
     of_tops = frozenset(var for var in follows if var not in scales and WEIGHTS not in known[var].divided)
     outputs = {var for var in jaxpr.outvars if var in follows}
     if wrong := outputs - {*scales} - (of_tops & stopped):
         raise Undivided(f"a maximum with a gradient, or what is made of it, is used elsewhere: {wrong.pop().aval}")
     return scales, of_tops
-
-
-def _line(equation: JaxprEqn) -> str:
-    return line_of(equation.source_info).replace("\\", "/").rpartition("/")[2]

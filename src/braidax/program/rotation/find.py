@@ -50,7 +50,7 @@ def rotatable(
     """
     program = with_reads_first(inlined(program))
     sites = [site for site in find_sites(program) if site.value.entry.leaf in dims]
-    found = _Finder(program, dims, sites, labeled(program, dims, divided), num_parts, num_batch_parts)
+    found = _Finder(program, sites, labeled(program, dims, divided), num_parts, num_batch_parts)
     found.search()
     outlined = outline(program, [one for one, _ in found.units])
     units = {unit_path(outlined, one.name): made for one, made in found.units}
@@ -69,13 +69,12 @@ class _Finder:
     def __init__(
         self,
         program: Program,
-        dims: Mapping[int, int],
         sites: Sequence[Site],
         labels: Labeled,
         num_parts: int,
         num_batch_parts: int,
     ) -> None:
-        self._jaxpr, self._dims, self._labels = program.closed.jaxpr, dims, labels
+        self._jaxpr, self._labels = program.closed.jaxpr, labels
         self._num_parts, self._num_batch_parts = num_parts, num_batch_parts
         self._sites: dict[Path, list[Site]] = {}
         self._forms = {id(one) for site in sites for one in (*site.value.casts, *site.value.view)}

@@ -12,6 +12,7 @@ from braidax.program.bodies import Path, aval_of
 from braidax.program.dim_rules import At, rule_of
 from braidax.program.flow import Place, flow, is_slice, is_stack
 from braidax.program.trace import Program
+from braidax.program.unions import Unions
 
 BATCH = 0
 """The label of the dim of the samples."""
@@ -35,6 +36,7 @@ def labeled(program: Program, dims: Mapping[int, int], divided: Mapping[int, Seq
     **Arguments:** `dims`: of leaves of the first argument, by number, one dim each. `divided`: as of `find_batch_dims`.
     """
     found = _Found()
+    assert found.unions.new() == BATCH, "the first label is that of the samples"
     inputs: list[Labels | None] = []
     leaves: dict[int, int] = {}
     for number, argument in enumerate(program.in_specs):
@@ -43,19 +45,19 @@ def labeled(program: Program, dims: Mapping[int, int], divided: Mapping[int, Seq
             dim = told[at] if isinstance(told, Sequence) else told
             label = BATCH
             if number == 0 and at in dims:
-                dim, label = dims[at], found.new()
+                dim, label = dims[at], found.unions.new()
                 leaves[at] = label
             here = dim is not None and dim < spec.ndim
             inputs.append(tuple(label if one == dim else None for one in range(spec.ndim)) if here else None)
     flow(program.closed.jaxpr, inputs, found)
 
     def rooted(several: Sequence[Labels]) -> list[Labels]:
-        return [tuple(None if one is None else found.root(one) for one in labels) for labels in several]
+        return [tuple(None if one is None else found.unions.root(one) for one in labels) for labels in several]
 
     return Labeled(
         {path: (rooted(operands), rooted(results)) for path, (operands, results) in found.at.items()},
-        {path: {found.root(one) for one in labels} for path, labels in found.blocked.items()},
-        {leaf: found.root(label) for leaf, label in leaves.items()},
+        {path: {found.unions.root(one) for one in labels} for path, labels in found.blocked.items()},
+        {leaf: found.unions.root(label) for leaf, label in leaves.items()},
     )
 
 
@@ -63,20 +65,11 @@ def labeled(program: Program, dims: Mapping[int, int], divided: Mapping[int, Seq
 class _Found:
     """What `flow` follows, and what rules write to."""
 
-    above: list[int] = field(default_factory=lambda: [BATCH])
+    unions: Unions = field(default_factory=Unions)
     at: dict[Path, tuple[list[Labels], list[Labels]]] = field(default_factory=dict[Path, Any])
     blocked: dict[Path, set[int]] = field(default_factory=dict[Path, set[int]])
     here: Path = ()
     is_inside: bool = False
-
-    def new(self) -> int:
-        self.above.append(len(self.above))
-        return self.above[-1]
-
-    def root(self, label: int) -> int:
-        while self.above[label] != label:
-            label = self.above[label]
-        return label
 
     def through(self, equation: JaxprEqn, facts: Sequence[Labels | None], place: Place) -> Sequence[Labels | None]:
         dims = [
@@ -122,11 +115,7 @@ class _Found:
     # Groups
 
     def unite(self, one: int | None, other: int | None) -> int | None:
-        if one is None or other is None:
-            return other if one is None else one
-        low, high = sorted((self.root(one), self.root(other)))
-        self.above[high] = low
-        return low
+        return self.unions.unite(one, other)
 
     def block(self, label: int | None, why: str) -> None:
         if label is not None:

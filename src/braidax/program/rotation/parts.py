@@ -14,10 +14,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, primitiv
 from jax.extend.core.primitives import custom_jvp_call_p, jit_p
 
 from braidax.program.bodies import aval_of, bind
-from braidax.program.dim_rules import At, rule_of
+from braidax.program.dim_rules import At, line_at, rule_of
 from braidax.program.flow import Place
-from braidax.program.lines import line_of
 from braidax.program.reading import read_part
+from braidax.program.unions import Unions
 
 Divided = tuple[int | None, ...]
 """For each dim of a value the number of the division that it is divided by."""
@@ -110,7 +110,8 @@ class Evaluation:
             return self._custom(equation, inputs)
         if equation.primitive is jit_p:
             return self._inner(equation.params["jaxpr"], inputs)
-        if equation.primitive is primitives.sharding_constraint_p and any(inputs[0].divided):
+        in_parts = any(one is not None for one in inputs[0].divided) if inputs else False
+        if equation.primitive is primitives.sharding_constraint_p and in_parts:
             return [inputs[0]]
         return self._bound(equation, inputs)
 
@@ -295,15 +296,14 @@ class _Classes:
     """What the rule of an equation says of the dims of its operands, each of which has a label of its own at first."""
 
     def __init__(self, equation: JaxprEqn, inputs: Sequence[Part]) -> None:
-        self._above: list[int] = []
+        self._unions = Unions()
         self._sums, self._blocks = set[int](), set[int]()
         known: dict[int, int] = {}
         self._operands: list[list[int]] = []
         for one in inputs:
             labels: list[int] = []
             for told in one.divided:
-                self._above.append(len(self._above))
-                labels.append(self._above[-1])
+                labels.append(self._unions.new())
                 if told is not None:
                     known[labels[-1]] = told
             self._operands.append(labels)
@@ -312,16 +312,11 @@ class _Classes:
             self._sums = {self._operands[0][dim] for dim in _contracted(equation)}
         self._divisions: dict[int, int] = {}
         for label, told in known.items():
-            if self._divisions.setdefault(self._root(label), told) != told:
+            if self._divisions.setdefault(self._unions.root(label), told) != told:
                 raise Undivided(f"{equation.primitive.name} at {_line(equation)} joins what is divided otherwise")
 
-    def _root(self, label: int) -> int:
-        while self._above[label] != label:
-            label = self._above[label]
-        return label
-
     def _of(self, labels: Sequence[int | None]) -> Divided:
-        return tuple(None if one is None else self._divisions.get(self._root(one)) for one in labels)
+        return tuple(None if one is None else self._divisions.get(self._unions.root(one)) for one in labels)
 
     def of_operand(self, at: int) -> Divided:
         return self._of(self._operands[at])
@@ -340,11 +335,7 @@ class _Classes:
     # Groups, that rules write to
 
     def unite(self, one: int | None, other: int | None) -> int | None:
-        if one is None or other is None:
-            return other if one is None else one
-        low, high = sorted((self._root(one), self._root(other)))
-        self._above[high] = low
-        return low
+        return self._unions.unite(one, other)
 
     def block(self, label: int | None, why: str) -> None:
         if label is not None:
@@ -378,12 +369,12 @@ def _zip(outputs: Sequence[Any], equation: JaxprEqn) -> Any:
     return zip(outputs, equation.outvars, strict=True)
 
 
+def _line(equation: JaxprEqn) -> str:
+    return line_at(equation, Place())
+
+
 def _nothing(equation: JaxprEqn, dtype: Any) -> Any:
     """What changes no result of a sum, or of a maximum."""
     if equation.primitive is primitives.reduce_max_p:
         return jnp.asarray(-jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min, dtype)
     return jnp.zeros((), dtype)
-
-
-def _line(equation: JaxprEqn) -> str:
-    return line_of(equation.source_info).replace("\\", "/").rpartition("/")[2]
