@@ -112,6 +112,19 @@ def test_a_target_that_is_none() -> None:
         make_step(bx.DataParallel()).compile_for("cpu")
 
 
+def test_for_what_is_here_it_tells_what_the_programs_of_the_step_need() -> None:
+    step = make_step(bx.FullySharded())
+    found = step.compile_for("here")
+    needed = step.lower().gradients.compile().memory_analysis()
+    assert needed is not None
+    both = needed.argument_size_in_bytes + needed.temp_size_in_bytes + needed.output_size_in_bytes
+    moments = 4 + 4 * WEIGHT // DEVICES  # of Adam, with its count
+    assert found.programs["gradients"].memory.total + found.beside["gradients"] == pytest.approx(both + moments, abs=64)
+    assert found.peak_bytes >= both
+    assert str(found).startswith("compiled for  here: 8 × cpu\nmemory        ")
+    assert "it fits" in str(found)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("aot")
 def test_tpus_compile_and_refuse_what_is_too_large() -> None:

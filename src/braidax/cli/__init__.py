@@ -36,7 +36,7 @@ _DATA_HELP = "The task's data as downloaded; most have some of their own."
 _STRATEGY_HELP = "Of axes, such as data=hybrid,model=tensor; also data and fully_sharded."
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
-_TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4."
+_TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(

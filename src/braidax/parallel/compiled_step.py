@@ -1,4 +1,4 @@
-"""A step compiled for a machine that need not be here: its memory and what its devices send, by that compiler."""
+"""A step compiled for a machine, which need not be here: its memory and what its devices send, by that compiler."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
 from braidax.program import (
+    HERE,
     Collective,
     CompiledProgram,
     Target,
@@ -18,6 +19,7 @@ from braidax.program import (
     compile_ahead,
     exposed_part,
     find_target,
+    made_of,
     total_sent,
 )
 
@@ -139,6 +141,8 @@ class CompiledStep:
 
 def target_mesh(target: str, mesh: Mesh) -> tuple[Target, Mesh]:
     """Returns a target, and a mesh of its devices like one there is. **Raises:** `ArgumentError`, `MissingExtra`."""
+    if target == HERE:
+        return made_of([*mesh.devices.flat]), mesh
     found = find_target(target)
     if len(found.devices) != mesh.size:
         raise ArgumentError(

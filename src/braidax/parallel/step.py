@@ -334,7 +334,8 @@ class Step:
 
         What it says is that machine's own compiler's word; nothing is run, so that it tells no times.
 
-        **Arguments:** `target`: such as `"h100:8"`, or `"v5e:4x4"`; with as many devices as the mesh has.
+        **Arguments:** `target`: such as `"h100:8"`, or `"v5e:4x4"`; with as many devices as the mesh has. `"here"`:
+        the devices of the mesh.
 
         **Returns:** memory and collectives; `print` shows them.
 

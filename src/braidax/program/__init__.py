@@ -22,7 +22,9 @@ from .compiled.compile import Memory as Memory
 from .compiled.compile import TooLarge as TooLarge
 from .compiled.compile import compile_ahead as compile_ahead
 from .compiled.targets import Target as Target
+from .compiled.targets import HERE as HERE
 from .compiled.targets import find_target as find_target
+from .compiled.targets import made_of as made_of
 from .compiled.targets import pass_by_compilers as pass_by_compilers
 from .constraints import automatic as automatic
 from .constraints import trace_constrained as trace_constrained

@@ -1,5 +1,6 @@
 """Machines that are not here: their names, their devices, and that JAX stays as it is."""
 
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from braidax.errors import ArgumentError, MissingExtra
 from braidax.program import TooLarge, compile_ahead, find_target, pass_by_compilers
 
-KNOWN = r"such as h100:8 \(1 to 8 GPUs, or hosts of 8: h100:16\), v5e:4x4, v6e:4x4, v4:2x2x1, v5p:2x2x1, tpu7x:2x2x1$"
+KNOWN = r"such as h100:8 \(1 to 8 GPUs, or hosts of 8: h100:16\), v5e:4x4, v6e:4x4, v4:2x2x1, v5p:2x2x1, tpu7x:2x2x1, here$"
 
 
 @pytest.mark.usefixtures("aot")
@@ -25,6 +26,13 @@ def test_gpus_stand_in_hosts_of_eight_and_jax_has_none() -> None:
     assert {device.platform for device in jax.devices()} == {"cpu"}
     with pytest.raises(RuntimeError, match="cuda"):
         jax.devices("cuda")
+
+
+def test_the_machine_that_is_here_has_its_devices_and_their_memory() -> None:
+    found = find_target("here")
+    assert found.devices == tuple(jax.devices())
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert found.memory_bytes == host // len(jax.devices())
 
 
 @pytest.mark.parametrize("name", ["h100", "h100:x", "h100:2x4", "a100:8", "v5e", "v5e:4", "v5e:4x4x4", "v5p:4x4", ""])

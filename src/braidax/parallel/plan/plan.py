@@ -165,7 +165,8 @@ class Plan:
         parts = f"parameters {parameters}, gradients {gradients}, optimizer's state {state}"
         return [
             f"{number} variables, {whole}",
-            f"a device holds {held}: {parts}; activations come on top",
+            f"a device holds {held}: {parts}",
+            'activations come on top: compile_for("here") compiles the step, and tells the peak memory',
             f"a device sends {sent} a step for them",
         ]
 

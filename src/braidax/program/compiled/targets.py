@@ -1,4 +1,4 @@
-"""Machines that programs are compiled for without being there, by name, and their devices.
+"""Machines that programs are compiled for, by name, and their devices; they need not be here.
 
 What compiles is the plugin that JAX itself would use on such a machine, loaded beside the devices that are here. JAX
 is not told of it: its platforms, its default device and what it does stay as they are.
@@ -6,7 +6,7 @@ is not told of it: its platforms, its default device and what it does stay as th
 
 import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -33,14 +33,17 @@ _TPU_ENVIRONMENT = {  # else it asks the network on which machine it is, and tak
     "TPU_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-_KNOWN = "h100:8 (1 to 8 GPUs, or hosts of 8: h100:16), v5e:4x4, v6e:4x4, v4:2x2x1, v5p:2x2x1, tpu7x:2x2x1"
+_KNOWN = "h100:8 (1 to 8 GPUs, or hosts of 8: h100:16), v5e:4x4, v6e:4x4, v4:2x2x1, v5p:2x2x1, tpu7x:2x2x1, here"
+
+HERE = "here"
+"""The name of the machine that runs this."""
 
 
 @dataclass(frozen=True)
 class Target:
     """A machine that programs can be compiled for.
 
-    **Fields:** its `name`. `devices`: none of them runs anything. `memory_bytes`: of a device; None where the compiler
+    **Fields:** its `name`. `devices`: only those that are here run anything. `memory_bytes`: of a device; None where the compiler
     itself refuses what is too large.
     """
 
@@ -53,14 +56,28 @@ class Target:
 def find_target(name: str) -> Target:
     """Returns the machine of a name: `"h100:16"` for 16 GPUs in hosts of 8, `"v5e:4x4"` for a grid of TPU chips.
 
+    `"here"` is that with JAX' own devices.
+
     **Raises:** `ArgumentError` for a name that is none, or that the compiler does not know; `MissingExtra`.
     """
+    if name == HERE:
+        return made_of(jax.devices())
     kind, _, size = name.partition(":")
     if kind == "h100" and size.isdecimal():
         return _gpus(name, int(size))
     if re.fullmatch(r"\d+(x\d+)*", size) and size.count("x") + 1 == _TPU_DIMS.get(kind):
         return _tpus(name)
     raise ArgumentError(f"target is {name!r}, expected a machine and its devices, such as {_KNOWN}")
+
+
+def made_of(devices: Sequence[jax.Device]) -> Target:
+    """Returns the machine that devices of JAX are of. CPU devices have an equal part of their host's memory each."""
+    first = devices[0]
+    if first.platform == "cpu":
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Target(HERE, tuple(devices), host // jax.local_device_count())
+    stats: Mapping[str, int] = first.memory_stats() or {}
+    return Target(HERE, tuple(devices), stats.get("bytes_limit"))
 
 
 def pass_by_compilers() -> None:
