@@ -76,10 +76,12 @@ def test_microbatches_and_frozen_weights() -> None:
 
 
 def test_heads_that_nothing_divides_are_padded() -> None:
-    model = _by_heads(7)
+    model = _by_heads(6)
     step = make_step(model, {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
     assert step.init(jax.random.key(0)).params["layers"]["qkv"].shape == (2, 16, 3, 8, 4)
     assert_as_on_one_device(step, model._replace(loss=_keyed(model.loss)), optimizer=OPTIMIZER, num_updates=3)
+    whole = make_step(_by_heads(5), {"data": ALL}, "8 auto", optimizer=OPTIMIZER)  # they would be longer by 60 %
+    assert whole.state_specs.params["layers"]["qkv"].shape == (2, 16, 3, 5, 4)
 
 
 def _keyed(loss: Any) -> Any:

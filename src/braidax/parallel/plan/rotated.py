@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from braidax.program import Cut
 
@@ -12,7 +13,7 @@ from .strategies import FullySharded
 from .strategy import Choice, check_min_bytes, chosen, num_bytes, shown
 
 _NAME = "rotated tensor parallel"
-_MOST_PADDED = 1.3  # of the size: more costs memory, and is sent around
+_MOST_PADDED = Fraction(4, 3)  # of the size, as 12 heads on 8 devices: more costs memory, and is sent around
 
 
 @dataclass(frozen=True, repr=False)
