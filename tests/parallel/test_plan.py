@@ -71,7 +71,7 @@ def test_it_says_what_a_device_holds_and_sends() -> None:
     assert sum(one.state_bytes or 0 for one in costs) == 2 * held
     sent = sum(total_sent(collectives_of(compiled.as_text())).values())
     assert sum(one.sent_bytes or 0 for one in costs) == pytest.approx(sent, rel=0.03)
-    assert "optimizer's state 22.4 KB\nactivations come on top: compile_for(\"here\")" in str(step.plan)
+    assert 'optimizer\'s state 22.4 KB\nactivations come on top: compile_for("here")' in str(step.plan)
 
 
 def test_tables_by_rows_hold_their_state_and_send_rows() -> None:

@@ -21,8 +21,8 @@ from .compiled.compile import CompiledProgram as CompiledProgram
 from .compiled.compile import Memory as Memory
 from .compiled.compile import TooLarge as TooLarge
 from .compiled.compile import compile_ahead as compile_ahead
-from .compiled.targets import Target as Target
 from .compiled.targets import HERE as HERE
+from .compiled.targets import Target as Target
 from .compiled.targets import find_target as find_target
 from .compiled.targets import made_of as made_of
 from .compiled.targets import pass_by_compilers as pass_by_compilers
@@ -83,6 +83,9 @@ from .split import Origin as Origin
 from .split import Part as Part
 from .split import Split as Split
 from .split import split_at_marks as split_at_marks
+from .sums import all_gather as all_gather
+from .sums import psum as psum
+from .sums import psum_scatter as psum_scatter
 from .terms import Term as Term
 from .terms import Terms as Terms
 from .terms import compute as compute

@@ -13,8 +13,9 @@ from .trace import Program, trace
 
 
 def automatic(mesh: Mesh) -> AbstractMesh:
-    """Returns a mesh of the same axes, all of them automatic."""
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    """Returns a mesh of the same axes and the same kind of devices, all axes automatic."""
+    kinds, device = (AxisType.Auto,) * len(mesh.axis_names), mesh.abstract_mesh.abstract_device
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds, abstract_device=device)
 
 
 def trace_constrained(fn: Callable[..., Any], *args: Any, mesh: Mesh | None, told: str) -> Program:

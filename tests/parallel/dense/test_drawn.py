@@ -71,18 +71,20 @@ class OneAxis(NamedTuple):
         overrides, size = dict[str, Any](), self.min_bytes
         if self.override is not None:
             name, asked, dim = self.override
-            dims = {"Gathered": (dim,), "Split": (dim,)}.get(asked, ())
+            dims = {"Gathered": (dim,), "Split": (dim,), "Rotated": (dim,)}.get(asked, ())
             overrides[f"*/{name}"] = getattr(bx, asked)(*dims)
         sharded = bx.FullySharded(overrides, min_bytes=size)
         several = {
             "data parallel": bx.DataParallel(overrides), "sharded": sharded, "hybrid": bx.Hybrid(overrides),
             "hybrid, sharded": bx.Hybrid(overrides, dense=bx.FullySharded(min_bytes=size)),
             "tensor": bx.TensorParallel(overrides, size, self.activations),
+            "rotated": bx.RotatedTensorParallel(overrides, min_bytes=size),
+            "hybrid, rotated": bx.Hybrid(overrides, dense=bx.RotatedTensorParallel(min_bytes=size)),
         }  # fmt: skip
         return several.get(self.strategy)
 
 
-STRATEGIES = ("sharded", "tensor", "hybrid, sharded", "hybrid", "data parallel", "none")
+STRATEGIES = ("sharded", "rotated", "tensor", "hybrid, sharded", "hybrid, rotated", "hybrid", "data parallel", "none")
 
 
 @st.composite
@@ -91,7 +93,7 @@ def axes_of(draw: st.DrawFn, model: str) -> OneAxis:
     override = None
     if draw(st.integers(0, 3)) == 3:
         name, ndim = draw(st.sampled_from(LEAVES[model]))
-        asked = draw(st.sampled_from(["Replicated", "Gathered", "Split", "Rows"]))
+        asked = draw(st.sampled_from(["Replicated", "Gathered", "Split", "Rotated", "Rows"]))
         override = name, asked, draw(st.integers(0, max(0, ndim - 1)))
     activations = draw(st.sampled_from(["whole", "by sequence"]))
     return OneAxis(draw(st.sampled_from(STRATEGIES)), override, draw(st.sampled_from(SIZES)), activations)

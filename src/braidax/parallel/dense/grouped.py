@@ -21,6 +21,7 @@ from braidax.program import (
     evaluate,
     find_batch_dims,
     grouped_convolutions,
+    psum,
     trace,
 )
 
@@ -58,7 +59,7 @@ def _convolved(
 
     def of_kernel(image: Any, back: Any, kernel: Any) -> Any:
         (part,) = jax.vjp(partial(apply, image), kernel)[1](back)
-        return jax.lax.psum(part, axes) if axes else part
+        return psum(part, axes) if axes else part
 
     specs = tuple(PartitionSpec(*[None] * (at or 0), axes) if axes else PartitionSpec() for at in (dim, back_dim))
     summed: Any = jax.shard_map(

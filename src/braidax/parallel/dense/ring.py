@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from braidax.program import Division, RotatedUnit, aval_of
+from braidax.program import Division, RotatedUnit, aval_of, psum, psum_scatter
 
 SAVED = "braidax_rotated"
 """The name of what a remat keeps of rings, so that it repeats no hop."""
@@ -162,9 +162,9 @@ class Ring:
         for dim, axes in enumerate(self.weights[at]):
             for axis in axes:
                 if axis != self.axis and axis in self.batch_axes:
-                    gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+                    gradient = psum_scatter(gradient, axis, dim=dim)
         others = tuple(axis for axis in self.batch_axes if axis not in here)
-        return jax.lax.psum(gradient, others) if others else gradient
+        return psum(gradient, others) if others else gradient
 
     def _part_shape(self, at: int) -> tuple[int, ...]:
         """Of a part of a weight that is whole along other axes."""
@@ -277,7 +277,7 @@ class Ring:
             held = self._hop(held)
         gradients = home(backs)[0]
         found: dict[int, Any] = {
-            at: jax.lax.psum(one, self.batch_axes) if self.unit.batch[at] is None else one for at, one in total.items()
+            at: psum(one, self.batch_axes) if self.unit.batch[at] is None else one for at, one in total.items()
         }
         for at in moved:
             gradient = gradients[at] + held[at] if held else gradients[at]

@@ -27,6 +27,7 @@ from braidax.program import (
     Path,
     Program,
     ValueOrigin,
+    all_gather,
     aval_of,
     batch_dim_of_result,
     bind,
@@ -35,6 +36,7 @@ from braidax.program import (
     find_batch_dims,
     find_dims,
     find_sites,
+    psum_scatter,
     trace,
 )
 
@@ -170,12 +172,12 @@ class _Between:
             return jax.lax.with_sharding_constraint(value, copies)
         split, dim = _with(lies.whole, lies.sequence, axes), lies.sequence
         value = jax.lax.with_sharding_constraint(value, split)
-        return island(lambda x: jax.lax.all_gather(x, axes, axis=dim, tiled=True)[None], split, copies)(value)
+        return island(lambda x: all_gather(x, axes, dim=dim)[None], split, copies)(value)
 
     def summed(self, parts: Any, axes: Axes, lies: _Lies) -> Any:
         """Sums `[N, ...]` parts, one a device, and leaves each device its part of the sequence."""
         assert lies.sequence is not None, "else the sum is whole"
-        scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=lies.sequence, tiled=True)
+        scatter = partial(psum_scatter, axis=axes, dim=lies.sequence)
         split = _with(lies.whole, lies.sequence, axes)
         return island(lambda parts: scatter(parts[0]), PartitionSpec(axes, *lies.whole), split)(parts)
 

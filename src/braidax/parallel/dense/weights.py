@@ -19,6 +19,8 @@ from braidax.program import (
     batch_dim_of_result,
     bind,
     operand_gradient,
+    psum,
+    psum_scatter,
     read_part,
     row_reader,
     viewed,
@@ -104,10 +106,10 @@ class Weight:
         def local(parts: Any) -> Any:
             total = parts[0]
             for dim, axis in self.gathers:
-                total = jax.lax.psum_scatter(jnp.moveaxis(total, dim, 0), axis, scatter_dimension=0, tiled=True)
+                total = psum_scatter(jnp.moveaxis(total, dim, 0), axis, dim=0)
                 total = jnp.moveaxis(total, 0, dim)
             others = tuple(name for name in self.batch_axes if name not in self._gathered_axes)
-            return jax.lax.psum(total, others) if others else total
+            return psum(total, others) if others else total
 
         spec = _spec(self.kept, self.batch_axes)
         return self._island(local, self._axes(*self.batch_axes), spec, _spec(self.dims))(self._padded(parts))
@@ -119,7 +121,7 @@ class Weight:
         manual = self._axes(*axes)
         if any(size % self._num_parts(names) for size, names in zip(self.sizes, self.kept, strict=True)):
             kept, manual = (PartitionSpec(), PartitionSpec(*loops, axes)), {*axes}  # XLA divides it unevenly
-        return self._island(lambda x: jax.lax.psum(x.squeeze(at), axes), manual, kept[1], kept[0])(parts)
+        return self._island(lambda x: psum(x.squeeze(at), axes), manual, kept[1], kept[0])(parts)
 
     def no_parts(self, dtype: Any) -> Any:
         """Returns parts that are nothing."""
@@ -169,7 +171,7 @@ class Weight:
                 parts = read(columns[: self.sizes[0]], ids)
                 return jax.lax.all_to_all(parts, axis, split_axis=back_dim, concat_axis=row_dim, tiled=True)
             found = read_part(equation, shard, ids, jax.lax.axis_index(axis), shard.shape[0], self.sizes[0])
-            return jax.lax.psum_scatter(found, axis, scatter_dimension=back_dim, tiled=True)
+            return psum_scatter(found, axis, dim=back_dim)
 
         specs = (_spec(self.dims), PartitionSpec(*[None] * dim, axes))
         return self._island(local, self._axes(*axes), specs, PartitionSpec(*[None] * back_dim, axes))

@@ -43,8 +43,8 @@ HERE = "here"
 class Target:
     """A machine that programs can be compiled for.
 
-    **Fields:** its `name`. `devices`: only those that are here run anything. `memory_bytes`: of a device; None where the compiler
-    itself refuses what is too large.
+    **Fields:** its `name`. `devices`: only those that are here run anything. `memory_bytes`: of a device; None where
+    the compiler itself refuses what is too large.
     """
 
     name: str
@@ -70,7 +70,7 @@ def find_target(name: str) -> Target:
     raise ArgumentError(f"target is {name!r}, expected a machine and its devices, such as {_KNOWN}")
 
 
-def made_of(devices: Sequence[jax.Device]) -> Target:
+def made_of(devices: Sequence[Any]) -> Target:
     """Returns the machine that devices of JAX are of. CPU devices have an equal part of their host's memory each."""
     first = devices[0]
     if first.platform == "cpu":

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from braidax.errors import ArgumentError
 from braidax.parallel.rows.moving.batched import LateRows, settled
 from braidax.parallel.rows.moving.optimizers import RowOptimizer, RowState
+from braidax.program import psum
 
 from . import travel
 from .exchange import Exchange
@@ -156,7 +157,7 @@ def sum_rows(
 
 def _over_devices(total: jax.Array, join: str, axes: tuple[str, ...]) -> jax.Array:
     if join == "add":
-        return jax.lax.psum(total, axes)
+        return psum(total, axes)
     over = jax.lax.pmin if join == "and" else jax.lax.pmax
     return over(total.astype(jnp.int32), axes).astype(total.dtype)
 
