@@ -123,7 +123,7 @@ def test_break_even_is_bytes_times_flops_by_twice_the_rate() -> None:
     work = RingWork(2 * tokens * elements, elements, 2 * elements, 2 * elements / rate, 600e12, 1.0)
     ring = planned_ring("data", [work, None])
     assert ring == bx.PlannedRing("data", 1000, 1000.0, 3000, 1.0)
-    late = planned_ring("data", [replace(work, hop_seconds=4 * elements / rate), work])
+    late = planned_ring("data", [work._replace(hop_seconds=4 * elements / rate), work])
     assert late is not None
     assert late.break_even_tokens == 4500
     assert planned_ring("data", [None]) is None

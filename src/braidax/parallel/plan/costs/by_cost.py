@@ -4,7 +4,7 @@ import fnmatch
 import functools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from braidax.parallel.plan.model import Model
 from braidax.parallel.plan.placements import Gathered, Placement, Rotated
@@ -16,8 +16,7 @@ from .prices import Price, Prices
 from .ring import planned_ring
 
 
-@dataclass(frozen=True)
-class ByCost:
+class ByCost(NamedTuple):
     """What was chosen, but for what overrides place.
 
     **Fields:** by path, the `kinds`; in `words` what each would cost; and `seconds` of a step that the chosen one

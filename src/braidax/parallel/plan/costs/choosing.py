@@ -1,7 +1,7 @@
 """The choice of placements by what they cost: the fewest seconds whose bytes a device has room for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.strategy import in_words
@@ -13,8 +13,7 @@ Kind = str
 """Of a placement: "rotated", "gathered" or "replicated"."""
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """Variables that are placed alike, because they belong together, and what they cost in each way that they can be.
 
     **Fields:** their `paths`; `prices`. `split`: what they would cost, were the axis one of `TensorParallel`; None

@@ -1,6 +1,5 @@
 """Calibration: what the devices of a mesh compute and send is measured by small programs on these devices."""
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -93,7 +92,7 @@ class _Bench:
         self._timed(looped, 1, carried)
         once = max(self._timed(looped, 1, carried), 1e-9)
         turns = int(min(max(_LEAST_SECONDS / once, 1), _MOST_TURNS))
-        taken = statistics.median(self._timed(looped, turns, carried) for _ in range(self._num_runs))
+        taken = float(np.median([self._timed(looped, turns, carried) for _ in range(self._num_runs)]))
         return max(taken / turns, 1e-12)
 
     def _timed(self, program: Any, num_turns: int, carried: Any) -> float:

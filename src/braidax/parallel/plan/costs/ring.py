@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _MACHINE = "parallel.measure_machine tells that of the devices here"
 
 
-@dataclass(frozen=True)
-class RingWork:
+class RingWork(NamedTuple):
     """What a device sends and computes in one hop of a variable's parts, forward, in one run of the loss.
 
     **Fields:** `flops` of the products by the parts, of which there are `elements`. `sent_bytes`. `hop_seconds`,

@@ -1,7 +1,7 @@
 """What a loss does with a variable in one run, on one device: the bytes that it needs of it, and its products by it."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from braidax.parallel.plan.strategy import num_bytes
 from braidax.program import aval_of
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What one run of a loss does with a variable.
 
     **Fields:** `own_bytes`: of the variable itself. `used_bytes`: of the forms in which products and all else but
