@@ -81,6 +81,21 @@ class _Bench:
 
     def seconds(self, body: Body, carried: Any) -> float:
         """Returns how long a turn takes of a loop of `body`, which makes a value like the one that it is given."""
+        return float(np.median(self.rounds((body, carried))))
+
+    def rounds(self, *loops: tuple[Body, Any]) -> list[list[float]]:
+        """Returns for each run how long a turn of each loop takes, all of them one after the other in every run."""
+        programs = [(self._looped(body, carried), carried) for body, carried in loops]
+        for program, carried in programs:
+            self._timed(program, 1, carried)
+        longest = max(self._timed(program, 1, carried) for program, carried in programs)
+        turns = int(min(max(_LEAST_SECONDS / max(longest, 1e-9), 1), _MOST_TURNS))
+        return [
+            [max(self._timed(program, turns, carried) / turns, 1e-12) for program, carried in programs]
+            for _ in range(self._num_runs)
+        ]
+
+    def _looped(self, body: Body, carried: Any) -> Any:
         specs = jax.tree.map(lambda _: self._spec, carried)
 
         def run(num_turns: Any, carried: Any) -> Any:
@@ -88,12 +103,7 @@ class _Bench:
 
         in_specs = (PartitionSpec(), specs)
         mapped = jax.shard_map(run, mesh=self._mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
-        looped = jax.jit(mapped).lower(np.int32(1), carried).compile()
-        self._timed(looped, 1, carried)
-        once = max(self._timed(looped, 1, carried), 1e-9)
-        turns = int(min(max(_LEAST_SECONDS / once, 1), _MOST_TURNS))
-        taken = float(np.median([self._timed(looped, turns, carried) for _ in range(self._num_runs)]))
-        return max(taken / turns, 1e-12)
+        return jax.jit(mapped).lower(np.int32(1), carried).compile()
 
     def _timed(self, program: Any, num_turns: int, carried: Any) -> float:
         begun = time.perf_counter()
@@ -172,16 +182,21 @@ def _link(bench: _Bench, sending: _Sending, matrices: Any, product: float) -> Li
     latency = max(0.0, short - few / rate)
     sends, products = _near(once[1], product)
 
-    def both(carried: Any) -> Any:
-        sent, made = carried
+    def send(sent: Any) -> Any:
         for _ in range(sends):
             sent = sending.body(sent)
+        return sent
+
+    def compute(made: Any) -> Any:
         for _ in range(products):
             made = _product(made)
-        return sent, made
+        return made
 
-    alone = (sends * once[1], products * product)
-    hidden = (sum(alone) - bench.seconds(both, (vectors[1], matrices))) / min(alone)
+    def both(carried: Any) -> Any:
+        return send(carried[0]), compute(carried[1])
+
+    rounds = bench.rounds((send, vectors[1]), (compute, matrices), (both, (vectors[1], matrices)))
+    hidden = float(np.median([(one + other - beside) / min(one, other) for one, other, beside in rounds]))
     return Link(_rounded(rate), _rounded(latency), round(min(max(hidden, 0.0), 1.0), 2))
 
 
