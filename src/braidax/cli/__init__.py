@@ -165,18 +165,19 @@ def _plan(
     """Show what becomes of each variable of a task, and why; of the model nothing is computed."""
     from dataclasses import replace
 
-    from braidax.cli.measure import measured
+    from braidax.cli.measure import check_measured, measured
     from braidax.cli.target import mesh_for, tell
     from braidax.cli.tasks import make_task
     from braidax.cli.train import devices_of, make_step
 
     devices = devices_of(mesh, strategy)
-    if measure or memory_gb is not None:
-        devices, machine = measured(devices, memory_gb, measure=measure, target=target)
-        typer.echo(f"{machine}\n", err=json)
+    check_measured(devices, memory_gb, measure=measure, target=target)
     made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
     if target is not None:
         devices = replace(devices, mesh=mesh_for(target, devices.mesh))
+    if measure:
+        devices, machine = measured(devices, memory_gb)
+        typer.echo(f"{machine}\n", err=json)
     step = make_step(made, devices, batch_size=batch_size or made.batch_size, num_steps=1)
     if target is None:
         typer.echo(step.plan.to_json() if json else str(step.plan))
