@@ -107,15 +107,18 @@ class _Bench:
 
     def _timed(self, program: Any, num_turns: int, carried: Any) -> float:
         begun = time.perf_counter()
-        outputs = jax.tree.leaves(program(np.int32(num_turns), carried))
-        while not all(output.is_ready() for output in outputs):
-            if time.perf_counter() - begun > self._wait_seconds:
+        self._wait(program(np.int32(num_turns), carried), f"a run of {num_turns} turns")
+        return self.agreed(time.perf_counter() - begun, np.mean)
+
+    def _wait(self, outputs: Any, what: str) -> None:
+        deadline = time.perf_counter() + self._wait_seconds
+        while not all(output.is_ready() for output in jax.tree.leaves(outputs)):
+            if time.perf_counter() > deadline:
                 raise WaitTimeout(
-                    f"wait_seconds={self._wait_seconds}: a run of {num_turns} turns on {self._mesh.size} devices "
-                    f"was not done by then: a process of the mesh does not measure, or devices hang; else give more"
+                    f"wait_seconds={self._wait_seconds}: {what} on {self.num_devices} devices was not done by then: a "
+                    f"process of the mesh does not measure, or devices hang; else give more"
                 )
             time.sleep(_LOOK_SECONDS)
-        return self.agreed(time.perf_counter() - begun, np.mean)
 
     def agreed(self, value: float, of_all: Callable[[Any], Any]) -> float:
         """Returns one value for all processes of the mesh, so that they go on alike."""
@@ -124,6 +127,7 @@ class _Bench:
         each = NamedSharding(self._mesh, self._spec)
         own = jax.make_array_from_callback((self._mesh.size,), each, lambda _: np.array([value], np.float32))
         whole = jax.jit(lambda one: one + 0, out_shardings=NamedSharding(self._mesh, PartitionSpec()))(own)
+        self._wait(whole, "an exchange of times")
         return float(of_all(np.asarray(whole.addressable_data(0))))
 
 
@@ -180,7 +184,7 @@ def _link(bench: _Bench, sending: _Sending, matrices: Any, product: float) -> Li
     )
     rate = (many - few) / (long - short) if long > short else many / long
     latency = max(0.0, short - few / rate)
-    sends, products = _near(once[1], product)
+    sends, products = _repeats(once[1], product)
 
     def send(sent: Any) -> Any:
         for _ in range(sends):
@@ -200,7 +204,7 @@ def _link(bench: _Bench, sending: _Sending, matrices: Any, product: float) -> Li
     return Link(_rounded(rate), _rounded(latency), round(min(max(hidden, 0.0), 1.0), 2))
 
 
-def _near(one: float, other: float) -> tuple[int, int]:
+def _repeats(one: float, other: float) -> tuple[int, int]:
     """Returns how many of two things take about as long as one another."""
     return (
         min(max(round(other / one), 1), _MOST_UNROLLED),
