@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType, Mesh
 
 import braidax.parallel as bx
@@ -112,3 +113,11 @@ def recorded_events() -> Iterator[list[str]]:
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], words: str) -> Iterator[None]:
+    """What is inside the block is refused, in these words, before anything is compiled."""
+    with recorded_events() as events, pytest.raises(error, match=words):
+        yield
+    assert [event for event in events if "backend_compile" in event] == []
