@@ -53,7 +53,7 @@ def fit(
     before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
     _trace_all(report, loader, saver)
-    _check_test(step, test, test_metrics)
+    tested = _tested(step, test, test_metrics)
     note_plan = _noting(saver, step)
     if saver is not None:
         seed = loader.cursor.seed
@@ -73,14 +73,11 @@ def fit(
                 note_plan()
                 saver.update((state, loader.cursor))
             if test is not None and loader.cursor.epoch > epoch:
-                means = evaluate(step if test_metrics is None else test_metrics, state, test)  # pyright: ignore
-                report.note({f"test_{name}": value for name, value in means.items()})
+                report.note({f"test_{name}": value for name, value in evaluate(tested, state, test).items()})
         step.finish()
         if saver is not None and loader.cursor != begun:
             saver.save((state, loader.cursor))
-        skipped = loader.source.describe().get("bad records")
-        if skipped is not None:
-            report.say(f"bad records: {skipped}")
+        _tell_skipped(loader, report)
     if interrupted():
         raise KeyboardInterrupt
     if preempted():
@@ -124,7 +121,14 @@ def evaluate(step: Step | TestMetrics, state: Any, loader: DataLoader) -> dict[s
     return {name: float(total) / num_samples for name, total in totals.items()}
 
 
-def _check_test(step: Step | TrainStep, test: DataLoader | None, test_metrics: TestMetrics | None) -> None:
+def _tell_skipped(loader: DataLoader, report: Report) -> None:
+    skipped = loader.source.describe().get("bad records")
+    if skipped is not None:
+        report.say(f"bad records: {skipped}")
+
+
+def _tested(step: Step | TrainStep, test: DataLoader | None, test_metrics: TestMetrics | None) -> "Step | TestMetrics":
+    """Returns what `evaluate` takes."""
     if test is not None and test_metrics is None and not isinstance(step, Step):
         raise ArgumentError(
             "test is given, and a decorated step has no evaluate: give test_metrics=step.wrap(fn) as well, where "
@@ -132,6 +136,7 @@ def _check_test(step: Step | TrainStep, test: DataLoader | None, test_metrics: T
         )
     if test is None and test_metrics is not None:
         raise ArgumentError("test_metrics is given, and test is None: give the loader of what is evaluated, too")
+    return step if test_metrics is None else test_metrics
 
 
 def _noting(saver: Saver | None, step: Step | TrainStep) -> Callable[[], None]:

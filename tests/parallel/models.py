@@ -1,7 +1,7 @@
 """Losses and batches that the tests of `parallel` share, and the single-device step that says what is right."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -116,7 +116,7 @@ def recorded_events() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def refused(error: type[Exception], words: str) -> Iterator[None]:
+def refused(error: type[Exception], words: str) -> Generator[None]:
     """What is inside the block is refused, in these words, before anything is compiled."""
     with recorded_events() as events, pytest.raises(error, match=words):
         yield
