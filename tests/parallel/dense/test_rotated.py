@@ -286,15 +286,16 @@ def test_every_hop_is_under_a_product() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("aot")
 def test_layers_are_not_copied_for_the_products_of_a_tpu() -> None:
-    layers, width, tokens = 16, 512, 128
+    layers, width, tokens = 24, 2048, 4096
 
     def init(key: jax.Array) -> Any:
         up, down = jax.random.split(key)
         return {
-            "up": jax.random.normal(up, (layers, width, 16 * width)),
-            "down": jax.random.normal(down, (layers, 16 * width, width)),
+            "up": jax.random.normal(up, (layers, width, 4 * width)),
+            "down": jax.random.normal(down, (layers, 4 * width, width)),
         }
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -306,6 +307,6 @@ def test_layers_are_not_copied_for_the_products_of_a_tpu() -> None:
     batch, mesh = jax.ShapeDtypeStruct((8, tokens, width), jnp.float32), jax.make_mesh((8,), ("data",))
     made = bx.parallelize(loss, optax.sgd(1e-3), mesh, {"data": bx.RotatedTensorParallel()}, init=init, batch=batch)
     found = made.compile_for("v5e:2x4")
-    weights, kept = 4 * layers * 2 * 16 * width * width / 8, 4 * layers * tokens * width
-    assert found.programs["gradients"].memory.temporaries < kept + weights / 4  # copies of 16 bits are half of them
+    activation = 4 * tokens * width
+    assert found.programs["gradients"].memory.temporaries < (layers + 8) * activation  # copies are as large as six
     assert found.exposed_part < 0.05

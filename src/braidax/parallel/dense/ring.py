@@ -193,7 +193,7 @@ class Ring:
             return self._hop(parts), self._add(step, inputs, parts, state)
 
         if self._count > 1:
-            parts, state = jax.lax.fori_loop(0, self._count - 1, turn, (parts, state), unroll=self.form.unroll)
+            parts, state = jax.lax.fori_loop(0, self._count - 1, turn, (parts, state))
         totals, maxima = self._add(self._count - 1, inputs, parts, state)
         of_tops = self._of_maxima(self._count - 1, inputs, parts, maxima)[0]
         shapes = self.unit.outputs

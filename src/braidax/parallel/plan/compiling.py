@@ -72,9 +72,10 @@ def keeps_order(platform: str) -> bool:
 class RingForm(NamedTuple):
     """How rings of weights are written for a compiler.
 
-    **Fields:** `unroll`: how many turns one turn of a loop takes. `keeps_wide`: weights are hidden from a compiler that
-    would copy those of all layers, in a narrower type, before it loops over these. `lets_last_move`: the last gradient
-    of the weights that are used last waits for nothing, so that it is made while what comes later is sent.
+    **Fields:** `unroll`: how many turns of a backward pass one turn of its loop takes. `keeps_wide`: weights are hidden
+    from a compiler that would copy those of all layers, in a narrower type, before it loops over these.
+    `lets_last_move`: the last gradient of the weights that are used last waits for nothing, so that it is made while
+    what comes later is sent.
     """
 
     unroll: int = 1
