@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from braidax.program import Cut
 
+from .experts import choose_experts, dims_of_experts
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Placement, Replicated, Rotated
@@ -56,12 +57,16 @@ class RotatedTensorParallel:
             told = "the axis has one device" if axis.size == 1 else "another axis is a ring already"
             return chosen(self.overrides, _NAME, model, lambda path: _otherwise(sharded[path], told))
         dims, reasons = self._dims(model, axis, taken, sharded)
-        left, used = model.find_rotated(dims, axis)
+        uses = model.find_rotated(dims, axis)
+        left, used = uses.left, uses.rotated
+        experts = choose_experts(model, axis, uses, taken, _NAME)
 
         def choose(path: str) -> Choice:
+            if path in experts.exchanged:
+                return experts.exchanged[path]
             if path not in used:
                 return _otherwise(sharded[path], left.get(path) or reasons.get(path, ""))
-            also = f"; {left[path]}" if path in left else ""
+            also = experts.told.get(path, "") + (f"; {left[path]}" if path in left else "")
             return Choice(
                 Rotated(dims[path].dim, dims[path].sizes), f"{_NAME}: goes around a ring, with its gradient{also}"
             )
@@ -73,7 +78,10 @@ class RotatedTensorParallel:
     ) -> tuple[dict[str, Cut], dict[str, str]]:
         """Returns along which dims variables may go around; and of others why they do not."""
         paths, dims = [*model.variables], dict[str, Cut]()
-        picked, reasons, cuts = set[int](), dict[str, str](), model.dims.cuts
+        reasons, cuts = dict[str, str](), model.dims.cuts
+        free = {(path, dim) for path, layout in taken.items() for dim in range(len(layout.shape)) if _is_free(layout, dim)}
+        apart, picked = dims_of_experts(model, axis, free)
+        dims |= {path: Cut(dim, ()) for path, dim in apart.items()}
         sizes = {
             root: sum(num_bytes(model.variables[paths[leaf]]) for leaf in {leaf for leaf, _ in group.leaves})
             for root, group in model.dims.groups.items()

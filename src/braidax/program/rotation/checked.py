@@ -30,13 +30,14 @@ def checked(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedU
         unit = replace(unit, batch=tuple(more.get(at, dim) for at, dim in enumerate(unit.batch)))
         known, one = _tried(unit, num_parts, num_batch_parts)
     shifts, of_tops = _relative_to_maxima(jaxpr, tops, known) if tops else ({}, frozenset[Var]())
+    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     results: list[Result] = []
     for var in unit.outputs:
         part = known[var]
         if BATCH not in part.divided:
-            raise Undivided("a result of it does not go along the samples")
+            raise Undivided("a result of it does not go along the samples", makers[var])
         if WEIGHTS not in part.divided and not part.is_partial and var not in of_tops:
-            raise Undivided("a result of it is made of no part of a weight")
+            raise Undivided("a result of it is made of no part of a weight", makers[var])
         stacked = part.divided.index(WEIGHTS) if WEIGHTS in part.divided else None
         results.append(Result(part.divided.index(BATCH), stacked))
     numbers = {var: at for at, var in enumerate(jaxpr.outvars)}

@@ -104,20 +104,31 @@ class _Finder:
             return
         body = self._body(seed.path[:-1])
         region = Region(body, seed.path[:-1], self._labels, self._sites, self._forms, root)
-        for members in (region.joined(seed.path[-1]), {seed.path[-1]}):
-            if members and not {(*seed.path[:-1], at) for at in members} & self._taken:
-                try:
-                    self._add(region, members, root)
-                    return
-                except Undivided as error:
-                    self._whys.setdefault(seed.value.entry.leaf, str(error))
+        region.take([path[-1] for path in self._taken if path[:-1] == region.path])
+        while members := region.joined(seed.path[-1]):
+            error = self._added(region, members, root)
+            if error is None:
+                return
+            self._whys.setdefault(seed.value.entry.leaf, str(error))
+            if error.equation is None or not region.leave(region.index(error.equation)):
+                break
+        if error := self._added(region, {seed.path[-1]}, root):
+            self._whys.setdefault(seed.value.entry.leaf, str(error))
+
+    def _added(self, region: Region, members: set[int], root: int) -> Undivided | None:
+        """Adds a unit, or returns why it cannot be one."""
+        try:
+            self._add(region, members, root)
+        except Undivided as error:
+            return error
+        return None
 
     def _body(self, path: Path) -> Jaxpr:
         if not path:
             return self._jaxpr
         return bodies(equation_at(self._jaxpr, path[:-1]))[path[-1]].jaxpr
 
-    def _add(self, region: "Region", members: set[int], root: int) -> None:
+    def _add(self, region: Region, members: set[int], root: int) -> None:
         members = region.convex(members)
         name = f"rotated_{len(self.units)}"
         jaxpr = region.outlined(members)

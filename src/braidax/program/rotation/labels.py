@@ -47,8 +47,7 @@ def labeled(program: Program, dims: Mapping[int, int], divided: Mapping[int, Seq
             if number == 0 and at in dims:
                 dim, label = dims[at], found.unions.new()
                 leaves[at] = label
-            here = dim is not None and dim < spec.ndim
-            inputs.append(tuple(label if one == dim else None for one in range(spec.ndim)) if here else None)
+            inputs.append(tuple(label if one == dim else found.unions.new() for one in range(spec.ndim)))
     flow(program.closed.jaxpr, inputs, found)
 
     def rooted(several: Sequence[Labels]) -> list[Labels]:
@@ -68,6 +67,7 @@ class _Found:
     unions: Unions = field(default_factory=Unions)
     at: dict[Path, tuple[list[Labels], list[Labels]]] = field(default_factory=dict[Path, Any])
     blocked: dict[Path, set[int]] = field(default_factory=dict[Path, set[int]])
+    of_results: dict[tuple[Path, int, int, int], int] = field(default_factory=dict[Any, int])
     here: Path = ()
     is_inside: bool = False
 
@@ -84,10 +84,18 @@ class _Found:
                 for label in (label for labels in dims for label in labels):
                     self.block(label, "")
         else:
-            results = [tuple(labels) for labels in rule_of(equation)(At(self, equation, place), dims)]
+            found = rule_of(equation)(At(self, equation, place), dims)
+            results = [self._known(labels, id(equation), at) for at, labels in enumerate(found)]
         if not self.is_inside:
             self.at[here] = ([*dims], results)
         return results
+
+    def _known(self, labels: Sequence[int | None], equation: int, result: int) -> Labels:
+        """Gives dims of which nothing is known labels of their own, the same whenever the equation is met again."""
+        return tuple(
+            self.of_results.setdefault((self.here, equation, result, dim), self.unions.new()) if one is None else one
+            for dim, one in enumerate(labels)
+        )
 
     def _inside(self, equation: JaxprEqn, dims: Sequence[Labels]) -> list[Labels]:
         was, self.is_inside = self.is_inside, True

@@ -24,7 +24,11 @@ Divided = tuple[int | None, ...]
 
 
 class Undivided(Exception):
-    """A jaxpr cannot be evaluated on parts; the message says why."""
+    """A jaxpr cannot be evaluated on parts; the message says why. **Fields:** `equation`: of it, that cannot."""
+
+    def __init__(self, why: str, equation: JaxprEqn | None = None) -> None:
+        super().__init__(why)
+        self.equation = equation
 
 
 class Division(NamedTuple):
@@ -92,7 +96,11 @@ class Evaluation:
         known.update(zip(jaxpr.invars, args, strict=True))
         for equation in jaxpr.eqns:
             inputs = [_whole(atom) if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
-            known.update(zip(equation.outvars, self._one(equation, inputs), strict=True))
+            try:
+                known.update(zip(equation.outvars, self._one(equation, inputs), strict=True))
+            except Undivided as error:
+                error.equation = equation  # at last the one of this jaxpr, whatever it holds
+                raise
         return known
 
     def _one(self, equation: JaxprEqn, inputs: Sequence[Part]) -> list[Part]:
