@@ -70,6 +70,24 @@ def switch(
     return jnp.einsum("gsec,gecd->gsd", combine, made), balance
 
 
+def by_index(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The best expert of each token, whose places are written and read by their index."""
+    gates = jax.nn.softmax(x @ params["router"])
+    picked, num_experts = jnp.argmax(gates, -1), gates.shape[-1]
+    mask = jax.nn.one_hot(picked, num_experts, dtype=jnp.int32)
+    places = ((jnp.cumsum(mask, 1) - 1) * mask).sum(-1)
+    at = jnp.where(places < CAPACITY, picked * CAPACITY + places, num_experts * CAPACITY)
+
+    def put(x: jax.Array, at: jax.Array) -> jax.Array:
+        return jnp.zeros((num_experts * CAPACITY, x.shape[-1])).at[at].add(x, mode="drop")
+
+    given = jax.vmap(put)(x, at).reshape(len(x), num_experts, CAPACITY, -1)
+    hidden = jax.nn.gelu(jnp.einsum("gecd,edf->gecf", given, params["up"]))
+    made = jnp.einsum("gecf,efd->gecd", hidden, params["down"]).reshape(len(x), num_experts * CAPACITY, -1)
+    read = jax.vmap(lambda made, at: made.at[at].get(mode="fill", fill_value=0))(made, at)
+    return read * gates.max(-1, keepdims=True), gates.mean()
+
+
 def dense(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Every expert on every token, weighted by gates."""
     tokens = x.reshape(-1, x.shape[-1])
@@ -169,6 +187,9 @@ _two = partial(switch, num_picked=2, biases=True)
 MOES: dict[str, Model] = {
     "switch": _model(switch),
     "two, biases": _model(_two),
+    "by index": _model(by_index),
+    "crowded": _model(partial(switch, num_picked=2, capacity=64, biases=True)),
+    "crowded, stacked": _model(partial(switch, num_picked=2, capacity=64, gated=True), num_layers=2),
     "two, gated": _model(partial(switch, num_picked=2, gated=True)),
     "stacked": _model(_two, num_layers=2),
     "dense": _model(dense),
@@ -178,7 +199,7 @@ MOES: dict[str, Model] = {
     "looped": _model(looped),
     "written out": _model(written_out),
     "four experts": _model(_two, 4),
-    "twelve experts": _model(_two, 12),
+    "ten experts": _model(_two, 10),
     "seven experts": _model(_two, 7),
     "all tokens": _model(of_all_tokens),
     "ragged": _model(ragged),

@@ -54,12 +54,13 @@ def choose_experts(model: Model, axis: Axis, uses: RotatedUses, taken: Mapping[s
             continue
         weights = 3 * sum(num_bytes(model.variables[path]) for path in one.dims) * _others(axis) * model.microbatches
         samples = 2 * one.num_bytes / model.num_parts * _others(axis) * model.microbatches
-        sent = f"{in_words(weights)} a step around a ring, {in_words(samples)} of samples to experts that stay, and back"
+        of_weights, of_samples = in_words(weights), f"{in_words(samples)} of what is for them, there and back"
         for path, dim in one.dims.items():
             if samples < weights:
-                exchanged[path] = Choice(Split(dim), f"{name}: experts stay, what is for them is exchanged: {sent}")
+                why = f"experts stay: a device sends {of_samples}, a step; weights around a ring would be {of_weights}"
+                exchanged[path] = Choice(Split(dim), f"{name}: {why}")
             else:
-                told[path] = f"; {sent}"
+                told[path] = f"; experts go around: a device sends {of_weights} a step; if they stayed, {of_samples}"
     return ChosenExperts(exchanged, told)
 
 

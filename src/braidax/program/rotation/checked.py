@@ -62,7 +62,7 @@ def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dic
 
     def run(index: Any, maxima: list[Any], *args: Any) -> None:
         one = unit.evaluation(*divided(index), maxima)
-        kept[:] = [one.run(unit.jaxpr, (), unit.parts(args)), one]
+        kept[:] = [unit.run(one, args), one]
 
     division, batch = Division(num_parts, 0, unit.size), Division(num_batch_parts, 0)
     specs: list[Any] = []

@@ -66,10 +66,11 @@ def find_experts(
             continue
         labels = labeled(program, dims, divided)
         by_path: dict[Path, list[Site]] = {}
-        for site in (site for site in sites if site.value.entry.leaf in dims):
+        for site in sites:
             by_path.setdefault(site.path, []).append(site)
-        forms = {id(one) for of in by_path.values() for site in of for one in (*site.value.casts, *site.value.view)}
-        for path in dict.fromkeys(path[:-1] for path, of in by_path.items() if any(_is_weight(site) for site in of)):
+        own = [site for site in sites if site.value.entry.leaf in dims]
+        forms = {id(one) for site in own for one in (*site.value.casts, *site.value.view)}
+        for path in dict.fromkeys(site.path[:-1] for site in own if _is_weight(site)):
             body = bodies(equation_at(jaxpr, path[:-1]))[path[-1]].jaxpr if path else jaxpr
             for root in {labels.leaves[leaf] for leaf in dims} - {BATCH}:
                 region = Region(body, path, labels, by_path, forms, root)

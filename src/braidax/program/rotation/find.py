@@ -49,8 +49,7 @@ def rotatable(
     as of `find_batch_dims`. `num_batch_parts`: among how many devices samples are.
     """
     program = with_reads_first(inlined(program))
-    sites = [site for site in find_sites(program) if site.value.entry.leaf in dims]
-    found = _Finder(program, sites, labeled(program, dims, divided), num_parts, num_batch_parts)
+    found = _Finder(program, find_sites(program), labeled(program, dims, divided), num_parts, num_batch_parts)
     found.search()
     outlined = outline(program, [one for one, _ in found.units])
     units = {unit_path(outlined, one.name): made for one, made in found.units}
@@ -77,7 +76,8 @@ class _Finder:
         self._jaxpr, self._labels = program.closed.jaxpr, labels
         self._num_parts, self._num_batch_parts = num_parts, num_batch_parts
         self._sites: dict[Path, list[Site]] = {}
-        self._forms = {id(one) for site in sites for one in (*site.value.casts, *site.value.view)}
+        own = [site for site in sites if site.value.entry.leaf in labels.leaves]
+        self._forms = {id(one) for site in own for one in (*site.value.casts, *site.value.view)}
         for site in sites:
             self._sites.setdefault(site.path, []).append(site)
         self.units: list[tuple[Unit, RotatedUnit]] = []
@@ -89,11 +89,13 @@ class _Finder:
         if site.role == "rows":
             return "its rows are looked up"
         where = line_of(site.source).replace("\\", "/").rpartition("/")[2]
-        return self._whys.get(site.value.entry.leaf, "") or f"no product uses it at {where}"
+        other = f", but {equation_at(self._jaxpr, site.path).primitive.name}" if site.role == "other" and site.path else ""
+        return self._whys.get(site.value.entry.leaf, "") or f"no product uses it at {where}{other}"
 
     def search(self) -> None:
         for site in (site for sites in self._sites.values() for site in sites):
-            if site.role in ("product", "kernel") and site.path not in self._taken and not site.value.in_loop:
+            is_own = site.value.entry.leaf in self._labels.leaves and not site.value.in_loop
+            if is_own and site.role in ("product", "kernel") and site.path not in self._taken:
                 self._grow(site)
 
     def _grow(self, seed: Site) -> None:
@@ -130,15 +132,18 @@ class _Finder:
 
     def _add(self, region: Region, members: set[int], root: int) -> None:
         members = region.convex(members)
+        region.check_samples(members)
         name = f"rotated_{len(self.units)}"
         jaxpr = region.outlined(members)
         weights: dict[int, RotatedWeight] = {}
         batch: list[int | None] = []
+        cut: list[int | None] = []
         for at, var in enumerate(jaxpr.invars):
             site = region.weights.get(var)
             if site is not None:
                 weights[at] = self._weight(site, region.divided(var, root))
             batch.append(None if site is not None else region.divided(var, BATCH))
+            cut.append(None if site is not None else region.divided(var, root))
         if not weights:
             raise Undivided("no weight of it is in parts")
         sizes = {aval_of(jaxpr.invars[at]).shape[one.divided] for at, one in weights.items()}
@@ -147,7 +152,11 @@ class _Finder:
             if len(sizes) > 1:
                 raise Undivided(f"{self._num_parts} does not divide {min(sizes)}")
             (size,) = sizes
-        unit = RotatedUnit(name, jaxpr, weights, tuple(batch), size, region.maxima(jaxpr))
+        for at, dim in enumerate(cut):
+            length = None if dim is None else aval_of(jaxpr.invars[at]).shape[dim]
+            if length is not None and (length % self._num_parts if size is None else length != size):
+                cut[at] = None  # it is cut where it meets a part, if it can be
+        unit = RotatedUnit(name, jaxpr, weights, tuple(batch), tuple(cut), size, region.maxima(jaxpr))
         unit = checked(unit, self._num_parts, self._num_batch_parts)
         self.units.append((Unit(name, region.path, tuple(sorted(members))), unit))
         self._taken |= {(*region.path, at) for at in members}

@@ -5,7 +5,7 @@ is cut where it meets a divided one; a sum over a divided dim gives a *partial* 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -102,6 +102,11 @@ class Evaluation:
                 error.equation = equation  # at last the one of this jaxpr, whatever it holds
                 raise
         return known
+
+    def part_of(self, one: Part, dim: int, division: int, atom: Any) -> Part:
+        """Returns a part of what is whole along a dim. **Arguments:** `atom`: of the jaxpr, which it is."""
+        divided = tuple(division if at == dim else to for at, to in enumerate(one.divided))
+        return replace(one, value=self._cut(one, divided, atom), divided=divided)
 
     def _one(self, equation: JaxprEqn, inputs: Sequence[Part]) -> list[Part]:
         name = equation.primitive.name

@@ -27,7 +27,7 @@ class Region:
         self.jaxpr, self.path, self._labels, self._root, self._forms = jaxpr, path, labels, root, forms
         self.weights: dict[Var, Site] = {}
         self._dims: dict[Var, tuple[int | None, ...]] = {}
-        lookups: set[int] = set()
+        others: set[int] = set()
         for at, equation in enumerate(jaxpr.eqns):
             told = labels.at.get((*path, at))
             if told is not None:
@@ -36,12 +36,14 @@ class Region:
                         self._dims[atom] = dims
             for site in sites.get((*path, at), ()):
                 atom = equation.invars[site.operand] if site.operand >= 0 else None
-                if isinstance(atom, Var):
+                own = labels.leaves.get(site.value.entry.leaf)
+                if isinstance(atom, Var) and own == root:
                     self.weights[atom] = site
-                if site.role == "rows":
-                    lookups.add(at)
+                # What else is multiplied by a weight is computed where that is gathered.
+                if site.role == "rows" or own not in (None, root) or (own is None and site.role in ("product", "kernel")):
+                    others.add(at)
         self._members = {
-            at for at, equation in enumerate(jaxpr.eqns) if at not in lookups and self._belongs(at, equation)
+            at for at, equation in enumerate(jaxpr.eqns) if at not in others and self._belongs(at, equation)
         }
         self._maker = {var: at for at, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
         self._left = set[int]()
@@ -159,6 +161,15 @@ class Region:
         self._left |= before
         self._members -= before
         return True
+
+    def check_samples(self, members: Collection[int]) -> None:
+        """Raises `Undivided` where a weight multiplies what is made of samples and the same on all devices."""
+        for at in members:
+            equation = self.jaxpr.eqns[at]
+            if equation.primitive is primitives.dot_general_p and self._takes_weight(at):
+                made = self._labels.of_samples.get((*self.path, at), ())
+                if any(made) and not any(BATCH in self._dims.get(atom, ()) for atom in equation.outvars):
+                    raise Undivided("it multiplies what all samples have made, which no device has a part of", equation)
 
     def index(self, equation: JaxprEqn) -> int:
         """Returns which equation of the jaxpr one is."""

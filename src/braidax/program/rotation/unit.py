@@ -50,14 +50,16 @@ class RotatedUnit:
     """A call that can be computed part by part.
 
     **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts. `batch`: for
-    each input the dim of the samples. `size`: of the dim that is divided, where it is padded. `tops`: values of it that
-    are maxima over all parts. `results`: of each output what is known, `maxima`: of those.
+    each input the dim of the samples; `cut`: of one that comes whole, the dim of which a part is taken at once. `size`:
+    of the dim that is divided, where it is padded. `tops`: values of it that are maxima over all parts. `results`: of
+    each output what is known, `maxima`: of those.
     """
 
     name: str
     jaxpr: Jaxpr
     weights: Mapping[int, RotatedWeight]
     batch: tuple[int | None, ...]
+    cut: tuple[int | None, ...]
     size: int | None
     tops: tuple[Var, ...]
     results: tuple[Result, ...] = ()
@@ -71,7 +73,7 @@ class RotatedUnit:
     def maxima_of(self, args: Sequence[Any], weights: Division, batch: Division) -> list[Any]:
         """Returns maxima over one part."""
         one = self.evaluation(weights, batch)
-        one.run(self.jaxpr, (), self.parts(args))
+        self.run(one, args)
         return [one.found[top] for top in self.tops]
 
     def part(self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any] = ()) -> list[Any]:
@@ -80,14 +82,14 @@ class RotatedUnit:
         **Arguments:** `args`: weights in their part, samples in theirs, all else whole. `maxima`: over all parts that
         were seen; sums are relative to them.
         """
-        known = self.evaluation(weights, batch, maxima).run(self.jaxpr, (), self.parts(args))
+        known = self.run(self.evaluation(weights, batch, maxima), args)
         return [None if at in self.maxima.outputs else known[var].value for at, var in enumerate(self.outputs)]
 
     def of_maxima(
         self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any]
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """Returns, by the number of an output, what follows from maxima alone; and what sums are relative to."""
-        known = self.evaluation(weights, batch, maxima).run(self.jaxpr, (), self.parts(args))
+        known = self.run(self.evaluation(weights, batch, maxima), args)
         shapes = {at: known[self.outputs[at]].value.shape for at in self.maxima.shifts}
         scales = {at: known[var].value.reshape(shapes[at]) for at, var in self.maxima.shifts.items()}
         return {at: known[self.outputs[at]].value for at in self.maxima.outputs}, scales
@@ -97,9 +99,13 @@ class RotatedUnit:
         told = None if maxima is None else dict(zip(self.tops, maxima, strict=True))
         return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops)
 
-    def parts(self, args: Sequence[Any]) -> list[Part]:
-        """Returns inputs as what is known of them."""
-        return [Part(value, self.divided(at), given=at) for at, value in enumerate(args)]
+    def run(self, one: Evaluation, args: Sequence[Any]) -> dict[Var, Part]:
+        """Evaluates the unit. **Returns:** every value of it."""
+        parts: list[Part] = []
+        for at, (value, var, dim) in enumerate(zip(args, self.jaxpr.invars, self.cut, strict=True)):
+            part = Part(value, self.divided(at), given=at)
+            parts.append(part if dim is None else one.part_of(part, dim, WEIGHTS, var))
+        return one.run(self.jaxpr, (), parts)
 
     def ndim(self, at: int) -> int:
         """Returns how many dims an input has."""
