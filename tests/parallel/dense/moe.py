@@ -53,7 +53,13 @@ def _routed(x: jax.Array, logits: jax.Array, num_picked: int, capacity: int) -> 
 
 
 def switch(
-    params: Any, x: jax.Array, *, num_picked: int = 1, capacity: int = CAPACITY, biases: bool = False, gated: bool = False
+    params: Any,
+    x: jax.Array,
+    *,
+    num_picked: int = 1,
+    capacity: int = CAPACITY,
+    biases: bool = False,
+    gated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """A layer whose experts see a bounded number of tokens of each group (Switch, GShard)."""
     combine, balance = _routed(x, jnp.einsum("gsd,de->gse", x, params["router"]), num_picked, capacity)

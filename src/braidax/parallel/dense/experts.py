@@ -49,7 +49,9 @@ def experts(
     number. `mesh`: with automatic axes. `batch_axes`: over which samples are divided. `divided`: as of
     `find_batch_dims`.
     """
-    if not any({*layout.kept_axes(dim)} & {*batch_axes} for layout in layouts.values() for dim in range(len(layout.shape))):
+    if not any(
+        {*layout.kept_axes(dim)} & {*batch_axes} for layout in layouts.values() for dim in range(len(layout.shape))
+    ):
         return program
     num_batch_parts = _size(mesh, batch_axes)
     found, all_of_them = find_experts(program, divided, num_batch_parts)
@@ -72,11 +74,10 @@ def experts(
 
 
 def _axis(one: Experts, layouts: Mapping[int, Layout], mesh: AbstractMesh, batch_axes: Axes) -> str | None:
-    """The axis that all weights of some experts are split over; None where there is none, or it does not divide them."""
-    told = {layouts[leaf].kept_axes(dim) if leaf in layouts else () for leaf, dim in one.dims.items()}
-    axes = told.pop() if len(told) == 1 else ()
-    is_one = len(axes) == 1 and {*axes} <= {*batch_axes}
-    return axes[0] if is_one and one.count % _size(mesh, axes) == 0 else None
+    """The one axis that all weights of some experts are split over, if it divides them."""
+    told = [layouts[leaf].kept_axes(dim) if leaf in layouts else () for leaf, dim in one.dims.items()]
+    same = all(axes == told[0] for axes in told)
+    return next((axis for axis in batch_axes if same and told[0] == (axis,) and not one.count % mesh.shape[axis]), None)
 
 
 def _size(mesh: AbstractMesh, axes: Axes) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from braidax.program import Cut
 
 from .layout import Axis, Layout
-from .model import ExpertUses, Model, RotatedUses
+from .model import Model, RotatedUses
 from .placements import Split
 from .strategy import Choice, in_words, num_bytes
 
@@ -40,7 +40,9 @@ def dims_of_experts(model: Model, axis: Axis, may: Collection[tuple[str, int]]) 
     return found, roots
 
 
-def choose_experts(model: Model, axis: Axis, uses: RotatedUses, taken: Mapping[str, Layout], name: str) -> ChosenExperts:
+def choose_experts(
+    model: Model, axis: Axis, uses: RotatedUses, taken: Mapping[str, Layout], name: str
+) -> ChosenExperts:
     """Compares, for experts that may go around, what that sends with what is sent where they stay.
 
     Going around sends weights forward, backward, and gradients: `3 W (N - 1) / N` a device. Staying sends what comes to
@@ -49,8 +51,8 @@ def choose_experts(model: Model, axis: Axis, uses: RotatedUses, taken: Mapping[s
     exchanged, told = dict[str, Choice](), dict[str, str]()
     for one in model.experts:
         around = [unit.paths for unit in uses.units if unit.paths & {*one.dims}]
-        even = one.count % axis.size == 0 and not any(taken[path].axes for path in one.dims)
-        if not around or frozenset().union(*around) != {*one.dims} or not even:
+        even = one.num_experts % axis.size == 0 and not any(taken[path].axes for path in one.dims)
+        if not around or {path for paths in around for path in paths} != {*one.dims} or not even:
             continue
         weights = 3 * sum(num_bytes(model.variables[path]) for path in one.dims) * _others(axis) * model.microbatches
         samples = 2 * one.num_bytes / model.num_parts * _others(axis) * model.microbatches

@@ -39,12 +39,12 @@ class ExpertUses(NamedTuple):
     """What experts do, each for itself.
 
     **Fields:** `dims`: by path, along which dim of a variable experts lie. `num_bytes`: of what one run of the loss
-    sends to them and back on all samples, where they stay; forward. `count`: of experts.
+    sends to them and back on all samples, where they stay; forward. `num_experts`.
     """
 
     dims: Mapping[str, int]
     num_bytes: int
-    count: int
+    num_experts: int
 
 
 class RotatedUses(NamedTuple):

@@ -26,6 +26,8 @@ class RotatedTensorParallel:
     never whole, nor are the heads of an attention, or the logits of a cross entropy. It sends what `FullySharded` sends
     (rotated tensor parallelism, arXiv 2311.01635), and needs less memory.
 
+    Experts go around, or stay while tokens are sent to them, whichever sends less; the plan tells both figures.
+
     What no rule can compute part by part is gathered where it is used, as by `FullySharded`; the plan says why.
 
     **Arguments:** `overrides`: as of `Hybrid`; `Rotated(dim)` pads a dim that the axis does not divide. `min_bytes`:
@@ -47,8 +49,8 @@ class RotatedTensorParallel:
         return True
 
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
-        """Chooses `Rotated` for dims that belong together, and for what a single product uses, else what `FullySharded`
-        chooses.
+        """Chooses `Rotated` for dims that belong together, and for what a single product uses, `Split` for experts that
+        send less when they stay, else what `FullySharded` chooses.
 
         **Raises:** as `Hybrid.place`.
         """
@@ -79,7 +81,9 @@ class RotatedTensorParallel:
         """Returns along which dims variables may go around; and of others why they do not."""
         paths, dims = [*model.variables], dict[str, Cut]()
         reasons, cuts = dict[str, str](), model.dims.cuts
-        free = {(path, dim) for path, layout in taken.items() for dim in range(len(layout.shape)) if _is_free(layout, dim)}
+        free = {
+            (path, dim) for path, layout in taken.items() for dim in range(len(layout.shape)) if _is_free(layout, dim)
+        }
         apart, picked = dims_of_experts(model, axis, free)
         dims |= {path: Cut(dim, ()) for path, dim in apart.items()}
         sizes = {

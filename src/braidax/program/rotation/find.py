@@ -89,7 +89,9 @@ class _Finder:
         if site.role == "rows":
             return "its rows are looked up"
         where = line_of(site.source).replace("\\", "/").rpartition("/")[2]
-        other = f", but {equation_at(self._jaxpr, site.path).primitive.name}" if site.role == "other" and site.path else ""
+        other = (
+            f", but {equation_at(self._jaxpr, site.path).primitive.name}" if site.role == "other" and site.path else ""
+        )
         return self._whys.get(site.value.entry.leaf, "") or f"no product uses it at {where}{other}"
 
     def search(self) -> None:

@@ -40,7 +40,11 @@ class Region:
                 if isinstance(atom, Var) and own == root:
                     self.weights[atom] = site
                 # What else is multiplied by a weight is computed where that is gathered.
-                if site.role == "rows" or own not in (None, root) or (own is None and site.role in ("product", "kernel")):
+                if (
+                    site.role == "rows"
+                    or own not in (None, root)
+                    or (own is None and site.role in ("product", "kernel"))
+                ):
                     others.add(at)
         self._members = {
             at for at, equation in enumerate(jaxpr.eqns) if at not in others and self._belongs(at, equation)
@@ -101,7 +105,8 @@ class Region:
         """
         while members := self._reached(seed):
             made = members & _closed({at for at in members if self._takes_weight(at)}, self._next)
-            if not any([self.leave(at) for at in members - made if self._is_used_outside(at, members)]):
+            elsewhere = [at for at in members - made if self._is_used_outside(at, members)]
+            if sum(map(self.leave, elsewhere)) == 0:
                 break
         return members
 
@@ -134,9 +139,8 @@ class Region:
         made = _closed(first, lambda at: {one for one in self._next(at) if not self._sums(one)})
         left = made & _closed(first | {at for at in made if self._takes_weight(at)}, self._before)
         found: list[set[int]] = []
-        while left:
-            found.append(_closed({min(left)}, lambda at: (self._next(at) | self._before(at)) & left))
-            left -= found[-1]
+        while todo := left.difference(*found):
+            found.append(_closed({min(todo)}, lambda at: (self._next(at) | self._before(at)) & left))
         blocked = self._labels.blocked
         return [
             members
