@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from braidax.parallel.plan.layout import Layout
@@ -25,13 +24,9 @@ from braidax.program import (
     outline,
     trace,
     unit_path,
-    with_names_saved,
 )
 
 from .split import island
-
-SAVED = "braidax_experts"
-"""The name of what a remat keeps of exchanges, so that it repeats none."""
 
 Axes = tuple[str, ...]
 
@@ -60,8 +55,6 @@ def experts(
         return program
     program = outline(found, [one.unit for one in all_of_them if one.unit.name in axes])
     units = {unit_path(program, one.unit.name): one for one in all_of_them if one.unit.name in axes}
-    for path in units:
-        program = with_names_saved(program, path, {SAVED})
     rules: dict[Path, Any] = {
         path: partial(_exchanged, one, axes[one.unit.name], batch_axes) for path, one in units.items()
     }
@@ -93,7 +86,7 @@ def _exchanged(one: Experts, axis: str, batch_axes: Axes, equation: Equation, in
         away = PartitionSpec(*({batch: others or None, dim: axis}.get(at) for at in range(value.ndim)))
         split, joined, specs = (batch, dim, (away, home)) if back else (dim, batch, (home, away))
         exchange = partial(jax.lax.all_to_all, axis_name=axis, split_axis=split, concat_axis=joined, tiled=True)
-        return checkpoint_name(island(exchange, *specs)(value), SAVED)
+        return island(exchange, *specs)(value)
 
     sent = [
         value if at is None else moved(value, *at, back=False) for value, at in zip(inputs, one.inputs, strict=True)

@@ -46,7 +46,8 @@ def choose_experts(
     """Compares, for experts that may go around, what that sends with what is sent where they stay.
 
     Going around sends weights forward, backward, and gradients: `3 W (N - 1) / N` a device. Staying sends what comes to
-    experts and what they give, forward and backward: `2 R (N - 1) / N` for the `R` bytes of a device's own samples.
+    experts and what they give, forward, backward, and under a remat again: `2 R (N - 1) / N` or `3 R (N - 1) / N` for
+    the `R` bytes of a device's own samples.
     """
     exchanged, told = dict[str, Choice](), dict[str, str]()
     for one in model.experts:
@@ -55,7 +56,7 @@ def choose_experts(
         if not around or {path for paths in around for path in paths} != {*one.dims} or not even:
             continue
         weights = 3 * sum(num_bytes(model.variables[path]) for path in one.dims) * _others(axis) * model.microbatches
-        samples = 2 * one.num_bytes / model.num_parts * _others(axis) * model.microbatches
+        samples = one.num_bytes / model.num_parts * _others(axis) * model.microbatches
         of_weights, of_samples = in_words(weights), f"{in_words(samples)} of what is for them, there and back"
         for path, dim in one.dims.items():
             if samples < weights:

@@ -39,7 +39,7 @@ class ExpertUses(NamedTuple):
     """What experts do, each for itself.
 
     **Fields:** `dims`: by path, along which dim of a variable experts lie. `num_bytes`: of what one run of the loss
-    sends to them and back on all samples, where they stay; forward. `num_experts`.
+    sends to them and back on all samples, where they stay, with the backward pass. `num_experts`.
     """
 
     dims: Mapping[str, int]

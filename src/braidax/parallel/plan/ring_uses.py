@@ -44,4 +44,7 @@ def expert_uses(
 ) -> list[ExpertUses]:
     """Returns what experts do in a program, each for itself. **Arguments:** as of `rotated_uses`."""
     _, found = find_experts(program, divided, num_batch_parts)
-    return [ExpertUses({paths[leaf]: dim for leaf, dim in one.dims.items()}, one.num_bytes, one.count) for one in found]
+    return [
+        ExpertUses({paths[leaf]: dim for leaf, dim in one.dims.items()}, (2 + one.remat) * one.num_bytes, one.count)
+        for one in found
+    ]

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import Jaxpr
-from jax.extend.core.primitives import scan_p
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import remat_p, scan_p
 
 from braidax.program.bodies import Path, aval_of, bodies, equation_at
 from braidax.program.dim_rules import num_bytes
@@ -33,7 +33,7 @@ class Experts:
 
     **Fields:** `unit`: them. `dims`: by leaf, along which dim of it experts lie. `inputs`: of what the unit takes, the
     weights apart, and of what it gives; `outputs`. `num_bytes`: of both, where something lies along samples and
-    experts, as often as loops run. `count`: of experts.
+    experts, as often as loops run. `remat`: whether they are computed again in the backward pass. `count`: of experts.
     """
 
     unit: Unit
@@ -41,6 +41,7 @@ class Experts:
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
     num_bytes: int
+    remat: bool
     count: int
 
 
@@ -72,9 +73,10 @@ def find_experts(
         forms = {id(one) for site in own for one in (*site.value.casts, *site.value.view)}
         for path in dict.fromkeys(site.path[:-1] for site in own if _is_weight(site)):
             body = bodies(equation_at(jaxpr, path[:-1]))[path[-1]].jaxpr if path else jaxpr
+            around = [equation_at(jaxpr, path[:end]) for end in range(1, len(path), 2)]
             for root in {labels.leaves[leaf] for leaf in dims} - {BATCH}:
                 region = Region(body, path, labels, by_path, forms, root)
-                found += _found(region, dims, root, num_batch_parts, _times(jaxpr, path), len(found))
+                found += _found(region, dims, root, num_batch_parts, around, len(found))
     return program, found
 
 
@@ -90,15 +92,15 @@ def _taken_one_by_one(jaxpr: Jaxpr, site: Site) -> Iterator[tuple[int, int]]:
             yield site.value.entry.leaf, dims[dim]
 
 
-def _times(jaxpr: Jaxpr, path: Path) -> int:
-    """How often a body runs."""
-    loops = [equation_at(jaxpr, path[:end]) for end in range(1, len(path), 2)]
-    return math.prod(one.params["length"] for one in loops if one.primitive is scan_p)
-
-
 def _found(
-    region: Region, dims: Mapping[int, int], root: int, num_batch_parts: int, times: int, number: int
+    region: Region,
+    dims: Mapping[int, int],
+    root: int,
+    num_batch_parts: int,
+    around: Sequence[JaxprEqn],
+    number: int,
 ) -> Iterator[Experts]:
+    times = math.prod(one.params["length"] for one in around if one.primitive is scan_p)
     for members in region.apart():
         jaxpr = region.outlined(members)
         leaves = {region.weights[var].value.entry.leaf for var in jaxpr.invars if var in region.weights}
@@ -118,6 +120,7 @@ def _found(
             tuple(inputs),
             tuple(outputs),
             sum(num_bytes(var) for var, _, _ in moved) * times,
+            any(one.primitive is remat_p for one in around),
             shape[dim],
         )
         number += 1
