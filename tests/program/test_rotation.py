@@ -194,7 +194,7 @@ def test_nothing_of_a_vocabulary_comes_out() -> None:
 def test_masks_of_experts_are_made_in_parts() -> None:
     _, made = found(_mixture, _params(*_EXPERTS), {0: 0, 1: 0, 2: 0})
     (unit,) = made.units.values()
-    taken = [(var.aval.shape, unit.cut[at]) for at, var in enumerate(unit.jaxpr.invars) if at not in unit.weights]  # pyright: ignore
+    taken = [(var.aval.shape, unit.taken[at].cut) for at, var in enumerate(unit.jaxpr.invars) if at not in unit.weights]  # pyright: ignore
     of_experts = ((B, T, EXPERTS), 2)  # gates, and which is picked, both of which the balance needs, too
     assert sorted(taken, key=str) == [of_experts, of_experts, ((B, T, 3), None), ((B, T, D), None)]
 

@@ -27,7 +27,8 @@ def checked(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedU
     cuts = {(at, dim) for at, dim, of in one.cut if of == BATCH and at not in one.uncut}
     more = dict(cuts)
     if more and len(more) == len(cuts):  # what is not made of samples, and met by them along one dim
-        unit = replace(unit, batch=tuple(more.get(at, dim) for at, dim in enumerate(unit.batch)))
+        taken = tuple(one._replace(batch=more.get(at, one.batch)) for at, one in enumerate(unit.taken))
+        unit = replace(unit, taken=taken)
         known, one = _tried(unit, num_parts, num_batch_parts)
     shifts, of_tops = _relative_to_maxima(jaxpr, tops, known) if tops else ({}, frozenset[Var]())
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}

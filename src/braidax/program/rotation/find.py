@@ -8,7 +8,7 @@ attention, and a vocabulary with its cross entropy, of which the maximum is foun
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var
 
 from braidax.program.bodies import Path, aval_of, bodies, equation_at
 from braidax.program.inline import inlined
@@ -22,7 +22,7 @@ from .labels import BATCH, Labeled, labeled
 from .parts import Undivided
 from .reads import with_reads_first
 from .region import Region
-from .unit import RotatedUnit, RotatedWeight
+from .unit import RotatedUnit, RotatedWeight, Taken
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,9 @@ class _Finder:
         name = f"rotated_{len(self.units)}"
         jaxpr = region.outlined(members)
         weights: dict[int, RotatedWeight] = {}
-        batch: list[int | None] = []
-        cut: list[int | None] = []
         for at, var in enumerate(jaxpr.invars):
-            site = region.weights.get(var)
-            if site is not None:
+            if (site := region.weights.get(var)) is not None:
                 weights[at] = self._weight(site, region.divided(var, root))
-            batch.append(None if site is not None else region.divided(var, BATCH))
-            cut.append(None if site is not None else region.divided(var, root))
         if not weights:
             raise Undivided("no weight of it is in parts")
         sizes = {aval_of(jaxpr.invars[at]).shape[one.divided] for at, one in weights.items()}
@@ -154,14 +149,21 @@ class _Finder:
             if len(sizes) > 1:
                 raise Undivided(f"{self._num_parts} does not divide {min(sizes)}")
             (size,) = sizes
-        for at, dim in enumerate(cut):
-            length = None if dim is None else aval_of(jaxpr.invars[at]).shape[dim]
-            if length is not None and (length % self._num_parts if size is None else length != size):
-                cut[at] = None  # it is cut where it meets a part, if it can be
-        unit = RotatedUnit(name, jaxpr, weights, tuple(batch), tuple(cut), size, region.maxima(jaxpr))
+        nothing = Taken(None, None)
+        taken = [
+            nothing if at in weights else self._how(region, var, root, size) for at, var in enumerate(jaxpr.invars)
+        ]
+        unit = RotatedUnit(name, jaxpr, weights, tuple(taken), size, region.maxima(jaxpr))
         unit = checked(unit, self._num_parts, self._num_batch_parts)
         self.units.append((Unit(name, region.path, tuple(sorted(members))), unit))
         self._taken |= {(*region.path, at) for at in members}
+
+    def _how(self, region: Region, var: Var, root: int, size: int | None) -> Taken:
+        """How an input is taken that is no weight; what has no length that can be cut is cut where it meets a part."""
+        dim = region.divided(var, root)
+        length = 0 if dim is None else aval_of(var).shape[dim]
+        fits = length % self._num_parts == 0 if size is None else length == size
+        return Taken(region.divided(var, BATCH), dim if fits else None)
 
     def _weight(self, site: Site, divided: int | None) -> RotatedWeight:
         dims = dims_of_value(site.value)

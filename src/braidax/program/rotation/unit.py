@@ -25,6 +25,16 @@ class RotatedWeight:
     divided: int
 
 
+class Taken(NamedTuple):
+    """How a unit takes an input.
+
+    **Fields:** `batch`: the dim of the samples. `cut`: of one that comes whole, the dim of which a part is taken at once.
+    """
+
+    batch: int | None
+    cut: int | None
+
+
 class Result(NamedTuple):
     """What a unit gives. **Fields:** `batch`: the dim of the samples. `stacked`: the dim of which each part gives one
     part; None where parts are summed."""
@@ -49,21 +59,24 @@ class Maxima(NamedTuple):
 class RotatedUnit:
     """A call that can be computed part by part.
 
-    **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts. `batch`: for
-    each input the dim of the samples; `cut`: of one that comes whole, the dim of which a part is taken at once. `size`:
-    of the dim that is divided, where it is padded. `tops`: values of it that are maxima over all parts. `results`: of
-    each output what is known, `maxima`: of those.
+    **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts; `taken`: of
+    each input, how. `size`: of the dim that is divided, where it is padded. `tops`: values of it that are maxima over
+    all parts. `results`: of each output what is known, `maxima`: of those.
     """
 
     name: str
     jaxpr: Jaxpr
     weights: Mapping[int, RotatedWeight]
-    batch: tuple[int | None, ...]
-    cut: tuple[int | None, ...]
+    taken: tuple[Taken, ...]
     size: int | None
     tops: tuple[Var, ...]
     results: tuple[Result, ...] = ()
     maxima: Maxima = field(default_factory=lambda: Maxima((), {}, frozenset()))
+
+    @property
+    def batch(self) -> list[int | None]:
+        """Of each input the dim of the samples."""
+        return [one.batch for one in self.taken]
 
     @property
     def outputs(self) -> list[Var]:
@@ -102,9 +115,9 @@ class RotatedUnit:
     def run(self, one: Evaluation, args: Sequence[Any]) -> dict[Var, Part]:
         """Evaluates the unit. **Returns:** every value of it."""
         parts: list[Part] = []
-        for at, (value, var, dim) in enumerate(zip(args, self.jaxpr.invars, self.cut, strict=True)):
+        for at, (value, var, taken) in enumerate(zip(args, self.jaxpr.invars, self.taken, strict=True)):
             part = Part(value, self.divided(at), given=at)
-            parts.append(part if dim is None else one.part_of(part, dim, WEIGHTS, var))
+            parts.append(part if taken.cut is None else one.part_of(part, taken.cut, WEIGHTS, var))
         return one.run(self.jaxpr, (), parts)
 
     def ndim(self, at: int) -> int:
