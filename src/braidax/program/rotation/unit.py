@@ -28,7 +28,7 @@ class RotatedWeight:
 class Taken(NamedTuple):
     """How a unit takes an input.
 
-    **Fields:** `batch`: the dim of the samples. `cut`: of one that comes whole, the dim of which a part is taken at once.
+    **Fields:** `batch`: the dim of the samples. `cut`: of what comes whole, the dim of which a part is taken at once.
     """
 
     batch: int | None
