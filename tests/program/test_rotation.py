@@ -199,6 +199,22 @@ def test_masks_of_experts_are_made_in_parts() -> None:
     assert sorted(taken, key=str) == [of_experts, of_experts, ((B, T, 3), None), ((B, T, D), None)]
 
 
+def test_what_is_not_made_of_less_is_made_before() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        up, down, rows = params
+        scaled = jnp.tanh(batch["x"] * 3)  # as long as what it is made of: no part of it is made on a ring
+        hidden = jax.nn.relu(batch["x"] @ up)
+        kept = hidden * jax.random.bernoulli(jax.random.key(3), 0.9, hidden.shape)
+        return (((kept @ down) + scaled @ rows) ** 2).mean()
+
+    params = _params((D, HIDDEN), (HIDDEN, D), (D, D))
+    _, made = found(loss, params, {0: 1, 1: 0, 2: 0})
+    names = [{equation.primitive.name for equation in unit.jaxpr.eqns} for unit in made.units.values()]
+    assert len(names) == 2
+    assert {"random_bits", "tanh"} & names[0].union(*names) == set()
+    assert_alike(loss, params, made)
+
+
 def test_what_all_samples_have_made_is_on_no_ring() -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         up, bias, down, router = params

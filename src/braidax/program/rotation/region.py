@@ -6,6 +6,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, primitives
 
 from braidax.program.bodies import Path
+from braidax.program.dim_rules import num_bytes
 from braidax.program.sites import Site
 
 from .labels import BATCH, Labeled
@@ -68,11 +69,11 @@ class Region:
         return not isinstance(atom, Literal) and self._root in self._dims.get(atom, ())
 
     def _belongs(self, at: int, equation: JaxprEqn) -> bool:
-        """Whether an equation has the label, does not only give a weight another form, and works on parts."""
+        """Whether an equation takes the label, does not only give a weight another form, and works on parts."""
         path = (*self.path, at)
         if path not in self._labels.at or self._root in self._labels.blocked.get(path, ()):
             return False
-        return id(equation) not in self._forms and any(map(self._has, (*equation.invars, *equation.outvars)))
+        return id(equation) not in self._forms and any(map(self._has, equation.invars))
 
     def _next(self, at: int) -> set[int]:
         """Members that use a result that has the label."""
@@ -101,12 +102,16 @@ class Region:
     def joined(self, seed: int) -> set[int]:
         """Returns the members that are joined with a product, and lead to a sum; nothing where none does.
 
-        What no weight leads to is among them where nothing else uses it, so that it is made in parts, too.
+        What no weight leads to is among them where nothing else uses it and it is made of less, as masks of experts
+        are: then it is made in parts, too.
         """
         while members := self._reached(seed):
             made = members & _closed({at for at in members if self._takes_weight(at)}, self._next)
-            elsewhere = [at for at in members - made if self._is_used_outside(at, members)]
-            if sum(map(self.leave, elsewhere)) == 0:
+            before = members - made
+            outside = [at for at in before if self._is_used_outside(at, members)]
+            if not outside and not self._is_made_of_less(before, made):
+                outside = [*before]
+            if sum(map(self.leave, outside)) == 0:
                 break
         return members
 
@@ -131,6 +136,15 @@ class Region:
         results = {*self.jaxpr.eqns[at].outvars}
         users = {one for var in results for one in self._users.get(var, ())}
         return not users <= members or any(atom in results for atom in self.jaxpr.outvars if isinstance(atom, Var))
+
+    def _is_made_of_less(self, before: Collection[int], behind: Collection[int]) -> bool:
+        """Whether what some equations take has fewer bytes than what they give to others."""
+        made = {var for at in before for var in self.jaxpr.eqns[at].outvars}
+
+        def read(indices: Collection[int]) -> set[Var]:
+            return {atom for at in indices for atom in self.jaxpr.eqns[at].invars if isinstance(atom, Var)}
+
+        return sum(map(num_bytes, read(before) - made)) < sum(map(num_bytes, read(behind) & made))
 
     def apart(self) -> list[set[int]]:
         """Returns the equations that do with each element of the dim what weights of its own say, those in one set that
