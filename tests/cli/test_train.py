@@ -11,10 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from PIL import Image
 from typer.testing import CliRunner
 
 from braidax.cli import app
+from braidax.parallel import Link, Machine
 from tests.tasks.archives import write_cifar100, write_mnist
 
 COMMAND = [sys.executable, "-c", "from braidax.cli import main; main()"]
@@ -168,6 +170,10 @@ def test_bad_images_are_skipped_on_demand_and_counted(tmp_path: Path) -> None:
         (["plan", "digits", "--mesh", "data4"], 2, "--mesh: 'data4': expected different axes"),
         (["plan", "digits", "--strategy", "data"], 2, "'data': expected different axes with a strategy each"),
         (["plan", "digits", "--strategy", "data=tensr"], 2, "'data=tensr': expected different axes with a strategy"),
+        (["plan", "digits", "--measure"], 2, "--measure: no axis has a strategy that chooses by cost; give one, such"),
+        (["plan", "digits", "--memory-gb", "1"], 2, "--memory-gb: it is room for a choice by cost; give --measure, to"),
+        (["plan", "digits", "--measure", "--memory-gb", "0"], 2, "--memory-gb: 0: expected some room, such as 16"),
+        (["plan", "digits", "--measure", "--target", "h100:8"], 2, "it measures the devices that are here, and --tar"),
         (["train", "digits", "--strategy", "host=data"], 1, "names the axis 'host', and the mesh has data, model: us"),
         (["train", "digits", "--out", "afile/x"], 1, "error: --out afile/x: "),
         (["train", "digits", "--out", "afile"], 1, "afile is a file, expected a folder or nothing yet"),
@@ -186,6 +192,29 @@ def test_wrong_input_is_named_without_a_traceback(
     assert exit_code == code
     assert message in " ".join(output.split())
     assert "Traceback" not in output
+
+
+def test_a_rotated_axis_chooses_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def measure_machine(mesh: Mesh) -> Machine:
+        measured.append(mesh.size)
+        return Machine(1e18, {"data": Link(1e6, 1e-3)}, name="by hand")
+
+    monkeypatch.setattr("braidax.cli.measure.measure_machine", measure_machine)
+    arguments = ("plan", "bert", "--preset", "tiny", "--mesh", "data=8", "--strategy", "data=rotated", "--measure")
+    code, output = run(*arguments)
+    assert code == 0, output
+    assert output.startswith(
+        "machine       by hand\na device      computes 1e+06 TFLOP/s\nalong data    to the next 1 MB/s"
+    )
+    assert "ring          along data: a part's hop is hidden from" in output
+    assert re.search(r"params/layers/inner/kernel .* replicated ", output)
+    code, output = run(*arguments, "--memory-gb", "0.0005")
+    assert code == 0, output
+    assert "memory_bytes=500000))" in output
+    assert re.search(r"params/layers/inner/kernel .* rotated 2 ", output)
+    assert measured == [8, 8]
 
 
 def test_a_language_model_trains_with_its_tables_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,14 +26,28 @@ from tests.parallel.one_of_two import losses
 def test_two_processes_equal_one(
     module: str, arguments: tuple[str, ...], expected: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wanted = expected(*arguments)
+    for told in told_by_two(module, arguments, monkeypatch):
+        np.testing.assert_allclose(told, wanted, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they choose by it is one plan."""
+    one, other = told_by_two("measured_of_two", (), monkeypatch)
+    assert one == other
+    assert len(one) == 13
+    assert min(one[0], *one[1::3]) > 0  # flops and bytes a second
+
+
+def told_by_two(module: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """Runs a module in two processes, and returns what each prints."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     log = io.StringIO()
     program = Program(f"tests.parallel.{module}", arguments, kind="module", devices_per_process=4)
     assert launch_here(program, 2, log=log) == 0, log.getvalue()
-    wanted = expected(*arguments)
     found = dict(line.split(" ", 1) for line in log.getvalue().splitlines() if line.endswith("]"))
     assert set(found) == {"[0]", "[1]"}
-    for told in found.values():
-        np.testing.assert_allclose(json.loads(told), wanted, rtol=1e-5)
+    return [json.loads(told) for told in found.values()]

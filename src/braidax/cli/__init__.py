@@ -37,6 +37,8 @@ _STRATEGY_HELP = "Of axes, such as data=hybrid,model=tensor; also data and fully
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
 _TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
+_MEASURE_HELP = "Measure what the devices here compute and send; rotated axes choose by that."
+_MEMORY_HELP = "GB of a device that variables may take, with --measure."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 
 app = typer.Typer(
@@ -156,19 +158,26 @@ def _plan(
     preset: Annotated[str | None, typer.Option(help=_PRESET_HELP)] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Of image tasks: height and width in pixels.")] = None,
     target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
+    measure: Annotated[bool, typer.Option("--measure", help=_MEASURE_HELP)] = False,
+    memory_gb: Annotated[float | None, typer.Option(min=0, help=_MEMORY_HELP)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what becomes of each variable of a task, and why; of the model nothing is computed."""
     from dataclasses import replace
 
+    from braidax.cli.measure import check_measured, measured
     from braidax.cli.target import mesh_for, tell
     from braidax.cli.tasks import make_task
     from braidax.cli.train import devices_of, make_step
 
     devices = devices_of(mesh, strategy)
+    check_measured(devices, memory_gb, measure=measure, target=target)
     made = make_task(task, Path("runs") / task, path=data, preset=preset, image_size=image_size)
     if target is not None:
         devices = replace(devices, mesh=mesh_for(target, devices.mesh))
+    if measure:
+        devices, machine = measured(devices, memory_gb)
+        typer.echo(f"{machine}\n", err=json)
     step = make_step(made, devices, batch_size=batch_size or made.batch_size, num_steps=1)
     if target is None:
         typer.echo(step.plan.to_json() if json else str(step.plan))

@@ -3,6 +3,10 @@
 from .compiled_step import CompiledStep as CompiledStep
 from .given.gradient import value_and_grad as value_and_grad
 from .parallelize import parallelize as parallelize
+from .plan.costs.machine import Link as Link
+from .plan.costs.machine import Machine as Machine
+from .plan.costs.measure import measure_machine as measure_machine
+from .plan.costs.ring import PlannedRing as PlannedRing
 from .plan.layout import Axis as Axis
 from .plan.layout import Layout as Layout
 from .plan.model import Model as Model

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -28,12 +29,15 @@ from jax.extend.core.primitives import (
 )
 
 from .bodies import Path, aval_of, bind
+from .costs import Cost, cost_of
 from .flow import Place, carried, flow
 from .kinds import ELEMENTWISE
 from .trace import Program
 
 Role = Literal["rows", "product", "kernel", "elementwise", "other"]
 
+_UNKNOWN = Cost()
+_COUNTED = ("product", "kernel", "rows")
 _CASTS = (convert_element_type_p, reduce_precision_p)
 _SHAPES = (transpose_p, reshape_p, squeeze_p, broadcast_in_dim_p, copy_p, name_p, sharding_constraint_p)
 
@@ -82,6 +86,7 @@ class Site:
     `operand` of it. `role`: "rows" for a gather of whole rows, "product" for a side of a `dot_general`, "kernel" of
     a convolution, "elementwise" for one of two operands of such an operation, else "other". `within`: whether what
     uses it holds jaxprs, or is the end of one: nothing can stand in place of that. `source`: tells the user's line.
+    `cost`: of a product, convolution or lookup, as often as loops run it.
     """
 
     value: Value
@@ -90,6 +95,7 @@ class Site:
     role: Role
     within: bool
     source: Any
+    cost: Cost = _UNKNOWN
 
 
 def find_sites(program: Program, argument: int = 0) -> tuple[Site, ...]:
@@ -115,8 +121,10 @@ class _Found:
     def __init__(self) -> None:
         self.sites: dict[tuple[Path, int, int], Site] = {}  # branches give several leaves for one result
 
-    def record(self, held: Value, place: Place, operand: int, source: Any, role: Role | None = None) -> None:
-        site = Site(held, place.path, operand, role or "other", role is None, source)
+    def record(
+        self, held: Value, place: Place, operand: int, source: Any, role: Role | None = None, cost: Cost = _UNKNOWN
+    ) -> None:
+        site = Site(held, place.path, operand, role or "other", role is None, source, cost)
         self.sites[place.path, operand, held.entry.leaf] = site
 
     def through(self, equation: JaxprEqn, facts: Sequence[Any], place: Place) -> Sequence[Any]:
@@ -128,7 +136,9 @@ class _Found:
                 return [replace(held, view=(*held.view, equation))]
         for operand, one in enumerate(facts):
             if one is not None:
-                self.record(one, place, operand, place.source or equation.source_info, _role(equation, operand, facts))
+                role = _role(equation, operand, facts)
+                cost = cost_of(equation) * prod(place.lengths) if role in _COUNTED else _UNKNOWN
+                self.record(one, place, operand, place.source or equation.source_info, role, cost)
         return [None] * len(equation.outvars)
 
     def into(self, equation: JaxprEqn, operand: int, fact: Any, place: Place) -> Any:

@@ -1,6 +1,7 @@
 """What a decorated step computes, before it is compiled: two parts, in the global view, cut where gradients are."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -139,9 +140,17 @@ class TracedStep:
             find_experts=lambda: self._experts(mesh, axes),
             no_rows=lambda path: _ALONE if mesh.size == 1 else "" if path in self._sparse else LATE,
             row_work=lambda path: RowWork(self._sparse[path]),
+            find_state_bytes=self._state_bytes,
             frozen=[self._names[leaf] for leaf in self._weights if leaf not in self._moved],
             no_padding=_KEEPS_SHAPES,
         )
+
+    def _state_bytes(self) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for leaf, (kind, spec) in enumerate(zip(self.kinds, self._specs, strict=True)):
+            if kind != "parameters":
+                found[self._names[self._follows[leaf]] if kind == "followers" else ""] += num_bytes(spec)
+        return found
 
     @property
     def kinds(self) -> list[str]:

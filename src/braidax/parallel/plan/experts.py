@@ -19,13 +19,15 @@ class ChosenExperts:
     told: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def dims_of_experts(model: Model, axis: Axis, may: Collection[tuple[str, int]]) -> tuple[dict[str, int], set[int]]:
-    """Returns the dims along which experts can go around although something else cannot do them part by part, such as
-    a `top_k` that picks them; and the groups that these are.
+def dims_of_experts(
+    model: Model, axis: Axis, may: Collection[tuple[str, int]]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns, by path, the dims along which experts can go around although something else cannot do them part by
+    part, such as a `top_k` that picks them; and the groups that these are.
 
     **Arguments:** `may`: paths and dims that are free for it.
     """
-    paths, found, roots = [*model.variables], dict[str, int](), set[int]()
+    paths, found, roots = [*model.variables], dict[str, int](), dict[str, int]()
     seeds = {pair for one in model.experts for pair in one.dims.items()}
     for root, group in model.dims.groups.items():
         dims = {paths[leaf]: dim for leaf, dim in group.leaves}
@@ -36,7 +38,7 @@ def dims_of_experts(model: Model, axis: Axis, may: Collection[tuple[str, int]]) 
         summed = {path for unit in uses.units if not unit.stacks for path in unit.paths} - {*uses.left}
         if own <= summed:
             found |= {path: dims[path] for path in summed}
-            roots.add(root)
+            roots |= dict.fromkeys(summed, root)
     return found, roots
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from braidax.program import Site, aval_of
 
-from .costs import costs_of
+from .costs.tables import costs_of
 from .layout import Layout
 from .model import Model
 from .placements import Rows

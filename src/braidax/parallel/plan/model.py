@@ -73,9 +73,10 @@ class Model:
     variables of which a dim, perhaps in pieces, goes around an axis, which are used elsewhere than on rings, and why;
     and which on rings. `find_experts`: what experts do.
     `no_rows`: why the rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
-    `row_work`: what exchanging them takes besides. `frozen`: the paths of those that are not trained. `no_padding`: why
-    no variable can be stored longer than it is, so that an axis that does not divide a dim cannot split it; "" if it
-    can.
+    `row_work`: what exchanging them takes besides. `find_state_bytes`: what the optimizer keeps of each variable in its
+    shape; at "" all else that it keeps, whole on each device. `frozen`: the paths of those that are not trained.
+    `no_padding`: why no variable can be stored longer than it is, so that an axis that does not divide a dim cannot
+    split it; "" if it can.
     """
 
     variables: Mapping[str, jax.ShapeDtypeStruct]
@@ -88,6 +89,7 @@ class Model:
     find_experts: Callable[[], Sequence[ExpertUses]] = field(default=list[ExpertUses])
     no_rows: Callable[[str], str] = _nothing
     row_work: Callable[[str], RowWork] = _none
+    find_state_bytes: Callable[[], Mapping[str, int]] = field(default=dict[str, int])
     frozen: Collection[str] = ()
     no_padding: str = ""
 
@@ -100,6 +102,11 @@ class Model:
     def sites(self) -> Mapping[str, Sequence[Site]]:
         """By path, where the loss uses variables."""
         return self.find_sites()
+
+    @functools.cached_property
+    def state_bytes(self) -> Mapping[str, int]:
+        """By path, the bytes that the optimizer keeps of variables; at "" those of what lies like none of them."""
+        return self.find_state_bytes()
 
     @functools.cached_property
     def dims(self) -> Dims:

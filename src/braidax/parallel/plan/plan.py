@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ from braidax.errors import ArgumentError
 
 from .batch import batch_axes
 from .compiling import CompilerOption
+from .costs.machine import in_time
+from .costs.ring import PlannedRing, planned_ring
 from .layout import Axis, Layout
 from .model import Model
 from .placements import PLACEMENTS, Placement, Replicated
@@ -36,7 +38,7 @@ class Costs:
     **Fields:** bytes that it holds: `held_bytes` of the variable, `gradient_bytes` between the two programs of a step
     (0 for a table by rows: what its gradient takes depends on the rows of a batch), `state_bytes` of what the optimizer
     keeps of it. `sent_bytes`: that it sends in a step, by formula. `alpha`: the part of its rows that a step touches,
-    where that was measured.
+    where that was measured. `exposed_seconds`: that it waits in a step for what is sent, by a machine's figures.
     """
 
     held_bytes: int | None = None
@@ -44,6 +46,7 @@ class Costs:
     state_bytes: int | None = None
     sent_bytes: int | None = None
     alpha: float | None = None
+    exposed_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Plan:
 
     **Arguments:** `axes`: the mesh. `batch_axes`: the axes that the batch is split over. `microbatches`: pieces that
     gradients are accumulated over. `variables`: one entry per variable. `compiler_options`: what hides that which is
-    sent, on the devices of the mesh.
+    sent, on the devices of the mesh. `ring`: from how many tokens a device on products hide the hops of what goes
+    around.
     """
 
     axes: tuple[PlannedAxis, ...]
@@ -78,6 +82,7 @@ class Plan:
     microbatches: int
     variables: tuple[PlannedVariable, ...]
     compiler_options: tuple[CompilerOption, ...] = ()
+    ring: PlannedRing | None = None
 
     def to_json(self) -> str:
         """Returns the plan as one JSON object."""
@@ -100,6 +105,7 @@ class Plan:
                 microbatches=tree["microbatches"],
                 variables=tuple(_variable_from(entry) for entry in tree["variables"]),
                 compiler_options=tuple(CompilerOption(**entry) for entry in tree.get("compiler_options", ())),
+                ring=None if tree.get("ring") is None else PlannedRing(**tree["ring"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"text is no plan ({error!r}): expected what Plan.to_json returns") from error
@@ -117,11 +123,13 @@ class Plan:
         options = [
             paragraph("compiler", f"{one.name}={one.value}: {one.why}", indent=14) for one in self.compiler_options
         ]
+        ring = [] if self.ring is None else paragraph("ring", str(self.ring), indent=14)
         told = [paragraph(f"[{number}]", why, indent=5) for number, why in enumerate(reasons, 1)]
         return "\n".join(
             [
                 *paragraph("mesh", mesh, indent=14),
                 *paragraph("batch", f"split over {split}, microbatches={self.microbatches}", indent=14),
+                *ring,
                 *(line for lines in options for line in lines),
                 "",
                 *lines,
@@ -136,6 +144,7 @@ class Plan:
         """Returns what differs from another plan, as tables: what this one has, then what the other has."""
         heads = [("mesh", self._mesh, other._mesh), ("batch over", self.batch_axes, other.batch_axes)]
         heads += [("microbatches", self.microbatches, other.microbatches)]
+        heads += [("ring", *("none" if plan.ring is None else plan.ring.short for plan in (self, other)))]
         lines = [f"{name}: {one} → {two}" for name, one, two in heads if one != two]
         mine, theirs = ({one.path: _row(one, plan.axes) for one in plan.variables} for plan in (self, other))
         rows: list[tuple[str, ...]] = [("variable", "shape", "placement, dim", "held", "sent")]
@@ -161,13 +170,14 @@ class Plan:
         number, whole, *more = self._figures.values()
         if not more:
             return [f"{number} variables, {whole}"]
-        held, parameters, gradients, state, sent = more
+        held, parameters, gradients, state, sent, *waits = more
         parts = f"parameters {parameters}, gradients {gradients}, optimizer's state {state}"
         return [
             f"{number} variables, {whole}",
             f"a device holds {held}: {parts}",
             'activations come on top: compile_for("here") compiles the step, and tells the peak memory',
-            f"a device sends {sent} a step for them",
+            f"a device sends {sent} a step for them"
+            + (f", and waits for {waits[0]} of that by the machine's figures" if waits else ""),
         ]
 
     @property
@@ -181,6 +191,7 @@ class Plan:
         figures = {"variables": str(len(costs)), "bytes of all": total(one.num_bytes for one in self.variables)}
         if any(one.held_bytes is None for one in costs):
             return figures
+        waits = [one.exposed_seconds for one in costs if one.exposed_seconds is not None]
         return {
             **figures,
             "a device holds": total(_held(one) for one in costs),
@@ -188,6 +199,7 @@ class Plan:
             "- gradients": total(one.gradient_bytes for one in costs),
             "- optimizer's state": total(one.state_bytes for one in costs),
             "a device sends a step": total(one.sent_bytes for one in costs),
+            **({"- and waits for it": in_time(sum(waits))} if waits else {}),
         }
 
 
@@ -262,11 +274,17 @@ def make_plan(mesh: Mesh, strategies: Mapping[str, Strategy], model: Model) -> P
                 for axis, choice in zip(axes, chosen[path], strict=True)
             ),
             path in model.frozen,
-            next((_measured(choice) for choice in reversed(chosen[path]) if choice.alpha is not None), Costs()),
+            _measured(chosen[path]),
         )
         for path, spec in model.variables.items()
     )
-    return Plan(told, batch_axes(mesh, strategies), model.microbatches, variables)
+    return Plan(told, batch_axes(mesh, strategies), model.microbatches, variables, ring=_ring(choices))
+
+
+def _ring(choices: Mapping[str, Mapping[str, Choice]]) -> PlannedRing | None:
+    """Returns the ring of an axis, which is the only one. **Arguments:** `choices`: by axis, then by path."""
+    rings = [planned_ring(axis, [one.ring for one in chosen.values()]) for axis, chosen in choices.items()]
+    return next((ring for ring in rings if ring is not None), None)
 
 
 def _turn(strategy: Any) -> int:
@@ -282,8 +300,12 @@ def _frozen(choice: Choice) -> str:
     return f"frozen: {choice.placement}, no gradient"
 
 
-def _measured(choice: Choice) -> Costs:
-    return Costs(alpha=choice.alpha, sent_bytes=choice.sent_bytes)
+def _measured(choices: Sequence[Choice]) -> Costs:
+    """What strategies have counted of a variable, by axis."""
+    counted = next((choice for choice in reversed(choices) if choice.alpha is not None), None)
+    waits = [choice.exposed_seconds for choice in choices if choice.exposed_seconds is not None]
+    costs = Costs(exposed_seconds=sum(waits) if waits else None)
+    return costs if counted is None else replace(costs, alpha=counted.alpha, sent_bytes=counted.sent_bytes)
 
 
 def refined(layout: Layout, placement: Placement, axis: Axis, path: str) -> Layout:

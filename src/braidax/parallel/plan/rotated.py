@@ -1,14 +1,19 @@
 """`RotatedTensorParallel`: weights go around a ring, and nothing of them is ever whole."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 
+from braidax.errors import ArgumentError
 from braidax.program import Cut
 
+from .costs.by_cost import ByCost, by_cost
+from .costs.machine import Machine
+from .costs.prices import Prices, ring_work
+from .costs.work import work_of
 from .experts import choose_experts, dims_of_experts
 from .layout import Axis, Layout
-from .model import Model
+from .model import Model, RotatedUses
 from .placements import Placement, Replicated, Rotated
 from .strategies import FullySharded
 from .strategy import Choice, check_min_bytes, chosen, num_bytes, shown
@@ -31,14 +36,30 @@ class RotatedTensorParallel:
     What no rule can compute part by part is gathered where it is used, as by `FullySharded`; the plan says why.
 
     **Arguments:** `overrides`: as of `Hybrid`; `Rotated(dim)` pads a dim that the axis does not divide. `min_bytes`:
-    what has fewer where it is used, with all that its dims belong to, stays whole.
+    what has fewer where it is used, with all that its dims belong to, stays whole. `machine`: of `measure_machine`, or
+    with published figures: each variable then goes around, is gathered, or lies whole, whatever of these takes the
+    fewest seconds of a step; None: what can go around does. `memory_bytes`: what variables may take of a device's
+    memory by that choice, with gradients, optimizer's state and what is made of them for a moment; activations come on
+    top. None: all that the machine has, if that is known.
+
+    **Raises:** `ArgumentError` for sizes below zero, and for `memory_bytes` without a `machine`.
     """
 
     overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
     min_bytes: int = 64 << 10
+    _: KW_ONLY
+    machine: Machine | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_min_bytes(self.min_bytes)
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ArgumentError(f"memory_bytes={self.memory_bytes}: expected a size in bytes, such as 16 << 30")
+        if self.memory_bytes is not None and self.machine is None:
+            raise ArgumentError(
+                f"memory_bytes={self.memory_bytes} is room for a choice by cost, and machine is None: give "
+                f"machine=bx.parallel.measure_machine(mesh), or leave it out"
+            )
 
     def __repr__(self) -> str:
         return shown(self)
@@ -55,37 +76,61 @@ class RotatedTensorParallel:
         **Raises:** as `Hybrid.place`.
         """
         sharded = FullySharded(min_bytes=self.min_bytes).place(model, axis, taken)
-        if axis.size == 1 or any(layout.rotated is not None for layout in taken.values()):
-            told = "the axis has one device" if axis.size == 1 else "another axis is a ring already"
-            return chosen(self.overrides, _NAME, model, lambda path: _otherwise(sharded[path], told))
-        dims, reasons = self._dims(model, axis, taken, sharded)
-        uses = model.find_rotated(dims, axis)
-        left, used = uses.left, uses.rotated
+        no_ring = "another axis is a ring already" if any(one.rotated is not None for one in taken.values()) else ""
+        if told := "the axis has one device" if axis.size == 1 else no_ring:
+            dims, groups, reasons = dict[str, Cut](), dict[str, int](), dict.fromkeys(model.variables, told)
+        else:
+            dims, groups, reasons = self._dims(model, axis, taken, sharded)
+        uses = model.find_rotated(dims, axis) if dims else RotatedUses({}, ())
         experts = choose_experts(model, axis, uses, taken, _NAME)
+        left, used = uses.left, {*uses.rotated} - {*experts.exchanged}
+        cuts = {path: dims[path] for path in used}
+        if self.machine is None:
+            prices, by = None, ByCost({}, {}, {})
+        else:
+            prices, room = Prices(model, axis, taken, self.machine), self.memory_bytes or self.machine.memory_bytes
+            ruled = {**self.overrides, **{path: one.placement for path, one in experts.exchanged.items()}}
+            by = by_cost(model, prices, sharded, cuts, groups, ruled, room)
+            if kept := {path: cut for path, cut in cuts.items() if by.kinds.get(path) == "rotated"}:
+                used = {*model.find_rotated(kept, axis).rotated}
+            used &= {*kept}
 
         def choose(path: str) -> Choice:
+            words = f"; {by.words[path]}" if by.words.get(path) else ""
             if path in experts.exchanged:
                 return experts.exchanged[path]
-            if path not in used:
-                return _otherwise(sharded[path], left.get(path) or reasons.get(path, ""))
-            also = experts.told.get(path, "") + (f"; {left[path]}" if path in left else "")
-            return Choice(
-                Rotated(dims[path].dim, dims[path].sizes), f"{_NAME}: goes around a ring, with its gradient{also}"
-            )
+            if path in used:
+                also = experts.told.get(path, "") + (f"; {left[path]}" if path in left else "")
+                why = f"{_NAME}: goes around a ring, with its gradient{also}{words}"
+                return Choice(Rotated(cuts[path].dim, cuts[path].sizes), why)
+            if words and by.kinds.get(path) == "replicated":
+                return Choice(Replicated(), f"{_NAME}: whole, gradient all-reduced{words}")
+            told = "" if path in cuts else left.get(path) or reasons.get(path, "")
+            return _otherwise(sharded[path], told, words)
 
-        return chosen(self.overrides, _NAME, model, choose)
+        def priced(path: str) -> Choice:
+            choice = choose(path)
+            if prices is None:
+                ring = ring_work(work_of(model, path, taken[path]), axis.size) if path in cuts else None
+                return replace(choice, ring=ring)
+            ring = prices.ring_work(path, cuts[path]) if path in cuts else None
+            return replace(choice, ring=ring, exposed_seconds=by.seconds.get(path))
+
+        return chosen(self.overrides, _NAME, model, priced)
 
     def _dims(
         self, model: Model, axis: Axis, taken: Mapping[str, Layout], sharded: Mapping[str, Choice]
-    ) -> tuple[dict[str, Cut], dict[str, str]]:
-        """Returns along which dims variables may go around; and of others why they do not."""
-        paths, dims = [*model.variables], dict[str, Cut]()
+    ) -> tuple[dict[str, Cut], dict[str, int], dict[str, str]]:
+        """Returns along which dims variables may go around, of which groups these are, and why others may not."""
+        paths, dims, groups = [*model.variables], dict[str, Cut](), dict[str, int]()
         reasons, cuts = dict[str, str](), model.dims.cuts
         free = {
             (path, dim) for path, layout in taken.items() for dim in range(len(layout.shape)) if _is_free(layout, dim)
         }
-        apart, picked = dims_of_experts(model, axis, free)
+        apart, own = dims_of_experts(model, axis, free)
         dims |= {path: Cut(dim, ()) for path, dim in apart.items()}
+        groups |= own
+        picked = {*own.values()}
         sizes = {
             root: sum(num_bytes(model.variables[paths[leaf]]) for leaf in {leaf for leaf, _ in group.leaves})
             for root, group in model.dims.groups.items()
@@ -108,6 +153,7 @@ class RotatedTensorParallel:
                 continue
             picked.add(root)
             dims |= {path: Cut(dim, pieces.get(path, ())) for path, dim in parts}
+            groups |= {path: root for path, _ in parts}
         for path, choice in sharded.items():
             if path not in dims and not isinstance(choice.placement, Replicated):
                 layout = taken[path]
@@ -115,7 +161,7 @@ class RotatedTensorParallel:
                     reasons[path] = "split along another axis"
                 else:
                     dims[path] = Cut(choice.placement.dim, ())  # pyright: ignore[reportAttributeAccessIssue]
-        return dims, reasons
+        return dims, groups, reasons
 
 
 def _can_be_padded(lengths: set[int], divisor: int, axis: Axis) -> bool:
@@ -127,6 +173,6 @@ def _is_free(layout: Layout, dim: int) -> bool:
     return not layout.is_split and not layout.by_rows and not layout.dim_axes[dim]
 
 
-def _otherwise(choice: Choice, why: str) -> Choice:
-    told = f"{choice.why.removeprefix('fully sharded: ')}"
+def _otherwise(choice: Choice, why: str, words: str) -> Choice:
+    told = f"{choice.why.removeprefix('fully sharded: ')}{words}"
     return Choice(choice.placement, f"{_NAME}: {why}: {told}" if why else f"{_NAME}: {told}")

@@ -12,7 +12,7 @@ from braidax.parallel.rows import RowOptimizer
 from braidax.parallel.rows.touched import Touched
 from braidax.program import Site
 
-from .costs import costs_of
+from .costs.tables import costs_of
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Gathered, Placement, Replicated, Rows

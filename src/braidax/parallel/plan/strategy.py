@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError, SpecError
 
+from .costs.ring import RingWork
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Gathered, Placement, Rotated, Rows, Split
@@ -25,13 +26,16 @@ class Choice:
     """What a strategy has chosen for a variable on an axis.
 
     **Fields:** `placement`, and `why`. `alpha`: the part of its rows that a step touches, where that was measured;
-    `sent_bytes`: what a device then sends for them in a step.
+    `sent_bytes`: what a device then sends for them in a step. `ring`: of what may go around, what a hop takes.
+    `exposed_seconds`: that a device waits in a step for what is sent for it, by a machine's figures.
     """
 
     placement: Placement
     why: str
     alpha: float | None = None
     sent_bytes: int | None = None
+    ring: RingWork | None = None
+    exposed_seconds: float | None = None
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """A traced loss in training as strategies see it, and the tables that a plan then makes of its variables."""
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
@@ -8,11 +9,12 @@ import optax
 from jax.sharding import Mesh
 
 from braidax.parallel.compute.metrics import BATCH
+from braidax.parallel.plan.footprint import owners_of
 from braidax.parallel.plan.layout import Axis
 from braidax.parallel.plan.model import Model, RotatedUses, RowWork
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
-from braidax.parallel.plan.strategy import Strategy
+from braidax.parallel.plan.strategy import Strategy, num_bytes
 from braidax.program import (
     Cut,
     LeafUses,
@@ -64,6 +66,7 @@ class ReadRows:
             find_experts=lambda: expert_uses(self._program, [*variables], {BATCH: 0}, num_parts),
             no_rows=self._no_rows,
             row_work=self._row_work,
+            find_state_bytes=self._state_bytes,
             frozen=self._frozen,
         )
 
@@ -96,6 +99,16 @@ class ReadRows:
     def _rotated(self, num_batch_parts: int, cuts: Mapping[str, Cut], axis: Axis) -> RotatedUses:
         paths = [path for path, _ in named_leaves(self._program.in_specs[0], _ROOT)]
         return rotated_uses(self._program, paths, cuts, axis, {BATCH: 0}, num_batch_parts)
+
+    def _state_bytes(self) -> dict[str, int]:
+        frozen = {path.removeprefix(f"{_ROOT}/") for path in self._frozen}
+        params = without_leaves(self._program.in_specs[0], frozen)
+        shapes = {name: spec.shape for name, spec in named_leaves(params)}
+        kept = named_leaves(jax.eval_shape(self._optimizer.init, params))
+        found: Counter[str] = Counter()
+        for owner, (_, spec) in zip(owners_of([path for path, _ in kept], shapes), kept, strict=True):
+            found[join(_ROOT, owner) if shapes.get(owner) == spec.shape else ""] += num_bytes(spec)
+        return found
 
     def _no_rows(self, path: str) -> str:
         name = path.removeprefix(f"{_ROOT}/")

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
+from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.strategy import in_words, num_bytes
 from braidax.parallel.rows import shared_bytes
 from braidax.parallel.rows.exchange.traffic import ID_BYTES
 from braidax.parallel.rows.touched import Touched, all_reduced_bytes, rows_bytes
-
-from .model import Model
-from .strategy import in_words, num_bytes
 
 ABSENCE = 1_000
 """So many steps a row of a batch was away, where somebody has to guess: real rows are not equally frequent, and the

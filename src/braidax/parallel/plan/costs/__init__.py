@@ -1,0 +1,1 @@
+"""What placements cost: tables by rows, and the choice between replicated, gathered and rotated variables."""

@@ -1,0 +1,90 @@
+"""Which variables go around a ring, are gathered, or lie whole, where each may: by what that costs."""
+
+import fnmatch
+import functools
+import operator
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.placements import Gathered, Placement, Rotated
+from braidax.parallel.plan.strategy import Choice
+from braidax.program import Cut
+
+from .choosing import Kind, Offer, cheapest
+from .prices import Price, Prices
+from .ring import planned_ring
+
+
+class ByCost(NamedTuple):
+    """What was chosen, but for what overrides place.
+
+    **Fields:** by path, the `kinds`; in `words` what each would cost; and `seconds` of a step that the chosen one
+    waits, of what is placed alike in the proportion of bytes.
+    """
+
+    kinds: Mapping[str, Kind]
+    words: Mapping[str, str]
+    seconds: Mapping[str, float]
+
+
+def by_cost(
+    model: Model,
+    prices: Prices,
+    sharded: Mapping[str, Choice],
+    rings: Mapping[str, Cut],
+    groups: Mapping[str, int],
+    overrides: Mapping[str, Placement],
+    memory_bytes: int | None,
+) -> ByCost:
+    """Chooses for each variable of a model, for those that belong together alike, what takes the fewest seconds.
+
+    **Arguments:** `sharded`: what `FullySharded` chooses. `rings`: by path, the dims that may go around. `groups`: by
+    path, of which group of `model.dims` that dim is, if of any. `memory_bytes`: as of `cheapest`.
+
+    **Raises:** `ArgumentError` when a device has no room for the fewest bytes.
+    """
+    ruled = {path: one for path in model.variables if (one := _override(overrides, path)) is not None}
+    alike: dict[int | str, list[str]] = {}
+    for path in model.variables:
+        if path not in ruled:
+            alike.setdefault(groups.get(path, path) if path in rings else path, []).append(path)
+    offers = [_offer(model, prices, sharded, rings, root, paths) for root, paths in alike.items()]
+    fixed = functools.reduce(operator.add, (prices.of(*one) for one in ruled.items()), Price(0.0, 0.0))
+    held = fixed.held_bytes + fixed.moment_bytes + model.state_bytes.get("", 0)
+    kinds: dict[str, Kind] = {path: "rotated" for path, one in ruled.items() if isinstance(one, Rotated)}
+    words, seconds = dict[str, str](), dict[str, float]()
+    for offer, kind in zip(offers, cheapest(offers, memory_bytes, held), strict=True):
+        kinds |= dict.fromkeys(offer.paths, kind)
+        words |= dict.fromkeys(offer.paths, offer.words if len(offer.prices) > 1 else "")
+        waits = offer.prices[kind].seconds
+        shares = prices.shares(offer.paths, moving=kind != "replicated")
+        seconds |= {path: waits * part for path, part in shares.items()}
+    return ByCost(kinds, words, seconds)
+
+
+def _offer(
+    model: Model,
+    prices: Prices,
+    sharded: Mapping[str, Choice],
+    rings: Mapping[str, Cut],
+    root: int | str,
+    paths: list[str],
+) -> Offer:
+    """Of variables that are placed alike."""
+    told: dict[Kind, Price] = {}
+    group, ring = model.dims.groups.get(root) if isinstance(root, int) else None, None
+    if all(path in rings for path in paths):
+        told["rotated"] = prices.rotated({path: rings[path] for path in paths})
+        ring = planned_ring("", [prices.ring_work(path, rings[path]) for path in paths])
+    placed = {path: sharded[path].placement for path in paths}
+    if dims := {path: one.dim for path, one in placed.items() if isinstance(one, Gathered)}:
+        others = [path for path in paths if path not in dims]
+        told["gathered"] = prices.gathered(dims) + prices.replicated(others)
+    told["replicated"] = prices.replicated(paths)
+    split = None if group is None else prices.split(group.summed_bytes, paths)
+    return Offer((*paths,), told, split, None if ring is None else ring.break_even_tokens)
+
+
+def _override(overrides: Mapping[str, Placement], path: str) -> Placement | None:
+    return next((one for pattern, one in overrides.items() if fnmatch.fnmatchcase(path, pattern)), None)
