@@ -16,7 +16,8 @@ from benchmarks.harness import Report, arguments, run, say
 from benchmarks.harness.compilers import H100, V5E
 from benchmarks.harness.gpt2 import Shape
 from benchmarks.harness.systems import OURS
-from benchmarks.rotated import ahead, memory, sent, steps
+from benchmarks.rotated import ahead, memory, mixture, sent, steps
+from benchmarks.rotated.mixture import MIXTURES, Mixture
 from benchmarks.rotated.plot import NAMES, draw
 from benchmarks.rotated.ways import DDP, RTP, WAYS
 from braidax.tasks.bert_model import Sizes
@@ -30,7 +31,8 @@ class Scale:
 
     **Fields:** `deep`: what is compiled only, at `depths`, of which `sent` also for bytes, and on `counts` devices.
     `sizes`: the paper's. `largest`: what layers are added to, under `limit_bytes`. `timed`: by `ways`, in `rounds`.
-    `chips`: compiled ahead. `bert`, with `samples` a device. Batches are those of a device.
+    `chips`: compiled ahead. `bert`, with `samples` a device. `moe`: with experts, by `mixtures`. Batches are those of a
+    device.
     """
 
     deep: Shape
@@ -46,6 +48,8 @@ class Scale:
     chips: Shape
     bert: Sizes
     samples: int
+    moe: Mixture
+    mixtures: Sequence[str]
 
 
 def _by_heads(vocabulary: int, width: int, layers: int, length: int, batch: int) -> Shape:
@@ -67,6 +71,8 @@ FULL = Scale(
     _by_heads(50_257, 2048, 24, 1024, 4),
     Sizes(30_528, num_layers=12),
     1,
+    Mixture(50_257, 1024, 12, 1024, 1, qkv="by heads"),
+    MIXTURES,
 )
 _SMALL = _by_heads(520, 512, 2, 64, 1)
 QUICK = Scale(
@@ -83,8 +89,10 @@ QUICK = Scale(
     replace(_SMALL, batch=4),
     Sizes(1024, 32, width=64, num_layers=2, num_heads=2),
     1,
+    Mixture(520, 512, 2, 64, 1, qkv="by heads"),
+    (RTP,),
 )
-_FEWER = ("bytes", "tokens", "steps")  # with --quick
+_FEWER = ("bytes", "tokens", "moe", "steps")  # with --quick
 
 
 def main() -> int:
@@ -118,6 +126,7 @@ _CASES: dict[str, Callable[[Report, Scale], None]] = {
     "sizes": lambda report, scale: memory.sizes(report, scale.sizes, NUM_DEVICES),
     "largest": lambda report, scale: memory.largest(report, scale.largest, scale.limit_bytes, NUM_DEVICES),
     "bert": lambda report, scale: memory.bert(report, scale.bert, scale.samples, NUM_DEVICES),
+    "moe": lambda report, scale: mixture.experts(report, scale.moe, scale.mixtures, NUM_DEVICES),
     "h100": lambda report, scale: ahead.chips(report, H100, scale.chips, 0.01),
     "v5e": lambda report, scale: ahead.chips(report, V5E, scale.chips, 0.05),
     "steps": lambda report, scale: steps.steps(report, scale.timed, scale.ways, scale.rounds, NUM_DEVICES),

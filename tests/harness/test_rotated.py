@@ -1,14 +1,19 @@
 """What `benchmarks.rotated` reads from programs, and how it finds the largest model."""
 
 import argparse
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.harness import Report
 from benchmarks.harness.gpt2 import Shape
 from benchmarks.rotated import memory, sent, ways
+from benchmarks.rotated.mixture import Mixture
 from benchmarks.rotated.ways import RTP
 
 SMALL = Shape(520, 512, 2, 32, 1, qkv="by heads")
@@ -49,3 +54,16 @@ def test_the_largest_model_fits_and_one_more_layer_does_not(
 
     monkeypatch.setattr(ways, "made", made)
     assert memory._most_layers(RTP, SMALL, limit, 8) == most
+
+
+def test_a_mixture_is_that_of_the_two_best_experts_of_each_token() -> None:
+    shape = Mixture(40, 64, 1, 6, 2, qkv="by heads", experts=4, room=8)  # for all tokens
+    w = jax.tree.map(lambda leaf: 20 * leaf[0], shape.init(jax.random.key(0))["layers"])
+    h = jax.random.normal(jax.random.key(1), (2, 6, 64))
+    gates = jax.nn.softmax(h @ w["router"])
+    all_of_them = jnp.einsum("btef,efd->bted", jax.nn.gelu(jnp.einsum("btd,edf->btef", h, w["up"])), w["down"])
+    best = jnp.where(gates >= jnp.sort(gates, -1)[..., -2:-1], gates, 0)
+    np.testing.assert_allclose(shape.wider(h, w), jnp.einsum("bte,bted->btd", best, all_of_them), rtol=1e-4, atol=1e-4)
+    few = dataclasses.replace(shape, room=1)
+    assert few.capacity == 2
+    assert not np.allclose(few.wider(h, w), shape.wider(h, w))

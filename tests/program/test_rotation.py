@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from braidax.program import Division, Program, Rotatable, RotatedUnit, evaluate, rotatable, trace
+from braidax.program import Division, Program, Rotatable, RotatedUnit, evaluate, find_experts, rotatable, trace
 
-N, B, T, D, HIDDEN, HEADS, WORDS = 4, 6, 5, 8, 12, 4, 21
+N, B, T, D, HIDDEN, HEADS, WORDS, EXPERTS = 4, 6, 5, 8, 12, 4, 21, 16
 Loss = Callable[[Any, Any], jax.Array]
 
 
@@ -129,6 +129,34 @@ def _convolutions(params: Any, batch: Any) -> jax.Array:
     return (jax.lax.conv_general_dilated(hidden, second, (1,), "SAME", dimension_numbers=dims) ** 2).mean()
 
 
+def _picked(params: Any, batch: Any, gates: jax.Array) -> jax.Array:
+    """The best expert of each token, with 3 places for the tokens of a sample."""
+    up, bias, down = params
+    mask = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS)
+    place = ((jnp.cumsum(mask, 1) - 1) * mask).sum(-1).astype(jnp.int32)
+    combine = (gates * mask)[..., None] * jax.nn.one_hot(place, 3)[:, :, None]
+    given = jnp.einsum("gsec,gsd->gecd", jnp.sign(combine), batch["x"])
+    hidden = jnp.tanh(jnp.einsum("gecd,edf->gecf", given, up) + bias[:, None])
+    made = jnp.einsum("gsec,gecd->gsd", combine, jnp.einsum("gecf,efd->gecd", hidden, down))
+    balance = (mask.mean((0, 1)) * gates.mean((0, 1))).sum()
+    return (made**2).mean() + 0.1 * balance
+
+
+def _mixture(params: Any, batch: Any) -> jax.Array:
+    *experts, router = params
+    return _picked(experts, batch, jax.nn.softmax(batch["x"] @ router))
+
+
+def _mixture_of_best(params: Any, batch: Any) -> jax.Array:
+    """Every expert on every token, of which the two best count."""
+    up, bias, down, router = params
+    gates, picked = jax.lax.top_k(batch["x"] @ router, 2)
+    weights = (jax.nn.softmax(gates)[..., None] * jax.nn.one_hot(picked, EXPERTS)).sum(-2)
+    hidden = jnp.tanh(jnp.einsum("bsd,edf->bsef", batch["x"], up) + bias)
+    return (jnp.einsum("bsef,efd,bse->bsd", hidden, down, weights) ** 2).mean()
+
+
+_EXPERTS = [(EXPERTS, D, HIDDEN), (EXPERTS, HIDDEN), (EXPERTS, HIDDEN, D), (D, EXPERTS)]
 _CASES: dict[str, tuple[Loss, Any, dict[int, int], list[tuple[int, bool]]]] = {
     "columns, then rows": (_mlp, [(D, HIDDEN), (HIDDEN,), (HIDDEN, D)], {0: 1, 1: 0, 2: 0}, [(3, True)]),
     "gates": (_gated, [(D, HIDDEN), (D, HIDDEN), (HIDDEN, D)], {0: 1, 1: 1, 2: 0}, [(3, True)]),
@@ -139,6 +167,9 @@ _CASES: dict[str, tuple[Loss, Any, dict[int, int], list[tuple[int, bool]]]] = {
     "a log-softmax": (_log_softmax, [(D, WORDS), (WORDS,)], {0: 1, 1: 0}, [(2, True)]),
     "columns": (_column, [(D, HIDDEN)], {0: 1}, [(1, False)]),
     "rows": (_column, [(D, HIDDEN)], {0: 0}, [(1, True)]),
+    "experts that are picked": (_mixture, _EXPERTS, {0: 0, 1: 0, 2: 0}, [(3, True)]),
+    "experts, and what picks them": (_mixture, _EXPERTS, {0: 0, 1: 0, 2: 0, 3: 1}, [(1, False), (3, True)]),
+    "the best of all experts": (_mixture_of_best, _EXPERTS, {0: 0, 1: 0, 2: 0}, [(3, True)]),
     "channels": (_convolutions, [(3, D, HIDDEN), (3, HIDDEN, D)], {0: 2, 1: 1}, [(2, True)]),
 }  # fmt: skip
 
@@ -158,6 +189,54 @@ def test_nothing_of_a_vocabulary_comes_out() -> None:
     (unit,) = made.units.values()
     assert {var.aval.shape for var in unit.outputs} == {(B, T - 1), (B, T - 1, 1)}  # pyright: ignore
     assert (unit.size, len(unit.tops), len(unit.maxima.shifts)) == (WORDS, 1, 1)
+
+
+def test_masks_of_experts_are_made_in_parts() -> None:
+    _, made = found(_mixture, _params(*_EXPERTS), {0: 0, 1: 0, 2: 0})
+    (unit,) = made.units.values()
+    taken = [(var.aval.shape, unit.taken[at].cut) for at, var in enumerate(unit.jaxpr.invars) if at not in unit.weights]  # pyright: ignore
+    of_experts = ((B, T, EXPERTS), 2)  # gates, and which is picked, both of which the balance needs, too
+    assert sorted(taken, key=str) == [of_experts, of_experts, ((B, T, 3), None), ((B, T, D), None)]
+
+
+def test_what_is_not_made_of_less_is_made_before() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        up, down, rows = params
+        scaled = jnp.tanh(batch["x"] * 3)  # as long as what it is made of: no part of it is made on a ring
+        hidden = jax.nn.relu(batch["x"] @ up)
+        kept = hidden * jax.random.bernoulli(jax.random.key(3), 0.9, hidden.shape)
+        return (((kept @ down) + scaled @ rows) ** 2).mean()
+
+    params = _params((D, HIDDEN), (HIDDEN, D), (D, D))
+    _, made = found(loss, params, {0: 1, 1: 0, 2: 0})
+    names = [{equation.primitive.name for equation in unit.jaxpr.eqns} for unit in made.units.values()]
+    assert len(names) == 2
+    assert {"random_bits", "tanh"} & names[0].union(*names) == set()
+    assert_alike(loss, params, made)
+
+
+def test_what_all_samples_have_made_is_on_no_ring() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        up, bias, down, router = params
+        given = jnp.einsum("bte,btd->ed", jax.nn.softmax(batch["x"] @ router), batch["x"])
+        made = jnp.einsum("ef,efd->ed", jnp.tanh(jnp.einsum("ed,edf->ef", given, up) + bias), down)
+        return ((batch["x"] @ made.T) ** 2).mean()
+
+    _, made = found(loss, _params(*_EXPERTS), {0: 0, 2: 0})
+    assert made.units == {}
+    assert made.left[0] == "it multiplies what all samples have made, which no device has a part of"
+
+
+def test_what_experts_do_is_found() -> None:
+    program = trace(_mixture, _params(*_EXPERTS), _batch())
+    _, (one,) = find_experts(program, {1: 0}, 2)
+    moved = (B, EXPERTS, 3, D)
+    assert (one.dims, one.count) == ({0: 0, 1: 0, 2: 0}, EXPERTS)
+    assert one.num_bytes == 2 * 4 * np.prod(moved)
+    assert [at for at in one.inputs if at is not None] == [(0, 1)]
+    assert [{*at} for at in one.outputs if at is not None] == [{0, 2}]  # as einsum puts them
+    assert find_experts(program, {1: 0}, 4)[1] == []  # devices do not divide the samples
+    assert find_experts(trace(_mlp, _params((D, HIDDEN), (HIDDEN,), (HIDDEN, D)), _batch()), {1: 0}, 2)[1] == []
 
 
 def test_labels_out_of_range_are_what_they_were() -> None:

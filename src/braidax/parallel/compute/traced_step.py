@@ -15,10 +15,10 @@ from braidax.errors import ArgumentError
 from braidax.parallel.plan.batch import along_batch, batch_axes
 from braidax.parallel.plan.footprint import shard_bytes, with_held, with_sent
 from braidax.parallel.plan.layout import Axis, Layout
-from braidax.parallel.plan.model import Model, RotatedUses, RowWork
+from braidax.parallel.plan.model import ExpertUses, Model, RotatedUses, RowWork
 from braidax.parallel.plan.placements import Replicated
 from braidax.parallel.plan.plan import Costs, Plan, PlannedVariable, layouts_of, make_plan
-from braidax.parallel.plan.ring_uses import rotated_uses
+from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
 from braidax.parallel.plan.strategy import Strategy, num_bytes
 from braidax.parallel.rows.options import OutOfRange
 from braidax.parallel.rows.reads import LATE, RowReads, row_reads
@@ -137,6 +137,7 @@ class TracedStep:
             find_sites=self._sites,
             find_dims=lambda: find_dims_in_pieces(self._joint),
             find_rotated=lambda cuts, axis: self._rotated(cuts, axis, mesh, axes),
+            find_experts=lambda: self._experts(mesh, axes),
             no_rows=lambda path: _ALONE if mesh.size == 1 else "" if path in self._sparse else LATE,
             row_work=lambda path: RowWork(self._sparse[path]),
             find_state_bytes=self._state_bytes,
@@ -201,6 +202,10 @@ class TracedStep:
     def _rotated(self, cuts: Mapping[str, Cut], axis: Axis, mesh: Mesh, axes: Sequence[str]) -> RotatedUses:
         paths, num_parts = [self._names[leaf] for leaf in self._weights], math.prod(mesh.shape[one] for one in axes)
         return rotated_uses(self._joint, paths, cuts, axis, self._joint_dims, num_parts)
+
+    def _experts(self, mesh: Mesh, axes: Sequence[str]) -> list[ExpertUses]:
+        paths, num_parts = [self._names[leaf] for leaf in self._weights], math.prod(mesh.shape[one] for one in axes)
+        return expert_uses(self._joint, paths, self._joint_dims, num_parts)
 
     def _by_name(self, found: Sequence[Any]) -> dict[str, Any]:
         return dict(zip((self._names[leaf] for leaf in self._weights), found, strict=True))

@@ -10,6 +10,7 @@ from braidax.parallel.plan.compiling import keeps_order, ring_form
 from braidax.parallel.plan.layout import Layout
 from braidax.program import Path, Program, automatic
 
+from .experts import experts
 from .gathered import gathered
 from .grouped import grouped
 from .in_parts import InParts, in_parts
@@ -35,6 +36,7 @@ def dense_passes(
     program, used = opened(program, layouts)
     by_leaf, options = dict(enumerate(used)), (automatic(mesh), tuple(batch_axes), divided)
     if splits := {leaf: layout for leaf, layout in by_leaf.items() if layout.is_split}:
+        program = experts(program, splits, *options)
         program = split(program, splits, *options)
     rings: tuple[Path, ...] = ()
     platform = mesh.devices.flat[0].platform

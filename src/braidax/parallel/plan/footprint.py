@@ -62,7 +62,7 @@ def _dense_bytes(
     split = [axis for dim in range(len(layout.shape)) for axis in layout.dim_axes[dim]]
     within = math.prod(axis.size for axis in split if axis.name in layout.moving)
     part = variable.num_bytes / math.prod(axis.size for axis in split if axis.name not in layout.moving)
-    others = math.prod(size for name, size in sizes.items() if name not in layout.moving)
+    others = math.prod(size for name, size in sizes.items() if name not in layout.moving | layout.axes)
     exchanged = _exchanged(part / within, layout, frozen=variable.frozen) * microbatches
     if within == 1:
         return exchanged + (0.0 if variable.frozen else _all_reduced(part, others))

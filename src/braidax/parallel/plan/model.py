@@ -28,14 +28,35 @@ class RowWork(NamedTuple):
     num_replayed: int = 0
 
 
+class RingUses(NamedTuple):
+    """What one ring uses. **Fields:** `paths`: of variables; `stacks`: whether its parts give parts of a result."""
+
+    paths: frozenset[str]
+    stacks: bool
+
+
+class ExpertUses(NamedTuple):
+    """What experts do, each for itself.
+
+    **Fields:** `dims`: by path, along which dim of a variable experts lie. `num_bytes`: of what one run of the loss
+    sends to them and back on all samples, where they stay, with the backward pass. `num_experts`.
+    """
+
+    dims: Mapping[str, int]
+    num_bytes: int
+    num_experts: int
+
+
 class RotatedUses(NamedTuple):
     """How variables are used whose parts go around a ring.
 
-    **Fields:** `left`: by path, why some use of it is none of a part. `rotated`: those of which parts are.
+    **Fields:** `left`: by path, why some use of it is none of a part. `rotated`: those of which parts are. `units`:
+    which of these are on one ring.
     """
 
     left: Mapping[str, str]
     rotated: Collection[str]
+    units: Sequence[RingUses] = ()
 
 
 def _none(path: str) -> RowWork:
@@ -50,7 +71,7 @@ class Model:
     divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
     how the loss uses each variable, and which of their dims belong together, where that is known. `find_rotated`: of
     variables of which a dim, perhaps in pieces, goes around an axis, which are used elsewhere than on rings, and why;
-    and which on rings.
+    and which on rings. `find_experts`: what experts do.
     `no_rows`: why the rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
     `row_work`: what exchanging them takes besides. `find_state_bytes`: what the optimizer keeps of each variable in its
     shape; at "" all else that it keeps, whole on each device. `frozen`: the paths of those that are not trained.
@@ -65,6 +86,7 @@ class Model:
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
     find_dims: Callable[[], Dims] = lambda: Dims({}, ())
     find_rotated: Callable[[Mapping[str, Cut], Axis], RotatedUses] = lambda cuts, axis: RotatedUses({}, frozenset())
+    find_experts: Callable[[], Sequence[ExpertUses]] = field(default=list[ExpertUses])
     no_rows: Callable[[str], str] = _nothing
     row_work: Callable[[str], RowWork] = _none
     find_state_bytes: Callable[[], Mapping[str, int]] = field(default=dict[str, int])
@@ -90,3 +112,8 @@ class Model:
     def dims(self) -> Dims:
         """Which dims belong together; leaves are numbered as `variables` are."""
         return self.find_dims()
+
+    @functools.cached_property
+    def experts(self) -> Sequence[ExpertUses]:
+        """What experts do, each for itself."""
+        return self.find_experts()

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from braidax.program import Cut, Program, in_pieces, rotatable
+from braidax.program import Cut, Program, find_experts, in_pieces, rotatable
 
 from .layout import Axis
-from .model import RotatedUses
+from .model import ExpertUses, RingUses, RotatedUses
 
 
 def rotated_uses(
@@ -29,4 +29,22 @@ def rotated_uses(
     opened = in_pieces(program, in_parts) if in_parts else program
     found = rotatable(opened, by_leaf, axis.size, divided, num_batch_parts)
     left = {owners[leaf]: why for leaf, why in found.left.items()}
-    return RotatedUses(left, {owners[leaf] for leaf in found.rotated})
+    units = [
+        RingUses(
+            frozenset(owners[weight.leaf] for weight in unit.weights.values()),
+            any(result.stacked is not None for result in unit.results),
+        )
+        for unit in found.units.values()
+    ]
+    return RotatedUses(left, {owners[leaf] for leaf in found.rotated}, units)
+
+
+def expert_uses(
+    program: Program, paths: Sequence[str], divided: Mapping[int, Any], num_batch_parts: int
+) -> list[ExpertUses]:
+    """Returns what experts do in a program, each for itself. **Arguments:** as of `rotated_uses`."""
+    _, found = find_experts(program, divided, num_batch_parts)
+    return [
+        ExpertUses({paths[leaf]: dim for leaf, dim in one.dims.items()}, (2 + one.remat) * one.num_bytes, one.count)
+        for one in found
+    ]

@@ -11,6 +11,7 @@ from .costs.by_cost import ByCost, by_cost
 from .costs.machine import Machine
 from .costs.prices import Prices, ring_work
 from .costs.work import work_of
+from .experts import choose_experts, dims_of_experts
 from .layout import Axis, Layout
 from .model import Model, RotatedUses
 from .placements import Placement, Replicated, Rotated
@@ -29,6 +30,8 @@ class RotatedTensorParallel:
     columns of an MLP's first weight and the rows of its second go around together, so that what is between them is
     never whole, nor are the heads of an attention, or the logits of a cross entropy. It sends what `FullySharded` sends
     (rotated tensor parallelism, arXiv 2311.01635), and needs less memory.
+
+    Experts go around, or stay while tokens are sent to them, whichever sends less; the plan tells both figures.
 
     What no rule can compute part by part is gathered where it is used, as by `FullySharded`; the plan says why.
 
@@ -67,8 +70,8 @@ class RotatedTensorParallel:
         return True
 
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
-        """Chooses `Rotated` for dims that belong together, and for what a single product uses, else what `FullySharded`
-        chooses.
+        """Chooses `Rotated` for dims that belong together, and for what a single product uses, `Split` for experts that
+        send less when they stay, else what `FullySharded` chooses.
 
         **Raises:** as `Hybrid.place`.
         """
@@ -78,21 +81,26 @@ class RotatedTensorParallel:
             dims, groups, reasons = dict[str, Cut](), dict[str, int](), dict.fromkeys(model.variables, told)
         else:
             dims, groups, reasons = self._dims(model, axis, taken, sharded)
-        left, used = model.find_rotated(dims, axis) if dims else RotatedUses({}, ())
+        uses = model.find_rotated(dims, axis) if dims else RotatedUses({}, ())
+        experts = choose_experts(model, axis, uses, taken, _NAME)
+        left, used = uses.left, {*uses.rotated} - {*experts.exchanged}
         cuts = {path: dims[path] for path in used}
         if self.machine is None:
             prices, by = None, ByCost({}, {}, {})
         else:
             prices, room = Prices(model, axis, taken, self.machine), self.memory_bytes or self.machine.memory_bytes
-            by = by_cost(model, prices, sharded, cuts, groups, self.overrides, room)
+            ruled = {**self.overrides, **{path: one.placement for path, one in experts.exchanged.items()}}
+            by = by_cost(model, prices, sharded, cuts, groups, ruled, room)
             if kept := {path: cut for path, cut in cuts.items() if by.kinds.get(path) == "rotated"}:
-                _, used = model.find_rotated(kept, axis)
-            used = {*used} & {*kept}
+                used = {*model.find_rotated(kept, axis).rotated}
+            used &= {*kept}
 
         def choose(path: str) -> Choice:
             words = f"; {by.words[path]}" if by.words.get(path) else ""
+            if path in experts.exchanged:
+                return experts.exchanged[path]
             if path in used:
-                also = f"; {left[path]}" if path in left else ""
+                also = experts.told.get(path, "") + (f"; {left[path]}" if path in left else "")
                 why = f"{_NAME}: goes around a ring, with its gradient{also}{words}"
                 return Choice(Rotated(cuts[path].dim, cuts[path].sizes), why)
             if words and by.kinds.get(path) == "replicated":
@@ -115,7 +123,14 @@ class RotatedTensorParallel:
     ) -> tuple[dict[str, Cut], dict[str, int], dict[str, str]]:
         """Returns along which dims variables may go around, of which groups these are, and why others may not."""
         paths, dims, groups = [*model.variables], dict[str, Cut](), dict[str, int]()
-        picked, reasons, cuts = set[int](), dict[str, str](), model.dims.cuts
+        reasons, cuts = dict[str, str](), model.dims.cuts
+        free = {
+            (path, dim) for path, layout in taken.items() for dim in range(len(layout.shape)) if _is_free(layout, dim)
+        }
+        apart, own = dims_of_experts(model, axis, free)
+        dims |= {path: Cut(dim, ()) for path, dim in apart.items()}
+        groups |= own
+        picked = {*own.values()}
         sizes = {
             root: sum(num_bytes(model.variables[paths[leaf]]) for leaf in {leaf for leaf, _ in group.leaves})
             for root, group in model.dims.groups.items()

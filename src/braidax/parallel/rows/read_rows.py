@@ -13,7 +13,7 @@ from braidax.parallel.plan.footprint import owners_of
 from braidax.parallel.plan.layout import Axis
 from braidax.parallel.plan.model import Model, RotatedUses, RowWork
 from braidax.parallel.plan.plan import Plan
-from braidax.parallel.plan.ring_uses import rotated_uses
+from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
 from braidax.parallel.plan.strategy import Strategy, num_bytes
 from braidax.program import (
     Cut,
@@ -63,6 +63,7 @@ class ReadRows:
             find_sites=self._sites,
             find_dims=lambda: find_dims_in_pieces(self._program),
             find_rotated=functools.partial(self._rotated, num_parts),
+            find_experts=lambda: expert_uses(self._program, [*variables], {BATCH: 0}, num_parts),
             no_rows=self._no_rows,
             row_work=self._row_work,
             find_state_bytes=self._state_bytes,

@@ -27,16 +27,18 @@ def checked(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedU
     cuts = {(at, dim) for at, dim, of in one.cut if of == BATCH and at not in one.uncut}
     more = dict(cuts)
     if more and len(more) == len(cuts):  # what is not made of samples, and met by them along one dim
-        unit = replace(unit, batch=tuple(more.get(at, dim) for at, dim in enumerate(unit.batch)))
+        taken = tuple(one._replace(batch=more.get(at, one.batch)) for at, one in enumerate(unit.taken))
+        unit = replace(unit, taken=taken)
         known, one = _tried(unit, num_parts, num_batch_parts)
     shifts, of_tops = _relative_to_maxima(jaxpr, tops, known) if tops else ({}, frozenset[Var]())
+    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     results: list[Result] = []
     for var in unit.outputs:
         part = known[var]
         if BATCH not in part.divided:
-            raise Undivided("a result of it does not go along the samples")
+            raise Undivided("a result of it does not go along the samples", makers[var])
         if WEIGHTS not in part.divided and not part.is_partial and var not in of_tops:
-            raise Undivided("a result of it is made of no part of a weight")
+            raise Undivided("a result of it is made of no part of a weight", makers[var])
         stacked = part.divided.index(WEIGHTS) if WEIGHTS in part.divided else None
         results.append(Result(part.divided.index(BATCH), stacked))
     numbers = {var: at for at, var in enumerate(jaxpr.outvars)}
@@ -61,7 +63,7 @@ def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dic
 
     def run(index: Any, maxima: list[Any], *args: Any) -> None:
         one = unit.evaluation(*divided(index), maxima)
-        kept[:] = [one.run(unit.jaxpr, (), unit.parts(args)), one]
+        kept[:] = [unit.run(one, args), one]
 
     division, batch = Division(num_parts, 0, unit.size), Division(num_batch_parts, 0)
     specs: list[Any] = []

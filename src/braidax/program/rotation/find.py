@@ -8,7 +8,7 @@ attention, and a vocabulary with its cross entropy, of which the maximum is foun
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var
 
 from braidax.program.bodies import Path, aval_of, bodies, equation_at
 from braidax.program.inline import inlined
@@ -22,7 +22,7 @@ from .labels import BATCH, Labeled, labeled
 from .parts import Undivided
 from .reads import with_reads_first
 from .region import Region
-from .unit import RotatedUnit, RotatedWeight
+from .unit import RotatedUnit, RotatedWeight, Taken
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ def rotatable(
     as of `find_batch_dims`. `num_batch_parts`: among how many devices samples are.
     """
     program = with_reads_first(inlined(program))
-    sites = [site for site in find_sites(program) if site.value.entry.leaf in dims]
-    found = _Finder(program, sites, labeled(program, dims, divided), num_parts, num_batch_parts)
+    found = _Finder(program, find_sites(program), labeled(program, dims, divided), num_parts, num_batch_parts)
     found.search()
     outlined = outline(program, [one for one, _ in found.units])
     units = {unit_path(outlined, one.name): made for one, made in found.units}
@@ -77,7 +76,8 @@ class _Finder:
         self._jaxpr, self._labels = program.closed.jaxpr, labels
         self._num_parts, self._num_batch_parts = num_parts, num_batch_parts
         self._sites: dict[Path, list[Site]] = {}
-        self._forms = {id(one) for site in sites for one in (*site.value.casts, *site.value.view)}
+        own = [site for site in sites if site.value.entry.leaf in labels.leaves]
+        self._forms = {id(one) for site in own for one in (*site.value.casts, *site.value.view)}
         for site in sites:
             self._sites.setdefault(site.path, []).append(site)
         self.units: list[tuple[Unit, RotatedUnit]] = []
@@ -89,11 +89,15 @@ class _Finder:
         if site.role == "rows":
             return "its rows are looked up"
         where = line_of(site.source).replace("\\", "/").rpartition("/")[2]
-        return self._whys.get(site.value.entry.leaf, "") or f"no product uses it at {where}"
+        other = (
+            f", but {equation_at(self._jaxpr, site.path).primitive.name}" if site.role == "other" and site.path else ""
+        )
+        return self._whys.get(site.value.entry.leaf, "") or f"no product uses it at {where}{other}"
 
     def search(self) -> None:
         for site in (site for sites in self._sites.values() for site in sites):
-            if site.role in ("product", "kernel") and site.path not in self._taken and not site.value.in_loop:
+            is_own = site.value.entry.leaf in self._labels.leaves and not site.value.in_loop
+            if is_own and site.role in ("product", "kernel") and site.path not in self._taken:
                 self._grow(site)
 
     def _grow(self, seed: Site) -> None:
@@ -104,30 +108,39 @@ class _Finder:
             return
         body = self._body(seed.path[:-1])
         region = Region(body, seed.path[:-1], self._labels, self._sites, self._forms, root)
-        for members in (region.joined(seed.path[-1]), {seed.path[-1]}):
-            if members and not {(*seed.path[:-1], at) for at in members} & self._taken:
-                try:
-                    self._add(region, members, root)
-                    return
-                except Undivided as error:
-                    self._whys.setdefault(seed.value.entry.leaf, str(error))
+        region.take([path[-1] for path in self._taken if path[:-1] == region.path])
+        while members := region.joined(seed.path[-1]):
+            error = self._added(region, members, root)
+            if error is None:
+                return
+            self._whys.setdefault(seed.value.entry.leaf, str(error))
+            if error.equation is None or not region.leave(region.index(error.equation)):
+                break
+        if error := self._added(region, {seed.path[-1]}, root):
+            self._whys.setdefault(seed.value.entry.leaf, str(error))
+
+    def _added(self, region: Region, members: set[int], root: int) -> Undivided | None:
+        """Adds a unit, or returns why it cannot be one."""
+        try:
+            self._add(region, members, root)
+        except Undivided as error:
+            return error
+        return None
 
     def _body(self, path: Path) -> Jaxpr:
         if not path:
             return self._jaxpr
         return bodies(equation_at(self._jaxpr, path[:-1]))[path[-1]].jaxpr
 
-    def _add(self, region: "Region", members: set[int], root: int) -> None:
+    def _add(self, region: Region, members: set[int], root: int) -> None:
         members = region.convex(members)
+        region.check_samples(members)
         name = f"rotated_{len(self.units)}"
         jaxpr = region.outlined(members)
         weights: dict[int, RotatedWeight] = {}
-        batch: list[int | None] = []
         for at, var in enumerate(jaxpr.invars):
-            site = region.weights.get(var)
-            if site is not None:
+            if (site := region.weights.get(var)) is not None:
                 weights[at] = self._weight(site, region.divided(var, root))
-            batch.append(None if site is not None else region.divided(var, BATCH))
         if not weights:
             raise Undivided("no weight of it is in parts")
         sizes = {aval_of(jaxpr.invars[at]).shape[one.divided] for at, one in weights.items()}
@@ -136,10 +149,21 @@ class _Finder:
             if len(sizes) > 1:
                 raise Undivided(f"{self._num_parts} does not divide {min(sizes)}")
             (size,) = sizes
-        unit = RotatedUnit(name, jaxpr, weights, tuple(batch), size, region.maxima(jaxpr))
+        nothing = Taken(None, None)
+        taken = [
+            nothing if at in weights else self._how(region, var, root, size) for at, var in enumerate(jaxpr.invars)
+        ]
+        unit = RotatedUnit(name, jaxpr, weights, tuple(taken), size, region.maxima(jaxpr))
         unit = checked(unit, self._num_parts, self._num_batch_parts)
         self.units.append((Unit(name, region.path, tuple(sorted(members))), unit))
         self._taken |= {(*region.path, at) for at in members}
+
+    def _how(self, region: Region, var: Var, root: int, size: int | None) -> Taken:
+        """How an input is taken that is no weight; what has no length that can be cut is cut where it meets a part."""
+        dim = region.divided(var, root)
+        length = 0 if dim is None else aval_of(var).shape[dim]
+        fits = length % self._num_parts == 0 if size is None else length == size
+        return Taken(region.divided(var, BATCH), dim if fits else None)
 
     def _weight(self, site: Site, divided: int | None) -> RotatedWeight:
         dims = dims_of_value(site.value)

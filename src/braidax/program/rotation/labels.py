@@ -23,11 +23,13 @@ Labels = tuple[int | None, ...]
 @dataclass(frozen=True)
 class Labeled:
     """**Fields:** `at`: by the path of an equation, the labels of its operands' dims and of its results'. `blocked`: by
-    the path of an equation, labels of dims that it cannot do part by part. `leaves`: the labels of leaves' dims."""
+    the path of an equation, labels of dims that it cannot do part by part. `leaves`: the labels of leaves' dims.
+    `of_samples`: by the path of an equation, which of its operands are made of samples."""
 
     at: Mapping[Path, tuple[Sequence[Labels], Sequence[Labels]]]
     blocked: Mapping[Path, Collection[int]]
     leaves: Mapping[int, int]
+    of_samples: Mapping[Path, Sequence[bool]]
 
 
 def labeled(program: Program, dims: Mapping[int, int], divided: Mapping[int, Sequence[int | None] | int]) -> Labeled:
@@ -39,17 +41,20 @@ def labeled(program: Program, dims: Mapping[int, int], divided: Mapping[int, Seq
     assert found.unions.new() == BATCH, "the first label is that of the samples"
     inputs: list[Labels | None] = []
     leaves: dict[int, int] = {}
+    samples: list[bool | None] = []
     for number, argument in enumerate(program.in_specs):
         told = divided.get(number)
         for at, spec in enumerate(jax.tree.leaves(argument)):
             dim = told[at] if isinstance(told, Sequence) else told
             label = BATCH
+            samples.append(True if dim is not None else None)
             if number == 0 and at in dims:
                 dim, label = dims[at], found.unions.new()
                 leaves[at] = label
-            here = dim is not None and dim < spec.ndim
-            inputs.append(tuple(label if one == dim else None for one in range(spec.ndim)) if here else None)
+            inputs.append(tuple(label if one == dim else found.unions.new() for one in range(spec.ndim)))
     flow(program.closed.jaxpr, inputs, found)
+    made = _OfSamples()
+    flow(program.closed.jaxpr, samples, made)
 
     def rooted(several: Sequence[Labels]) -> list[Labels]:
         return [tuple(None if one is None else found.unions.root(one) for one in labels) for labels in several]
@@ -58,7 +63,28 @@ def labeled(program: Program, dims: Mapping[int, int], divided: Mapping[int, Seq
         {path: (rooted(operands), rooted(results)) for path, (operands, results) in found.at.items()},
         {path: {found.unions.root(one) for one in labels} for path, labels in found.blocked.items()},
         {leaf: found.unions.root(label) for leaf, label in leaves.items()},
+        made.at,
     )
+
+
+@dataclass
+class _OfSamples:
+    """Follows what is made of samples."""
+
+    at: dict[Path, list[bool]] = field(default_factory=dict[Path, list[bool]])
+
+    def through(self, equation: JaxprEqn, facts: Sequence[bool | None], place: Place) -> Sequence[bool | None]:
+        self.at[place.path] = [fact is not None for fact in facts]
+        return [True] * len(equation.outvars)
+
+    def into(self, equation: JaxprEqn, operand: int, fact: bool, place: Place) -> bool:
+        return fact
+
+    def out_of(self, equation: JaxprEqn, result: int, fact: bool, place: Place) -> bool:
+        return fact
+
+    def join(self, one: bool | None, other: bool | None) -> bool | None:
+        return one or other
 
 
 @dataclass
@@ -68,6 +94,7 @@ class _Found:
     unions: Unions = field(default_factory=Unions)
     at: dict[Path, tuple[list[Labels], list[Labels]]] = field(default_factory=dict[Path, Any])
     blocked: dict[Path, set[int]] = field(default_factory=dict[Path, set[int]])
+    of_results: dict[tuple[Path, int, int, int], int] = field(default_factory=dict[Any, int])
     here: Path = ()
     is_inside: bool = False
 
@@ -84,10 +111,18 @@ class _Found:
                 for label in (label for labels in dims for label in labels):
                     self.block(label, "")
         else:
-            results = [tuple(labels) for labels in rule_of(equation)(At(self, equation, place), dims)]
+            found = rule_of(equation)(At(self, equation, place), dims)
+            results = [self._known(labels, id(equation), at) for at, labels in enumerate(found)]
         if not self.is_inside:
             self.at[here] = ([*dims], results)
         return results
+
+    def _known(self, labels: Sequence[int | None], equation: int, result: int) -> Labels:
+        """Gives dims of which nothing is known labels of their own, the same whenever the equation is met again."""
+        return tuple(
+            self.of_results.setdefault((self.here, equation, result, dim), self.unions.new()) if one is None else one
+            for dim, one in enumerate(labels)
+        )
 
     def _inside(self, equation: JaxprEqn, dims: Sequence[Labels]) -> list[Labels]:
         was, self.is_inside = self.is_inside, True

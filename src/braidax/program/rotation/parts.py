@@ -5,7 +5,7 @@ is cut where it meets a divided one; a sum over a divided dim gives a *partial* 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,11 @@ Divided = tuple[int | None, ...]
 
 
 class Undivided(Exception):
-    """A jaxpr cannot be evaluated on parts; the message says why."""
+    """A jaxpr cannot be evaluated on parts; the message says why. **Fields:** `equation`: of it, that cannot."""
+
+    def __init__(self, why: str, equation: JaxprEqn | None = None) -> None:
+        super().__init__(why)
+        self.equation = equation
 
 
 class Division(NamedTuple):
@@ -92,8 +96,17 @@ class Evaluation:
         known.update(zip(jaxpr.invars, args, strict=True))
         for equation in jaxpr.eqns:
             inputs = [_whole(atom) if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
-            known.update(zip(equation.outvars, self._one(equation, inputs), strict=True))
+            try:
+                known.update(zip(equation.outvars, self._one(equation, inputs), strict=True))
+            except Undivided as error:
+                error.equation = equation  # at last the one of this jaxpr, whatever it holds
+                raise
         return known
+
+    def part_of(self, one: Part, dim: int, division: int, atom: Any) -> Part:
+        """Returns a part of what is whole along a dim. **Arguments:** `atom`: of the jaxpr, which it is."""
+        divided = tuple(division if at == dim else to for at, to in enumerate(one.divided))
+        return replace(one, value=self._cut(one, divided, atom), divided=divided)
 
     def _one(self, equation: JaxprEqn, inputs: Sequence[Part]) -> list[Part]:
         name = equation.primitive.name

@@ -25,6 +25,16 @@ class RotatedWeight:
     divided: int
 
 
+class Taken(NamedTuple):
+    """How a unit takes an input.
+
+    **Fields:** `batch`: the dim of the samples. `cut`: of what comes whole, the dim of which a part is taken at once.
+    """
+
+    batch: int | None
+    cut: int | None
+
+
 class Result(NamedTuple):
     """What a unit gives. **Fields:** `batch`: the dim of the samples. `stacked`: the dim of which each part gives one
     part; None where parts are summed."""
@@ -49,19 +59,24 @@ class Maxima(NamedTuple):
 class RotatedUnit:
     """A call that can be computed part by part.
 
-    **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts. `batch`: for
-    each input the dim of the samples. `size`: of the dim that is divided, where it is padded. `tops`: values of it that
-    are maxima over all parts. `results`: of each output what is known, `maxima`: of those.
+    **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts; `taken`: of
+    each input, how. `size`: of the dim that is divided, where it is padded. `tops`: values of it that are maxima over
+    all parts. `results`: of each output what is known, `maxima`: of those.
     """
 
     name: str
     jaxpr: Jaxpr
     weights: Mapping[int, RotatedWeight]
-    batch: tuple[int | None, ...]
+    taken: tuple[Taken, ...]
     size: int | None
     tops: tuple[Var, ...]
     results: tuple[Result, ...] = ()
     maxima: Maxima = field(default_factory=lambda: Maxima((), {}, frozenset()))
+
+    @property
+    def batch(self) -> list[int | None]:
+        """Of each input the dim of the samples."""
+        return [one.batch for one in self.taken]
 
     @property
     def outputs(self) -> list[Var]:
@@ -71,7 +86,7 @@ class RotatedUnit:
     def maxima_of(self, args: Sequence[Any], weights: Division, batch: Division) -> list[Any]:
         """Returns maxima over one part."""
         one = self.evaluation(weights, batch)
-        one.run(self.jaxpr, (), self.parts(args))
+        self.run(one, args)
         return [one.found[top] for top in self.tops]
 
     def part(self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any] = ()) -> list[Any]:
@@ -80,14 +95,14 @@ class RotatedUnit:
         **Arguments:** `args`: weights in their part, samples in theirs, all else whole. `maxima`: over all parts that
         were seen; sums are relative to them.
         """
-        known = self.evaluation(weights, batch, maxima).run(self.jaxpr, (), self.parts(args))
+        known = self.run(self.evaluation(weights, batch, maxima), args)
         return [None if at in self.maxima.outputs else known[var].value for at, var in enumerate(self.outputs)]
 
     def of_maxima(
         self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any]
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """Returns, by the number of an output, what follows from maxima alone; and what sums are relative to."""
-        known = self.evaluation(weights, batch, maxima).run(self.jaxpr, (), self.parts(args))
+        known = self.run(self.evaluation(weights, batch, maxima), args)
         shapes = {at: known[self.outputs[at]].value.shape for at in self.maxima.shifts}
         scales = {at: known[var].value.reshape(shapes[at]) for at, var in self.maxima.shifts.items()}
         return {at: known[self.outputs[at]].value for at in self.maxima.outputs}, scales
@@ -97,9 +112,13 @@ class RotatedUnit:
         told = None if maxima is None else dict(zip(self.tops, maxima, strict=True))
         return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops)
 
-    def parts(self, args: Sequence[Any]) -> list[Part]:
-        """Returns inputs as what is known of them."""
-        return [Part(value, self.divided(at), given=at) for at, value in enumerate(args)]
+    def run(self, one: Evaluation, args: Sequence[Any]) -> dict[Var, Part]:
+        """Evaluates the unit. **Returns:** every value of it."""
+        parts: list[Part] = []
+        for at, (value, var, taken) in enumerate(zip(args, self.jaxpr.invars, self.taken, strict=True)):
+            part = Part(value, self.divided(at), given=at)
+            parts.append(part if taken.cut is None else one.part_of(part, taken.cut, WEIGHTS, var))
+        return one.run(self.jaxpr, (), parts)
 
     def ndim(self, at: int) -> int:
         """Returns how many dims an input has."""
