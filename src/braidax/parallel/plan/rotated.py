@@ -142,6 +142,8 @@ class RotatedTensorParallel:
             is_padded = group.divisor % axis.size != 0
             if is_padded and (model.no_padding or not _can_be_padded(lengths, group.divisor, axis)):
                 continue
+            if is_padded and not _ends_at_weights(model, root):  # longer for nothing
+                continue
             if group.blocked or group.conflicts & picked or sizes[root] < self.min_bytes:
                 continue
             pieces = {
@@ -167,6 +169,12 @@ class RotatedTensorParallel:
 def _can_be_padded(lengths: set[int], divisor: int, axis: Axis) -> bool:
     """Whether dims that belong together are of one size, of which padding is a small part."""
     return lengths == {divisor} and -(-divisor // axis.size) * axis.size <= _MOST_PADDED * divisor
+
+
+def _ends_at_weights(model: Model, root: int) -> bool:
+    """Whether products that sum over dims that belong together are by weights, all of whose dims are some leaf's."""
+    ends = (dot for dot in model.dims.dots if dot.contracts(root))
+    return all(any(model.dims.groups.keys() >= {*dims} for dims in dot.operands) for dot in ends)
 
 
 def _is_free(layout: Layout, dim: int) -> bool:
