@@ -44,6 +44,8 @@ def test_it_is_told_behind_the_plan_or_with_it_as_one_json_object(monkeypatch: p
     code, output = run(*DIGITS, "--target", "h100:4")
     assert code == 0, output
     assert output.startswith("mesh          data=4 (Hybrid())\n")
+    code, here = run(*DIGITS, "--target", "here", "--mesh", "data=2")
+    assert (code, here.count("compiled for  here: 2 × a device\n")) == (0, 1), here
     assert "\n\ncompiled for  h100:4: 4 × a device\nmemory        7 B a device of 1000 B: it fits\n" in output
     code, output = run(*DIGITS, "--target", "h100:4", "--mesh", "data=2,model=2", "--json")
     assert code == 0, output

@@ -1,4 +1,4 @@
-"""What `braidax plan --target` does: compiles a task's step for a machine that need not be here."""
+"""What `braidax plan --target` does: compiles a task's step for a machine, which need not be here."""
 
 import json
 import math
@@ -7,14 +7,18 @@ from collections.abc import Mapping
 import typer
 
 from braidax.parallel import Step
-from braidax.program import find_target
+from braidax.program import HERE, find_target
 
 
-def mesh_for(target: str, axes: Mapping[str, int] | None) -> Mapping[str, int]:
+def mesh_for(target: str, axes: Mapping[str, int] | None) -> Mapping[str, int] | None:
     """Returns the axes of a mesh of a machine's devices; where none are given, one axis `data` over all.
+
+    Those of what is here stay as they are: no devices are there before it is known how many.
 
     **Raises:** `typer.BadParameter` where a mesh has another number; otherwise as `find_target`.
     """
+    if target == HERE:
+        return axes
     count = len(find_target(target).devices)
     if axes is not None and math.prod(axes.values()) != count:
         raise typer.BadParameter(
