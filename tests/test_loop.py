@@ -309,12 +309,39 @@ def test_a_decorated_step_is_trained_and_goes_on_where_it_was(tmp_path: Path) ->
     np.testing.assert_allclose(resumed, straight, rtol=1e-6)
 
 
+def test_a_decorated_step_is_evaluated_by_a_function_of_its_state(capsys: pytest.CaptureFixture[str]) -> None:
+    step = parallelize(MESH, {"data": FullySharded(min_bytes=0)})(descending)
+    few = {name: array[:8] for name, array in SAMPLES.items()}
+    loader = DataLoader(SAMPLES, MESH, step.batch_shardings(few), batch_size=8, epochs=2)
+    padded = {**few, "mask": np.ones(8, bool)}
+    test = DataLoader(SAMPLES, MESH, step.batch_shardings(padded), batch_size=8, epochs=1, seed=None, remainder="pad")
+
+    @step.wrap
+    def errors(state: Any, batch: Any) -> Any:
+        squared = (batch["x"] @ state["w"] - batch["y"]) ** 2
+        return {"error": (squared * batch["mask"]).sum() / batch["mask"].sum(), "each": squared}
+
+    report = Report(show="plain")
+    state = fit(step, {"w": jnp.zeros(3)}, loader, report=report, test=test, test_metrics=errors)
+    expected = np.mean((SAMPLES["x"] @ np.asarray(state["w"]) - SAMPLES["y"]) ** 2)
+    assert report.noted == {"test_error": pytest.approx(expected, rel=1e-5)}
+    assert evaluate(errors, state, test) == {"error": report.noted["test_error"]}
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(("epoch 1 done", "epoch 2 done")) for line in lines) == 2
+    with pytest.raises(ArgumentError, match=r"test_metrics returned metrics of type .*, expected a dict by name"):
+        evaluate(step.wrap(lambda state, batch: batch["y"].mean()), state, test)
+
+
 def test_what_a_decorated_step_cannot_do_in_fit_is_said() -> None:
     step = parallelize(MESH, {"data": DataParallel()})(lambda state, batch: (descending(state, batch)[0], 1.0))
     few = {name: array[:8] for name, array in SAMPLES.items()}
     loader = DataLoader(SAMPLES, MESH, step.batch_shardings(few), batch_size=8)
-    with pytest.raises(ArgumentError, match="test is given, and a decorated step has no evaluate"):
+    with pytest.raises(
+        ArgumentError, match=r"test is given, and .* has no evaluate: give test_metrics=step\.wrap\(fn\)"
+    ):
         fit(step, {"w": jnp.zeros(3)}, loader, test=loader)
+    with pytest.raises(ArgumentError, match="test_metrics is given, and test is None: give the loader of what is"):
+        fit(step, {"w": jnp.zeros(3)}, loader, test_metrics=lambda state, batch: {})
     with pytest.raises(ArgumentError, match=r"returned metrics of type .*, expected a dict by name"):
         fit(step, {"w": jnp.zeros(3)}, loader)
 

@@ -16,6 +16,9 @@ from braidax.errors import ArgumentError
 from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
 
+TestMetrics = Callable[[Any, Any], Mapping[str, Any]]
+"""Gives the metrics of a state on a batch."""
+
 _log = logging.getLogger("braidax")
 _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
 
@@ -28,6 +31,7 @@ def fit(
     saver: Saver | None = None,
     report: Report | None = None,
     test: DataLoader | None = None,
+    test_metrics: TestMetrics | None = None,
 ) -> Any:
     """Trains until the loader's epochs are over, and goes on where the newest checkpoint left off.
 
@@ -40,7 +44,8 @@ def fit(
     `step` takes them; how many bad records were skipped is shown at the end. `saver`: restores before the first step,
     and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
     written, nothing by default; a trace that it was given becomes that of the loader and of a `Checkpointer`. `test`:
-    if given, evaluated after each epoch.
+    if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's
+    `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
     a batch, be it the last, had ids out of range, with `Hybrid(out_of_range="raise")`.
@@ -48,7 +53,8 @@ def fit(
     before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
     _trace_all(report, loader, saver)
-    note_plan = _noting(saver, step, test)
+    tested = _tested(step, test, test_metrics)
+    note_plan = _noting(saver, step)
     if saver is not None:
         seed = loader.cursor.seed
         state, loader.cursor = saver.restore((state, loader.cursor))
@@ -62,18 +68,16 @@ def fit(
             with report.waiting():
                 batch = next(batches)
             state, metrics = step.update(state, batch, before_apply=before_apply)
-            report.update(_checked(metrics), epoch=epoch)
+            report.update(_checked(metrics, "the decorated step"), epoch=epoch)
             if saver is not None:
                 note_plan()
                 saver.update((state, loader.cursor))
-            if test is not None and isinstance(step, Step) and loader.cursor.epoch > epoch:
-                report.note({f"test_{name}": value for name, value in evaluate(step, state, test).items()})
+            if test is not None and loader.cursor.epoch > epoch:
+                report.note({f"test_{name}": value for name, value in evaluate(tested, state, test).items()})
         step.finish()
         if saver is not None and loader.cursor != begun:
             saver.save((state, loader.cursor))
-        skipped = loader.source.describe().get("bad records")
-        if skipped is not None:
-            report.say(f"bad records: {skipped}")
+        _tell_skipped(loader, report)
     if interrupted():
         raise KeyboardInterrupt
     if preempted():
@@ -88,39 +92,55 @@ def _trace_all(report: Report, loader: DataLoader, saver: Saver | None) -> None:
             saver.trace = report.trace
 
 
-def evaluate(step: Step, state: Any, loader: DataLoader) -> dict[str, float]:
+def evaluate(step: Step | TestMetrics, state: Any, loader: DataLoader) -> dict[str, float]:
     """Returns the mean of each scalar metric over one pass through a loader.
 
     Each batch weighs as much as it has valid samples, so the result is exact if `loader` was made with
     `remainder="pad"` and the loss takes means over the samples that `batch["mask"]` marks.
 
-    **Arguments:** `step`: its `evaluate` gives the metrics of a batch. `state`: is not changed. `loader`: with
-    `epochs=1`, at the start of an epoch; `seed=None` reads in file order.
+    **Arguments:** `step`: its `evaluate` gives the metrics of a batch; or a function of state and batch that does, such
+    as `step.wrap(fn)` of a decorated one. `state`: is not changed. `loader`: with `epochs=1`, at the start of an epoch;
+    `seed=None` reads in file order.
     """
     if loader.epochs != 1 or loader.cursor.position != 0:
         raise ArgumentError(
             f"loader has epochs={loader.epochs} and stands at {loader.cursor}; evaluate takes a loader with epochs=1 "
             f"that stands at position=0"
         )
+    metrics_of = step.evaluate if isinstance(step, Step) else step
     totals: dict[str, jax.Array] = {}
     num_samples = 0
     for batch in loader:
         valid = min(loader.batch_size, loader.num_samples - num_samples)
         num_samples += valid
-        for name, metric in step.evaluate(state, batch).items():
+        for name, metric in _checked(metrics_of(state, batch), "test_metrics").items():
             if isinstance(metric, jax.Array) and metric.ndim == 0:
                 totals[name] = totals.get(name, 0) + metric * valid
-    step.finish()
+    if isinstance(step, Step):
+        step.finish()
     return {name: float(total) / num_samples for name, total in totals.items()}
 
 
-def _noting(saver: Saver | None, step: Step | TrainStep, test: DataLoader | None) -> Callable[[], None]:
-    """Notes the plan of a step; returns what does so behind an update: a decorated step has none before."""
-    if test is not None and not isinstance(step, Step):
+def _tell_skipped(loader: DataLoader, report: Report) -> None:
+    skipped = loader.source.describe().get("bad records")
+    if skipped is not None:
+        report.say(f"bad records: {skipped}")
+
+
+def _tested(step: Step | TrainStep, test: DataLoader | None, test_metrics: TestMetrics | None) -> "Step | TestMetrics":
+    """Returns what `evaluate` takes."""
+    if test is not None and test_metrics is None and not isinstance(step, Step):
         raise ArgumentError(
-            "test is given, and a decorated step has no evaluate: leave it out, or parallelize a loss; step.wrap(fn) "
-            "makes of a function of its state what runs between two calls of fit"
+            "test is given, and a decorated step has no evaluate: give test_metrics=step.wrap(fn) as well, where "
+            "fn(state, batch) returns a dict of metrics"
         )
+    if test is None and test_metrics is not None:
+        raise ArgumentError("test_metrics is given, and test is None: give the loader of what is evaluated, too")
+    return step if test_metrics is None else test_metrics
+
+
+def _noting(saver: Saver | None, step: Step | TrainStep) -> Callable[[], None]:
+    """Notes the plan of a step; returns what does so behind an update: a decorated step has none before."""
     if saver is not None:
         saver.notes.pop("plan", None)
 
@@ -133,10 +153,10 @@ def _noting(saver: Saver | None, step: Step | TrainStep, test: DataLoader | None
     return note
 
 
-def _checked(metrics: Any) -> Mapping[str, Any]:
+def _checked(metrics: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping):
         raise ArgumentError(
-            f"the decorated step returned metrics of type {type(metrics).__name__}, expected a dict by name, such as "
+            f"{what} returned metrics of type {type(metrics).__name__}, expected a dict by name, such as "
             f'{{"loss": loss}}'
         )
     return metrics  # pyright: ignore[reportUnknownVariableType]

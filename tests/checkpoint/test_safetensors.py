@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from braidax.checkpoint.manifest import data_file
 from braidax.checkpoint.safetensors import restore_safetensors
 from braidax.errors import ArgumentError, CheckpointError
-from tests.checkpoint.saving import Tables, bits, commit, commit_as_many
+from tests.checkpoint.saving import Longer, Tables, bits, commit, commit_as_many
 
 
 def sharding(shape: tuple[int, ...], spec: P) -> NamedSharding:
@@ -116,6 +116,68 @@ def test_all_files_of_a_folder_are_read_once(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"w0": np.ones(2)}, tmp_path / "z.safetensors")
     with pytest.raises(CheckpointError, match=r"z.safetensors: has a tensor 'w0', and so has model-00001-of-00002"):
         restore_safetensors(tmp_path, {"w0": np.zeros(2)})
+
+
+def test_layers_are_stacked_and_seen_otherwise(tmp_path: Path) -> None:
+    """As hubs have them: a tensor a layer, outputs first, heads side by side, half as wide; and words are padded."""
+    random = np.random.default_rng(0)
+    query, words = random.normal(size=(3, 8, 6)).astype(ml_dtypes.bfloat16), random.normal(size=(13, 6))
+    tensors = {f"model.{at}.q_proj.weight": torch.from_numpy(query[at].view(np.int16).copy()) for at in range(3)}
+    tensors = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items()}
+    safetensors.torch.save_file({**tensors, "lm_head": torch.zeros(2)}, tmp_path / "a.safetensors")
+    safetensors.numpy.save_file({"embed": words}, tmp_path / "b.safetensors")
+    place = sharding((4,), P(None, None, "a"))
+    like = Longer(
+        {
+            "layers": {"q": jax.ShapeDtypeStruct((3, 6, 4, 2), jnp.float32, sharding=place)},
+            "words": np.zeros((16, 6)),
+            "step": np.int64(5),
+        },
+        {"arrays/words": (13, 6)},
+    )
+
+    def name(path: str) -> str | list[str]:
+        return {"arrays/layers/q": [f"model.{at}.q_proj.weight" for at in range(3)], "arrays/words": "embed"}[path]
+
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def view(path: str, tensor: np.ndarray) -> np.ndarray:
+        seen.append((path, tensor.shape))
+        return tensor.T.reshape(6, 4, 2).astype(np.float32) if path.endswith("q") else tensor
+
+    got = restore_safetensors(tmp_path, like, name=name, view=view, only=["*/layers/*", "*/words"]).arrays
+    assert got["layers"]["q"].sharding == place
+    want = np.moveaxis(query, 1, 2).reshape(3, 6, 4, 2).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(got["layers"]["q"]), want)
+    np.testing.assert_array_equal(got["words"], np.pad(words, ((0, 3), (0, 0))))
+    assert got["step"] == 5
+    # Each once to know its shape, and once to read it.
+    assert sorted(seen) == [("arrays/layers/q", (8, 6))] * 6 + [("arrays/words", (13, 6))] * 2
+
+
+def test_a_stack_that_cannot_be(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"a": np.zeros((2, 3)), "b": np.zeros((3, 2))}, tmp_path / "x.safetensors")
+    like = {"w": np.zeros((2, 2, 3))}
+
+    def restored(names: str | list[str], view: Any = None) -> Any:
+        return restore_safetensors(tmp_path / "x.safetensors", like, name=lambda path: names, view=view)
+
+    with pytest.raises(
+        CheckpointError, match=r"'b' gives float64\[3, 2\], and 'a' float64\[2, 3\]: expected .* 'w'; corr"
+    ):
+        restored(["a", "b"])
+    with pytest.raises(CheckpointError, match=r"has no tensor 'c', but others of the 2 that `name` gives for leaf 'w'"):
+        restored(["a", "c"])
+    with pytest.raises(
+        CheckpointError, match=r"leaf 'w' \(float64\[2, 2, 3\]\) is in `like`, but not in the checkpoint"
+    ):
+        restored(["c", "d"])
+    words = (
+        r"view fails for leaf 'w' and tensor 'a', float64\[2, 3\]: ValueError: cannot reshape .*; expected a function"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        restored(["a", "b"], lambda path, tensor: tensor.reshape(4))
+    assert restored(["a", "b"], lambda path, tensor: tensor.reshape(2, 3))["w"].shape == (2, 2, 3)
 
 
 def test_tables_by_rows_come_from_whole_ones(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Losses and batches that the tests of `parallel` share, and the single-device step that says what is right."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType, Mesh
 
 import braidax.parallel as bx
@@ -112,3 +113,11 @@ def recorded_events() -> Iterator[list[str]]:
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], words: str) -> Generator[None]:
+    """What is inside the block is refused, in these words, before anything is compiled."""
+    with recorded_events() as events, pytest.raises(error, match=words):
+        yield
+    assert [event for event in events if "backend_compile" in event] == []

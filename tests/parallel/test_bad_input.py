@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError, SpecError
-from tests.parallel.models import make_mesh
+from tests.parallel.models import make_mesh, refused
 
 BATCH = {"ids": jax.ShapeDtypeStruct((16, 3), jnp.int32)}
 KERNEL = "params/kernel"
@@ -43,23 +43,28 @@ def make(strategies: Any, constrained: Any = None, **options: Any) -> bx.Step:
         (bx.FullySharded({KERNEL: bx.Gathered(3)}), r"params/kernel cannot be placed by Gathered\(dim=3\) on the axi"),
         (bx.FullySharded({KERNEL: bx.Gathered(0)}), r"dim 0 of params/kernel, which a loop takes apart: .* \[1, 2\]"),
         (bx.TensorParallel({KERNEL: bx.Split(0)}), r"dim 0 of params/kernel, which a loop takes apart: .* \[1, 2\]"),
+        (
+            bx.RotatedTensorParallel({KERNEL: bx.Rotated(0)}),
+            r"dim 0 of params/kernel, which a loop takes apart: .* \[1, 2",
+        ),
+        (bx.RotatedTensorParallel({KERNEL: bx.Rotated(3)}), r"params/kernel cannot be placed by Rotated\(dim=3"),
         (bx.Hybrid({KERNEL: bx.Rows()}), r"\['params/kernel'\] asks for the rows of params/kernel, and these cannot"),
     ],
 )
 def test_an_override_that_cannot_be(strategy: Any, words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
+    with refused(ArgumentError, words):
         make({"data": strategy})
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("wrong", ["model", bx.Replicated])
 def test_what_is_no_placement(wrong: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"overrides\['params/kernel'\] is .*, expected a placement object such"):
+    with refused(ArgumentError, r"overrides\['params/kernel'\] is .*, expected a placement object such"):
         make({"data": bx.FullySharded({KERNEL: wrong})})
 
 
 def test_more_devices_than_samples() -> None:
-    with pytest.raises(SpecError, match="batch/ids has 4 samples, which do not divide among the 8 devices along"):
+    with refused(SpecError, "batch/ids has 4 samples, which do not divide among the 8 devices along"):
         bx.parallelize(
             loss, optax.sgd(0.1), make_mesh("8 auto"), {"data": bx.DataParallel()}, init=init,
             batch={"ids": jax.ShapeDtypeStruct((4, 3), jnp.int32)},
@@ -67,9 +72,7 @@ def test_more_devices_than_samples() -> None:
 
 
 def test_an_axis_that_the_mesh_has_not() -> None:
-    with pytest.raises(
-        SpecError, match=r"names the mesh axis 'rows', and the mesh has \('data', 'model'\): use one of"
-    ):
+    with refused(SpecError, r"names the mesh axis 'rows', and the mesh has \('data', 'model'\): use one of"):
         make({"rows": bx.DataParallel()})
 
 
@@ -78,10 +81,13 @@ def test_a_plan_that_cannot_be_replayed_and_a_table_of_fewer_rows_than_devices()
     fully = make({"data": bx.FullySharded(min_bytes=0)}).plan
     (kernel, *others) = fully.variables
     assert kernel.path == KERNEL
-    for placement in (bx.Gathered(0), bx.Split(0)):
+    for placement in (bx.Gathered(0), bx.Split(0), bx.Rotated(0)):
         plan = replace(fully, variables=(replace(kernel, placements=(placement, bx.Replicated())), *others))
-        with pytest.raises(ArgumentError, match=r"plan asks for dim 0 of params/kernel, which a loop .*: plan anew"):
+        with refused(ArgumentError, r"plan asks for dim 0 of params/kernel, which a loop .*: plan anew"):
             make(None, plan=plan)
+    plan = replace(fully, variables=(replace(kernel, placements=(bx.Rotated(1), bx.Rotated(2))), *others))
+    with refused(ArgumentError, r"params/kernel cannot be placed by Rotated\(dim=2.*goes around along another axis"):
+        make(None, plan=plan)
     table = {"params/table": bx.Rows()}
     batch = {"ids": np.arange(48, dtype=np.int32).reshape(16, 3) % 6}
     losses: list[Any] = []
@@ -97,10 +103,10 @@ def test_a_plan_that_cannot_be_replayed_and_a_table_of_fewer_rows_than_devices()
 
 def test_constraints_of_the_loss() -> None:
     fully = {"data": bx.FullySharded(min_bytes=0)}
-    with pytest.raises(SpecError, match=r"loss_fn given has a .*Resource axis: rows of P\('rows',\) is not fo"):
+    with refused(SpecError, r"loss_fn given has a .*Resource axis: rows of P\('rows',\) is not fo"):
         make(fully, jax.P("rows"))
     other = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    with pytest.raises(SpecError, match=r"on a mesh {'x': 8}, and the mesh is {'data': 4, 'model': 2}: name"):
+    with refused(SpecError, r"on a mesh {'x': 8}, and the mesh is {'data': 4, 'model': 2}: name"):
         make(fully, NamedSharding(other, jax.P("x")))
     batch = {"ids": np.arange(48, dtype=np.int32).reshape(16, 3) % 6}
     losses: list[Any] = []

@@ -45,9 +45,10 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 def plan(flops_per_second: float = NOTHING_HIDDEN, link: bx.Link = LINK, **options: Any) -> bx.Plan:
     machine = bx.Machine(flops_per_second, {"data": link}, options.pop("collectives", {}), name="by hand")
     given = {name: options.pop(name) for name in ("microbatches", "trainable") if name in options}
+    loss = options.pop("loss", loss_fn)
     strategy = bx.RotatedTensorParallel(machine=machine, **options)
     batch, mesh = jax.ShapeDtypeStruct((SAMPLES, WIDTH), jnp.float32), make_mesh("8 auto")
-    return bx.parallelize(loss_fn, optax.sgd(0.1), mesh, {"data": strategy}, init=init, batch=batch, **given).plan
+    return bx.parallelize(loss, optax.sgd(0.1), mesh, {"data": strategy}, init=init, batch=batch, **given).plan
 
 
 def kinds(plan: bx.Plan) -> set[str]:
@@ -147,6 +148,13 @@ def test_what_is_frozen_has_no_gradient_to_send_or_hold() -> None:
     assert waits(made) == pytest.approx((3 + 2) * 7 * (BYTES / 8 / RATE + LAYERS * LATENCY))
     with pytest.raises(ArgumentError, match=f"expected at least {room:,},"):
         plan(trainable="params/up", memory_bytes=room - 1)
+
+
+def test_a_penalty_on_weights_sends_nothing() -> None:
+    def penalized(params: Any, batch: Any) -> jax.Array:
+        return loss_fn(params, batch) + 1e-3 * sum((leaf**2).sum() for leaf in params.values())
+
+    assert waits(plan(loss=penalized, memory_bytes=ROTATED_BYTES)) == waits(plan(memory_bytes=ROTATED_BYTES))
 
 
 def test_collectives_may_have_a_rate_of_their_own() -> None:

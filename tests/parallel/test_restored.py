@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import braidax.parallel as bx
-from braidax.checkpoint import Checkpointer, Every
+from braidax.checkpoint import Checkpointer, Every, restore_safetensors
 from braidax.comm import Communicator
-from braidax.errors import CheckpointError
+from braidax.errors import ArgumentError, CheckpointError
 from braidax.parallel.rows import row_adagrad
 from braidax.parallel.state import Origin
 from tests.checkpoint.told import told
@@ -255,6 +255,32 @@ def test_what_is_padded_goes_on_over_any_number_of_devices(tmp_path: Path) -> No
         now, _ = saver.restore((steps[6].state_specs, Cursor(0, 0, 0)))
     now, state = (step.update(each, some(2, 24))[0] for step, each in ((steps[6], now), (steps[8], state)))
     assert_close(copied(steps[6].to_dense(now)), copied(steps[8].to_dense(state)), atol=1e-5)
+
+
+def test_a_run_begins_with_the_parameters_of_a_file(tmp_path: Path) -> None:
+    """By rows and padded; the optimizer begins with them, too, and nothing is held twice."""
+    keeps = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
+    padded = {"data": bx.FullySharded({"params/*": bx.Gathered(0)}, min_bytes=0)}
+    for step, is_kept in ((over(8), False), (small(keeps, padded), True)):
+        begun = step.to_dense(step.init(jax.random.key(3)))
+        params = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, begun.params)
+        save_file({f"model.{name}": leaf for name, leaf in params.items()}, tmp_path / "model.safetensors")
+
+        def named(path: str) -> str:
+            return path.replace("params/", "model.")
+
+        read = restore_safetensors(tmp_path / "model.safetensors", step.state_specs, only="params/*", name=named).params
+        state = step.init(jax.random.key(3), read)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(read))
+        found = step.to_dense(state)
+        same_bits(found.params, params)
+        same_bits(found.opt_state, params if is_kept else begun.opt_state)
+        same_bits((found.key, found.step), (begun.key, begun.step))
+        with pytest.raises(
+            ArgumentError, match=r"params/\w+ is float32\[.*: pass parameters as `params` of step.state_s"
+        ):
+            step.init(jax.random.key(3), params)
+    assert state.params["table"].shape == (38, 4)
 
 
 def of_two(comm: Communicator, root: Path) -> str:

@@ -185,6 +185,16 @@ def bad_without_mark(state: Any, batch: Any) -> Any:
     return jax.tree.map(jnp.subtract, state, gradients), loss
 
 
+def bad_jacobian(state: Any, batch: Any) -> Any:
+    return jax.tree.map(jnp.subtract, state, jax.jacrev(lambda p: (p["w"] ** 2).sum())(state)), 1.0
+
+
+def bad_linear(state: Any, batch: Any) -> Any:
+    loss, linear = jax.linearize(lambda p: (p["w"] ** 2).sum(), state)
+    (gradients,) = jax.linear_transpose(linear, state)(1.0)
+    return jax.tree.map(jnp.subtract, state, gradients), loss
+
+
 def bad_shape(state: Any, batch: Any) -> Any:
     loss, _ = bx.value_and_grad(lambda p: (p["w"] ** 2).sum())(state)
     return {"w": jnp.ones(3)}, loss
@@ -212,6 +222,14 @@ def good_change(state: Any, batch: Any) -> Any:
             ArgumentError,
             r"with bx\.value_and_grad .*inside of the step",
         ),
+        (
+            bad_jacobian,
+            {"w": np.ones(2)},
+            make_batch(),
+            ArgumentError,
+            r"with bx\.value_and_grad .*by jax\.jacrev, .* none",
+        ),
+        (bad_linear, {"w": np.ones(2)}, make_batch(), ArgumentError, r"with bx\.value_and_grad .*jax\.linearize none"),
         (bad_shape, {"w": np.ones(2)}, make_batch(), StateError, r"state/w is float32\[3\], expected float32\[2\]"),
         (bad_change, {"w": np.ones(2)}, make_batch(), StateError, "state/w was changed in place by bad_change"),
         (lambda s, b: s, {"w": np.ones(2)}, make_batch(), ArgumentError, r"returned dict, expected \(state, metrics\)"),

@@ -53,6 +53,27 @@ def test_one_equation_holds_the_function_and_computes_what_jax_computes() -> Non
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_what_vjp_pulls_back_to_a_scalar_is_kept(has_aux: bool) -> None:
+    def step(w: Any, x: Any) -> Any:
+        def value(w: Any, x: Any) -> Any:
+            found, aux = loss(w, x)
+            return (found, aux) if has_aux else found
+
+        found, pull, *aux = jax.vjp(value, w, x, has_aux=has_aux)
+        assert not has_aux or aux[0]["name"] == "text"
+        several, pull_each = jax.vjp(lambda x: jnp.tanh(x), x)  # is JAX's own
+        return found, [one["out"] for one in aux], pull(jnp.ones_like(found)), pull(jnp.float32(-3)), pull_each(several)
+
+    program = traced(step, weights(), jnp.asarray(X))
+    (kept,) = find_kept(program.closed.jaxpr)
+    assert kept.num_gradients == 3
+    got, expected = jax.jit(lambda *args: program(*args))(weights(), X), step(weights(), X)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1, 0)])
 def test_arguments_are_counted_as_jax_counts_them(argnums: Any) -> None:
     def value(w: Any, x: Any) -> Any:

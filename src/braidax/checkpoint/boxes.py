@@ -75,3 +75,25 @@ def split(box: Box, num_parts: int) -> list[Box]:
     start = box[dim][0]
     cuts = [start + sizes[dim] * number // num_parts for number in range(num_parts + 1)]
     return [(*box[:dim], bounds, *box[dim + 1 :]) for bounds in itertools.pairwise(cuts)]
+
+
+def blocks(box: Box, most: int) -> list[Box]:
+    """Cuts a box into some of at most so many elements, in the order in which they lie."""
+    if volume(box) <= most or volume(box) == 1:
+        return [box]
+    return [block for half in halves(box) for block in blocks(half, most)]
+
+
+def halves(box: Box) -> list[Box]:
+    """Cuts a box in two along its first dim that can be; it has more than one element."""
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    middle = (start + stop) // 2
+    return [(*box[:dim], bounds, *box[dim + 1 :]) for bounds in ((start, middle), (middle, stop))]
+
+
+def is_run(box: Box, shape: Sequence[int]) -> bool:
+    """Says whether the elements of a box lie one behind another in an array of that shape."""
+    sizes = extents(box)
+    first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
+    return sizes[first + 1 :] == tuple(shape[first + 1 :])

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from braidax.checkpoint import folders
+from braidax.checkpoint.boxes import whole, within
 from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves, true_shapes
 from braidax.checkpoint.manifest import Entry, manifest_file
-from braidax.checkpoint.placing import converted, extended, placed, sharding_of
+from braidax.checkpoint.placing import placed, sharding_of
 from braidax.checkpoint.reading import Content, read_content
 from braidax.checkpoint.restoring import Want, load, match, planned, restore
 from braidax.errors import ArgumentError, CheckpointError, import_extra
@@ -82,7 +83,10 @@ def restore_orbax(path: str | os.PathLike[str], like: Any, *, only: Sequence[str
         shapes = true_shapes(like)
         entries = {name: _entry(ocp, name, found, values.get(name), shapes.get(name)) for name, found in saved.items()}
         wants = match(Content(folder, (), entries), like, only)
-        how = [_restore_args(ocp, wants[name]) if name in wants else ocp.RestoreArgs() for name in saved]
+        direct = {name for name, want in wants.items() if _is_direct(want, saved[name])}
+        how = [
+            _restore_args(ocp, wants[name], name in direct) if name in wants else ocp.RestoreArgs() for name in saved
+        ]
         items = [found if name in wants else ocp.PLACEHOLDER for name, found in saved.items()]
         with _blaming(blame):
             structure = _jax.tree.structure(metadata)
@@ -90,7 +94,8 @@ def restore_orbax(path: str | os.PathLike[str], like: Any, *, only: Sequence[str
             tree = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(**trees))
     found = dict(zip(saved, structure.flatten_up_to(tree), strict=True))
     _check_keys(folder, found, wants)
-    leaves = [_finished(folder, found[name], wants[name]) if name in wants else leaf for name, leaf in values.items()]
+    found |= {name: _finished(folder, found[name], wants[name]) for name in wants if name not in direct}
+    leaves = [found[name] if name in wants else leaf for name, leaf in values.items()]
     return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
 
 
@@ -207,24 +212,23 @@ def _entry(ocp: Any, name: str, saved: Any, value: Any, true_shape: tuple[int, .
     return Entry(Leaf(name, "array", dtype.name, shape), dtype.name, shape)
 
 
-def _restore_args(ocp: Any, want: Want) -> Any:
+def _restore_args(ocp: Any, want: Want, is_direct: bool) -> Any:
     if not want.entry.leaf.dtype:
         return ocp.RestoreArgs()
     if want.entry.leaf.kind == "key":
         sharding = sharding_of(want.like) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return ocp.ArrayRestoreArgs(sharding=sharding)
-    if _is_direct(want):
-        return ocp.ArrayRestoreArgs(sharding=want.like.sharding)
+    if is_direct:
+        padded = {"global_shape": tuple(want.like.shape), "strict": False} if want.shape != want.like.shape else {}
+        return ocp.ArrayRestoreArgs(sharding=want.like.sharding, **padded)
     return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
-def _is_direct(want: Want) -> bool:
-    """Says whether Orbax can put an array where it is to be."""
-    if (
-        want.how is not None
-        or want.shape != np.shape(want.like)
-        or not isinstance(want.like, jax.Array | jax.ShapeDtypeStruct)
-    ):
+def _is_direct(want: Want, saved: Any) -> bool:
+    """Says whether Orbax can put an array where it is to be, each process what its devices need; it can pad, too."""
+    if want.how is not None or not isinstance(want.like, jax.Array | jax.ShapeDtypeStruct):
+        return False
+    if want.entry.leaf.kind != "array" or tuple(saved.shape) != want.shape:
         return False
     # Orbax would make typed PRNG keys of uint32, and nothing has a weak type.
     return want.entry.dtype != "uint32" and not want.like.weak_type and sharding_of(want.like) is not None
@@ -246,7 +250,7 @@ def _check_keys(folder: Path, found: dict[str, Any], wants: dict[str, Want]) -> 
 
 
 def _finished(folder: Path, found: Any, want: Want) -> Any:
-    if not want.entry.leaf.dtype or _is_direct(want):
+    if not want.entry.leaf.dtype:
         return found
     if want.entry.leaf.kind == "key":
         if sharding_of(want.like) is not None:
@@ -254,8 +258,7 @@ def _finished(folder: Path, found: Any, want: Want) -> Any:
         data = np.asarray(jax.random.key_data(found))
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(found))
     array = _cut(folder, np.asarray(found), want.entry)
-    array = extended(converted(array, want.how, want.shape), want.like.shape)
-    return placed(lambda index: array[(*index, ...)], want.like)
+    return placed(lambda box: array[(*within(box, whole(array.shape)), ...)], want.like, want.how, want.shape)
 
 
 def _cut(folder: Path, array: np.ndarray, entry: Entry) -> np.ndarray:

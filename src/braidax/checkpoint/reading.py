@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from braidax.checkpoint.boxes import Box, extents, overlap, volume, within
+from braidax.checkpoint.boxes import Box, blocks, extents, halves, overlap, volume, within
 from braidax.checkpoint.manifest import DataFile, Entry, Manifest, Tensor, data_file, manifest_file
 from braidax.checkpoint.padding import Conversion
 from braidax.checkpoint.writing import bytes_of
@@ -135,7 +135,7 @@ class Reader:
             lead = 1 if how.saved.num_columns is None else 2
             near = ((least // width, most // width + 1), *_box(tensor)[1:lead], *inner)
             part = overlap(near, _box(tensor))
-            for block in [] if part is None else _blocks(part, found.itemsize):
+            for block in [] if part is None else blocks(part, _BLOCK_BYTES // found.itemsize):
                 rows = np.empty(extents(block), found.dtype)
                 _Region(self._file(process), tensor).read(rows, block)
                 ids = how.saved.ids(block)
@@ -236,22 +236,8 @@ class _Region(NamedTuple):
             self.file.fill(self.tensor, first, bytes_of(between))
             destination[...] = np.lib.stride_tricks.as_strided(between, sizes, strides, writeable=False)
         else:
-            for half in _halves(box):
+            for half in halves(box):
                 self.read(destination[(*within(half, box), ...)], half)
-
-
-def _halves(box: Box) -> list[Box]:
-    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[dim]
-    middle = (start + stop) // 2
-    return [(*box[:dim], bounds, *box[dim + 1 :]) for bounds in ((start, middle), (middle, stop))]
-
-
-def _blocks(box: Box, itemsize: int) -> list[Box]:
-    """Cuts a box into some that fit into memory, in order."""
-    if itemsize * volume(box) <= _BLOCK_BYTES or volume(box) == 1:
-        return [box]
-    return [block for half in _halves(box) for block in _blocks(half, itemsize)]
 
 
 def _box(tensor: Tensor) -> Box:

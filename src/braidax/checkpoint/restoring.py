@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from braidax.checkpoint import folders
-from braidax.checkpoint.boxes import Box, box_of, extents, joined, overlap, whole, within
+from braidax.checkpoint.boxes import Box, whole
 from braidax.checkpoint.leaves import (
     describe,
     named_leaves,
@@ -24,7 +24,7 @@ from braidax.checkpoint.leaves import (
 )
 from braidax.checkpoint.manifest import Entry, OtherFormat
 from braidax.checkpoint.padding import Conversion, conversion
-from braidax.checkpoint.placing import sharding_of, weakly_typed
+from braidax.checkpoint.placing import lengthened, on_devices, sharding_of, weakly_typed
 from braidax.checkpoint.processes import Processes, all_processes, alone
 from braidax.checkpoint.reading import Content, OpenFile, Reader, read_content
 from braidax.checkpoint.replanned import Way, way_from
@@ -214,9 +214,8 @@ def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dic
     **Returns:** what to restore, by path. **Raises:** `CheckpointError` naming all leaves that differ, what is saved,
     what `like` has, and the remedy.
     """
-    only = (only,) if isinstance(only, str) else only
-    values = _matching(named_leaves(like), only, "in `like`")
-    entries = _matching(content.entries, only, "in the checkpoint")
+    values = matching(named_leaves(like), only, "in `like`")
+    entries = matching(content.entries, only, "in the checkpoint")
     num_rows, shapes = padded_rows(like), true_shapes(like)
     wants: dict[str, Want] = {}
     troubles = [
@@ -260,7 +259,7 @@ def planned(content: Content, like: Any, only: Sequence[str] | None = None) -> t
     **Raises:** as `match`; `CheckpointError` in one line where a plan has changed and there is no way back.
     """
     only = (only,) if isinstance(only, str) else only
-    _matching(named_leaves(like), only, "in `like`")
+    matching(named_leaves(like), only, "in `like`")
     way = way_from(content.entries, content.manifests[0].notes, like, only)
     if isinstance(way, str):
         raise Mismatch(f"{content.folder}: {way}")
@@ -293,17 +292,13 @@ def _load_leaf(reader: Reader, want: Want) -> Any:
     if not entry.leaf.dtype:
         return entry.number
     of_key = entry.shape[len(entry.leaf.shape) :]
-    shape, true = (*like.shape, *of_key), whole((*true_shape, *of_key))
+    shape = (*like.shape, *of_key)
 
-    def read(box: Box) -> np.ndarray:
-        part = box if like.shape == true_shape else overlap(box, true)
-        if part != box:
-            found = np.zeros(extents(box), np.dtype(entry.dtype))
-            if part is not None:
-                found[(*within(part, box), ...)] = read(part)
-            return found
+    def stored(box: Box) -> np.ndarray:
         return reader.read(entry, box) if how is None else reader.read_rows(entry, how, box)
 
+    dtype = np.dtype(entry.dtype)
+    read = stored if like.shape == true_shape else lengthened(stored, (*true_shape, *of_key), dtype)
     if isinstance(like, np.ndarray):
         return read(whole(shape))
     if isinstance(like, np.generic):
@@ -311,7 +306,7 @@ def _load_leaf(reader: Reader, want: Want) -> Any:
     sharding = sharding_of(like)
     is_far = sharding is not None and not sharding.is_fully_addressable
     if sharding is not None and (is_far or not (entry.key_impl or like.weak_type)):
-        placed = _place(read, shape, np.dtype(entry.dtype), sharding)
+        placed = on_devices(read, shape, dtype, sharding)
         return _jax.random.wrap_key_data(placed, impl=entry.key_impl) if entry.key_impl else placed
     array = read(whole(shape))
     if entry.key_impl:
@@ -319,27 +314,9 @@ def _load_leaf(reader: Reader, want: Want) -> Any:
     return _jax.device_put(weakly_typed(array) if like.weak_type else array, sharding)
 
 
-def _place(read: Callable[[Box], np.ndarray], shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any) -> jax.Array:
-    """Reads what this process's devices need of an array, once, and puts it there."""
-    indices = sharding.addressable_devices_indices_map(shape)
-    boxes = {device: box_of(index or (), shape) for device, index in indices.items()}
-    regions = [(region, read(region)) for region in joined(set(boxes.values()))]
-    parts = [_part(regions, box) for box in boxes.values()]
-    kind = sharding.memory_kind
-    targets = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in boxes]
-    arrays = _jax.device_put(parts, targets)
-    return _jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
-
-
-def _part(regions: Iterable[tuple[Box, np.ndarray]], box: Box) -> np.ndarray:
-    for region, array in regions:
-        if overlap(region, box) == box or array.size == 0:
-            return array[(*within(box, region), ...)] if array.size else array.reshape(extents(box))
-    raise AssertionError(box)
-
-
-def _matching(leaves: Mapping[str, _Value], only: Sequence[str] | None, where: str) -> dict[str, _Value]:
+def matching(leaves: Mapping[str, _Value], only: Sequence[str] | None, where: str) -> dict[str, _Value]:
     """Returns the leaves whose path one of the patterns matches. **Raises:** `ArgumentError` where one matches none."""
+    only = (only,) if isinstance(only, str) else only
     if only is None:
         return dict(leaves)
     for pattern in only:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from braidax.comm.environment import rank_from_environment
 from braidax.errors import ArgumentError
+from braidax.gang.runner import num_threads
 from braidax.program import pass_by_compilers
 
 _DEFAULT_ON_CPU = {"data": 4, "model": 2}
@@ -62,6 +63,7 @@ def make_mesh(axes: Mapping[str, int] | None) -> Mesh:
     pass_by_compilers()
     wanted = math.prod((axes or _DEFAULT_ON_CPU).values())
     num_processes = _num_processes()
+    os.environ.setdefault("PJRT_NPROC", str(num_threads(os.environ, wanted)))
     if _FORCED not in os.environ.get("XLA_FLAGS", ""):
         # JAX may have started already, inside another program; then what it has is counted below.
         with contextlib.suppress(RuntimeError):

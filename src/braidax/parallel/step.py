@@ -93,6 +93,9 @@ class Step:
             compiler_options=options.apply,
         )
         self._init = compile_on(mesh, work.initial, in_shardings=(self._replicated,), out_shardings=held)
+        self._begun = compile_on(
+            mesh, work.begun, in_shardings=(self._replicated, held.params), out_shardings=held, donate=(1,)
+        )
         self._readings: dict[Any, _Reading] = {}
         self._conversions: dict[Callable[[State], State], Any] = {}
 
@@ -105,14 +108,16 @@ class Step:
         held = self._work.held(state.opt_state)
         return state.params, held, state.variables, state.key, state.step
 
-    def init(self, key: jax.Array) -> State:
+    def init(self, key: jax.Array, params: Any = None) -> State:
         """Makes the first state, every leaf born on the devices that hold it.
 
         **Arguments:** `key`: from `jax.random.key`, of any implementation; for another one than JAX is configured for
         the step is traced again. It is split: one half goes to `init`, the other into the state. One of
-        `jax.random.PRNGKey` is taken for that of `jax.random.key`, with the same numbers.
+        `jax.random.PRNGKey` is taken for that of `jax.random.key`, with the same numbers. `params`: given up, to
+        begin with in place of those of `init`, as a state has them, such as `restore_safetensors` and `restore` of
+        `braidax.checkpoint` put into `state_specs` with `only="params/*"`.
 
-        **Raises:** `ArgumentError` when `key` is no such key.
+        **Raises:** `ArgumentError` when `key` is no such key, or `params` are not like those of a state.
         """
         key = _typed(key)
         is_key = jnp.issubdtype(getattr(key, "dtype", jnp.uint32), jax.dtypes.prng_key) and not key.shape
@@ -123,7 +128,12 @@ class Step:
                 f"key is {getattr(key, 'dtype', type(key).__name__)}{list(getattr(key, 'shape', []))}, expected one "
                 f"{self._state_specs.key.dtype}: make it with jax.random.key(seed)"
             )
-        return self._own(self._init(place(key, self._replicated)))
+        key = place(key, self._replicated)
+        if params is None:
+            return self._own(self._init(key))
+        if message := difference(self._state_specs.params, params, "params"):
+            raise ArgumentError(f"{message}: pass parameters as `params` of step.state_specs tells them")
+        return self._own(self._begun(key, adopt(params, self.state_shardings.params)))
 
     @property
     def state_specs(self) -> State:

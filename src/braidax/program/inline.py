@@ -7,6 +7,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core.primitives import jit_p
 
 from .bodies import Path, equations_of
+from .lines import comes_from_library
 from .rewrite import evaluate
 from .trace import Program, trace
 
@@ -42,5 +43,15 @@ def _is_specified(equation: JaxprEqn) -> bool:
 
 
 def _written_out(closed: ClosedJaxpr, inputs: Any) -> list[Any]:
-    rules = {path: lambda equation, inputs: _written_out(equation.params["jaxpr"], inputs) for path in _calls(closed)}
+    rules = {path: lambda equation, inputs: _written_out(_with_line(equation), inputs) for path in _calls(closed)}
     return evaluate(closed, rules, inputs)[0]
+
+
+def _with_line(call: JaxprEqn) -> ClosedJaxpr:
+    """Returns what a call computes; what a library's function consists of has the line of the call."""
+    closed: ClosedJaxpr = call.params["jaxpr"]
+    if not comes_from_library(closed.jaxpr):
+        return closed
+    line = call.source_info.traceback
+    equations = [one.replace(source_info=one.source_info.replace(traceback=line)) for one in closed.jaxpr.eqns]
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import grad, value_and_grad
+from jax import grad, value_and_grad, vjp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
@@ -33,16 +33,16 @@ _KEEPING = jax.make_user_context(False)  # so that JAX keeps apart what it trace
 def gradients_kept() -> Generator[None, None, None]:
     """Within it, in this thread, gradients leave equations that hold what is differentiated.
 
-    `jax.value_and_grad` and `jax.grad` are ours meanwhile, so that libraries that call them are seen, such as
-    `flax.nnx` and Equinox. In other threads, and for whom they outlast it, they are JAX's own.
+    `jax.value_and_grad`, `jax.grad` and `jax.vjp` are ours meanwhile, so that libraries that call them are seen, such
+    as `flax.nnx` and Equinox. In other threads, and for whom they outlast it, they are JAX's own.
     """
     with _ONE_AT_A_TIME, _KEEPING(True):
-        before = jax.value_and_grad, jax.grad
-        jax.value_and_grad, jax.grad = kept_value_and_grad, _kept_grad
+        before = jax.value_and_grad, jax.grad, jax.vjp
+        jax.value_and_grad, jax.grad, jax.vjp = kept_value_and_grad, _kept_grad, _kept_vjp
         try:
             yield
         finally:
-            jax.value_and_grad, jax.grad = before
+            jax.value_and_grad, jax.grad, jax.vjp = before
 
 
 def kept_value_and_grad(
@@ -93,6 +93,27 @@ def _kept_grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return gradient
+
+
+def _kept_vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False, **options: Any) -> tuple[Any, ...]:
+    """Makes what `jax.vjp` makes; of a function whose value is a real scalar it leaves one equation, as others do.
+
+    What comes back for a scalar is a factor of the gradient.
+    """
+    leaves, structure = jax.tree.flatten(primals)
+    if not _KEEPING.value or any(options.values()) or not leaves or not all(map(_is_real, leaves)):
+        return vjp(fun, *primals, has_aux=has_aux, **options)
+    with _KEEPING(False):
+        value = jax.eval_shape(lambda *given: fun(*given)[0] if has_aux else fun(*given), *primals)
+    if not isinstance(value, jax.ShapeDtypeStruct) or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+        return vjp(fun, *primals, has_aux=has_aux)
+    result, gradients = _keep(lambda *leaves: _Result.of(fun(*structure.unflatten(leaves)), has_aux), leaves)
+
+    def pulled(back: Any) -> Any:
+        factor = jnp.reshape(back, ())
+        return structure.unflatten([(factor * one).astype(one.dtype) for one in gradients])
+
+    return (result[0], pulled, result[1]) if has_aux else (result, pulled)
 
 
 class _Result:

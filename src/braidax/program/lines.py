@@ -9,11 +9,14 @@ from jax.extend.core import Jaxpr
 from jax.extend.source_info_util import SourceInfo, summarize
 
 _FRAME = re.compile(r"^(?P<file>.+?):(?P<line>\d+)(?::\d+)? \(")
-_LIBRARIES = tuple(
-    str(Path(folder).resolve())
-    for folder in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), Path(jax.__file__).parent)
+_FOLDERS = (
+    *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")),
+    Path(jax.__file__).parent,
+    Path(__file__).parent.parent,
 )
-_OURS = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = tuple(
+    {str(path) for folder in _FOLDERS for path in (folder, folder.resolve())}
+)  # an environment may be a link
 
 
 def line_of(source: SourceInfo) -> str:
@@ -28,7 +31,7 @@ def line_of(source: SourceInfo) -> str:
 
 def is_library(file: str) -> bool:
     """Whether a file is part of an installed package, or of this one."""
-    return file.startswith((*_LIBRARIES, _OURS))
+    return file.startswith(_LIBRARIES)
 
 
 def comes_from_library(jaxpr: Jaxpr) -> bool:

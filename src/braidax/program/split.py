@@ -73,7 +73,8 @@ def split_at_marks(program: Program) -> Split:
         raise ArgumentError(
             "the decorated train_step takes no gradient that can be seen: take it with bx.value_and_grad (arguments "
             "and results of jax.value_and_grad), or call jax.value_and_grad, nnx.value_and_grad or "
-            "eqx.filter_value_and_grad inside of the step, not before it"
+            "eqx.filter_value_and_grad inside of the step, not before it; by jax.jacrev, jax.jacfwd and jax.linearize "
+            "none is seen, by jax.vjp that of a scalar"
         )
     first = _needed(jaxpr.eqns, _variables(v for equation in marked for v in equation.outvars), set())
     cuts = [equation for equation in first if is_marked(equation) or equation.effects]

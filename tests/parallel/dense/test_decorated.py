@@ -61,6 +61,23 @@ def assert_as_on_one_device(step: Any, train_step: Any, state: Any, batches: lis
     return state
 
 
+def test_what_vjp_pulls_back_is_a_gradient() -> None:
+    model = MODELS["mlp"]
+
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, pull = jax.vjp(lambda params: model.loss(params, batch, state["key"]), state["params"])
+        (gradients,) = pull(jnp.ones_like(loss))
+        params = jax.tree.map(lambda leaf, one: leaf - 0.1 * one, state["params"], gradients)
+        return {"params": params, "key": state["key"]}, {"loss": loss}
+
+    step = bx.parallelize(make_mesh("8 auto"), {"data": ALL})(train_step)
+    state = {"params": model.init(jax.random.key(3)), "key": jax.random.key(4)}
+    assert_as_on_one_device(step, train_step, state, [model.batch(0), model.batch(1)])
+    assert {one.path: str(one.placements[0]) for one in step.plan.variables}[
+        "state/params/dense/0/w"
+    ] == "gathered, dim 0"
+
+
 @pytest.mark.parametrize(
     ("model", "mesh", "strategies"),
     [

@@ -12,6 +12,8 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
+from braidax.parallel.dense import passes
+from braidax.parallel.plan.compiling import RingForm
 from braidax.program import collectives_of, total_sent
 from tests.parallel.dense.models import BATCH, LENGTH, MODELS, VOCABULARY, WIDTH, Model
 from tests.parallel.dense.test_decorated import assert_as_on_one_device as assert_decorated
@@ -54,6 +56,16 @@ def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> N
     step = make_step(MODELS[model], STRATEGIES[strategies], mesh, optimizer=OPTIMIZER)
     assert any(isinstance(one, bx.Rotated) for variable in step.plan.variables for one in variable.placements)
     assert_as_on_one_device(step, MODELS[model], optimizer=OPTIMIZER)
+
+
+def test_as_it_is_written_for_accelerators_it_trains_as_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "ring_form", lambda _: RingForm(unroll=2, keeps_wide=True, lets_last_move=True))
+    model = _by_heads(8)
+    step = make_step(model, {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
+    sent = total_sent(collectives_of(step.lower().gradients.compile().as_text() or ""))
+    weights = sum(one.num_bytes for one in step.plan.variables) + 4 * 16 * (-VOCABULARY % 8)
+    assert sent["collective-permute"] == pytest.approx(3 * 7 / 8 * weights)
+    assert_as_on_one_device(step, model._replace(loss=_keyed(model.loss)), optimizer=OPTIMIZER, num_updates=2)
 
 
 @pytest.mark.parametrize("model", [pytest.param("gpt, bfloat16", marks=SLOW)])
@@ -267,4 +279,34 @@ def test_every_hop_is_under_a_product() -> None:
     weights = 4 * (3 * 8 * 256 * 256 + 4096 * 256)
     assert sum(one.times * one.sent_bytes for one in hops) == pytest.approx(3 * 7 / 8 * weights)
     assert [one.op_name for one in hops if not one.is_covered] == []
+    # The last gradient of the words is made while those of their lookups are on their way back.
+    back = [one for one in found.collectives if one.kind == "all-to-all" and "transpose" in one.op_name]
+    assert sum(one.sent_bytes for one in back if one.is_covered) >= 7 / 8 * 4 * 4096 * 256 / 8
     assert found.peak_bytes < 0.7 * made({"data": bx.FullySharded()}).compile_for("h100:8").peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("aot")
+def test_layers_are_not_copied_for_the_products_of_a_tpu() -> None:
+    layers, width, tokens = 24, 2048, 4096
+
+    def init(key: jax.Array) -> Any:
+        up, down = jax.random.split(key)
+        return {
+            "up": jax.random.normal(up, (layers, width, 4 * width)),
+            "down": jax.random.normal(down, (layers, 4 * width, width)),
+        }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> Any:
+            return x + jnp.tanh(jnp.tanh(x) @ w["up"]) @ w["down"], None
+
+        return jnp.square(jax.lax.scan(jax.checkpoint(layer), batch, params)[0]).mean()
+
+    batch, mesh = jax.ShapeDtypeStruct((8, tokens, width), jnp.float32), jax.make_mesh((8,), ("data",))
+    made = bx.parallelize(loss, optax.sgd(1e-3), mesh, {"data": bx.RotatedTensorParallel()}, init=init, batch=batch)
+    found = made.compile_for("v5e:2x4")
+    activation = 4 * tokens * width
+    assert found.programs["gradients"].memory.temporaries < (layers + 8) * activation  # copies are as large as six
+    assert found.exposed_part < 0.05

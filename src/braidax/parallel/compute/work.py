@@ -88,7 +88,7 @@ class Work:
         self._frozen = {name for name, one in zip(names, plan.variables, strict=True) if one.frozen}
         self._of_params = self._dense(jax.tree.unflatten(jax.tree.structure(self._born.params), self.layouts.values()))
         self._of_moved = self._moved(self._of_params)
-        self.initial = trace(lambda key: self._first(born(key)), *born.in_specs)
+        self._make, self.initial = born, trace(lambda key: self._first(born(key)), *born.in_specs)
         self._specs: State = self.initial.out_specs
         self._reading = None if feed is None else feed.reading(program, microbatches=plan.microbatches)
         self._program = self._passed(program, self._reading)
@@ -238,16 +238,22 @@ class Work:
 
     def to_dense(self, state: State) -> State:
         """Returns a state as single-device training has it."""
+        state = self.settled(state)
+        params = self._whole(state.params)
         if self._feed is None:
-            params, opt_state = _loaded(self._of_params, state.params), _loaded(self._of_state, state.opt_state)
-            return replace(state, params=params, opt_state=opt_state, padded=(), shapes=())
-        feed, state = self._feed, self.settled(state)
-        dense, stored = self._parted(state.params)
-        of_dense, kept = _loaded(self._of_state, state.opt_state["dense"]), state.opt_state["rows"]
-        params = self._joined(
-            _loaded(self._of_params, dense), {name: feed.load(name, value) for name, value in stored.items()}
-        )
-        return replace(state, params=params, opt_state=feed.joined(of_dense, kept), padded=(), shapes=())
+            opt_state = _loaded(self._of_state, state.opt_state)
+        else:
+            of_dense = _loaded(self._of_state, state.opt_state["dense"])
+            opt_state = self._feed.joined(of_dense, state.opt_state["rows"])
+        return replace(state, params=params, opt_state=opt_state, padded=(), shapes=())
+
+    def _whole(self, params: Any) -> Any:
+        """Returns the parameters of a state as single-device training has them."""
+        dense, stored = self._parted(params)
+        dense = _loaded(self._of_params, dense)
+        if self._feed is None:
+            return dense
+        return self._joined(dense, {name: self._feed.load(name, value) for name, value in stored.items()})
 
     def from_dense(self, state: State) -> State:
         """Undoes `to_dense`."""
@@ -261,6 +267,10 @@ class Work:
         return replace(state, params=self._joined(dense, stored), opt_state=opt_state, **self._told)
 
     # How a state is made, and where it lies
+
+    def begun(self, key: Any, params: Any) -> State:
+        """Returns a first state, as `initial`, with parameters as a state has them in place of those of `init`."""
+        return self._first(self._make(key)._replace(params=self._whole(params)))
 
     def _first(self, born: Born) -> State:
         step = jnp.zeros((), jnp.int32)

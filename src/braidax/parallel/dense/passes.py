@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jax.sharding import Mesh
 
-from braidax.parallel.plan.compiling import keeps_order
+from braidax.parallel.plan.compiling import keeps_order, ring_form
 from braidax.parallel.plan.layout import Layout
 from braidax.program import Path, Program, automatic
 
@@ -39,11 +39,12 @@ def dense_passes(
         program = experts(program, splits, *options)
         program = split(program, splits, *options)
     rings: tuple[Path, ...] = ()
+    platform = mesh.devices.flat[0].platform
     if rotates := {leaf: layout for leaf, layout in by_leaf.items() if layout.rotated is not None}:
-        program, rings = rotated(program, rotates, *options)
+        program, rings = rotated(program, rotates, *options, form=ring_form(platform))
     if moved := {leaf: layout for leaf, layout in by_leaf.items() if layout.moving}:
         gathers = {leaf: replace(layout, gathered=layout.moving, rotated=None) for leaf, layout in moved.items()}
-        in_order = keeps_order(mesh.devices.flat[0].platform)
+        in_order = keeps_order(platform)
         program = gathered(program, gathers, *options, rings=rings, in_order=in_order)
     return closed(whole, grouped(program, *options), layouts, mesh)
 

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from braidax.parallel.plan.compiling import RingForm
 from braidax.program import Division, RotatedUnit, aval_of, psum, psum_scatter
 
 SAVED = "braidax_rotated"
@@ -31,6 +32,7 @@ class Ring:
 
     **Fields:** `axis`: along which weights go around. `batch_axes`: over which samples are divided. `weights`: for each
     input of the unit that is one, the axes that split its dims; along others than `axis` it is gathered before.
+    `form`: how it is written for the compiler. `is_last`: the backward pass begins with it.
     """
 
     unit: RotatedUnit
@@ -38,6 +40,8 @@ class Ring:
     batch_axes: Axes
     mesh: AbstractMesh
     weights: Mapping[int, tuple[Axes, ...]]
+    form: RingForm
+    is_last: bool
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the results of the unit, in the global view."""
@@ -151,7 +155,13 @@ class Ring:
             for axis in reversed(axes):
                 if axis != self.axis:
                     value = jax.lax.all_gather(value, axis, axis=dim, tiled=True)
-        return value[tuple(slice(size) for size in self._part_shape(at))]
+        return self._as_it_is(value[tuple(slice(size) for size in self._part_shape(at))])
+
+    def _as_it_is(self, part: Any) -> Any:
+        """Multiplies a part by a 1 that no compiler knows, if it would else be copied with those of all layers."""
+        if not self.form.keeps_wide or part.dtype != jnp.float32:
+            return part
+        return part * jnp.where(jax.lax.axis_index(self.axis) < 0, 0, 1).astype(part.dtype)
 
     def _scattered(self, at: int, gradient: Any) -> Any:
         """Sums the gradient of a part over all other devices, and leaves each what it has of the weight."""
@@ -283,7 +293,11 @@ class Ring:
             gradient = gradients[at] + held[at] if held else gradients[at]
             found[at] = self._scattered(at, gradient)
         # Whoever waits for one waits for all: the last hop has its work here, and what that needs is let go.
-        return jax.lax.optimization_barrier([found[at].astype(inputs[at].dtype) for at in asked])
+        found = {at: found[at].astype(inputs[at].dtype) for at in asked}
+        is_free = self.is_last and self.form.lets_last_move  # what is sent later has its work there
+        tied = [at for at in asked if not (is_free and at in moved)]
+        found |= zip(tied, jax.lax.optimization_barrier([found[at] for at in tied]), strict=True)
+        return [found[at] for at in asked]
 
     def _others(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:
         """Takes one part after another but that at home, and returns the gradient of this before its last hop."""
@@ -303,7 +317,7 @@ class Ring:
             coming = self._hop(parts)
             held, total = turn(1, parts, None, total)
             carried = jax.lax.optimization_barrier((coming, held, total))
-            parts, held, total = jax.lax.fori_loop(2, last, loop, carried)
+            parts, held, total = jax.lax.fori_loop(2, last, loop, carried, unroll=self.form.unroll)
             held, total = turn(last, parts, held, total)
         else:
             held, total = turn(1, parts, None, total)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh
 
+from braidax.parallel.plan.compiling import RingForm
 from braidax.parallel.plan.layout import Layout
 from braidax.program import (
     Equation,
@@ -37,12 +38,14 @@ def rotated(
     mesh: AbstractMesh,
     batch_axes: tuple[str, ...],
     divided: Mapping[int, Sequence[int | None] | int],
+    *,
+    form: RingForm,
 ) -> Rotated:
     """Returns a program in which units of weights are computed on rings.
 
     **Arguments:** `program`: its first argument holds the weights. `layouts`: of the leaves of it that go around, by
     number, all along one axis. `mesh`: with automatic axes. `batch_axes`: over which samples are divided. `divided`: as
-    of `find_batch_dims`.
+    of `find_batch_dims`. `form`: how rings are written for the compiler.
     """
     axis = next(layout.rotated for layout in layouts.values())
     if axis is None or axis not in batch_axes:  # what has the same samples is gathered
@@ -56,12 +59,15 @@ def rotated(
     program = found.program
     for path in found.units:
         program = with_names_saved(program, path, {SAVED})
+    outside = [path for path in found.units if len(path) == 1]  # of loops
+    last = max(outside, default=None)
     names = {path: f"ring_{unit.name}" for path, unit in found.units.items()}
 
     def replace(path: Path, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         unit = found.units[path]
         weights = {at: _axes(weight, layouts[weight.leaf], axis, unit.ndim(at)) for at, weight in unit.weights.items()}
-        one = Ring(unit, axis, batch_axes, mesh, weights)
+        turns = form if len(path) > 1 else form._replace(unroll=1)  # a hop of all words would lie under no product
+        one = Ring(unit, axis, batch_axes, mesh, weights, turns, path == last)
 
         def call(*inputs: Any) -> list[Any]:
             return one(inputs)

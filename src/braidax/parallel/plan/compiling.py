@@ -69,6 +69,28 @@ def keeps_order(platform: str) -> bool:
     return platform != "cpu"
 
 
+class RingForm(NamedTuple):
+    """How rings of weights are written for a compiler.
+
+    **Fields:** `unroll`: how many turns of a backward pass one turn of its loop takes. `keeps_wide`: weights are hidden
+    from a compiler that would copy those of all layers, in a narrower type, before it loops over these.
+    `lets_last_move`: the last gradient of the weights that are used last waits for nothing, so that it is made while
+    what comes later is sent.
+    """
+
+    unroll: int = 1
+    keeps_wide: bool = False
+    lets_last_move: bool = False
+
+
+_RING_FORMS = {"tpu": RingForm(unroll=2, keeps_wide=True), "gpu": RingForm(lets_last_move=True)}
+
+
+def ring_form(platform: str) -> RingForm:
+    """Returns how rings are written for the compiler of a platform."""
+    return _RING_FORMS.get(platform, RingForm())
+
+
 class Sizes(NamedTuple):
     """Bytes of weights. **Fields:** of the `layer` that a loop uses in a turn, and the `longest` outside of loops."""
 

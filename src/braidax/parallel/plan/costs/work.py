@@ -14,8 +14,9 @@ from braidax.program import aval_of
 class Work(NamedTuple):
     """What one run of a loss does with a variable.
 
-    **Fields:** `own_bytes`: of the variable itself. `used_bytes`: of the forms in which products and all else but
-    lookups take it, in all turns of loops; `num_used`: how many such takings there are, `most_bytes`: of the largest.
+    **Fields:** `own_bytes`: of the variable itself. `used_bytes`: of the forms in which products take it, in all turns
+    of loops, or all else but lookups where none does: a penalty on weights, say, meets no samples, and is computed on
+    the parts. `num_used`: how many such takings there are; `most_bytes`: of the largest.
     `elements`: of those that products take. `flops`: of the products by it, forward. `looked_up_bytes`: of the rows
     that are looked up in it.
     """
@@ -48,12 +49,13 @@ def work_of(model: Model, path: str, taken: Layout) -> Work:
             forms[entry, dtype] = size, dtype.itemsize, times
         if site.cost.flops:
             multiplied.add((entry, dtype))
+    forms = {form: forms[form] for form in multiplied} if multiplied else forms
     return Work(
         num_bytes(spec) / others,
         sum(size * width * times for size, width, times in forms.values()) / others,
         sum(times for _, _, times in forms.values()),
         max((size * width for size, width, _ in forms.values()), default=0) / others,
-        sum(size * times for form, (size, _, times) in forms.items() if form in multiplied) / others,
+        sum(size * times for size, _, times in forms.values()) / others if multiplied else 0.0,
         sum(site.cost.flops for site in sites) / others / model.num_parts,
         sum(site.cost.written_bytes for site in sites if site.role == "rows") / others / model.num_parts,
     )
