@@ -132,3 +132,10 @@ def test_split_by_hand_over_an_axis_of_samples() -> None:
     odd = make_step(MOES["four experts"], by_hand, "8 auto", optimizer=OPTIMIZER)  # what 8 devices do not divide
     assert odd.init(jax.random.key(0)).params["up"].shape == (8, WIDTH, HIDDEN)
     assert odd.update(odd.init(jax.random.key(0)), MOES["four experts"].batch(0))[1]["loss"] > 0
+
+
+def test_experts_stay_by_bytes_also_where_the_rest_is_chosen_by_cost() -> None:
+    machine = bx.Machine(1e12, {"data": bx.Link(1e9)}, {}, name="by hand")
+    step = make_step(MOES["stacked"], {"data": bx.RotatedTensorParallel(min_bytes=0, machine=machine)}, "8 auto")
+    placed = {one.path: str(one.placements[0]) for one in step.plan.variables}
+    assert (placed["params/up"], placed["params/down"]) == ("split, dim 1", "split, dim 1")
