@@ -67,7 +67,8 @@ def rotated(
         unit = found.units[path]
         weights = {at: _axes(weight, layouts[weight.leaf], axis, unit.ndim(at)) for at, weight in unit.weights.items()}
         turns = form if len(path) > 1 else form._replace(unroll=1)  # a hop of all words would lie under no product
-        one = Ring(unit, axis, batch_axes, mesh, weights, turns, path == last)
+        in_place = form.in_place or any(layouts[weight.leaf].in_place for weight in unit.weights.values())
+        one = Ring(unit, axis, batch_axes, mesh, weights, turns._replace(in_place=in_place), path == last)
 
         def call(*inputs: Any) -> list[Any]:
             return one(inputs)
