@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import braidax.parallel as bx
-from braidax.parallel.plan.compiling import RingForm
+from braidax.parallel.plan import compiling
 from braidax.parallel.plan.plan import layouts_of
 from braidax.program import collectives_of, total_sent
 from tests.parallel.dense.models import BATCH, MODELS, VOCABULARY
@@ -22,7 +22,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture
 def hops_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are handed on as for GPUs and TPUs."""
-    monkeypatch.setattr("braidax.parallel.dense.passes.ring_form", lambda platform: RingForm())
+    monkeypatch.delitem(compiling._RING_FORMS, "cpu")  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.fixture

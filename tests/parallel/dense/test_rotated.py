@@ -13,6 +13,7 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.dense import passes
+from braidax.parallel.plan import compiling
 from braidax.parallel.plan.compiling import RingForm
 from braidax.parallel.plan.placements import check_hops
 from braidax.program import collectives_of, total_sent
@@ -39,7 +40,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=
 @pytest.fixture(autouse=True)
 def hops_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are handed on as for GPUs and TPUs; `test_hops.py` has them in place, as for CPUs."""
-    monkeypatch.setattr("braidax.parallel.dense.passes.ring_form", lambda platform: RingForm())
+    monkeypatch.delitem(compiling._RING_FORMS, "cpu")  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
