@@ -1,8 +1,9 @@
 """The ways to train a shape that are compared, each with as many samples a device."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,14 @@ from benchmarks.harness.gpt2 import Shape
 from benchmarks.harness.systems import HELD, OURS, TENSOR, XLA, System
 
 RTP, DDP = "ours, RotatedTensorParallel", "ours, DataParallel"
+IN_PLACE = f"{RTP}, in place"
 WAYS = (DDP, XLA, HELD, OURS, TENSOR, RTP)
-_STRATEGIES = {RTP: bx.RotatedTensorParallel, DDP: bx.DataParallel, OURS: bx.FullySharded}
+_STRATEGIES: Mapping[str, Callable[[], Any]] = {
+    RTP: bx.RotatedTensorParallel,
+    IN_PLACE: partial(bx.RotatedTensorParallel, hops="in place"),
+    DDP: bx.DataParallel,
+    OURS: bx.FullySharded,
+}
 
 
 def strategy(way: str) -> Any:

@@ -63,11 +63,11 @@ from .prune import reads_argument as reads_argument
 from .reading import read_part as read_part
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate
+from .rotation.division import Division as Division
 from .rotation.experts import Experts as Experts
 from .rotation.experts import find_experts as find_experts
 from .rotation.find import Rotatable as Rotatable
 from .rotation.find import rotatable as rotatable
-from .rotation.parts import Division as Division
 from .rotation.unit import RotatedUnit as RotatedUnit
 from .rotation.unit import RotatedWeight as RotatedWeight
 from .rows import OUT_OF_RANGE as OUT_OF_RANGE

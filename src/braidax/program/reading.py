@@ -9,21 +9,23 @@ from jax.extend.core import JaxprEqn
 from .bodies import bind
 
 
-def read_part(equation: JaxprEqn, part: Any, ids: Any, index: Any, part_size: int, size: int) -> Any:
+def read_part(equation: JaxprEqn, part: Any, ids: Any, bounds: tuple[Any, Any, Any], size: int) -> Any:
     """Reads from one part of an operand what its indices find in it; results of all parts add up to that of the whole.
 
     **Arguments:** `equation`: a gather by one index, with the sizes of slices that the part has. `ids`: its indices,
-    `[..., 1]`. `index`: which part it is, int32. `part_size`: its length, of `size` in all, along the dim that is read.
+    `[..., 1]`. `bounds`: along the dim that is read, of `size` in all: where the part begins, the first element of it
+    that is read, and its end; int32.
 
     **Raises:** `TypeError` where what is out of range is filled with numbers that are no floats.
     """
     numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
     if mode is jax.lax.GatherScatterMode.CLIP:
         ids = jnp.clip(ids, 0, size - 1)
-    known, local = (ids >= 0) & (ids < size), ids - jnp.asarray(index * part_size, ids.dtype)
-    here = known & (local >= 0) & (local < part_size)
+    start, first, end = bounds
+    known, local = (ids >= 0) & (ids < size), ids - jnp.asarray(start, ids.dtype)
+    here = known & (ids >= first) & (ids < end)
     params = dict(equation.params, mode=jax.lax.GatherScatterMode.CLIP, fill_value=None)
-    (found,) = bind(equation.replace(params=params), [part, jnp.clip(local, 0, part_size - 1)])
+    (found,) = bind(equation.replace(params=params), [part, jnp.clip(local, 0, end - start - 1)])
     spread = [dim for dim in range(found.ndim) if dim not in numbers.offset_dims]
 
     def along(mask: Any) -> Any:
@@ -35,5 +37,5 @@ def read_part(equation: JaxprEqn, part: Any, ids: Any, index: Any, part_size: in
             raise TypeError("fills what is out of range with numbers that are no floats")
         fill = equation.params["fill_value"]
         lost = jnp.asarray(jnp.nan if fill is None else fill, found.dtype)
-        result = jnp.where(along(~known & (index == 0)), lost, result)
+        result = jnp.where(along(~known & (first == 0)), lost, result)
     return result

@@ -13,7 +13,9 @@ import pytest
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.dense import passes
+from braidax.parallel.plan import compiling
 from braidax.parallel.plan.compiling import RingForm
+from braidax.parallel.plan.placements import check_hops
 from braidax.program import collectives_of, total_sent
 from tests.parallel.dense.models import BATCH, LENGTH, MODELS, VOCABULARY, WIDTH, Model
 from tests.parallel.dense.test_decorated import assert_as_on_one_device as assert_decorated
@@ -33,6 +35,12 @@ STRATEGIES: dict[str, Any] = {
 }
 # Momentum: Adam would make of a rounding a whole step, and parts are added up in another order.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.fixture(autouse=True)
+def hops_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are handed on as for GPUs and TPUs; `test_hops.py` has them in place, as for CPUs."""
+    monkeypatch.delitem(compiling._RING_FORMS, "cpu")  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +68,7 @@ def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> N
 
 def test_as_it_is_written_for_accelerators_it_trains_as_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "ring_form", lambda _: RingForm(unroll=2, keeps_wide=True, lets_last_move=True))
-    model = _by_heads(8)
+    model = by_heads(8)
     step = make_step(model, {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
     sent = total_sent(collectives_of(step.lower().gradients.compile().as_text() or ""))
     weights = sum(one.num_bytes for one in step.plan.variables) + 4 * 16 * (-VOCABULARY % 8)
@@ -88,11 +96,11 @@ def test_microbatches_and_frozen_weights() -> None:
 
 
 def test_heads_that_nothing_divides_are_padded() -> None:
-    model = _by_heads(6)
+    model = by_heads(6)
     step = make_step(model, {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
     assert step.init(jax.random.key(0)).params["layers"]["qkv"].shape == (2, 16, 3, 8, 4)
     assert_as_on_one_device(step, model._replace(loss=_keyed(model.loss)), optimizer=OPTIMIZER, num_updates=3)
-    whole = make_step(_by_heads(5), {"data": ALL}, "8 auto", optimizer=OPTIMIZER)  # they would be longer by 60 %
+    whole = make_step(by_heads(5), {"data": ALL}, "8 auto", optimizer=OPTIMIZER)  # they would be longer by 60 %
     assert whole.state_specs.params["layers"]["qkv"].shape == (2, 16, 3, 5, 4)
 
 
@@ -124,11 +132,14 @@ def test_a_device_has_its_part_of_everything() -> None:
         (shard, *_) = leaf.addressable_shards
         assert shard.data.size * 8 == leaf.size, leaf.shape
     whys = {one.path: one.why for one in step.plan.variables}
-    assert whys["params/embedding"].endswith("goes around a ring, with its gradient; its rows are looked up")
+    told = "goes around a ring, with its gradient, two parts of {} at a time and hops under products"
+    assert whys["params/embedding"].endswith(f"{told.format('672 bytes')}; its rows are looked up")
+    assert whys["params/layers/up"] == whys["params/layers/down"]
+    assert whys["params/layers/up"].endswith(told.format("2.35 KB"))  # 24 x 12 of each, and 12 of a bias
     assert re.search(r"no product uses it at models\.py:\d+: gathered where", whys["params/positions"])
 
 
-def _by_heads(heads: int, layers: int = 2) -> Model:
+def by_heads(heads: int, layers: int = 2) -> Model:
     """Layers of attention and a wider part, computed again, with words that one table reads and guesses."""
 
     def init(key: jax.Array) -> Any:
@@ -157,7 +168,7 @@ def _by_heads(heads: int, layers: int = 2) -> Model:
 
 @pytest.mark.parametrize("num_devices", [2, 8])
 def test_each_part_makes_one_hop_less_than_there_are_devices_each_way(num_devices: int) -> None:
-    model, mesh = _by_heads(8), jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    model, mesh = by_heads(8), jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.batch(0))
     step = bx.parallelize(model.loss, optax.sgd(0.1), mesh, {"data": ALL}, init=model.init, batch=batch)
     text = step.lower().gradients.compile().as_text() or ""
@@ -181,7 +192,7 @@ def test_each_part_makes_one_hop_less_than_there_are_devices_each_way(num_device
 
 
 def test_what_is_between_is_never_whole() -> None:
-    step = make_step(_by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
+    step = make_step(by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
     text = step.lower().gradients.compile().as_text() or ""
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
     samples = BATCH // 8
@@ -202,20 +213,20 @@ def test_what_is_taken_apart_goes_around_in_pieces() -> None:
 
 
 def test_evaluation_gathers_nothing() -> None:
-    step = make_step(_by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
+    step = make_step(by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
     state = step.init(jax.random.key(0))
-    batch = _by_heads(8).batch(0)
+    batch = by_heads(8).batch(0)
     found = step.evaluate(state, batch)["loss"]
-    expected = _by_heads(8).loss(jax.device_get(step.to_dense(state).params), batch)
+    expected = by_heads(8).loss(jax.device_get(step.to_dense(state).params), batch)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    sent = total_sent(collectives_of(step.wrap(_by_heads(8).loss).lower().compile().as_text() or ""))
+    sent = total_sent(collectives_of(step.wrap(by_heads(8).loss).lower().compile().as_text() or ""))
     assert sent["all-gather"] == pytest.approx(7 / 8 * 4 * BATCH * LENGTH)  # ids
     padded = 4 * 16 * (-VOCABULARY % 8)
     assert sent["collective-permute"] == pytest.approx(7 / 8 * (sum(v.num_bytes for v in step.plan.variables) + padded))
 
 
 def test_no_device_has_all_of_a_state_when_it_is_born() -> None:
-    step = make_step(_by_heads(8, layers=16), {"data": ALL}, "8 auto", optimizer=optax.adam(0.1))
+    step = make_step(by_heads(8, layers=16), {"data": ALL}, "8 auto", optimizer=optax.adam(0.1))
     memory = step._init.lower(jax.random.key(0)).compile().memory_analysis()  # pyright: ignore[reportPrivateUsage]
     state = 3 * sum(one.num_bytes for one in step.plan.variables)
     assert memory.output_size_in_bytes < 1.01 * state / 8
@@ -245,6 +256,8 @@ def test_overrides_and_what_cannot_be() -> None:
         make_step(model, {"data": bx.DataParallel({"*/table": bx.Rotated(2)})})
     with pytest.raises(ArgumentError, match=r"min_bytes=-1: expected a size in bytes"):
         bx.RotatedTensorParallel(min_bytes=-1)
+    with pytest.raises(ArgumentError, match=r"hops='late': expected \"ahead\" or \"in place\""):
+        check_hops("late")
     with pytest.raises(ArgumentError, match=r"goes around along another axis: give it Gathered\(dim\) on one of them"):
         both = bx.DataParallel({"*/0/w": bx.Rotated(0)})
         make_step(model, {"data": both, "model": both}, "4x2 auto")
@@ -253,7 +266,7 @@ def test_overrides_and_what_cannot_be() -> None:
 
 
 @pytest.mark.usefixtures("aot")
-def test_every_hop_is_under_a_product() -> None:
+def test_every_hop_is_under_a_product_or_in_place_none_is() -> None:
     def init(key: jax.Array, layers: int = 3, width: int = 256) -> Any:
         first, second, third = jax.random.split(key, 3)
         return {
@@ -274,15 +287,19 @@ def test_every_hop_is_under_a_product() -> None:
     batch = {"ids": jax.ShapeDtypeStruct((64, 128), jnp.int32)}
     mesh = jax.make_mesh((8,), ("data",))
     made = partial(bx.parallelize, loss, optax.sgd(1e-3), mesh, init=init, batch=batch)
-    found = made({"data": bx.RotatedTensorParallel()}).compile_for("h100:8")
-    hops = [one for one in found.collectives if one.kind == "collective-permute"]
+    found, in_place = (
+        made({"data": bx.RotatedTensorParallel(hops=hops)}).compile_for("h100:8") for hops in ("ahead", "in place")
+    )
     weights = 4 * (3 * 8 * 256 * 256 + 4096 * 256)
-    assert sum(one.times * one.sent_bytes for one in hops) == pytest.approx(3 * 7 / 8 * weights)
-    assert [one.op_name for one in hops if not one.is_covered] == []
+    for one, covered in ((found, True), (in_place, False)):
+        hops = [one for one in one.collectives if one.kind == "collective-permute"]
+        assert sum(one.times * one.sent_bytes for one in hops) == pytest.approx(3 * 7 / 8 * weights)
+        assert [one.op_name for one in hops if one.is_covered != covered] == []
     # The last gradient of the words is made while those of their lookups are on their way back.
     back = [one for one in found.collectives if one.kind == "all-to-all" and "transpose" in one.op_name]
     assert sum(one.sent_bytes for one in back if one.is_covered) >= 7 / 8 * 4 * 4096 * 256 / 8
     assert found.peak_bytes < 0.7 * made({"data": bx.FullySharded()}).compile_for("h100:8").peak_bytes
+    assert in_place.peak_bytes < found.peak_bytes
 
 
 @pytest.mark.slow

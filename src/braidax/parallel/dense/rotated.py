@@ -1,5 +1,6 @@
 """Weights that go around a ring of devices: units that use them are computed part by part, and gathered nowhere."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -67,7 +68,12 @@ def rotated(
         unit = found.units[path]
         weights = {at: _axes(weight, layouts[weight.leaf], axis, unit.ndim(at)) for at, weight in unit.weights.items()}
         turns = form if len(path) > 1 else form._replace(unroll=1)  # a hop of all words would lie under no product
-        one = Ring(unit, axis, batch_axes, mesh, weights, turns, path == last)
+        in_place = form.in_place or any(layouts[weight.leaf].in_place for weight in unit.weights.values())
+        if (
+            path == last and form.lets_last_move and not in_place
+        ):  # in slices its last gradient cannot move
+            unit = dataclasses.replace(unit, length=unit.length._replace(num_slices=1))
+        one = Ring(unit, axis, batch_axes, mesh, weights, turns._replace(in_place=in_place), path == last)
 
         def call(*inputs: Any) -> list[Any]:
             return one(inputs)

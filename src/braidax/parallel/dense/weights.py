@@ -170,7 +170,8 @@ class Weight:
                 columns = jax.lax.all_to_all(shard, axis, split_axis=dim_to, concat_axis=0, tiled=True)
                 parts = read(columns[: self.sizes[0]], ids)
                 return jax.lax.all_to_all(parts, axis, split_axis=back_dim, concat_axis=row_dim, tiled=True)
-            found = read_part(equation, shard, ids, jax.lax.axis_index(axis), shard.shape[0], self.sizes[0])
+            first = jax.lax.axis_index(axis) * shard.shape[0]
+            found = read_part(equation, shard, ids, (first, first, first + shard.shape[0]), self.sizes[0])
             return psum_scatter(found, axis, dim=back_dim)
 
         specs = (_spec(self.dims), PartitionSpec(*[None] * dim, axes))

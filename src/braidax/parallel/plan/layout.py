@@ -41,8 +41,8 @@ class Layout:
 
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
     `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it.
-    `rotated`: the axis along which its parts go around. `by_sequence`: those along which activations between blocks are
-    split by sequence. `pieces`: in which it is used.
+    `rotated`: the axis along which its parts go around; `in_place`: each is handed on when it has been used.
+    `by_sequence`: the axes along which activations between blocks are split by sequence. `pieces`: in which it is used.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +50,7 @@ class Layout:
     by_rows: bool = False
     gathered: frozenset[str] = frozenset()
     rotated: str | None = None
+    in_place: bool = False
     by_sequence: frozenset[str] = frozenset()
     pieces: InPieces | None = None
 

@@ -50,12 +50,13 @@ class ExpertUses(NamedTuple):
 class RotatedUses(NamedTuple):
     """How variables are used whose parts go around a ring.
 
-    **Fields:** `left`: by path, why some use of it is none of a part. `rotated`: those of which parts are. `units`:
-    which of these are on one ring.
+    **Fields:** `left`: by path, why some use of it is none of a part. `rotated`: of those of which parts are, the bytes
+    of what goes around with it at once: a part of several variables, or a slice of one. `units`: which of these are on
+    one ring.
     """
 
     left: Mapping[str, str]
-    rotated: Collection[str]
+    rotated: Mapping[str, int]
     units: Sequence[RingUses] = ()
 
 
@@ -85,7 +86,7 @@ class Model:
     find_uses: Callable[[], Mapping[str, LeafUses]] = field(default=dict[str, LeafUses])
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
     find_dims: Callable[[], Dims] = lambda: Dims({}, ())
-    find_rotated: Callable[[Mapping[str, Cut], Axis], RotatedUses] = lambda cuts, axis: RotatedUses({}, frozenset())
+    find_rotated: Callable[[Mapping[str, Cut], Axis], RotatedUses] = lambda cuts, axis: RotatedUses({}, {})
     find_experts: Callable[[], Sequence[ExpertUses]] = field(default=list[ExpertUses])
     no_rows: Callable[[str], str] = _nothing
     row_work: Callable[[str], RowWork] = _none

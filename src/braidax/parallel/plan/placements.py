@@ -9,6 +9,7 @@ from braidax.errors import ArgumentError
 from .layout import Axis, Layout
 
 Activations = Literal["whole", "by sequence"]
+Hops = Literal["ahead", "in place"]
 
 
 @runtime_checkable
@@ -91,20 +92,28 @@ class Rotated:
     the parts, so that they and the optimizer's state are split alike (rotated tensor parallelism, arXiv 2311.01635).
 
     **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded. `pieces`: as of `Split`.
+    `hops`: as of `RotatedTensorParallel`.
     """
 
     dim: int
     pieces: tuple[int, ...] = ()
+    hops: Hops = "ahead"
+
+    def __post_init__(self) -> None:
+        check_hops(self.hops)
 
     def refine(self, layout: Layout, axis: Axis) -> Layout:
         """Splits the dim."""
         if self.pieces:
-            return layout.split_in_pieces(self.dim, self.pieces, axis, how="rotated")
-        return layout.split(self.dim, axis, how="rotated")
+            layout = layout.split_in_pieces(self.dim, self.pieces, axis, how="rotated")
+        else:
+            layout = layout.split(self.dim, axis, how="rotated")
+        return replace(layout, in_place=self.hops == "in place")
 
     def __str__(self) -> str:
-        """`rotated`, and the dim."""
-        return f"rotated, dim {self.dim}{_in_pieces(self.pieces)}"
+        """`rotated`, the dim, and how."""
+        in_place = ", in place" if self.hops == "in place" else ""
+        return f"rotated, dim {self.dim}{_in_pieces(self.pieces)}{in_place}"
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,12 @@ def check_activations(activations: str) -> None:
     """Raises `ArgumentError` for another word than one of `Activations`."""
     if activations not in ("whole", "by sequence"):
         raise ArgumentError(f'activations={activations!r}: expected "whole" or "by sequence"')
+
+
+def check_hops(hops: str) -> None:
+    """Raises `ArgumentError` for another word than one of `Hops`."""
+    if hops not in ("ahead", "in place"):
+        raise ArgumentError(f'hops={hops!r}: expected "ahead" or "in place"')
 
 
 PLACEMENTS: Mapping[str, type[Any]] = {one.__name__: one for one in (Replicated, Rows, Gathered, Rotated, Split)}

@@ -1,9 +1,12 @@
 """Which variables a loss uses where their parts can come by."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from braidax.program import Cut, Program, find_experts, in_pieces, rotatable
+import numpy as np
+
+from braidax.program import Cut, Program, RotatedUnit, aval_of, find_experts, in_pieces, rotatable
 
 from .layout import Axis
 from .model import ExpertUses, RingUses, RotatedUses
@@ -36,7 +39,12 @@ def rotated_uses(
         )
         for unit in found.units.values()
     ]
-    return RotatedUses(left, {owners[leaf] for leaf in found.rotated}, units)
+    used = dict[str, int]()
+    for unit in found.units.values():
+        part_bytes = sum(_part_bytes(unit, at, axis) for at in unit.weights)
+        for weight in unit.weights.values():
+            used[owners[weight.leaf]] = max(used.get(owners[weight.leaf], 0), part_bytes)
+    return RotatedUses(left, used, units)
 
 
 def expert_uses(
@@ -48,3 +56,11 @@ def expert_uses(
         ExpertUses({paths[leaf]: dim for leaf, dim in one.dims.items()}, (2 + one.remat) * one.num_bytes, one.count)
         for one in found
     ]
+
+
+def _part_bytes(unit: RotatedUnit, at: int, axis: Axis) -> int:
+    """Of what goes around at once of a weight: a part, or a slice of one."""
+    aval, dim = aval_of(unit.jaxpr.invars[at]), unit.weights[at].divided
+    part = -(-aval.shape[dim] // axis.size)
+    others = math.prod(size for one, size in enumerate(aval.shape) if one != dim)
+    return others * -(-part // unit.num_slices) * np.dtype(aval.dtype).itemsize

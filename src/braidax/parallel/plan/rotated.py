@@ -14,9 +14,9 @@ from .costs.work import work_of
 from .experts import choose_experts, dims_of_experts
 from .layout import Axis, Layout
 from .model import Model, RotatedUses
-from .placements import Placement, Replicated, Rotated
+from .placements import Hops, Placement, Replicated, Rotated, check_hops
 from .strategies import FullySharded
-from .strategy import Choice, check_min_bytes, chosen, num_bytes, shown
+from .strategy import Choice, check_min_bytes, chosen, in_words, num_bytes, shown
 
 _NAME = "rotated tensor parallel"
 _MOST_PADDED = Fraction(4, 3)  # of the size, as 12 heads on 8 devices: more costs memory, and is sent around
@@ -40,7 +40,9 @@ class RotatedTensorParallel:
     with published figures: each variable then goes around, is gathered, or lies whole, whatever of these takes the
     fewest seconds of a step; None: what can go around does. `memory_bytes`: what variables may take of a device's
     memory by that choice, with gradients, optimizer's state and what is made of them for a moment; activations come on
-    top. None: all that the machine has, if that is known.
+    top. None: all that the machine has, if that is known. `hops`: "ahead", the next part comes while this one is used,
+    and there is room for two (out of place); "in place", a part is handed on when it has been used, there is one at a
+    time, and products wait for hops.
 
     **Raises:** `ArgumentError` for sizes below zero, and for `memory_bytes` without a `machine`.
     """
@@ -50,9 +52,11 @@ class RotatedTensorParallel:
     _: KW_ONLY
     machine: Machine | None = None
     memory_bytes: int | None = None
+    hops: Hops = "ahead"
 
     def __post_init__(self) -> None:
         check_min_bytes(self.min_bytes)
+        check_hops(self.hops)
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ArgumentError(f"memory_bytes={self.memory_bytes}: expected a size in bytes, such as 16 << 30")
         if self.memory_bytes is not None and self.machine is None:
@@ -81,7 +85,7 @@ class RotatedTensorParallel:
             dims, groups, reasons = dict[str, Cut](), dict[str, int](), dict.fromkeys(model.variables, told)
         else:
             dims, groups, reasons = self._dims(model, axis, taken, sharded)
-        uses = model.find_rotated(dims, axis) if dims else RotatedUses({}, ())
+        uses = model.find_rotated(dims, axis) if dims else RotatedUses({}, {})
         experts = choose_experts(model, axis, uses, taken, _NAME)
         left, used = uses.left, {*uses.rotated} - {*experts.exchanged}
         cuts = {path: dims[path] for path in used}
@@ -101,8 +105,9 @@ class RotatedTensorParallel:
                 return experts.exchanged[path]
             if path in used:
                 also = experts.told.get(path, "") + (f"; {left[path]}" if path in left else "")
-                why = f"{_NAME}: goes around a ring, with its gradient{also}{words}"
-                return Choice(Rotated(cuts[path].dim, cuts[path].sizes), why)
+                cost = self._cost(uses.rotated[path])
+                why = f"{_NAME}: goes around a ring, with its gradient, {cost}{also}{words}"
+                return Choice(Rotated(cuts[path].dim, cuts[path].sizes, self.hops), why)
             if words and by.kinds.get(path) == "replicated":
                 return Choice(Replicated(), f"{_NAME}: whole, gradient all-reduced{words}")
             told = "" if path in cuts else left.get(path) or reasons.get(path, "")
@@ -117,6 +122,12 @@ class RotatedTensorParallel:
             return replace(choice, ring=ring, exposed_seconds=by.seconds.get(path))
 
         return chosen(self.overrides, _NAME, model, priced)
+
+    def _cost(self, part_bytes: int) -> str:
+        part = in_words(part_bytes)
+        if self.hops == "in place":
+            return f"one part of {part} at a time and products waiting for hops"
+        return f"two parts of {part} at a time and hops under products"
 
     def _dims(
         self, model: Model, axis: Axis, taken: Mapping[str, Layout], sharded: Mapping[str, Choice]

@@ -12,9 +12,13 @@ from braidax.program.bodies import aval_of
 from braidax.program.dim_rules import line_at
 from braidax.program.flow import Place
 
+from .division import Division, Undivided
 from .labels import BATCH
-from .parts import Division, Evaluation, Part, Undivided
-from .unit import WEIGHTS, Maxima, Result, RotatedUnit
+from .parts import Evaluation, Part
+from .unit import WEIGHTS, Length, Maxima, Result, RotatedUnit
+
+_MOST_SLICES = 4
+_LEAST_SLICE = 1024  # narrower products are slower
 
 
 def checked(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedUnit:
@@ -53,19 +57,43 @@ def checked(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedU
     )
 
 
+def in_slices(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedUnit:
+    """Returns a unit whose long parts are cut again, as far as it was seen to work on slices.
+
+    Weights, their gradients and what is computed of them are then there for one slice at a time.
+
+    **Arguments:** `unit`: that was checked.
+    """
+    sizes = [aval_of(unit.jaxpr.invars[at]).shape[one.divided] for at, one in unit.weights.items()]
+    parts = [-(-size // num_parts) for size in sizes]
+    for num_slices in range(min(_MOST_SLICES, min(parts) // _LEAST_SLICE), 1, -1):
+        one = replace(unit, length=Length(unit.size, num_slices))
+        if any(part % num_slices for part in parts):
+            if len({*sizes}) > 1 or any(result.stacked is not None for result in unit.results):
+                continue
+            one = replace(unit, length=Length(sizes[0], num_slices))
+        try:
+            _tried(one, num_parts, num_batch_parts)
+        except Undivided:
+            continue
+        return one
+    return unit
+
+
 def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dict[Var, Part], Evaluation]:
     """Evaluates a unit on the shapes of parts."""
     kept: list[Any] = []
     avals = [aval_of(var) for var in unit.jaxpr.invars]
 
     def divided(index: Any) -> tuple[Division, Division]:
-        return Division(num_parts, index, unit.size), Division(num_batch_parts, index, sums=False)
+        part = Division(num_parts, index, unit.size, num_slices=unit.num_slices, slice=index)
+        return part, Division(num_batch_parts, index, sums=False)
 
     def run(index: Any, maxima: list[Any], *args: Any) -> None:
         one = unit.evaluation(*divided(index), maxima)
         kept[:] = [unit.run(one, args), one]
 
-    division, batch = Division(num_parts, 0, unit.size), Division(num_batch_parts, 0)
+    division, batch = divided(0)
     specs: list[Any] = []
     for at, aval in enumerate(avals):
         to = {WEIGHTS: division, BATCH: batch}

@@ -19,8 +19,8 @@ from braidax.program.outline import Unit
 from braidax.program.sites import Site, dims_of_value, find_sites
 from braidax.program.trace import Program
 
+from .division import Undivided
 from .labels import BATCH, labeled
-from .parts import Undivided
 from .region import Region
 
 Dims = tuple[int, int] | None

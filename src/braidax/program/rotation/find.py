@@ -17,12 +17,12 @@ from braidax.program.outline import Unit, outline, unit_path
 from braidax.program.sites import Site, dims_of_value, find_sites
 from braidax.program.trace import Program
 
-from .checked import checked
+from .checked import checked, in_slices
+from .division import Undivided
 from .labels import BATCH, Labeled, labeled
-from .parts import Undivided
 from .reads import with_reads_first
 from .region import Region
-from .unit import RotatedUnit, RotatedWeight, Taken
+from .unit import Length, RotatedUnit, RotatedWeight, Taken
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,9 @@ class _Finder:
         taken = [
             nothing if at in weights else self._how(region, var, root, size) for at, var in enumerate(jaxpr.invars)
         ]
-        unit = RotatedUnit(name, jaxpr, weights, tuple(taken), size, region.maxima(jaxpr))
-        unit = checked(unit, self._num_parts, self._num_batch_parts)
+        unit = RotatedUnit(name, jaxpr, weights, tuple(taken), Length(size), region.maxima(jaxpr))
+        counts = self._num_parts, self._num_batch_parts
+        unit = in_slices(checked(unit, *counts), *counts)
         self.units.append((Unit(name, region.path, tuple(sorted(members))), unit))
         self._taken |= {(*region.path, at) for at in members}
 

@@ -6,7 +6,7 @@ is cut where it meets a divided one; a sum over a divided dim gives a *partial* 
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,42 +19,10 @@ from braidax.program.flow import Place
 from braidax.program.reading import read_part
 from braidax.program.unions import Unions
 
+from .division import Division, Undivided
+
 Divided = tuple[int | None, ...]
 """For each dim of a value the number of the division that it is divided by."""
-
-
-class Undivided(Exception):
-    """A jaxpr cannot be evaluated on parts; the message says why. **Fields:** `equation`: of it, that cannot."""
-
-    def __init__(self, why: str, equation: JaxprEqn | None = None) -> None:
-        super().__init__(why)
-        self.equation = equation
-
-
-class Division(NamedTuple):
-    """How dims are divided.
-
-    **Fields:** `num_parts`: into how many equal parts; `index`: which one this is, an int32 scalar. `size`: of a dim
-    that is padded for it, None where there is no padding. `sums`: whether results may be sums over it.
-    """
-
-    num_parts: int
-    index: Any
-    size: int | None = None
-    sums: bool = True
-
-    def part_size(self, size: int) -> int:
-        """Returns the size of a part of a dim. **Raises:** `Undivided` where that is none."""
-        if self.size is not None and size != self.size:
-            raise Undivided(f"a dim of {size} would be divided with one of {self.size}")
-        if self.size is None and size % self.num_parts:
-            raise Undivided(f"{self.num_parts} does not divide {size}")
-        return -(-size // self.num_parts)
-
-    def is_there(self, size: int) -> Any:
-        """Returns for each element of a part whether it is no padding, bool `[part]`."""
-        part = self.part_size(size)
-        return self.index * part + jnp.arange(part, dtype=jnp.int32) < size
 
 
 @dataclass(frozen=True)
@@ -103,10 +71,10 @@ class Evaluation:
                 raise
         return known
 
-    def part_of(self, one: Part, dim: int, division: int, atom: Any) -> Part:
-        """Returns a part of what is whole along a dim. **Arguments:** `atom`: of the jaxpr, which it is."""
+    def part_of(self, one: Part, dim: int, division: int) -> Part:
+        """Returns a part of what is whole along a dim."""
         divided = tuple(division if at == dim else to for at, to in enumerate(one.divided))
-        return replace(one, value=self._cut(one, divided, atom), divided=divided)
+        return replace(one, value=self._cut(one, divided), divided=divided)
 
     def _one(self, equation: JaxprEqn, inputs: Sequence[Part]) -> list[Part]:
         name = equation.primitive.name
@@ -153,7 +121,7 @@ class Evaluation:
             outputs = bind(equation, [one.value for one in inputs])
             made = (equation, [one.value for one in inputs]) if equation.primitive in _SPREADING else None
             return [Part(value, (None,) * aval_of(atom).ndim, made=made) for value, atom in _zip(outputs, equation)]
-        values = [self._cut(one, to, atom) for one, to, atom in zip(inputs, wanted, equation.invars, strict=True)]
+        values = [self._cut(one, to) for one, to in zip(inputs, wanted, strict=True)]
         values = self._masked(equation, values, wanted, summed)
         special = self._picked(equation, values, wanted)
         outputs = special if special is not None else bind(self._resized(equation, wanted, results), values)
@@ -166,7 +134,7 @@ class Evaluation:
         if equation.outvars[0] not in self.tops:
             raise Undivided(f"{name} needs all parts")
 
-    def _cut(self, one: Part, wanted: Divided, atom: Any) -> Any:
+    def _cut(self, one: Part, wanted: Divided) -> Any:
         """Returns the part of a value along dims along which it is whole yet."""
         value = one.value
         cuts = [
@@ -181,11 +149,7 @@ class Evaluation:
         if one.made is not None and cuts:
             value, cuts = self._made_smaller(one, cuts)
         for dim, to in cuts:
-            division, size = self.divisions[to], aval_of(atom).shape[dim]
-            part = division.part_size(size)
-            if more := part * division.num_parts - size:
-                value = jnp.pad(value, [(0, more if at == dim else 0) for at in range(value.ndim)])
-            value = jax.lax.dynamic_slice_in_dim(value, division.index * part, part, dim)
+            value = self.divisions[to].cut(value, dim)
         return value
 
     def _made_smaller(self, one: Part, cuts: list[tuple[int, int]]) -> tuple[Any, list[tuple[int, int]]]:
@@ -231,8 +195,9 @@ class Evaluation:
         table, ids = values
         resized = self._resized(equation, wanted, [(None,) * aval_of(equation.outvars[0]).ndim])
         size = shape[over[0]]
+        bounds = division.start(size), division.first(size), division.start(size) + division.part_size(size)
         try:
-            return [read_part(resized, table, ids, division.index, division.part_size(size), size)]
+            return [read_part(resized, table, ids, bounds, size)]
         except TypeError as error:
             raise Undivided(f"gather at {_line(equation)} {error}") from error
 

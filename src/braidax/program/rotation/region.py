@@ -9,8 +9,8 @@ from braidax.program.bodies import Path
 from braidax.program.dim_rules import num_bytes
 from braidax.program.sites import Site
 
+from .division import Undivided
 from .labels import BATCH, Labeled
-from .parts import Undivided
 
 
 class Region:

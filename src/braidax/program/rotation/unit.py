@@ -8,8 +8,9 @@ from jax.extend.core import Jaxpr, Var
 
 from braidax.program.bodies import aval_of
 
+from .division import Division
 from .labels import BATCH
-from .parts import Divided, Division, Evaluation, Part
+from .parts import Divided, Evaluation, Part
 
 WEIGHTS = 1
 """The number of the division of weights; `BATCH` is that of samples."""
@@ -55,23 +56,41 @@ class Maxima(NamedTuple):
     outputs: frozenset[int]
 
 
+class Length(NamedTuple):
+    """Of the dim that is divided. **Fields:** `padded`: its size, where it is padded. `num_slices`: into how many a
+    part is cut again, each of which goes around alone."""
+
+    padded: int | None = None
+    num_slices: int = 1
+
+
 @dataclass(frozen=True)
 class RotatedUnit:
     """A call that can be computed part by part.
 
     **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts; `taken`: of
-    each input, how. `size`: of the dim that is divided, where it is padded. `tops`: values of it that are maxima over
-    all parts. `results`: of each output what is known, `maxima`: of those.
+    each input, how. `length`: of the dim that is divided. `tops`: values of it that are maxima over all parts.
+    `results`: of each output what is known, `maxima`: of those.
     """
 
     name: str
     jaxpr: Jaxpr
     weights: Mapping[int, RotatedWeight]
     taken: tuple[Taken, ...]
-    size: int | None
+    length: Length
     tops: tuple[Var, ...]
     results: tuple[Result, ...] = ()
     maxima: Maxima = field(default_factory=lambda: Maxima((), {}, frozenset()))
+
+    @property
+    def size(self) -> int | None:
+        """Of the dim that is divided, where it is padded."""
+        return self.length.padded
+
+    @property
+    def num_slices(self) -> int:
+        """Into how many a part is cut again."""
+        return self.length.num_slices
 
     @property
     def batch(self) -> list[int | None]:
@@ -115,9 +134,9 @@ class RotatedUnit:
     def run(self, one: Evaluation, args: Sequence[Any]) -> dict[Var, Part]:
         """Evaluates the unit. **Returns:** every value of it."""
         parts: list[Part] = []
-        for at, (value, var, taken) in enumerate(zip(args, self.jaxpr.invars, self.taken, strict=True)):
+        for at, (value, taken) in enumerate(zip(args, self.taken, strict=True)):
             part = Part(value, self.divided(at), given=at)
-            parts.append(part if taken.cut is None else one.part_of(part, taken.cut, WEIGHTS, var))
+            parts.append(part if taken.cut is None else one.part_of(part, taken.cut, WEIGHTS))
         return one.run(self.jaxpr, (), parts)
 
     def ndim(self, at: int) -> int:
