@@ -83,7 +83,9 @@ def test_what_is_no_plain_weight(shape: tuple[int, ...], strategies: Any, placed
     found = {one.path.removeprefix("params/"): one for one in step.plan.variables}
     assert {name: found[name].placements[-1] for name in placed} == placed
     if placed.get("summed") == bx.Gathered(0):
-        assert re.search(r"no product uses it at test_rotated_input\.py:\d+: gathered where it is", found["summed"].why)
+        assert re.search(
+            r"no product uses it at test_rotated_input\.py:\d+, but cumsum: gathered where it is", found["summed"].why
+        )
     state = step.init(jax.random.key(0))
     params: Any = on_one_device(step.to_dense(state).params)
     fixed = {name: params.pop(name) for name in ("base", "ids")}

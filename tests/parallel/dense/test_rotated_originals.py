@@ -133,7 +133,7 @@ CASES = {
     "experts": Case(
         experts, of_features,
         {"gates": (D, 8), "up": (8, D, F), "up_bias": (8, 1, F), "down": (8, F, D), "down_bias": (8, 1, D)},
-        {"gates": 1, "up": 0, "down": 0},
+        {"gates": 1, "up": 0, "up_bias": 0, "down": 0, "down_bias": 0},
     ),
 }  # fmt: skip
 
