@@ -31,8 +31,8 @@ importlib.import_module("tests.annotations").check_quickly()  # and --jaxtyping-
 # Before anything touches a backend; child processes of tests choose for themselves.
 jax.config.update("jax_num_cpu_devices", 8)
 # With as many threads as devices a program of two sums that need not wait for one another was seen to stand still: some
-# devices began with one, some with the other. So many as `braidax launch` gives to programs; children inherit it.
-os.environ.setdefault("PJRT_NPROC", "64")
+# devices began with one, some with the other. Two a device, as `braidax launch` gives; children inherit it.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 # What tests compile runs for a moment: it is compiled quickly, in their child processes too; by `make nightly` fully.
 if os.environ.get("BRAIDAX_TESTS_COMPILE") != "fully":

@@ -107,10 +107,10 @@ def indexing(rank: int) -> None:
     if rank == 1:
         begun = time.monotonic()
         with Progress("index of", "x", 1000) as work:
-            while (elapsed := time.monotonic() - begun) < 8.0:
+            while (elapsed := time.monotonic() - begun) < 9.0:
                 work.show(0, int(100 * elapsed))
                 time.sleep(0.05)  # what it costs to read on
-    with DataLoader(Numbers(60), mesh(), P("data"), batch_size=12, knobs=Knobs(timeout_seconds=4.0)) as loader:
+    with DataLoader(Numbers(60), mesh(), P("data"), batch_size=12, knobs=Knobs(timeout_seconds=6.0)) as loader:
         assert sum(1 for _ in loader) == 5
 
 
