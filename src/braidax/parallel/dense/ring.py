@@ -6,7 +6,7 @@ once more, and the sum of a part's gradient follows it from device to device: N 
 of the part at home is made last, under the last hop. (RTP, arXiv 2311.01635, sends gradients when nothing is computed.)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from braidax.parallel.plan.compiling import RingForm
-from braidax.program import RotatedUnit, aval_of
+from braidax.program import aval_of
 
-from .turns import Axes, Turns
+from .turns import Turns
 
 SAVED = "braidax_rotated"
 """The name of what a remat keeps of rings, so that it repeats no hop."""
@@ -27,29 +26,18 @@ SAVED = "braidax_rotated"
 
 @dataclass(frozen=True)
 class Ring:
-    """Computes a unit on a mesh.
+    """Computes a unit on a mesh. **Fields:** `turns`: what each device does."""
 
-    **Fields:** `axis`: along which weights go around. `batch_axes`: over which samples are divided. `weights`: for each
-    input of the unit that is one, the axes that split its dims; along others than `axis` it is gathered before.
-    `form`: how it is written for the compiler. `is_last`: the backward pass begins with it.
-    """
-
-    unit: RotatedUnit
-    axis: str
-    batch_axes: Axes
-    mesh: AbstractMesh
-    weights: Mapping[int, tuple[Axes, ...]]
-    form: RingForm
-    is_last: bool
+    turns: Turns
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the results of the unit, in the global view."""
         outputs = [checkpoint_name(value, SAVED) for value in self._computed(*inputs)]
-        return [_like(*pair) for pair in zip(outputs, map(aval_of, self.unit.outputs), strict=True)]
+        return [_like(*pair) for pair in zip(outputs, map(aval_of, self.turns.unit.outputs), strict=True)]
 
     def _computed(self, *inputs: Any) -> tuple[Any, ...]:
         def computed(inputs: Sequence[Any]) -> Any:
-            return self._island(self._turns.forward, self._in_specs, self._out_specs)(*self._laid(inputs))
+            return self._island(self.turns.forward, self._in_specs, self._out_specs)(*self._laid(inputs))
 
         @jax.custom_vjp
         def ring(*inputs: Any) -> Any:
@@ -64,13 +52,13 @@ class Ring:
             inputs, maxima, moving = kept
             outputs, _ = self._out_specs
             asked = [at for at, one in enumerate(moving) if one and _is_float(inputs[at])]
-            like = [aval_of(var) for var in self.unit.outputs]
+            like = [aval_of(var) for var in self.turns.unit.outputs]
             pairs = zip(backs, self._shapes(like), like, strict=True)
             backs = [jnp.zeros(s, a.dtype) if isinstance(one, SymbolicZero) else one for one, s, a in pairs]
             in_specs = (self._in_specs, outputs, self._specs_of_maxima)
 
             def local(inputs: Any, backs: Any, maxima: Any) -> Any:
-                return self._turns.backward(inputs, backs, maxima, asked)
+                return self.turns.backward(inputs, backs, maxima, asked)
 
             specs = [self._in_specs[at] for at in asked]
             laid = self._laid(inputs, backs)
@@ -84,8 +72,8 @@ class Ring:
     def _shapes(self, like: Sequence[Any]) -> list[tuple[int, ...]]:
         """Of results, of which those that are put together may be padded."""
         shapes: list[tuple[int, ...]] = []
-        for aval, dim in zip(like, self._turns.stacked, strict=True):
-            more = -aval.shape[dim] % self._turns.count if dim is not None else 0
+        for aval, dim in zip(like, self.turns.stacked, strict=True):
+            more = -aval.shape[dim] % self.turns.count if dim is not None else 0
             shapes.append(tuple(size + (more if at == dim else 0) for at, size in enumerate(aval.shape)))
         return shapes
 
@@ -94,35 +82,39 @@ class Ring:
     @property
     def _in_specs(self) -> tuple[PartitionSpec, ...]:
         specs: list[PartitionSpec] = []
-        for at, var in enumerate(self.unit.jaxpr.invars):
-            if at in self.weights:
-                specs.append(PartitionSpec(*(axes or None for axes in self.weights[at])))
+        for at, var in enumerate(self.turns.unit.jaxpr.invars):
+            if at in self.turns.weights:
+                specs.append(PartitionSpec(*(axes or None for axes in self.turns.weights[at])))
             else:
-                specs.append(self._along_batch(self.unit.batch[at], aval_of(var).ndim))
+                specs.append(self._along_batch(self.turns.unit.batch[at], aval_of(var).ndim))
         return tuple(specs)
 
     @property
     def _out_specs(self) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
         """Of the results, and of the maxima."""
-        outputs = zip(self.unit.results, self.unit.outputs, strict=True)
+        outputs = zip(self.turns.unit.results, self.turns.unit.outputs, strict=True)
         return tuple(self._along_batch(one.batch, aval_of(var).ndim) for one, var in outputs), self._specs_of_maxima
 
     @property
     def _specs_of_maxima(self) -> tuple[PartitionSpec, ...]:
-        dims = zip(self.unit.tops, self.unit.maxima.batch, strict=True)
+        dims = zip(self.turns.unit.tops, self.turns.unit.maxima.batch, strict=True)
         return tuple(self._along_batch(dim, aval_of(var).ndim) for var, dim in dims)
 
     def _along_batch(self, dim: int | None, ndim: int) -> PartitionSpec:
-        return PartitionSpec(*(self.batch_axes if at == dim else None for at in range(ndim)))
+        return PartitionSpec(*(self.turns.batch_axes if at == dim else None for at in range(ndim)))
 
     def _island(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        names = {*self.batch_axes, self.axis, *(one for dims in self.weights.values() for axes in dims for one in axes)}
+        names = {
+            *self.turns.batch_axes,
+            self.turns.axis,
+            *(one for dims in self.turns.weights.values() for axes in dims for one in axes),
+        }
         return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
 
     def _laid(self, inputs: Sequence[Any], backs: Sequence[Any] = ()) -> list[Any]:
         """Returns the inputs, weights with dims that their devices divide; padded when all else is there."""
         laid = [*inputs]
-        more = {at: self._more(at, inputs[at].shape) for at in self.weights}
+        more = {at: self._more(at, inputs[at].shape) for at in self.turns.weights}
         if any(map(any, more.values())):
             there = [at for at, value in enumerate(laid) if _is_float(value)]
             held, _ = jax.lax.optimization_barrier(([laid[at] for at in there], [*backs]))
@@ -131,11 +123,7 @@ class Ring:
         return laid
 
     def _more(self, at: int, shape: Sequence[int]) -> list[int]:
-        return [-size % self._turns.num(axes) for size, axes in zip(shape, self.weights[at], strict=True)]
-
-    @property
-    def _turns(self) -> Turns:
-        return Turns(self.unit, self.axis, self.batch_axes, self.mesh, self.weights, self.form, self.is_last)
+        return [-size % self.turns.num(axes) for size, axes in zip(shape, self.turns.weights[at], strict=True)]
 
 
 def _like(value: Any, spec: Any) -> Any:

@@ -24,6 +24,7 @@ from braidax.program import (
 )
 
 from .ring import SAVED, Ring
+from .turns import Turns
 
 
 class Rotated(NamedTuple):
@@ -67,11 +68,11 @@ def rotated(
     def replace(path: Path, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         unit = found.units[path]
         weights = {at: _axes(weight, layouts[weight.leaf], axis, unit.ndim(at)) for at, weight in unit.weights.items()}
-        turns = form if len(path) > 1 else form._replace(unroll=1)  # a hop of all words would lie under no product
+        adapted = form if len(path) > 1 else form._replace(unroll=1)  # a hop of all words would lie under no product
         in_place = form.in_place or any(layouts[weight.leaf].in_place for weight in unit.weights.values())
         if path == last and form.lets_last_move and not in_place:  # in slices its last gradient cannot move
             unit = dataclasses.replace(unit, length=unit.length._replace(num_slices=1))
-        one = Ring(unit, axis, batch_axes, mesh, weights, turns._replace(in_place=in_place), path == last)
+        one = Ring(Turns(unit, axis, batch_axes, mesh, weights, adapted._replace(in_place=in_place), path == last))
 
         def call(*inputs: Any) -> list[Any]:
             return one(inputs)

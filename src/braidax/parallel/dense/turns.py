@@ -19,7 +19,9 @@ Axes = tuple[str, ...]
 class Turns:
     """Computes a unit on one device, in an island.
 
-    **Fields:** as of `Ring`.
+    **Fields:** `axis`: along which weights go around. `batch_axes`: over which samples are divided. `weights`: for each
+    input of the unit that is one, the axes that split its dims; along others than `axis` it is gathered before.
+    `form`: how it is written for the compiler. `is_last`: the backward pass begins with it.
     """
 
     unit: RotatedUnit
