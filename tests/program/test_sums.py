@@ -41,6 +41,7 @@ def test_they_and_their_gradients_are_compiled_and_right(name: str, dtype: Any) 
         np.testing.assert_allclose(np.asarray(gradient, np.float32), 4 * expected, rtol=1e-2)
     else:
         np.testing.assert_allclose(np.asarray(found, np.float32), expected.sum(0), rtol=1e-2)
+        np.testing.assert_allclose(np.asarray(gradient, np.float32), np.stack([2 * expected.sum(0)] * 2), rtol=1e-2)
 
 
 def test_xla_still_ends_the_process_else() -> None:
