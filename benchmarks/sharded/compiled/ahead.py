@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -15,7 +15,7 @@ from benchmarks.harness.systems import BY_HAND, HELD, OURS, XLA
 from braidax.parallel.plan.plan import layouts_of
 from braidax.program import Collective, exposed_part, find_target, total_sent
 
-DATA_PARALLEL, ROWS = "ours, DataParallel", "ours, Hybrid"
+DATA_PARALLEL, ROWS = "ours, DataParallel", "ours, Hybrid, told the coming batch"
 GATHERS, SUMS, EXCHANGES = ("all-gather", "collective-permute"), ("all-reduce",), ("all-to-all", "ragged-all-to-all")
 WAITED, MEMORY = "sent while no matrices are multiplied", "memory of a device"
 
@@ -47,7 +47,7 @@ def rows(report: Report, target: str, shape: Shape) -> Sequence[Collective]:
     """Compiles GPT-2's form with an output weight of its own, and words read by rows; returns what is sent."""
     shape = replace(shape, output="apart")
     case = f"{case_of(shape, target)}, an output weight of its own"
-    step, found = _ours(report, case, ROWS, target, shape, {"data": bx.Hybrid()})
+    step, found = _ours(report, case, ROWS, target, shape, {"data": bx.Hybrid()}, coming="known")
     assert any(layout.by_rows for layout in layouts_of(step.plan)), "words are read by rows"
     return found
 
@@ -58,7 +58,7 @@ def clicks(report: Report, target: str, model: Model) -> Sequence[Collective]:
         model.loss, model.optimizer, _mesh(jax.devices()), {"data": bx.Hybrid()}, init=model.init, batch=model.spec
     )
     assert any(layout.by_rows for layout in layouts_of(step.plan)), "ids are read by rows"
-    compiled = step.compile_for(target)
+    compiled = step.compile_for(target, coming="known")
     _add(report, f"{model.name}, {target}", ROWS, compiled.collectives, compiled.peak_bytes)
     return compiled.collectives
 
@@ -69,10 +69,17 @@ def waited(collectives: Sequence[Collective], kinds: Sequence[str] = ()) -> floa
 
 
 def _ours(
-    report: Report, case: str, system: str, target: str, shape: Shape, strategies: Mapping[str, Any]
+    report: Report,
+    case: str,
+    system: str,
+    target: str,
+    shape: Shape,
+    strategies: Mapping[str, Any],
+    *,
+    coming: Literal["known", "unknown"] = "unknown",
 ) -> tuple[bx.Step, Sequence[Collective]]:
     step = _step(shape, _mesh(jax.devices()), strategies)
-    compiled = step.compile_for(target)
+    compiled = step.compile_for(target, coming=coming)
     _add(report, case, system, compiled.collectives, compiled.peak_bytes)
     return step, compiled.collectives
 

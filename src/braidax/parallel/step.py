@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,17 @@ from .compiler_options import CompilerOptions
 from .compute.in_flight import InFlight
 from .compute.late_checks import LateChecks
 from .compute.work import Work
-from .given.arrays import adopt, place
+from .given.arrays import adopt, place, typed_key
 from .given.asking import Asking
-from .plan.batch import shard_batch
 from .plan.plan import Plan
 from .plan.replanning import way_to
+from .readings import Readings
+from .run_ahead import RunAhead, check_coming
 from .state import Origin, State, Way
 from .wrapped import Wrapped
+
+Coming = Literal["known", "unknown"]
+"""Whether an update is told the batch that comes behind its own."""
 
 
 class Lowered(NamedTuple):
@@ -31,14 +35,6 @@ class Lowered(NamedTuple):
 
     gradients: jax.stages.Lowered
     apply: jax.stages.Lowered
-
-
-class _Reading(NamedTuple):
-    """What reads a state: a jitted function of that and a batch, and how the batch goes in and the result comes out."""
-
-    compiled: Any
-    batch_shardings: Any
-    out_shardings: Any
 
 
 class Step:
@@ -74,8 +70,8 @@ class Step:
         """Makes the programs of a step; each is compiled at its first call."""
         self._work, mesh, options = work, self.mesh, self._compiler_options
         self.plan = work.plan
-        self._state_specs: State = work.initial.out_specs
-        self.state_shardings = held = work.state_shardings
+        self._state_specs: State = work.form.initial.out_specs
+        self.state_shardings = held = work.form.shardings
         self._gradients = compile_on(
             mesh,
             work.gradients,
@@ -92,11 +88,12 @@ class Step:
             donate=(0, 1, 2),
             compiler_options=options.apply,
         )
-        self._init = compile_on(mesh, work.initial, in_shardings=(self._replicated,), out_shardings=held)
+        self._init = compile_on(mesh, work.form.initial, in_shardings=(self._replicated,), out_shardings=held)
         self._begun = compile_on(
-            mesh, work.begun, in_shardings=(self._replicated, held.params), out_shardings=held, donate=(1,)
+            mesh, work.form.begun, in_shardings=(self._replicated, held.params), out_shardings=held, donate=(1,)
         )
-        self._readings: dict[Any, _Reading] = {}
+        self._ahead = RunAhead(work, self.batch_shardings, options) if work.is_fed else None
+        self._readings = Readings(work, self._read, options.apply)
         self._conversions: dict[Callable[[State], State], Any] = {}
 
     @property
@@ -119,7 +116,7 @@ class Step:
 
         **Raises:** `ArgumentError` when `key` is no such key, or `params` are not like those of a state.
         """
-        key = _typed(key)
+        key = typed_key(key)
         is_key = jnp.issubdtype(getattr(key, "dtype", jnp.uint32), jax.dtypes.prng_key) and not key.shape
         if is_key and self._rekeyed is not None and key.dtype != self._state_specs.key.dtype:
             self._prepare(self._rekeyed(spec_of(key)))
@@ -147,16 +144,24 @@ class Step:
     def _way_to(self, saved: Mapping[str, int | None]) -> Way:
         return None if self._replanned is None else way_to(self, self._replanned, saved)
 
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether an update fetches something of a batch that it is told is coming: rows of tables."""
+        return self._ahead is not None
+
     def update(
-        self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
+        self, state: State, batch: Any, *, coming: Any = None, before_apply: Callable[[], object] | None = None
     ) -> tuple[State, dict[str, Any]]:
         """Takes one training step. Returns at once; nothing waits for the devices.
 
         On CPU devices it stays at most `in_flight.MAX_IN_FLIGHT` updates ahead of them, lest XLA end the process.
 
         **Arguments:** `state`: given up, use the new one. `batch`: PyTree as `parallelize` was told, of global arrays,
-        or of host arrays that are copied. `before_apply`: called when the gradients are dispatched, before
-        anything of the old state is overwritten (`saver.wait`).
+        or of host arrays that are copied. `coming`: the batch of the next update, of device arrays, if it is known:
+        rows of tables that it reads are fetched while this batch is trained, as this update leaves them. What was
+        fetched serves the next update if that gets this state and that batch, the very arrays; else it is fetched anew.
+        `before_apply`: called when the gradients are dispatched, before anything of the old state is overwritten
+        (`saver.wait`).
 
         **Returns:** the new state and the metrics: `loss` and what the loss returns as aux; arrays in it that go along
         the samples, such as logits, stay divided among the devices as the batch is.
@@ -166,17 +171,27 @@ class Step:
         """
         self._check_state(state)
         self._late.check()
-        if message := difference(self._batch_specs, _canonical(batch), "batch"):
-            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+        self._check_batch(batch, "batch")
+        if coming is not None:
+            check_coming(coming)
+            self._check_batch(coming, "coming")
+        ahead, fetched = self._ahead, None if self._ahead is None else self._ahead.take(state, batch)
+        told, coming = coming, None if coming is None else place(coming, self.batch_shardings)
         state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
         self._in_flight.make_room()
-        gradients, variables, metrics = self._gradients(*self._readable(state), batch)
+        if ahead is None or fetched is None or coming is None:
+            gradients, variables, metrics = self._gradients(*self._readable(state), batch)
+            fetched = None
+        else:
+            gradients, variables, metrics, fetched = ahead.gradients(state, batch, fetched, coming)
         self._in_flight.add(metrics["loss"])
         if before_apply is not None:
             before_apply()
         step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients, metrics["loss"])
         self._num_updates += 1
         state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
+        if ahead is not None and coming is not None:
+            ahead.keep(state, told, ahead.fetch(state, coming) if fetched is None else fetched)
         return state, self._late.take(metrics, f"the batch of update {self._num_updates} of this step")
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
@@ -189,7 +204,7 @@ class Step:
         """
         self._check_state(state)
         self._late.check()
-        made = self._reading(None, _canonical(batch))
+        made = self._readings.of(None, _canonical(batch))
         state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
         self._in_flight.make_room()
         metrics = made.compiled(*self._readable(state), batch)
@@ -213,7 +228,7 @@ class Step:
         **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit.
         """
         asking, specs = Asking(fn, "fn"), self._batch_specs if batch is None else specs_of(batch)
-        made = self._reading(asking, specs)
+        made = self._readings.of(asking, specs)
         run, lower = partial(self._run, asking, specs), partial(self._lower, asking, specs)
         return Wrapped(run, lower, made.batch_shardings, made.out_shardings)
 
@@ -222,7 +237,7 @@ class Step:
         self._late.check()
         if message := difference(specs, _canonical(batch), "batch"):
             raise ArgumentError(f"{message}: give Step.wrap the batch={{…}} that it is called with")
-        made = self._reading(fn, specs)
+        made = self._readings.of(fn, specs)
         state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
         self._in_flight.make_room()
         result, checked = made.compiled(*self._readable(state), batch)
@@ -231,29 +246,8 @@ class Step:
         return result
 
     def _lower(self, fn: Asking, specs: Any) -> jax.stages.Lowered:
-        made = self._reading(fn, specs)
+        made = self._readings.of(fn, specs)
         return made.compiled.lower(*self._readable(self.state_specs), _with_shardings(specs, made.batch_shardings))
-
-    def _reading(self, fn: Asking | None, specs: Any) -> _Reading:
-        """Returns what computes a function, or the metrics, on batches of a form; it is compiled at its first call."""
-        form = (fn, jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
-        if form not in self._readings:
-            batch_shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
-            if fn is None:
-                run, out_shardings = self._work.evaluate(specs)
-                out = out_shardings
-            else:
-                run, out_shardings = self._work.wrapped(fn, specs)
-                out = (out_shardings, self._replicated)
-            compiled = compile_on(
-                self.mesh,
-                run,
-                in_shardings=(*self._read, batch_shardings),
-                out_shardings=out,
-                compiler_options=self._compiler_options.apply,
-            )
-            self._readings[form] = _Reading(compiled, batch_shardings, out_shardings)
-        return self._readings[form]
 
     def finish(self) -> None:
         """Waits for all updates and evaluations so far, and looks at what is otherwise looked at some updates later.
@@ -274,7 +268,7 @@ class Step:
         """
         self._check_state(state)
         self.finish()
-        return self._own(self._converted(self._work.settled, state, self.state_shardings, self.state_shardings))
+        return self._own(self._converted(self._work.form.settled, state, self.state_shardings, self.state_shardings))
 
     def to_dense(self, state: State) -> State:
         """Returns a state as single-device training has it, and `parallelize` with `DataParallel`.
@@ -287,8 +281,8 @@ class Step:
         """
         self._check_state(state)
         self.finish()
-        replicated = jax.tree.map(lambda _: self._replicated, self._work.dense_specs())
-        whole = self._converted(self._work.to_dense, state, self.state_shardings, replicated)
+        replicated = jax.tree.map(lambda _: self._replicated, self._work.form.dense_specs())
+        whole = self._converted(self._work.form.to_dense, state, self.state_shardings, replicated)
         return replace(whole, origin=Origin())
 
     def from_dense(self, state: State) -> State:
@@ -296,11 +290,11 @@ class Step:
 
         **Raises:** as `to_dense`; `ArgumentError` when the state is not like that of these parameters and optimizer.
         """
-        specs = self._work.dense_specs()
+        specs = self._work.form.dense_specs()
         if message := difference(specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")
         replicated = jax.tree.map(lambda _: self._replicated, specs)
-        return self._own(self._converted(self._work.from_dense, state, replicated, self.state_shardings))
+        return self._own(self._converted(self._work.form.from_dense, state, replicated, self.state_shardings))
 
     def adopt(self, state: State, step: "Step") -> State:
         """Returns a state to go on with from that of another step, which was planned otherwise.
@@ -311,45 +305,60 @@ class Step:
         **Arguments:** `state`: of `step`; it stays valid. **Raises:** as `to_dense` and `from_dense`.
         """
         old, new = step._work, self._work
-        if step.mesh != self.mesh or old.layouts != new.layouts:
+        if step.mesh != self.mesh or old.form.layouts != new.form.layouts:
             return self.from_dense(step.to_dense(state))
         return self._own(step.settled(state))
 
     def check_adoptable(self, step: "Step") -> None:
         """Checks that `adopt` can go on from states of another step. **Raises:** `ArgumentError` when it cannot."""
-        if step.mesh != self.mesh or step._work.layouts != self._work.layouts:
+        if step.mesh != self.mesh or step._work.form.layouts != self._work.form.layouts:
             for work in (step._work, self._work):
-                work.dense_specs()
+                work.form.dense_specs()
 
     def _converted(self, convert: Callable[[State], State], state: State, given: Any, wanted: Any) -> State:
         if convert not in self._conversions:
             self._conversions[convert] = compile_on(self.mesh, convert, in_shardings=(given,), out_shardings=wanted)
         return self._conversions[convert](place(state, given))
 
-    def lower(self) -> Lowered:
+    def lower(self, *, coming: Coming = "unknown") -> Lowered:
         """Lowers both functions for inspection, from shapes alone.
 
-        **Returns:** `Lowered(gradients, apply)`; `.compile().memory_analysis()` tells what each needs.
+        **Arguments:** `coming`: whether updates are told the coming batch. **Returns:** `Lowered(gradients, apply)`;
+        `.compile().memory_analysis()` tells what each needs. **Raises:** `ArgumentError` as `compile_for`.
         """
-        state = self.state_specs
-        read = (*self._readable(state), _with_shardings(self._batch_specs, self.batch_shardings))
+        state, read = self.state_specs, self._read_specs("unknown")
         gradients, _, metrics = self._gradients.eval_shape(*read)
-        return Lowered(
-            self._gradients.lower(*read),
-            self._apply.lower(state.step, state.params, state.opt_state, gradients, metrics["loss"]),
-        )
+        ahead = None if coming == "unknown" else self._fetching()
+        first = self._gradients.lower(*read) if ahead is None else ahead.lower(self._read_specs(coming))
+        apply = self._apply.lower(state.step, state.params, state.opt_state, gradients, metrics["loss"])
+        return Lowered(first, apply)
 
-    def compile_for(self, target: str) -> CompiledStep:
+    def _read_specs(self, coming: Coming) -> tuple[Any, ...]:
+        """Returns what the gradients are given, as specs with shardings."""
+        state, batch = self.state_specs, _with_shardings(self._batch_specs, self.batch_shardings)
+        if coming == "unknown":
+            return *self._readable(state), batch
+        return self._fetching().read_specs(state, batch)
+
+    def _fetching(self) -> RunAhead:
+        if self._ahead is None:
+            raise ArgumentError(
+                'coming is "known", and the step fetches nothing ahead: no table is read by rows; expected "unknown"'
+            )
+        return self._ahead
+
+    def compile_for(self, target: str, *, coming: Coming = "unknown") -> CompiledStep:
         """Compiles the step for a machine that need not be here, whose devices take the place of those of the mesh.
 
         What it says is that machine's own compiler's word; nothing is run, so that it tells no times.
 
         **Arguments:** `target`: such as `"h100:8"`, or `"v5e:4x4"`; with as many devices as the mesh has. `"here"`:
-        the devices of the mesh.
+        the devices of the mesh. `coming`: whether updates are told the coming batch.
 
         **Returns:** memory and collectives; `print` shows them.
 
-        **Raises:** `ArgumentError` for other targets, and where the compiler refuses what is too large; `MissingExtra`.
+        **Raises:** `ArgumentError` for other targets, where the compiler refuses what is too large, and where a coming
+        batch is "known" and `fetches_ahead` is not so; `MissingExtra`.
         """
         found, mesh = target_mesh(target, self.mesh)
         assert self._elsewhere is not None, "parallelize says how a step is made on other devices"
@@ -357,9 +366,15 @@ class Step:
         state = step.state_specs
         batch = _with_shardings(step._batch_specs, step.batch_shardings)
         held = {"parameters": state.params, "optimizer": state.opt_state, "variables": state.variables, "batch": batch}
-        read, moved = (*step._readable(state), batch), (state.step, state.params, state.opt_state)
+        read, moved = step._read_specs(coming), (state.step, state.params, state.opt_state)
+        if coming == "known":
+            held |= {"fetched": read[6], "coming": read[7]}
         options = step.plan.compiler_options
-        return compile_step(step.lower(), found, options, held=held, read=read, moved=moved)
+        return compile_step(step.lower(coming=coming), found, options, held=held, read=read, moved=moved)
+
+    def _check_batch(self, batch: Any, name: str) -> None:
+        if message := difference(self._batch_specs, _canonical(batch), name):
+            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
 
     def _check_state(self, state: Any) -> None:
         if message := difference(self._state_specs, state, "state"):
@@ -374,13 +389,6 @@ class Step:
 def _with_shardings(specs: Any, shardings: Any) -> Any:
     """Specs of arrays that lie where a step has them: what is lowered from these is compiled once, with its calls."""
     return jax.tree.map(lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on), specs, shardings)
-
-
-def _typed(key: Any) -> Any:
-    """Wraps a key of `jax.random.PRNGKey`, of the implementation that JAX is configured for."""
-    form = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    is_raw = (getattr(key, "dtype", None), getattr(key, "shape", None)) == (form.dtype, form.shape)
-    return jax.random.wrap_key_data(key) if is_raw else key
 
 
 def _canonical(batch: Any) -> Any:

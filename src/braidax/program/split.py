@@ -110,6 +110,26 @@ def split_at_marks(program: Program) -> Split:
     return Split(gradients, apply, first_inputs, second_inputs, carried, tuple(origins))
 
 
+def parted(closed: ClosedJaxpr, num_first: int) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Cuts a jaxpr behind what its first outputs need.
+
+    **Returns:** a jaxpr of the same inputs that gives these outputs, and then what is carried on; and one of the inputs
+    and of what is carried that gives the other outputs.
+    """
+    jaxpr, consts = closed.jaxpr, list(closed.consts)
+    first, others = jaxpr.outvars[:num_first], jaxpr.outvars[num_first:]
+    before = _needed(jaxpr.eqns, _variables(first), set())
+    done = {id(equation) for equation in before}
+    known = _variables(v for equation in before for v in equation.outvars)
+    behind = [equation for equation in jaxpr.eqns if id(equation) not in done]
+    read = _variables(v for equation in behind for v in equation.invars) | _variables(others)
+    carried = [v for equation in before for v in equation.outvars if v in read & known]
+    return (
+        _part(jaxpr, consts, list(jaxpr.invars), [*first, *carried], before).closed,
+        _part(jaxpr, consts, [*jaxpr.invars, *carried], list(others), behind).closed,
+    )
+
+
 def _needed(
     equations: Sequence[JaxprEqn], wanted: set[Var], given: set[Var], always: frozenset[int] | set[int] = frozenset()
 ) -> list[JaxprEqn]:

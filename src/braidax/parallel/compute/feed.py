@@ -19,7 +19,21 @@ class Pulled(NamedTuple):
 
     rows: Any
     ticket: Any
-    metrics: Mapping[str, jax.Array]
+    metrics: Mapping[str, Any]
+
+
+class Update(NamedTuple):
+    """An update of what is trained, for feeds.
+
+    **Fields:** `gradients`, `params`: of what is dense, as the loss has it. `dense`: the optimizer's state without what
+    the feed keeps. `payload`: what `Reading.push` gave. `loss`: of the batch.
+    """
+
+    gradients: Any
+    params: Any
+    dense: Any
+    payload: Any
+    loss: Any
 
 
 @runtime_checkable
@@ -47,12 +61,25 @@ class Reading(Protocol):
         ...
 
     @property
+    def pulled_shardings(self) -> Any:
+        """Of what `pull` gives, or a prefix of it."""
+        ...
+
+    @property
     def payload_shardings(self) -> Any:
         """Of what `push` gives, or a prefix of it."""
         ...
 
     def pull(self, dense: Any, variables: Any, key: Any, batch: Any, stored: Mapping[str, Any], held: Any) -> Pulled:
         """Fetches what a batch reads. **Arguments:** as of the loss; `stored`: variables, `held`: what they keep."""
+        ...
+
+    def route(self, dense: Any, variables: Any, key: Any, batch: Any) -> Any:
+        """Finds out what a batch reads, for `Feed.read_behind`. **Arguments:** as of `pull`."""
+        ...
+
+    def send(self, routed: Any, read: Any, stored: Mapping[str, Any]) -> Pulled:
+        """Fetches what `Feed.read_behind` has read."""
         ...
 
     def push(self, ticket: Any, gradients: Any) -> Any:
@@ -113,10 +140,22 @@ class Feed(Protocol):
         """Returns a variable as single-device training has it now, in the form of the loss; it may be split."""
         ...
 
-    def apply(
-        self, gradients: Any, params: Any, dense: Any, payload: Any, reading: Any, stored: Any, kept: Any, loss: Any
-    ) -> tuple[Any, Any, dict[str, Any], Any]:
+    def apply(self, update: Update, reading: Any, stored: Any, kept: Any) -> tuple[Any, Any, dict[str, Any], Any]:
         """Takes an update of what is trained. **Returns:** the new `params`, `dense`, `stored` and `kept`."""
+        ...
+
+    @property
+    def waits_for_gradients(self) -> bool:
+        """Whether its variables move by gradients of others."""
+        ...
+
+    def read_behind(self, update: Update, reading: Any, routed: Any, stored: Any, kept: Any) -> Any:
+        """Reads what a batch needs as `apply` of the same arguments leaves it, for `Reading.send`.
+
+        Where the optimizer's state is that of an update before, which nobody has changed.
+
+        **Arguments:** `update`: without gradients, unless it waits for these. `routed`: of `Reading.route`.
+        """
         ...
 
     def settled(self, stored: Any, dense: Any, kept: Any) -> tuple[dict[str, Any], Any]:

@@ -1,43 +1,39 @@
 """What a step computes, before it is compiled: a loss over passes and feeds, in the global view."""
 
-import functools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
 from braidax.parallel.dense.passes import dense_passes, last_behind, summed_once
-from braidax.parallel.given.arrays import strong
 from braidax.parallel.given.asking import Asking
-from braidax.parallel.given.initial import Born
 from braidax.parallel.given.loss import Loss
 from braidax.parallel.given.optimizer import applied
 from braidax.parallel.plan.batch import along_batch
-from braidax.parallel.plan.footprint import owners_of, shard_bytes, with_held
-from braidax.parallel.plan.layout import Layout
-from braidax.parallel.plan.plan import Plan, follow, layouts_of, shardings_of
-from braidax.parallel.state import State
+from braidax.parallel.plan.footprint import with_held
+from braidax.parallel.plan.plan import Plan
 from braidax.program import (
     Program,
+    Turns,
     batch_dims_of_results,
     difference,
+    in_full,
+    in_turn,
     kept_in_blocks,
     named_leaves,
     trace,
     with_leaves,
     with_sums_behind_loops,
-    without_leaves,
 )
 
 from .accumulate import Runs, all_gradients_of, wide
-from .feed import Check, Feed, Reading
+from .feed import Check, Feed, Pulled, Reading, Update
 from .metrics import BATCH, MetricDims
+from .state_form import StateForm, load_tree, store_tree
 
 Evaluate = Callable[[Any, Any, Any, Any, Any, Any], dict[str, Any]]
 """`(params, held, variables, key, step, batch) -> metrics`."""
@@ -76,27 +72,19 @@ class Work:
     ) -> None:
         self._loss, self._optimizer, self._feed = loss, optimizer, feed
         self.mesh, self.plan = mesh, plan
-        self._born: Born = born.out_specs
+        self.form = StateForm(optimizer, born, mesh, plan, feed)
         self._wants_norm = GRAD_NORM in metrics
         if self._wants_norm and GRAD_NORM in program.out_specs[1][0]:
             raise ArgumentError(
                 f"metrics asks for {GRAD_NORM!r}, and loss_fn {loss.name} returns one: rename that in aux"
             )
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        names = [name for name, _ in named_leaves(self._born.params)]
-        self.layouts: Mapping[str, Layout] = dict(zip(names, layouts_of(plan), strict=True))
-        self._frozen = {name for name, one in zip(names, plan.variables, strict=True) if one.frozen}
-        self._of_params = self._dense(jax.tree.unflatten(jax.tree.structure(self._born.params), self.layouts.values()))
-        self._of_moved = self._moved(self._of_params)
-        self._make, self.initial = born, trace(lambda key: self._first(born(key)), *born.in_specs)
-        self._specs: State = self.initial.out_specs
         self._reading = None if feed is None else feed.reading(program, microbatches=plan.microbatches)
         self._program = self._passed(program, self._reading)
         self._in_parts = None
         laid = self._laid_out(self._program, self._reading)
         if plan.microbatches == 1:
-            self._program = last_behind(*laid, frozen=self._still)
-        elif found := summed_once(*laid, frozen=self._still):
+            self._program = last_behind(*laid, frozen=self.form.still)
+        elif found := summed_once(*laid, frozen=self.form.still):
             self._in_parts, self._program = found, found.program
         if mesh.size > 1:  # where devices sum gradients, those of weights in loops behind the loops
             self._program = with_sums_behind_loops(self._program, self._divided(self._reading))
@@ -104,10 +92,9 @@ class Work:
         others = [] if self._reading is None else self._reading.metrics
         others = [*others, *([GRAD_NORM] if self._wants_norm else [])]
         self.metric_shardings = self._metric_dims.shardings(mesh, plan.batch_axes, others)
-        self.state_shardings = self._shardings()
-        dense = self._moved(self._dense(self.state_shardings.params))
+        dense = self.form.moved(self.form.dense(self.form.shardings.params))
         self.gradient_shardings = dense if self._reading is None else (dense, self._reading.payload_shardings)
-        self.plan = with_held(plan, list(self._held_bytes()))
+        self.plan = with_held(plan, list(self.form.held_bytes()))
         self._updated = self._traced_update(program.out_specs[0]) if feed is None else None
 
     @property
@@ -119,25 +106,88 @@ class Work:
         """Returns the part of an optimizer's state that gradients and evaluations read."""
         return () if self._feed is None else self._feed.held(opt_state["dense"], opt_state["rows"])
 
+    @property
+    def is_fed(self) -> bool:
+        """Whether gradients read variables of a feed."""
+        return self._reading is not None and bool(self._reading.names)
+
+    @property
+    def pulled_shardings(self) -> Any:
+        """Of what `fetch` gives, where gradients are fed."""
+        assert self._reading is not None, "there is a feed"
+        return self._reading.pulled_shardings
+
     # An update
 
     def gradients(self, params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
         """Returns `(gradients, variables, metrics)`; `gradients` is for `apply` alone."""
-        key = jax.random.fold_in(key, step)
-        dense, stored = self._parted(params)
-        dense = _loaded(self._of_params, dense)
-        found = functools.partial(
-            all_gradients_of, runs=Runs(self._in_parts, self._still), metric_dims=self._metric_dims
-        )
+        of_step = params, variables, key, step, batch
         if self._reading is None:
-            gradients, _, variables, metrics = found(self._program, dense, variables, key, batch)
-            gradients = _stored(self._of_moved, gradients)
+            gradients, _, variables, metrics = self._found(*of_step)
+            gradients = store_tree(self.form.of_moved, gradients)
             return gradients, variables, {**metrics, **self._norm(gradients)}
-        pulled = self._reading.pull(dense, variables, key, batch, stored, held)
-        gradients, of_rows, variables, metrics = found(self._program, dense, variables, key, batch, pulled.rows)
-        payload, gradients = self._reading.push(pulled.ticket, of_rows), _stored(self._of_moved, gradients)
+        pulled = self.fetch(params, held, variables, key, step, batch)
+        gradients, of_rows, variables, metrics = self._found(*of_step, pulled.rows)
+        payload, gradients = self._reading.push(pulled.ticket, of_rows), store_tree(self.form.of_moved, gradients)
         metrics = {**metrics, **pulled.metrics, **self._norm(gradients, payload)}
         return (gradients, payload), variables, metrics
+
+    def fetch(self, params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Pulled:
+        """Fetches what a batch reads of the feed's variables."""
+        assert self._reading is not None, "there is a feed"
+        dense, stored = self.form.parted(params)
+        dense, key = load_tree(self.form.of_params, dense), jax.random.fold_in(key, step)
+        return self._reading.pull(dense, variables, key, batch, stored, held)
+
+    def gradients_ahead(
+        self, params: Any, opt_state: Any, variables: Any, key: Any, step: Any, batch: Any, pulled: Pulled, coming: Any
+    ) -> Any:
+        """Returns what `gradients` does of a batch that is fetched, and what is fetched for the coming one.
+
+        The last products that gradients of rows do not need wait for these, so that messages have work to cross under.
+
+        **Arguments:** `pulled`: of `batch`, without metrics. `coming`: the next batch; what it reads is fetched as
+        `apply` will leave it.
+        """
+        feed, reading = self._feed, self._reading
+        assert feed is not None, "there is a feed"
+        assert reading is not None, "there is a feed"
+
+        def found(params: Any, variables: Any, batch: Any, rows: Any) -> tuple[Any, Any]:
+            gradients, of_rows, variables, metrics = self._found(params, variables, key, step, batch, rows)
+            return (of_rows, variables, metrics), gradients
+
+        whole, stored = self.form.parted(params)
+
+        def fetch(routed: Any, payload: Any, gradients: Any, loss: Any) -> Turns:
+            update = self._update_of(whole, opt_state, gradients, payload, loss)
+            ready = feed.read_behind(update, reading, routed, stored, opt_state["rows"])
+            fetched = yield ready, reading.send(routed, ready, stored)
+            yield fetched, ()  # what is summed last crosses behind the last product
+            return fetched
+
+        def between(first: Any) -> Turns:
+            of_rows, variables, metrics = first
+            dense, key_of_coming = load_tree(self.form.of_params, whole), jax.random.fold_in(key, step + 1)
+            routed = reading.route(dense, variables, key_of_coming, coming)
+            payload = yield (of_rows, routed), reading.push(pulled.ticket, of_rows)
+            if feed.waits_for_gradients:
+                return payload, routed
+            return payload, (yield from fetch(routed, payload, None, metrics["loss"]))
+
+        given, num_turns = (params, variables, batch, pulled.rows), 1 if feed.waits_for_gradients else 3
+        first, gradients, (payload, fetched) = in_turn(found, given, between, num_turns=num_turns)
+        (_, variables, metrics), gradients = first, store_tree(self.form.of_moved, gradients)
+        if feed.waits_for_gradients:
+            fetched = in_full(fetch(fetched, payload, gradients, metrics["loss"]))
+        return (gradients, payload), variables, {**metrics, **self._norm(gradients, payload)}, fetched
+
+    def _found(self, params: Any, variables: Any, key: Any, step: Any, batch: Any, rows: Any = ()) -> Any:
+        """Returns gradients as the loss has them, those of rows, new variables and metrics."""
+        key, runs = jax.random.fold_in(key, step), Runs(self._in_parts, self.form.still)
+        dense = load_tree(self.form.of_params, self.form.dense(params))
+        program, dims = self._program, self._metric_dims
+        return all_gradients_of(program, dense, variables, key, batch, rows, runs=runs, metric_dims=dims)
 
     def _norm(self, dense: Any, payload: Any = None) -> dict[str, jax.Array]:
         """Returns the global norm of all gradients, where it is wanted."""
@@ -154,26 +204,25 @@ class Work:
             assert self._updated is not None, "it is traced where there is no feed"
             return self._updated(step, params, opt_state, gradients, loss)
         of_dense, payload = gradients
-        whole, stored = self._parted(params)
-        moved, dense, stored, kept = self._feed.apply(
-            _loaded(self._of_moved, of_dense),
-            _loaded(self._of_moved, self._moved(whole)),
-            _loaded(self._of_state, opt_state["dense"]),
-            payload,
-            self._reading,
-            stored,
-            opt_state["rows"],
-            loss,
-        )
-        params = self._joined(with_leaves(_stored(self._of_moved, moved), whole, self._frozen), stored)
-        return step + 1, params, {"dense": _stored(self._of_state, dense), "rows": kept}
+        whole, stored = self.form.parted(params)
+        update = self._update_of(whole, opt_state, of_dense, payload, loss)
+        moved, dense, stored, kept = self._feed.apply(update, self._reading, stored, opt_state["rows"])
+        params = self.form.joined(with_leaves(store_tree(self.form.of_moved, moved), whole, self.form.frozen), stored)
+        return step + 1, params, {"dense": store_tree(self.form.of_state, dense), "rows": kept}
+
+    def _update_of(self, params: Any, opt_state: Any, gradients: Any, payload: Any, loss: Any) -> Update:
+        """Returns what a feed is told of an update. **Arguments:** `params`, `gradients`: of what is dense."""
+        of_moved = self.form.of_moved
+        moved, dense = load_tree(of_moved, self.form.moved(params)), load_tree(self.form.of_state, opt_state["dense"])
+        loaded = None if gradients is None else load_tree(of_moved, gradients)
+        return Update(loaded, moved, dense, payload, loss)
 
     def evaluate(self, batch: Any) -> tuple[Evaluate, Any]:
         """Returns the function that gives the metrics of batches of that form, and where these lie.
 
         **Arguments:** `batch`: specs.
         """
-        born = self._born
+        born = self.form.born
         program = self._loss.trace(born.params, born.variables, born.key, batch, train=False, mesh=self.mesh)
         read = self._read_by(program)
 
@@ -190,7 +239,7 @@ class Work:
 
         **Arguments:** `batch`: specs.
         """
-        born, axes = self._born, self.plan.batch_axes
+        born, axes = self.form.born, self.plan.batch_axes
         program = fn.trace(born.params, born.variables, born.key, batch, mesh=self.mesh)
         specs, structure = jax.tree.flatten(program.out_specs)
         pairs = zip(specs, batch_dims_of_results(program, {BATCH: 0}), strict=True)
@@ -204,130 +253,20 @@ class Work:
         passed = self._passed(program, reading)
         others = [] if feed is None or reading is None else [name for name in feed.names if name not in reading.names]
         places = {name: at for at, (name, _) in enumerate(named_leaves(passed.in_specs[0]))}
-        run = kept_in_blocks(passed, {places[name]: self.layouts[name].axes_of(0) for name in others})
+        run = kept_in_blocks(passed, {places[name]: self.form.layouts[name].axes_of(0) for name in others})
 
         def read(params: Any, held: Any, variables: Any, key: Any, step: Any, batch: Any) -> Any:
             key = jax.random.fold_in(key, step)
-            dense, stored = self._parted(params)
-            dense = _loaded(self._of_params, dense)
+            dense, stored = self.form.parted(params)
+            dense = load_tree(self.form.of_params, dense)
             if feed is None or reading is None:
                 return passed(dense, variables, key, batch), {}
-            dense = self._joined(dense, {name: feed.whole(name, stored[name], held) for name in others})
+            dense = self.form.joined(dense, {name: feed.whole(name, stored[name], held) for name in others})
             pulled = reading.pull(dense, variables, key, batch, stored, held)
             checked = {name: pulled.metrics[name] for name in feed.checks}
             return run(dense, variables, key, batch, pulled.rows), checked
 
         return read
-
-    # Other forms of a state
-
-    def settled(self, state: State) -> State:
-        """Returns a state in which nothing is put off: each variable is what single-device training has."""
-        if self._feed is None:
-            return state
-        dense, stored = self._parted(state.params)
-        stored, kept = self._feed.settled(
-            stored, _loaded(self._of_state, state.opt_state["dense"]), state.opt_state["rows"]
-        )
-        return replace(state, params=self._joined(dense, stored), opt_state={**state.opt_state, "rows": kept})
-
-    def dense_specs(self) -> State:
-        """Of a state in the form of single-device training. **Raises:** `ArgumentError` when there is none."""
-        opt_state = self._optimizer_specs if self._feed is None else self._feed.dense_state()
-        return replace(self._specs, params=self._born.params, opt_state=opt_state, padded=(), shapes=())
-
-    def to_dense(self, state: State) -> State:
-        """Returns a state as single-device training has it."""
-        state = self.settled(state)
-        params = self._whole(state.params)
-        if self._feed is None:
-            opt_state = _loaded(self._of_state, state.opt_state)
-        else:
-            of_dense = _loaded(self._of_state, state.opt_state["dense"])
-            opt_state = self._feed.joined(of_dense, state.opt_state["rows"])
-        return replace(state, params=params, opt_state=opt_state, padded=(), shapes=())
-
-    def _whole(self, params: Any) -> Any:
-        """Returns the parameters of a state as single-device training has them."""
-        dense, stored = self._parted(params)
-        dense = _loaded(self._of_params, dense)
-        if self._feed is None:
-            return dense
-        return self._joined(dense, {name: self._feed.load(name, value) for name, value in stored.items()})
-
-    def from_dense(self, state: State) -> State:
-        """Undoes `to_dense`."""
-        dense, taken = self._parted(state.params)
-        dense = _stored(self._of_params, dense)
-        if self._feed is None:
-            opt_state = _stored(self._of_state, state.opt_state)
-            return replace(state, params=dense, opt_state=opt_state, **self._told)
-        stored, of_dense, kept = self._feed.parted(state.opt_state, taken)
-        opt_state = {"dense": _stored(self._of_state, of_dense), "rows": kept}
-        return replace(state, params=self._joined(dense, stored), opt_state=opt_state, **self._told)
-
-    # How a state is made, and where it lies
-
-    def begun(self, key: Any, params: Any) -> State:
-        """Returns a first state, as `initial`, with parameters as a state has them in place of those of `init`."""
-        return self._first(self._make(key)._replace(params=self._whole(params)))
-
-    def _first(self, born: Born) -> State:
-        step = jnp.zeros((), jnp.int32)
-        if self._feed is None:
-            opt_state = _stored(self._of_state, strong(self._optimizer.init(self._moved(born.params))))
-            return State(step, _stored(self._of_params, born.params), opt_state, born.variables, born.key, **self._told)
-        dense, taken = self._parted(born.params)
-        stored, of_dense, kept = self._feed.begin(self._moved(born.params), taken)
-        opt_state = {"dense": _stored(self._of_state, of_dense), "rows": kept}
-        params = self._joined(_stored(self._of_params, dense), stored)
-        return State(step, params, opt_state, born.variables, born.key, **self._told)
-
-    @functools.cached_property
-    def _told(self) -> Mapping[str, Any]:
-        """What a state tells of its leaves: the rows of tables, and the shapes of what is padded otherwise."""
-        dense = {"params": self._of_params, "opt_state" if self._feed is None else "opt_state/dense": self._of_state}
-        layouts = [one for prefix, tree in dense.items() for one in named_leaves(tree, prefix)]
-        shapes = tuple((path, layout.shape) for path, layout in layouts if any(layout.padding))
-        return {"padded": () if self._feed is None else tuple(self._feed.padded), "shapes": shapes}
-
-    @functools.cached_property
-    def _optimizer_specs(self) -> Any:
-        return jax.eval_shape(lambda params: strong(self._optimizer.init(params)), self._moved(self._born.params))
-
-    @functools.cached_property
-    def _of_state(self) -> Any:
-        """The layouts of what of the optimizer's state is dense."""
-        specs = self._optimizer_specs
-        if self._feed is not None:
-            specs = jax.eval_shape(
-                lambda params: self._feed.begin(self._moved(params), self._parted(params)[1])[1],  # pyright: ignore[reportOptionalMemberAccess]
-                self._born.params,
-            )
-        moved = self._moved(self._dense(self._born.params))
-        return follow(moved, self._of_moved, specs, lambda spec: Layout.whole(spec.shape))
-
-    def _shardings(self) -> State:
-        specs, on = self._specs, functools.partial(jax.tree.map, lambda layout: layout.sharding(self.mesh))
-        params = shardings_of(self.plan, self.mesh, self._born.params)
-        opt_state = on(self._of_state)
-        if self._feed is not None:
-            opt_state = {"dense": opt_state, "rows": self._feed.shardings(specs.opt_state["rows"])}
-        variables = jax.tree.map(lambda _: self._replicated, specs.variables)
-        return State(self._replicated, params, opt_state, variables, self._replicated, **self._told)
-
-    def _held_bytes(self) -> Iterator[tuple[int, int, int]]:
-        """Yields for each variable the bytes that a device holds: of it, its gradient, and what the optimizer keeps."""
-        shardings, by_rows = self.state_shardings, () if self._feed is None else self._feed.names
-        states = named_leaves(self._specs.opt_state)
-        kept: Counter[str] = Counter()
-        owners = owners_of([path for path, _ in states], self.layouts)
-        for owner, (_, spec), sharding in zip(owners, states, jax.tree.leaves(shardings.opt_state), strict=True):
-            kept[owner] += shard_bytes(spec, sharding)
-        params = jax.tree.leaves(self._specs.params)
-        for name, spec, sharding in zip(self.layouts, params, jax.tree.leaves(shardings.params), strict=True):
-            own = shard_bytes(spec, sharding)
-            yield own, 0 if name in self._frozen or name in by_rows else own, kept[name]
 
     def _passed(self, program: Program, reading: Reading | None) -> Program:
         """Returns what a program becomes where its weights lie as the plan says."""
@@ -335,7 +274,7 @@ class Work:
 
     def _laid_out(self, program: Program, reading: Reading | None) -> Any:
         """Returns what passes are told of a program."""
-        layouts = [self.layouts[name] for name, _ in named_leaves(program.in_specs[0])]
+        layouts = [self.form.layouts[name] for name, _ in named_leaves(program.in_specs[0])]
         return program, layouts, self.mesh, self.plan.batch_axes, self._divided(reading)
 
     def _divided(self, reading: Reading | None) -> dict[int, Any]:
@@ -343,55 +282,17 @@ class Work:
         return {BATCH: 0} if reading is None else {BATCH: 0, _ROWS: reading.batch_dims}
 
     def _traced_update(self, loss: jax.ShapeDtypeStruct) -> Program:
-        specs = self._specs
+        form, specs = self.form, self.form.specs
 
         def update(step: Any, params: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
-            moved, gradients = (_loaded(self._of_moved, tree) for tree in (self._moved(params), gradients))
-            moved, opt_state = applied(self._optimizer, moved, _loaded(self._of_state, opt_state), gradients, loss)
-            params = with_leaves(_stored(self._of_moved, moved), params, self._frozen)
-            return step + 1, params, _stored(self._of_state, opt_state)
+            moved, gradients = (load_tree(form.of_moved, tree) for tree in (form.moved(params), gradients))
+            moved, opt_state = applied(self._optimizer, moved, load_tree(form.of_state, opt_state), gradients, loss)
+            params = with_leaves(store_tree(form.of_moved, moved), params, form.frozen)
+            return step + 1, params, store_tree(form.of_state, opt_state)
 
-        program = trace(update, specs.step, specs.params, specs.opt_state, self._moved(specs.params), loss)
+        program = trace(update, specs.step, specs.params, specs.opt_state, self.form.moved(specs.params), loss)
         check_same_state((specs.step, specs.params, specs.opt_state), program.out_specs)
         return program
-
-    def _moved(self, params: Any) -> Any:
-        """Returns the PyTree with None in place of what is frozen."""
-        return without_leaves(params, self._frozen) if self._frozen else params
-
-    @property
-    def _still(self) -> frozenset[int]:
-        """Which leaves, of those that are dense, are frozen."""
-        names = [name for name, _ in named_leaves(self._dense(self._born.params))]
-        return frozenset(at for at, name in enumerate(names) if name in self._frozen)
-
-    def _dense(self, params: Any) -> Any:
-        return self._parted(params)[0]
-
-    def _parted(self, params: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the PyTree with None in place of the feed's variables, and these by name."""
-        if self._feed is None:
-            return params, {}
-        leaves, structure = jax.tree.flatten(params)
-        taken = {name: leaf for name, leaf in zip(self.layouts, leaves, strict=True) if name in self._feed.names}
-        dense = [None if name in taken else leaf for name, leaf in zip(self.layouts, leaves, strict=True)]
-        return jax.tree.unflatten(structure, dense), taken
-
-    def _joined(self, dense: Any, taken: Mapping[str, Any]) -> Any:
-        """Undoes `_parted`; variables of the feed that are not given stay away."""
-        if self._feed is None:
-            return dense
-        leaves = iter(jax.tree.leaves(dense))
-        values = [taken.get(name) if name in self._feed.names else next(leaves) for name in self.layouts]
-        return jax.tree.unflatten(jax.tree.structure(self._born.params), values)
-
-
-def _loaded(layouts: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda layout, leaf: layout.load(leaf), layouts, tree)
-
-
-def _stored(layouts: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda layout, leaf: layout.store(leaf), layouts, tree)
 
 
 def check_same_state(expected: Any, got: Any) -> None:

@@ -65,3 +65,10 @@ def strong(tree: Any) -> Any:
 def _strong(leaf: Any) -> jax.Array:
     leaf = jnp.asarray(leaf)
     return jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
+def typed_key(key: Any) -> Any:
+    """Wraps a key of `jax.random.PRNGKey`, of the implementation that JAX is configured for."""
+    form = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    is_raw = (getattr(key, "dtype", None), getattr(key, "shape", None)) == (form.dtype, form.shape)
+    return jax.random.wrap_key_data(key) if is_raw else key

@@ -4,10 +4,8 @@ from .exchange.exchange import SLACK as SLACK
 from .exchange.exchange import Exchange as Exchange
 from .exchange.exchange import Hop as Hop
 from .exchange.exchange import plan_exchange as plan_exchange
-from .exchange.islands import Pulled as Pulled
 from .exchange.islands import Pushed as Pushed
 from .exchange.islands import Sum as Sum
-from .exchange.islands import pull_rows as pull_rows
 from .exchange.islands import push_rows as push_rows
 from .exchange.islands import route_ids as route_ids
 from .exchange.islands import settle_rows as settle_rows
@@ -20,6 +18,12 @@ from .exchange.layout import stored_shape as stored_shape
 from .exchange.layout import stored_sharding as stored_sharding
 from .exchange.layout import stored_spec as stored_spec
 from .exchange.layout import to_stored as to_stored
+from .exchange.pulling import Pulled as Pulled
+from .exchange.pulling import Sending as Sending
+from .exchange.pulling import Unwritten as Unwritten
+from .exchange.pulling import pull_rows as pull_rows
+from .exchange.pulling import read_rows as read_rows
+from .exchange.pulling import send_rows as send_rows
 from .exchange.route import Round as Round
 from .exchange.route import Route as Route
 from .exchange.traffic import all_gather_bytes as all_gather_bytes

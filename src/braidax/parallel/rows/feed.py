@@ -10,14 +10,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
 from braidax.parallel.compute.accumulate import microbatches_of
-from braidax.parallel.compute.feed import Check, Pulled
+from braidax.parallel.compute.feed import Check, Pulled, Update
 from braidax.parallel.given.arrays import strong
+from braidax.parallel.plan.batch import along_batch
 from braidax.parallel.plan.plan import Plan
 from braidax.program import LeafUses, Program, RowProgram, join, named_leaves
 
-from . import Route, RowState, in_blocks, settle_rows, stored_sharding, table_optimizer
+from . import Route, RowState, Sending, in_blocks, settle_rows, stored_sharding, table_optimizer
 from .options import RowOptions, out_of_range_told
-from .packing import Packing, States, Table, Trip
+from .packing import Packing, Pull, Routed, States, Table, Trip
 from .planned import planned_table, rows_over
 from .reads import row_reads, without_rows
 from .split_update import SplitUpdate
@@ -35,11 +36,18 @@ class RowReading:
     """
 
     def __init__(
-        self, tables: Mapping[str, Table], rows: RowProgram, mesh: Mesh, *, marked: bool, microbatches: int
+        self,
+        tables: Mapping[str, Table],
+        rows: RowProgram,
+        mesh: Mesh,
+        batch_axes: tuple[str, ...],
+        *,
+        marked: bool,
+        microbatches: int,
     ) -> None:
         self._rows, self._marked, self._microbatches = rows, marked, microbatches
         self.packing = Packing(list(tables.values()), rows, mesh, microbatches=microbatches)
-        self._mesh, self._program = mesh, rows.fed()
+        self._mesh, self._batch_axes, self._program = mesh, batch_axes, rows.fed()
 
     @property
     def program(self) -> Program:
@@ -52,8 +60,19 @@ class RowReading:
         return {lookup.name for lookup in self._rows.lookups}
 
     @property
+    def pulled_shardings(self) -> Pulled:
+        """Rows lie as samples do."""
+        lead = () if self._microbatches == 1 else (self._microbatches,)
+        rows = tuple(
+            along_batch(self._mesh, self._batch_axes, (*lead, *spec.shape), len(lead) + dim)
+            for spec, dim in zip(self._program.in_specs[-1], self.batch_dims, strict=True)
+        )
+        replicated = NamedSharding(self._mesh, PartitionSpec())
+        return Pulled(rows, self.payload_shardings, dict.fromkeys(self.metrics, replicated))
+
+    @property
     def payload_shardings(self) -> Any:
-        """Of trips."""
+        """Of trips, and of the routes of rows."""
         return self.packing.trip_shardings(self._mesh)
 
     @property
@@ -70,14 +89,25 @@ class RowReading:
         self, dense: Any, variables: Any, key: Any, batch: Any, stored: Mapping[str, jax.Array], held: States
     ) -> Pulled:
         """Computes ids, of all microbatches at once, and fetches rows; `row_rounds` is 1 unless room lacked."""
+        return self._pulled(self.packing.pull(self._ids(dense, variables, key, batch), stored, held))
+
+    def route(self, dense: Any, variables: Any, key: Any, batch: Any) -> Routed:
+        """Agrees on which rows travel where."""
+        return self.packing.route(self._ids(dense, variables, key, batch))
+
+    def send(self, routed: Routed, read: Sequence[Sending], stored: Mapping[str, jax.Array]) -> Pulled:
+        """Fetches rows that `RowFeed.read_behind` has read."""
+        return self._pulled(self.packing.send(routed, read, stored))
+
+    def _ids(self, dense: Any, variables: Any, key: Any, batch: Any) -> Any:
         if self._microbatches == 1:
-            ids = self._rows.ids(dense, variables, key, batch)
-        else:
-            pieces = microbatches_of(key, batch, self._microbatches)
-            ids = jax.vmap(lambda key, batch: self._rows.ids(dense, variables, key, batch))(*pieces)
-        pulled = self.packing.pull(ids, stored, held)
-        counts = {OUT_OF_RANGE: pulled.out_of_range} if self._marked else {}
-        return Pulled(pulled.rows, pulled.routes, {"row_rounds": pulled.num_rounds, **counts})
+            return self._rows.ids(dense, variables, key, batch)
+        pieces = microbatches_of(key, batch, self._microbatches)
+        return jax.vmap(lambda key, batch: self._rows.ids(dense, variables, key, batch))(*pieces)
+
+    def _pulled(self, found: Pull) -> Pulled:
+        counts = {OUT_OF_RANGE: found.out_of_range} if self._marked else {}
+        return Pulled(found.rows, found.routes, {"row_rounds": found.num_rounds, **counts})
 
     def push(self, ticket: Sequence[Route], gradients: Any) -> list[Trip]:
         """Sums gradients of rows where the rows are."""
@@ -107,7 +137,7 @@ class RowFeed:
         mesh: Mesh,
         plan: Plan,
     ) -> None:
-        self._optimizer, self._options, self._mesh = optimizer, options, mesh
+        self._optimizer, self._options, self._mesh, self._batch_axes = optimizer, options, mesh, plan.batch_axes
         self._program, self._sparse = program, sparse
         self._params = params = program.in_specs[0]
         self.tables = _tables_of(plan, params, mesh, options)
@@ -138,7 +168,8 @@ class RowFeed:
         found = self._sparse if known else row_reads(program, microbatches=microbatches).sparse
         read = [found[name] for name in self.tables if name in found]
         rows = without_rows(program, read, self._options.out_of_range)
-        return RowReading(self.tables, rows, self._mesh, marked=bool(self.checks), microbatches=microbatches)
+        axes = self._batch_axes
+        return RowReading(self.tables, rows, self._mesh, axes, marked=bool(self.checks), microbatches=microbatches)
 
     def begin(self, params: Any, born: Mapping[str, Any]) -> tuple[dict[str, Any], Any, dict[str, RowState]]:
         """Stores tables, each part on the device that will hold it, and splits the optimizer's first state."""
@@ -172,18 +203,22 @@ class RowFeed:
         return in_blocks(settled, table.axes, table.spec.shape[0]).reshape(table.spec.shape)
 
     def apply(
-        self,
-        gradients: Any,
-        params: Any,
-        dense: Any,
-        payload: list[Trip],
-        reading: RowReading,
-        stored: Mapping[str, jax.Array],
-        kept: States,
-        loss: jax.Array,
+        self, update: Update, reading: RowReading, stored: Mapping[str, jax.Array], kept: States
     ) -> tuple[Any, Any, dict[str, jax.Array], dict[str, RowState]]:
         """Updates the tables' touched rows, and everything else by the optimizer."""
-        return self._update.apply(gradients, params, dense, payload, reading.packing, stored, kept, loss)
+        return self._update.apply(update, reading.packing, stored, kept)
+
+    @property
+    def waits_for_gradients(self) -> bool:
+        """Whether rows move by gradients of what is dense, as by their global norm."""
+        return self._update.waits_for_gradients
+
+    def read_behind(
+        self, update: Update, reading: RowReading, routed: Routed, stored: Mapping[str, jax.Array], kept: States
+    ) -> list[Sending]:
+        """Reads rows as an update leaves them: moved by it, or brought up to it."""
+        coming, held = self._update.coming(update, reading.packing, kept)
+        return reading.packing.read(routed, stored, held, coming)
 
     def settled(
         self, stored: Mapping[str, jax.Array], dense: Any, kept: States

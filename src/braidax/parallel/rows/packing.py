@@ -13,17 +13,22 @@ from braidax.program import OUT_OF_RANGE, Lookup, RowProgram
 
 from . import (
     Exchange,
+    Pulled,
     Pushed,
     Route,
     RowOptimizer,
     RowState,
+    Sending,
     Sum,
+    Unwritten,
     from_stored,
     making_spec,
     plan_exchange,
     pull_rows,
     push_rows,
+    read_rows,
     route_ids,
+    send_rows,
     sum_rows,
     to_stored,
     update_rows,
@@ -76,6 +81,13 @@ class Trip(NamedTuple):
     pushed: Pushed
 
 
+class Coming(NamedTuple):
+    """An update that is known and not yet written. **Fields:** `trips`, `held`: what `Packing.update` takes."""
+
+    trips: Sequence[Trip]
+    held: States
+
+
 class Pull(NamedTuple):
     """Rows that have come.
 
@@ -96,6 +108,13 @@ class _Group:
     tables: tuple[int, ...]
     lookups: tuple[tuple[int, ...], ...]
     exchange: Exchange
+
+
+class Routed(NamedTuple):
+    """Which rows travel where. **Fields:** as of `Pull`."""
+
+    routes: list[Route]
+    out_of_range: jax.Array
 
 
 class Packing:
@@ -148,33 +167,66 @@ class Packing:
 
         **Arguments:** `ids`: of each lookup. `tables`, `held`: by name, as stored.
         """
-        rows: dict[int, jax.Array] = {}
-        routes: list[Route] = []
-        rounds = [jnp.zeros((), jnp.int32)]
-        wrong = {table.name: jnp.zeros((), jnp.int32) for table in self._tables}
-        for group in self.groups:
-            members = [self._tables[number] for number in group.tables]
-            packed = [self._pack(lookups, ids, group.exchange.num_parts, filler=-1) for lookups in group.lookups]
-            wrong |= {
-                table.name: jnp.sum(x == OUT_OF_RANGE, dtype=jnp.int32)
-                for table, x in zip(members, packed, strict=True)
-            }
-            route = route_ids(group.exchange, packed)
-            pulled = pull_rows(
+        routed, pulled = self.route(ids), list[Pulled]()
+        for group, route in zip(self.groups, routed.routes, strict=True):
+            members = self._members(group)
+            found = pull_rows(
                 group.exchange,
                 route,
                 [tables[table.name] for table in members],
-                like=packed,
+                like=_like(group),
                 states=[held[table.name] for table in members],
                 optimizers=[table.optimizer for table in members],
             )
-            routes.append(route)
-            rounds.append(pulled.num_rounds)
-            for table, lookups, found in zip(members, group.lookups, pulled.rows, strict=True):
-                found = found.reshape(*found.shape[:2], *table.spec.shape[1:])
-                rows |= self._unpack(lookups, found)
+            pulled.append(found)
+        return self._pull(routed, pulled)
+
+    def route(self, ids: Sequence[jax.Array]) -> Routed:
+        """Agrees on which rows travel where. **Arguments:** `ids`: of each lookup."""
+        routes: list[Route] = []
+        wrong = {table.name: jnp.zeros((), jnp.int32) for table in self._tables}
+        for group in self.groups:
+            packed = [self._pack(lookups, ids, group.exchange.num_parts, filler=-1) for lookups in group.lookups]
+            for table, x in zip(self._members(group), packed, strict=True):
+                wrong[table.name] = jnp.sum(x == OUT_OF_RANGE, dtype=jnp.int32)
+            routes.append(route_ids(group.exchange, packed))
+        return Routed(routes, jnp.stack(list(wrong.values())))
+
+    def read(self, routed: Routed, tables: Mapping[str, jax.Array], held: States, coming: Coming) -> list[Sending]:
+        """Reads the rows of all lookups as an update will leave them. **Arguments:** `held`: as of `read_rows`."""
+        read: list[Sending] = []
+        for group, route, trip in zip(self.groups, routed.routes, coming.trips, strict=True):
+            members = self._members(group)
+            found = read_rows(
+                group.exchange,
+                route,
+                [tables[table.name] for table in members],
+                [held[table.name] for table in members],
+                Unwritten(*trip, tuple(coming.held[table.name] for table in members)),
+                optimizers=[table.optimizer for table in members],
+            )
+            read.append(found)
+        return read
+
+    def send(self, routed: Routed, read: Sequence[Sending], tables: Mapping[str, jax.Array]) -> Pull:
+        """Fetches rows that were read. **Arguments:** `tables`: as of `pull`."""
+        pulled: list[Pulled] = []
+        for group, sending in zip(self.groups, read, strict=True):
+            stored = [tables[table.name] for table in self._members(group)]
+            pulled.append(send_rows(group.exchange, sending, stored, like=_like(group)))
+        return self._pull(routed, pulled)
+
+    def _members(self, group: _Group) -> list[Table]:
+        return [self._tables[number] for number in group.tables]
+
+    def _pull(self, routed: Routed, pulled: Sequence[Pulled]) -> Pull:
+        rows: dict[int, jax.Array] = {}
+        for group, of_group in zip(self.groups, pulled, strict=True):
+            for table, lookups, found in zip(self._members(group), group.lookups, of_group.rows, strict=True):
+                rows |= self._unpack(lookups, found.reshape(*found.shape[:2], *table.spec.shape[1:]))
         of_lookups = tuple(rows[at] for at in range(len(self._lookups)))
-        return Pull(of_lookups, routes, jnp.max(jnp.stack(rounds)), jnp.stack(list(wrong.values())))
+        rounds = [jnp.zeros((), jnp.int32), *(found.num_rounds for found in pulled)]
+        return Pull(of_lookups, routed.routes, jnp.max(jnp.stack(rounds)), routed.out_of_range)
 
     def push(self, routes: Sequence[Route], gradients: Sequence[jax.Array]) -> list[Trip]:
         """Sums the gradients of rows where the rows are. **Arguments:** `gradients`: of each lookup's rows."""
@@ -214,7 +266,7 @@ class Packing:
         """Moves the touched rows of all tables, in place where these are donated. **Arguments:** as of `pull`."""
         tables, states = dict(tables), dict(held)
         for group, trip in zip(self.groups, trips, strict=True):
-            members = [self._tables[number] for number in group.tables]
+            members = self._members(group)
             names = [table.name for table in members]
             moved, kept = update_rows(
                 group.exchange,
@@ -255,3 +307,9 @@ class Packing:
             found[at] = jnp.moveaxis(part, 0, len(lengths))
             start += size
         return found
+
+
+def _like(group: _Group) -> list[jax.ShapeDtypeStruct]:
+    """Returns the forms of the ids of each table of a group."""
+    num_parts, num_ids = group.exchange.num_parts, group.exchange.hops[0].num_inputs
+    return [jax.ShapeDtypeStruct((num_parts, count), jnp.int32) for count in num_ids]

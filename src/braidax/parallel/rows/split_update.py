@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from braidax.parallel.compute.feed import Update
 from braidax.parallel.given.arrays import strong
 from braidax.program import Term, compute, named_leaves, of_no_rows, sums_below
 
@@ -24,7 +25,7 @@ from . import (
     settle_rows,
     stored_shape,
 )
-from .packing import Packing, States, Table, Trip
+from .packing import Coming, Packing, States, Table, Trip
 
 _JOINS = {"reduce_sum": "add", "reduce_and": "and", "reduce_or": "or"}
 
@@ -111,52 +112,89 @@ class SplitUpdate:
     # Updates
 
     def apply(
-        self,
-        gradients: Any,
-        params: Any,
-        dense: Any,
-        trips: Sequence[Trip],
-        packing: Packing,
-        stored: Mapping[str, jax.Array],
-        held: States,
-        loss: jax.Array,
+        self, update: Update, packing: Packing, stored: Mapping[str, jax.Array], held: States
     ) -> tuple[Any, Any, dict[str, jax.Array], dict[str, RowState]]:
         """Takes an update.
 
-        **Arguments:** `gradients`, `params`: PyTrees with None in place of tables. `dense`: as of `parted`. `trips`:
-        gradients of rows. `stored`: tables. `held`: their states, as they are kept. `loss`: of the batch.
+        **Arguments:** `update`: its `payload` are gradients of rows. `stored`: tables. `held`: their states, as they
+        are kept.
 
         **Returns:** the new `params`, `dense`, tables, and their states.
         """
-        split, known = self._split, self._known(gradients, params, dense, loss)
-        moves = [split.moves[at] for at in self._dense_params]
-        states = [split.states[at] for at in self._dense_at]
-        contexts = [term for update in split.tables.values() for term in update.context]
-        known |= self._sums([*moves, *states, *contexts], known, trips, packing)
-        found = iter(compute([*moves, *states, *contexts], known))
-        moved = jax.tree.unflatten(jax.tree.structure(params), [next(found) for _ in moves])
-        after = jax.tree.unflatten(jax.tree.structure(dense), [next(found) for _ in states])
+        split, num_moves = self._split, len(self._dense_params)
+        wanted = [*(split.moves[at] for at in self._dense_params), *(split.states[at] for at in self._dense_at)]
+        found = self._computed([*wanted, *self._contexts], update, packing)
+        contexts = self._by_table(found[len(wanted) :])
+        moves = jax.tree.unflatten(jax.tree.structure(update.params), found[:num_moves])
+        after = jax.tree.unflatten(jax.tree.structure(update.dense), found[num_moves : len(wanted)])
         tables, rows, shared = dict(stored), dict(held), dict[str, Any]()
-        leaves = dict(zip(self._dense_at, jax.tree.leaves(dense), strict=True))
-        for name, update in split.tables.items():
-            now = self._now(update, leaves, held[name].shared)
-            tables[name], kept = self._brought(update, tables[name], RowState(held[name].rows, now), leaves)
-            context = tuple(next(found) for _ in update.context)
-            now = now._replace(scalars=self._scalars(update, leaves), context=context)
+        leaves = dict(zip(self._dense_at, jax.tree.leaves(update.dense), strict=True))
+        for name, table in self._split.tables.items():
+            now = self._now(table, leaves, held[name].shared)
+            tables[name], kept = self._brought(table, tables[name], RowState(held[name].rows, now), leaves)
+            now, shared[name] = self._moving(table, leaves, now, contexts[name])
             rows[name] = RowState(kept, now)
-            then = now._replace(clock=now.clock + 1, grown=next_grown(update, now)) if update.catch_up else now
-            shared[name] = self._shared(update, then)
-        tables, rows = packing.update(trips, tables, rows)
+        tables, rows = packing.update(update.payload, tables, rows)
         rows |= {name: RowState(rows[name].rows, kept) for name, kept in shared.items()}
-        return strong(optax.apply_updates(params, moved)), strong(after), tables, rows
+        return strong(optax.apply_updates(update.params, moves)), strong(after), tables, rows
 
-    def _known(self, gradients: Any, params: Any, dense: Any, loss: jax.Array) -> dict[int, Any]:
-        """The values of the inputs that are no tables."""
+    @property
+    def waits_for_gradients(self) -> bool:
+        """Whether rows move by gradients of variables that are no tables."""
+        dense = sum(self._split.inputs[at].reads for at in self._dense_params)
+        return any(term.reads & dense for term in [*self._contexts, *self._states_of_rows.values()])
+
+    def coming(self, update: Update, packing: Packing, held: States) -> tuple[Coming, dict[str, RowState]]:
+        """Returns the same update, not written yet, and the states of tables by which rows are read behind it.
+
+        **Arguments:** as of `apply`; no fixed scalar has been changed since the update before. `update`: without
+        gradients of what is dense, unless rows wait for these.
+        """
+        states = self._states_of_rows
+        found = self._computed([*states.values(), *self._contexts], update, packing)
+        after, contexts = dict(zip(states, found, strict=False)), self._by_table(found[len(states) :])
+        leaves = dict(zip(self._dense_at, jax.tree.leaves(update.dense), strict=True))
+        before, behind = dict(held), {name: RowState(state.rows, None) for name, state in held.items()}
+        for name, table in self._split.tables.items():
+            rows, now = held[name].rows, self._now(table, leaves, held[name].shared)
+            now, then = self._moving(table, leaves, now, contexts[name])
+            before[name], behind[name] = RowState(rows, now), RowState(rows, self._now(table, after, then))
+        return Coming(update.payload, before), behind
+
+    @property
+    def _contexts(self) -> list[Term]:
+        return [term for table in self._split.tables.values() for term in table.context]
+
+    @property
+    def _states_of_rows(self) -> dict[int, Term]:
+        """The dense leaves, behind an update, that rows which lag behind are brought up by."""
+        tables = [table.catch_up for table in self._split.tables.values() if table.catch_up]
+        return {scalar.at: self._split.states[scalar.at] for one in tables for scalar in one.scalars}
+
+    def _by_table(self, contexts: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        found = iter(contexts)
+        return {name: tuple(next(found) for _ in table.context) for name, table in self._split.tables.items()}
+
+    def _computed(self, wanted: Sequence[Term], update: Update, packing: Packing) -> list[Any]:
+        known = self._known(update)
+        return compute(wanted, known | self._sums(wanted, known, update.payload, packing))
+
+    def _moving(self, update: TableUpdate, leaves: Any, now: Now, context: tuple[Any, ...]) -> tuple[Now, Any]:
+        """Returns by what rows move in an update, and what is kept for all of them behind it."""
+        now = now._replace(scalars=self._scalars(update, leaves), context=context)
+        then = now._replace(clock=now.clock + 1, grown=next_grown(update, now)) if update.catch_up else now
+        return now, self._shared(update, then)
+
+    def _known(self, update: Update) -> dict[int, Any]:
+        """The values of the inputs that are no tables; gradients may be unknown."""
         at, states = self._dense_params, self._num_params
         second = states + len(self._split.states)
-        places = [*at, *(states + one for one in self._dense_at), *(second + one for one in at), second + states]
-        values = [*jax.tree.leaves(gradients), *jax.tree.leaves(dense), *jax.tree.leaves(params), loss]
-        return {self._split.inputs[place].number: value for place, value in zip(places, values, strict=True)}
+        places = [*(states + one for one in self._dense_at), *(second + one for one in at), second + states]
+        values = [*jax.tree.leaves(update.dense), *jax.tree.leaves(update.params), update.loss]
+        known = zip(places, values, strict=True)
+        gradients = jax.tree.leaves(update.gradients)
+        pairs = [*known, *(zip(at, gradients, strict=True) if gradients else ())]
+        return {self._split.inputs[place].number: value for place, value in pairs}
 
     def _brought(
         self, update: TableUpdate, table: jax.Array, state: RowState, leaves: Mapping[int, Any]

@@ -1,6 +1,5 @@
 """Exchanging rows of tables in a global view: every function is a `shard_map` island of a jitted program."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -9,25 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.parallel.rows.moving.batched import LateRows, settled
+from braidax.parallel.rows.moving.batched import settled
 from braidax.parallel.rows.moving.optimizers import RowOptimizer, RowState
 from braidax.program import psum
 
 from . import travel
 from .exchange import Exchange
 from .layout import island, stored_spec
+from .parts import by_table, check_tables, exchange_island, late_rows, put, split_of, state_specs, take
 from .route import Route, make_route
-
-
-class Pulled(NamedTuple):
-    """Rows on the devices that use them.
-
-    **Fields:** `rows`: per table `[*ids.shape, ...]`, zero where an id is nothing. `num_rounds`: int32 scalar, 1 unless
-    the room was too small.
-    """
-
-    rows: tuple[jax.Array, ...]
-    num_rounds: jax.Array
 
 
 class Pushed(NamedTuple):
@@ -55,47 +44,8 @@ def route_ids(exchange: Exchange, ids: Sequence[jax.Array]) -> Route:
         flat = [_in_range(x.reshape(-1), size) for x, size in zip(ids, exchange.num_rows, strict=True)]
         return make_route(exchange, jnp.concatenate(flat))
 
-    split = _split(exchange)
-    return _island(exchange, local, (split,) * len(ids), split)(*ids)
-
-
-def pull_rows(
-    exchange: Exchange,
-    route: Route,
-    tables: Sequence[jax.Array],
-    *,
-    like: Sequence[jax.Array],
-    states: Sequence[RowState] | None = None,
-    optimizers: Sequence[RowOptimizer] | None = None,
-) -> Pulled:
-    """Fetches the rows of all ids from their owners, those of several tables of equal width in one exchange.
-
-    **Arguments:** `tables`: in their stored form. `like`: the ids, or arrays of their shapes. `states`, `optimizers`:
-    for optimizers that also move rows without a gradient: rows are read as such an optimizer would have left them.
-
-    **Returns:** `Pulled`. **Raises:** `ArgumentError` when the tables do not fit one exchange.
-    """
-    _check_tables(exchange, tables)
-    kept = tuple(states) if states else (RowState((), ()),) * len(tables)
-    shapes = [(x.shape[0] // exchange.num_parts, *x.shape[1:]) for x in like]
-
-    def local(route: Route, tables: Any, states: Any) -> Any:
-        def read(rows: jax.Array) -> jax.Array:
-            parts = travel.pieces(rows, exchange.num_owned)
-            if optimizers is None:
-                return jnp.concatenate([_take(table, at) for table, at in zip(tables, parts, strict=True)])
-            taken = [_taken(*one) for one in zip(optimizers, parts, tables, states, strict=True)]
-            return jnp.concatenate([values for values, _ in settled(optimizers, taken)])
-
-        rows, num_rounds = travel.pull(exchange, route, read)
-        parts = travel.pieces(rows, exchange.hops[0].num_inputs)
-        shaped = zip(parts, shapes, tables, strict=True)
-        return tuple(part.reshape(shape + table.shape[2:]) for part, shape, table in shaped), num_rounds
-
-    split = _split(exchange)
-    specs = (split, stored_spec(exchange.axes), _state_specs(exchange))
-    rows, num_rounds = _island(exchange, local, specs, (split, PartitionSpec()))(route, tuple(tables), kept)
-    return Pulled(rows, num_rounds)
+    split = split_of(exchange)
+    return exchange_island(exchange, local, (split,) * len(ids), split)(*ids)
 
 
 def push_rows(exchange: Exchange, route: Route, gradients: Sequence[jax.Array]) -> Pushed:
@@ -109,8 +59,8 @@ def push_rows(exchange: Exchange, route: Route, gradients: Sequence[jax.Array]) 
         left = jnp.concatenate([gradient.reshape(size, -1) for gradient, size in sizes if size])
         return Pushed(travel.push(exchange, route.first, left), left)
 
-    split = _split(exchange)
-    return _island(exchange, local, (split, split), split)(route, tuple(gradients))
+    split = split_of(exchange)
+    return exchange_island(exchange, local, (split, split), split)(route, tuple(gradients))
 
 
 class Sum(NamedTuple):
@@ -140,7 +90,7 @@ def sum_rows(
 
     def local(route: Route, pushed: Pushed, given: Any) -> tuple[jax.Array, ...]:
         def visit(totals: tuple[jax.Array, ...], rows: jax.Array, gradients: jax.Array) -> tuple[jax.Array, ...]:
-            parts, own = _by_table(exchange, rows, gradients)
+            parts, own = by_table(exchange, rows, gradients)
             some: list[jax.Array] = []
             for total, one in zip(totals, sums, strict=True):
                 exists = parts[one.table] < exchange.local_rows[one.table]
@@ -151,8 +101,8 @@ def sum_rows(
         totals = travel.fold(exchange, route, pushed.sums, pushed.left, visit, nothing)
         return tuple(_over_devices(total, one.join, exchange.axes) for total, one in zip(totals, sums, strict=True))
 
-    split = _split(exchange)
-    return _island(exchange, local, (split, split, PartitionSpec()), PartitionSpec())(route, pushed, given)
+    split = split_of(exchange)
+    return exchange_island(exchange, local, (split, split, PartitionSpec()), PartitionSpec())(route, pushed, given)
 
 
 def _over_devices(total: jax.Array, join: str, axes: tuple[str, ...]) -> jax.Array:
@@ -177,14 +127,14 @@ def update_rows(
 
     **Returns:** the new tables and states.
     """
-    _check_tables(exchange, tables)
+    check_tables(exchange, tables)
 
     def local(route: Route, pushed: Pushed, tables: Any, states: Any) -> Any:
         def visit(carry: Any, rows: jax.Array, sums: jax.Array) -> Any:
             tables, held, _ = carry
-            parts, own = _by_table(exchange, rows, sums)
+            parts, own = by_table(exchange, rows, sums)
             now = [RowState(rows, old.shared) for rows, old in zip(held, states, strict=True)]
-            taken = [_taken(*one, whole=True) for one in zip(optimizers, parts, tables, now, strict=True)]
+            taken = [late_rows(*one, whole=True) for one in zip(optimizers, parts, tables, now, strict=True)]
             brought = settled(optimizers, taken)
             moved = [_move(*one) for one in zip(optimizers, parts, own, tables, now, brought, strict=True)]
             return tuple(zip(*moved, strict=True))
@@ -193,9 +143,9 @@ def update_rows(
         tables, rows, shared = travel.fold(exchange, route, pushed.sums, pushed.left, visit, carry)
         return tables, tuple(RowState(*pair) for pair in zip(rows, shared, strict=True))
 
-    split, stored = _split(exchange), stored_spec(exchange.axes)
-    specs = (split, split, stored, _state_specs(exchange))
-    island = _island(exchange, local, specs, (stored, _state_specs(exchange)))
+    split, stored = split_of(exchange), stored_spec(exchange.axes)
+    specs = (split, split, stored, state_specs(exchange))
+    island = exchange_island(exchange, local, specs, (stored, state_specs(exchange)))
     return island(route, pushed, tuple(tables), tuple(states))
 
 
@@ -225,8 +175,8 @@ def settle_rows(
         def some(number: jax.Array, carry: Any) -> Any:
             rows = number * block + jnp.arange(min(block, num_rows), dtype=jnp.int32)
             values, held = carry
-            new, kept = settle(_take(values, rows), jax.tree.map(lambda leaf: _take(leaf, rows), held), state.shared)
-            return jax.tree.map(lambda leaf, new: _put(leaf, rows, new), (values, held), (new, kept))
+            new, kept = settle(take(values, rows), jax.tree.map(lambda leaf: take(leaf, rows), held), state.shared)
+            return jax.tree.map(lambda leaf, new: put(leaf, rows, new), (values, held), (new, kept))
 
         num_blocks = jnp.where(wanted, -(-num_rows // block), 0)
         table, held = jax.lax.fori_loop(0, num_blocks, some, (table, state.rows))
@@ -235,14 +185,6 @@ def settle_rows(
     specs = (stored_spec(axes), RowState(stored_spec(axes), PartitionSpec()))
     asked = jnp.ones((), bool) if wanted is None else wanted
     return island(axes, local, (*specs, PartitionSpec()), specs)(table, state, asked)
-
-
-def _taken(
-    optimizer: RowOptimizer, rows: jax.Array, table: jax.Array, state: RowState, *, whole: bool = False
-) -> LateRows:
-    """Rows of a table, and what is kept of them: all of it, or what they are brought up by."""
-    kept = state.rows if whole or optimizer.settle is not None else ()
-    return LateRows(_take(table, rows), jax.tree.map(lambda leaf: _take(leaf, rows), kept), state.shared)
 
 
 def _move(
@@ -260,54 +202,12 @@ def _move(
         moves = moves.reshape(-1, *table.shape[1:])
         table = table.at[rows].add(moves, mode="drop", unique_indices=True)
     else:
-        table = _put(table, rows, values + moves)
-    return table, jax.tree.map(lambda leaf, new: _put(leaf, rows, new), state.rows, taken), shared
-
-
-def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of a device's part `[R, 1, ...]` of a stored array, as `[m, D]`; of `[R, 1]`, one number a row, as `[m]`."""
-    # The part is never reshaped: the compiler would copy it, for the sake of a layout that is the same in memory.
-    counts = jnp.issubdtype(leaf.dtype, jnp.integer)
-    filler = jnp.iinfo(leaf.dtype).max if counts else 0  # the last step of no row
-    taken = leaf.at[rows].get(mode="fill", fill_value=filler)
-    return taken.reshape(rows.shape[0], math.prod(leaf.shape[1:])) if leaf.ndim > 2 else taken.reshape(-1)
-
-
-def _put(leaf: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
-    new = new.astype(leaf.dtype).reshape(-1, *leaf.shape[1:])
-    return leaf.at[rows].set(new, mode="drop", unique_indices=True)
-
-
-def _by_table(exchange: Exchange, rows: jax.Array, sums: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The touched rows of each table, and their gradients, summed over all devices that have the same rows."""
-    parts, own = travel.pieces(rows, exchange.num_owned), travel.pieces(sums, exchange.num_owned)
-    if exchange.num_replicas == 1:
-        return parts, own
-    pairs = [travel.joined(exchange.replica_axes, *one) for one in zip(parts, own, exchange.local_rows, strict=True)]
-    return [one for one, _ in pairs], [one for _, one in pairs]
+        table = put(table, rows, values + moves)
+    return table, jax.tree.map(lambda leaf, new: put(leaf, rows, new), state.rows, taken), shared
 
 
 def _in_range(ids: jax.Array, num_rows: int) -> jax.Array:
     return jnp.where((ids >= 0) & (ids < num_rows), ids, -1).astype(jnp.int32)
-
-
-def _split(exchange: Exchange) -> PartitionSpec:
-    return PartitionSpec(exchange.split)
-
-
-def _state_specs(exchange: Exchange) -> Any:
-    return (RowState(stored_spec(exchange.axes), PartitionSpec()),) * len(exchange.num_rows)
-
-
-def _island(exchange: Exchange, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    sizes = jax.sharding.get_abstract_mesh().shape
-    found = [sizes.get(axis, 0) for axis in exchange.axes]
-    if math.prod(found) != exchange.num_shards:
-        raise ArgumentError(
-            f"the exchange is planned for {exchange.num_shards} devices along axes={exchange.axes}, and the mesh in "
-            f"use has {dict(sizes)}: plan it with the sizes of that mesh, and call this within jax.set_mesh(mesh)"
-        )
-    return island((*exchange.axes, *exchange.replica_axes), local, in_specs, out_specs)
 
 
 def _check_ids(exchange: Exchange, ids: Sequence[jax.Array]) -> None:
@@ -321,18 +221,3 @@ def _check_ids(exchange: Exchange, ids: Sequence[jax.Array]) -> None:
     for x in ids:
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ArgumentError(f"ids are {x.dtype}, expected integers such as int32: ids.astype(int)")
-
-
-def _check_tables(exchange: Exchange, tables: Sequence[jax.Array]) -> None:
-    expected = [(rows, exchange.num_shards) for rows in exchange.local_rows]
-    if [table.shape[:2] for table in tables] != expected:
-        raise ArgumentError(
-            f"tables have the shapes {[table.shape for table in tables]}, and the exchange is planned for stored "
-            f"tables of {expected} rows: bring them into that form with to_stored, or plan for their num_rows"
-        )
-    widths = {(math.prod(table.shape[2:]), table.dtype.name) for table in tables}
-    if len(widths) > 1:
-        raise ArgumentError(
-            f"tables have the widths and dtypes {sorted(widths)}, and one exchange carries equal ones: pull those of "
-            f"each width with their own exchange"
-        )

@@ -14,7 +14,7 @@ class Round(NamedTuple):
 
     **Fields:** `slots`: for each hop, the slot of the send buffer for each number, or beyond it.
     `places`: for each hop, the place among the different numbers received of each slot, or beyond them.
-    `rows`: local row of its table for each of the last hop's places, or beyond the table; no row comes up twice.
+    `rows`: local row of its table for each of the last hop's places, or beyond the table; they ascend, table by table.
     `until`: `[peers of the first hop, tables]`, the largest number that is through after this round.
     `more`: bool `[1]`, whether another round must follow; the same on every device.
     """

@@ -19,10 +19,11 @@ def pieces(array: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     return [array[start : start + size] for start, size in zip(starts(sizes), sizes, strict=True)]
 
 
-def pull(exchange: Exchange, route: Route, read: Read) -> tuple[jax.Array, jax.Array]:
-    """Fetches the row of each of a device's ids from its owner.
+def pull(exchange: Exchange, route: Route, read: Read) -> tuple[Round, jax.Array, jax.Array, jax.Array]:
+    """Reads the row of each of a device's ids where it is owned, and fetches those of all rounds but the last.
 
-    **Returns:** `[n, D]`, zero where an id is −1, and the number of rounds, an int32 scalar.
+    **Returns:** the last round, the values `[m, D]` of its rows, `[n, D]`, zero where nothing has come yet, and the
+    number of rounds, an int32 scalar. `received` fetches the last.
     """
 
     read = jax.jit(read)  # so that it is traced once, for its shape too
@@ -37,7 +38,7 @@ def pull(exchange: Exchange, route: Route, read: Read) -> tuple[jax.Array, jax.A
         values, more = read(current.rows), current.more[0]
         rows, following = jax.lax.cond(
             more,
-            lambda: (_received(exchange, current, values, rows), next_round(exchange, route, current.until)),
+            lambda: (received(exchange, current, values, rows), next_round(exchange, route, current.until)),
             lambda: (rows, current),
         )
         return more, num_rounds + 1, following, rows, values
@@ -46,7 +47,7 @@ def pull(exchange: Exchange, route: Route, read: Read) -> tuple[jax.Array, jax.A
     nothing = (jnp.zeros((route.keys.size, *values.shape[1:]), values.dtype), jnp.zeros(values.shape, values.dtype))
     start = (jnp.ones((), bool), jnp.zeros((), jnp.int32), route.first, *nothing)
     _, num_rounds, last, rows, values = jax.lax.while_loop(go_on, turn, start)
-    return _received(exchange, last, values, rows), num_rounds
+    return last, values, rows, num_rounds
 
 
 def push(exchange: Exchange, current: Round, gradients: jax.Array) -> jax.Array:
@@ -67,7 +68,7 @@ def joined(axes: tuple[str, ...], rows: jax.Array, sums: jax.Array, num_rows: in
 
     **Arguments:** `rows`: local rows `[m]`, each once, or beyond the table. `num_rows`: of the table's part.
 
-    **Returns:** rows `[R * m]`, alike on all of them, each once, or beyond; and the sums.
+    **Returns:** rows `[R * m]`, alike on all of them, ascending, or beyond; and the sums.
     """
     rows, sums = (jax.lax.all_gather(one, axes, tiled=True) for one in (rows, sums))
     exists = rows < num_rows
@@ -104,7 +105,7 @@ def fold(exchange: Exchange, route: Route, first: jax.Array, gradients: jax.Arra
     return jax.lax.while_loop(go_on, turn, (jnp.ones((), bool), route.first, first, carry))[-1]
 
 
-def _received(exchange: Exchange, current: Round, values: jax.Array, rows: jax.Array) -> jax.Array:
+def received(exchange: Exchange, current: Round, values: jax.Array, rows: jax.Array) -> jax.Array:
     """Sends the values of a round's rows to those that use them, and puts what comes in its place among `rows`."""
     for hop, slots, places in reversed(list(zip(exchange.hops, current.slots, current.places, strict=True))):
         sent = values.at[places].get(mode="fill", fill_value=0)
