@@ -17,7 +17,7 @@ from braidax.checkpoint import Checkpointer, Every
 from braidax.data import Cursor, DataLoader
 from braidax.errors import ArgumentError, DataError
 from braidax.loop import evaluate, fit
-from braidax.parallel import DataParallel, FullySharded, Hybrid, Plan, Step, parallelize
+from braidax.parallel import DataParallel, FullySharded, Hybrid, Plan, Rows, Step, parallelize
 from braidax.report import Report
 from braidax.spans import Trace
 
@@ -267,16 +267,7 @@ def test_evaluation_needs_one_whole_epoch() -> None:
 
 
 def test_a_fault_in_the_data_reaches_the_caller() -> None:
-    class Faulty:
-        def __len__(self) -> int:
-            return 44
-
-        def __getitem__(self, index: int) -> Any:
-            if index == 20:
-                raise OSError("the disk is gone")
-            return {"x": SAMPLES["x"][index], "y": SAMPLES["y"][index]}
-
-    step = make_step(optax.sgd(0.01), SAMPLES, 8)
+    step = _by_rows()
     with pytest.raises(Exception, match="the disk is gone"):
         fit(step, step.init(jax.random.key(0)), make_loader(step, Faulty()))
 
@@ -365,3 +356,61 @@ def test_the_ids_of_the_last_batches_are_looked_at() -> None:
         pytest.raises(DataError, match="batch of update 3 "),
     ):
         fit(step, state, loader)
+
+
+IDS = {"id": np.arange(44, dtype=np.int32) * 7 % 61, "y": SAMPLES["y"] / 44}
+
+
+def _by_rows() -> Step:
+    """Adam moves rows on that no batch touches: what is read of them tells which update it was read behind."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return ((params["t"][batch["id"]].sum(-1) - batch["y"]) ** 2).mean()
+
+    form = {"id": jax.ShapeDtypeStruct((8,), np.int32), "y": jax.ShapeDtypeStruct((8,), np.float32)}
+    strategies = {"data": Hybrid({"params/t": Rows()})}
+    return parallelize(loss, optax.adam(0.1), MESH, strategies, init=lambda key: {"t": jnp.ones((61, 4))}, batch=form)
+
+
+class Faulty:
+    """Samples of which one cannot be read."""
+
+    def __len__(self) -> int:
+        return 44
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 20:
+            raise OSError("the disk is gone")
+        return {name: array[index] for name, array in IDS.items()}
+
+
+def test_a_run_whose_updates_know_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, told, update = _by_rows(), list[bool](), Step.update
+
+    def seen(step: Step, *args: Any, coming: Any = None, **options: Any) -> Any:
+        told.append(coming is not None)
+        return update(step, *args, coming=coming, **options)
+
+    monkeypatch.setattr(Step, "update", seen)
+    whole = fit(step, step.init(jax.random.key(0)), make_loader(step, IDS, epochs=2))
+    assert told == [False] * 10  # CPUs hide nothing
+
+    told.clear()
+    with make_loader(step, IDS, epochs=2) as loader, InterruptedSaver(tmp_path, Every(100)) as saver:
+        with pytest.raises(KeyboardInterrupt):
+            fit(step, step.init(jax.random.key(0)), loader, saver=saver, coming="known")
+        assert loader.cursor == Cursor(0, 1, 16)
+    with make_loader(step, IDS, epochs=2) as loader, Checkpointer(tmp_path, Every(100)) as saver:
+        state = fit(step, step.init(jax.random.key(1)), loader, saver=saver, coming="known")
+        assert loader.cursor == Cursor(0, 2, 0)
+    assert told == [True] * 9 + [False]
+    for one, other in zip(jax.tree.leaves(step.to_dense(state)), jax.tree.leaves(step.to_dense(whole)), strict=True):
+        if jnp.issubdtype(one.dtype, jnp.floating):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+    told.clear()
+    with pytest.raises(Exception, match="the disk is gone"):
+        fit(step, step.init(jax.random.key(0)), make_loader(step, Faulty(), seed=None), coming="known")
+    assert told == [True, False]  # the two batches before are trained
+    with pytest.raises(ArgumentError, match='coming is "known", and the step fetches nothing ahead'):
+        fit(make_step(optax.sgd(0.1), SAMPLES, 8), None, make_loader(step, IDS), coming="known")

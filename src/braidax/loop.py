@@ -6,13 +6,13 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from braidax.checkpoint import Checkpointer, Preemption, Saver
-from braidax.data import DataLoader
-from braidax.errors import ArgumentError
+from braidax.data import Cursor, DataLoader
+from braidax.errors import ArgumentError, BraidaxError
 from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
 
@@ -32,6 +32,7 @@ def fit(
     report: Report | None = None,
     test: DataLoader | None = None,
     test_metrics: TestMetrics | None = None,
+    coming: Literal["auto", "known", "unknown"] = "auto",
 ) -> Any:
     """Trains until the loader's epochs are over, and goes on where the newest checkpoint left off.
 
@@ -45,7 +46,9 @@ def fit(
     and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
     written, nothing by default; a trace that it was given becomes that of the loader and of a `Checkpointer`. `test`:
     if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's
-    `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`.
+    `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the
+    next batch, which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
+    (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
     a batch, be it the last, had ids out of range, with `Hybrid(out_of_range="raise")`.
@@ -55,34 +58,94 @@ def fit(
     _trace_all(report, loader, saver)
     tested = _tested(step, test, test_metrics)
     note_plan = _noting(saver, step)
-    if saver is not None:
-        seed = loader.cursor.seed
-        state, loader.cursor = saver.restore((state, loader.cursor))
-        if loader.cursor.seed != seed:
-            _log.warning("fit: the loader has seed=%s; the run goes on with its own, %s", seed, loader.cursor.seed)
-    begun, batches = loader.cursor, iter(loader)
+    state = _restored(saver, state, loader)
+    begun, batches = loader.cursor, _Batches(loader, is_ahead=_is_told(step, coming))
     length, first_step = _length(loader, state)
-    with loader, report.following(length, first_step), _interrupt_kept() as interrupted, _preempted(saver) as preempted:
-        while not interrupted() and not preempted() and (loader.epochs is None or loader.cursor.epoch < loader.epochs):
-            epoch = loader.cursor.epoch
+    told = report.following(length, first_step)
+    with contextlib.closing(batches), loader, told, _interrupt_kept() as interrupted, _preempted(saver) as preempted:
+        while not interrupted() and not preempted() and not batches.are_over:
+            epoch = batches.cursor.epoch
             with report.waiting():
-                batch = next(batches)
-            state, metrics = step.update(state, batch, before_apply=before_apply)
+                batch, known = batches.take()
+            state, metrics = step.update(state, batch, before_apply=before_apply, **known)
             report.update(_checked(metrics, "the decorated step"), epoch=epoch)
             if saver is not None:
                 note_plan()
-                saver.update((state, loader.cursor))
-            if test is not None and loader.cursor.epoch > epoch:
+                saver.update((state, batches.cursor))
+            if test is not None and batches.cursor.epoch > epoch:
                 report.note({f"test_{name}": value for name, value in evaluate(tested, state, test).items()})
         step.finish()
-        if saver is not None and loader.cursor != begun:
-            saver.save((state, loader.cursor))
+        if saver is not None and batches.cursor != begun:
+            saver.save((state, batches.cursor))
         _tell_skipped(loader, report)
     if interrupted():
         raise KeyboardInterrupt
     if preempted():
         raise SystemExit(128 + signal.SIGTERM)
     return state
+
+
+def _restored(saver: Saver | None, state: Any, loader: DataLoader) -> Any:
+    """Returns the state to go on with, and sets the loader to go on with it."""
+    if saver is None:
+        return state
+    seed = loader.cursor.seed
+    state, loader.cursor = saver.restore((state, loader.cursor))
+    if loader.cursor.seed != seed:
+        _log.warning("fit: the loader has seed=%s; the run goes on with its own, %s", seed, loader.cursor.seed)
+    return state
+
+
+def _is_told(step: Step | TrainStep, coming: Literal["auto", "known", "unknown"]) -> bool:
+    """Whether updates are told the coming batch. **Raises:** `ArgumentError` where they could make nothing of it."""
+    fetches = isinstance(step, Step) and step.fetches_ahead
+    if coming == "known" and not fetches:
+        raise ArgumentError(
+            'coming is "known", and the step fetches nothing ahead: it is decorated, or reads no table by rows; '
+            'expected "auto" or "unknown"'
+        )
+    if coming == "auto":
+        return fetches and all(device.platform != "cpu" for device in step.mesh.devices.flat)
+    return coming == "known"
+
+
+class _Batches:
+    """The batches of a loader, each with the one that comes, if that is wanted and there is one.
+
+    `cursor` stands behind the last one that was taken, wherever the loader's own is.
+    """
+
+    def __init__(self, loader: DataLoader, *, is_ahead: bool) -> None:
+        self._loader, self._batches, self._is_ahead = loader, iter(loader), is_ahead
+        self.cursor = loader.cursor
+        self._following: tuple[Any, Cursor] | None = None
+        self._error: BraidaxError | None = None
+
+    @property
+    def are_over(self) -> bool:
+        """Whether all epochs are over."""
+        return self._loader.epochs is not None and self.cursor.epoch >= self._loader.epochs
+
+    def take(self) -> tuple[Any, dict[str, Any]]:
+        """Returns a batch, and what an update is told of the one that comes, whose error is raised when it is taken."""
+        if self._error is not None:
+            raise self._error
+        batch, self.cursor = self._next() if self._following is None else self._following
+        self._following = None
+        if self._is_ahead and not self.are_over:
+            try:
+                self._following = self._next()
+            except BraidaxError as error:
+                self._error = error
+        return batch, {} if self._following is None else {"coming": self._following[0]}
+
+    def close(self) -> None:
+        """Sets the loader's cursor behind what was taken."""
+        if self._loader.cursor != self.cursor:
+            self._loader.cursor = self.cursor
+
+    def _next(self) -> tuple[Any, Cursor]:
+        return next(self._batches), self._loader.cursor
 
 
 def _trace_all(report: Report, loader: DataLoader, saver: Saver | None) -> None:

@@ -37,7 +37,7 @@ def test_memory_and_collectives_follow_the_plan() -> None:
 
 @pytest.mark.usefixtures("aot")
 def test_it_is_told_behind_the_plan_or_with_it_as_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_for(step: Step, target: str) -> CompiledStep:
+    def compile_for(step: Step, target: str, *, coming: str) -> CompiledStep:
         return CompiledStep(target, "a device", step.mesh.size, 1000, {}, {"apply": NOTHING}, {"apply": 7})
 
     monkeypatch.setattr(Step, "compile_for", compile_for)

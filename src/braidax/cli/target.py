@@ -29,8 +29,13 @@ def mesh_for(target: str, axes: Mapping[str, int] | None) -> Mapping[str, int] |
 
 
 def tell(step: Step, target: str, *, as_json: bool) -> None:
-    """Prints the plan of a step, and what the compiler of a machine says of it; as one JSON object where asked."""
-    compiled = step.compile_for(target)
+    """Prints the plan of a step, and what the compiler of a machine says of it; as one JSON object where asked.
+
+    What is compiled is what `fit` runs there: where rows of tables are fetched ahead, updates that know what comes.
+    """
+    first, *_ = step.mesh.devices.flat if target == HERE else find_target(target).devices
+    is_told = step.fetches_ahead and first.platform != "cpu"
+    compiled = step.compile_for(target, coming="known" if is_told else "unknown")
     if as_json:
         typer.echo(json.dumps({"plan": json.loads(step.plan.to_json()), "compiled": json.loads(compiled.to_json())}))
     else:

@@ -22,7 +22,7 @@ from .exchange.pulling import Pulled as Pulled
 from .exchange.pulling import Sending as Sending
 from .exchange.pulling import Unwritten as Unwritten
 from .exchange.pulling import pull_rows as pull_rows
-from .exchange.pulling import read_rows as read_rows
+from .exchange.pulling import read_owned as read_owned
 from .exchange.pulling import send_rows as send_rows
 from .exchange.route import Round as Round
 from .exchange.route import Route as Route

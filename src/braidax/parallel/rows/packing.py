@@ -26,7 +26,7 @@ from . import (
     plan_exchange,
     pull_rows,
     push_rows,
-    read_rows,
+    read_owned,
     route_ids,
     send_rows,
     sum_rows,
@@ -193,11 +193,11 @@ class Packing:
         return Routed(routes, jnp.stack(list(wrong.values())))
 
     def read(self, routed: Routed, tables: Mapping[str, jax.Array], held: States, coming: Coming) -> list[Sending]:
-        """Reads the rows of all lookups as an update will leave them. **Arguments:** `held`: as of `read_rows`."""
+        """Reads the rows of all lookups as an update will leave them. **Arguments:** `held`: as of `read_owned`."""
         read: list[Sending] = []
         for group, route, trip in zip(self.groups, routed.routes, coming.trips, strict=True):
             members = self._members(group)
-            found = read_rows(
+            found = read_owned(
                 group.exchange,
                 route,
                 [tables[table.name] for table in members],

@@ -89,7 +89,7 @@ def pull_rows(
     return Pulled(*exchange_island(exchange, local, specs, (split, PartitionSpec()))(route, tuple(tables), kept))
 
 
-def read_rows(
+def read_owned(
     exchange: Exchange,
     route: Route,
     tables: Sequence[jax.Array],
