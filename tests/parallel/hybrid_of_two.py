@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import braidax.parallel as bx
+from braidax.parallel.given.arrays import place
 from tests.parallel.test_hybrid import init, make_batch, pooled, sampled, specs
 
 BOTH = {"data": bx.Hybrid(), "model": bx.Hybrid()}
@@ -29,8 +30,10 @@ def numbers(case: str) -> list[float]:
     hops = 2 if len(shape) > 1 and jax.process_count() > 1 else 1
     assert {len(group.exchange.hops) for group in groups} == {hops}
     state, found = step.init(jax.random.key(0)), list[float]()
-    for seed in range(3):
-        state, metrics = step.update(state, make_batch(seed))
+    batches = [place(make_batch(seed), step.batch_shardings) for seed in range(3)]
+    for batch, coming in zip(batches, [*batches[1:], None], strict=True):
+        # Of several processes each update knows what comes: which changes no number.
+        state, metrics = step.update(state, batch, coming=coming if jax.process_count() > 1 else None)
         found.append(float(metrics["loss"]))
     found.append(float(step.evaluate(state, make_batch(3))["loss"]))
     return found + [float(jnp.abs(leaf).sum()) for leaf in jax.tree.leaves(step.settled(state).params)]
