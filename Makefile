@@ -15,7 +15,9 @@ test nightly: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/stamp-test  ## Lint, types, tests.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	@# Meanwhile all modules are compiled to bytecode, which else each process of the tests would do for itself.
+	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null 2>&1 & \
+	  $(BIN)/pyright --pythonpath $(BIN)/python; status=$$?; wait; exit $$status
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 nightly: .venv/stamp-nightly  ## The tests marked slow, and the oracles without the compiler's shortcuts.

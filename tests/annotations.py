@@ -32,6 +32,13 @@ def check_quickly() -> None:
     jaxtyping.jaxtyped = _jaxtyped
 
 
+def make_checks() -> None:
+    """Makes the checks of all functions, which else are made when a function is called for the first time."""
+    while _waiting:
+        _waiting.pop()()
+
+
+_waiting: list[Callable[[], Any]] = []
 _beartype: Callable[[Any], Any] = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _with_shapes = jaxtyping.jaxtyped
 
@@ -51,22 +58,26 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 
 def _switched(function: Callable[..., Any], typechecker: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that is checked, unless jaxtyping's switch is off: the fixture `unchecked`."""
-    hints = dict(function.__annotations__)  # beartype puts others in their place
-    checks = typechecker(function)
-    is_resolved = not any(isinstance(hint, str) for hint in hints.values())
+    checks: Callable[..., Any] | None = None
+
+    def made() -> Callable[..., Any]:
+        nonlocal checks
+        if checks is None:
+            hints = function.__annotations__
+            known = dict(hints)
+            if any(isinstance(hint, str) for hint in hints.values()):
+                known = {name: hint if _is_known(hint, function) else Any for name, hint in hints.items()}
+            checks = typechecker(function if known == hints else _annotated(function, known))
+        return checks
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        nonlocal checks, is_resolved
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **options)
-        if not is_resolved:  # now that its module has been imported
-            known = {name: hint if _is_known(hint, function) else Any for name, hint in hints.items()}
-            if known != hints:
-                checks = typechecker(_annotated(function, known))
-            is_resolved = True
-        return checks(*args, **options)
+        return (checks or made())(*args, **options)
 
+    if "<locals>" not in function.__qualname__:
+        _waiting.append(made)
     return call
 
 

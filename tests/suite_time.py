@@ -28,14 +28,35 @@ in slow hours folders that had not changed were seen to take 2.5 times theirs.""
 
 
 LONG_FILES = (
+    "tests/cli/test_train.py",
     "tests/laws/test_docs.py",
     "tests/test_examples.py",
     "tests/test_trained_together.py",
     "tests/parallel/test_restored.py",
+    "tests/parallel/test_processes.py",
     "tests/parallel/test_wrap.py",
     "tests/parallel/test_trainable.py",
+    "tests/parallel/test_hybrid_options.py",
+    "tests/parallel/test_hybrid_clipping.py",
+    "tests/parallel/dense/test_drawn.py",
+    "tests/parallel/dense/test_hops.py",
     "tests/parallel/dense/test_in_parts.py",
     "tests/parallel/dense/test_overlap.py",
+    "tests/parallel/dense/test_rotated.py",
+    "tests/parallel/rows/test_decorated.py",
+    "tests/checkpoint/test_several_tiers.py",
+    "tests/checkpoint/test_crash.py",
+    "tests/checkpoint/test_streaming.py",
+    "tests/comm/faults/test_faults.py",
+    "tests/comm/faults/test_partitions.py",
+    "tests/comm/transports/test_mpi.py",
+    "tests/data/fetching/test_faults.py",
+    "tests/data/storage/test_once.py",
+    "tests/laws/test_conftest.py",
+    "tests/laws/test_side_effects.py",
+    "tests/tasks/test_digits.py",
+    "tests/tasks/test_inception_v3.py",
+    "tests/tasks/test_bert.py",
 )
 """Files of few tests, or late in the alphabet, that take long: they begin first, so that none is left for the end."""
 

@@ -91,7 +91,10 @@ def _nothing_is_left(client: distributed.Client) -> None:
     clusters.until(lambda: all(each == (0, []) for each in client.run(left).values()))
 
 
-def test_results_come_in_rank_order_whoever_is_first(client: distributed.Client) -> None:
+def test_results_come_in_rank_order_whoever_is_first(
+    client: distributed.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dask, "_LEAVE_SECONDS", 20.0)
     pids = client.run(os.getpid)
     with DaskGang(client) as gang:
         assert gang.size == 3
@@ -99,7 +102,7 @@ def test_results_come_in_rank_order_whoever_is_first(client: distributed.Client)
         assert gang.run(clusters.backwards, 2.0) == [(0, 3, 12.0), (1, 3, 12.0), (2, 3, 12.0)]
         assert gang.run(clusters.pid_of) == [pids[worker] for worker in sorted(pids)]
         begun = time.monotonic()
-    assert time.monotonic() - begun < 1.5  # idle ranks leave when they are asked to
+    assert time.monotonic() - begun < 8  # idle ranks leave when they are asked to
     _nothing_is_left(client)
 
 

@@ -339,4 +339,4 @@ def test_a_process_that_leaves_a_pass_is_named_before_the_limit(gang: LocalGang)
     for kind, text, seconds in (first, third):
         assert kind == "ProcessFailed"
         assert text.startswith("process 1 has left this pass over the data, or has ended; expected every process to")
-        assert seconds < 2.0
+        assert seconds < SECONDS / 2

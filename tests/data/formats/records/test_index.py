@@ -262,9 +262,9 @@ def test_a_thousand_million_records_open_at_once(tmp_path: Path) -> None:
         file.seek(num_bytes)
         file.write(sums.data)
         derived._write_footer(file, footer)
-    begun = time.monotonic()
+    begun = time.process_time()
     index = RecordIndex.build(files, refuse, kind="fours")
-    assert time.monotonic() - begun < 2.0
+    assert time.process_time() - begun < 2.0  # to read 16 GB takes longer, however busy the machine is
     assert len(index) == 10**9
     assert index.ranges(np.array([10**9 - 1])).length.tolist() == [0]
 
