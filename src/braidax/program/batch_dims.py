@@ -31,17 +31,18 @@ def find_batch_dims(
     **Returns:** for each path the batch dim of every operand of its equation, or None.
     """
     jaxpr = program.closed.jaxpr
-    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
-    flow(jaxpr, _seeds(program, divided), dims)
+    dims = BatchDims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
+    flow(jaxpr, batch_seeds(program, divided), dims)
     return dims.found
 
 
 def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
     """Returns the batch dim of every output of a program, or None. **Arguments:** as of `find_batch_dims`."""
-    return flow(program.closed.jaxpr, _seeds(program, divided), _Dims({}))
+    return flow(program.closed.jaxpr, batch_seeds(program, divided), BatchDims({}))
 
 
-def _seeds(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
+def batch_seeds(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
+    """Returns the batch dim of every input of a program, or None. **Arguments:** as of `find_batch_dims`."""
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
         leaves, told = jax.tree.leaves(argument), divided.get(index)
@@ -74,8 +75,11 @@ def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
     return None
 
 
-class _Dims:
-    """Follows the dim; `found` holds the operands' dims of the equations that are asked for."""
+class BatchDims:
+    """Follows the dim of the batch as facts of `flow`.
+
+    **Arguments:** `found`: holds the operands' dims of the equations that are asked for.
+    """
 
     def __init__(self, found: dict[Path, tuple[Dim, ...]]) -> None:
         self.found = found
@@ -86,9 +90,9 @@ class _Dims:
             self.found[place.path] = tuple(dims)
         primitive = equation.primitive
         if primitive in (custom_jvp_call_p, custom_vjp_call_p):
-            return flow(equation.params["call_jaxpr"].jaxpr, dims, _Dims({}))
+            return flow(equation.params["call_jaxpr"].jaxpr, dims, BatchDims({}))
         if primitive is kept_p:
-            found = flow(equation.params["jaxpr"].jaxpr, dims, _Dims({}))
+            found = flow(equation.params["jaxpr"].jaxpr, dims, BatchDims({}))
             return [*found, *[None] * equation.params["num_gradients"]]
         rule = _RULES.get(primitive) or _RULES_BY_NAME.get(primitive.name)
         found = rule(equation, dims) if rule else None

@@ -74,8 +74,8 @@ def cost_of(what: Jaxpr | JaxprEqn) -> Cost:
 
 def _bytes(equation: JaxprEqn) -> tuple[float, float]:
     """What is read and written: all operands and results, but of a table only the part that is touched."""
-    sizes = [_size(aval_of(atom)) for atom in equation.invars]
-    written = sum(_size(aval_of(variable)) for variable in equation.outvars)
+    sizes = [num_bytes(aval_of(atom)) for atom in equation.invars]
+    written = sum(num_bytes(aval_of(variable)) for variable in equation.outvars)
     if equation.primitive in _FREE:
         return 0.0, 0.0
     if equation.primitive in _PARTS:
@@ -88,7 +88,8 @@ def _bytes(equation: JaxprEqn) -> tuple[float, float]:
     return sum(sizes), written
 
 
-def _size(aval: Any) -> float:
+def num_bytes(aval: Any) -> float:
+    """Returns the bytes of a value of a shape and dtype, as JAX keeps them; none where it is no array."""
     if not isinstance(aval, ShapedArray):
         return 0.0
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
