@@ -29,8 +29,8 @@ from .compiled.targets import pass_by_compilers as pass_by_compilers
 from .constraints import automatic as automatic
 from .constraints import trace_constrained as trace_constrained
 from .costs import Cost as Cost
+from .costs import bytes_of as bytes_of
 from .costs import cost_of as cost_of
-from .costs import num_bytes as num_bytes
 from .cutting.chain import Border as Border
 from .cutting.chain import Chain as Chain
 from .cutting.chain import Stage as Stage

@@ -1,12 +1,14 @@
 """Stages one behind the other on whatever device: what a pipeline computes, without its order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from braidax.program import Stage, named_leaves
+
+from .passes import Passes
 
 
 def forward(stages: Sequence[Stage], out_specs: Any, *args: Any) -> Any:
@@ -23,7 +25,7 @@ def forward(stages: Sequence[Stage], out_specs: Any, *args: Any) -> Any:
 
 
 def value_and_gradients(
-    stages: Sequence[Stage], out_specs: Any, *args: Any, params: int = 0, loss: int = 0
+    stages: Sequence[Stage], out_specs: Any, *args: Any, params: int = 0, loss: int = 0, recompute: bool = False
 ) -> tuple[Any, Any]:
     """Returns what the loss gives, and its gradient, from stages that are differentiated separately.
 
@@ -31,54 +33,25 @@ def value_and_gradients(
     several stages read add up.
 
     **Arguments:** as `forward`; `params`: the number of the argument that is trained; `loss`: of the output.
+    `recompute`: whether stages run again in the backward pass.
     """
     incoming: tuple[Any, ...] = ()
     results = dict[int, Any]()
-    pulls: list[Callable[..., Any]] = []
+    done: list[tuple[Passes, Any, Any, Any]] = []
     for stage in stages:
-        incoming, own, pull = pulled(stage, params, stage.take(*args), incoming)
-        results.update(zip(stage.results, own, strict=True))
-        pulls.append(pull)
+        passes, taken = Passes(stage, params=params, recompute=recompute), stage.take(*args)
+        made = passes.forward(taken, incoming)
+        results.update(zip(stage.results, made.results, strict=True))
+        done.append((passes, taken, incoming, made.kept))
+        incoming = made.outgoing
     sent: list[Any] = []
     gradients: list[Any] = []
-    for stage, pull in zip(reversed(stages), reversed(pulls), strict=True):
-        own, sent = pull(sent, [jnp.ones_like(results[at]) if at == loss else None for at in stage.results])
+    for passes, taken, given, kept in reversed(done):
+        of_results = [jnp.ones_like(results[at]) if at == loss else None for at in passes.stage.results]
+        own, sent = passes.backward(taken, given, kept, sent, of_results)
         gradients.append(own)
     total = joined(stages[::-1], gradients, args[params], params)
     return _in_order(out_specs, results), total
-
-
-def pulled(stage: Stage, params: int, taken: Sequence[Any], incoming: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Runs a stage, to be differentiated.
-
-    **Arguments:** `taken`: what it has of the arguments of the loss.
-
-    **Returns:** its outgoing values and its results; and a function of the gradients of both, None for what has none,
-    that gives those of its parameters and of its incoming values, None for what is no float.
-    """
-    floats = [at for at, one in enumerate(incoming) if is_float(one)]
-
-    def run(own: Any, moved: Sequence[Any]) -> Any:
-        args, given = list(taken), list(incoming)
-        args[params] = own
-        for at, one in zip(floats, moved, strict=True):
-            given[at] = one
-        outgoing, results = stage.program(*args, tuple(given))
-        return [one for one in (*outgoing, *results) if is_float(one)], (outgoing, results)
-
-    made, pull, (outgoing, results) = jax.vjp(run, taken[params], [incoming[at] for at in floats], has_aux=True)
-
-    def back(of_outgoing: Sequence[Any], of_results: Sequence[Any]) -> tuple[Any, list[Any]]:
-        pairs = zip((*outgoing, *results), (*of_outgoing, *of_results), strict=True)
-        given = [one for value, one in pairs if is_float(value)]
-        whole = [jnp.zeros_like(value) if one is None else one for value, one in zip(made, given, strict=True)]
-        own, moved = pull(whole)
-        sent: list[Any] = [None] * len(incoming)
-        for at, one in zip(floats, moved, strict=True):
-            sent[at] = one
-        return own, sent
-
-    return outgoing, results, back
 
 
 def joined(stages: Sequence[Stage], trees: Sequence[Any], whole: Any, params: int = 0) -> Any:
@@ -95,11 +68,6 @@ def joined(stages: Sequence[Stage], trees: Sequence[Any], whole: Any, params: in
             parts.setdefault(leaf.name, []).append((leaf.rows, value))
     found = [_sum(leaf, parts.get(name, [])) for name, leaf in named_leaves(whole)]
     return jax.tree.unflatten(jax.tree.structure(whole), found)
-
-
-def is_float(value: Any) -> bool:
-    """Whether something has a gradient."""
-    return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _sum(like: Any, parts: Sequence[tuple[Any, Any]]) -> Any:

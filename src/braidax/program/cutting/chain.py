@@ -14,7 +14,7 @@ from jax.extend.core.primitives import scan_p
 
 from braidax.errors import ArgumentError
 from braidax.program.bodies import aval_of, has_references
-from braidax.program.costs import cost_of, num_bytes
+from braidax.program.costs import bytes_of, cost_of
 from braidax.program.lines import line_of
 from braidax.program.names import named_leaves
 from braidax.program.trace import Program
@@ -208,8 +208,8 @@ class Chain:
             last[loss] = len(line.jaxpr.eqns)
         changes = [0] * (len(line.jaxpr.eqns) + 2)
         for one, end in last.items():
-            changes[made[one] + 1] += int(num_bytes(aval_of(one)))
-            changes[end + 1] -= int(num_bytes(aval_of(one)))
+            changes[made[one] + 1] += bytes_of(aval_of(one))
+            changes[end + 1] -= bytes_of(aval_of(one))
         return [*accumulate(changes)]
 
     # The stages
@@ -329,7 +329,7 @@ def _leaves(program: Program, taken: Mapping[int, Rows | None], part: Program) -
     names = [(at, name) for at, tree in enumerate(program.in_specs) for name, _ in named_leaves(tree)]
     avals = part.closed.in_avals[: len(taken)]
     return tuple(
-        StageLeaf(*names[number], number, rows, int(num_bytes(aval)))
+        StageLeaf(*names[number], number, rows, bytes_of(aval))
         for (number, rows), aval in zip(taken.items(), avals, strict=True)
     )
 

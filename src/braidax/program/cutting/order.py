@@ -10,7 +10,7 @@ from jax.extend.core import primitives as p
 from jax.extend.core.primitives import closed_call_p, jit_p, scan_p
 
 from braidax.program.bodies import Path, aval_of, every_equation
-from braidax.program.costs import num_bytes
+from braidax.program.costs import bytes_of
 from braidax.program.inline import is_specified
 from braidax.program.kinds import ARGUMENTS, CUMULATIVE, ELEMENTWISE, REDUCTIONS, SLICES
 from braidax.program.rewrite import Replacement, evaluate
@@ -114,8 +114,8 @@ def _other_reader(jaxpr: Jaxpr, at: int, free: Free, params: Leaves) -> int | No
     return next((one for one in readers if not is_light(jaxpr.eqns[one])), None)
 
 
-def _bytes(atoms: Iterable[Any]) -> float:
-    return sum(num_bytes(aval_of(atom)) for atom in atoms)
+def _bytes(atoms: Iterable[Any]) -> int:
+    return sum(bytes_of(aval_of(atom)) for atom in atoms)
 
 
 def _written_out(program: Program) -> Program:
