@@ -105,6 +105,12 @@ class Priced:
         active = kept + first.incoming_bytes * in_flight if recompute else kept * in_flight
         return StageCost(seconds, math.ceil(weights * pricing.bytes_per_parameter + active / replicas))
 
+    def costs(self, spans: Sequence[Span]) -> tuple[StageCost, ...]:
+        """Returns what each stage of a pipeline costs."""
+        devices = [sum(one.replicas for one in spans[at:]) for at in range(len(spans))]
+        pairs = zip(spans, devices, strict=True)
+        return tuple(self.cost(one, self.pricing.in_flight(count, one.replicas)) for one, count in pairs)
+
     def stage(self, begin: int, end: int, replicas: int, in_flight: int) -> tuple[Span, StageCost]:
         """Returns a stage with what it costs, which runs again where it would not fit otherwise."""
         ways = (False, True) if self.pricing.recompute is None else (self.pricing.recompute,)

@@ -11,6 +11,7 @@ from .balance import Priced, Pricing, Span, StageCost, balance, check_count
 from .segments import Clock, Seconds, Segment, counted, measured, segments_of, told
 
 _MOST_ROUNDS = 3
+_AS_EXPECTED = 1.05  # times what segments said
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,13 @@ def cut(
         spans = balance(Priced(timed, pricing), num_stages, num_devices)
         if spans in found:
             break
+        expected = max(one.seconds for one in Priced(timed, pricing).costs(spans))
         own = tuple(borders[span.begin - 1] for span in spans[1:])
         stages = chain.stages(own)
         timed = _corrected(timed, spans, segments_of(stages, clock, params=params))
         found[spans] = _told(Priced(timed, pricing), spans, stages, own)
+        if found[spans].slowest_seconds <= expected * _AS_EXPECTED:
+            break
     return min(found.values(), key=lambda one: one.slowest_seconds)
 
 
@@ -149,12 +153,9 @@ def _scaled(values: Sequence[float], whole: float) -> list[float]:
 
 
 def _told(priced: Priced, spans: Sequence[Span], stages: tuple[Stage, ...], borders: tuple[Border, ...]) -> CutLoss:
-    costs: list[StageCost] = []
     seconds: list[Seconds] = []
-    for at, span in enumerate(spans):
-        devices = sum(one.replicas for one in spans[at:])
-        costs.append(priced.cost(span, priced.pricing.in_flight(devices, span.replicas)))
+    for span in spans:
         own = (one.seconds for one in priced.segments[span.begin : span.end])
         seconds.append(Seconds(*(sum(column) for column in zip(*own, strict=True))))
     replicas, recompute = tuple(one.replicas for one in spans), tuple(one.recompute for one in spans)
-    return CutLoss(stages, borders, replicas, recompute, tuple(seconds), tuple(costs))
+    return CutLoss(stages, borders, replicas, recompute, tuple(seconds), priced.costs(spans))

@@ -28,7 +28,7 @@ _MOST_PIECES = 64  # of a loop, between which borders are looked for
 _ALIKE = 17 / 16  # widths that count as one: of such places that is taken which is right before the next product
 _NARROWER = 1.5  # a border is left out beside one that is so many times narrower on either side,
 _LITTLE = 1 / 1024  # of the work: no border is needed beside it, unless it reads parameters
-_PART_OF_WORK = 1 / 8  # with at most this part of the work between these two
+_PART_OF_WORK = 1 / 16  # with at most this part of the work between these two
 
 
 @dataclass(frozen=True, order=True)
@@ -166,7 +166,9 @@ class Chain:
                 least = min(widths[at] for at in places) * _ALIKE
                 best = next(at for at in reversed(places) if widths[at] <= least)
                 found.append((self._border(line, best, widths[best]), done[best]))
-        return tuple(one for at, (one, _) in enumerate(found) if not _is_wide(found, at, work * _PART_OF_WORK))
+        ends = [(Border(-1), 0.0), *found, (Border(len(jaxpr.eqns)), work)]
+        kept = (at for at in range(1, len(ends) - 1) if not _is_wide(ends, at, work * _PART_OF_WORK))
+        return tuple(ends[at][0] for at in kept)
 
     def at_scope(self, name: str) -> Border:
         """Returns the border before what first belongs to a `jax.named_scope`.
