@@ -15,13 +15,16 @@ from tests.program.cutting.models import Case, gpt, layers, residual
 CASES = {"layers": layers(4), "gpt": gpt(3), "residual": residual(norm=True)}
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("layers", False), ("gpt", False), ("gpt", True), ("residual", False)])
-def test_stages_equal_the_whole_loss(name: str, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "places", "recompute"),
+    [("layers", slice(None), True), ("gpt", slice(2, None, 2), False), ("residual", slice(None), False)],
+)
+def test_stages_equal_the_whole_loss(name: str, places: slice, recompute: bool) -> None:
     case = CASES[name]
     program = case.traced()
     chain = Chain(program)
-    stages = chain.stages(chain.borders())
-    assert len(stages) > 3
+    stages = chain.stages(chain.borders()[places])
+    assert len(stages) > 2
 
     def staged(*args: Any) -> Any:
         return value_and_gradients(stages, program.out_specs, *args, recompute=recompute)
@@ -33,12 +36,11 @@ def test_stages_equal_the_whole_loss(name: str, recompute: bool) -> None:
 
 
 def test_values_are_those_of_the_loss_bit_for_bit() -> None:
-    case = CASES["gpt"]
+    case = CASES["layers"]
     program = case.traced()
     chain = Chain(program)
-    stages = chain.stages(chain.borders()[1:3])
-    got = jax.jit(lambda *args: forward(stages, program.out_specs, *args))(*case.args)
-    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(case.loss)(*case.args))
+    got = forward(chain.stages(chain.borders()), program.out_specs, *case.args)
+    jax.tree.map(np.testing.assert_array_equal, got, program(*case.args))
 
 
 def test_a_forward_pass_keeps_no_weights_and_no_casts_of_them() -> None:

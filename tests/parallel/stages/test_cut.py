@@ -9,7 +9,7 @@ import pytest
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.balance import Priced, Pricing, Span
 from braidax.parallel.stages.cut import CutLoss, cut
-from braidax.parallel.stages.segments import Seconds, counted, measured, segments_of, told
+from braidax.parallel.stages.segments import Seconds, counted, measured, segments_of
 from braidax.program import Chain, Stage
 from tests.parallel.models import refused
 from tests.program.cutting.models import gpt, layers, residual
@@ -51,7 +51,7 @@ def test_segments_tell_parameters_and_bytes_and_equal_ones_are_timed_once() -> N
     segments = segments_of(chain.stages(borders), clock)
     assert len(segments) == 9
     assert len(calls) <= 4
-    assert len({told(one) for one in calls}) == len(calls)
+    assert len({one.told() for one in calls}) == len(calls)
     sizes = {"scale": 8, "qkv": 8 * 24, "out": 64, "up": 128, "down": 128}
     assert segments[3].leaves == {(f"layers/{name}", (2, 3)): 4 * size for name, size in sizes.items()}
     assert segments[3].incoming_bytes == segments[3].float_bytes == 4 * 5 * 8 * 2 + 2 * 2

@@ -34,10 +34,8 @@ def layers(count: int = 6, width: int = 4, *, scopes: bool = True) -> Case:
                 x = jnp.tanh(x @ params[f"w{at}"] + params[f"b{at}"])
             first = x if first is None else first
         penalty = sum(jnp.sum(params[f"w{at}"] ** 2) for at in range(count))
-        return ((x.sum(-1) - batch["y"]) ** 2).mean() + 1e-3 * penalty, {
-            "first": first.mean(),
-            "most": batch["y"].max(),
-        }
+        value = ((x.sum(-1) - batch["y"]) ** 2).mean() + 1e-3 * penalty
+        return value, {"first": first.mean(), "most": batch["y"].max(), "rate": 0.5}
 
     params = {f"w{at}": draw(width, width, seed=at) for at in range(count)}
     params |= {f"b{at}": draw(width, seed=20 + at) for at in range(count)}

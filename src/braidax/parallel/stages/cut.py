@@ -8,7 +8,7 @@ from braidax.parallel.plan.costs.machine import in_time, scaled
 from braidax.program import Border, Chain, Program, Stage, find_mixing
 
 from .balance import Priced, Pricing, Span, StageCost, balance, check_count
-from .segments import Clock, Seconds, Segment, counted, measured, segments_of, told
+from .segments import Clock, Seconds, Segment, counted, measured, segments_of
 
 _MOST_ROUNDS = 3
 _AS_EXPECTED = 1.05  # times what segments said
@@ -123,7 +123,7 @@ def _remembered(clock: Clock) -> Clock:
     known = dict[str, Seconds]()
 
     def remembered(stage: Stage, params: int) -> Seconds:
-        key = told(stage)
+        key = stage.told()
         if key not in known:
             known[key] = clock(stage, params)
         return known[key]

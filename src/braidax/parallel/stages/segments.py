@@ -1,6 +1,5 @@
 """Segments: what stands between two neighboring borders of a chain, and what it costs."""
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ import numpy as np
 from braidax.program import Stage, bytes_of, cost_of
 
 from .passes import Passes, is_float
-
-_SLICED = re.compile(r"(start|limit)_indices=\([^)]*\)")
 
 
 class Seconds(NamedTuple):
@@ -58,7 +55,7 @@ def segments_of(stages: Sequence[Stage], clock: Clock, *, params: int = 0) -> tu
     known = dict[str, tuple[Seconds, int]]()
     found: list[Segment] = []
     for stage in stages:
-        key = told(stage)
+        key = stage.told()
         if key not in known:
             known[key] = clock(stage, params), Passes(stage, params=params).kept_bytes
         seconds, kept_bytes = known[key]
@@ -67,11 +64,6 @@ def segments_of(stages: Sequence[Stage], clock: Clock, *, params: int = 0) -> tu
         floats = sum(size for size, moved in incoming if moved)
         found.append(Segment(seconds, kept_bytes, sum(size for size, _ in incoming), floats, leaves))
     return tuple(found)
-
-
-def told(stage: Stage) -> str:
-    """Returns what a stage computes as text: the same for two that differ in the values of inputs only."""
-    return _SLICED.sub("", str(stage.program.closed))
 
 
 def counted(*, flops_per_second: float = 1e9, bytes_per_second: float = 1e9) -> Clock:

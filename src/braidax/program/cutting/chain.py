@@ -24,6 +24,7 @@ from .order import Free, Leaves, find_free, in_order, is_light
 from .part import Rows, part_of, variables
 
 _TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
+_SLICED = re.compile(r"(start|limit)_indices=\([^)]*\)")
 _MOST_PIECES = 64  # of a loop, between which borders are looked for
 _ALIKE = 17 / 16  # widths that count as one: of such places that is taken which is right before the next product
 _NARROWER = 1.5  # a border is left out beside one that is so many times narrower on either side,
@@ -86,6 +87,20 @@ class Stage:
     def outgoing(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Those of the outgoing values."""
         return self.program.out_specs[0]
+
+    def told(self) -> str:
+        """Returns what the stage computes, as text: the same for two that differ in the values of inputs only.
+
+        What goes through it as it is counts for nothing.
+        """
+        jaxpr = self.program.closed.jaxpr
+        read = variables(atom for one in jaxpr.eqns for atom in one.invars)
+        made = [atom for atom in jaxpr.outvars if not variables([atom]) & {*jaxpr.invars}]
+        own = jaxpr.replace(
+            invars=[one for one in jaxpr.invars if one in read], outvars=made,
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )  # fmt: skip
+        return _SLICED.sub("", str(own))
 
     def take(self, *args: Any) -> tuple[Any, ...]:
         """Returns of arguments of the loss what the stage reads, in the form in which it takes it."""
