@@ -76,6 +76,14 @@ def test_the_slowest_stage_is_as_fast_as_can_be(
         assert max(one.seconds for one in priced.costs(spans)) == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.parametrize("hidden", [0.0, 1.0])
+def test_what_stages_cost(hidden: float) -> None:
+    pricing = Pricing(2, Link(200.0, hidden=hidden), Link(900.0, hidden=hidden), bytes_per_parameter=2.0)
+    priced = Priced(drawn(6, 7), pricing)
+    for spans in divisions(6, 3, 6):
+        assert max(one.seconds for one in priced.costs(spans)) == pytest.approx(price_of(priced, spans), rel=1e-12)
+
+
 def even(count: int, *, kept: int = 100, weights: int = 10) -> tuple[Segment, ...]:
     seconds = Seconds(1.0, 1.0, 1.0)
     return tuple(Segment(seconds, kept, 10 * bool(at), 10 * bool(at), {f"w{at}": weights}) for at in range(count))
@@ -97,6 +105,7 @@ def test_replicas_do_not_pay_where_gradients_take_longer_than_they_save() -> Non
 
 
 def test_early_stages_hold_more_microbatches() -> None:
+    assert [span.end for span in balance(Priced(even(5), Pricing(8)), 2)] == [2, 5]
     priced = Priced(even(6), Pricing(8, bytes_per_parameter=1.0, memory_bytes=430.0, recompute=False))
     spans = balance(Priced(even(6), Pricing(8, bytes_per_parameter=1.0)), 3)
     assert [span.end for span in spans] == [2, 4, 6]

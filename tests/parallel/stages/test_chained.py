@@ -57,6 +57,15 @@ def test_a_forward_pass_keeps_no_weights_and_no_casts_of_them() -> None:
     assert again.kept_bytes == sum(one.size * one.dtype.itemsize for one in incoming)
 
 
+def test_what_comes_in_is_held_and_not_kept_twice() -> None:
+    chain = Chain(CASES["layers"].traced())
+    stage = chain.stages(chain.borders())[1]
+    *taken, incoming = stage.program.in_specs
+    kept = jax.eval_shape(Passes(stage).forward, taken, incoming).kept
+    assert {one.shape for one in kept} == {(8, 4)}
+    assert Passes(stage).kept_bytes == (len(kept) + 1) * 8 * 4 * 4  # of tanh; and its input, for the weights' gradient
+
+
 def test_gradients_are_joined_by_rows_and_added_up() -> None:
     chain = Chain(CASES["gpt"].traced())
     stages = chain.stages(chain.borders()[1:2])

@@ -58,6 +58,17 @@ def test_segments_tell_parameters_and_bytes_and_equal_ones_are_timed_once() -> N
     assert segments[3].kept_bytes == 4 * 5 * 8 * 2 + 8
 
 
+def test_counted_seconds() -> None:
+    chain = Chain(gpt(2).traced())
+    first, *_, last = chain.stages(chain.borders())
+    clock = counted(flops_per_second=1e12, bytes_per_second=1e3)
+    assert clock(first, 0).inputs == 0.0  # nothing comes in
+    assert clock(last, 0).weights == 0.0  # it has no parameters
+    assert clock(last, 0).inputs == clock(last, 0).forward > 0.0
+    assert clock(first, 0).weights == clock(first, 0).forward
+    assert clock(first, 0).forward > 1e8 * counted(flops_per_second=1e12, bytes_per_second=1e12)(first, 0).forward
+
+
 def test_stages_that_take_longer_than_their_segments_are_corrected() -> None:
     """Two layers in one stage are said to take three times as long as alone, but for the last ones."""
 

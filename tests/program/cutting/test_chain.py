@@ -64,6 +64,36 @@ def test_variables_are_given_by_the_stage_that_has_them() -> None:
     assert [stage.results for stage in chain.stages([chain.borders()[3]])] == [(), (0, 1, 2)]
 
 
+def test_the_loss_is_given_by_the_last_stage_also_where_more_follows() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = jnp.tanh(batch @ params["a"])
+        value = (x**2).mean()
+        return value, (jnp.tanh(x @ params["b"]) @ params["c"]).sum()
+
+    params = {name: draw(3, 3, seed=at) for at, name in enumerate("abc")}
+    chain = Chain(trace(loss, params, draw(8, 3)))
+    stages = chain.stages(chain.borders())
+    assert [stage.results for stage in stages] == [(), (), (0, 1)]
+    assert [[one.shape for one in stage.incoming] for stage in stages] == [[], [(8, 3), ()], [(), (8, 3)]]
+
+
+def test_a_penalty_that_is_needed_before_its_parameters_are_used() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        rows, penalty = params["table"][batch["ids"]], jnp.sum(params["table"] ** 2)
+        x = jnp.tanh(batch["x"] @ params["a"] + penalty)
+        return jnp.tanh(x @ params["b"] + rows @ params["c"]).sum()
+
+    params = {name: draw(3, 3, seed=at) for at, name in enumerate(("table", "a", "b", "c"))}
+    batch = {"x": draw(4, 3), "ids": jnp.arange(4) % 3}
+    program = trace(loss, params, batch)
+    chain = Chain(program)
+    incoming: tuple[Any, ...] = ()
+    for stage in chain.stages(chain.borders()):
+        incoming, results = stage.program(*stage.take(params, batch), incoming)
+        if stage.results:
+            assert results[0] == program(params, batch)
+
+
 def test_what_a_stage_takes_of_the_arguments() -> None:
     case = gpt()
     chain = Chain(case.traced())

@@ -140,7 +140,7 @@ def balance(priced: Priced, num_stages: int, num_devices: int | None = None) -> 
     **Returns:** the spans. **Raises:** `ArgumentError` for more stages than segments or devices, and when none fits.
     """
     devices = num_stages if num_devices is None else num_devices
-    check_count(len(priced.segments), num_stages, devices)
+    _check_count(len(priced.segments), num_stages, devices)
     limit = priced.pricing.memory_bytes
     found = _best(priced, num_stages, devices, lambda cost: cost.seconds if cost.bytes <= limit else _NEVER)
     if found is None:
@@ -153,8 +153,7 @@ def balance(priced: Priced, num_stages: int, num_devices: int | None = None) -> 
     return found[1]
 
 
-def check_count(num_segments: int, num_stages: int, num_devices: int) -> None:
-    """Checks that there are segments and devices for so many stages. **Raises:** `ArgumentError` when not."""
+def _check_count(num_segments: int, num_stages: int, num_devices: int) -> None:
     if num_stages < 1:
         raise ArgumentError(f"num_stages={num_stages}: expected 1 or more")
     if num_stages > num_segments:

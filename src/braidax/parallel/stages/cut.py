@@ -7,7 +7,7 @@ from braidax.errors import ArgumentError
 from braidax.parallel.plan.costs.machine import in_time, scaled
 from braidax.program import Border, Chain, Program, Stage, find_mixing
 
-from .balance import Priced, Pricing, Span, StageCost, balance, check_count
+from .balance import Priced, Pricing, Span, StageCost, balance
 from .segments import Clock, Seconds, Segment, counted, measured, segments_of
 
 _MOST_ROUNDS = 3
@@ -79,9 +79,9 @@ def cut(
     chain = Chain(program, params=params)
     borders = _named(chain, cuts) if cuts else chain.borders()
     num_stages = len(borders) + 1 if num_stages is None else num_stages
-    check_count(len(borders) + 1, num_stages, num_stages if num_devices is None else num_devices)
     segments = chain.stages(borders)
-    balance(Priced(segments_of(segments, counted(), params=params), pricing), num_stages, num_devices)
+    roughly = segments_of(segments, counted(), params=params)
+    balance(Priced(roughly, pricing), num_stages, num_devices)  # what cannot be is refused before anything is timed
     clock = _remembered(clock or measured())
     timed = segments_of(segments, clock, params=params)
     found: dict[tuple[Span, ...], CutLoss] = {}

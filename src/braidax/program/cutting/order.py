@@ -42,8 +42,9 @@ def in_order(program: Program, params: Leaves) -> Program:
             keys[at] = (_first_reader(jaxpr, at), -1, at)
     for at in alone:
         if is_light(jaxpr.eqns[at]):
-            other = _other_reader(jaxpr, at, free, params)
-            keys[at] = (_first_reader(jaxpr, at), -1, at) if other is None else (*keys[other], 1, at)
+            first = _first_reader(jaxpr, at), -1, at
+            others = [keys[one] for one in _other_readers(jaxpr, at, free, params) if keys[one] < first]
+            keys[at] = (*max(others), 1, at) if others else first
     made = dict[Any, int]()
     for at in own:
         equation = jaxpr.eqns[at]
@@ -107,11 +108,11 @@ def _first_reader(jaxpr: Jaxpr, at: int) -> int:
     return next((one for one in later if made & variables(jaxpr.eqns[one].invars)), at)
 
 
-def _other_reader(jaxpr: Jaxpr, at: int, free: Free, params: Leaves) -> int | None:
-    """Returns the last piece of work, before what needs an equation, that reads the same parameters."""
-    leaves, first = free.leaves(jaxpr.eqns[at].invars) & params, _first_reader(jaxpr, at)
-    readers = (one for one in reversed(range(first)) if free.leaves(jaxpr.eqns[one].invars) & leaves)
-    return next((one for one in readers if not is_light(jaxpr.eqns[one])), None)
+def _other_readers(jaxpr: Jaxpr, at: int, free: Free, params: Leaves) -> list[int]:
+    """Returns the pieces of work that read the same parameters as an equation."""
+    leaves = free.leaves(jaxpr.eqns[at].invars) & params
+    readers = (other for other, one in enumerate(jaxpr.eqns) if free.leaves(one.invars) & leaves)
+    return [other for other in readers if not is_light(jaxpr.eqns[other])]
 
 
 def _bytes(atoms: Iterable[Any]) -> int:
