@@ -85,6 +85,7 @@ class BatchDims:
         self.found = found
 
     def through(self, equation: JaxprEqn, facts: Sequence[Dim], place: Place) -> Sequence[Dim]:
+        """Returns the batch dims of the results of an equation, of those of its operands."""
         dims = list(facts)
         if place.path in self.found:
             self.found[place.path] = tuple(dims)
@@ -99,6 +100,7 @@ class BatchDims:
         return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore
 
     def into(self, equation: JaxprEqn, operand: int, fact: int, place: Place) -> Dim:
+        """Returns the batch dim of an operand as a body has it."""
         if place.path in self.found:
             dims = list(self.found[place.path])
             dims[operand] = fact
@@ -106,9 +108,11 @@ class BatchDims:
         return fact if not is_slice(equation, operand) else fact - 1 if fact else None
 
     def out_of(self, equation: JaxprEqn, result: int, fact: int, place: Place) -> Dim:
+        """Returns the batch dim of a result, of that of what a body gives for it."""
         return fact + 1 if is_stack(equation, result) else fact
 
     def join(self, one: Dim, other: Dim) -> Dim:
+        """Returns the batch dim of what is one of two values."""
         return other if one is None else one
 
 

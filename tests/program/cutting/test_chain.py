@@ -8,8 +8,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.program import Border, Chain, Stage, trace
-
-from .models import Case, draw, gpt, layers, residual
+from tests.program.cutting.models import Case, draw, gpt, layers, residual
 
 
 def leaves_of(stage: Stage, argument: int = 0) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, split_scan, trace
-
-from .models import draw
+from tests.program.cutting.models import draw
 
 
 def looped(weights: Any, x: Any, *, reverse: bool = False) -> Any:
