@@ -29,7 +29,16 @@ from .compiled.targets import pass_by_compilers as pass_by_compilers
 from .constraints import automatic as automatic
 from .constraints import trace_constrained as trace_constrained
 from .costs import Cost as Cost
+from .costs import bytes_of as bytes_of
 from .costs import cost_of as cost_of
+from .cutting.chain import Border as Border
+from .cutting.chain import Chain as Chain
+from .cutting.chain import Stage as Stage
+from .cutting.chain import StageLeaf as StageLeaf
+from .cutting.iterations import split_scan as split_scan
+from .cutting.mixing import Mixing as Mixing
+from .cutting.mixing import find_mixing as find_mixing
+from .cutting.part import part_of as part_of
 from .dims import Cut as Cut
 from .dims import Dims as Dims
 from .dims import Dot as Dot

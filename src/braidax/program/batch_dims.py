@@ -31,17 +31,18 @@ def find_batch_dims(
     **Returns:** for each path the batch dim of every operand of its equation, or None.
     """
     jaxpr = program.closed.jaxpr
-    dims = _Dims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
-    flow(jaxpr, _seeds(program, divided), dims)
+    dims = BatchDims({path: (None,) * len(equation_at(jaxpr, path).invars) for path in paths})
+    flow(jaxpr, batch_seeds(program, divided), dims)
     return dims.found
 
 
 def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
     """Returns the batch dim of every output of a program, or None. **Arguments:** as of `find_batch_dims`."""
-    return flow(program.closed.jaxpr, _seeds(program, divided), _Dims({}))
+    return flow(program.closed.jaxpr, batch_seeds(program, divided), BatchDims({}))
 
 
-def _seeds(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
+def batch_seeds(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
+    """Returns the batch dim of every input of a program, or None. **Arguments:** as of `find_batch_dims`."""
     seeds: list[Dim] = []
     for index, argument in enumerate(program.in_specs):
         leaves, told = jax.tree.leaves(argument), divided.get(index)
@@ -74,27 +75,32 @@ def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
     return None
 
 
-class _Dims:
-    """Follows the dim; `found` holds the operands' dims of the equations that are asked for."""
+class BatchDims:
+    """Follows the dim of the batch as facts of `flow`.
+
+    **Arguments:** `found`: holds the operands' dims of the equations that are asked for.
+    """
 
     def __init__(self, found: dict[Path, tuple[Dim, ...]]) -> None:
         self.found = found
 
     def through(self, equation: JaxprEqn, facts: Sequence[Dim], place: Place) -> Sequence[Dim]:
+        """Returns the batch dims of the results of an equation, of those of its operands."""
         dims = list(facts)
         if place.path in self.found:
             self.found[place.path] = tuple(dims)
         primitive = equation.primitive
         if primitive in (custom_jvp_call_p, custom_vjp_call_p):
-            return flow(equation.params["call_jaxpr"].jaxpr, dims, _Dims({}))
+            return flow(equation.params["call_jaxpr"].jaxpr, dims, BatchDims({}))
         if primitive is kept_p:
-            found = flow(equation.params["jaxpr"].jaxpr, dims, _Dims({}))
+            found = flow(equation.params["jaxpr"].jaxpr, dims, BatchDims({}))
             return [*found, *[None] * equation.params["num_gradients"]]
         rule = _RULES.get(primitive) or _RULES_BY_NAME.get(primitive.name)
         found = rule(equation, dims) if rule else None
         return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore
 
     def into(self, equation: JaxprEqn, operand: int, fact: int, place: Place) -> Dim:
+        """Returns the batch dim of an operand as a body has it."""
         if place.path in self.found:
             dims = list(self.found[place.path])
             dims[operand] = fact
@@ -102,9 +108,11 @@ class _Dims:
         return fact if not is_slice(equation, operand) else fact - 1 if fact else None
 
     def out_of(self, equation: JaxprEqn, result: int, fact: int, place: Place) -> Dim:
+        """Returns the batch dim of a result, of that of what a body gives for it."""
         return fact + 1 if is_stack(equation, result) else fact
 
     def join(self, one: Dim, other: Dim) -> Dim:
+        """Returns the batch dim of what is one of two values."""
         return other if one is None else one
 
 

@@ -74,8 +74,8 @@ def cost_of(what: Jaxpr | JaxprEqn) -> Cost:
 
 def _bytes(equation: JaxprEqn) -> tuple[float, float]:
     """What is read and written: all operands and results, but of a table only the part that is touched."""
-    sizes = [_size(aval_of(atom)) for atom in equation.invars]
-    written = sum(_size(aval_of(variable)) for variable in equation.outvars)
+    sizes = [bytes_of(aval_of(atom)) for atom in equation.invars]
+    written = sum(bytes_of(aval_of(variable)) for variable in equation.outvars)
     if equation.primitive in _FREE:
         return 0.0, 0.0
     if equation.primitive in _PARTS:
@@ -88,12 +88,13 @@ def _bytes(equation: JaxprEqn) -> tuple[float, float]:
     return sum(sizes), written
 
 
-def _size(aval: Any) -> float:
-    if not isinstance(aval, ShapedArray):
-        return 0.0
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return float(prod(aval.shape) * np.dtype(aval.dtype).itemsize)
+def bytes_of(value: Any) -> int:
+    """Returns the bytes of what has a shape and dtype, keys as their numbers; none of what is no array."""
+    if not isinstance(value, ShapedArray | jax.ShapeDtypeStruct):
+        return 0
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
+    return prod(value.shape) * np.dtype(value.dtype).itemsize
 
 
 def _of_result(equation: JaxprEqn) -> int:

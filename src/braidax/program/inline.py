@@ -32,12 +32,13 @@ def _calls(closed: ClosedJaxpr) -> list[Path]:
     found: list[Path] = []
     for path, equation in equations_of(closed.jaxpr):
         within = any(path[: len(outer)] == outer for outer in found)
-        if equation.primitive is jit_p and not within and not _is_specified(equation):
+        if equation.primitive is jit_p and not within and not is_specified(equation):
             found.append(path)
     return found
 
 
-def _is_specified(equation: JaxprEqn) -> bool:
+def is_specified(equation: JaxprEqn) -> bool:
+    """Whether a jitted function says how its arguments or results lie."""
     told = (*equation.params["in_shardings"], *equation.params["out_shardings"])
     return any(isinstance(one, jax.sharding.Sharding) for one in told)
 

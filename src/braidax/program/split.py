@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import jit_p
 
 from braidax.errors import ArgumentError
 
 from .bodies import Path
+from .cutting.part import closed_part, needed, variables
 from .marks import is_marked
 from .rewrite import Replacement, evaluate
 from .trace import Program, trace
@@ -76,20 +77,20 @@ def split_at_marks(program: Program) -> Split:
             "eqx.filter_value_and_grad inside of the step, not before it; by jax.jacrev, jax.jacfwd and jax.linearize "
             "none is seen, by jax.vjp that of a scalar"
         )
-    first = _needed(jaxpr.eqns, _variables(v for equation in marked for v in equation.outvars), set())
+    first = needed(jaxpr.eqns, variables(v for equation in marked for v in equation.outvars), set())
     cuts = [equation for equation in first if is_marked(equation) or equation.effects]
-    cut_values = _variables(v for equation in cuts for v in equation.outvars)
+    cut_values = variables(v for equation in cuts for v in equation.outvars)
     inputs = {variable: index for index, variable in enumerate(jaxpr.invars)}
-    outputs = _variables(jaxpr.outvars) - cut_values - inputs.keys()
+    outputs = variables(jaxpr.outvars) - cut_values - inputs.keys()
     done = {id(equation) for equation in cuts}
     rest = [equation for equation in jaxpr.eqns if id(equation) not in done]
     # An effect that no gradient needs belongs to the second part, with all that it reads.
     lone = [equation for equation in rest if equation.effects]
-    wanted = outputs | _variables(v for equation in lone for v in equation.invars)
-    second = _needed(rest, wanted, cut_values, always={id(equation) for equation in lone})
+    wanted = outputs | variables(v for equation in lone for v in equation.invars)
+    second = needed(rest, wanted, cut_values, always={id(equation) for equation in lone})
 
-    read = _variables(v for equation in second for v in equation.invars)
-    leaving = [v for equation in cuts for v in equation.outvars if v in read or v in _variables(jaxpr.outvars)]
+    read = variables(v for equation in second for v in equation.invars)
+    leaving = [v for equation in cuts for v in equation.outvars if v in read or v in variables(jaxpr.outvars)]
     carried = tuple(index for index, variable in enumerate(leaving) if variable in read)
     first_inputs = _reads(first, inputs)
     second_inputs = _reads(second, inputs)
@@ -104,9 +105,9 @@ def split_at_marks(program: Program) -> Split:
         else:
             origins.append(Origin("apply", len(finals)))
             finals.append(variable)
-    gradients = _part(jaxpr, consts, [jaxpr.invars[i] for i in first_inputs], leaving, first)
+    gradients = Part(closed_part(jaxpr, consts, [jaxpr.invars[i] for i in first_inputs], leaving, first))
     arguments = [jaxpr.invars[i] for i in second_inputs] + [leaving[i] for i in carried]
-    apply = _part(jaxpr, consts, arguments, finals, second)
+    apply = Part(closed_part(jaxpr, consts, arguments, finals, second))
     return Split(gradients, apply, first_inputs, second_inputs, carried, tuple(origins))
 
 
@@ -118,48 +119,20 @@ def parted(closed: ClosedJaxpr, num_first: int) -> tuple[ClosedJaxpr, ClosedJaxp
     """
     jaxpr, consts = closed.jaxpr, list(closed.consts)
     first, others = jaxpr.outvars[:num_first], jaxpr.outvars[num_first:]
-    before = _needed(jaxpr.eqns, _variables(first), set())
+    before = needed(jaxpr.eqns, variables(first), set())
     done = {id(equation) for equation in before}
-    known = _variables(v for equation in before for v in equation.outvars)
+    known = variables(v for equation in before for v in equation.outvars)
     behind = [equation for equation in jaxpr.eqns if id(equation) not in done]
-    read = _variables(v for equation in behind for v in equation.invars) | _variables(others)
+    read = variables(v for equation in behind for v in equation.invars) | variables(others)
     carried = [v for equation in before for v in equation.outvars if v in read & known]
     return (
-        _part(jaxpr, consts, list(jaxpr.invars), [*first, *carried], before).closed,
-        _part(jaxpr, consts, [*jaxpr.invars, *carried], list(others), behind).closed,
+        closed_part(jaxpr, consts, list(jaxpr.invars), [*first, *carried], before),
+        closed_part(jaxpr, consts, [*jaxpr.invars, *carried], list(others), behind),
     )
 
 
-def _needed(
-    equations: Sequence[JaxprEqn], wanted: set[Var], given: set[Var], always: frozenset[int] | set[int] = frozenset()
-) -> list[JaxprEqn]:
-    """The equations, in order, that compute the wanted values when some are given."""
-    alive = wanted - given
-    kept: list[JaxprEqn] = []
-    for equation in reversed(equations):
-        if id(equation) in always or any(v in alive for v in equation.outvars):
-            kept.append(equation)
-            alive |= _variables(equation.invars) - given
-    return kept[::-1]
-
-
 def _reads(equations: Iterable[JaxprEqn], inputs: dict[Var, int]) -> tuple[int, ...]:
-    return tuple(sorted({inputs[v] for e in equations for v in _variables(e.invars) if v in inputs}))
-
-
-def _variables(atoms: Iterable[Any]) -> set[Var]:
-    return {atom for atom in atoms if not isinstance(atom, Constant)}
-
-
-def _part(jaxpr: Jaxpr, consts: list[Any], invars: list[Var], outvars: list[Any], eqns: list[JaxprEqn]) -> Part:
-    read = _variables(v for e in eqns for v in e.invars) | _variables(outvars)
-    held = [(v, value) for v, value in zip(jaxpr.constvars, consts, strict=True) if v in read]
-    effects = {effect for equation in eqns for effect in equation.effects}
-    part = jaxpr.replace(
-        constvars=[v for v, _ in held], invars=invars, outvars=outvars, eqns=eqns, effects=frozenset(effects),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )  # fmt: skip
-    return Part(ClosedJaxpr(part, [value for _, value in held]))
+    return tuple(sorted({inputs[v] for e in equations for v in variables(e.invars) if v in inputs}))
 
 
 def _opened(program: Program) -> ClosedJaxpr:

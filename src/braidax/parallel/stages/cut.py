@@ -1,0 +1,161 @@
+"""A loss cut into stages: where it is narrow, so that the slowest stage takes least."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from braidax.errors import ArgumentError
+from braidax.parallel.plan.costs.machine import in_time, scaled
+from braidax.program import Border, Chain, Program, Stage, find_mixing
+
+from .balance import Priced, Pricing, Span, StageCost, balance
+from .segments import Clock, Seconds, Segment, counted, measured, segments_of
+
+_MOST_ROUNDS = 3
+_AS_EXPECTED = 1.05  # times what segments said
+
+
+@dataclass(frozen=True)
+class CutLoss:
+    """A loss in stages.
+
+    **Fields:** `stages`, one behind the other; `borders` between them. `replicas`: on how many devices each is.
+    `recompute`: whether its backward pass runs it again. `seconds`: of its passes on one device, a microbatch. `costs`:
+    with what sending adds, and its bytes.
+    """
+
+    stages: tuple[Stage, ...]
+    borders: tuple[Border, ...]
+    replicas: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    seconds: tuple[Seconds, ...]
+    costs: tuple[StageCost, ...]
+
+    @property
+    def slowest_seconds(self) -> float:
+        """How often the pipeline gives a microbatch, once it is full."""
+        return max(one.seconds for one in self.costs)
+
+    def __str__(self) -> str:
+        """A line a stage: what it takes, what it holds, and where it begins."""
+        lines = ["stage  devices  forward   inputs    weights   a microbatch  memory    begins"]
+        for at, (cost, seconds) in enumerate(zip(self.costs, self.seconds, strict=True)):
+            begins = str(self.borders[at - 1]) if at else "with the loss"
+            times = "".join(f"{in_time(one):<10}" for one in seconds)
+            again = ", again in the backward pass" if self.recompute[at] else ""
+            whole, held = in_time(cost.seconds), scaled(cost.bytes, "B")
+            lines.append(f"{at:<7}{self.replicas[at]:<9}{times}{whole:<14}{held:<10}{begins}{again}")
+        return "\n".join(lines)
+
+
+def cut(
+    program: Program,
+    num_stages: int | None = None,
+    *,
+    pricing: Pricing,
+    cuts: Sequence[str] = (),
+    num_devices: int | None = None,
+    clock: Clock | None = None,
+    params: int = 0,
+    mixes_samples: bool = False,
+) -> CutLoss:
+    """Cuts a traced loss into stages, so that the slowest takes least.
+
+    Segments between the places where few values go over are timed, equal ones once; a dynamic program puts them into
+    stages; these are timed themselves, and where they take longer or less than their segments did, it runs again.
+
+    **Arguments:** `program`: the loss; its first output is differentiated, its last argument is the batch.
+    `num_stages`: that there are to be. `cuts`: instead, the names of `jax.named_scope`s before which to cut.
+    `num_devices`: that there are for all stages; by default one each. `clock`: says how long a stage takes; by default
+    `measured()`, while `counted()` runs nothing. `params`: the number of the argument that is trained. `mixes_samples`:
+    whether a loss may mix samples, of which each microbatch then has its own.
+
+    **Returns:** the `CutLoss`. **Raises:** `ArgumentError`, before anything is compiled, for more stages than places
+    to cut, for a scope that is not there, for stages that fit into no memory, for a loss that mixes samples.
+    """
+    if (num_stages is None) == (not cuts):
+        raise ArgumentError(f"num_stages={num_stages}, cuts={[*cuts]}: expected one of them")
+    if not mixes_samples and pricing.num_microbatches > 1:
+        _check_mixing(program, params, pricing.num_microbatches)
+    chain = Chain(program, params=params)
+    borders = _named(chain, cuts) if cuts else chain.borders()
+    num_stages = len(borders) + 1 if num_stages is None else num_stages
+    segments = chain.stages(borders)
+    roughly = segments_of(segments, counted(), params=params)
+    balance(Priced(roughly, pricing), num_stages, num_devices)  # what cannot be is refused before anything is timed
+    clock = _remembered(clock or measured())
+    timed = segments_of(segments, clock, params=params)
+    found: dict[tuple[Span, ...], CutLoss] = {}
+    for _ in range(_MOST_ROUNDS):
+        spans = balance(Priced(timed, pricing), num_stages, num_devices)
+        if spans in found:
+            break
+        expected = max(one.seconds for one in Priced(timed, pricing).costs(spans))
+        own = tuple(borders[span.begin - 1] for span in spans[1:])
+        stages = chain.stages(own)
+        timed = _corrected(timed, spans, segments_of(stages, clock, params=params))
+        found[spans] = _told(Priced(timed, pricing), spans, stages, own)
+        if found[spans].slowest_seconds <= expected * _AS_EXPECTED:
+            break
+    return min(found.values(), key=lambda one: one.slowest_seconds)
+
+
+def _check_mixing(program: Program, params: int, num_microbatches: int) -> None:
+    mixing = [one for one in find_mixing(program, {len(program.in_specs) - 1: 0}, params) if one.trained]
+    if mixing:
+        raise ArgumentError(
+            f"the loss mixes samples: what {mixing[0].line} computes of one depends on the whole batch, and each of "
+            f"num_microbatches={num_microbatches} would see its own: normalize each sample by itself (by layers or "
+            f"groups of channels), take one microbatch, or accept it with mixes_samples=True"
+        )
+
+
+def _named(chain: Chain, cuts: Sequence[str]) -> tuple[Border, ...]:
+    found: dict[Border, str] = {}
+    for name in cuts:
+        border = chain.at_scope(name)
+        if border in found:
+            raise ArgumentError(f"cuts has {found[border]!r} and {name!r}, which begin at one place: leave one out")
+        found[border] = name
+    return tuple(sorted(found))
+
+
+def _remembered(clock: Clock) -> Clock:
+    known = dict[str, Seconds]()
+
+    def remembered(stage: Stage, params: int) -> Seconds:
+        key = stage.told()
+        if key not in known:
+            known[key] = clock(stage, params)
+        return known[key]
+
+    return remembered
+
+
+def _corrected(segments: Sequence[Segment], spans: Sequence[Span], stages: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Returns segments that add up to what the stages that they make take."""
+    found: list[Segment] = []
+    for span, stage in zip(spans, stages, strict=True):
+        own = segments[span.begin : span.end]
+        columns = [
+            _scaled(column, whole)
+            for column, whole in zip(zip(*(one.seconds for one in own), strict=True), stage.seconds, strict=True)
+        ]
+        kept = _scaled([one.kept_bytes for one in own], stage.kept_bytes)
+        for one, size, *seconds in zip(own, kept, *columns, strict=True):
+            found.append(replace(one, seconds=Seconds(*seconds), kept_bytes=round(size)))
+    return tuple(found)
+
+
+def _scaled(values: Sequence[float], whole: float) -> list[float]:
+    """Returns values that add up to a whole, in the same proportions."""
+    total = sum(values)
+    return [value * whole / total if total else whole / len(values) for value in values]
+
+
+def _told(priced: Priced, spans: Sequence[Span], stages: tuple[Stage, ...], borders: tuple[Border, ...]) -> CutLoss:
+    seconds: list[Seconds] = []
+    for span in spans:
+        own = (one.seconds for one in priced.segments[span.begin : span.end])
+        seconds.append(Seconds(*(sum(column) for column in zip(*own, strict=True))))
+    replicas, recompute = tuple(one.replicas for one in spans), tuple(one.recompute for one in spans)
+    return CutLoss(stages, borders, replicas, recompute, tuple(seconds), priced.costs(spans))

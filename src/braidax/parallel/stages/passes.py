@@ -1,0 +1,114 @@
+"""A stage that is differentiated by itself: its forward pass, what that keeps, and its backward pass."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+
+from braidax.program import Stage, bytes_of, inputs_of, trace
+
+
+class Made(NamedTuple):
+    """What a forward pass gives: what it sends, outputs of the loss, and what the backward pass needs besides."""
+
+    outgoing: tuple[Any, ...]
+    results: tuple[Any, ...]
+    kept: list[Any]
+
+
+@final
+class Passes:
+    """Pure functions of a stage.
+
+    What the forward pass keeps is neither one of its inputs, which the backward pass is given again, nor made of
+    parameters alone, such as their casts: these it makes again. With nothing kept it runs the stage again. Both are to
+    be jitted: what is not needed is computed otherwise.
+
+    **Arguments:** `params`: the number of the argument of the loss that is trained. `recompute`: whether nothing is
+    kept.
+    """
+
+    def __init__(self, stage: Stage, *, params: int = 0, recompute: bool = False) -> None:
+        self.stage, self.params, self.recompute = stage, params, recompute
+        *taken, incoming = stage.program.in_specs
+        self._floats = [at for at, one in enumerate(incoming) if is_float(one)]
+        self._own: list[int] | None = None
+        self._leaves: list[int] = []
+        self._held: list[int] = []
+        program = trace(lambda *given: self._traced(*given)[0], tuple(taken), incoming)
+        made: Made = program.out_specs
+        before, count = (len(jax.tree.leaves(one)) for one in (tuple(taken[:params]), taken[params]))
+        trained, first = {*range(before, before + count)}, len(made.outgoing) + len(made.results)
+        used = [inputs_of(program.closed, first + at) for at in range(len(made.kept))]
+        kept = [at for at, inputs in enumerate(used) if not inputs <= trained]
+        self._own = [self._leaves[at] for at in kept]
+        self._made = made._replace(kept=[made.kept[at] for at in kept])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of what is held from the forward to the backward pass of a microbatch: what comes in, and what is kept."""
+        incoming = self.stage.incoming
+        held = incoming if self.recompute else [*(incoming[at] for at in self._held), *self._made.kept]
+        return sum(bytes_of(one) for one in held)
+
+    def forward(self, taken: Sequence[Any], incoming: Sequence[Any]) -> Made:
+        """Runs the stage. **Arguments:** `taken`: what it has of the arguments of the loss."""
+        made, _ = self._traced(taken, incoming)
+        return made if not self.recompute else made._replace(kept=[])
+
+    def backward(
+        self, taken: Sequence[Any], incoming: Sequence[Any], kept: Sequence[Any], outgoing: Sequence[Any], results: Any
+    ) -> tuple[Any, list[Any]]:
+        """Goes back through the stage.
+
+        **Arguments:** `taken`, `incoming`: as of `forward`, and what that has `kept`. `outgoing`, `results`: gradients
+        of what it gave, None for what has none.
+
+        **Returns:** the gradients of its parameters, and of its incoming values, None for what is no float.
+        """
+        _, pull = self._traced(taken, incoming, None if self.recompute else kept)
+        specs = [one for one in (*self._made.outgoing, *self._made.results) if is_float(one)]
+        pairs = zip((*self._made.outgoing, *self._made.results), (*outgoing, *results), strict=True)
+        given = [one for spec, one in pairs if is_float(spec)]
+        whole = [jnp.zeros(*_form(spec)) if one is None else one for spec, one in zip(specs, given, strict=True)]
+        own, moved = pull(whole)
+        sent: list[Any] = [None] * len(incoming)
+        for at, one in zip(self._floats, moved, strict=True):
+            sent[at] = one
+        return own, sent
+
+    def _traced(self, taken: Sequence[Any], incoming: Sequence[Any], kept: Sequence[Any] | None = None) -> Any:
+        """Returns `Made`, and the function that pulls gradients back: of this run, or of the one that has kept some."""
+
+        def run(own: Any, moved: Sequence[Any]) -> Any:
+            args, given = list(taken), list(incoming)
+            args[self.params] = own
+            for at, one in zip(self._floats, moved, strict=True):
+                given[at] = one
+            outgoing, results = self.stage.program(*args, tuple(given))
+            return [one for one in (*outgoing, *results) if is_float(one)], (outgoing, results)
+
+        _, pull, (outgoing, results) = jax.vjp(
+            run, taken[self.params], [incoming[at] for at in self._floats], has_aux=True
+        )
+        inputs = {id(one) for one in jax.tree.leaves((taken, incoming))}
+        leaves, structure = jax.tree.flatten(pull)
+        own = self._own
+        if own is None:
+            own = self._leaves = [at for at, leaf in enumerate(leaves) if id(leaf) not in inputs]
+            self._held = [at for at, one in enumerate(incoming) if any(one is leaf for leaf in leaves)]
+        if kept is not None:
+            for at, one in zip(own, kept, strict=True):
+                leaves[at] = one
+            pull = structure.unflatten(leaves)
+        return Made(outgoing, results, [leaves[at] for at in own]), pull
+
+
+def is_float(value: Any) -> bool:
+    """Whether something has a gradient."""
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _form(spec: Any) -> tuple[Any, Any]:
+    return spec.shape, spec.dtype

@@ -1,0 +1,130 @@
+"""Segments: what stands between two neighboring borders of a chain, and what it costs."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from braidax.program import Stage, bytes_of, cost_of
+
+from .passes import Passes, is_float
+
+
+class Seconds(NamedTuple):
+    """How long the passes of a stage take on one microbatch: forward, and what goes back to inputs and to weights."""
+
+    forward: float
+    inputs: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.forward + self.inputs + self.weights
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one microbatch costs between two borders.
+
+    **Fields:** `seconds`. `kept_bytes`: held from the forward to the backward pass. `incoming_bytes`: of what comes in,
+    `float_bytes` of them with gradients that go back. `leaves`: bytes of the parameters that are read, by name and
+    rows.
+    """
+
+    seconds: Seconds
+    kept_bytes: int
+    incoming_bytes: int
+    float_bytes: int
+    leaves: Mapping[Any, int]
+
+
+Clock = Callable[[Stage, int], Seconds]
+"""Of a stage, and the number of the argument that is trained, how long its passes take."""
+
+
+def segments_of(stages: Sequence[Stage], clock: Clock, *, params: int = 0) -> tuple[Segment, ...]:
+    """Returns what stages cost; those that compute the same, such as the iterations of a loop, are timed once.
+
+    **Arguments:** `clock`: `measured` or `counted`. `params`: the number of the argument that is trained.
+    """
+    known = dict[str, tuple[Seconds, int]]()
+    found: list[Segment] = []
+    for stage in stages:
+        key = stage.told()
+        if key not in known:
+            known[key] = clock(stage, params), Passes(stage, params=params).kept_bytes
+        seconds, kept_bytes = known[key]
+        leaves = {(leaf.name, leaf.rows): leaf.num_bytes for leaf in stage.leaves if leaf.argument == params}
+        incoming = [(bytes_of(one), is_float(one)) for one in stage.incoming]
+        floats = sum(size for size, moved in incoming if moved)
+        found.append(Segment(seconds, kept_bytes, sum(size for size, _ in incoming), floats, leaves))
+    return tuple(found)
+
+
+def counted(*, flops_per_second: float = 1e9, bytes_per_second: float = 1e9) -> Clock:
+    """Returns a clock that runs nothing: by operations and bytes of each equation, whichever takes longer.
+
+    The same on all machines; what fusion saves is not seen.
+    """
+
+    def clock(stage: Stage, params: int) -> Seconds:
+        cost = cost_of(stage.program.closed.jaxpr)
+        moved = (cost.read_bytes + cost.written_bytes) / bytes_per_second
+        once = max((cost.flops + cost.transcendentals) / flops_per_second, moved)
+        trained = any(leaf.argument == params for leaf in stage.leaves)
+        return Seconds(once, once * any(map(is_float, stage.incoming)), once * trained)
+
+    return clock
+
+
+def measured(*, num_runs: int = 5) -> Clock:
+    """Returns a clock that compiles the passes of a stage and runs them on the first device.
+
+    The weights' gradient is what a whole backward pass takes longer than one to the inputs alone. Values are drawn at
+    random. Of all runs the shortest counts, since what else a machine does only adds.
+    """
+
+    def clock(stage: Stage, params: int) -> Seconds:
+        passes = Passes(stage, params=params)
+        *taken, incoming = _drawn(stage.program.in_specs)
+        forward = jax.jit(passes.forward)
+        whole = jax.jit(lambda *args: passes.backward(*args))
+        inputs = jax.jit(lambda *args: passes.backward(*args)[1])
+        made = forward(taken, incoming)
+        ones = [_cotangents(one) for one in (made.outgoing, made.results)]
+        runs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(forward, (taken, incoming))]
+        back = (taken, incoming, made.kept, *ones)
+        runs += [(inputs, back), (whole, back)] if any(map(is_float, incoming)) else [(whole, back)]
+        times = [0.0] if len(runs) == 2 else []
+        rounds = [[_timed(*run) for run in runs] for _ in range(num_runs + 1)][1:]  # the first one compiles
+        once, *others = (min(each) for each in zip(*rounds, strict=True))
+        to_inputs, both = (*times, *others)
+        return Seconds(once, to_inputs, max(both - to_inputs, 0.0))
+
+    return clock
+
+
+def _timed(run: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    begun = time.perf_counter()
+    jax.block_until_ready(run(*args))
+    return time.perf_counter() - begun
+
+
+def _cotangents(values: Sequence[Any]) -> list[Any]:
+    return [jnp.ones_like(one) if is_float(one) else None for one in values]
+
+
+def _drawn(specs: Any) -> Any:
+    random = np.random.default_rng(0)
+
+    def draw(spec: Any) -> jax.Array:
+        if is_float(spec):
+            return jnp.asarray(random.normal(size=spec.shape) * 0.1, spec.dtype)
+        return jnp.zeros(spec.shape, spec.dtype)
+
+    return jax.tree.map(draw, specs)

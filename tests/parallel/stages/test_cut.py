@@ -1,0 +1,144 @@
+"""A loss cut by what its segments cost."""
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from braidax.errors import ArgumentError
+from braidax.parallel.stages.balance import Priced, Pricing, Span
+from braidax.parallel.stages.cut import CutLoss, cut
+from braidax.parallel.stages.segments import Seconds, counted, measured, segments_of
+from braidax.program import Chain, Stage
+from tests.parallel.models import refused
+from tests.program.cutting.models import gpt, layers, residual
+
+CASES = {"layers": layers(9), "gpt": gpt(8), "residual": residual()}
+
+
+def refusing(stage: Stage, params: int) -> Seconds:
+    raise AssertionError("nothing is timed")
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("layers", 4), ("gpt", 2), ("gpt", 4), ("gpt", 8), ("residual", 4)])
+def test_the_slowest_stage_is_that_of_the_best_cut(name: str, num_stages: int) -> None:
+    program, pricing = CASES[name].traced(), Pricing(4)
+    found = cut(program, num_stages, pricing=pricing, clock=counted())
+    chain = Chain(program)
+    borders = chain.borders()
+    segments = segments_of(chain.stages(borders), counted())
+    priced = Priced(segments, pricing)
+    best = min(
+        max(priced.cost(Span(*ends), 1).seconds for ends in pairwise((0, *cuts, len(segments))))
+        for cuts in combinations(range(1, len(segments)), num_stages - 1)
+    )
+    assert len(found.stages) == num_stages
+    own = segments_of(chain.stages(found.borders), counted())
+    slowest = max(one.seconds.total for one in own)
+    assert slowest == pytest.approx(found.slowest_seconds)
+    assert slowest <= 1.02 * best
+
+
+def test_segments_tell_parameters_and_bytes_and_equal_ones_are_timed_once() -> None:
+    chain, calls = Chain(gpt(8).traced()), list[Stage]()
+
+    def clock(stage: Stage, params: int) -> Seconds:
+        calls.append(stage)
+        return Seconds(1.0, 1.0, 1.0)
+
+    borders = [one for one in chain.borders() if one.iteration] + [chain.borders()[0]]
+    segments = segments_of(chain.stages(borders), clock)
+    assert len(segments) == 9
+    assert len(calls) <= 4
+    assert len({one.told() for one in calls}) == len(calls)
+    sizes = {"scale": 8, "qkv": 8 * 24, "out": 64, "up": 128, "down": 128}
+    assert segments[3].leaves == {(f"layers/{name}", (2, 3)): 4 * size for name, size in sizes.items()}
+    assert segments[3].incoming_bytes == segments[3].float_bytes == 4 * 5 * 8 * 2 + 2 * 2
+    assert segments[3].kept_bytes == 4 * 5 * 8 * 2 + 8
+
+
+def test_counted_seconds() -> None:
+    chain = Chain(gpt(2).traced())
+    first, *_, last = chain.stages(chain.borders())
+    clock = counted(flops_per_second=1e12, bytes_per_second=1e3)
+    assert clock(first, 0).inputs == 0.0  # nothing comes in
+    assert clock(last, 0).weights == 0.0  # it has no parameters
+    assert clock(last, 0).inputs == clock(last, 0).forward > 0.0
+    assert clock(first, 0).weights == clock(first, 0).forward
+    assert clock(first, 0).forward > 1e8 * counted(flops_per_second=1e12, bytes_per_second=1e12)(first, 0).forward
+
+
+def test_stages_that_take_longer_than_their_segments_are_corrected() -> None:
+    """Two layers in one stage are said to take three times as long as alone, but for the last ones."""
+
+    def clock(stage: Stage, params: int) -> Seconds:
+        names = {leaf.name for leaf in stage.leaves if leaf.name.startswith("w")}
+        slow = 3.0 if len(names) > 1 and "w0" in names else 1.0
+        return Seconds(len(names) * slow, 0.0, 0.0)
+
+    found = cut(layers(4).traced(), 2, pricing=Pricing(2), clock=clock)
+    assert [len(stage.leaves) for stage in found.stages] == [3, 7]  # one layer and x, three layers and y
+    assert [one.forward for one in found.seconds] == [1.0, 3.0]
+    assert found.slowest_seconds == 3.0
+
+
+def test_measured_seconds_of_the_passes() -> None:
+    chain = Chain(layers(3, 8).traced())
+    first, second, _ = chain.stages(chain.borders())
+    clock = measured(num_runs=2)
+    assert clock(first, 0).inputs == 0.0
+    assert clock(first, 0).weights > 0.0
+    seconds = clock(second, 0)
+    assert seconds.forward > 0.0
+    assert seconds.inputs > 0.0
+    assert 1e-6 < seconds.total < 5.0
+
+
+def test_cuts_by_name_and_what_is_printed() -> None:
+    found = cut(layers().traced(), cuts=("layer_4", "layer_1"), pricing=Pricing(4), num_devices=4, clock=counted())
+    assert [sorted(leaf.name for leaf in stage.leaves if leaf.name[0] in "bw") for stage in found.stages] == [
+        ["b0", "w0"], ["b1", "b2", "b3", "w1", "w2", "w3"], ["b4", "b5", "w4", "w5"]
+    ]  # fmt: skip
+    assert found.replicas == (1, 2, 1)
+    lines = str(found).splitlines()
+    assert len(lines) == 4
+    assert lines[1].startswith("0      1        ")
+    assert lines[2].startswith("1      2        ")
+    assert "before" in lines[2]
+    assert "models.py:" in lines[2]
+    again = cut(layers().traced(), 2, pricing=Pricing(4, recompute=True), clock=counted())
+    assert again.recompute == (True, True)
+    assert "again in the backward pass" in str(again).splitlines()[1]
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "too many": (layers(), {"num_stages": 7}, "num_stages=7: the loss has 5 places to cut at"),
+    "devices": (layers(), {"num_stages": 3, "num_devices": 2}, "num_devices=2: expected at least one"),
+    "scope": (layers(), {"cuts": ("head",)}, "cuts has 'head', which is no jax.named_scope"),
+    "twice": (layers(), {"cuts": ("layer_2", "layer_2")}, "cuts has 'layer_2' and 'layer_2', which begin at one place"),
+    "both": (layers(), {"cuts": ("layer_2",), "num_stages": 2}, r"num_stages=2, cuts=\['layer_2'\]: expected one of"),
+    "neither": (layers(), {}, r"num_stages=None, cuts=\[\]: expected one of them"),
+    "memory": (layers(), {"num_stages": 2, "pricing": Pricing(2, memory_bytes=1)}, "memory_bytes=1: no cut into 2"),
+    "mixing": (
+        residual(norm=True), {"num_stages": 2},
+        r"the loss mixes samples: what .*models.py:\d+ computes of one .* num_microbatches=4 .* mixes_samples=True",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_cut_is_refused_before_anything_is_compiled(name: str) -> None:
+    case, given, words = BAD[name]
+    options: dict[str, Any] = {"pricing": Pricing(4), "clock": refusing, **given}
+    program = case.traced()
+    with refused(ArgumentError, words):
+        cut(program, **options)
+
+
+def test_mixed_samples_may_be_accepted() -> None:
+    program = residual(norm=True).traced()
+    one: CutLoss = cut(program, 2, pricing=Pricing(1), clock=counted())
+    other = cut(program, 2, pricing=Pricing(4), clock=counted(), mixes_samples=True)
+    assert one.borders == other.borders
+    assert jnp.isfinite(one.slowest_seconds)
