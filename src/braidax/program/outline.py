@@ -62,7 +62,9 @@ def unit_path(program: Program, name: str) -> Path:
 
 def _outlined(jaxpr: Jaxpr, name: str, members: Sequence[JaxprEqn]) -> Jaxpr:
     """The jaxpr with one call in place of some equations; what is made of its results comes behind it."""
-    own, last = {id(one) for one in members}, jaxpr.eqns.index(members[-1])
+    own = {id(one) for one in members}
+    members = [one for one in jaxpr.eqns if id(one) in own]  # another unit may have moved some behind others
+    last = max(at for at, one in enumerate(jaxpr.eqns) if id(one) in own)
     made, behind = set[Hashable](), dict[Hashable, JaxprEqn]()
     before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
