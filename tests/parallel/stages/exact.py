@@ -1,8 +1,8 @@
 """The shortest schedule there is, by looking at all that could be shorter: an oracle for small pipelines.
 
-Microbatches cost alike, so each stage takes them in their order. A schedule is a sequence of operations by the time at which
-they begin. Of two beginnings that have done the same, one that is nowhere later is as good; and one that cannot end before
-the best schedule known is left. Nothing here is shared with the search but the numbers of the problem.
+Microbatches cost alike, so each stage takes them in their order. A schedule is a sequence of operations by the time at
+which they begin. Of two beginnings that have done the same, one that is nowhere later is as good; and one that cannot
+end before the best schedule known is left. Nothing here is shared with the search but the numbers of the problem.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from braidax.parallel.stages.schedules.search.problem import FORWARD, INPUT, WEI
 
 @dataclass(frozen=True)
 class Beginning:
-    """What has been done so far. **Fields:** `free`: when each device is. `sent`: when that ends which others still need."""
+    """What is done so far. **Fields:** `free`: when each device is. `sent`: when that ends which others need."""
 
     free: tuple[float, ...]
     last: float  # when the last operation began

@@ -13,8 +13,8 @@ class Costs:
 
     **Arguments:** `input_seconds`, `weight_seconds`: the two halves of a backward; a whole one takes their sum.
     `transfer_seconds`: from each stage to the next one, if it lies on another device; one fewer than stages.
-    `activation_bytes`: what a forward leaves for the backward. `kept_bytes`: what is left of that for the gradient of the
-    weights alone; by default all. `update_seconds`: by default 0.
+    `activation_bytes`: what a forward leaves for the backward. `kept_bytes`: what is left of that for the gradient of
+    the weights alone; by default all. `update_seconds`: by default 0.
 
     **Raises:** `ArgumentError` for what is negative, and for counts that do not agree.
     """
@@ -84,7 +84,7 @@ class Costs:
                 return self.transfer_seconds[stage - 1]
 
     def change(self, operation: Operation) -> tuple[int, int]:
-        """Returns by how many activations, and bytes of them, memory changes: a forward's as it begins, others' as they end."""
+        """Returns how many activations, and bytes, are added: a forward adds as it begins, others take as they end."""
         stage = operation.stage
         taken = self.activation_bytes[stage]
         kept = taken if self.kept_bytes is None else self.kept_bytes[stage]

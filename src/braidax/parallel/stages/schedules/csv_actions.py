@@ -21,13 +21,14 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 def parse_csv(text: str, *, name: str = "CSV", weights: Weights = "flushed") -> Schedule:
     """Reads a schedule and validates it.
 
-    `B` is a whole backward, unless there is a `W` of the same stage and microbatch: then it is one of the inputs. Two actions
-    that overlap, `(0F1;1B0)OVERLAP_F_B`, stand one after the other. Updates (`U`) may be left out where weights are flushed.
+    `B` is a whole backward, unless there is a `W` of the same stage and microbatch: then it is one of the inputs. Two
+    actions that overlap, `(0F1;1B0)OVERLAP_F_B`, stand one after the other. Updates (`U`) may be left out where
+    weights are flushed.
 
     **Arguments:** `text`: a row a device, the first is device 0. `weights`: which weights microbatches see.
 
-    **Raises:** `ArgumentError` that names row and column, counted from 1, of what is malformed, twice, or waits for itself, and
-    what is missing.
+    **Raises:** `ArgumentError` that names row and column, counted from 1, of what is malformed, twice, or waits for
+    itself, and what is missing.
     """
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     cells: dict[Operation, str] = {}
@@ -44,11 +45,11 @@ def parse_csv(text: str, *, name: str = "CSV", weights: Weights = "flushed") -> 
     num_microbatches = 1 + max((x.microbatch for x in cells if x.kind is not Kind.UPDATE), default=0)
     num_updates = 1 + max((x.microbatch for x in cells if x.kind is Kind.UPDATE), default=0)
     if num_microbatches % num_updates:
-        raise ArgumentError(f"the CSV has {num_updates} updates a stage, which do not divide {num_microbatches} microbatches")
-    if not any(x.kind is Kind.UPDATE for x in cells):
-        done = with_updates(lists)
-    else:
-        done = tuple(map(tuple, lists))
+        raise ArgumentError(
+            f"the CSV has {num_updates} updates a stage, which do not divide {num_microbatches} microbatches"
+        )
+    has_updates = any(x.kind is Kind.UPDATE for x in cells)
+    done = tuple(map(tuple, lists)) if has_updates else with_updates(lists)
     schedule = Schedule(name, num_microbatches, homes, done, weights, num_microbatches // num_updates)
     try:
         validate(schedule)
@@ -92,8 +93,8 @@ def _read_cell(cell: str, row: int, column: int, cells: dict[Operation, str]) ->
         found = _ACTION.fullmatch(part.strip())
         if found is None:
             raise ArgumentError(
-                f"{where}: {part.strip()!r} is no action; expected stage, one of F B I W U SEND_F RECV_F SEND_B RECV_B, and "
-                "microbatch, such as 1B2"
+                f"{where}: {part.strip()!r} is no action; expected stage, one of F B I W U SEND_F RECV_F SEND_B "
+                "RECV_B, and microbatch, such as 1B2"
             )
         operation = Operation(Kind(found[2]), int(found[1]), int(found[3]))
         if operation in cells:

@@ -57,16 +57,17 @@ class Operation:
 
 
 Weights = Literal["flushed", "stashed", "vertical", "double"]
-"""Which weights a microbatch sees: one version for all of a step; the newest one, stashed until its backward; that of the
-first stage, on all of them; the last but one of two."""
+"""Which weights a microbatch sees: one version for all of a step; the newest one, stashed until its backward; that of
+the first stage, on all of them; the last but one of two.
+"""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The lists of operations that the devices of a pipeline go through, each in its order.
 
-    **Arguments:** `name`: what people call it. `num_microbatches`: of the step or, where nothing is flushed, of the run.
-    `device_of_stage`: where each stage lies. `lists`: of each device. `weights`: which weights a microbatch sees.
+    **Arguments:** `name`: what people call it. `num_microbatches`: of the step or, where nothing is flushed, of the
+    run. `device_of_stage`: where each stage lies. `lists`: of each device. `weights`: which weights a microbatch sees.
     `microbatches_per_update`: how many gradients an update adds up; by default all.
 
     **Raises:** `ArgumentError` for a device without stage, and for what is not a number of microbatches.
@@ -84,7 +85,7 @@ class Schedule:
             raise ArgumentError(f"num_microbatches={self.num_microbatches} must be at least 1")
         if set(self.device_of_stage) != set(range(len(self.lists))):
             raise ArgumentError(
-                f"device_of_stage={self.device_of_stage} must name each of the {len(self.lists)} devices that have lists"
+                f"device_of_stage={self.device_of_stage} must name each of the {len(self.lists)} devices with lists"
             )
         if self.microbatches_per_update is not None and self.num_microbatches % self.microbatches_per_update:
             raise ArgumentError(
@@ -132,12 +133,12 @@ def straight(num_devices: int) -> tuple[int, ...]:
 
 
 def looped(num_devices: int, num_chunks: int) -> tuple[int, ...]:
-    """Returns where stages lie when they go through all devices, and then again (Narayanan et al. 2021, section 2.2)."""
+    """Returns where stages lie that go through all devices, and again (Narayanan et al. 2021, section 2.2)."""
     return tuple(range(num_devices)) * num_chunks
 
 
 def folded(num_devices: int) -> tuple[int, ...]:
-    """Returns where two stages a device lie in the shape of a V: the last device turns back (Qi et al. 2024, section 3)."""
+    """Returns where two stages a device lie in a V: the last device turns back (Qi et al. 2024, section 3)."""
     return (*range(num_devices), *reversed(range(num_devices)))
 
 

@@ -34,8 +34,9 @@ def check_rendezvous(schedule: Schedule) -> None:
                 moved = True
     stuck = [device for device, operations in enumerate(schedule.lists) if heads[device] < len(operations)]
     if stuck:
+        circle = _circle(schedule, heads, homes, done, stuck[0])
         raise ArgumentError(
-            f"schedule {schedule.name!r} has transfers that never meet: {_circle(schedule, heads, homes, done, stuck[0])}; "
+            f"schedule {schedule.name!r} has transfers that never meet: {circle}; "
             "with_transfers orders them so that they do"
         )
 

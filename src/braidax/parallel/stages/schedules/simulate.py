@@ -55,7 +55,7 @@ class Simulation:
         return 1 - busy / self.makespan_seconds if self.makespan_seconds else 0.0
 
     def curve(self, device: int) -> tuple[Live, ...]:
-        """Returns what lives on a device, at each change: from the beginning of a forward to the end of its last use."""
+        """Returns what lives on a device, at each change: from the beginning of a forward to its last use."""
         count = size = 0
         changes = [Live(0.0, 0, 0)]
         for each in self.timed[device]:
@@ -82,8 +82,7 @@ class Simulation:
             ready = [
                 (of_device[head].start, device)
                 for device, (of_device, head) in enumerate(zip(self.timed, heads, strict=True))
-                if head < len(of_device)
-                and all(need in done for need in dependencies.of(of_device[head].operation))
+                if head < len(of_device) and all(need in done for need in dependencies.of(of_device[head].operation))
             ]
             if not ready:
                 return
@@ -97,9 +96,9 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Simulation:
     """Runs the lists of a schedule in time: each operation begins when its device is free and what it needs is there.
 
-    **Arguments:** `blocking`: whether both devices of a transfer stand still from when the second one comes to it until it is
-    over; otherwise a transfer goes beside computations, from when its sender comes to it. Without sends and receives in the
-    lists a transfer begins with the end of what it sends.
+    **Arguments:** `blocking`: whether both devices of a transfer stand still from when the second one comes to it
+    until it is over; otherwise a transfer goes beside computations, from when its sender comes to it. Without sends
+    and receives in the lists a transfer begins with the end of what it sends.
 
     **Raises:** `ArgumentError` for costs of other stages, and when operations wait for one another.
     """

@@ -12,10 +12,10 @@ from braidax.parallel.stages.schedules.simulate import Simulation, Timed, simula
 def with_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Returns a schedule with the sends and receives between its devices.
 
-    All lists are parts of one order of everything: computations as they begin in a simulation, each transfer between what it
-    sends and what needs it, at the moment when both devices are soonest free at the same time. The first operation of that
-    order that is not done can always be done, whatever the true times are, so transfers that block cannot wait for one
-    another in a circle.
+    All lists are parts of one order of everything: computations as they begin in a simulation, each transfer between
+    what it sends and what needs it, at the moment when both devices are soonest free at the same time. The first
+    operation of that order that is not done can always be done, whatever the true times are, so transfers that block
+    cannot wait for one another in a circle.
 
     **Arguments:** `schedule`: those it already has are put anew. `costs`: of the simulation; by default a unit each.
 

@@ -15,9 +15,10 @@ def validate(
 ) -> Versions:
     """Checks all that can be wrong with a schedule.
 
-    Every stage has a forward, a backward and, where that is of the inputs alone, a gradient of the weights of each microbatch,
-    and its updates, once, on its own device; nothing waits for what comes later; where there are sends and receives, all are
-    there and meet, also if each blocks both of its devices; versions of the weights are there when they are wanted.
+    Every stage has a forward, a backward and, where that is of the inputs alone, a gradient of the weights of each
+    microbatch, and its updates, once, on its own device; nothing waits for what comes later; where there are sends and
+    receives, all are there and meet, also if each blocks both of its devices; versions of the weights are there when
+    they are wanted.
 
     **Arguments:** `activation_bytes`: of each stage, for one microbatch; by default 1. `limit_bytes`: of a device's
     activations, checked if given.
@@ -148,5 +149,5 @@ def _check_memory(schedule: Schedule, activation_bytes: Sequence[int], limit_byt
             if live > limit_bytes:
                 raise ArgumentError(
                     f"{operation} at place {place} of device {device} makes {live} bytes of activations live, "
-                    f"limit_bytes={limit_bytes}; take fewer microbatches at once (V-Half, V-Min) or search with this limit"
+                    f"limit_bytes={limit_bytes}; take fewer microbatches at once (V-Half, V-Min) or search with it"
                 )

@@ -10,9 +10,9 @@ from braidax.parallel.stages.schedules.operations import Kind, Operation, Schedu
 class Versions:
     """Versions of weights, by stage; a version is the number of updates that have made it.
 
-    **Fields:** `used`: of each stage and microbatch, by its forward and its backward alike. `staleness`: of each stage, the
-    most updates that lie between the version a gradient was computed with and the one it is applied to. `num_kept`: of each
-    stage, the most versions that are held at once.
+    **Fields:** `used`: of each stage and microbatch, by its forward and its backward alike. `staleness`: of each
+    stage, the most updates that lie between the version a gradient was computed with and the one it is applied to.
+    `num_kept`: of each stage, the most versions that are held at once.
     """
 
     used: tuple[tuple[int, ...], ...]
@@ -45,8 +45,8 @@ def versions(schedule: Schedule) -> Versions:
         for number, (want, have) in enumerate(zip(wanted, made[stage], strict=True)):
             if want > have:
                 raise ArgumentError(
-                    f"{Operation(Kind.FORWARD, stage, number)} needs version {want} of the weights of stage {stage}, and "
-                    f"only {have} updates stand before it in its list"
+                    f"{Operation(Kind.FORWARD, stage, number)} needs version {want} of the weights of stage {stage}, "
+                    f"and only {have} updates stand before it in its list"
                 )
         used.append(tuple(wanted))
     staleness = tuple(

@@ -8,9 +8,9 @@ from braidax.parallel.stages.schedules.operations import Kind, Operation, Schedu
 def pipedream(num_devices: int, num_microbatches: int, *, vertical_sync: bool = False) -> Schedule:
     """1F1B with an update behind every backward; weights are stashed from a forward to its backward.
 
-    A stage that has `k` stages behind it updates with gradients that are `k` updates old. With vertical sync all stages take
-    the version that the first one took, and all are as stale as that one. Source: Narayanan et al., "PipeDream: Generalized
-    Pipeline Parallelism for DNN Training" (SOSP 2019), sections 3.2 and 3.3.
+    A stage that has `k` stages behind it updates with gradients that are `k` updates old. With vertical sync all
+    stages take the version that the first one took, and all are as stale as that one. Source: Narayanan et al.,
+    "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019), sections 3.2 and 3.3.
 
     **Arguments:** `num_devices`: one stage each. `num_microbatches`: of the whole run; the pipeline drains behind it.
 
@@ -28,17 +28,18 @@ def double_buffered(num_devices: int, num_microbatches: int, microbatches_per_up
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021), section 3.1 ("2BW").
 
-    **Arguments:** `num_devices`: one stage each. `num_microbatches`: of the whole run. `microbatches_per_update`: how many
-    gradients an update adds up; by default as few as may be, one a device.
+    **Arguments:** `num_devices`: one stage each. `num_microbatches`: of the whole run. `microbatches_per_update`: how
+    many gradients an update adds up; by default as few as may be, one a device.
 
-    **Raises:** `ArgumentError` where an update has fewer microbatches than there are devices, or does not divide them all.
+    **Raises:** `ArgumentError` where an update has fewer microbatches than there are devices, or does not divide them
+    all.
     """
     each = num_devices if microbatches_per_update is None else microbatches_per_update
     check_counts(num_devices=num_devices, num_microbatches=num_microbatches, microbatches_per_update=each)
     if each < num_devices:
         raise ArgumentError(
-            f"microbatches_per_update={each} is below num_devices={num_devices}: two versions of the weights are enough "
-            "only if a microbatch comes back before two updates are made"
+            f"microbatches_per_update={each} is below num_devices={num_devices}: two versions of the weights are "
+            "enough only if a microbatch comes back before two updates are made"
         )
     lists = _updating(num_devices, num_microbatches, each)
     return Schedule("2BW", num_microbatches, straight(num_devices), lists, "double", each)

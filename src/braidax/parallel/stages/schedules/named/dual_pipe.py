@@ -14,10 +14,12 @@ from braidax.parallel.stages.schedules.operations import (
 
 
 def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
-    """The half of DualPipe that one direction needs: each forward has a backward of the other stage to be overlapped with.
+    """The half of DualPipe that one direction needs: each forward has a backward of the other stage to be overlapped
+    with.
 
-    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.1 (DualPipe); cut in half by Qi et al. of Sea AI
-    Lab, "DualPipe could be better without the Dual" (2025). A forward stands right before the backward beside it.
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.1 (DualPipe); cut in half by Qi et al. of
+    Sea AI Lab, "DualPipe could be better without the Dual" (2025). A forward stands right before the backward beside
+    it.
 
     **Arguments:** `num_devices`: two stages each. `num_microbatches`: at least two a device.
 
@@ -58,7 +60,7 @@ class _Actions:
         self._waiting: deque[Operation] = deque()
 
     def add(self, actions: str, times: int) -> None:
-        """Adds, so many times, what is written as `F0`, `B1`, `I1` (whose W waits) or `W` (the one that waits longest)."""
+        """Adds, so many times, actions such as `F0`, `B1`, `I1` (whose W waits) or `W` (the one that waits longest)."""
         for action in actions.split() * times:
             if action == "W":
                 self.done.append(self._waiting.popleft())

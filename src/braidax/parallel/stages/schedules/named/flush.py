@@ -29,7 +29,8 @@ def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
 def one_forward_one_backward(num_devices: int, num_microbatches: int) -> Schedule:
     """A backward as soon as there is one, so that a stage keeps few activations; flushed at the end of the step.
 
-    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021), section 3.4 ("PipeDream-Flush").
+    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021), section 3.4
+    ("PipeDream-Flush").
 
     **Arguments:** `num_devices`: one stage each. **Raises:** `ArgumentError` for a count below 1.
     """
@@ -49,10 +50,11 @@ def alternating(stage: int, num_microbatches: int, num_ahead: int) -> list[Opera
 
 
 def interleaved(num_devices: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """1F1B with several stages a device: groups of as many microbatches as devices go through one stage after the other.
+    """1F1B with several stages a device: groups of as many microbatches as devices go through one stage after the
+    other.
 
-    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (SC 2021),
-    section 2.2. There devices must divide microbatches; here the last group may be smaller.
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (SC
+    2021), section 2.2. There devices must divide microbatches; here the last group may be smaller.
 
     **Arguments:** `num_chunks`: how many stages a device has. **Raises:** `ArgumentError` for a count below 1.
     """

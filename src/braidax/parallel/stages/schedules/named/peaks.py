@@ -5,12 +5,13 @@ from braidax.parallel.stages.schedules.operations import Schedule
 
 
 def peak_formula(schedule: Schedule, device: int) -> int:
-    """Returns the most activations, each of one microbatch and stage, that live on a device by the formula of the paper.
+    """Returns the most activations, each of one microbatch and stage, that live on a device by the formula of the
+    paper.
 
-    GPipe: all. 1F1B, PipeDream, 2BW: as many as devices from this one on (Narayanan et al. 2019, 2021). Interleaved: the
-    warm-up of Narayanan et al. 2021 (SC), and one. ZB-H1: one a device everywhere (Qi et al. 2024a, section 2.1). ZB-V, V-Half,
-    V-Min: 1, 1/2 and 1/3 of 1F1B's (Qi et al. 2024b, section 3; (p + 2) // 2 and (p + 4) // 3 microbatches of two stages).
-    DualPipeV: one more than stages (DeepSeek-AI 2024, table 2).
+    GPipe: all. 1F1B, PipeDream, 2BW: as many as devices from this one on (Narayanan et al. 2019, 2021). Interleaved:
+    the warm-up of Narayanan et al. 2021 (SC), and one. ZB-H1: one a device everywhere (Qi et al. 2024a, section 2.1).
+    ZB-V, V-Half, V-Min: 1, 1/2 and 1/3 of 1F1B's (Qi et al. 2024b, section 3; (p + 2) // 2 and (p + 4) // 3
+    microbatches of two stages). DualPipeV: one more than stages (DeepSeek-AI 2024, table 2).
 
     **Raises:** `ArgumentError` for a schedule without a name of those.
     """

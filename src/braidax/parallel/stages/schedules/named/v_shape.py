@@ -1,11 +1,11 @@
 """ZB-V, V-Half and V-Min: two stages a device in the shape of a V, as much memory as one chooses.
 
-A microbatch goes down the devices, up again, and its gradients take the same way. How many units of time lie between two
-devices, downward and upward, is the whole of a *building block*; it is repeated every six units, because a device has six
-operations a microbatch. How long a block lasts says how many activations live at once. Then the repeated blocks are pushed
-to the left, wherever no more activations than allowed would live. Sources: Qi et al., "Pipeline Parallelism with
-Controllable Memory" (NeurIPS 2024), sections 3 and 4; Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024; ZB-V is in
-the extended version).
+A microbatch goes down the devices, up again, and its gradients take the same way. How many units of time lie between
+two devices, downward and upward, is the whole of a *building block*; it is repeated every six units, because a device
+has six operations a microbatch. How long a block lasts says how many activations live at once. Then the repeated
+blocks are pushed to the left, wherever no more activations than allowed would live. Sources: Qi et al., "Pipeline
+Parallelism with Controllable Memory" (NeurIPS 2024), sections 3 and 4; Qi et al., "Zero Bubble Pipeline Parallelism"
+(ICLR 2024; ZB-V is in the extended version).
 """
 
 from collections import deque

@@ -13,8 +13,8 @@ from braidax.parallel.stages.schedules.operations import (
 def zero_bubble_h1(num_devices: int, num_microbatches: int) -> Schedule:
     """1F1B in which a stage keeps the gradients of weights waiting for as many microbatches as it has stages before it.
 
-    So all have as many activations as the first. Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section
-    2.1, figure 3 (top).
+    So all have as many activations as the first. Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024),
+    section 2.1, figure 3 (top).
 
     **Arguments:** `num_devices`: one stage each. **Raises:** `ArgumentError` for a count below 1.
     """

@@ -7,7 +7,7 @@ from braidax.parallel.stages.schedules.search.problem import FORWARD, INPUT, WEI
 
 @dataclass(slots=True)
 class _Beginning:
-    """What is done so far. **Fields:** `row`, `before`: what was done last, and behind what. `sent`: when what others need ends."""
+    """What is done so far. **Fields:** `sent`: ends that others need. `row`, `before`: what was done last."""
 
     counts: tuple[int, ...]  # by kind and stage
     free: tuple[float, ...]
@@ -22,7 +22,8 @@ class _Beginning:
 def beam(problem: Problem, *, width: int) -> Orders | None:
     """Returns the best orders found; `None` if none came to its end.
 
-    Beginnings are extended in the order of time. Those that cannot end soon are left, and of equals those with more idle time.
+    Beginnings are extended in the order of time. Those that cannot end soon are left, and of equals those with more
+    idle time.
 
     **Arguments:** `width`: how many beginnings are kept.
     """
@@ -39,7 +40,9 @@ def beam(problem: Problem, *, width: int) -> Orders | None:
                 after = _after(problem, beginning, row)
                 if after is not None:
                     ends = [free + left for free, left in zip(after.free, after.left, strict=True)]
-                    least = max(max(ends), max((end + tails[number] for number, end in after.sent.items()), default=0.0))
+                    least = max(
+                        max(ends), max((end + tails[number] for number, end in after.sent.items()), default=0.0)
+                    )
                     ranked.append((least, sum(ends), len(ranked), after))
         ranked.sort(key=lambda each: each[:3])
         kept = _different([each[3] for each in ranked], width)
@@ -109,8 +112,8 @@ def _after(problem: Problem, beginning: _Beginning, row: int) -> _Beginning | No
 
 def _orders(problem: Problem, beginning: _Beginning) -> Orders:
     orders: Orders = [[] for _ in range(problem.num_devices)]
-    each: _Beginning | None = beginning
-    while each is not None and each.before is not None:
+    each = beginning
+    while each.before is not None:
         stage = each.row % problem.num_stages
         number = each.row * problem.num_microbatches + each.counts[each.row] - 1
         orders[problem.device_of_stage[stage]].append(number)
@@ -121,9 +124,9 @@ def _orders(problem: Problem, beginning: _Beginning) -> Orders:
 def _tails(problem: Problem) -> list[float]:
     """Returns how long what must follow an operation takes at least."""
     tails = [0.0] * len(problem.devices)
-    backward = [s for s in range(problem.num_stages)]
-    rows = [(WEIGHT, s) for s in backward] + [(INPUT, s) for s in backward] + [(FORWARD, s) for s in reversed(backward)]
-    for kind, stage in rows:  # what follows comes first
+    stages = range(problem.num_stages)
+    backwards = [(kind, stage) for kind in (WEIGHT, INPUT) for stage in stages]
+    for kind, stage in [*backwards, *((FORWARD, stage) for stage in reversed(stages))]:  # what follows comes first
         for microbatch in range(problem.num_microbatches):
             number = problem.number(kind, stage, microbatch)
             for need, lag in problem.needs[number]:

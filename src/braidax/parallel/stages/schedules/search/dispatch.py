@@ -11,10 +11,10 @@ from braidax.parallel.stages.schedules.search.problem import FORWARD, INPUT, WEI
 class Policy:
     """What a free device takes.
 
-    **Arguments:** `num_ahead`: how many more microbatches than stages behind it a stage takes before their gradients come
-    back. `forward_first`: whether forwards go before backwards. `deep_first`: whether of two stages of a device the later one
-    goes first, rather than the older microbatch. `patience`: for how much of a gradient of weights a device stands still
-    rather than begin that when something else is about to come.
+    **Arguments:** `num_ahead`: how many more microbatches than stages behind it a stage takes before their gradients
+    come back. `forward_first`: whether forwards go before backwards. `deep_first`: whether of two stages of a device
+    the later one goes first, rather than the older microbatch. `patience`: for how much of a gradient of weights a
+    device stands still rather than begin that when something else is about to come.
     """
 
     num_ahead: int
@@ -33,7 +33,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
 
 
 def dispatched(problem: Problem, policy: Policy) -> Orders:
-    """Returns the orders that a policy leads to. Memory is kept, and there is always room to bring a microbatch to its end."""
+    """Returns the orders that a policy leads to. There is always room to bring a microbatch to its end."""
     return _Dispatch(problem, policy).run()
 
 

@@ -9,7 +9,8 @@ from braidax.parallel.stages.schedules.search.search import Found, search_schedu
 def search_layouts(
     costs: Costs, num_microbatches: int, num_devices: int, *, limit_bytes: int | None = None, num_trials: int = 4000
 ) -> Found:
-    """Searches for the best schedule over where stages lie, too: in a V, in loops, in even runs, or by their seconds alone.
+    """Searches for the best schedule over where stages lie, too: in a V, in loops, in even runs, or by their seconds
+    alone.
 
     **Arguments:** as of `search_schedule`; `num_devices`: at most as many as stages.
 
@@ -56,11 +57,17 @@ def layouts(costs: Costs, num_devices: int) -> list[tuple[int, ...]]:
 def _runs(seconds: list[float], num_devices: int) -> tuple[int, ...]:
     """Returns the layout in runs of neighbors whose slowest device is the least slow."""
     num_stages = len(seconds)
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by devices used: of so many stages, slowest, last border
+    best: list[dict[int, tuple[float, int]]] = [
+        {0: (0.0, 0)}
+    ]  # by devices used: of so many stages, slowest, last border
     for device in range(num_devices):
         row: dict[int, tuple[float, int]] = {}
         for end in range(device + 1, num_stages - (num_devices - device - 1) + 1):
-            row[end] = min((max(slowest, sum(seconds[start:end])), start) for start, (slowest, _) in best[-1].items() if start < end)
+            row[end] = min(
+                (max(slowest, sum(seconds[start:end])), start)
+                for start, (slowest, _) in best[-1].items()
+                if start < end
+            )
         best.append(row)
     borders = [num_stages]
     for row in reversed(best[1:]):

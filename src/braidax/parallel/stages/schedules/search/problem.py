@@ -19,7 +19,8 @@ class Problem:
 
     **Arguments:** `device_of_stage`: where each stage lies. `limit_bytes`: of activations on a device, if there is one.
 
-    **Fields:** by number of operation: `devices`; `seconds`; `needs`, what must be over and for how long; `changes` of bytes.
+    **Fields:** by number of operation: `devices`; `seconds`; `needs`, what must be over and for how long; `changes` of
+    bytes.
 
     **Raises:** `ArgumentError` where no schedule fits into `limit_bytes`.
     """
@@ -45,12 +46,14 @@ class Problem:
         for stage in range(self.num_stages):
             if taken[stage] + self.later[stage] > self.limit:
                 raise ArgumentError(
-                    f"limit_bytes={limit_bytes} is below the {taken[stage] + self.later[stage]} bytes of activations that "
-                    f"one microbatch needs on device {device_of_stage[stage]}"
+                    f"limit_bytes={limit_bytes} is below the {taken[stage] + self.later[stage]} bytes of activations "
+                    f"that one microbatch needs on device {device_of_stage[stage]}"
                 )
         seconds = (costs.forward_seconds, costs.input_seconds, costs.weight_seconds)
         changes = (taken, [k - t for k, t in zip(kept, taken, strict=True)], [-k for k in kept])
-        numbers = [(kind, s, each) for kind in range(3) for s in range(self.num_stages) for each in range(num_microbatches)]
+        numbers = [
+            (kind, s, each) for kind in range(3) for s in range(self.num_stages) for each in range(num_microbatches)
+        ]
         self.devices = [device_of_stage[stage] for _, stage, _ in numbers]
         self.seconds = [seconds[kind][stage] for kind, stage, _ in numbers]
         self.changes = [changes[kind][stage] for kind, stage, _ in numbers]
