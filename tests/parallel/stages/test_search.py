@@ -18,6 +18,9 @@ from braidax.parallel.stages.schedules import (
     validate,
     zero_bubble_h1,
 )
+from braidax.parallel.stages.schedules.search.beam import beam
+from braidax.parallel.stages.schedules.search.dispatch import dispatched, policies
+from braidax.parallel.stages.schedules.search.improve import makespan
 from braidax.parallel.stages.schedules.search.layouts import layouts
 from braidax.parallel.stages.schedules.search.problem import Problem
 from tests.parallel.stages.exact import optimum
@@ -98,6 +101,18 @@ def test_known_schedules_are_begun_from_and_results_repeat() -> None:
     found = search_schedule(costs, 4, straight(3), known=known)
     assert found.seconds <= min(simulate(each, costs).makespan_seconds for each in known)
     assert found == search_schedule(costs, 4, straight(3), known=known)
+
+
+def test_a_beam_finds_what_policies_do_not() -> None:
+    for seed in range(4):
+        problem = Problem(drawn(seed, 4), 3, looped(2, 2), 4)
+        orders = beam(problem, width=60)
+        assert orders is not None
+        validate(problem.schedule(orders, "beam"), limit_bytes=4)
+        found = makespan(problem, orders)
+        others = [makespan(problem, dispatched(problem, policy)) for policy in policies(problem)]
+        assert found is not None
+        assert all(other is not None and other[0] >= 1.05 * found[0] for other in others)
 
 
 def test_layouts_are_even_runs_and_shapes() -> None:
