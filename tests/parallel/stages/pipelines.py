@@ -20,7 +20,7 @@ from braidax.parallel.stages.schedules import (
 FLUSHED: dict[str, Callable[[int, int], Schedule]] = {
     "GPipe": gpipe,
     "1F1B": one_forward_one_backward,
-    "Interleaved1F1B": interleaved,
+    "Interleaved1F1B": lambda devices, count: interleaved(devices, -(-count // devices) * devices),
     "ZB-H1": zero_bubble_h1,
     "ZB-V": zero_bubble_v,
     "V-Half": v_half,

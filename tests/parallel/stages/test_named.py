@@ -121,6 +121,8 @@ def test_asynchronous_ones_state_their_staleness() -> None:
 def test_counts_that_cannot_work_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^num_devices=0 must be at least 1$"):
         gpipe(0, 4)
+    with pytest.raises(ArgumentError, match=r"^num_microbatches=7 is no multiple of num_devices=5, which interleaved"):
+        interleaved(5, 7)
     with pytest.raises(ArgumentError, match=r"^num_microbatches=7 is too few for DualPipeV on num_devices=4: it needs"):
         dual_pipe_v(4, 7)
     with pytest.raises(ArgumentError, match=r"^microbatches_per_update=2 is below num_devices=4: two versions"):

@@ -1,5 +1,6 @@
 """Schedules of one step that flush: every microbatch sees the same weights."""
 
+from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules.operations import (
     Kind,
     Operation,
@@ -54,11 +55,17 @@ def interleaved(num_devices: int, num_microbatches: int, num_chunks: int = 2) ->
     other.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (SC
-    2021), section 2.2. There devices must divide microbatches; here the last group may be smaller.
+    2021), section 2.2.
 
-    **Arguments:** `num_chunks`: how many stages a device has. **Raises:** `ArgumentError` for a count below 1.
+    **Arguments:** `num_chunks`: how many stages a device has.
+
+    **Raises:** `ArgumentError` for a count below 1, and where devices do not divide microbatches.
     """
     check_counts(num_devices=num_devices, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    if num_chunks > 1 and num_microbatches % num_devices:
+        raise ArgumentError(
+            f"num_microbatches={num_microbatches} is no multiple of num_devices={num_devices}, which interleaved groups need"
+        )
     groups = [
         range(start, min(start + num_devices, num_microbatches)) for start in range(0, num_microbatches, num_devices)
     ]
