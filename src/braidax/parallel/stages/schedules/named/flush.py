@@ -64,7 +64,8 @@ def interleaved(num_devices: int, num_microbatches: int, num_chunks: int = 2) ->
     check_counts(num_devices=num_devices, num_microbatches=num_microbatches, num_chunks=num_chunks)
     if num_chunks > 1 and num_microbatches % num_devices:
         raise ArgumentError(
-            f"num_microbatches={num_microbatches} is no multiple of num_devices={num_devices}, which interleaved groups need"
+            f"num_microbatches={num_microbatches} is no multiple of num_devices={num_devices}, "
+            "which interleaved groups need"
         )
     groups = [
         range(start, min(start + num_devices, num_microbatches)) for start in range(0, num_microbatches, num_devices)
