@@ -1,0 +1,36 @@
+"""Schedules of pipelines as data: made by name, read from CSV or searched for; validated, simulated, drawn."""
+
+from .costs import Costs as Costs
+from .csv_actions import format_csv as format_csv
+from .csv_actions import parse_csv as parse_csv
+from .named.asynchronous import double_buffered as double_buffered
+from .named.asynchronous import pipedream as pipedream
+from .named.dual_pipe import dual_pipe_v as dual_pipe_v
+from .named.flush import gpipe as gpipe
+from .named.flush import interleaved as interleaved
+from .named.flush import one_forward_one_backward as one_forward_one_backward
+from .named.peaks import peak_formula as peak_formula
+from .named.v_shape import v_half as v_half
+from .named.v_shape import v_min as v_min
+from .named.v_shape import zero_bubble_v as zero_bubble_v
+from .named.zero_bubble import zero_bubble_h1 as zero_bubble_h1
+from .operations import Kind as Kind
+from .operations import Operation as Operation
+from .operations import Schedule as Schedule
+from .operations import folded as folded
+from .operations import looped as looped
+from .operations import straight as straight
+from .pictures.html import to_html as to_html
+from .pictures.timeline import timeline as timeline
+from .search.layouts import search_layouts as search_layouts
+from .search.search import Found as Found
+from .search.search import search_schedule as search_schedule
+from .simulate import Live as Live
+from .simulate import Simulation as Simulation
+from .simulate import Timed as Timed
+from .simulate import simulate as simulate
+from .transfers import transfers_of_pairs as transfers_of_pairs
+from .transfers import with_transfers as with_transfers
+from .validate import validate as validate
+from .versions import Versions as Versions
+from .versions import versions as versions

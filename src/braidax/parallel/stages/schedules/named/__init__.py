@@ -1,0 +1,1 @@
+"""Schedules that have names, each built from the rules of its paper."""

@@ -1,0 +1,1 @@
+"""Simulated schedules to look at."""

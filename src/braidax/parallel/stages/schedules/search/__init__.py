@@ -1,0 +1,1 @@
+"""Schedules found for given costs, under a limit of memory."""
