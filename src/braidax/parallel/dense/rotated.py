@@ -17,6 +17,7 @@ from braidax.program import (
     Program,
     RotatedWeight,
     evaluate,
+    joined,
     rotatable,
     trace,
     unit_path,
@@ -72,6 +73,9 @@ def rotated(
         in_place = form.in_place or any(layouts[weight.leaf].in_place for weight in unit.weights.values())
         if path == last and form.lets_last_move and not in_place:  # in slices its last gradient cannot move
             unit = dataclasses.replace(unit, length=unit.length._replace(num_slices=1))
+        unit = dataclasses.replace(unit, in_order=form.in_order)
+        if in_place:
+            unit = joined(unit, mesh.shape[axis], num_batch_parts, form.least_bytes)
         one = Ring(Turns(unit, axis, batch_axes, mesh, weights, adapted._replace(in_place=in_place), path == last))
 
         def call(*inputs: Any) -> list[Any]:

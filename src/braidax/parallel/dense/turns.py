@@ -46,15 +46,21 @@ class Turns:
         """How many devices the ring has."""
         return self.mesh.shape[self.axis]
 
+    @property
+    def num_turns(self) -> int:
+        """How many parts, of those that are joined one, a device sees."""
+        return self.count // self.unit.num_joined
+
     def _divisions(self, step: Any, number: Any) -> tuple[Division, Division]:
         """Of the weights that a device has after some hops, in a slice of its part, and of the samples."""
-        index = (jax.lax.axis_index(self.axis) + step) % self.count
+        joined = self.unit.num_joined
+        index = (jax.lax.axis_index(self.axis) // joined + step) % self.num_turns
         batch = Division(self.num(self.batch_axes), jax.lax.axis_index(self.batch_axes), sums=False)
-        return Division(self.count, index, self.unit.size, num_slices=self.unit.num_slices, slice=number), batch
+        return Division(self.count, index, self.unit.size, True, self.unit.num_slices, number, joined), batch
 
     def _hop(self, parts: Any) -> Any:
-        """Hands what a device has to the one before it."""
-        pairs = [(at, (at - 1) % self.count) for at in range(self.count)]
+        """Hands what a device has to the one before it, or where parts are joined, to the one before those."""
+        pairs = [(at, (at - self.unit.num_joined) % self.count) for at in range(self.count)]
         return jax.tree.map(lambda one: jax.lax.ppermute(one, self.axis, pairs), parts)
 
     def _gathered(self, at: int, value: Any) -> Any:
@@ -93,10 +99,41 @@ class Turns:
         return [parts.get(at, value) for at, value in enumerate(inputs)]
 
     def _slice(self, parts: Mapping[int, Any], number: Any) -> dict[int, Any]:
-        """Returns a slice of the parts of all weights."""
+        """Returns a slice of the parts of all weights, or what is joined of them."""
         if self.unit.num_slices == 1:
-            return dict(parts)
+            return self._joined(parts)
         return {at: jax.lax.dynamic_slice_in_dim(part, *self._where(at, number)) for at, part in parts.items()}
+
+    def _joined(self, parts: Mapping[int, Any]) -> dict[int, Any]:
+        """Brings parts of neighbors into one: twice as many with each message."""
+        found, distance = dict(parts), 1
+        while distance < self.unit.num_joined:
+            is_second, others = self._swapped(found, distance)
+            for at, own in found.items():
+                pair = jnp.where(is_second, others[at], own), jnp.where(is_second, own, others[at])
+                found[at] = jnp.concatenate(pair, self.unit.weights[at].divided)
+            distance *= 2
+        return found
+
+    def _own(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
+        """Sums the gradient of what is joined over those that have it, and leaves each that of its part."""
+        found, distance = dict(gradients), self.unit.num_joined // 2
+        while distance > 0:
+            is_second = self._is_second(distance)
+            halves = {at: jnp.split(one, 2, self.unit.weights[at].divided) for at, one in found.items()}
+            sent = {at: jnp.where(is_second, *pair) for at, pair in halves.items()}
+            _, others = self._swapped(sent, distance)
+            found = {at: jnp.where(is_second, *pair[::-1]) + others[at] for at, pair in halves.items()}
+            distance //= 2
+        return found
+
+    def _swapped(self, values: Any, distance: int) -> tuple[Any, Any]:
+        """Swaps values with a neighbor. **Returns:** whether this device is the second of the two; and the other's."""
+        pairs = [(at, at ^ distance) for at in range(self.count)]
+        return self._is_second(distance), jax.tree.map(lambda one: jax.lax.ppermute(one, self.axis, pairs), values)
+
+    def _is_second(self, distance: int) -> Any:
+        return jax.lax.axis_index(self.axis) & distance != 0
 
     def _where(self, at: int, number: Any) -> tuple[Any, int, int]:
         """Where a slice of a part of a weight starts, its size, and along which dim."""
@@ -114,7 +151,7 @@ class Turns:
         whole = {at: self._gathered(at, inputs[at]) for at in self.weights}
 
         def of_slice(number: Any, state: Any) -> Any:
-            parts, last = self._slice(whole, number), self.count - 1
+            parts, last = self._slice(whole, number), self.num_turns - 1
 
             def add(step: Any, parts: Any, state: Any) -> Any:
                 return self._add(self._divisions(step, number), self._args(inputs, parts), state)
@@ -185,7 +222,7 @@ class Turns:
 
     @property
     def _num_parts(self) -> int:
-        return self.count * self.unit.num_slices
+        return self.num_turns * self.unit.num_slices
 
     def _start(self, division: Division, part: Any, dim: int) -> Any:
         """Where a part of a result starts in the whole; a result in parts has slices of one size."""
@@ -271,7 +308,7 @@ class Turns:
         held, total = others(lambda *at: pulled(*at)(backs), coming, total)
         backs, held, total = jax.lax.optimization_barrier((backs, held, total))
         held = held if self.form.in_place else self._hop(held)
-        return jax.tree.map(jnp.add, home(backs)[0], held), total
+        return self._own(jax.tree.map(jnp.add, home(backs)[0], held)), total
 
     def _others_in_place(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:
         """Takes one part after another but that at home, and returns the gradient of this behind its last hop."""
@@ -285,7 +322,7 @@ class Turns:
             return parts, self._hop(held), total
 
         held = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(pulled, 0, parts)[0])
-        _, held, total = jax.lax.fori_loop(1, self.count, loop, (parts, held, total))
+        _, held, total = jax.lax.fori_loop(1, self.num_turns, loop, (parts, held, total))
         return held, total
 
     def _others(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:

@@ -80,13 +80,33 @@ def in_slices(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> Rotate
     return unit
 
 
+def joined(unit: RotatedUnit, num_parts: int, num_batch_parts: int, least_bytes: int) -> RotatedUnit:
+    """Returns a unit whose short parts are taken two, four, … as one, as far as it was seen to work on those.
+
+    **Arguments:** `unit`: that was checked. `least_bytes`: of weights; what has as many is not joined further.
+    """
+    if unit.num_slices > 1:
+        return unit
+    avals = [aval_of(unit.jaxpr.invars[at]) for at in unit.weights]
+    part_bytes = sum(aval.size * aval.dtype.itemsize for aval in avals) // num_parts
+    while num_parts % (4 * unit.num_joined) == 0 and unit.num_joined * part_bytes < least_bytes:
+        one = replace(unit, length=unit.length._replace(num_joined=2 * unit.num_joined))
+        try:
+            _tried(one, num_parts, num_batch_parts)
+        except Undivided:
+            break
+        unit = one
+    return unit
+
+
 def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dict[Var, Part], Evaluation]:
     """Evaluates a unit on the shapes of parts."""
     kept: list[Any] = []
     avals = [aval_of(var) for var in unit.jaxpr.invars]
 
     def divided(index: Any) -> tuple[Division, Division]:
-        part = Division(num_parts, index, unit.size, num_slices=unit.num_slices, slice=index)
+        more = {"num_slices": unit.num_slices, "slice": index, "num_joined": unit.num_joined}
+        part = Division(num_parts, index, unit.size, **more)
         return part, Division(num_batch_parts, index, sums=False)
 
     def run(index: Any, maxima: list[Any], *args: Any) -> None:

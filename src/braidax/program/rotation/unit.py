@@ -58,10 +58,11 @@ class Maxima(NamedTuple):
 
 class Length(NamedTuple):
     """Of the dim that is divided. **Fields:** `padded`: its size, where it is padded. `num_slices`: into how many a
-    part is cut again, each of which goes around alone."""
+    part is cut again, each of which goes around alone. `num_joined`: how many parts go around as one."""
 
     padded: int | None = None
     num_slices: int = 1
+    num_joined: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class RotatedUnit:
 
     **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts; `taken`: of
     each input, how. `length`: of the dim that is divided. `tops`: values of it that are maxima over all parts.
-    `results`: of each output what is known, `maxima`: of those.
+    `results`: of each output what is known, `maxima`: of those. `in_order`: whether gradients of its products are made
+    in the order of their dims.
     """
 
     name: str
@@ -81,6 +83,7 @@ class RotatedUnit:
     tops: tuple[Var, ...]
     results: tuple[Result, ...] = ()
     maxima: Maxima = field(default_factory=lambda: Maxima((), {}, frozenset()))
+    in_order: bool = False
 
     @property
     def size(self) -> int | None:
@@ -91,6 +94,11 @@ class RotatedUnit:
     def num_slices(self) -> int:
         """Into how many a part is cut again."""
         return self.length.num_slices
+
+    @property
+    def num_joined(self) -> int:
+        """How many parts are taken as one."""
+        return self.length.num_joined
 
     @property
     def batch(self) -> list[int | None]:
@@ -129,7 +137,7 @@ class RotatedUnit:
     def evaluation(self, weights: Division, batch: Division, maxima: Sequence[Any] | None = None) -> Evaluation:
         """Returns one that has not run. **Arguments:** `maxima`: None where they are taken over the part."""
         told = None if maxima is None else dict(zip(self.tops, maxima, strict=True))
-        return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops)
+        return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops, in_order=self.in_order)
 
     def run(self, one: Evaluation, args: Sequence[Any]) -> dict[Var, Part]:
         """Evaluates the unit. **Returns:** every value of it."""
