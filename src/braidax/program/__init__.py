@@ -68,6 +68,7 @@ from .reading import read_part as read_part
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate
 from .rotation.checked import joined as joined
+from .rotation.checked import keeping as keeping
 from .rotation.division import Division as Division
 from .rotation.experts import Experts as Experts
 from .rotation.experts import find_experts as find_experts

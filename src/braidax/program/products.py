@@ -8,10 +8,13 @@ import jax
 from .bodies import Equation, aval_of, bind
 
 
-def product_in_order(equation: Equation, operands: Sequence[Any], ordered: Collection[int]) -> Any:
+def product_in_order(
+    equation: Equation, operands: Sequence[Any], ordered: Collection[int] = (), known: Any | None = None
+) -> Any:
     """Returns the product of a `dot_general`, the gradients of some of whose operands are made in the order of these.
 
     It has no derivative forward. **Arguments:** `equation`: whose params fit the operands. `ordered`: those, by number.
+    `known`: the product, if it was computed before.
     """
 
     @jax.custom_vjp
@@ -19,7 +22,7 @@ def product_in_order(equation: Equation, operands: Sequence[Any], ordered: Colle
         return bind(equation, [left, right])[0]
 
     def forward(left: Any, right: Any) -> Any:
-        return product(left, right), (left, right)
+        return product(left, right) if known is None else known, (left, right)
 
     def backward(kept: Any, back: Any) -> Any:
         return tuple(gradient(kept, at, back) for at in range(2))

@@ -146,15 +146,18 @@ class Turns:
             return turn(0, carried)
         return jax.lax.fori_loop(0, self.unit.num_slices, turn, carried)
 
-    def forward(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the results, and the maxima. **Arguments:** `inputs`: a device's own of each."""
+    def forward(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the results, the maxima, and what is kept, turn by turn. **Arguments:** `inputs`: a device's own."""
         whole = {at: self._gathered(at, inputs[at]) for at in self.weights}
 
         def of_slice(number: Any, state: Any) -> Any:
             parts, last = self._slice(whole, number), self.num_turns - 1
 
             def add(step: Any, parts: Any, state: Any) -> Any:
-                return self._add(self._divisions(step, number), self._args(inputs, parts), state)
+                args, divisions = self._args(inputs, parts), self._divisions(step, number)
+                products = zip(state[-1], self.unit.kept_of(args, *divisions), strict=True)
+                kept = [jax.lax.dynamic_update_index_in_dim(all_, one, step, 0) for all_, one in products]
+                return *self._add(divisions, args, state[:-1]), kept
 
             def ahead(step: Any, carried: Any) -> Any:
                 parts, state = carried
@@ -172,16 +175,16 @@ class Turns:
             return add(last, parts, state)
 
         args = self._args(inputs, self._slice(whole, 0))
-        totals, maxima = self._slice_by_slice(of_slice, self._nothing(args))
+        totals, maxima, kept = self._slice_by_slice(of_slice, self._nothing(args))
         of_tops = self.unit.of_maxima(args, *self._divisions(0, 0), maxima)[0] if self.unit.tops else {}
         outputs = [
             of_tops[at] if at in of_tops else total.astype(aval_of(var).dtype)
             for at, (total, var) in enumerate(zip(totals, self.unit.outputs, strict=True))
         ]
-        return tuple(outputs), tuple(maxima)
+        return tuple(outputs), tuple(maxima), tuple(kept)
 
-    def _nothing(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Sums of nothing, room for what parts give parts of, and maxima of nothing."""
+    def _nothing(self, args: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Sums of nothing, room for what parts give parts of, maxima of nothing, and room for what is kept."""
         divisions = self._divisions(0, 0)
         maxima = [
             jnp.full(one.shape, -jnp.inf, one.dtype)
@@ -197,7 +200,8 @@ class Turns:
             else:
                 shape = [size * (num_parts if at == dim else 1) for at, size in enumerate(one.shape)]
                 totals.append(jnp.zeros(shape, one.dtype))
-        return totals, maxima
+        products = jax.eval_shape(lambda: self.unit.kept_of(args, *divisions))
+        return totals, maxima, [jnp.zeros((self.num_turns, *one.shape), one.dtype) for one in products]
 
     def _add(self, divisions: tuple[Division, Division], args: Sequence[Any], state: Any) -> tuple[Any, Any]:
         """Adds what a part gives."""
@@ -228,7 +232,7 @@ class Turns:
         """Where a part of a result starts in the whole; a result in parts has slices of one size."""
         return (division.index * self.unit.num_slices + division.slice) * part.shape[dim]
 
-    def backward(self, inputs: Any, backs: Any, maxima: Any, asked: Sequence[int]) -> list[Any]:
+    def backward(self, inputs: Any, backs: Any, maxima: Any, kept: Any, asked: Sequence[int]) -> list[Any]:
         """Returns gradients of the inputs that are asked for."""
         whole = {at: self._gathered(at, inputs[at]) for at in self.weights}
         moved = [at for at in asked if at in self.weights]
@@ -239,8 +243,8 @@ class Turns:
 
             def pulled(step: Any, parts: Any) -> Callable[[Any], tuple[dict[int, Any], dict[int, Any]]]:
                 own, others = {at: parts[at] for at in moved}, {at: inputs[at] for at in fixed}
-                args = self._args(inputs, parts)
-                return self._pulled(self._divisions(step, number), args, own, others, maxima)
+                args, products = self._args(inputs, parts), [one[step] for one in kept]
+                return self._pulled(self._divisions(step, number), args, own, others, (maxima, products))
 
             gradients, more = self._gradients(pulled, self._slice(whole, number), backs)
             more = jax.tree.map(lambda one: one.astype(_wide(one.dtype)), more)
@@ -277,13 +281,13 @@ class Turns:
         return put
 
     def _pulled(
-        self, divisions: tuple[Division, Division], args: Sequence[Any], own: Any, others: Any, maxima: Any
+        self, divisions: tuple[Division, Division], args: Sequence[Any], own: Any, others: Any, known: Any
     ) -> Callable[[Any], tuple[dict[int, Any], dict[int, Any]]]:
         """Returns what gives the gradients of a part, and of what is no weight, for what comes back."""
 
         def part(own: Any, others: Any) -> list[Any]:
             given = self._args(args, {**own, **others})
-            return [one for one in self.unit.part(given, *divisions, maxima) if one is not None]
+            return [one for one in self.unit.part(given, *divisions, *known) if one is not None]
 
         results, pull = jax.vjp(part, own, others)
         dims = [dim for at, dim in enumerate(self.stacked) if at not in self.unit.maxima.outputs]

@@ -49,6 +49,7 @@ class Evaluation:
     **Fields:** `divisions`: by number. `maxima`: values of maxima over a divided dim that are known; those that are not
     are taken over the part, which is put into `found`. `cut`: inputs that were cut, as `(input, dim, division)`, and
     `uncut`: those that were also used whole. `in_order`: whether gradients of products are made in the order of dims.
+    `products`: those that were computed before.
     """
 
     divisions: Mapping[int, Division]
@@ -58,6 +59,7 @@ class Evaluation:
     cut: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     uncut: set[int] = field(default_factory=set[int])
     in_order: bool = False
+    products: Mapping[Var, Any] = field(default_factory=dict[Var, Any])
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Part]) -> dict[Var, Part]:
         """Evaluates a jaxpr. **Returns:** every value of it. **Raises:** `Undivided`."""
@@ -130,8 +132,10 @@ class Evaluation:
         if outputs is None:
             resized = self._resized(equation, wanted, results)
             ordered = [at for at, labels in enumerate(wanted) if self.in_order and BATCH not in labels]
-            is_product = ordered and equation.primitive is primitives.dot_general_p
-            outputs = [product_in_order(resized, values, ordered)] if is_product else bind(resized, values)
+            if ordered and equation.primitive is primitives.dot_general_p:
+                outputs = [product_in_order(resized, values, ordered, self.products.get(equation.outvars[0]))]
+            else:
+                outputs = bind(resized, values)
         return [Part(value, labels, is_partial=bool(summed)) for value, labels in zip(outputs, results, strict=True)]
 
     def _check_sum(self, equation: JaxprEqn, name: str) -> None:

@@ -1,7 +1,7 @@
 """A unit: a call that is computed part by part, as the parts of its weights come by."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Var
@@ -72,7 +72,8 @@ class RotatedUnit:
     **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts; `taken`: of
     each input, how. `length`: of the dim that is divided. `tops`: values of it that are maxima over all parts.
     `results`: of each output what is known, `maxima`: of those. `in_order`: whether gradients of its products are made
-    in the order of their dims.
+    in the order of their dims. `keeps`: products that its backward pass does not compute again, and their dims of the
+    samples.
     """
 
     name: str
@@ -84,6 +85,7 @@ class RotatedUnit:
     results: tuple[Result, ...] = ()
     maxima: Maxima = field(default_factory=lambda: Maxima((), {}, frozenset()))
     in_order: bool = False
+    keeps: Mapping[Var, int] = field(default_factory=dict[Var, int])
 
     @property
     def size(self) -> int | None:
@@ -116,13 +118,26 @@ class RotatedUnit:
         self.run(one, args)
         return [one.found[top] for top in self.tops]
 
-    def part(self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any] = ()) -> list[Any]:
+    def kept_of(self, args: Sequence[Any], weights: Division, batch: Division) -> list[Any]:
+        """Returns the products of one part that are kept."""
+        known = self.run(self.evaluation(weights, batch), args) if self.keeps else {}
+        return [known[var].value for var in self.keeps]
+
+    def part(
+        self,
+        args: Sequence[Any],
+        weights: Division,
+        batch: Division,
+        maxima: Sequence[Any] = (),
+        kept: Sequence[Any] = (),
+    ) -> list[Any]:
         """Returns what one part gives for each output but those that follow from maxima alone, for which it has None.
 
         **Arguments:** `args`: weights in their part, samples in theirs, all else whole. `maxima`: over all parts that
         were seen; sums are relative to them.
         """
-        known = self.run(self.evaluation(weights, batch, maxima), args)
+        one = self.evaluation(weights, batch, maxima)
+        known = self.run(replace(one, products=dict(zip(self.keeps, kept, strict=False))), args)
         return [None if at in self.maxima.outputs else known[var].value for at, var in enumerate(self.outputs)]
 
     def of_maxima(
