@@ -53,8 +53,8 @@ class Turns:
 
     def _divisions(self, step: Any, number: Any) -> tuple[Division, Division]:
         """Of the weights that a device has after some hops, in a slice of its part, and of the samples."""
-        joined = self.unit.num_joined
-        index = (jax.lax.axis_index(self.axis) // joined + step) % self.num_turns
+        joined, home = self.unit.num_joined, jax.lax.axis_index(self.axis)
+        index = ((home if joined == 1 else home // joined) + step) % self.num_turns
         batch = Division(self.num(self.batch_axes), jax.lax.axis_index(self.batch_axes), sums=False)
         return Division(self.count, index, self.unit.size, True, self.unit.num_slices, number, joined), batch
 
