@@ -57,8 +57,8 @@ class Ring:
             backs = [jnp.zeros(s, a.dtype) if isinstance(one, SymbolicZero) else one for one, s, a in pairs]
             in_specs = (self._in_specs, outputs, *of_known)
 
-            def local(inputs: Any, backs: Any, *known: Any) -> Any:
-                return self.turns.backward(inputs, backs, *known, asked)
+            def local(inputs: Any, backs: Any, maxima: Any, products: Any) -> Any:
+                return self.turns.backward(inputs, backs, maxima, products, asked)
 
             specs = [self._in_specs[at] for at in asked]
             laid = self._laid(inputs, backs)

@@ -122,8 +122,7 @@ def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dic
     avals = [aval_of(var) for var in unit.jaxpr.invars]
 
     def divided(index: Any) -> tuple[Division, Division]:
-        more = {"num_slices": unit.num_slices, "slice": index, "num_joined": unit.num_joined}
-        part = Division(num_parts, index, unit.size, **more)
+        part = Division(num_parts, index, unit.size, True, unit.num_slices, index, unit.num_joined)
         return part, Division(num_batch_parts, index, sums=False)
 
     def run(index: Any, maxima: list[Any], *args: Any) -> None:
