@@ -108,7 +108,7 @@ def keeping(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedU
     there = {var: known[var].divided for var in products if not known[var].is_partial}
     kept = {var: dims.index(BATCH) for var, dims in there.items() if BATCH in dims and WEIGHTS in dims}
     if sum(map(_num_bytes, kept)) <= num_batch_parts * sum(_num_bytes(unit.jaxpr.invars[at]) for at in unit.weights):
-        return replace(unit, keeps=kept)
+        return replace(unit, length=unit.length._replace(keeps=kept))
     return unit
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Var
@@ -57,12 +58,16 @@ class Maxima(NamedTuple):
 
 
 class Length(NamedTuple):
-    """Of the dim that is divided. **Fields:** `padded`: its size, where it is padded. `num_slices`: into how many a
-    part is cut again, each of which goes around alone. `num_joined`: how many parts go around as one."""
+    """Of the dim that is divided, and of products by it. **Fields:** `padded`: its size, where it is padded.
+    `num_slices`: into how many a part is cut again, each of which goes around alone. `num_joined`: how many parts go
+    around as one. `in_order`: whether gradients of products are made in the order of a weight's dims. `keeps`: products
+    that the backward pass does not compute again, and their dims of the samples."""
 
     padded: int | None = None
     num_slices: int = 1
     num_joined: int = 1
+    in_order: bool = False
+    keeps: Mapping[Var, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,7 @@ class RotatedUnit:
 
     **Fields:** `name`; `jaxpr`: what it computes. `weights`: by number, which of its inputs come in parts; `taken`: of
     each input, how. `length`: of the dim that is divided. `tops`: values of it that are maxima over all parts.
-    `results`: of each output what is known, `maxima`: of those. `in_order`: whether gradients of its products are made
-    in the order of their dims. `keeps`: products that its backward pass does not compute again, and their dims of the
-    samples.
+    `results`: of each output what is known, `maxima`: of those.
     """
 
     name: str
@@ -84,8 +87,6 @@ class RotatedUnit:
     tops: tuple[Var, ...]
     results: tuple[Result, ...] = ()
     maxima: Maxima = field(default_factory=lambda: Maxima((), {}, frozenset()))
-    in_order: bool = False
-    keeps: Mapping[Var, int] = field(default_factory=dict[Var, int])
 
     @property
     def size(self) -> int | None:
@@ -101,6 +102,11 @@ class RotatedUnit:
     def num_joined(self) -> int:
         """How many parts are taken as one."""
         return self.length.num_joined
+
+    @property
+    def keeps(self) -> Mapping[Var, int]:
+        """Products that the backward pass does not compute again, and their dims of the samples."""
+        return self.length.keeps
 
     @property
     def batch(self) -> list[int | None]:
@@ -152,7 +158,7 @@ class RotatedUnit:
     def evaluation(self, weights: Division, batch: Division, maxima: Sequence[Any] | None = None) -> Evaluation:
         """Returns one that has not run. **Arguments:** `maxima`: None where they are taken over the part."""
         told = None if maxima is None else dict(zip(self.tops, maxima, strict=True))
-        return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops, in_order=self.in_order)
+        return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops, in_order=self.length.in_order)
 
     def run(self, one: Evaluation, args: Sequence[Any]) -> dict[Var, Part]:
         """Evaluates the unit. **Returns:** every value of it."""
