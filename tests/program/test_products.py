@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braidax.program import bind, operand_gradient
+from braidax.program import bind, operand_gradient, product_in_order
 
 DIMS = dict(zip("abcdef", (2, 3, 4, 5, 6, 7), strict=True))
 
@@ -40,6 +40,31 @@ def test_it_is_that_of_jax(form: str, at: int) -> None:
     back = jax.random.normal(jax.random.key(3), result.shape)
     found = operand_gradient(equation, at, operands[1 - at], back)
     np.testing.assert_allclose(found, backward(back)[at], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["ec,cf", "cde,fdc", "aecb,bfca"])
+def test_a_product_in_order_has_the_gradients_of_jax(form: str) -> None:
+    equation, operands = _of(form, jnp.float32, None)
+    result, backward = jax.vjp(lambda *operands: bind(equation, operands)[0], *operands)
+    found, own_backward = jax.vjp(lambda *operands: product_in_order(equation, operands, (0, 1)), *operands)
+    np.testing.assert_array_equal(found, result)
+    back = jax.random.normal(jax.random.key(3), result.shape)
+    for one, expected in zip(own_backward(back), backward(back), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_computed_before_is_not_computed_again() -> None:
+    equation, (x, w) = _of("ec,cf", jnp.float32, None)
+    known = bind(equation, [x, w])[0]
+
+    def squared(x: jax.Array, w: jax.Array, known: jax.Array) -> jax.Array:
+        return (product_in_order(equation, [x, w], (1,), known) ** 2).sum()
+
+    found = jax.jit(jax.grad(squared, (0, 1)))
+    expected = jax.grad(lambda x, w: (bind(equation, [x, w])[0] ** 2).sum(), (0, 1))(x, w)
+    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-5), found(x, w, known), expected)
+    assert str(jax.make_jaxpr(found)(x, w, known)).count("dot_general") == 3
+    assert (found.lower(x, w, known).compile().as_text() or "").count(" dot(") == 2
 
 
 @pytest.mark.parametrize("at", [0, 1])

@@ -70,11 +70,14 @@ from .outline import unit_path as unit_path
 from .pieces import find_dims_in_pieces as find_dims_in_pieces
 from .pieces import in_pieces as in_pieces
 from .products import operand_gradient as operand_gradient
+from .products import product_in_order as product_in_order
 from .prune import inputs_of as inputs_of
 from .prune import reads_argument as reads_argument
 from .reading import read_part as read_part
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate
+from .rotation.checked import joined as joined
+from .rotation.checked import keeping as keeping
 from .rotation.division import Division as Division
 from .rotation.experts import Experts as Experts
 from .rotation.experts import find_experts as find_experts

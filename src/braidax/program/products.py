@@ -1,10 +1,44 @@
-"""The gradient of one side of a product."""
+"""The gradients of the sides of a product."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 
-from .bodies import Equation, aval_of
+from .bodies import Equation, aval_of, bind
+
+
+def product_in_order(
+    equation: Equation, operands: Sequence[Any], ordered: Collection[int] = (), known: Any | None = None
+) -> Any:
+    """Returns the product of a `dot_general`, the gradients of some of whose operands are made in the order of these.
+
+    It has no derivative forward. **Arguments:** `equation`: whose params fit the operands. `ordered`: those, by number.
+    `known`: the product, if it was computed before.
+    """
+
+    @jax.custom_vjp
+    def product(left: Any, right: Any) -> Any:
+        return bind(equation, [left, right])[0]
+
+    def forward(left: Any, right: Any) -> Any:
+        return product(left, right) if known is None else known, (left, right)
+
+    def backward(kept: Any, back: Any) -> Any:
+        return tuple(gradient(kept, at, back) for at in range(2))
+
+    def gradient(kept: Any, at: int, back: Any) -> Any:
+        contracted, batched = (dims[at] for dims in equation.params["dimension_numbers"])
+        if at in ordered and min({*range(kept[at].ndim)} - {*batched}, default=None) in contracted:
+            return operand_gradient(equation, at, kept[1 - at], back)
+
+        def of_operand(one: Any) -> Any:
+            return bind(equation, [one if which == at else kept[which] for which in range(2)])[0]
+
+        return jax.vjp(of_operand, kept[at])[1](back)[0]  # JAX' own rule makes first what an operand keeps
+
+    product.defvjp(forward, backward)
+    return product(*operands)
 
 
 def operand_gradient(equation: Equation, at: int, other: Any, back: Any) -> Any:

@@ -46,6 +46,24 @@ def test_in_place_it_trains_as_on_one_device(model: str, mesh: str, strategies: 
     assert_as_on_one_device(step, MODELS[model], optimizer=OPTIMIZER)
 
 
+@pytest.mark.parametrize(("least_bytes", "of_heads", "of_wider"), [pytest.param(0, 7, 7, marks=SLOW), (2049, 3, 4)])
+def test_short_parts_go_around_as_one(
+    least_bytes: int, of_heads: int, of_wider: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = compiling.ring_form("cpu")._replace(least_bytes=least_bytes)
+    monkeypatch.setitem(compiling._RING_FORMS, "cpu", form)  # pyright: ignore[reportPrivateUsage]
+    model = by_heads(8)  # two layers, whose parts have 1,024 and 2,048 bytes
+    step = make_step(model, {"data": STRATEGIES["one axis"]["data"]}, "8 auto", optimizer=OPTIMIZER)
+    sent = collectives_of(step.lower().gradients.compile().as_text() or "")
+    # Two leaves of each, forward, backward and their gradients; the table is used outside of loops.
+    hops = sum(one.times for one in sent if one.kind == "collective-permute")
+    assert hops == 2 * 2 * 3 * (of_heads + of_wider) + 3 * 7
+    weights = sum(one.num_bytes for one in step.plan.variables) + 4 * 16 * (-VOCABULARY % 8)
+    assert total_sent(sent)["collective-permute"] == pytest.approx(3 * 7 / 8 * weights)
+    keyed = model._replace(loss=lambda params, batch, key: model.loss(params, batch))
+    assert_as_on_one_device(step, keyed, optimizer=OPTIMIZER, num_updates=2)
+
+
 @pytest.mark.usefixtures("hops_ahead")
 def test_a_plan_says_what_hops_cost_and_replays_them() -> None:
     model = MODELS["mlp"]

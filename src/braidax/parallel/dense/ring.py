@@ -45,24 +45,24 @@ class Ring:
 
         def forward(*given: Any) -> Any:
             inputs = [one.value for one in given]
-            outputs, maxima = computed(inputs)
-            return outputs, (inputs, maxima, tuple(one.perturbed for one in given))
+            outputs, *known = computed(inputs)
+            return outputs, (inputs, known, tuple(one.perturbed for one in given))
 
         def backward(kept: Any, backs: Any) -> Any:
-            inputs, maxima, moving = kept
-            outputs, _ = self._out_specs
+            inputs, known, moving = kept
+            outputs, *of_known = self._out_specs
             asked = [at for at, one in enumerate(moving) if one and _is_float(inputs[at])]
             like = [aval_of(var) for var in self.turns.unit.outputs]
             pairs = zip(backs, self._shapes(like), like, strict=True)
             backs = [jnp.zeros(s, a.dtype) if isinstance(one, SymbolicZero) else one for one, s, a in pairs]
-            in_specs = (self._in_specs, outputs, self._specs_of_maxima)
+            in_specs = (self._in_specs, outputs, *of_known)
 
-            def local(inputs: Any, backs: Any, maxima: Any) -> Any:
-                return self.turns.backward(inputs, backs, maxima, asked)
+            def local(inputs: Any, backs: Any, maxima: Any, products: Any) -> Any:
+                return self.turns.backward(inputs, backs, maxima, products, asked)
 
             specs = [self._in_specs[at] for at in asked]
             laid = self._laid(inputs, backs)
-            found = self._island(local, in_specs, specs)(tuple(laid), tuple(backs), maxima)
+            found = self._island(local, in_specs, specs)(tuple(laid), tuple(backs), *known)
             gradients = {at: _like(one, inputs[at]) for at, one in zip(asked, found, strict=True)}
             return tuple(gradients.get(at) for at in range(len(inputs)))
 
@@ -90,15 +90,16 @@ class Ring:
         return tuple(specs)
 
     @property
-    def _out_specs(self) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-        """Of the results, and of the maxima."""
-        outputs = zip(self.turns.unit.results, self.turns.unit.outputs, strict=True)
-        return tuple(self._along_batch(one.batch, aval_of(var).ndim) for one, var in outputs), self._specs_of_maxima
-
-    @property
-    def _specs_of_maxima(self) -> tuple[PartitionSpec, ...]:
-        dims = zip(self.turns.unit.tops, self.turns.unit.maxima.batch, strict=True)
-        return tuple(self._along_batch(dim, aval_of(var).ndim) for var, dim in dims)
+    def _out_specs(self) -> tuple[tuple[PartitionSpec, ...], ...]:
+        """Of the results, of the maxima, and of what is kept, turn by turn."""
+        unit = self.turns.unit
+        outputs = zip(unit.results, unit.outputs, strict=True)
+        tops = zip(unit.tops, unit.maxima.batch, strict=True)
+        return (
+            tuple(self._along_batch(one.batch, aval_of(var).ndim) for one, var in outputs),
+            tuple(self._along_batch(dim, aval_of(var).ndim) for var, dim in tops),
+            tuple(self._along_batch(1 + dim, 1 + aval_of(var).ndim) for var, dim in unit.keeps.items()),
+        )
 
     def _along_batch(self, dim: int | None, ndim: int) -> PartitionSpec:
         return PartitionSpec(*(self.turns.batch_axes if at == dim else None for at in range(ndim)))

@@ -17,6 +17,8 @@ from braidax.program import (
     Program,
     RotatedWeight,
     evaluate,
+    joined,
+    keeping,
     rotatable,
     trace,
     unit_path,
@@ -72,6 +74,11 @@ def rotated(
         in_place = form.in_place or any(layouts[weight.leaf].in_place for weight in unit.weights.values())
         if path == last and form.lets_last_move and not in_place:  # in slices its last gradient cannot move
             unit = dataclasses.replace(unit, length=unit.length._replace(num_slices=1))
+        unit = dataclasses.replace(unit, length=unit.length._replace(in_order=form.in_order))
+        if in_place and len(path) > 1:  # else compilers keep what is joined from the forward to the backward pass
+            unit = joined(unit, mesh.shape[axis], num_batch_parts, form.least_bytes)
+        if path == last and form.in_order and form.keeps and unit.num_slices == 1:
+            unit = keeping(unit, mesh.shape[axis], num_batch_parts)
         one = Ring(Turns(unit, axis, batch_axes, mesh, weights, adapted._replace(in_place=in_place), path == last))
 
         def call(*inputs: Any) -> list[Any]:

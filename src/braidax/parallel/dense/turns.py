@@ -46,15 +46,21 @@ class Turns:
         """How many devices the ring has."""
         return self.mesh.shape[self.axis]
 
+    @property
+    def num_turns(self) -> int:
+        """How many parts, of those that are joined one, a device sees."""
+        return self.count // self.unit.num_joined
+
     def _divisions(self, step: Any, number: Any) -> tuple[Division, Division]:
         """Of the weights that a device has after some hops, in a slice of its part, and of the samples."""
-        index = (jax.lax.axis_index(self.axis) + step) % self.count
+        joined, home = self.unit.num_joined, jax.lax.axis_index(self.axis)
+        index = ((home if joined == 1 else home // joined) + step) % self.num_turns
         batch = Division(self.num(self.batch_axes), jax.lax.axis_index(self.batch_axes), sums=False)
-        return Division(self.count, index, self.unit.size, num_slices=self.unit.num_slices, slice=number), batch
+        return Division(self.count, index, self.unit.size, True, self.unit.num_slices, number, joined), batch
 
     def _hop(self, parts: Any) -> Any:
-        """Hands what a device has to the one before it."""
-        pairs = [(at, (at - 1) % self.count) for at in range(self.count)]
+        """Hands what a device has to the one before it, or where parts are joined, to the one before those."""
+        pairs = [(at, (at - self.unit.num_joined) % self.count) for at in range(self.count)]
         return jax.tree.map(lambda one: jax.lax.ppermute(one, self.axis, pairs), parts)
 
     def _gathered(self, at: int, value: Any) -> Any:
@@ -93,10 +99,41 @@ class Turns:
         return [parts.get(at, value) for at, value in enumerate(inputs)]
 
     def _slice(self, parts: Mapping[int, Any], number: Any) -> dict[int, Any]:
-        """Returns a slice of the parts of all weights."""
+        """Returns a slice of the parts of all weights, or what is joined of them."""
         if self.unit.num_slices == 1:
-            return dict(parts)
+            return self._joined(parts)
         return {at: jax.lax.dynamic_slice_in_dim(part, *self._where(at, number)) for at, part in parts.items()}
+
+    def _joined(self, parts: Mapping[int, Any]) -> dict[int, Any]:
+        """Brings parts of neighbors into one: twice as many with each message."""
+        found, distance = dict(parts), 1
+        while distance < self.unit.num_joined:
+            is_second, others = self._swapped(found, distance)
+            for at, own in found.items():
+                pair = jnp.where(is_second, others[at], own), jnp.where(is_second, own, others[at])
+                found[at] = jnp.concatenate(pair, self.unit.weights[at].divided)
+            distance *= 2
+        return found
+
+    def _own(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
+        """Sums the gradient of what is joined over those that have it, and leaves each that of its part."""
+        found, distance = dict(gradients), self.unit.num_joined // 2
+        while distance > 0:
+            is_second = self._is_second(distance)
+            halves = {at: jnp.split(one, 2, self.unit.weights[at].divided) for at, one in found.items()}
+            sent = {at: jnp.where(is_second, *pair) for at, pair in halves.items()}
+            _, others = self._swapped(sent, distance)
+            found = {at: jnp.where(is_second, *pair[::-1]) + others[at] for at, pair in halves.items()}
+            distance //= 2
+        return found
+
+    def _swapped(self, values: Any, distance: int) -> tuple[Any, Any]:
+        """Swaps values with a neighbor. **Returns:** whether this device is the second of the two; and the other's."""
+        pairs = [(at, at ^ distance) for at in range(self.count)]
+        return self._is_second(distance), jax.tree.map(lambda one: jax.lax.ppermute(one, self.axis, pairs), values)
+
+    def _is_second(self, distance: int) -> Any:
+        return jax.lax.axis_index(self.axis) & distance != 0
 
     def _where(self, at: int, number: Any) -> tuple[Any, int, int]:
         """Where a slice of a part of a weight starts, its size, and along which dim."""
@@ -109,15 +146,18 @@ class Turns:
             return turn(0, carried)
         return jax.lax.fori_loop(0, self.unit.num_slices, turn, carried)
 
-    def forward(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the results, and the maxima. **Arguments:** `inputs`: a device's own of each."""
+    def forward(self, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the results, the maxima, and what is kept, turn by turn. **Arguments:** `inputs`: a device's own."""
         whole = {at: self._gathered(at, inputs[at]) for at in self.weights}
 
         def of_slice(number: Any, state: Any) -> Any:
-            parts, last = self._slice(whole, number), self.count - 1
+            parts, last = self._slice(whole, number), self.num_turns - 1
 
             def add(step: Any, parts: Any, state: Any) -> Any:
-                return self._add(self._divisions(step, number), self._args(inputs, parts), state)
+                args, divisions = self._args(inputs, parts), self._divisions(step, number)
+                products = zip(state[-1], self.unit.kept_of(args, *divisions), strict=True)
+                kept = [jax.lax.dynamic_update_index_in_dim(all_, one, step, 0) for all_, one in products]
+                return *self._add(divisions, args, state[:-1]), kept
 
             def ahead(step: Any, carried: Any) -> Any:
                 parts, state = carried
@@ -135,16 +175,16 @@ class Turns:
             return add(last, parts, state)
 
         args = self._args(inputs, self._slice(whole, 0))
-        totals, maxima = self._slice_by_slice(of_slice, self._nothing(args))
+        totals, maxima, kept = self._slice_by_slice(of_slice, self._nothing(args))
         of_tops = self.unit.of_maxima(args, *self._divisions(0, 0), maxima)[0] if self.unit.tops else {}
         outputs = [
             of_tops[at] if at in of_tops else total.astype(aval_of(var).dtype)
             for at, (total, var) in enumerate(zip(totals, self.unit.outputs, strict=True))
         ]
-        return tuple(outputs), tuple(maxima)
+        return tuple(outputs), tuple(maxima), tuple(kept)
 
-    def _nothing(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Sums of nothing, room for what parts give parts of, and maxima of nothing."""
+    def _nothing(self, args: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Sums of nothing, room for what parts give parts of, maxima of nothing, and room for what is kept."""
         divisions = self._divisions(0, 0)
         maxima = [
             jnp.full(one.shape, -jnp.inf, one.dtype)
@@ -160,7 +200,8 @@ class Turns:
             else:
                 shape = [size * (num_parts if at == dim else 1) for at, size in enumerate(one.shape)]
                 totals.append(jnp.zeros(shape, one.dtype))
-        return totals, maxima
+        products = jax.eval_shape(lambda: self.unit.kept_of(args, *divisions))
+        return totals, maxima, [jnp.zeros((self.num_turns, *one.shape), one.dtype) for one in products]
 
     def _add(self, divisions: tuple[Division, Division], args: Sequence[Any], state: Any) -> tuple[Any, Any]:
         """Adds what a part gives."""
@@ -185,13 +226,13 @@ class Turns:
 
     @property
     def _num_parts(self) -> int:
-        return self.count * self.unit.num_slices
+        return self.num_turns * self.unit.num_slices
 
     def _start(self, division: Division, part: Any, dim: int) -> Any:
         """Where a part of a result starts in the whole; a result in parts has slices of one size."""
         return (division.index * self.unit.num_slices + division.slice) * part.shape[dim]
 
-    def backward(self, inputs: Any, backs: Any, maxima: Any, asked: Sequence[int]) -> list[Any]:
+    def backward(self, inputs: Any, backs: Any, maxima: Any, kept: Any, asked: Sequence[int]) -> list[Any]:
         """Returns gradients of the inputs that are asked for."""
         whole = {at: self._gathered(at, inputs[at]) for at in self.weights}
         moved = [at for at in asked if at in self.weights]
@@ -202,8 +243,8 @@ class Turns:
 
             def pulled(step: Any, parts: Any) -> Callable[[Any], tuple[dict[int, Any], dict[int, Any]]]:
                 own, others = {at: parts[at] for at in moved}, {at: inputs[at] for at in fixed}
-                args = self._args(inputs, parts)
-                return self._pulled(self._divisions(step, number), args, own, others, maxima)
+                args, products = self._args(inputs, parts), [one[step] for one in kept]
+                return self._pulled(self._divisions(step, number), args, own, others, (maxima, products))
 
             gradients, more = self._gradients(pulled, self._slice(whole, number), backs)
             more = jax.tree.map(lambda one: one.astype(_wide(one.dtype)), more)
@@ -240,13 +281,13 @@ class Turns:
         return put
 
     def _pulled(
-        self, divisions: tuple[Division, Division], args: Sequence[Any], own: Any, others: Any, maxima: Any
+        self, divisions: tuple[Division, Division], args: Sequence[Any], own: Any, others: Any, known: Any
     ) -> Callable[[Any], tuple[dict[int, Any], dict[int, Any]]]:
         """Returns what gives the gradients of a part, and of what is no weight, for what comes back."""
 
         def part(own: Any, others: Any) -> list[Any]:
             given = self._args(args, {**own, **others})
-            return [one for one in self.unit.part(given, *divisions, maxima) if one is not None]
+            return [one for one in self.unit.part(given, *divisions, *known) if one is not None]
 
         results, pull = jax.vjp(part, own, others)
         dims = [dim for at, dim in enumerate(self.stacked) if at not in self.unit.maxima.outputs]
@@ -271,7 +312,7 @@ class Turns:
         held, total = others(lambda *at: pulled(*at)(backs), coming, total)
         backs, held, total = jax.lax.optimization_barrier((backs, held, total))
         held = held if self.form.in_place else self._hop(held)
-        return jax.tree.map(jnp.add, home(backs)[0], held), total
+        return self._own(jax.tree.map(jnp.add, home(backs)[0], held)), total
 
     def _others_in_place(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:
         """Takes one part after another but that at home, and returns the gradient of this behind its last hop."""
@@ -285,7 +326,7 @@ class Turns:
             return parts, self._hop(held), total
 
         held = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(pulled, 0, parts)[0])
-        _, held, total = jax.lax.fori_loop(1, self.count, loop, (parts, held, total))
+        _, held, total = jax.lax.fori_loop(1, self.num_turns, loop, (parts, held, total))
         return held, total
 
     def _others(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:

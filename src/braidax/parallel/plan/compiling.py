@@ -76,18 +76,24 @@ class RingForm(NamedTuple):
     from a compiler that would copy those of all layers, in a narrower type, before it loops over these.
     `lets_last_move`: the last gradient of the weights that are used last waits for nothing, so that it is made while
     what comes later is sent. `in_place`: a part is handed on when it has been used, and no work is under a hop.
+    `least_bytes`: parts of fewer are, in loops, taken two, four, … at once, as devices meet more slowly than they
+    copy. `in_order`: gradients are made in the order of a weight's dims, for a compiler that turns what it multiplies.
+    `keeps`: a short product of the weights that are used last is not computed again.
     """
 
     unroll: int = 1
     keeps_wide: bool = False
     lets_last_move: bool = False
     in_place: bool = False
+    least_bytes: int = 0
+    in_order: bool = False
+    keeps: bool = False
 
 
 _RING_FORMS = {
     "tpu": RingForm(unroll=2, keeps_wide=True),
     "gpu": RingForm(lets_last_move=True),
-    "cpu": RingForm(in_place=True),
+    "cpu": RingForm(in_place=True, least_bytes=2 * 2**20, in_order=True, keeps=True),
 }
 
 

@@ -80,13 +80,49 @@ def in_slices(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> Rotate
     return unit
 
 
+def joined(unit: RotatedUnit, num_parts: int, num_batch_parts: int, least_bytes: int) -> RotatedUnit:
+    """Returns a unit whose short parts are taken two, four, … as one, as far as it was seen to work on those.
+
+    **Arguments:** `unit`: that was checked. `least_bytes`: of weights; what has as many is not joined further.
+    """
+    if unit.num_slices > 1:
+        return unit
+    part_bytes = sum(_num_bytes(unit.jaxpr.invars[at]) for at in unit.weights) // num_parts
+    while num_parts % (4 * unit.num_joined) == 0 and unit.num_joined * part_bytes < least_bytes:
+        one = replace(unit, length=unit.length._replace(num_joined=2 * unit.num_joined))
+        try:
+            _tried(one, num_parts, num_batch_parts)
+        except Undivided:
+            break
+        unit = one
+    return unit
+
+
+def keeping(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedUnit:
+    """Returns a unit whose backward pass computes no product again that a device has room for.
+
+    That is when all it keeps is no longer than its weights, all parts of them. **Arguments:** `unit`: that was checked.
+    """
+    known, _ = _tried(unit, num_parts, num_batch_parts)
+    products = (one.outvars[0] for one in unit.jaxpr.eqns if one.primitive is primitives.dot_general_p)
+    there = {var: known[var].divided for var in products if not known[var].is_partial}
+    kept = {var: dims.index(BATCH) for var, dims in there.items() if BATCH in dims and WEIGHTS in dims}
+    if sum(map(_num_bytes, kept)) <= num_batch_parts * sum(_num_bytes(unit.jaxpr.invars[at]) for at in unit.weights):
+        return replace(unit, length=unit.length._replace(keeps=kept))
+    return unit
+
+
+def _num_bytes(var: Var) -> int:
+    return aval_of(var).size * aval_of(var).dtype.itemsize
+
+
 def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dict[Var, Part], Evaluation]:
     """Evaluates a unit on the shapes of parts."""
     kept: list[Any] = []
     avals = [aval_of(var) for var in unit.jaxpr.invars]
 
     def divided(index: Any) -> tuple[Division, Division]:
-        part = Division(num_parts, index, unit.size, num_slices=unit.num_slices, slice=index)
+        part = Division(num_parts, index, unit.size, True, unit.num_slices, index, unit.num_joined)
         return part, Division(num_batch_parts, index, sums=False)
 
     def run(index: Any, maxima: list[Any], *args: Any) -> None:

@@ -21,6 +21,7 @@ class Division(NamedTuple):
     **Fields:** `num_parts`: into how many equal parts; `index`: which one this is, an int32 scalar. `size`: of a dim
     that is padded for it, None where there is no padding. `sums`: whether results may be sums over it. `num_slices`:
     into how many a part is cut again; `slice`: which of them this is, the last of which may overlap the one before.
+    `num_joined`: how many parts are taken as one; `index` counts those.
     """
 
     num_parts: int
@@ -29,6 +30,7 @@ class Division(NamedTuple):
     sums: bool = True
     num_slices: int = 1
     slice: Any = 0
+    num_joined: int = 1
 
     def part_size(self, size: int) -> int:
         """Returns the size of a slice of a part of a dim. **Raises:** `Undivided` where that is none."""
@@ -60,12 +62,12 @@ class Division(NamedTuple):
     def cut(self, value: Any, dim: int) -> Any:
         """Returns this slice of a value along a dim, padded."""
         size, part = value.shape[dim], self.part_size(value.shape[dim])
-        if more := self.num_parts * self._whole(size) - size:
+        if more := self.num_parts // self.num_joined * self._whole(size) - size:
             value = jnp.pad(value, [(0, more if at == dim else 0) for at in range(value.ndim)])
         return jax.lax.dynamic_slice_in_dim(value, self.start(size), part, dim)
 
     def _whole(self, size: int) -> int:
-        return -(-size // self.num_parts)
+        return self.num_joined * -(-size // self.num_parts)
 
     def _is_even(self, size: int) -> bool:
         return self._whole(size) % self.num_slices == 0

@@ -16,10 +16,12 @@ from jax.extend.core.primitives import custom_jvp_call_p, jit_p
 from braidax.program.bodies import aval_of, bind
 from braidax.program.dim_rules import At, line_at, rule_of
 from braidax.program.flow import Place
+from braidax.program.products import product_in_order
 from braidax.program.reading import read_part
 from braidax.program.unions import Unions
 
 from .division import Division, Undivided
+from .labels import BATCH
 
 Divided = tuple[int | None, ...]
 """For each dim of a value the number of the division that it is divided by."""
@@ -46,7 +48,8 @@ class Evaluation:
 
     **Fields:** `divisions`: by number. `maxima`: values of maxima over a divided dim that are known; those that are not
     are taken over the part, which is put into `found`. `cut`: inputs that were cut, as `(input, dim, division)`, and
-    `uncut`: those that were also used whole.
+    `uncut`: those that were also used whole. `in_order`: whether gradients of products are made in the order of dims.
+    `products`: those that were computed before.
     """
 
     divisions: Mapping[int, Division]
@@ -55,6 +58,8 @@ class Evaluation:
     found: dict[Var, Any] = field(default_factory=dict[Var, Any])
     cut: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     uncut: set[int] = field(default_factory=set[int])
+    in_order: bool = False
+    products: Mapping[Var, Any] = field(default_factory=dict[Var, Any])
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Part]) -> dict[Var, Part]:
         """Evaluates a jaxpr. **Returns:** every value of it. **Raises:** `Undivided`."""
@@ -123,8 +128,14 @@ class Evaluation:
             return [Part(value, (None,) * aval_of(atom).ndim, made=made) for value, atom in _zip(outputs, equation)]
         values = [self._cut(one, to) for one, to in zip(inputs, wanted, strict=True)]
         values = self._masked(equation, values, wanted, summed)
-        special = self._picked(equation, values, wanted)
-        outputs = special if special is not None else bind(self._resized(equation, wanted, results), values)
+        outputs = self._picked(equation, values, wanted)
+        if outputs is None:
+            resized = self._resized(equation, wanted, results)
+            ordered = [at for at, labels in enumerate(wanted) if self.in_order and BATCH not in labels]
+            if ordered and equation.primitive is primitives.dot_general_p:
+                outputs = [product_in_order(resized, values, ordered, self.products.get(equation.outvars[0]))]
+            else:
+                outputs = bind(resized, values)
         return [Part(value, labels, is_partial=bool(summed)) for value, labels in zip(outputs, results, strict=True)]
 
     def _check_sum(self, equation: JaxprEqn, name: str) -> None:
@@ -230,6 +241,7 @@ class Evaluation:
     def _custom(self, equation: JaxprEqn, inputs: Sequence[Part]) -> list[Part]:
         """Keeps the derivative that a function has of its own: what JAX traces of it is evaluated on parts, too."""
         body: ClosedJaxpr = equation.params["call_jaxpr"]
+        plain = replace(self, in_order=False)
         avals = [aval_of(atom) for atom in equation.invars]
         specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         floats = [at for at, spec in enumerate(specs) if jnp.issubdtype(spec.dtype, jnp.inexact)]
@@ -244,19 +256,19 @@ class Evaluation:
             return jax.jvp(call, [values[at] for at in floats], list(tangents))[1]
 
         labels = [one.divided for one in inputs]
-        whole = self._inner(body, inputs)
+        whole = plain._inner(body, inputs)
 
         @jax.custom_jvp
         def called(*values: Any) -> Any:
             parts = [Part(value, divided) for value, divided in zip(values, labels, strict=True)]
-            return [one.value for one in self._inner(body, parts)]
+            return [one.value for one in plain._inner(body, parts)]
 
         @called.defjvp
         def of_tangents(values: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
             closed = jax.make_jaxpr(moved)(specs, [specs[at] for at in floats])
             parts = [Part(value, divided) for value, divided in zip(values, labels, strict=True)]
             parts += [Part(tangents[at], labels[at]) for at in floats]
-            found = self._inner(closed, parts)
+            found = plain._inner(closed, parts)
             wrong = [one for one, made in zip(found, whole, strict=True) if one.divided != made.divided]
             if wrong:
                 raise Undivided(f"the derivative of {equation.primitive.name} at {_line(equation)} has other parts")

@@ -1,7 +1,8 @@
 """A unit: a call that is computed part by part, as the parts of its weights come by."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Var
@@ -57,11 +58,16 @@ class Maxima(NamedTuple):
 
 
 class Length(NamedTuple):
-    """Of the dim that is divided. **Fields:** `padded`: its size, where it is padded. `num_slices`: into how many a
-    part is cut again, each of which goes around alone."""
+    """Of the dim that is divided, and of products by it. **Fields:** `padded`: its size, where it is padded.
+    `num_slices`: into how many a part is cut again, each of which goes around alone. `num_joined`: how many parts go
+    around as one. `in_order`: whether gradients of products are made in the order of a weight's dims. `keeps`: products
+    that the backward pass does not compute again, and their dims of the samples."""
 
     padded: int | None = None
     num_slices: int = 1
+    num_joined: int = 1
+    in_order: bool = False
+    keeps: Mapping[Var, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,16 @@ class RotatedUnit:
         return self.length.num_slices
 
     @property
+    def num_joined(self) -> int:
+        """How many parts are taken as one."""
+        return self.length.num_joined
+
+    @property
+    def keeps(self) -> Mapping[Var, int]:
+        """Products that the backward pass does not compute again, and their dims of the samples."""
+        return self.length.keeps
+
+    @property
     def batch(self) -> list[int | None]:
         """Of each input the dim of the samples."""
         return [one.batch for one in self.taken]
@@ -108,13 +124,26 @@ class RotatedUnit:
         self.run(one, args)
         return [one.found[top] for top in self.tops]
 
-    def part(self, args: Sequence[Any], weights: Division, batch: Division, maxima: Sequence[Any] = ()) -> list[Any]:
+    def kept_of(self, args: Sequence[Any], weights: Division, batch: Division) -> list[Any]:
+        """Returns the products of one part that are kept."""
+        known = self.run(self.evaluation(weights, batch), args) if self.keeps else {}
+        return [known[var].value for var in self.keeps]
+
+    def part(
+        self,
+        args: Sequence[Any],
+        weights: Division,
+        batch: Division,
+        maxima: Sequence[Any] = (),
+        kept: Sequence[Any] = (),
+    ) -> list[Any]:
         """Returns what one part gives for each output but those that follow from maxima alone, for which it has None.
 
         **Arguments:** `args`: weights in their part, samples in theirs, all else whole. `maxima`: over all parts that
         were seen; sums are relative to them.
         """
-        known = self.run(self.evaluation(weights, batch, maxima), args)
+        one = self.evaluation(weights, batch, maxima)
+        known = self.run(replace(one, products=dict(zip(self.keeps, kept, strict=False))), args)
         return [None if at in self.maxima.outputs else known[var].value for at, var in enumerate(self.outputs)]
 
     def of_maxima(
@@ -129,7 +158,7 @@ class RotatedUnit:
     def evaluation(self, weights: Division, batch: Division, maxima: Sequence[Any] | None = None) -> Evaluation:
         """Returns one that has not run. **Arguments:** `maxima`: None where they are taken over the part."""
         told = None if maxima is None else dict(zip(self.tops, maxima, strict=True))
-        return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops)
+        return Evaluation({WEIGHTS: weights, BATCH: batch}, told, self.tops, in_order=self.length.in_order)
 
     def run(self, one: Evaluation, args: Sequence[Any]) -> dict[Var, Part]:
         """Evaluates the unit. **Returns:** every value of it."""
