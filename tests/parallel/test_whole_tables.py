@@ -78,7 +78,7 @@ def test_no_device_has_a_whole_table(head: Callable[..., Any], mesh: str, strate
     np.testing.assert_allclose(got["loss"], expected, rtol=2e-3 if head is softmax else 2e-5)
     for name, value in aux.items():
         np.testing.assert_array_equal(got[name], value)
-    (made,) = step._readings.values()  # pyright: ignore[reportPrivateUsage]
+    (made,) = step._readings._made.values()  # pyright: ignore[reportPrivateUsage]
     batch = jax.device_put(IDS, made.batch_shardings)
     compiled = made.compiled.lower(*step._readable(state), batch).compile()  # pyright: ignore[reportPrivateUsage]
     whole = r"\[(80\d\d,32|32,80\d\d|80\d\d,1,32|100[12],8,32|8,100[18],32)\]"

@@ -105,12 +105,12 @@ class Turns:
         return {at: jax.lax.dynamic_slice_in_dim(part, *self._where(at, number)) for at, part in parts.items()}
 
     def _joined(self, parts: Mapping[int, Any]) -> dict[int, Any]:
-        """Brings parts of neighbors into one: twice as many with each message."""
+        """Brings parts of neighbors into one, twice as many with each message: the own first, or in their order."""
         found, distance = dict(parts), 1
         while distance < self.unit.num_joined:
             is_second, others = self._swapped(found, distance)
             for at, own in found.items():
-                pair = jnp.where(is_second, others[at], own), jnp.where(is_second, own, others[at])
+                pair = self._ordered(is_second, own, others[at])
                 found[at] = jnp.concatenate(pair, self.unit.weights[at].divided)
             distance *= 2
         return found
@@ -120,12 +120,20 @@ class Turns:
         found, distance = dict(gradients), self.unit.num_joined // 2
         while distance > 0:
             is_second = self._is_second(distance)
-            halves = {at: jnp.split(one, 2, self.unit.weights[at].divided) for at, one in found.items()}
-            sent = {at: jnp.where(is_second, *pair) for at, pair in halves.items()}
-            _, others = self._swapped(sent, distance)
-            found = {at: jnp.where(is_second, *pair[::-1]) + others[at] for at, pair in halves.items()}
+            halves = {
+                at: self._ordered(is_second, *jnp.split(one, 2, self.unit.weights[at].divided))
+                for at, one in found.items()
+            }
+            _, others = self._swapped({at: other for at, (_, other) in halves.items()}, distance)
+            found = {at: own + others[at] for at, (own, _) in halves.items()}
             distance //= 2
         return found
+
+    def _ordered(self, is_second: Any, one: Any, other: Any) -> tuple[Any, Any]:
+        """Turns a pair around on the second of two devices, where it matters how parts lie."""
+        if not self.unit.length.is_ordered:
+            return one, other
+        return jnp.where(is_second, other, one), jnp.where(is_second, one, other)
 
     def _swapped(self, values: Any, distance: int) -> tuple[Any, Any]:
         """Swaps values with a neighbor. **Returns:** whether this device is the second of the two; and the other's."""

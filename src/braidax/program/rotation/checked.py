@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr, Literal, Var, primitives
 from braidax.program.bodies import aval_of
 from braidax.program.dim_rules import line_at
 from braidax.program.flow import Place
+from braidax.program.prune import inputs_of
 
 from .division import Division, Undivided
 from .labels import BATCH
@@ -95,7 +96,21 @@ def joined(unit: RotatedUnit, num_parts: int, num_batch_parts: int, least_bytes:
         except Undivided:
             break
         unit = one
-    return unit
+    return replace(unit, length=unit.length._replace(is_ordered=_needs_place(unit, num_parts, num_batch_parts)))
+
+
+def _needs_place(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> bool:
+    """Whether it matters to a unit which part of the whole it is given."""
+    if unit.tops or any(result.stacked is not None for result in unit.results):
+        return True
+
+    def part(index: Any, other: Any, *args: Any) -> list[Any]:
+        weights, _ = _divisions(unit, num_parts, num_batch_parts, index)
+        return unit.part(args, weights, _divisions(unit, num_parts, num_batch_parts, other)[1])
+
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    closed = jax.make_jaxpr(part)(index, index, *_specs_of_parts(unit, num_parts, num_batch_parts))
+    return any(0 in inputs_of(closed, at) for at in range(len(closed.jaxpr.outvars)))
 
 
 def keeping(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> RotatedUnit:
@@ -119,30 +134,37 @@ def _num_bytes(var: Var) -> int:
 def _tried(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> tuple[dict[Var, Part], Evaluation]:
     """Evaluates a unit on the shapes of parts."""
     kept: list[Any] = []
-    avals = [aval_of(var) for var in unit.jaxpr.invars]
 
     def divided(index: Any) -> tuple[Division, Division]:
-        part = Division(num_parts, index, unit.size, True, unit.num_slices, index, unit.num_joined)
-        return part, Division(num_batch_parts, index, sums=False)
+        return _divisions(unit, num_parts, num_batch_parts, index)
 
     def run(index: Any, maxima: list[Any], *args: Any) -> None:
         one = unit.evaluation(*divided(index), maxima)
         kept[:] = [unit.run(one, args), one]
 
-    division, batch = divided(0)
-    specs: list[Any] = []
-    for at, aval in enumerate(avals):
-        to = {WEIGHTS: division, BATCH: batch}
-        labels = unit.divided(at)
-        shape = [n if one is None else to[one].part_size(n) for n, one in zip(aval.shape, labels, strict=True)]
-        specs.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
-    index = jax.ShapeDtypeStruct((), jnp.int32)
+    index, specs = jax.ShapeDtypeStruct((), jnp.int32), _specs_of_parts(unit, num_parts, num_batch_parts)
 
     def maxima(index: Any, *args: Any) -> list[Any]:
         return unit.maxima_of(args, *divided(index)) if unit.tops else []
 
     jax.eval_shape(run, index, jax.eval_shape(maxima, index, *specs), *specs)
     return kept[0], kept[1]
+
+
+def _divisions(unit: RotatedUnit, num_parts: int, num_batch_parts: int, index: Any) -> tuple[Division, Division]:
+    part = Division(num_parts, index, unit.size, True, unit.num_slices, index, unit.num_joined)
+    return part, Division(num_batch_parts, index, sums=False)
+
+
+def _specs_of_parts(unit: RotatedUnit, num_parts: int, num_batch_parts: int) -> list[jax.ShapeDtypeStruct]:
+    weights, batch = _divisions(unit, num_parts, num_batch_parts, 0)
+    to: dict[int, Division] = {WEIGHTS: weights, BATCH: batch}
+    specs: list[jax.ShapeDtypeStruct] = []
+    for at, aval in enumerate(map(aval_of, unit.jaxpr.invars)):
+        labels = unit.divided(at)
+        shape = [n if one is None else to[one].part_size(n) for n, one in zip(aval.shape, labels, strict=True)]
+        specs.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
+    return specs
 
 
 def _relative_to_maxima(

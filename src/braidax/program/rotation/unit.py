@@ -60,12 +60,14 @@ class Maxima(NamedTuple):
 class Length(NamedTuple):
     """Of the dim that is divided, and of products by it. **Fields:** `padded`: its size, where it is padded.
     `num_slices`: into how many a part is cut again, each of which goes around alone. `num_joined`: how many parts go
-    around as one. `in_order`: whether gradients of products are made in the order of a weight's dims. `keeps`: products
-    that the backward pass does not compute again, and their dims of the samples."""
+    around as one; `is_ordered`: whether these must lie as in the whole. `in_order`: whether gradients of products are
+    made in the order of a weight's dims. `keeps`: products that the backward pass does not compute again, and their
+    dims of the samples."""
 
     padded: int | None = None
     num_slices: int = 1
     num_joined: int = 1
+    is_ordered: bool = True
     in_order: bool = False
     keeps: Mapping[Var, int] = MappingProxyType({})
 
