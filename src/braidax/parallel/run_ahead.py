@@ -32,8 +32,8 @@ class RunAhead:
     """
 
     def __init__(self, work: Work, batch_shardings: Any, options: CompilerOptions) -> None:
-        held, pulled, norm = work.form.shardings, work.pulled_shardings, dict(work.metric_shardings)
-        self._checked = {name: norm.pop(name) for name in pulled.metrics}
+        held, pulled = work.form.shardings, work.pulled_shardings
+        metrics = {name: on for name, on in work.metric_shardings.items() if name not in pulled.metrics}
         readable = (held.params, work.held(held.opt_state), held.variables, held.key, held.step)
         self._fetch = compile_on(
             work.mesh,
@@ -48,7 +48,7 @@ class RunAhead:
             work.mesh,
             work.gradients_ahead,
             in_shardings=(*moved, batch_shardings, pulled._replace(metrics={}), batch_shardings),
-            out_shardings=(work.gradient_shardings, held.variables, norm, pulled),
+            out_shardings=(work.gradient_shardings, held.variables, metrics, pulled),
             donate=(6,),
             compiler_options=options.gradients,
         )
