@@ -414,3 +414,13 @@ def test_a_run_whose_updates_know_what_comes(tmp_path: Path, monkeypatch: pytest
     assert told == [True, False]  # the two batches before are trained
     with pytest.raises(ArgumentError, match='coming is "known", and the step fetches nothing ahead'):
         fit(make_step(optax.sgd(0.1), SAMPLES, 8), None, make_loader(step, IDS), coming="known")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_known_of_a_coming_batch_is_one_of_three() -> None:
+    wrong: Any = "maybe"
+    step = make_step(optax.sgd(0.1), SAMPLES, 8)
+    with pytest.raises(ArgumentError, match=r'^coming is \'maybe\', expected "auto", "known" or "unknown"$'):
+        fit(step, None, make_loader(step), coming=wrong)
+    with pytest.raises(ArgumentError, match=r'^coming is \'maybe\', expected "known" or "unknown"$'):
+        step.compile_for("here", coming=wrong)

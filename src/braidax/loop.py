@@ -98,6 +98,8 @@ def _restored(saver: Saver | None, state: Any, loader: DataLoader) -> Any:
 
 def _is_told(step: Step | TrainStep, coming: Literal["auto", "known", "unknown"]) -> bool:
     """Whether updates are told the coming batch. **Raises:** `ArgumentError` where they could make nothing of it."""
+    if coming not in ("auto", "known", "unknown"):
+        raise ArgumentError(f'coming is {coming!r}, expected "auto", "known" or "unknown"')
     fetches = isinstance(step, Step) and step.fetches_ahead
     if coming == "known" and not fetches:
         raise ArgumentError(

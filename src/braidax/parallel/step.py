@@ -326,16 +326,17 @@ class Step:
         **Arguments:** `coming`: whether updates are told the coming batch. **Returns:** `Lowered(gradients, apply)`;
         `.compile().memory_analysis()` tells what each needs. **Raises:** `ArgumentError` as `compile_for`.
         """
-        state, read = self.state_specs, self._read_specs("unknown")
+        state, told, read = self.state_specs, self._read_specs(coming), self._read_specs("unknown")
         gradients, _, metrics = self._gradients.eval_shape(*read)
-        ahead = None if coming == "unknown" else self._fetching()
-        first = self._gradients.lower(*read) if ahead is None else ahead.lower(self._read_specs(coming))
+        first = self._gradients.lower(*read) if coming == "unknown" else self._fetching().lower(told)
         apply = self._apply.lower(state.step, state.params, state.opt_state, gradients, metrics["loss"])
         return Lowered(first, apply)
 
     def _read_specs(self, coming: Coming) -> tuple[Any, ...]:
         """Returns what the gradients are given, as specs with shardings."""
         state, batch = self.state_specs, _with_shardings(self._batch_specs, self.batch_shardings)
+        if coming not in ("known", "unknown"):
+            raise ArgumentError(f'coming is {coming!r}, expected "known" or "unknown"')
         if coming == "unknown":
             return *self._readable(state), batch
         return self._fetching().read_specs(state, batch)
