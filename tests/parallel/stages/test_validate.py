@@ -1,6 +1,7 @@
 """What is wrong with a schedule is said exactly."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from braidax.parallel.stages.schedules import (
 )
 
 
-def schedule_of(*lists: str, **options: object) -> Schedule:
+def schedule_of(*lists: str, **options: Any) -> Schedule:
     """Returns a schedule of one stage a device, from operations as they are printed."""
     read: list[tuple[Operation, ...]] = []
     for text in lists:
@@ -33,7 +34,7 @@ def schedule_of(*lists: str, **options: object) -> Schedule:
             operations.append(Operation(Kind(kind), int(stage), int(microbatch)))
         read.append(tuple(operations))
     count = 1 + max(x.microbatch for operations in read for x in operations if x.kind is Kind.FORWARD)
-    return Schedule("test", count, straight(len(lists)), tuple(read), **options)  # type: ignore[arg-type]
+    return Schedule("test", count, straight(len(lists)), tuple(read), **options)
 
 
 @pytest.mark.parametrize(
