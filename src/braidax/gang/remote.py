@@ -8,6 +8,7 @@ job was told to stop, says so before: then the ranks have time for a last checkp
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -85,33 +86,46 @@ class _Host:
         self._processes = processes
         self._num_alive = num_alive
         self._grace_seconds = grace_seconds
-        self._deadline: float | None = None
+        self._asked_by: int | None = None  # the descriptor that said so
+        self._deadline = math.inf
         self.failed: Ending | None = None
 
-    def serve(self, *descriptors: int) -> None:
-        """Reports the ranks that fail, until all have ended or their time to stop is over, or a descriptor has."""
+    def serve(self, told: int, terminations: int) -> None:
+        """Reports the ranks that fail, until all have ended or their time to stop is over, or what is told has an end.
+
+        **Arguments:** `told`, `terminations`: descriptors that have `STOP` to read once the launching machine, or this
+        one, ends the ranks.
+        """
         with selectors.DefaultSelector() as selector:
-            for source in (self._processes, *descriptors):
+            for source in (self._processes, told, terminations):
                 selector.register(source, selectors.EVENT_READ)
             while self._num_alive and self._advance(selector):
                 pass
-        if self._deadline is not None:
+        if self._deadline < math.inf:
             self._processes.end(grace_seconds=0.0)  # they had their time
             self._note_endings()
 
     def _advance(self, selector: selectors.BaseSelector) -> bool:
         """Waits for what is next; False when that is the end."""
-        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        left = None if self._deadline == math.inf else max(0.0, self._deadline - time.monotonic())
         ready = selector.select(left)
         for key, _ in ready:
             if key.fileobj is self._processes:
                 self._note_endings()
-            elif not os.read(key.fd, _READ_BYTES):
+            elif os.read(key.fd, _READ_BYTES):
+                self._ask(key.fd)
+            elif self._asked_by in (None, key.fd):
                 return False
-            elif self._deadline is None:
-                self._deadline = time.monotonic() + self._grace_seconds
-                self._processes.ask()
+            else:  # this machine goes down, and the first rank that did was reported: the others still save
+                selector.unregister(key.fileobj)
+                self._deadline = min(self._deadline, time.monotonic() + FORCE_SECONDS)
         return bool(ready)
+
+    def _ask(self, asked_by: int) -> None:
+        if self._asked_by is None:
+            self._asked_by = asked_by
+            self._deadline = time.monotonic() + self._grace_seconds
+            self._processes.ask()
 
     def _note_endings(self) -> None:
         for ending in self._processes.wait(timeout_seconds=0):
