@@ -194,7 +194,7 @@ def test_wrong_input_is_named_without_a_traceback(
     assert "Traceback" not in output
 
 
-def test_a_rotated_axis_chooses_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_choose_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
 
     def measure_machine(mesh: Mesh) -> Machine:
@@ -214,7 +214,12 @@ def test_a_rotated_axis_chooses_by_what_was_measured(monkeypatch: pytest.MonkeyP
     assert code == 0, output
     assert "memory_bytes=500000))" in output
     assert re.search(r"params/layers/inner/kernel .* rotated 2 ", output)
-    assert measured == [8, 8]
+    code, output = run(*(word.replace("rotated", "fully_sharded") for word in arguments), "--memory-gb", "0.0007")
+    assert code == 0, output
+    assert "FullySharded(machine=Machine(by hand: 1e+06 TFLOP/s; data 1 MB/s), memory_bytes=700000)" in output
+    found = {*re.findall(r" (gathered \d, kept|gathered \d|replicated) ", output)}
+    assert found == {"gathered 0, kept", "gathered 1, kept", "gathered 1", "replicated"}
+    assert measured == [8, 8, 8]
 
 
 def test_a_language_model_trains_with_its_tables_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

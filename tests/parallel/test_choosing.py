@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,13 +42,18 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return (jax.lax.scan(layer, batch, params)[0] ** 2).mean()
 
 
-def plan(flops_per_second: float = NOTHING_HIDDEN, link: bx.Link = LINK, **options: Any) -> bx.Plan:
+def plan(
+    flops_per_second: float = NOTHING_HIDDEN,
+    link: bx.Link = LINK,
+    strategy: Callable[..., Any] = bx.RotatedTensorParallel,
+    **options: Any,
+) -> bx.Plan:
     machine = bx.Machine(flops_per_second, {"data": link}, options.pop("collectives", {}), name="by hand")
     given = {name: options.pop(name) for name in ("microbatches", "trainable") if name in options}
     loss = options.pop("loss", loss_fn)
-    strategy = bx.RotatedTensorParallel(machine=machine, **options)
+    strategies = {"data": strategy(machine=machine, **options)}
     batch, mesh = jax.ShapeDtypeStruct((SAMPLES, WIDTH), jnp.float32), make_mesh("8 auto")
-    return bx.parallelize(loss, optax.sgd(0.1), mesh, {"data": strategy}, init=init, batch=batch, **given).plan
+    return bx.parallelize(loss, optax.sgd(0.1), mesh, strategies, init=init, batch=batch, **given).plan
 
 
 def kinds(plan: bx.Plan) -> set[str]:
@@ -61,6 +66,8 @@ def waits(plan: bx.Plan) -> float:
 
 REPLICATED_BYTES = 2 * 2 * BYTES  # both weights, and their gradients
 GATHERED_BYTES = REPLICATED_BYTES // 8 + 2 * 2 * BYTES // LAYERS  # a layer and its gradient, for a moment
+KEPT_BYTES = REPLICATED_BYTES // 8 + 2 * BYTES + 2 * BYTES // LAYERS  # all layers until the backward pass
+SHARDED_BYTES = REPLICATED_BYTES // 8 + 2 * BYTES // LAYERS  # one weight is gathered behind the other
 ROTATED_BYTES = REPLICATED_BYTES // 8 + 2 * 2 * 2 * BYTES // LAYERS // 8  # two parts of either
 
 
@@ -69,17 +76,68 @@ ROTATED_BYTES = REPLICATED_BYTES // 8 + 2 * 2 * 2 * BYTES // LAYERS // 8  # two 
     [
         (None, "replicated", 2 * (2 * BYTES * OTHERS / RATE + 2 * LATENCY)),
         (REPLICATED_BYTES, "replicated", 2 * (2 * BYTES * OTHERS / RATE + 2 * LATENCY)),
-        (REPLICATED_BYTES - 1, "gathered", 2 * 3 * (BYTES * OTHERS / RATE + LAYERS * LATENCY)),
+        (REPLICATED_BYTES - 1, "gathered", 2 * 2 * (BYTES * OTHERS / RATE + LAYERS * LATENCY)),
+        (KEPT_BYTES, "gathered", 2 * 2 * (BYTES * OTHERS / RATE + LAYERS * LATENCY)),
+        (KEPT_BYTES - 1, "gathered", 2 * 3 * (BYTES * OTHERS / RATE + LAYERS * LATENCY)),
         (GATHERED_BYTES, "gathered", 2 * 3 * (BYTES * OTHERS / RATE + LAYERS * LATENCY)),
         (GATHERED_BYTES - 1, "rotated", 2 * 3 * 7 * (BYTES / 8 / RATE + LAYERS * LATENCY)),
         (ROTATED_BYTES, "rotated", 2 * 3 * 7 * (BYTES / 8 / RATE + LAYERS * LATENCY)),
     ],
 )
 def test_the_fastest_that_there_is_room_for(memory_bytes: int | None, kind: str, seconds: float) -> None:
-    """All-reduce: 2 B (N - 1) / N in two messages; gathers 3 B (N - 1) / N in 3 a layer; a ring in 3 (N - 1)."""
+    """All-reduce: 2 B (N - 1) / N in two messages; gathers 3 B (N - 1) / N in 3 a layer, or 2 of each where they are
+    kept; a ring in 3 (N - 1)."""
     made = plan(memory_bytes=memory_bytes)
     assert kinds(made) == {kind}
     assert waits(made) == pytest.approx(seconds)
+
+
+ALL_KEPT_BYTES = KEPT_BYTES - BYTES // LAYERS
+AGAIN, KEPT, WHOLE = "gathered, dim 1", "gathered, dim 1, kept", "replicated"
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "placements", "sent"),
+    [
+        (None, {WHOLE}, 4),
+        (REPLICATED_BYTES - 1, {WHOLE, KEPT}, 4),
+        (ALL_KEPT_BYTES, {KEPT}, 4),
+        (ALL_KEPT_BYTES - 1, {AGAIN, WHOLE}, 5),  # in two messages
+        (SHARDED_BYTES + BYTES, {AGAIN, KEPT}, 5),
+        (SHARDED_BYTES + BYTES - 1, {AGAIN}, 6),
+        (SHARDED_BYTES, {AGAIN}, 6),
+    ],
+)
+def test_memory_decides_what_fully_sharded_training_keeps(
+    memory_bytes: int | None, placements: set[str], sent: int
+) -> None:
+    """Two weights: one is gathered and scattered in three messages of its bytes, or in two."""
+    made = plan(strategy=bx.FullySharded, memory_bytes=memory_bytes)
+    assert {str(one.placements[0]) for one in made.variables} == placements
+    assert sum(one.costs.sent_bytes or 0 for one in made.variables) == sent * BYTES * OTHERS
+    held = [getattr(one.costs, f"{name}_bytes") for one in made.variables for name in ("held", "gradient", "kept")]
+    assert sum(held) <= (memory_bytes or sum(held))
+
+
+def test_less_than_fully_sharded_training_needs_is_refused() -> None:
+    least = SHARDED_BYTES
+    with pytest.raises(ArgumentError, match=f"memory_bytes={least - 1:,}: expected at least {least:,}, which"):
+        plan(strategy=bx.FullySharded, memory_bytes=least - 1)
+    with pytest.raises(ArgumentError, match=r"^memory_bytes=7 is room for a choice by cost, and machine is None: give"):
+        bx.FullySharded(memory_bytes=7)
+
+
+def test_short_messages_make_a_variable_whole_and_long_ones_keep_it_apart() -> None:
+    """How short is no fixed size: what a message costs at all, and what products hide of its bytes."""
+    free = bx.Link(RATE, 0.0)
+    assert kinds(plan(ALL_HIDDEN, free, bx.FullySharded)) == {"gathered"}
+    assert kinds(plan(ALL_HIDDEN, bx.Link(RATE, 1e6), bx.FullySharded)) == {"replicated"}
+    made = plan(strategy=bx.FullySharded, memory_bytes=GATHERED_BYTES)
+    assert {one.why for one in made.variables} == {
+        "data: fully sharded: gathered where it is used, gradient scattered; gathered 1.4 s a step, 262 KB; kept "
+        "934 ms a step, 721 KB; replicated 920 ms a step, 1.05 MB"
+    }
+    assert bx.Plan.from_json(made.to_json()) == made
 
 
 def test_less_than_the_fewest_bytes_is_refused_before_anything_is_compiled() -> None:
@@ -169,7 +227,7 @@ def test_the_plan_tells_the_figures_of_every_way() -> None:
     (why,) = {one.why for one in made.variables}
     assert why == (
         "data: rotated tensor parallel: gathered where it is used, gradient scattered; 2 variables: rotated 3.09 s a "
-        "step, 328 KB; gathered 2.8 s a step, 524 KB; replicated 1.84 s a step, 2.1 MB; split by TensorParallel, all "
+        "step, 328 KB; gathered 2.8 s a step, 524 KB; kept 1.87 s a step, 1.44 MB; replicated 1.84 s a step, 2.1 MB; split by TensorParallel, all "
         "samples on each device, at least 7.34 s a step, 262 KB; its hops are hidden from "
         f"{made.ring.break_even_tokens:,} tokens a device on"  # pyright: ignore[reportOptionalMemberAccess]
     )

@@ -37,7 +37,7 @@ _STRATEGY_HELP = "Of axes, such as data=hybrid,model=tensor; also data and fully
 _GRACE_HELP = "That processes may take to save and end when all are stopped."
 _ON_ERROR_HELP = "Skip bad records, 100 at most, and list them in OUT/skipped.jsonl."
 _TARGET_HELP = "Compile it for a machine that need not be here, such as h100:8 or v5e:4x4; or for what is here."
-_MEASURE_HELP = "Measure what the devices here compute and send; rotated axes choose by that."
+_MEASURE_HELP = "Measure what the devices here compute and send; rotated and fully_sharded axes choose by that."
 _MEMORY_HELP = "GB of a device that variables may take, with --measure."
 _PRESET_HELP = "How large the model is: full, perhaps small, or tiny."
 

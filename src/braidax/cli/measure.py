@@ -6,7 +6,7 @@ import typer
 
 from braidax.cli.machine import make_mesh
 from braidax.cli.train import Devices
-from braidax.parallel import Machine, RotatedTensorParallel, measure_machine
+from braidax.parallel import FullySharded, Machine, RotatedTensorParallel, measure_machine
 
 
 def check_measured(devices: Devices, memory_gb: float | None, *, measure: bool, target: str | None) -> None:
@@ -23,7 +23,7 @@ def check_measured(devices: Devices, memory_gb: float | None, *, measure: bool, 
             f"it measures the devices that are here, and --target {target} need not be; leave one of them out",
             param_hint="--measure",
         )
-    if measure and not _rings(devices):
+    if measure and not _that_choose(devices):
         raise typer.BadParameter(
             "no axis has a strategy that chooses by cost; give one, such as --strategy data=rotated",
             param_hint="--measure",
@@ -37,11 +37,13 @@ def measured(devices: Devices, memory_gb: float | None) -> tuple[Devices, Machin
     """
     machine = measure_machine(make_mesh(devices.mesh))
     memory_bytes = None if memory_gb is None else max(1, int(memory_gb * 1e9))
-    chosen = RotatedTensorParallel(machine=machine, memory_bytes=memory_bytes)
-    return replace(
-        devices, strategies={**(devices.strategies or {}), **dict.fromkeys(_rings(devices), chosen)}
-    ), machine
+    priced = {
+        axis: replace(one, machine=machine, memory_bytes=memory_bytes) for axis, one in _that_choose(devices).items()
+    }
+    return replace(devices, strategies={**(devices.strategies or {}), **priced}), machine
 
 
-def _rings(devices: Devices) -> list[str]:
-    return [axis for axis, one in (devices.strategies or {}).items() if isinstance(one, RotatedTensorParallel)]
+def _that_choose(devices: Devices) -> dict[str, FullySharded | RotatedTensorParallel]:
+    """Returns the strategies that choose by cost, by axis."""
+    given = (devices.strategies or {}).items()
+    return {axis: one for axis, one in given if isinstance(one, FullySharded | RotatedTensorParallel)}

@@ -10,6 +10,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
+from braidax.parallel.plan.layout import Axis, Layout
 from braidax.program import collectives_of, total_sent
 from tests.parallel.dense.models import BATCH, LENGTH, MODELS, WIDTH, Model
 from tests.parallel.models import assert_close, copied, make_mesh, on_one_device, single_device, specs
@@ -160,6 +161,62 @@ def _deep(layers: int) -> Model:
         return (jax.lax.scan(layer, batch, params)[0] ** 2).mean()
 
     return Model(loss, init, lambda seed: np.ones((16, 32), np.float32))
+
+
+def _kept(model: str, *paths: str) -> bx.FullySharded:
+    """Keeps variables of a model where it gathers them; of all, if none is named."""
+    plan = make_step(MODELS[model], {"data": ALL}, "8 auto").plan
+    placed = {one.path: one.placements[0] for one in plan.variables if not paths or one.path.endswith(paths)}
+    overrides = {path: bx.Gathered(one.dim, "kept") for path, one in placed.items() if isinstance(one, bx.Gathered)}
+    return bx.FullySharded(overrides, min_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "paths", "strategies"),
+    [
+        ("gpt", (), "one axis"),
+        pytest.param("gpt", ("/up", "/qkv", "/positions"), "one axis", marks=SLOW),
+        pytest.param("mlp", (), "one axis", marks=SLOW),
+        pytest.param("resnet", (), "one axis", marks=SLOW),
+        pytest.param("lstm", (), "one axis", marks=SLOW),
+        pytest.param("gpt, kept", (), "one axis", marks=SLOW),
+        pytest.param("gpt", (), "two axes", marks=SLOW),
+    ],
+)
+def test_what_is_kept_trains_as_on_one_device(model: str, paths: tuple[str, ...], strategies: str) -> None:
+    kept = _kept(model, *paths)
+    given = {"data": kept} if strategies == "one axis" else {"data": kept, "model": ALL}
+    step = make_step(MODELS[model], given, "8 auto" if strategies == "one axis" else "4x2 auto")
+    assert any(one.costs.kept_bytes for one in step.plan.variables) == (strategies == "one axis")
+    assert_as_on_one_device(step, MODELS[model])
+
+
+def test_what_is_kept_is_gathered_once_and_takes_room() -> None:
+    whole, again = 24 * 2 * 32 * 128 * 4, {"all-gather": 2, "reduce-scatter": 1}
+    for sent, strategy in ((again, ALL), ({**again, "all-gather": 1}, bx.FullySharded({"*": bx.Gathered(1, "kept")}))):
+        step = make_step(_deep(24), {"data": strategy}, "8 auto")
+        compiled = step.lower().gradients.compile()
+        found = dict(total_sent(collectives_of(compiled.as_text() or "")))
+        assert {name: found[name] for name in sent} == {name: 7 / 8 * whole * times for name, times in sent.items()}
+        held = whole if sent["all-gather"] == 1 else 0
+        assert held <= compiled.memory_analysis().temp_size_in_bytes < held + whole / 6
+        assert sum(one.costs.kept_bytes for one in step.plan.variables) == held
+        assert sum(one.costs.sent_bytes or 0 for one in step.plan.variables) == 7 / 8 * whole * sum(sent.values())
+        assert ("gathered and kept" in str(step.plan)) == bool(held)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_another_word_for_what_becomes_of_it_is_refused() -> None:
+    word: Any = "never"
+    with pytest.raises(ArgumentError, match=r'^backward=.never.: expected "again" or "kept"$'):
+        bx.Gathered(0, word)
+
+
+def test_of_several_axes_all_must_keep() -> None:
+    again, kept = bx.Gathered(0), bx.Gathered(0, "kept")
+    for first, second in ((kept, again), (again, kept), (kept, kept)):
+        layout = first.refine(Layout.whole((8,)), Axis("a", 2))
+        assert second.refine(layout, Axis("b", 2)).keeps == (first == second)
 
 
 def test_small_weights_stay_whole() -> None:

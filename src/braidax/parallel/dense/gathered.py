@@ -28,10 +28,11 @@ from braidax.program import (
     find_sites,
     trace,
     viewed,
+    with_names_saved,
 )
 
 from .last_gradient import Pieces, pieces_of
-from .weights import Entered, Key, Weight, covered, key_of, looked_up, weight_of
+from .weights import KEPT, Entered, Key, Weight, covered, key_of, looked_up, weight_of
 
 
 def gathered(
@@ -62,6 +63,9 @@ def gathered(
     last = max(used, key=lambda site: site.path)
     if in_order and not last.value.entry.level:  # along its own dim, else it is gathered with what is needed first
         weights[key_of(last)] = replace(weights[key_of(last)], is_turned=False)
+    for site in used:
+        if weights[key_of(site)].keeps:
+            program = with_names_saved(program, site.path, {KEPT})
     pieces = _put_off(last, used, program, weights[key_of(last)], dims[last.path]) if in_order else None
     held: dict[Key | None, Entered] = {}
 

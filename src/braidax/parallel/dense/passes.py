@@ -43,10 +43,15 @@ def dense_passes(
     if rotates := {leaf: layout for leaf, layout in by_leaf.items() if layout.rotated is not None}:
         program, rings = rotated(program, rotates, *options, form=ring_form(platform))
     if moved := {leaf: layout for leaf, layout in by_leaf.items() if layout.moving}:
-        gathers = {leaf: replace(layout, gathered=layout.moving, rotated=None) for leaf, layout in moved.items()}
+        gathers = {leaf: _gathered_where_used(layout) for leaf, layout in moved.items()}
         in_order = keeps_order(platform)
         program = gathered(program, gathers, *options, rings=rings, in_order=in_order)
     return closed(whole, grouped(program, *options), layouts, mesh)
+
+
+def _gathered_where_used(layout: Layout) -> Layout:
+    """What goes around is gathered where no ring uses it."""
+    return layout if layout.rotated is None else replace(layout, gathered=layout.moving, rotated=None, keeps=False)
 
 
 def summed_once(

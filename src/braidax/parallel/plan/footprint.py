@@ -19,12 +19,13 @@ from .strategy import num_bytes
 
 
 def with_sent(plan: Plan, model: Model) -> Plan:
-    """Returns a plan that says what a device sends in a step for each variable, by formula.
+    """Returns a plan that says what a device sends in a step for each variable, and what of it it keeps, by formula.
 
     A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered, or goes around, sends
-    `B (N - 1) / N` for it forward, again backward, and for its gradient, in each microbatch; sums over other axes
-    are of the part that is left. What is used in pieces is exchanged, and so is its gradient. Rows are what the
-    strategy has counted, or an upper bound. A frozen variable has no gradient. What activations send is not in it.
+    `B (N - 1) / N` for it forward, again backward unless it is kept, and for its gradient, in each microbatch; sums
+    over other axes are of the part that is left. What is used in pieces is exchanged, and so is its gradient. Rows are
+    what the strategy has counted, or an upper bound. A frozen variable has no gradient. What activations send is not in
+    it.
     """
     sizes = {axis.name: axis.size for axis in plan.axes if axis.name in plan.batch_axes}
 
@@ -35,8 +36,13 @@ def with_sent(plan: Plan, model: Model) -> Plan:
             return costs_of(model, variable.path, None).sent if known is None and uses is not None else known
         return round(_dense_bytes(variable, layout, sizes, plan.microbatches, model.sites if layout.moving else {}))
 
+    def kept(variable: PlannedVariable, layout: Layout) -> int:
+        return round(_used_bytes(variable, layout, model.sites)) if layout.keeps else 0
+
     pairs = zip(plan.variables, layouts_of(plan), strict=True)
-    counted = [(one, replace(one.costs, sent_bytes=sent(one, layout))) for one, layout in pairs]
+    counted = [
+        (one, replace(one.costs, sent_bytes=sent(one, layout), kept_bytes=kept(one, layout))) for one, layout in pairs
+    ]
     return replace(plan, variables=tuple(replace(one, costs=costs) for one, costs in counted))
 
 
@@ -61,14 +67,26 @@ def _dense_bytes(
 ) -> float:
     split = [axis for dim in range(len(layout.shape)) for axis in layout.dim_axes[dim]]
     within = math.prod(axis.size for axis in split if axis.name in layout.moving)
-    part = variable.num_bytes / math.prod(axis.size for axis in split if axis.name not in layout.moving)
+    part = _part_bytes(variable, layout)
     others = math.prod(size for name, size in sizes.items() if name not in layout.moving | layout.axes)
     exchanged = _exchanged(part / within, layout, frozen=variable.frozen) * microbatches
     if within == 1:
         return exchanged + (0.0 if variable.frozen else _all_reduced(part, others))
-    used = part * _width(sites.get(variable.path, ()), variable) * (within - 1) / within
-    once = 2 * used if variable.frozen else 3 * used + _all_reduced(part / within, others)
+    used = _used_bytes(variable, layout, sites) * (within - 1) / within
+    ways = (1 if layout.keeps else 2) + (not variable.frozen)
+    once = ways * used + (0.0 if variable.frozen else _all_reduced(part / within, others))
     return exchanged + once * microbatches
+
+
+def _part_bytes(variable: PlannedVariable, layout: Layout) -> float:
+    """Of what a device uses of a variable at once, as it is stored."""
+    axes = [axis for dim in range(len(layout.shape)) for axis in layout.dim_axes[dim] if axis.name not in layout.moving]
+    return variable.num_bytes / math.prod(axis.size for axis in axes)
+
+
+def _used_bytes(variable: PlannedVariable, layout: Layout, sites: Mapping[str, Sequence[Site]]) -> float:
+    """Of the same, in all forms in which it is gathered."""
+    return _part_bytes(variable, layout) * _width(sites.get(variable.path, ()), variable)
 
 
 def _exchanged(stored_bytes: float, layout: Layout, *, frozen: bool) -> float:

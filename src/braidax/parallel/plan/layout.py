@@ -40,7 +40,8 @@ class Layout:
     `[ceil(V / N), N]`, of which the second is split: row `id` is on device `id mod N`; that form is made by the feed.
 
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
-    `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it.
+    `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it;
+    `keeps`: what was gathered stays for the backward pass.
     `rotated`: the axis along which its parts go around; `in_place`: each is handed on when it has been used.
     `by_sequence`: the axes along which activations between blocks are split by sequence. `pieces`: in which it is used.
     """
@@ -49,6 +50,7 @@ class Layout:
     dim_axes: tuple[tuple[Axis, ...], ...]
     by_rows: bool = False
     gathered: frozenset[str] = frozenset()
+    keeps: bool = False
     rotated: str | None = None
     in_place: bool = False
     by_sequence: frozenset[str] = frozenset()

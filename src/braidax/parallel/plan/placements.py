@@ -10,6 +10,7 @@ from .layout import Axis, Layout
 
 Activations = Literal["whole", "by sequence"]
 Hops = Literal["ahead", "in place"]
+Backward = Literal["again", "kept"]
 
 
 @runtime_checkable
@@ -64,24 +65,36 @@ class Rows:
         return "rows, aggregated" if self.aggregate == "inner" else "rows"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Gathered:
     """Each device along the axis holds a part of the variable, which is gathered where the loss uses it.
 
     Its gradient is summed and scattered, so that the optimizer's state is split alike (fully sharded, ZeRO 3).
 
-    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded.
+    **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded. `backward`: "again", it
+    is gathered once more for the backward pass; "kept", it stays whole until then, under `jax.checkpoint` too, so that
+    a third less is sent and a device needs room for it. Of a variable on several axes it is kept if all say so.
     """
 
     dim: int
+    backward: Backward = "again"
+
+    def __post_init__(self) -> None:
+        if self.backward not in ("again", "kept"):
+            raise ArgumentError(f'backward={self.backward!r}: expected "again" or "kept"')
 
     def refine(self, layout: Layout, axis: Axis) -> Layout:
         """Splits the dim."""
-        return layout.split(self.dim, axis, how="gathered")
+        keeps = self.backward == "kept" and (layout.keeps or not layout.gathered)
+        return replace(layout.split(self.dim, axis, how="gathered"), keeps=keeps)
+
+    def __repr__(self) -> str:
+        kept = "" if self.backward == "again" else f", backward={self.backward!r}"
+        return f"Gathered(dim={self.dim}{kept})"
 
     def __str__(self) -> str:
-        """`gathered`, and the dim."""
-        return f"gathered, dim {self.dim}"
+        """`gathered`, the dim, and whether it is kept."""
+        return f"gathered, dim {self.dim}{', kept' if self.backward == 'kept' else ''}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from .rotated import RotatedTensorParallel
 from .strategy import Choice, Strategy, in_words, num_bytes
 from .text import paragraph, table
 
+_WAITS, _KEPT = "- and waits for it", "- gathered and kept"
+
 
 @dataclass(frozen=True)
 class PlannedAxis:
@@ -39,6 +41,7 @@ class Costs:
     (0 for a table by rows: what its gradient takes depends on the rows of a batch), `state_bytes` of what the optimizer
     keeps of it. `sent_bytes`: that it sends in a step, by formula. `alpha`: the part of its rows that a step touches,
     where that was measured. `exposed_seconds`: that it waits in a step for what is sent, by a machine's figures.
+    `kept_bytes`: of what is gathered, and kept for the backward pass.
     """
 
     held_bytes: int | None = None
@@ -47,6 +50,7 @@ class Costs:
     sent_bytes: int | None = None
     alpha: float | None = None
     exposed_seconds: float | None = None
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,14 +174,15 @@ class Plan:
         number, whole, *more = self._figures.values()
         if not more:
             return [f"{number} variables, {whole}"]
-        held, parameters, gradients, state, sent, *waits = more
+        held, parameters, gradients, state, sent, *_ = more
         parts = f"parameters {parameters}, gradients {gradients}, optimizer's state {state}"
+        kept, waits = (self._figures.get(name, "") for name in (_KEPT, _WAITS))
         return [
             f"{number} variables, {whole}",
-            f"a device holds {held}: {parts}",
+            f"a device holds {held}: {parts}" + (f", gathered and kept {kept}" if kept else ""),
             'activations come on top: compile_for("here") compiles the step, and tells the peak memory',
             f"a device sends {sent} a step for them"
-            + (f", and waits for {waits[0]} of that by the machine's figures" if waits else ""),
+            + (f", and waits for {waits} of that by the machine's figures" if waits else ""),
         ]
 
     @property
@@ -199,7 +204,8 @@ class Plan:
             "- gradients": total(one.gradient_bytes for one in costs),
             "- optimizer's state": total(one.state_bytes for one in costs),
             "a device sends a step": total(one.sent_bytes for one in costs),
-            **({"- and waits for it": in_time(sum(waits))} if waits else {}),
+            **({_WAITS: in_time(sum(waits))} if waits else {}),
+            **({_KEPT: total(one.kept_bytes for one in costs)} if any(one.kept_bytes for one in costs) else {}),
         }
 
 
@@ -222,7 +228,7 @@ def _row(variable: PlannedVariable, axes: Sequence[PlannedAxis]) -> tuple[str, .
 
 
 def _held(costs: Costs) -> int | None:
-    parts = (costs.held_bytes, costs.gradient_bytes, costs.state_bytes)
+    parts = (costs.held_bytes, costs.gradient_bytes, costs.state_bytes, costs.kept_bytes)
     return None if None in parts else sum(part or 0 for part in parts)
 
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 
-from braidax.errors import ArgumentError
 from braidax.program import Cut
 
-from .costs.by_cost import ByCost, by_cost
+from .costs.by_cost import ByCost, by_cost, placed
 from .costs.machine import Machine
 from .costs.prices import Prices, ring_work
 from .costs.work import work_of
@@ -16,7 +15,7 @@ from .layout import Axis, Layout
 from .model import Model, RotatedUses
 from .placements import Hops, Placement, Replicated, Rotated, check_hops
 from .strategies import FullySharded
-from .strategy import Choice, check_min_bytes, chosen, in_words, num_bytes, shown
+from .strategy import Choice, check_min_bytes, check_room, chosen, in_words, num_bytes, shown
 
 _NAME = "rotated tensor parallel"
 _MOST_PADDED = Fraction(4, 3)  # of the size, as 12 heads on 8 devices: more costs memory, and is sent around
@@ -37,12 +36,12 @@ class RotatedTensorParallel:
 
     **Arguments:** `overrides`: as of `Hybrid`; `Rotated(dim)` pads a dim that the axis does not divide. `min_bytes`:
     what has fewer where it is used, with all that its dims belong to, stays whole. `machine`: of `measure_machine`, or
-    with published figures: each variable then goes around, is gathered, or lies whole, whatever of these takes the
-    fewest seconds of a step; None: what can go around does. `memory_bytes`: what variables may take of a device's
-    memory by that choice, with gradients, optimizer's state and what is made of them for a moment; activations come on
-    top. None: all that the machine has, if that is known. `hops`: "ahead", the next part comes while this one is used,
-    and there is room for two (out of place); "in place", a part is handed on when it has been used, there is one at a
-    time, and products wait for hops.
+    with published figures: each variable then goes around, is gathered (for either pass, or once and kept), or lies
+    whole, whatever of these takes the fewest seconds of a step; None: what can go around does. `memory_bytes`: what
+    variables may take of a device's memory by that choice, with gradients, optimizer's state and what is made of them
+    for a moment; activations come on top. None: all that the machine has, if that is known. `hops`: "ahead", the next
+    part comes while this one is used, and there is room for two (out of place); "in place", a part is handed on when it
+    has been used, there is one at a time, and products wait for hops.
 
     **Raises:** `ArgumentError` for sizes below zero, and for `memory_bytes` without a `machine`.
     """
@@ -57,13 +56,7 @@ class RotatedTensorParallel:
     def __post_init__(self) -> None:
         check_min_bytes(self.min_bytes)
         check_hops(self.hops)
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise ArgumentError(f"memory_bytes={self.memory_bytes}: expected a size in bytes, such as 16 << 30")
-        if self.memory_bytes is not None and self.machine is None:
-            raise ArgumentError(
-                f"memory_bytes={self.memory_bytes} is room for a choice by cost, and machine is None: give "
-                f"machine=bx.parallel.measure_machine(mesh), or leave it out"
-            )
+        check_room(self.memory_bytes, self.machine)
 
     def __repr__(self) -> str:
         return shown(self)
@@ -108,9 +101,10 @@ class RotatedTensorParallel:
                 cost = self._cost(uses.rotated[path])
                 why = f"{_NAME}: goes around a ring, with its gradient, {cost}{also}{words}"
                 return Choice(Rotated(cuts[path].dim, cuts[path].sizes, self.hops), why)
-            if words and by.kinds.get(path) == "replicated":
-                return Choice(Replicated(), f"{_NAME}: whole, gradient all-reduced{words}")
-            told = "" if path in cuts else left.get(path) or reasons.get(path, "")
+            kind, told = by.kinds.get(path), "" if path in cuts else left.get(path) or reasons.get(path, "")
+            if words and kind in ("replicated", "kept"):
+                placement, how = placed(sharded[path], kind)
+                return Choice(placement, f"{_NAME}: {how}{words}")
             return _otherwise(sharded[path], told, words)
 
         def priced(path: str) -> Choice:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -12,11 +12,24 @@ from braidax.parallel.rows import RowOptimizer
 from braidax.parallel.rows.touched import Touched
 from braidax.program import Site
 
+from .costs.by_cost import by_cost, placed
+from .costs.machine import Machine
+from .costs.prices import Prices
 from .costs.tables import costs_of
 from .layout import Axis, Layout
 from .model import Model
 from .placements import Gathered, Placement, Replicated, Rows
-from .strategy import Choice, Strategy, check_combine_bytes, check_min_bytes, chosen, in_words, shown, why_no_rows
+from .strategy import (
+    Choice,
+    Strategy,
+    check_combine_bytes,
+    check_min_bytes,
+    check_room,
+    chosen,
+    in_words,
+    shown,
+    why_no_rows,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,15 +69,25 @@ class FullySharded:
     and scattered at once (ZeRO 3, FSDP). Beside an axis with `DataParallel` that is hybrid sharding.
 
     **Arguments:** `overrides`: as of `Hybrid`; `Gathered(dim)` pads a dim that the axis does not divide, which stays
-    whole otherwise. `min_bytes`: what has fewer where it is used stays whole: gathering it takes longer than its memory
-    is worth.
+    whole otherwise, and `Gathered(dim, "kept")` gathers once for both passes. `min_bytes`: what has fewer where it is
+    used stays whole: gathering it takes longer than its memory is worth. `machine`: of `measure_machine`, or with
+    published figures: in place of `min_bytes` each variable then is gathered for either pass, gathered once and kept,
+    or lies whole, whatever of these takes the fewest seconds of a step. `memory_bytes`: what variables may take of a
+    device's memory by that choice, with gradients, optimizer's state and what is made of them for a moment or kept;
+    activations come on top. None: all that the machine has, if that is known.
+
+    **Raises:** `ArgumentError` for sizes below zero, and for `memory_bytes` without a `machine`.
     """
 
     overrides: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
     min_bytes: int = 64 << 10
+    _: KW_ONLY
+    machine: Machine | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_min_bytes(self.min_bytes)
+        check_room(self.memory_bytes, self.machine)
 
     def __repr__(self) -> str:
         return shown(self)
@@ -79,12 +102,20 @@ class FullySharded:
 
         **Raises:** as `Hybrid.place`.
         """
-        return chosen(
-            self.overrides,
-            "fully sharded",
-            model,
-            lambda path: self._choice(model, path, model.sites.get(path, ()), axis, taken[path]),
-        )
+        choices = {path: self._choice(model, path, model.sites.get(path, ()), axis, taken[path]) for path in taken}
+        if self.machine is None:
+            return chosen(self.overrides, "fully sharded", model, choices.__getitem__)
+        prices, room = Prices(model, axis, taken, self.machine), self.memory_bytes or self.machine.memory_bytes
+        by = by_cost(model, prices, choices, {}, {}, self.overrides, room)
+
+        def choose(path: str) -> Choice:
+            choice, seconds = choices[path], by.seconds.get(path)
+            if not by.words.get(path):  # it can lie in one way only
+                return replace(choice, exposed_seconds=seconds)
+            placement, told = placed(choice, by.kinds[path])
+            return Choice(placement, f"fully sharded: {told}; {by.words[path]}", exposed_seconds=seconds)
+
+        return chosen(self.overrides, "fully sharded", model, choose)
 
     def _choice(self, model: Model, path: str, sites: Sequence[Site], axis: Axis, taken: Layout) -> Choice:
         spec = model.variables[path]
@@ -99,10 +130,11 @@ class FullySharded:
             dims = [*dims[1:], *dims[:1]]  # rows in parts are looked up where they lie
         even = [dim for dim in dims if spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0]
         even.sort(key=taken.num_parts)  # what no axis splits comes first
-        if axis.size > 1 and size >= self.min_bytes and even:
+        is_long = size >= self.min_bytes if self.machine is None else size > 0
+        if axis.size > 1 and is_long and even:
             return Choice(Gathered(even[0]), "fully sharded: gathered where it is used, gradient scattered")
         told = f"{in_words(size)} where it is used"
-        if size >= self.min_bytes and axis.size > 1:
+        if is_long and axis.size > 1:
             told = (
                 f"no dim of it is a multiple of {axis.size} in each part ({model.no_padding or 'Gathered(dim) pads'})"
             )

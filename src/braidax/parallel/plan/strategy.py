@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError, SpecError
 
+from .costs.machine import Machine
 from .costs.ring import RingWork
 from .layout import Axis, Layout
 from .model import Model
@@ -146,6 +147,17 @@ def check_min_bytes(min_bytes: int) -> None:
     """Raises `ArgumentError` for a size below zero."""
     if min_bytes < 0:
         raise ArgumentError(f"min_bytes={min_bytes}: expected a size in bytes, such as 64 << 10")
+
+
+def check_room(memory_bytes: int | None, machine: Machine | None) -> None:
+    """Raises `ArgumentError` for room for a choice by cost that is none, or without the figures of a machine."""
+    if memory_bytes is not None and memory_bytes <= 0:
+        raise ArgumentError(f"memory_bytes={memory_bytes}: expected a size in bytes, such as 16 << 30")
+    if memory_bytes is not None and machine is None:
+        raise ArgumentError(
+            f"memory_bytes={memory_bytes} is room for a choice by cost, and machine is None: give "
+            f"machine=bx.parallel.measure_machine(mesh), or leave it out"
+        )
 
 
 def num_bytes(spec: jax.ShapeDtypeStruct) -> int:

@@ -1,13 +1,14 @@
-"""Which variables go around a ring, are gathered, or lie whole, where each may: by what that costs."""
+"""Which variables go around a ring, are gathered, perhaps kept, or lie whole, where each may: by what that costs."""
 
 import fnmatch
 import functools
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from braidax.parallel.plan.model import Model
-from braidax.parallel.plan.placements import Gathered, Placement, Rotated
+from braidax.parallel.plan.placements import Gathered, Placement, Replicated, Rotated
 from braidax.parallel.plan.strategy import Choice
 from braidax.program import Cut
 
@@ -81,9 +82,19 @@ def _offer(
     if dims := {path: one.dim for path, one in placed.items() if isinstance(one, Gathered)}:
         others = [path for path in paths if path not in dims]
         told["gathered"] = prices.gathered(dims) + prices.replicated(others)
+        told["kept"] = prices.gathered(dims, keeps=True) + prices.replicated(others)
     told["replicated"] = prices.replicated(paths)
     split = None if group is None else prices.split(group.summed_bytes, paths)
     return Offer((*paths,), told, split, None if ring is None else ring.break_even_tokens)
+
+
+def placed(choice: Choice, kind: Kind | None) -> tuple[Placement, str]:
+    """Returns how what `FullySharded` has chosen to gather lies where cost says `kind`, and what that is in words."""
+    if kind == "replicated" or not isinstance(choice.placement, Gathered):
+        return Replicated(), "whole, gradient all-reduced"
+    if kind == "kept":
+        return replace(choice.placement, backward="kept"), "gathered where it is used, and kept; gradient scattered"
+    return choice.placement, "gathered where it is used, gradient scattered"
 
 
 def _override(overrides: Mapping[str, Placement], path: str) -> Placement | None:

@@ -10,7 +10,7 @@ from .machine import in_time
 from .prices import Price
 
 Kind = str
-"""Of a placement: "rotated", "gathered" or "replicated"."""
+"""Of a placement: "rotated", "gathered", "kept" (gathered, and kept for the backward pass) or "replicated"."""
 
 
 class Offer(NamedTuple):

@@ -62,7 +62,7 @@ class Prices:
             return self.replicated([path])
         if isinstance(placement, Gathered | Rotated) and 0 <= placement.dim < len(self._model.variables[path].shape):
             if isinstance(placement, Gathered):
-                return self.gathered({path: placement.dim})
+                return self.gathered({path: placement.dim}, keeps=placement.backward == "kept")
             return self.rotated({path: Cut(placement.dim, placement.pieces)})
         return self.split(0.0, [path])
 
@@ -73,17 +73,21 @@ class Prices:
         computing = 2 * sum(map(self._computing, moved))
         return Price(self._collective.exposed(sending, computing), sum(map(self._held, paths)))
 
-    def gathered(self, dims: Mapping[str, int]) -> Price:
-        """Of variables that are gathered where they are used, and whose gradients are scattered."""
+    def gathered(self, dims: Mapping[str, int], *, keeps: bool = False) -> Price:
+        """Of variables that are gathered where they are used, and whose gradients are scattered.
+
+        **Arguments:** `dims`: which one is split, by path. `keeps`: whether they stay whole for the backward pass, all
+        of them at once.
+        """
         sending, ways = dict[str, float](), {path: self._ways(path) for path in dims}
         held = moment = 0.0
         for path, dim in dims.items():
             work, longer = self._works[path], self._longer(path, dim)
             sending[path] = self._collective.seconds(work.used_bytes * longer * self._others, work.num_used)
-            held += self._held(path) * longer / self._count
-            moment += ways[path] * work.most_bytes * longer
+            held += self._held(path) * longer / self._count + keeps * work.used_bytes * longer
+            moment += (ways[path] - keeps) * work.most_bytes * longer
         computing = sum(self._computing(self._works[path]) for path in dims)
-        back = sum(ways[path] * seconds for path, seconds in sending.items())
+        back = sum((ways[path] - keeps) * seconds for path, seconds in sending.items())
         exposed = self._collective.exposed(sum(sending.values()), computing)
         exposed += self._collective.exposed(back, 2 * computing)
         return Price(self._runs(exposed, dims), held, moment)
