@@ -212,6 +212,19 @@ def test_what_is_taken_apart_goes_around_in_pieces() -> None:
     assert bx.Plan.from_json(step.plan.to_json()) == step.plan
 
 
+@pytest.mark.parametrize(
+    ("model", "whole"),
+    [("gpt", "/bias"), pytest.param("bert", "/bias", marks=SLOW), pytest.param("mlp", "/b", marks=SLOW)],
+)
+def test_a_short_bias_stays_whole_beside_weights_that_go_around(model: str, whole: str) -> None:
+    step = make_step(MODELS[model], {"data": bx.RotatedTensorParallel(min_bytes=1000)}, "8 auto", optimizer=OPTIMIZER)
+    placed = {one.path: one.placements[0] for one in step.plan.variables}
+    biases = {one for path, one in placed.items() if path.endswith(whole)}
+    assert biases == {bx.Replicated()}
+    assert sum(isinstance(one, bx.Rotated) for one in placed.values()) >= 3
+    assert_as_on_one_device(step, MODELS[model], optimizer=OPTIMIZER, num_updates=2)
+
+
 def test_evaluation_gathers_nothing() -> None:
     step = make_step(by_heads(8), {"data": ALL}, "8 auto", optimizer=optax.sgd(0.1))
     state = step.init(jax.random.key(0))

@@ -15,7 +15,7 @@ from .layout import Axis, Layout
 from .model import Model, RotatedUses
 from .placements import Hops, Placement, Replicated, Rotated, check_hops
 from .strategies import FullySharded
-from .strategy import Choice, check_min_bytes, check_room, chosen, in_words, num_bytes, shown
+from .strategy import Choice, bytes_where_used, check_min_bytes, check_room, chosen, in_words, num_bytes, shown
 
 _NAME = "rotated tensor parallel"
 _MOST_PADDED = Fraction(4, 3)  # of the size, as 12 heads on 8 devices: more costs memory, and is sent around
@@ -35,7 +35,8 @@ class RotatedTensorParallel:
     What no rule can compute part by part is gathered where it is used, as by `FullySharded`; the plan says why.
 
     **Arguments:** `overrides`: as of `Hybrid`; `Rotated(dim)` pads a dim that the axis does not divide. `min_bytes`:
-    what has fewer where it is used, with all that its dims belong to, stays whole. `machine`: of `measure_machine`, or
+    what has fewer where it is used, with all that its dims belong to, stays whole, and so does what has fewer by itself
+    and is no side of a product, such as a bias. `machine`: of `measure_machine`, or
     with published figures: each variable then goes around, is gathered (for either pass, or once and kept), or lies
     whole, whatever of these takes the fewest seconds of a step; None: what can go around does. `memory_bytes`: what
     variables may take of a device's memory by that choice, with gradients, optimizer's state and what is made of them
@@ -123,6 +124,11 @@ class RotatedTensorParallel:
             return f"one part of {part} at a time and products waiting for hops"
         return f"two parts of {part} at a time and hops under products"
 
+    def _stays_whole(self, model: Model, path: str) -> bool:
+        """Whether a variable is short, and is no side of a product, such as a bias: a message of its own costs more."""
+        works = any(site.role in ("product", "kernel", "rows") for site in model.sites.get(path, ()))
+        return not works and bytes_where_used(model, path) < self.min_bytes
+
     def _dims(
         self, model: Model, axis: Axis, taken: Mapping[str, Layout], sharded: Mapping[str, Choice]
     ) -> tuple[dict[str, Cut], dict[str, int], dict[str, str]]:
@@ -140,16 +146,17 @@ class RotatedTensorParallel:
             root: sum(num_bytes(model.variables[paths[leaf]]) for leaf in {leaf for leaf, _ in group.leaves})
             for root, group in model.dims.groups.items()
         }
+        whole = {path for path in paths if self._stays_whole(model, path)}
         for root in sorted(sizes, key=lambda root: model.dims.groups[root].summed_bytes / (sizes[root] or 1)):
             group = model.dims.groups[root]
-            parts = [(paths[leaf], dim) for leaf, dim in group.leaves if paths[leaf] not in dims]
+            parts = [(paths[leaf], dim) for leaf, dim in group.leaves if paths[leaf] not in {*dims, *whole}]
             lengths = {model.variables[path].shape[dim] for path, dim in parts}
             is_padded = group.divisor % axis.size != 0
             if is_padded and (model.no_padding or not _can_be_padded(lengths, group.divisor, axis)):
                 continue
             if is_padded and not _ends_at_weights(model, root):  # longer for nothing
                 continue
-            if group.blocked or group.conflicts & picked or sizes[root] < self.min_bytes:
+            if group.blocked or group.conflicts & picked or sizes[root] < self.min_bytes or not parts:
                 continue
             pieces = {
                 paths[leaf]: cuts[leaf].sizes for leaf, dim in group.leaves if leaf in cuts and cuts[leaf].dim == dim

@@ -1,11 +1,8 @@
 """Strategies: what one mesh axis is for."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
-
-import numpy as np
 
 from braidax.errors import ArgumentError
 from braidax.parallel.rows import RowOptimizer
@@ -22,6 +19,7 @@ from .placements import Gathered, Placement, Replicated, Rows
 from .strategy import (
     Choice,
     Strategy,
+    bytes_where_used,
     check_combine_bytes,
     check_min_bytes,
     check_room,
@@ -122,8 +120,7 @@ class FullySharded:
         dims = [at for at in range(len(spec.shape)) if all(at in site.value.entry.dims for site in sites)]
         if taken.pieces is not None:
             dims.remove(taken.pieces.dim)
-        used = min((site.value.entry.dims for site in sites), key=len, default=tuple(dims))
-        size = math.prod(spec.shape[dim] for dim in used) * np.dtype(spec.dtype).itemsize
+        size = bytes_where_used(model, path)
         if taken.by_rows:
             return Choice(Replicated(), "fully sharded: by rows along another axis")
         if any(site.role == "rows" for site in sites):

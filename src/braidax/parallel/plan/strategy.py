@@ -131,6 +131,14 @@ def shown(strategy: Any) -> str:
     return f"{type(strategy).__name__}({', '.join(told)})"
 
 
+def bytes_where_used(model: Model, path: str) -> int:
+    """Returns the bytes of a variable as the loss uses it: within a loop over layers, of one layer."""
+    spec = model.variables[path]
+    dims = (site.value.entry.dims for site in model.sites.get(path, ()))
+    used = min(dims, key=len, default=range(len(spec.shape)))
+    return math.prod(spec.shape[dim] for dim in used) * np.dtype(spec.dtype).itemsize
+
+
 def check_combine_bytes(combine_bytes: int | None) -> None:
     """Raises `ArgumentError` for a size below zero."""
     if combine_bytes is not None and combine_bytes < 0:
