@@ -18,7 +18,7 @@ Fault = Literal["kill", "stop", "cut"]
 
 PEER_TIMEOUT_SECONDS = 2.0
 SLACK_SECONDS = 5.0  # for a machine that has more to do than this
-AT_ONCE_SECONDS = 1.0  # for calls after the failure, and for closing
+AT_ONCE_SECONDS = 1.8  # for calls after the failure, and for closing
 MAX_SIZE = 5
 _JOIN_SECONDS = 30.0
 _MAX_MOMENT_SECONDS = 0.4

@@ -170,7 +170,7 @@ def test_a_wait_ends_in_time_and_names_key_and_store(place: Place, seconds: floa
     with pytest.raises(WaitTimeout) as caught:
         place.store.get("nobody's", timeout_seconds=seconds)
     took = time.monotonic() - begun
-    assert seconds <= took < seconds + 2
+    assert seconds <= took < seconds + 5
     assert place.store.address in str(caught.value)
     assert f'the key "{place.job}/0/nobody\'s" got no value within {seconds:g} s' in str(caught.value)
     assert "does it use the same store, job and epoch?" in str(caught.value)

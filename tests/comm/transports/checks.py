@@ -226,12 +226,12 @@ def check_sleeps_when_idle(rank: Rank) -> None:
     began, used = time.monotonic(), time.thread_time()
     if rank.rank == 0:
         rank.idle(0.5)
-        assert time.thread_time() - used < 0.05
+        assert time.thread_time() - used < 0.25
         sends = [rank.send(peer, 1, b"wake") for peer in range(rank.size)]
         rank.wait(*sends, received)
     else:
         rank.wait(received)
-        assert time.thread_time() - used < 0.05
+        assert time.thread_time() - used < 0.25
     assert place == b"wake"
     assert 0.4 < time.monotonic() - began < 3  # less than a driver sleeps that nothing wakes
 
@@ -267,7 +267,7 @@ def check_close_with_operations_under_way(rank: Rank) -> None:
     before = [operation.done for operation in operations]
     began = time.monotonic()
     rank.close(timeout_seconds=0.0)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert [operation.done for operation in operations] == before
     assert operations[0].error is not None or not before[0]  # the other rank may be gone already
 

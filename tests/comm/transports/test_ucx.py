@@ -351,7 +351,7 @@ def test_the_death_of_a_peer_is_survived(
     assert ranks.processes[0].exitcode == 0
     assert all(end in ("pending", "None") or end.startswith("rank 1 (host host-1) is lost: UCX says ") for end in ends)
     assert ("pending" in ends) <= (way != "tcp")
-    assert seconds < 2
+    assert seconds < 5
     assert is_left_alone
     assert capfd.readouterr() == ("", "")
 
@@ -397,7 +397,7 @@ def test_closing_does_not_wait_for_a_silent_peer(
     assert ranks.processes[0].exitcode == 0
     assert num_receiving == NUM_LARGE + 1
     assert num_sending >= 300
-    assert seconds < 2
+    assert seconds < 5
     assert (seconds >= 0.5) == (way == "copies that take too long")
     assert is_left_alone
     assert capfd.readouterr() == ("", "")
