@@ -69,9 +69,21 @@ def test_it_says_what_a_device_holds_and_sends() -> None:
     assert held == sum(one.num_bytes for one in step.plan.variables) / 8
     assert sum(one.gradient_bytes or 0 for one in costs) == held
     assert sum(one.state_bytes or 0 for one in costs) == 2 * held
-    sent = sum(total_sent(collectives_of(compiled.as_text())).values())
+    sent = sum(total_sent(collectives_of(compiled.as_text() or "")).values())
     assert sum(one.sent_bytes or 0 for one in costs) == pytest.approx(sent, rel=0.03)
     assert 'optimizer\'s state 22.4 KB\nactivations come on top: compile_for("here")' in str(step.plan)
+
+
+def test_penalties_send_nothing_and_lookups_their_rows() -> None:
+    model, mesh = MODELS["gpt, fused"], jax.make_mesh((8,), ("data",))
+    strategies = {"data": bx.RotatedTensorParallel(min_bytes=0)}
+    step = bx.parallelize(model.loss, optax.sgd(0.1), mesh, strategies, init=model.init, batch=specs(model.batch(0)))
+    costs = {one.path: one.costs.sent_bytes for one in step.plan.variables}
+    assert costs["params/layers/down"] == 3 * 7 / 8 * 2 * 72 * 24 * 4  # its penalty is taken of its parts
+    padded, rows, ids = 56 * 24 * 4, 16 * 6 / 8 * 24 * 4, 16 * 6 * 4
+    assert costs["params/embedding"] == 3 * 7 / 8 * padded + 2 * 7 / 8 * (padded / 8 + rows) + 7 / 8 * ids
+    sent = sum(total_sent(collectives_of(step.lower().gradients.compile().as_text() or "")).values())
+    assert sum(one or 0 for one in costs.values()) == pytest.approx(sent, rel=0.01)
 
 
 def test_tables_by_rows_hold_their_state_and_send_rows() -> None:
@@ -114,10 +126,10 @@ def test_plans_are_compared() -> None:
     assert max(map(len, lines)) <= 120
     totals = [[cell.strip() for cell in line.split("  ") if cell] for line in lines[-9:]]
     assert [totals[0], totals[2], totals[-1]] == [
-        ["in all", "this plan", "the other"], ["variables", "8", "8"], ["a device sends a step", "236 KB", "157 KB"]
+        ["in all", "this plan", "the other"], ["variables", "8", "8"], ["a device sends a step", "238 KB", "157 KB"]
     ]  # fmt: skip
     unknown = replace(one, variables=tuple(replace(each, costs=Costs()) for each in one.variables))
-    assert unknown.compare(one).splitlines()[-1].split("  ")[-1].strip() == "236 KB"
+    assert unknown.compare(one).splitlines()[-1].split("  ")[-1].strip() == "238 KB"
 
 
 def test_json_there_and_back() -> None:

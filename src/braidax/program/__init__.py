@@ -89,6 +89,7 @@ from .rows import OUT_OF_RANGE as OUT_OF_RANGE
 from .rows import Lookup as Lookup
 from .rows import RowProgram as RowProgram
 from .rows import without_tables as without_tables
+from .samples import find_meetings as find_meetings
 from .saving import with_names_saved as with_names_saved
 from .sites import Entry as Entry
 from .sites import Site as Site

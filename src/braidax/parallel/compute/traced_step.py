@@ -29,6 +29,7 @@ from braidax.program import (
     Like,
     Origin,
     Part,
+    Path,
     Program,
     Rule,
     Site,
@@ -38,6 +39,7 @@ from braidax.program import (
     find_dims_in_pieces,
     find_kept,
     find_likes,
+    find_meetings,
     find_sites,
     named_leaves,
     split_at_marks,
@@ -135,6 +137,7 @@ class TracedStep:
             self._microbatches,
             find_uses=self._uses,
             find_sites=self._sites,
+            find_met=self._met,
             find_dims=lambda: find_dims_in_pieces(self._joint),
             find_rotated=lambda cuts, axis: self._rotated(cuts, axis, mesh, axes),
             find_experts=lambda: self._experts(mesh, axes),
@@ -215,6 +218,9 @@ class TracedStep:
         for site in find_sites(self._joint):
             found[site.value.entry.leaf].append(site)
         return self._by_name(found)
+
+    def _met(self) -> Mapping[Path, bool]:
+        return find_meetings(self._joint, {site.path for site in find_sites(self._joint)}, self._joint_dims)
 
     def _uses(self) -> Mapping[str, LeafUses]:
         return self._by_name(self._reads.uses)

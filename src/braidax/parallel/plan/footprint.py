@@ -5,11 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
-from braidax.program import Site, aval_of
-
+from .costs.forms import forms_of, lookup_bytes
 from .costs.tables import costs_of
 from .layout import Layout
 from .model import Model
@@ -22,10 +20,10 @@ def with_sent(plan: Plan, model: Model) -> Plan:
     """Returns a plan that says what a device sends in a step for each variable, and what of it it keeps, by formula.
 
     A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered, or goes around, sends
-    `B (N - 1) / N` for it forward, again backward unless it is kept, and for its gradient, in each microbatch; sums
-    over other axes are of the part that is left. What is used in pieces is exchanged, and so is its gradient. Rows are
-    what the strategy has counted, or an upper bound. A frozen variable has no gradient. What activations send is not in
-    it.
+    `B (N - 1) / N` for it forward, again backward unless it is kept, and for its gradient, in each microbatch and each
+    form in which samples meet it; sums over other axes are of the part that is left. Lookups exchange rows. What is
+    used in pieces is exchanged, and so is its gradient. Tables by rows are what the strategy has counted, or an upper
+    bound. A frozen variable has no gradient. What activations send is not in it.
     """
     sizes = {axis.name: axis.size for axis in plan.axes if axis.name in plan.batch_axes}
 
@@ -34,10 +32,10 @@ def with_sent(plan: Plan, model: Model) -> Plan:
             uses = model.uses.get(variable.path)
             known = variable.costs.sent_bytes if variable.costs.alpha is not None else None
             return costs_of(model, variable.path, None).sent if known is None and uses is not None else known
-        return round(_dense_bytes(variable, layout, sizes, plan.microbatches, model.sites if layout.moving else {}))
+        return round(_dense_bytes(variable, layout, sizes, model))
 
     def kept(variable: PlannedVariable, layout: Layout) -> int:
-        return round(_used_bytes(variable, layout, model.sites)) if layout.keeps else 0
+        return round(_used_bytes(variable, layout, model)) if layout.keeps else 0
 
     pairs = zip(plan.variables, layouts_of(plan), strict=True)
     counted = [
@@ -58,35 +56,36 @@ def with_held(plan: Plan, held: Sequence[tuple[int, int, int]]) -> Plan:
     return replace(plan, variables=variables)
 
 
-def _dense_bytes(
-    variable: PlannedVariable,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    microbatches: int,
-    sites: Mapping[str, Sequence[Site]],
-) -> float:
+def _dense_bytes(variable: PlannedVariable, layout: Layout, sizes: Mapping[str, int], model: Model) -> float:
     split = [axis for dim in range(len(layout.shape)) for axis in layout.dim_axes[dim]]
     within = math.prod(axis.size for axis in split if axis.name in layout.moving)
     part = _part_bytes(variable, layout)
     others = math.prod(size for name, size in sizes.items() if name not in layout.moving | layout.axes)
-    exchanged = _exchanged(part / within, layout, frozen=variable.frozen) * microbatches
+    exchanged = _exchanged(part / within, layout, frozen=variable.frozen) * model.microbatches
     if within == 1:
         return exchanged + (0.0 if variable.frozen else _all_reduced(part, others))
-    used = _used_bytes(variable, layout, sites) * (within - 1) / within
+    used = _used_bytes(variable, layout, model) * (within - 1) / within
+    rows = lookup_bytes(model, variable.path, layout, sizes, ways=1 if variable.frozen else 2)
     ways = (1 if layout.keeps else 2) + (not variable.frozen)
-    once = ways * used + (0.0 if variable.frozen else _all_reduced(part / within, others))
-    return exchanged + once * microbatches
+    once = rows + ways * used + (0.0 if variable.frozen else _all_reduced(part / within, others))
+    return exchanged + once * model.microbatches
 
 
 def _part_bytes(variable: PlannedVariable, layout: Layout) -> float:
     """Of what a device uses of a variable at once, as it is stored."""
-    axes = [axis for dim in range(len(layout.shape)) for axis in layout.dim_axes[dim] if axis.name not in layout.moving]
-    return variable.num_bytes / math.prod(axis.size for axis in axes)
+    return variable.num_bytes / _num_kept(layout)
 
 
-def _used_bytes(variable: PlannedVariable, layout: Layout, sites: Mapping[str, Sequence[Site]]) -> float:
-    """Of the same, in all forms in which it is gathered."""
-    return _part_bytes(variable, layout) * _width(sites.get(variable.path, ()), variable)
+def _used_bytes(variable: PlannedVariable, layout: Layout, model: Model) -> float:
+    """Of the same, in all forms in which samples meet it, padded."""
+    longer = math.prod((size + more) / size for size, more in zip(layout.shape, layout.padding, strict=True) if size)
+    return sum(form.num_bytes for form in forms_of(model, variable.path)) * longer / _num_kept(layout)
+
+
+def _num_kept(layout: Layout) -> int:
+    """Among how many devices a variable is divided where the loss uses it."""
+    axes = [axis for dim in range(len(layout.shape)) for axis in layout.dim_axes[dim]]
+    return math.prod(axis.size for axis in axes if axis.name not in layout.moving)
 
 
 def _exchanged(stored_bytes: float, layout: Layout, *, frozen: bool) -> float:
@@ -99,16 +98,6 @@ def _exchanged(stored_bytes: float, layout: Layout, *, frozen: bool) -> float:
 
 def _all_reduced(num_bytes: float, devices: int) -> float:
     return 2 * num_bytes * (devices - 1) / devices
-
-
-def _width(sites: Sequence[Site], variable: PlannedVariable) -> float:
-    """How wide a variable is where it is used, of its own width, summed over the forms in which it is gathered."""
-    own = np.dtype(variable.dtype)
-    forms = {
-        (site.value.entry, np.dtype(aval_of(site.value.casts[-1].outvars[0]).dtype) if site.value.casts else own)
-        for site in sites
-    }
-    return sum(dtype.itemsize / own.itemsize for _, dtype in forms)
 
 
 def shard_bytes(spec: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:

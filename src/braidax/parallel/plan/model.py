@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from braidax.program import Cut, Dims, LeafUses, Site
+from braidax.program import Cut, Dims, LeafUses, Path, Site
 
 from .layout import Axis
 
@@ -70,7 +70,8 @@ class Model:
 
     **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
     divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
-    how the loss uses each variable, and which of their dims belong together, where that is known. `find_rotated`: of
+    how the loss uses each variable, and which of their dims belong together, where that is known. `find_met`: which of
+    its uses samples meet, as of `find_meetings`. `find_rotated`: of
     variables of which a dim, perhaps in pieces, goes around an axis, which are used elsewhere than on rings, and why;
     and which on rings. `find_experts`: what experts do.
     `no_rows`: why the rows of a variable cannot be exchanged though it is used by rows only; "" if they can.
@@ -85,6 +86,7 @@ class Model:
     microbatches: int = 1
     find_uses: Callable[[], Mapping[str, LeafUses]] = field(default=dict[str, LeafUses])
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
+    find_met: Callable[[], Mapping[Path, bool]] = field(default=dict[Path, bool])
     find_dims: Callable[[], Dims] = lambda: Dims({}, ())
     find_rotated: Callable[[Mapping[str, Cut], Axis], RotatedUses] = lambda cuts, axis: RotatedUses({}, {})
     find_experts: Callable[[], Sequence[ExpertUses]] = field(default=list[ExpertUses])
@@ -103,6 +105,11 @@ class Model:
     def sites(self) -> Mapping[str, Sequence[Site]]:
         """By path, where the loss uses variables."""
         return self.find_sites()
+
+    @functools.cached_property
+    def met(self) -> Mapping[Path, bool]:
+        """By path of an equation that uses a variable: whether samples meet that there, or what is made of it."""
+        return self.find_met()
 
     @functools.cached_property
     def state_bytes(self) -> Mapping[str, int]:

@@ -18,9 +18,11 @@ from braidax.parallel.plan.strategy import Strategy, num_bytes
 from braidax.program import (
     Cut,
     LeafUses,
+    Path,
     Program,
     Site,
     find_dims_in_pieces,
+    find_meetings,
     find_sites,
     join,
     named_leaves,
@@ -61,6 +63,7 @@ class ReadRows:
             self._microbatches,
             find_uses=self._uses,
             find_sites=self._sites,
+            find_met=self._met,
             find_dims=lambda: find_dims_in_pieces(self._program),
             find_rotated=functools.partial(self._rotated, num_parts),
             find_experts=lambda: expert_uses(self._program, [*variables], {BATCH: 0}, num_parts),
@@ -95,6 +98,9 @@ class ReadRows:
         for site in find_sites(self._program):
             found[paths[site.value.entry.leaf]].append(site)
         return {path: tuple(sites) for path, sites in found.items()}
+
+    def _met(self) -> dict[Path, bool]:
+        return find_meetings(self._program, {site.path for site in find_sites(self._program)}, {BATCH: 0})
 
     def _rotated(self, num_batch_parts: int, cuts: Mapping[str, Cut], axis: Axis) -> RotatedUses:
         paths = [path for path, _ in named_leaves(self._program.in_specs[0], _ROOT)]
