@@ -202,6 +202,28 @@ def test_padded_dims_come_padded_or_not_and_are_exported_as_like_has_them(tmp_pa
         restore_orbax(tmp_path / "wrong", longer(16))
 
 
+def test_what_is_padded_alike_is_read_where_it_is_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = NamedSharding(jax.make_mesh((8,), ("a",)), P("a"))  # whose axis is explicit
+    array = np.pad(ROWS, ((0, 16 - V), (0, 0)))
+    path = save_with_orbax(tmp_path / "padded", {"arrays": {"w": jax.device_put(array, place)}})
+    asked: list[Any] = []
+
+    def spied(item: Any, restore_args: Any, real: Any = ocp.args.PyTreeRestore) -> Any:
+        asked.append(restore_args["arrays"]["w"])
+        return real(item, restore_args)
+
+    monkeypatch.setattr(ocp.args, "PyTreeRestore", spied)
+    like = Longer({"w": jax.ShapeDtypeStruct((16, D), jnp.float32, sharding=place)}, {"arrays/w": (V, D)})
+    found = restore_orbax(path, like).arrays["w"]
+    assert (asked[0].sharding, asked[0].global_shape) == (place, None)  # each device its shard, and nothing is cut
+    assert found.sharding == place
+    np.testing.assert_array_equal(np.asarray(found)[:V], ROWS)
+    array[V, 0] = np.nan
+    wrong = save_with_orbax(tmp_path / "wrong", {"arrays": {"w": jax.device_put(array, place)}})
+    with pytest.raises(CheckpointError, match=r"'arrays/w' is \[16, 5\], and \[13, 5\] without .* not all"):
+        restore_orbax(wrong, like)
+
+
 def together(comm: Any, folder: Path) -> str:
     """Saves, exports and restores on all processes; returns what is wrong."""
     devices = np.array(jax.devices())
@@ -214,8 +236,10 @@ def together(comm: Any, folder: Path) -> str:
         place = NamedSharding(mesh, spec)
         return jax.make_array_from_callback(value.shape, place, lambda index: value[index], dtype=value.dtype)
 
+    longer = np.pad(ROWS, ((0, 3), (0, 0)))
     state = {
         "half": place(whole["half"], mesh, P("a", "b")),
+        "long": Longer({"w": place(longer, mesh, P(("a", "b")))}, {"arrays/w": (V, D)}),
         "table": place(ROWS, mesh, P()),
         "keys": jax.random.wrap_key_data(place(keys, mesh, P("a"))),
         "numpy": np.full(3, 5),
@@ -227,15 +251,16 @@ def together(comm: Any, folder: Path) -> str:
     like = {
         "half": place(np.zeros_like(whole["half"]), wide, P(("b", "a"))),
         "keys": jax.random.wrap_key_data(place(np.zeros_like(keys), wide, P())),
+        "long": Longer({"w": place(np.zeros_like(longer), wide, P("a"))}, {"arrays/w": (V, D)}),
         "numpy": np.zeros(3, np.int64),
         "n": 0,
     }
-    found = restore_orbax(folder / "orbax", like, only=("half", "keys", "n*"))
+    found = restore_orbax(folder / "orbax", like, only=("half", "keys", "long/*", "n*"))
     padded = Tables(place(np.zeros_like(table), wide, P(None, "b")), {"table": V})
     found["table"] = restore_orbax(folder / "orbax", padded, only=("table",)).table
-    found["keys"] = jax.random.key_data(found["keys"])
+    found |= {"keys": jax.random.key_data(found["keys"]), "long": found["long"].arrays["w"]}
     wrong = [name for name, want in (("numpy", [5, 5, 5]), ("n", 4)) if np.asarray(found[name]).tolist() != want]
-    for name, want in (("half", whole["half"]), ("keys", keys), ("table", table)):
+    for name, want in (("half", whole["half"]), ("keys", keys), ("table", table), ("long", longer)):
         for shard in found[name].addressable_shards:
             if np.asarray(shard.data).tobytes() != want[shard.index].tobytes():
                 wrong.append(f"{name} on {shard.device}")

@@ -1,6 +1,7 @@
 """Orbax both ways: what it can restore, and what it has saved."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -85,7 +86,8 @@ def restore_orbax(path: str | os.PathLike[str], like: Any, *, only: Sequence[str
         wants = match(Content(folder, (), entries), like, only)
         direct = {name for name, want in wants.items() if _is_direct(want, saved[name])}
         how = [
-            _restore_args(ocp, wants[name], name in direct) if name in wants else ocp.RestoreArgs() for name in saved
+            _restore_args(ocp, wants[name], found, name in direct) if name in wants else ocp.RestoreArgs()
+            for name, found in saved.items()
         ]
         items = [found if name in wants else ocp.PLACEHOLDER for name, found in saved.items()]
         with _blaming(blame):
@@ -94,6 +96,8 @@ def restore_orbax(path: str | os.PathLike[str], like: Any, *, only: Sequence[str
             tree = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(**trees))
     found = dict(zip(saved, structure.flatten_up_to(tree), strict=True))
     _check_keys(folder, found, wants)
+    for name in sorted(direct):
+        _check_padding(folder, found[name], wants[name], tuple(saved[name].shape))
     found |= {name: _finished(folder, found[name], wants[name]) for name in wants if name not in direct}
     leaves = [found[name] if name in wants else leaf for name, leaf in values.items()]
     return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
@@ -212,23 +216,27 @@ def _entry(ocp: Any, name: str, saved: Any, value: Any, true_shape: tuple[int, .
     return Entry(Leaf(name, "array", dtype.name, shape), dtype.name, shape)
 
 
-def _restore_args(ocp: Any, want: Want, is_direct: bool) -> Any:
+def _restore_args(ocp: Any, want: Want, saved: Any, is_direct: bool) -> Any:
     if not want.entry.leaf.dtype:
         return ocp.RestoreArgs()
     if want.entry.leaf.kind == "key":
         sharding = sharding_of(want.like) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return ocp.ArrayRestoreArgs(sharding=sharding)
     if is_direct:
-        padded = {"global_shape": tuple(want.like.shape), "strict": False} if want.shape != want.like.shape else {}
+        shape = tuple(want.like.shape)
+        padded = {} if tuple(saved.shape) == shape else {"global_shape": shape, "strict": False}
         return ocp.ArrayRestoreArgs(sharding=want.like.sharding, **padded)
     return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
 def _is_direct(want: Want, saved: Any) -> bool:
-    """Says whether Orbax can put an array where it is to be, each process what its devices need; it can pad, too."""
+    """Says whether Orbax can put an array where it is to be, each process what its devices need; it can pad, too.
+
+    What is padded alike in Orbax is put there with its padding.
+    """
     if want.how is not None or not isinstance(want.like, jax.Array | jax.ShapeDtypeStruct):
         return False
-    if want.entry.leaf.kind != "array" or tuple(saved.shape) != want.shape:
+    if want.entry.leaf.kind != "array" or tuple(saved.shape) not in (want.shape, want.like.shape):
         return False
     # Orbax would make typed PRNG keys of uint32, and nothing has a weak type.
     return want.entry.dtype != "uint32" and not want.like.weak_type and sharding_of(want.like) is not None
@@ -265,11 +273,31 @@ def _cut(folder: Path, array: np.ndarray, entry: Entry) -> np.ndarray:
     """Returns an array without the padding that it has in Orbax, if any. **Raises:** `CheckpointError` for other."""
     found = array[(*map(slice, entry.shape), ...)]
     if np.count_nonzero(found) != np.count_nonzero(array):
-        raise CheckpointError(
-            f"{folder}: leaf {entry.leaf.path!r} is {list(array.shape)}, and {list(entry.shape)} without the padding "
-            "that `like` has, but not all behind that is 0: it is of another model; give the tree that was saved"
-        )
+        raise _no_padding(folder, array.shape, entry)
     return found
+
+
+def _check_padding(folder: Path, found: jax.Array, want: Want, saved: tuple[int, ...]) -> None:
+    """Checks, where it lies, what was put there with the padding that it has in Orbax.
+
+    **Raises:** `CheckpointError` where that is no padding, on all processes.
+    """
+    if saved == want.shape:
+        return
+
+    def is_padded(array: jax.Array) -> jax.Array:
+        behind = [jax.lax.broadcasted_iota(int, array.shape, dim) >= size for dim, size in enumerate(want.shape)]
+        return ~((array != 0) & functools.reduce(jnp.logical_or, behind)).any()
+
+    if not _jax.jit(is_padded)(found):
+        raise _no_padding(folder, saved, want.entry)
+
+
+def _no_padding(folder: Path, saved: Sequence[int], entry: Entry) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: leaf {entry.leaf.path!r} is {list(saved)}, and {list(entry.shape)} without the padding that "
+        "`like` has, but not all behind that is 0: it is of another model; give the tree that was saved"
+    )
 
 
 @contextlib.contextmanager
