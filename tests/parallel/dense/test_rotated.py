@@ -100,8 +100,17 @@ def test_heads_that_nothing_divides_are_padded() -> None:
     step = make_step(model, {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
     assert step.init(jax.random.key(0)).params["layers"]["qkv"].shape == (2, 16, 3, 8, 4)
     assert_as_on_one_device(step, model._replace(loss=_keyed(model.loss)), optimizer=OPTIMIZER, num_updates=3)
-    whole = make_step(by_heads(5), {"data": ALL}, "8 auto", optimizer=OPTIMIZER)  # they would be longer by 60 %
-    assert whole.state_specs.params["layers"]["qkv"].shape == (2, 16, 3, 5, 4)
+    most = make_step(by_heads(11), {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
+    assert most.state_specs.params["layers"]["qkv"].shape == (2, 16, 3, 16, 4)
+
+
+def test_heads_that_would_be_padded_by_more_are_whole_and_their_weights_go_around_alone() -> None:
+    step = make_step(by_heads(5), {"data": ALL}, "8 auto", optimizer=OPTIMIZER)  # longer by 60 %
+    assert step.state_specs.params["layers"]["qkv"].shape == (2, 16, 3, 5, 4)
+    sent = total_sent(collectives_of(step.lower().gradients.compile().as_text() or ""))
+    weights = sum(one.num_bytes for one in step.plan.variables) + 4 * 16 * (-VOCABULARY % 8)
+    assert sent["collective-permute"] == pytest.approx(3 * 7 / 8 * weights)
+    assert sent["all-gather"] == 7 / 8 * 4 * BATCH * LENGTH  # ids of words
 
 
 def _keyed(loss: Any) -> Any:
