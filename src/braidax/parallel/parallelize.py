@@ -195,7 +195,7 @@ class _Given:
         frozen = self._frozen(plan, born.out_specs.params)
         program = traced_loss(self.loss, born.out_specs, batch, self.microbatches, mesh)
         rows = ReadRows(program, self.optimizer, strategies, self.microbatches, frozen)
-        model = rows.model(math.prod(mesh.shape[axis] for axis in axes))
+        model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
         if plan is None:
             plan = make_plan(mesh, named_strategies(strategies, born.out_specs.params, self.rules, mesh), model)
         else:

@@ -113,6 +113,35 @@ def test_heads_that_would_be_padded_by_more_are_whole_and_their_weights_go_aroun
     assert sent["all-gather"] == 7 / 8 * 4 * BATCH * LENGTH  # ids of words
 
 
+BY_HEADS = {"params/layers/qkv": bx.Split(3), "params/layers/out": bx.Split(1)}
+WIDER = {"params/layers/up": bx.Split(2), "params/layers/down": bx.Split(1)}
+IN_PIECES = {"params/layers/up": bx.Split(2, pieces=(72, 72)), "params/layers/down": bx.Split(1)}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "mesh", "num_microbatches"),
+    [
+        ("by heads", BY_HEADS, "8 auto", 1),
+        pytest.param("by heads", {**BY_HEADS, **WIDER}, "4x2 explicit", 2, marks=SLOW),
+        pytest.param("gpt, fused", IN_PIECES, "8 explicit", 1, marks=SLOW),
+    ],
+)
+def test_weights_that_stay_are_brought_the_samples_of_all_devices(
+    model: str, overrides: Any, mesh: str, num_microbatches: int
+) -> None:
+    found = by_heads(8) if model == "by heads" else MODELS[model]
+    found = found._replace(loss=_keyed(found.loss)) if model == "by heads" else found
+    stays = bx.RotatedTensorParallel(overrides, min_bytes=0)
+    strategies = {"data": stays} if mesh.startswith("8") else {"data": bx.FullySharded(min_bytes=0), "model": stays}
+    step = make_step(found, strategies, mesh, optimizer=OPTIMIZER, microbatches=num_microbatches)
+    if mesh == "8 auto":
+        sent = total_sent(collectives_of(step.lower().gradients.compile().as_text() or ""))
+        activations, ids = 2 * 4 * BATCH * LENGTH * 16, 4 * BATCH * LENGTH  # of two layers
+        assert sent["all-gather"] == 7 / 8 * (3 * activations + ids)
+        assert sent["reduce-scatter"] == 7 / 8 * 2 * activations
+    assert_as_on_one_device(step, found, optimizer=OPTIMIZER, num_updates=2)
+
+
 def _keyed(loss: Any) -> Any:
     return lambda params, batch, key: loss(params, batch)
 

@@ -135,6 +135,7 @@ class TracedStep:
             {self._names[leaf]: self._specs[leaf] for leaf in self._weights},
             math.prod(mesh.shape[axis] for axis in axes),
             self._microbatches,
+            tuple(axes),
             find_uses=self._uses,
             find_sites=self._sites,
             find_met=self._met,

@@ -6,7 +6,8 @@ split dim (a layer's input, that queries, keys and values are made of) gets a co
 gradient are added up on the device that made them, and summed over devices once.
 
 Between such blocks activations are whole, or split along another dim than that of the batch, the sequence: each sum
-then becomes a scatter behind a block and a gather before the next (Megatron-LM, arXiv 2205.05198, section 4.2).
+then becomes a scatter behind a block and a gather before the next (Megatron-LM, arXiv 2205.05198, section 4.2). Over an
+axis that divides samples they are split along these, and a block has the samples of all devices along it.
 """
 
 import math
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from braidax.parallel.plan.layout import Layout
@@ -38,9 +40,13 @@ from braidax.program import (
     find_sites,
     psum_scatter,
     trace,
+    with_names_saved,
 )
 
 Axes = tuple[str, ...]
+
+SAVED = "braidax_scattered"
+"""The name of what a remat keeps of sums that are scattered along samples: as much as it keeps of a block's input."""
 
 
 def split(
@@ -62,6 +68,9 @@ def split(
     axes_of = _split_groups(found, {leaf: layouts[leaf] for leaf in multiplied}, mesh, batch_axes)
     dots = [dot for dot in found.dots if any(map(dot.contracts, axes_of)) or _spread(dot, axes_of)]
     columns = [site for site in sites if site.role == "rows"]
+    scattered = [dot for dot in dots for root, axes in axes_of.items() if dot.contracts(root) and axes[0] in batch_axes]
+    for dot in scattered:
+        program = with_names_saved(program, dot.path, {SAVED})
     batch_dims = find_batch_dims(program, {one.path for one in (*dots, *columns)}, divided)
     between = _Between(axes_of, batch_axes, mesh, frozenset().union(*(one.by_sequence for one in layouts.values())))
     copies: dict[tuple[ValueOrigin, int], jax.Array] = {}
@@ -101,13 +110,17 @@ def split(
 
 
 def _split_groups(found: Dims, layouts: Mapping[int, Layout], mesh: AbstractMesh, batch_axes: Axes) -> dict[int, Axes]:
-    """The groups whose weights are split, all over the same axes, and that every operation can do in parts."""
+    """The groups whose weights are split, all over the same axes, and that every operation can do in parts.
+
+    Axes that divide samples are the innermost: then what is gathered along them lies in its order.
+    """
     axes_of: dict[int, Axes] = {}
     for root, group in found.groups.items():
         told = {layouts[leaf].kept_axes(dim) for leaf, dim in group.leaves if leaf in layouts} - {()}
         if len(told) == 1 and not group.blocked:
             (axes,) = told
-            if group.divisor % math.prod(mesh.shape[axis] for axis in axes) == 0 and not {*axes} & {*batch_axes}:
+            even = group.divisor % math.prod(mesh.shape[axis] for axis in axes) == 0
+            if even and (not {*axes} & {*batch_axes} or axes == batch_axes[-len(axes) :]):
                 axes_of[root] = axes
     return {
         root: axes
@@ -131,10 +144,14 @@ def _spread(dot: Dot, axes_of: Mapping[int, Axes]) -> _Spread | None:
 
 
 class _Lies(NamedTuple):
-    """How a value lies between blocks: `whole` but for the batch and what else is split, and its `sequence` dim."""
+    """How a value lies between blocks: `whole` but for the batch and what else is split, as blocks need it.
+
+    **Fields:** `dim`: along which it is split between them besides, if any, and lies as `split` says.
+    """
 
     whole: PartitionSpec
-    sequence: int | None
+    dim: int | None = None
+    split: PartitionSpec = PartitionSpec()
 
 
 @dataclass(frozen=True)
@@ -152,14 +169,18 @@ class _Between:
         """Of an operand or the result of a product. **Arguments:** `group`: that it spreads or sums over."""
         dims: list[Any] = [self.axes_of.get(one) if one is not None else None for one in groups]
         if batch_dim is None:  # it may be divided, nobody knows along which dim
-            return _Lies(PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in dims)), None)
-        dims[batch_dim] = dims[batch_dim] or self.batch_axes
-        sequence = None
-        if group is not None and {*self.axes_of[group]} <= self.by_sequence:
-            size = self.size(self.axes_of[group])
-            free = [at for at, one in enumerate(groups) if one in dot.result and not dims[at] and not shape[at] % size]
-            sequence = free[0] if free else None
-        return _Lies(PartitionSpec(*dims), sequence)
+            return _Lies(PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in dims)))
+        of_group = () if group is None else self.axes_of[group]
+        taken = {*of_group, *(axis for axes in dims for axis in axes or ())}
+        by_samples, size = {*of_group} <= {*self.batch_axes}, self.size(of_group)
+        dims[batch_dim] = dims[batch_dim] or tuple(axis for axis in self.batch_axes if axis not in taken) or None
+        whole = PartitionSpec(*dims)
+        if group is None or not (by_samples or {*of_group} <= self.by_sequence):
+            return _Lies(whole)
+        free = [at for at, one in enumerate(groups) if one in dot.result and not dims[at] and not shape[at] % size]
+        if not by_samples:
+            return _Lies(whole, free[0], _with(whole, free[0], of_group)) if free else _Lies(whole)
+        return _Lies(whole, batch_dim, _with(whole, batch_dim, self.batch_axes))
 
     def size(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -167,19 +188,18 @@ class _Between:
     def copied(self, value: Any, axes: Axes, lies: _Lies) -> Any:
         """Returns `[N, ...]` copies of a value, one a device, gathered where it is split by sequence."""
         copies = PartitionSpec(axes, *lies.whole)
-        if lies.sequence is None:
+        if lies.dim is None:
             value = jnp.broadcast_to(value, (self.size(axes), *value.shape))
             return jax.lax.with_sharding_constraint(value, copies)
-        split, dim = _with(lies.whole, lies.sequence, axes), lies.sequence
-        value = jax.lax.with_sharding_constraint(value, split)
-        return island(lambda x: all_gather(x, axes, dim=dim)[None], split, copies)(value)
+        value, dim = jax.lax.with_sharding_constraint(value, lies.split), lies.dim
+        return island(lambda x: all_gather(x, axes, dim=dim)[None], lies.split, copies)(value)
 
     def summed(self, parts: Any, axes: Axes, lies: _Lies) -> Any:
         """Sums `[N, ...]` parts, one a device, and leaves each device its part of the sequence."""
-        assert lies.sequence is not None, "else the sum is whole"
-        scatter = partial(psum_scatter, axis=axes, dim=lies.sequence)
-        split = _with(lies.whole, lies.sequence, axes)
-        return island(lambda parts: scatter(parts[0]), PartitionSpec(axes, *lies.whole), split)(parts)
+        assert lies.dim is not None, "else the sum is whole"
+        scatter = partial(psum_scatter, axis=axes, dim=lies.dim)
+        found = island(lambda parts: scatter(parts[0]), PartitionSpec(axes, *lies.whole), lies.split)(parts)
+        return checkpoint_name(found, SAVED) if {*axes} <= {*self.batch_axes} else found
 
 
 def _with(spec: PartitionSpec, dim: int | None, axes: Axes) -> PartitionSpec:
@@ -221,7 +241,7 @@ def _product(
         to = batch_dim_of_result(equation, side, dim)
         assert to is not None, "a free dim is in the result"
         result = jnp.moveaxis(_of_parts(equation, inputs, dims), 0, to).reshape(shape)
-    elif summed is not None and lies.sequence is not None:
+    elif summed is not None and lies.dim is not None:
         axes = between.axes_of[summed]
         dims, size = [operand.index(summed) for operand in dot.operands], between.size(axes)
         parts = [_apart(value, dim, size) for value, dim in zip(inputs, dims, strict=True)]

@@ -69,7 +69,8 @@ class Model:
     """The variables of a traced loss.
 
     **Fields:** `variables`: by path, shape and dtype. `num_parts`: among how many devices, along all axes, a batch is
-    divided. `microbatches`: of how many runs of the loss an update consists. `find_uses`, `find_sites`, `find_dims`:
+    divided; `batch_axes`: along which, the outermost first. `microbatches`: of how many runs of the loss an update
+    consists. `find_uses`, `find_sites`, `find_dims`:
     how the loss uses each variable, and which of their dims belong together, where that is known. `find_met`: which of
     its uses samples meet, as of `find_meetings`. `find_rotated`: of
     variables of which a dim, perhaps in pieces, goes around an axis, which are used elsewhere than on rings, and why;
@@ -84,6 +85,7 @@ class Model:
     variables: Mapping[str, jax.ShapeDtypeStruct]
     num_parts: int
     microbatches: int = 1
+    batch_axes: Sequence[str] = ()
     find_uses: Callable[[], Mapping[str, LeafUses]] = field(default=dict[str, LeafUses])
     find_sites: Callable[[], Mapping[str, Sequence[Site]]] = field(default=dict[str, Sequence[Site]])
     find_met: Callable[[], Mapping[Path, bool]] = field(default=dict[Path, bool])

@@ -135,7 +135,8 @@ class Split:
 
     Its gradient and the optimizer's state are split alike. Activations that have the dim are split with it, as long as
     every operation can be done on parts; XLA brings parts together where one cannot. Over an axis that divides the
-    samples it is for the dim of experts: what is for them is sent there, and back (expert parallelism).
+    samples, the innermost, these are gathered before such a block, and its results are scattered; of the dim of
+    experts, what is for them is sent there, and back (expert parallelism).
 
     **Arguments:** `dim`: which dim is split; where the axis does not divide it, it is padded. `activations`: as of
     `TensorParallel`. `pieces`: sizes along the dim of what the loss takes apart, such as queries, keys and values that

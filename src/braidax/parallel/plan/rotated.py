@@ -13,7 +13,7 @@ from .costs.work import work_of
 from .experts import choose_experts, dims_of_experts
 from .layout import Axis, Layout
 from .model import Model, RotatedUses
-from .placements import Hops, Placement, Replicated, Rotated, check_hops
+from .placements import Hops, Placement, Replicated, Rotated, Split, check_hops
 from .strategies import FullySharded
 from .strategy import Choice, bytes_where_used, check_min_bytes, check_room, chosen, in_words, num_bytes, shown
 
@@ -36,13 +36,14 @@ class RotatedTensorParallel:
 
     **Arguments:** `overrides`: as of `Hybrid`; `Rotated(dim)` pads a dim that the axis does not divide. `min_bytes`:
     what has fewer where it is used, with all that its dims belong to, stays whole, and so does what has fewer by itself
-    and is no side of a product, such as a bias. `machine`: of `measure_machine`, or
-    with published figures: each variable then goes around, is gathered (for either pass, or once and kept), or lies
-    whole, whatever of these takes the fewest seconds of a step; None: what can go around does. `memory_bytes`: what
-    variables may take of a device's memory by that choice, with gradients, optimizer's state and what is made of them
-    for a moment; activations come on top. None: all that the machine has, if that is known. `hops`: "ahead", the next
-    part comes while this one is used, and there is room for two (out of place); "in place", a part is handed on when it
-    has been used, there is one at a time, and products wait for hops.
+    and is no side of a product, such as a bias. `machine`: of `measure_machine`, or with published figures: each
+    variable then goes around, stays split while samples are brought for its products, is gathered (for either pass, or
+    once and kept), or lies whole, whatever of these takes the fewest seconds of a step; None: what can go around does.
+    `memory_bytes`: what variables may take of a device's memory by that choice, with gradients, optimizer's state, what
+    is made of them for a moment, and what is between those that belong together (hidden layers, scores, logits); other
+    activations come on top. None: all that the machine has, if that is known. `hops`: "ahead", the next part comes
+    while this one is used, and there is room for two (out of place); "in place", a part is handed on when it has been
+    used, there is one at a time, and products wait for hops.
 
     **Raises:** `ArgumentError` for sizes below zero, and for `memory_bytes` without a `machine`.
     """
@@ -88,7 +89,8 @@ class RotatedTensorParallel:
         else:
             prices, room = Prices(model, axis, taken, self.machine), self.memory_bytes or self.machine.memory_bytes
             ruled = {**self.overrides, **{path: one.placement for path, one in experts.exchanged.items()}}
-            by = by_cost(model, prices, sharded, cuts, groups, ruled, room)
+            splits = _splits(model, axis, cuts, groups)
+            by = by_cost(model, prices, sharded, cuts, groups, ruled, room, splits=splits)
             if kept := {path: cut for path, cut in cuts.items() if by.kinds.get(path) == "rotated"}:
                 used = {*model.find_rotated(kept, axis).rotated}
             used &= {*kept}
@@ -103,6 +105,9 @@ class RotatedTensorParallel:
                 why = f"{_NAME}: goes around a ring, with its gradient, {cost}{also}{words}"
                 return Choice(Rotated(cuts[path].dim, cuts[path].sizes, self.hops), why)
             kind, told = by.kinds.get(path), "" if path in cuts else left.get(path) or reasons.get(path, "")
+            if words and kind == "split":
+                how = "stays split, and samples of all devices along the axis are brought for its products"
+                return Choice(Split(cuts[path].dim, pieces=cuts[path].sizes), f"{_NAME}: {how}{words}")
             if words and kind in ("replicated", "kept"):
                 placement, how = placed(sharded[path], kind)
                 return Choice(placement, f"{_NAME}: {how}{words}")
@@ -176,6 +181,22 @@ class RotatedTensorParallel:
                 else:
                     dims[path] = Cut(choice.placement.dim, ())  # pyright: ignore[reportAttributeAccessIssue]
         return dims, groups, reasons
+
+
+def _splits(model: Model, axis: Axis, cuts: Mapping[str, Cut], groups: Mapping[str, int]) -> set[int]:
+    """Returns the groups of which each device can do its part for the samples of all along the axis.
+
+    Rows of theirs are not looked up, as all devices would bring together what each has of them.
+    """
+    found = {root for path, root in groups.items() if path in cuts and root in model.dims.groups}
+    for path, root in groups.items():
+        sizes = cuts[path].sizes or (model.variables[path].shape[cuts[path].dim],) if path in cuts else (1,)
+        is_read = any(site.role == "rows" and site.path in model.met for site in model.sites.get(path, ()))
+        if is_read or any(size % axis.size for size in sizes):
+            found.discard(root)
+    blocked = {root for root in found if model.dims.groups[root].blocked}
+    even = {root for root in found if model.dims.groups[root].divisor % axis.size == 0}
+    return (found & even) - blocked if [*model.batch_axes][-1:] == [axis.name] else set()
 
 
 def _can_be_padded(lengths: set[int], divisor: int, axis: Axis) -> bool:

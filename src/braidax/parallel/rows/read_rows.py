@@ -54,13 +54,17 @@ class ReadRows:
         self._program, self._optimizer, self._frozen = program, optimizer, frozenset(frozen)
         self._strategies, self._microbatches = strategies, microbatches
 
-    def model(self, num_parts: int) -> Model:
-        """Returns what strategies are told. **Arguments:** `num_parts`: among how many devices a batch is divided."""
+    def model(self, num_parts: int, batch_axes: Sequence[str]) -> Model:
+        """Returns what strategies are told.
+
+        **Arguments:** `num_parts`: among how many devices a batch is divided; `batch_axes`: along which axes.
+        """
         variables = dict(named_leaves(self._program.in_specs[0], _ROOT))
         return Model(
             variables,
             num_parts,
             self._microbatches,
+            tuple(batch_axes),
             find_uses=self._uses,
             find_sites=self._sites,
             find_met=self._met,

@@ -1,9 +1,9 @@
-"""Which variables go around a ring, are gathered, perhaps kept, or lie whole, where each may: by what that costs."""
+"""Which variables go around, stay split, are gathered, perhaps kept, or lie whole, where each may: by what it costs."""
 
 import fnmatch
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,11 +37,14 @@ def by_cost(
     groups: Mapping[str, int],
     overrides: Mapping[str, Placement],
     memory_bytes: int | None,
+    *,
+    splits: Collection[int] = (),
 ) -> ByCost:
     """Chooses for each variable of a model, for those that belong together alike, what takes the fewest seconds.
 
     **Arguments:** `sharded`: what `FullySharded` chooses. `rings`: by path, the dims that may go around. `groups`: by
-    path, of which group of `model.dims` that dim is, if of any. `memory_bytes`: as of `cheapest`.
+    path, of which group of `model.dims` that dim is, if of any. `splits`: groups whose variables can stay where they
+    are, and the work be split. `memory_bytes`: as of `cheapest`.
 
     **Raises:** `ArgumentError` when a device has no room for the fewest bytes.
     """
@@ -50,7 +53,7 @@ def by_cost(
     for path in model.variables:
         if path not in ruled:
             alike.setdefault(groups.get(path, path) if path in rings else path, []).append(path)
-    offers = [_offer(model, prices, sharded, rings, root, paths) for root, paths in alike.items()]
+    offers = [_offer(prices, sharded, rings, splits, root, paths) for root, paths in alike.items()]
     fixed = functools.reduce(operator.add, (prices.of(*one) for one in ruled.items()), Price(0.0, 0.0))
     held = fixed.held_bytes + fixed.moment_bytes + model.state_bytes.get("", 0)
     kinds: dict[str, Kind] = {path: "rotated" for path, one in ruled.items() if isinstance(one, Rotated)}
@@ -65,27 +68,29 @@ def by_cost(
 
 
 def _offer(
-    model: Model,
     prices: Prices,
     sharded: Mapping[str, Choice],
     rings: Mapping[str, Cut],
+    splits: Collection[int],
     root: int | str,
     paths: list[str],
 ) -> Offer:
     """Of variables that are placed alike."""
     told: dict[Kind, Price] = {}
-    group, ring = model.dims.groups.get(root) if isinstance(root, int) else None, None
+    group, ring = root if isinstance(root, int) else None, None
+    whole, in_parts = (prices.between(group, in_parts=one) for one in (False, True))
     if all(path in rings for path in paths):
-        told["rotated"] = prices.rotated({path: rings[path] for path in paths})
+        told["rotated"] = prices.rotated({path: rings[path] for path in paths}) + in_parts
         ring = planned_ring("", [prices.ring_work(path, rings[path]) for path in paths])
+    if group is not None and group in splits:
+        told["split"] = prices.split(paths, group) + whole
     placed = {path: sharded[path].placement for path in paths}
     if dims := {path: one.dim for path, one in placed.items() if isinstance(one, Gathered)}:
         others = [path for path in paths if path not in dims]
-        told["gathered"] = prices.gathered(dims) + prices.replicated(others)
-        told["kept"] = prices.gathered(dims, keeps=True) + prices.replicated(others)
-    told["replicated"] = prices.replicated(paths)
-    split = None if group is None else prices.split(group.summed_bytes, paths)
-    return Offer((*paths,), told, split, None if ring is None else ring.break_even_tokens)
+        told["gathered"] = prices.gathered(dims) + prices.replicated(others) + whole
+        told["kept"] = prices.gathered(dims, keeps=True) + prices.replicated(others) + whole
+    told["replicated"] = prices.replicated(paths) + whole
+    return Offer((*paths,), told, None if ring is None else ring.break_even_tokens)
 
 
 def placed(choice: Choice, kind: Kind | None) -> tuple[Placement, str]:

@@ -10,27 +10,24 @@ from .machine import in_time
 from .prices import Price
 
 Kind = str
-"""Of a placement: "rotated", "gathered", "kept" (gathered, and kept for the backward pass) or "replicated"."""
+"""Of a placement: "rotated", "split", "gathered", "kept" (gathered, and kept for the backward pass) or "replicated"."""
 
 
 class Offer(NamedTuple):
     """Variables that are placed alike, because they belong together, and what they cost in each way that they can be.
 
-    **Fields:** their `paths`; `prices`. `split`: what they would cost, were the axis one of `TensorParallel`; None
-    where that is not known. `break_even_tokens`: from which on hops of their parts are hidden, if there are any.
+    **Fields:** their `paths`; `prices`. `break_even_tokens`: from which on hops of their parts are hidden, if there are
+    any.
     """
 
     paths: tuple[str, ...]
     prices: Mapping[Kind, Price]
-    split: Price | None = None
     break_even_tokens: int | None = None
 
     @property
     def words(self) -> str:
         """All prices, as a plan prints them."""
         told = [f"{kind} {_told(price)}" for kind, price in self.prices.items()]
-        if self.split is not None:
-            told.append(f"split by TensorParallel, all samples on each device, at least {_told(self.split)}")
         if self.break_even_tokens is not None:
             told.append(f"its hops are hidden from {self.break_even_tokens:,} tokens a device on")
         several = f"{len(self.paths)} variables: " if len(self.paths) > 1 else ""
@@ -83,7 +80,22 @@ def _filled(offers: Sequence[Mapping[Kind, Price]], room: float) -> list[Kind]:
             room, kinds[at] = room - more, kind
         else:
             closed.add(at)
+    while steps := _that_fit(offers, kinds, room):  # saves less a byte than what had no room
+        _, at, kind = max(steps)
+        room, kinds[at] = room - (offers[at][kind].held_bytes - offers[at][kinds[at]].held_bytes), kind
     return kinds
+
+
+def _that_fit(
+    offers: Sequence[Mapping[Kind, Price]], kinds: Sequence[Kind], room: float
+) -> list[tuple[float, int, Kind]]:
+    """Returns how many seconds are saved by what there is room for, of which offer, and what it is."""
+    return [
+        (offers[at][now].seconds - price.seconds, at, kind)
+        for at, now in enumerate(kinds)
+        for kind, price in offers[at].items()
+        if price.seconds < offers[at][now].seconds and price.held_bytes - offers[at][now].held_bytes <= room
+    ]
 
 
 def _steps(prices: Mapping[Kind, Price], first: Kind) -> list[tuple[float, Kind]]:

@@ -14,6 +14,7 @@ from braidax.parallel.plan.placements import Gathered, Placement, Replicated, Ro
 from braidax.parallel.plan.strategy import num_bytes
 from braidax.program import Cut
 
+from .between import between_of
 from .machine import Link, Machine
 from .ring import RingWork
 from .work import Work, work_of
@@ -64,7 +65,7 @@ class Prices:
             if isinstance(placement, Gathered):
                 return self.gathered({path: placement.dim}, keeps=placement.backward == "kept")
             return self.rotated({path: Cut(placement.dim, placement.pieces)})
-        return self.split(0.0, [path])
+        return Price(0.0, self._held(path) / self._count)
 
     def replicated(self, paths: Collection[str]) -> Price:
         """Of variables that each device has whole, and whose gradients are all-reduced."""
@@ -122,16 +123,26 @@ class Prices:
         told = (self._machine.flops_per_second, self._permute.hidden)
         return RingWork(made.flops, made.elements, made.sent_bytes, self.hop_seconds(path, cut), *told)
 
-    def split(self, summed_bytes: float, paths: Collection[str]) -> Price:
-        """Of dims that belong together, were the axis one of `TensorParallel`; without the time of short messages.
+    def split(self, paths: Collection[str], root: int) -> Price:
+        """Of variables of a group each device keeps its part of, for whose products samples are brought.
 
-        All devices along it would then have the same samples: N times as many each.
-
-        **Arguments:** `summed_bytes`: as of `Group`.
+        Before them all samples along the axis are gathered, behind them sums are scattered, and backward the other way;
+        under a remat they are gathered again. Nothing else is there to hide that.
         """
-        of_samples = summed_bytes * self._model.microbatches * self._count / self._model.num_parts
-        seconds = 2 * of_samples * self._others / self._collective.bytes_per_second
-        return Price(seconds, sum(map(self._held, paths)) / self._count)
+        one = between_of(self._model, root)
+        factor = self._count / self._model.num_parts
+        sent_bytes = (2 * one.summed + one.again) * factor * self._others
+        seconds = self._model.microbatches * self._collective.seconds(sent_bytes, one.num_messages)
+        held = sum(map(self._held, paths)) / self._count + one.stays * factor
+        return Price(seconds, held, 2 * one.copied * factor)
+
+    def between(self, root: int | None, *, in_parts: bool) -> Price:
+        """Of what products of a group make of a device's samples, forward and backward: one part at a time, or all."""
+        one = between_of(self._model, root)
+        if in_parts:  # computed again as parts come by once more
+            return Price(0.0, 0.0, 2 * one.held / self._model.num_parts / self._count)
+        moment_bytes = (1 if one.kept else 2) * one.held
+        return Price(0.0, one.kept / self._model.num_parts, moment_bytes / self._model.num_parts)
 
     def shares(self, paths: Collection[str], *, moving: bool) -> dict[str, float]:
         """Returns by path the part of what is sent for several variables, gathered or going around if `moving`."""
