@@ -79,6 +79,7 @@ from .rewrite import evaluate as evaluate
 from .rotation.checked import joined as joined
 from .rotation.checked import keeping as keeping
 from .rotation.division import Division as Division
+from .rotation.division import Undivided as Undivided
 from .rotation.experts import Experts as Experts
 from .rotation.experts import find_experts as find_experts
 from .rotation.find import Rotatable as Rotatable

@@ -4,12 +4,15 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import braidax.parallel as bx
+from braidax.parallel.plan import compiling
 from braidax.program import collectives_of, total_sent
 from tests.parallel.dense.models import BATCH, WIDTH
-from tests.parallel.dense.moe import CAPACITY, HIDDEN, MOES
+from tests.parallel.dense.moe import CAPACITY, HIDDEN, MOES, switch
 from tests.parallel.dense.test_gathered import assert_as_on_one_device, make_step
 from tests.parallel.dense.test_rotated import OPTIMIZER
 
@@ -106,6 +109,43 @@ def test_experts_that_stay_are_sent_what_is_for_them() -> None:
     assert sent["all-reduce"] < 1024
     assert {*sent} == {"all-to-all", "collective-permute", "all-reduce"}
     assert sum(one.costs.sent_bytes or 0 for one in step.plan.variables if one.placements == (bx.Split(1),)) == 0
+
+
+def test_where_messages_are_hidden_each_device_sends_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(compiling._RING_FORMS, "cpu")  # pyright: ignore[reportPrivateUsage]
+    step = make_step(MOES["stacked"], {"data": ALL}, "8 auto", optimizer=OPTIMIZER)
+    sent = dict(total_sent(collectives_of(step.lower().gradients.compile().as_text() or "")))
+    routed = 4 * BATCH // 8 * 8 * CAPACITY * WIDTH
+    routers = 2 * 3 * 7 / 8 * 4 * WIDTH * 8
+    assert sent["collective-permute"] == pytest.approx(2 * 2 * 3 * routed * 7 / 8 + routers)
+    assert {*sent} == {"collective-permute", "all-reduce"}
+    assert_as_on_one_device(step, MOES["stacked"], optimizer=OPTIMIZER, num_updates=2)
+
+
+@pytest.mark.usefixtures("aot")
+def test_on_gpus_experts_compute_while_the_next_message_comes() -> None:
+    layers, width, length, capacity, experts = 3, 512, 512, 128, 8
+    shapes = {"router": (width, experts), "up": (experts, width, 4 * width), "down": (experts, 4 * width, width)}
+
+    def init(key: jax.Array) -> Any:
+        return {name: jax.random.normal(key, (layers, *shape)) for name, shape in shapes.items()}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> Any:
+            return x + switch(w, jnp.tanh(x), capacity=capacity)[0], None
+
+        return (jax.lax.scan(jax.checkpoint(layer), batch, params)[0] ** 2).mean()
+
+    batch, mesh = (
+        jax.ShapeDtypeStruct((4, length, width), jnp.float32),
+        jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]),
+    )
+    step = bx.parallelize(loss, optax.sgd(0.1), mesh, {"data": ALL}, init=init, batch=batch)
+    found = step.compile_for("h100:4").collectives
+    message, turns = 4 * 2 * capacity * width, 3 * layers  # for two experts; forward, again, and backward
+    assert sum(total_sent(found).values()) == pytest.approx(2 * turns * 3 * message, rel=0.01)
+    waiting = sum(one.times * one.sent_bytes for one in found if not one.is_covered)
+    assert waiting <= 1.01 * layers * message  # the last back, forward; an `all_to_all` each way would be all forward
 
 
 def test_of_experts_that_go_around_no_part_of_what_is_for_them_is_whole() -> None:

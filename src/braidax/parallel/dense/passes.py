@@ -35,11 +35,11 @@ def dense_passes(
     whole = program
     program, used = opened(program, layouts)
     by_leaf, options = dict(enumerate(used)), (automatic(mesh), tuple(batch_axes), divided)
+    platform = mesh.devices.flat[0].platform
     if splits := {leaf: layout for leaf, layout in by_leaf.items() if layout.is_split}:
-        program = experts(program, splits, *options)
+        program = experts(program, splits, *options, in_turn=not ring_form(platform).in_place)
         program = split(program, splits, *options)
     rings: tuple[Path, ...] = ()
-    platform = mesh.devices.flat[0].platform
     if rotates := {leaf: layout for leaf, layout in by_leaf.items() if layout.rotated is not None}:
         program, rings = rotated(program, rotates, *options, form=ring_form(platform))
     if moved := {leaf: layout for leaf, layout in by_leaf.items() if layout.moving}:

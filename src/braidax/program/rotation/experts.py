@@ -7,8 +7,9 @@ nothing else. From the first such product to the last weight behind it nothing i
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import remat_p, scan_p
 
 from braidax.program.bodies import Path, aval_of, bodies, equation_at
@@ -19,9 +20,11 @@ from braidax.program.outline import Unit
 from braidax.program.sites import Site, dims_of_value, find_sites
 from braidax.program.trace import Program
 
-from .division import Undivided
+from .division import Division, Undivided
 from .labels import BATCH, labeled
+from .parts import Evaluation, Part
 from .region import Region
+from .unit import WEIGHTS
 
 Dims = tuple[int, int] | None
 """Along which dim of a value samples are, and along which experts; None where neither is."""
@@ -31,18 +34,38 @@ Dims = tuple[int, int] | None
 class Experts:
     """Equations that experts do, each for itself.
 
-    **Fields:** `unit`: them. `dims`: by leaf, along which dim of it experts lie. `inputs`: of what the unit takes, the
-    weights apart, and of what it gives; `outputs`. `num_bytes`: of both, where something lies along samples and
-    experts, as often as loops run. `remat`: whether they are computed again in the backward pass. `count`: of experts.
+    **Fields:** `unit`: them. `dims`: by leaf, along which dim of it experts lie. `weights`: by number of what the unit
+    takes that is a weight, along which dim of it. `inputs`: of what else it takes, `outputs`: of what it gives.
+    `num_bytes`: of both, where something lies along samples and experts, as often as loops run. `remat`: whether they
+    are computed again in the backward pass. `count`: of experts.
     """
 
     unit: Unit
     dims: Mapping[int, int]
+    weights: Mapping[int, int]
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
     num_bytes: int
     remat: bool
     count: int
+
+    def part(self, jaxpr: Jaxpr, args: Sequence[Any], experts: Division, batch: Division) -> list[Any]:
+        """Returns what some experts make of some samples.
+
+        **Arguments:** `jaxpr`: of the unit, as it was outlined. `args`: in their parts. **Raises:** `Undivided` where
+        that cannot be computed by itself.
+        """
+        parts: list[Part] = []
+        for at, (value, dims) in enumerate(zip(args, self.inputs, strict=True)):
+            known = dict(zip(dims or (), (BATCH, WEIGHTS), strict=False)) | {self.weights.get(at, -1): WEIGHTS}
+            parts.append(Part(value, tuple(known.get(dim) for dim in range(value.ndim)), given=at))
+        made = Evaluation({WEIGHTS: experts, BATCH: batch}).run(jaxpr, (), parts)
+        found = [made[var] for var in jaxpr.outvars if isinstance(var, Var)]
+        for one, dims in zip(found, self.outputs, strict=True):
+            labels = [one.divided.index(label) if label in one.divided else None for label in (BATCH, WEIGHTS)]
+            if one.is_partial or labels != [*(dims or ())]:
+                raise Undivided("what experts give is no part of it")
+        return [one.value for one in found]
 
 
 def find_experts(
@@ -106,6 +129,9 @@ def _found(
         leaves = {region.weights[var].value.entry.leaf for var in jaxpr.invars if var in region.weights}
         try:
             inputs = [None if var in region.weights else _dims(region, var, root) for var in jaxpr.invars]
+            weights = {
+                at: _experts_of(region, var, root) for at, var in enumerate(jaxpr.invars) if var in region.weights
+            }
             outputs = [_dims(region, var, root) for var in jaxpr.outvars]
         except Undivided:
             continue
@@ -117,6 +143,7 @@ def _found(
         yield Experts(
             Unit(f"experts_{number}", region.path, tuple(sorted(members))),
             {leaf: dims[leaf] for leaf in leaves},
+            weights,
             tuple(inputs),
             tuple(outputs),
             sum(num_bytes(var) for var, _, _ in moved) * times,
@@ -124,6 +151,12 @@ def _found(
             shape[dim],
         )
         number += 1
+
+
+def _experts_of(region: Region, var: object, root: int) -> int:
+    if (dim := region.divided(var, root)) is None:
+        raise Undivided("a change of its shape hides along which dim experts lie")
+    return dim
 
 
 def _dims(region: Region, var: object, root: int) -> Dims:
