@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from braidax.parallel.plan.layout import Layout
@@ -102,7 +101,7 @@ class _Turns:
     experts: Experts
     axis: str
     mesh: AbstractMesh
-    jaxpr: Jaxpr
+    jaxpr: Any
 
     @property
     def count(self) -> int:
