@@ -180,6 +180,17 @@ def test_each_hop_is_hidden_as_long_as_the_products_of_a_part() -> None:
     assert told in " ".join(str(made).split())
 
 
+def test_in_place_there_is_one_part_at_a_time_and_no_hop_is_hidden() -> None:
+    room = ROTATED_BYTES - 2 * 2 * BYTES // LAYERS // 8
+    made = plan(ALL_HIDDEN, memory_bytes=room, hops="in place")
+    assert kinds(made) == {"rotated"}
+    assert waits(made) == pytest.approx(2 * 3 * 7 * (BYTES / 8 / RATE + LAYERS * LATENCY))
+    (why,) = {one.why for one in made.variables}
+    assert "rotated 3.09 s a step, 328 KB (ahead 0 µs a step, 360 KB); split" in why
+    with pytest.raises(ArgumentError, match=f"expected at least {room:,},"):
+        plan(ALL_HIDDEN, memory_bytes=room - 1, hops="in place")
+
+
 def test_break_even_is_bytes_times_flops_by_twice_the_rate() -> None:
     """c F / (2 W): bfloat16, 600 TFLOP/s, 200 GB/s."""
     elements, tokens, rate = 1 << 20, 1000, 200e9
@@ -232,8 +243,8 @@ def test_the_plan_tells_the_figures_of_every_way() -> None:
     (why,) = {one.why for one in made.variables}
     assert why == (
         "data: rotated tensor parallel: gathered where it is used, gradient scattered; 2 variables: rotated 3.09 s a "
-        "step, 360 KB; split 7.37 s a step, 4.06 MB; gathered 2.8 s a step, 1.7 MB; kept 1.87 s a step, 2.62 MB; "
-        "replicated 1.84 s a step, 3.28 MB; its hops are hidden from "
+        "step, 360 KB (in place 3.09 s a step, 328 KB); split 7.37 s a step, 4.06 MB; gathered 2.8 s a step, 1.7 MB; "
+        "kept 1.87 s a step, 2.62 MB; replicated 1.84 s a step, 3.28 MB; its hops are hidden from "
         f"{made.ring.break_even_tokens:,} tokens a device on"  # pyright: ignore[reportOptionalMemberAccess]
     )
     lines = str(made).splitlines()

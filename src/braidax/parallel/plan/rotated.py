@@ -90,7 +90,7 @@ class RotatedTensorParallel:
             prices, room = Prices(model, axis, taken, self.machine), self.memory_bytes or self.machine.memory_bytes
             ruled = {**self.overrides, **{path: one.placement for path, one in experts.exchanged.items()}}
             splits = _splits(model, axis, cuts, groups)
-            by = by_cost(model, prices, sharded, cuts, groups, ruled, room, splits=splits)
+            by = by_cost(model, prices, sharded, cuts, groups, ruled, room, splits=splits, hops=self.hops)
             if kept := {path: cut for path, cut in cuts.items() if by.kinds.get(path) == "rotated"}:
                 used = {*model.find_rotated(kept, axis).rotated}
             used &= {*kept}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from braidax.parallel.plan.model import Model
-from braidax.parallel.plan.placements import Gathered, Placement, Replicated, Rotated
+from braidax.parallel.plan.placements import Gathered, Hops, Placement, Replicated, Rotated
 from braidax.parallel.plan.strategy import Choice
 from braidax.program import Cut
 
@@ -39,12 +39,13 @@ def by_cost(
     memory_bytes: int | None,
     *,
     splits: Collection[int] = (),
+    hops: Hops = "ahead",
 ) -> ByCost:
     """Chooses for each variable of a model, for those that belong together alike, what takes the fewest seconds.
 
     **Arguments:** `sharded`: what `FullySharded` chooses. `rings`: by path, the dims that may go around. `groups`: by
     path, of which group of `model.dims` that dim is, if of any. `splits`: groups whose variables can stay where they
-    are, and the work be split. `memory_bytes`: as of `cheapest`.
+    are, and the work be split. `memory_bytes`: as of `cheapest`. `hops`: of rings.
 
     **Raises:** `ArgumentError` when a device has no room for the fewest bytes.
     """
@@ -53,7 +54,7 @@ def by_cost(
     for path in model.variables:
         if path not in ruled:
             alike.setdefault(groups.get(path, path) if path in rings else path, []).append(path)
-    offers = [_offer(prices, sharded, rings, splits, root, paths) for root, paths in alike.items()]
+    offers = [_offer(prices, sharded, rings, splits, root, paths, hops) for root, paths in alike.items()]
     fixed = functools.reduce(operator.add, (prices.of(*one) for one in ruled.items()), Price(0.0, 0.0))
     held = fixed.held_bytes + fixed.moment_bytes + model.state_bytes.get("", 0)
     kinds: dict[str, Kind] = {path: "rotated" for path, one in ruled.items() if isinstance(one, Rotated)}
@@ -74,13 +75,17 @@ def _offer(
     splits: Collection[int],
     root: int | str,
     paths: list[str],
+    hops: Hops,
 ) -> Offer:
     """Of variables that are placed alike."""
     told: dict[Kind, Price] = {}
-    group, ring = root if isinstance(root, int) else None, None
+    group, ring, other = root if isinstance(root, int) else None, None, None
     whole, in_parts = (prices.between(group, in_parts=one) for one in (False, True))
     if all(path in rings for path in paths):
-        told["rotated"] = prices.rotated({path: rings[path] for path in paths}) + in_parts
+        cuts = {path: rings[path] for path in paths}
+        told["rotated"] = prices.rotated(cuts, hops) + in_parts
+        other_hops: Hops = "ahead" if hops == "in place" else "in place"
+        other = other_hops, prices.rotated(cuts, other_hops) + in_parts
         ring = planned_ring("", [prices.ring_work(path, rings[path]) for path in paths])
     if group is not None and group in splits:
         told["split"] = prices.split(paths, group) + whole
@@ -90,7 +95,7 @@ def _offer(
         told["gathered"] = prices.gathered(dims) + prices.replicated(others) + whole
         told["kept"] = prices.gathered(dims, keeps=True) + prices.replicated(others) + whole
     told["replicated"] = prices.replicated(paths) + whole
-    return Offer((*paths,), told, None if ring is None else ring.break_even_tokens)
+    return Offer((*paths,), told, None if ring is None else ring.break_even_tokens, other)
 
 
 def placed(choice: Choice, kind: Kind | None) -> tuple[Placement, str]:

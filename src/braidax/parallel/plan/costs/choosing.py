@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from braidax.errors import ArgumentError
+from braidax.parallel.plan.placements import Hops
 from braidax.parallel.plan.strategy import in_words
 
 from .machine import in_time
@@ -17,17 +18,21 @@ class Offer(NamedTuple):
     """Variables that are placed alike, because they belong together, and what they cost in each way that they can be.
 
     **Fields:** their `paths`; `prices`. `break_even_tokens`: from which on hops of their parts are hidden, if there are
-    any.
+    any; `other_hops`: the other way to hand these on, and its price.
     """
 
     paths: tuple[str, ...]
     prices: Mapping[Kind, Price]
     break_even_tokens: int | None = None
+    other_hops: tuple[Hops, Price] | None = None
 
     @property
     def words(self) -> str:
         """All prices, as a plan prints them."""
         told = [f"{kind} {_told(price)}" for kind, price in self.prices.items()]
+        if self.other_hops is not None:
+            hops, price = self.other_hops
+            told[0] += f" ({hops} {_told(price)})"
         if self.break_even_tokens is not None:
             told.append(f"its hops are hidden from {self.break_even_tokens:,} tokens a device on")
         several = f"{len(self.paths)} variables: " if len(self.paths) > 1 else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from braidax.parallel.plan.layout import Axis, Layout
 from braidax.parallel.plan.model import Model
-from braidax.parallel.plan.placements import Gathered, Placement, Replicated, Rotated
+from braidax.parallel.plan.placements import Gathered, Hops, Placement, Replicated, Rotated
 from braidax.parallel.plan.strategy import num_bytes
 from braidax.program import Cut
 
@@ -64,7 +64,7 @@ class Prices:
         if isinstance(placement, Gathered | Rotated) and 0 <= placement.dim < len(self._model.variables[path].shape):
             if isinstance(placement, Gathered):
                 return self.gathered({path: placement.dim}, keeps=placement.backward == "kept")
-            return self.rotated({path: Cut(placement.dim, placement.pieces)})
+            return self.rotated({path: Cut(placement.dim, placement.pieces)}, placement.hops)
         return Price(0.0, self._held(path) / self._count)
 
     def replicated(self, paths: Collection[str]) -> Price:
@@ -93,23 +93,26 @@ class Prices:
         exposed += self._collective.exposed(back, 2 * computing)
         return Price(self._runs(exposed, dims), held, moment)
 
-    def rotated(self, cuts: Mapping[str, Cut]) -> Price:
+    def rotated(self, cuts: Mapping[str, Cut], hops: Hops) -> Price:
         """Of variables whose parts go around a ring.
 
-        Each hop is under the products by the parts that a device has: of the last parts there is none.
+        Each hop is under the products by the parts that a device has: of the last parts there is none. In place there
+        is one part at a time, and no hop is under anything.
         """
-        hops, ways = {path: self.hop_seconds(path, cut) for path, cut in cuts.items()}, {p: self._ways(p) for p in cuts}
+        each, ways = {path: self.hop_seconds(path, cut) for path, cut in cuts.items()}, {p: self._ways(p) for p in cuts}
+        at_once = 1 if hops == "in place" else 2
         held = moment = exchanging = 0.0
         for path, cut in cuts.items():
             work, longer = self._works[path], self._longer(path, cut.dim)
             held += self._held(path) * longer / self._count
-            moment += 2 * ways[path] * work.most_bytes * longer / self._count
+            moment += at_once * ways[path] * work.most_bytes * longer / self._count
             if cut.sizes:  # it is stored otherwise, and exchanged
                 sent_bytes = ways[path] * work.own_bytes / self._count * self._others
                 exchanging += self._collective.seconds(sent_bytes, ways[path])
         computing = sum(self._computing(self._works[path]) for path in cuts) / self._count
-        back = sum(ways[path] * hop for path, hop in hops.items())
-        exposed = self._permute.exposed(sum(hops.values()), computing) + self._permute.exposed(back, 2 * computing)
+        computing = 0.0 if hops == "in place" else computing
+        back = sum(ways[path] * hop for path, hop in each.items())
+        exposed = self._permute.exposed(sum(each.values()), computing) + self._permute.exposed(back, 2 * computing)
         return Price(self._runs((self._count - 1) * exposed + exchanging, cuts), held, moment)
 
     def hop_seconds(self, path: str, cut: Cut) -> float:
