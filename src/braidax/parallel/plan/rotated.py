@@ -87,10 +87,11 @@ class RotatedTensorParallel:
         if self.machine is None:
             prices, by = None, ByCost({}, {}, {})
         else:
-            prices, room = Prices(model, axis, taken, self.machine), self.memory_bytes or self.machine.memory_bytes
+            prices = Prices(model, axis, taken, self.machine, self.hops)
+            room = self.memory_bytes or self.machine.memory_bytes
             ruled = {**self.overrides, **{path: one.placement for path, one in experts.exchanged.items()}}
             splits = _splits(model, axis, cuts, groups)
-            by = by_cost(model, prices, sharded, cuts, groups, ruled, room, splits=splits, hops=self.hops)
+            by = by_cost(model, prices, sharded, cuts, groups, ruled, room, splits=splits)
             if kept := {path: cut for path, cut in cuts.items() if by.kinds.get(path) == "rotated"}:
                 used = {*model.find_rotated(kept, axis).rotated}
             used &= {*kept}

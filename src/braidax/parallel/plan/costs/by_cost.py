@@ -39,13 +39,12 @@ def by_cost(
     memory_bytes: int | None,
     *,
     splits: Collection[int] = (),
-    hops: Hops = "ahead",
 ) -> ByCost:
     """Chooses for each variable of a model, for those that belong together alike, what takes the fewest seconds.
 
     **Arguments:** `sharded`: what `FullySharded` chooses. `rings`: by path, the dims that may go around. `groups`: by
     path, of which group of `model.dims` that dim is, if of any. `splits`: groups whose variables can stay where they
-    are, and the work be split. `memory_bytes`: as of `cheapest`. `hops`: of rings.
+    are, and the work be split. `memory_bytes`: as of `cheapest`.
 
     **Raises:** `ArgumentError` when a device has no room for the fewest bytes.
     """
@@ -54,7 +53,7 @@ def by_cost(
     for path in model.variables:
         if path not in ruled:
             alike.setdefault(groups.get(path, path) if path in rings else path, []).append(path)
-    offers = [_offer(prices, sharded, rings, splits, root, paths, hops) for root, paths in alike.items()]
+    offers = [_offer(prices, sharded, rings, splits, root, paths) for root, paths in alike.items()]
     fixed = functools.reduce(operator.add, (prices.of(*one) for one in ruled.items()), Price(0.0, 0.0))
     held = fixed.held_bytes + fixed.moment_bytes + model.state_bytes.get("", 0)
     kinds: dict[str, Kind] = {path: "rotated" for path, one in ruled.items() if isinstance(one, Rotated)}
@@ -75,7 +74,6 @@ def _offer(
     splits: Collection[int],
     root: int | str,
     paths: list[str],
-    hops: Hops,
 ) -> Offer:
     """Of variables that are placed alike."""
     told: dict[Kind, Price] = {}
@@ -83,8 +81,8 @@ def _offer(
     whole, in_parts = (prices.between(group, in_parts=one) for one in (False, True))
     if all(path in rings for path in paths):
         cuts = {path: rings[path] for path in paths}
-        told["rotated"] = prices.rotated(cuts, hops) + in_parts
-        other_hops: Hops = "ahead" if hops == "in place" else "in place"
+        told["rotated"] = prices.rotated(cuts, prices.hops) + in_parts
+        other_hops: Hops = "ahead" if prices.hops == "in place" else "in place"
         other = other_hops, prices.rotated(cuts, other_hops) + in_parts
         ring = planned_ring("", [prices.ring_work(path, rings[path]) for path in paths])
     if group is not None and group in splits:

@@ -45,12 +45,15 @@ class Prices:
 
     Axes that are placed later may divide more; that is not counted.
 
-    **Arguments:** `taken`: how variables lie on the axes before this one.
+    **Arguments:** `taken`: how variables lie on the axes before this one. `hops`: how parts on rings are handed on.
 
     **Raises:** `ArgumentError` when a machine's figures do not tell of the axis.
     """
 
-    def __init__(self, model: Model, axis: Axis, taken: Mapping[str, Layout], machine: Machine) -> None:
+    def __init__(
+        self, model: Model, axis: Axis, taken: Mapping[str, Layout], machine: Machine, hops: Hops = "ahead"
+    ) -> None:
+        self.hops: Hops = hops
         self._model, self._count, self._machine = model, axis.size, machine
         self._permute = machine.permute(axis.name) if axis.size > 1 else _ALONE
         self._collective = machine.collective(axis.name) if axis.size > 1 else _ALONE
