@@ -74,8 +74,8 @@ def test_a_plan_says_what_hops_cost_and_replays_them() -> None:
     assert "one part of 5.7 KB at a time and products waiting for hops" in why_in_place
     again = bx.Plan.from_json(in_place.plan.to_json())
     assert again == in_place.plan
-    assert {one.in_place for one in layouts_of(again) if one.rotated} == {True}
-    assert {one.in_place for one in layouts_of(ahead.plan)} == {False}
+    assert {one.ring.in_place for one in layouts_of(again) if one.ring} == {True}
+    assert {one.ring.in_place for one in layouts_of(ahead.plan) if one.ring} == {False}
     assert "rotated 1, in place" in str(again)
     assert repr(IN_PLACE) == "RotatedTensorParallel(min_bytes=0, hops='in place')"
     texts = [one.lower().gradients.as_text() for one in (ahead, in_place, make_step(model, None, plan=again))]

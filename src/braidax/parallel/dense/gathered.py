@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
 from braidax.parallel.plan.layout import Layout
@@ -32,7 +33,9 @@ from braidax.program import (
 )
 
 from .last_gradient import Pieces, pieces_of
-from .weights import KEPT, Entered, Key, Weight, covered, key_of, looked_up, weight_of
+from .weights import Entered, Key, Weight, covered, key_of, looked_up, weight_of
+
+_KEPT = "braidax_gathered"  # the name of what a remat keeps
 
 
 def gathered(
@@ -54,24 +57,22 @@ def gathered(
     """
     sites = _sites(program, layouts, rings)
     dims = find_batch_dims(program, {site.path for site in sites}, divided)
-    met = [site for site in sites if any(dim is not None for dim in dims[site.path])]  # else computed on shards
-    found = {key_of(one): weight_of(one, layouts[one.value.entry.leaf], mesh, batch_axes) for one in met}
-    weights = {key: weight for key, weight in found.items() if weight.gathers}
+    weights = _weights(sites, dims, layouts, mesh, batch_axes)
     used = [site for site in sites if key_of(site) in weights]
     if not used:
         return program
     last = max(used, key=lambda site: site.path)
     if in_order and not last.value.entry.level:  # along its own dim, else it is gathered with what is needed first
         weights[key_of(last)] = replace(weights[key_of(last)], is_turned=False)
-    for site in used:
-        if weights[key_of(site)].keeps:
-            program = with_names_saved(program, site.path, {KEPT})
+    kept = {key for key in weights if layouts[key[0].leaf].keeps}
+    program = _keeping(program, [site.path for site in used if key_of(site) in kept])
     pieces = _put_off(last, used, program, weights[key_of(last)], dims[last.path]) if in_order else None
     held: dict[Key | None, Entered] = {}
 
     def enter(level: Path, inputs: list[Any], fed: Any) -> None:
         for key in (key for key in weights if key[0].level == level):
-            held[key] = weights[key].enter(inputs[key[0].input])
+            one = weights[key].enter(inputs[key[0].input])
+            held[key] = one._replace(full=checkpoint_name(one.full, _KEPT)) if key in kept else one
             if pieces is not None and key == key_of(last):
                 held[None], held[key] = (held[key]._replace(parts=parts) for parts in fed)
 
@@ -79,7 +80,7 @@ def gathered(
         one = at[0]  # where there are others, the role of each is "other", which nothing covers
         if read := looked_up(*(given := (one, weights[key_of(one)], equation, dims[one.path]))):
             return [read(inputs, held[key_of(one)])]
-        if found := covered(*given, is_last=one is last):
+        if found := covered(*given, stays=one is last or key_of(one) in kept):
             is_put_off = one is last and pieces is not None
             return [found(inputs[1 - one.operand], held[None if is_put_off else key_of(one)], is_put_off=is_put_off)]
         for site in at:
@@ -97,6 +98,26 @@ def gathered(
         return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
 
     return trace(run, *program.in_specs, mesh=mesh)
+
+
+def _weights(
+    sites: Sequence[Site],
+    dims: Mapping[Path, Sequence[int | None]],
+    layouts: Mapping[int, Layout],
+    mesh: AbstractMesh,
+    batch_axes: tuple[str, ...],
+) -> dict[Key, Weight]:
+    """Returns what is gathered: what samples meet."""
+    met = [site for site in sites if any(dim is not None for dim in dims[site.path])]  # else computed on shards
+    found = {key_of(one): weight_of(one, layouts[one.value.entry.leaf], mesh, batch_axes) for one in met}
+    return {key: weight for key, weight in found.items() if weight.gathers}
+
+
+def _keeping(program: Program, paths: Sequence[Path]) -> Program:
+    """Returns a program whose remats around some uses keep what is gathered for both passes."""
+    for path in paths:
+        program = with_names_saved(program, path, {_KEPT})
+    return program
 
 
 def _by_path(sites: Sequence[Site]) -> dict[Path, list[Site]]:
@@ -127,5 +148,5 @@ def _put_off(
     """Returns in which pieces the gradient of the last use is made, if it is the only one of that weight."""
     others = [site for site in used if site is not last and key_of(site) == key_of(last) and site.role != "rows"]
     equation = equation_at(program.closed.jaxpr, last.path)
-    product = None if others else covered(last, weight, equation, dims, is_last=True)
+    product = None if others else covered(last, weight, equation, dims, stays=True)
     return None if product is None else pieces_of(product)

@@ -51,7 +51,7 @@ def dense_passes(
 
 def _gathered_where_used(layout: Layout) -> Layout:
     """What goes around is gathered where no ring uses it."""
-    return layout if layout.rotated is None else replace(layout, gathered=layout.moving, rotated=None, keeps=False)
+    return layout if layout.rotated is None else replace(layout, gathered=layout.moving, ring=None, keeps=False)
 
 
 def summed_once(

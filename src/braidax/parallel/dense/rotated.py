@@ -71,7 +71,8 @@ def rotated(
         unit = found.units[path]
         weights = {at: _axes(weight, layouts[weight.leaf], axis, unit.ndim(at)) for at, weight in unit.weights.items()}
         adapted = form if len(path) > 1 else form._replace(unroll=1)  # a hop of all words would lie under no product
-        in_place = form.in_place or any(layouts[weight.leaf].in_place for weight in unit.weights.values())
+        axes = [layouts[weight.leaf].ring for weight in unit.weights.values()]
+        in_place = form.in_place or any(one is not None and one.in_place for one in axes)
         if path == last and form.lets_last_move and not in_place:  # in slices its last gradient cannot move
             unit = dataclasses.replace(unit, length=unit.length._replace(num_slices=1))
         unit = dataclasses.replace(unit, length=unit.length._replace(in_order=form.in_order))

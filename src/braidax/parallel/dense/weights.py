@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -26,9 +25,6 @@ from braidax.program import (
     row_reader,
     viewed,
 )
-
-KEPT = "braidax_gathered"
-"""The name of what a remat keeps of weights that are gathered once for both passes."""
 
 Key = tuple[Entry, tuple[str, ...]]
 """What tells a weight: by which value it enters, and the types that this is brought to."""
@@ -53,7 +49,7 @@ def weight_of(site: Site, layout: Layout, mesh: AbstractMesh, batch_axes: tuple[
     gathers = tuple((at, axis) for at, axes in enumerate(dims) for axis in axes if axis in layout.gathered)
     sizes = tuple(layout.shape[dim] for dim in site.value.entry.dims)
     padding = tuple(layout.padding[dim] for dim in site.value.entry.dims)
-    return Weight(site.value.casts, tuple(dims), gathers, sizes, padding, mesh, batch_axes, keeps=layout.keeps)
+    return Weight(site.value.casts, tuple(dims), gathers, sizes, padding, mesh, batch_axes)
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,7 @@ class Weight:
 
     **Fields:** `dims`: the axes that split each dim. `gathers`: pairs of a dim and an axis that splits it, outermost
     first. `sizes`: of the dims, and their `padding` where they are split. `is_turned`: whether shards are gathered one
-    behind the other; products turn for nothing what is gathered so. `keeps`: whether what is gathered stays for the
-    backward pass, also under a remat that saves `KEPT`.
+    behind the other; products turn for nothing what is gathered so.
     """
 
     casts: tuple[Equation, ...]
@@ -74,7 +69,6 @@ class Weight:
     mesh: AbstractMesh
     batch_axes: tuple[str, ...]
     is_turned: bool = True
-    keeps: bool = False
 
     def enter(self, value: Any, parts: Any = None) -> Entered:
         """Casts what enters, splits and gathers it.
@@ -87,7 +81,7 @@ class Weight:
             return Entered(value, value, parts)
         value = self.shard(value)
         full, parts = self._entered(value)
-        return Entered(value, checkpoint_name(full, KEPT) if self.keeps else full, parts)
+        return Entered(value, full, parts)
 
     def shard(self, value: Any) -> Any:
         """Casts what enters, and splits it."""
@@ -285,11 +279,11 @@ def looked_up(site: Site, weight: Weight, equation: Equation, dims: Sequence[int
 
 
 def covered(
-    site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None], *, is_last: bool = False
+    site: Site, weight: Weight, equation: Equation, dims: Sequence[int | None], *, stays: bool = False
 ) -> "Covered | None":
     """Returns what stands in place of an equation whose weight's gradient can be left in parts; None where it cannot.
 
-    **Arguments:** `is_last`: that uses a weight; the backward pass begins with it, which is kept until then.
+    **Arguments:** `stays`: whether what is gathered is there until the backward pass needs it.
     """
     if site.role == "other" or not weight.leaves_parts:
         return None
@@ -297,7 +291,7 @@ def covered(
     dim, back_dim = dims[other], batch_dim_of_result(equation, other, dims[other])
     if dim is None or back_dim is None or aval_of(equation.invars[other]).shape[dim] % weight.num_parts:
         return None
-    stays = weight.keeps or site.value.in_loop or site.value.remat or is_last
+    stays = stays or site.value.in_loop or site.value.remat
     return Covered(site, weight, equation, dim, back_dim, bool(weight.gathers) and not stays)
 
 

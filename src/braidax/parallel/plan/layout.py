@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -32,6 +32,13 @@ class InPieces:
     stored: int | None
 
 
+class RingAxis(NamedTuple):
+    """How parts go around. **Fields:** along which `axis`; `in_place`: each is handed on when it has been used."""
+
+    axis: str
+    in_place: bool = False
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the parts of a variable are. Placements on one axis after another refine it.
@@ -42,7 +49,7 @@ class Layout:
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
     `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it;
     `keeps`: what was gathered stays for the backward pass.
-    `rotated`: the axis along which its parts go around; `in_place`: each is handed on when it has been used.
+    `ring`: how its parts go around.
     `by_sequence`: the axes along which activations between blocks are split by sequence. `pieces`: in which it is used.
     """
 
@@ -51,8 +58,7 @@ class Layout:
     by_rows: bool = False
     gathered: frozenset[str] = frozenset()
     keeps: bool = False
-    rotated: str | None = None
-    in_place: bool = False
+    ring: RingAxis | None = None
     by_sequence: frozenset[str] = frozenset()
     pieces: InPieces | None = None
 
@@ -90,7 +96,7 @@ class Layout:
         dims[dim] = (*outer, axis, *inner)  # what is gathered lies within what is not, what is exchanged in both
         gathered = self.gathered | {axis.name} if how == "gathered" else self.gathered
         made = replace(self, dim_axes=tuple(dims), by_rows=self.by_rows or by_rows, gathered=gathered)
-        made = replace(made, rotated=axis.name) if how == "rotated" else made
+        made = replace(made, ring=RingAxis(axis.name)) if how == "rotated" else made
         if made.by_rows and any(made.padding[1:]):
             odd = next(dim for dim, more in enumerate(made.padding) if dim and more)
             raise ArgumentError(
@@ -122,8 +128,8 @@ class Layout:
         stored = min(others, key=self.num_parts) if others else None
         if stored is not None:
             dims[stored] = (*dims[stored], axis)
-        rotated = axis.name if how == "rotated" else self.rotated
-        return replace(self, dim_axes=tuple(dims), rotated=rotated, pieces=InPieces(dim, sizes, axis, stored))
+        ring = RingAxis(axis.name) if how == "rotated" else self.ring
+        return replace(self, dim_axes=tuple(dims), ring=ring, pieces=InPieces(dim, sizes, axis, stored))
 
     def used(self) -> "tuple[Layout, ...]":
         """Returns the layouts of the pieces in which a variable is used: of itself where it is in none."""
@@ -147,6 +153,11 @@ class Layout:
     def axes(self) -> frozenset[str]:
         """The names of all axes that split a dim."""
         return frozenset(axis.name for axes in self.dim_axes for axis in axes)
+
+    @property
+    def rotated(self) -> str | None:
+        """The name of the axis along which parts go around."""
+        return None if self.ring is None else self.ring.axis
 
     @property
     def moving(self) -> frozenset[str]:

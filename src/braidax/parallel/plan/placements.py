@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from braidax.errors import ArgumentError
 
-from .layout import Axis, Layout
+from .layout import RingAxis, Axis, Layout
 
 Activations = Literal["whole", "by sequence"]
 Hops = Literal["ahead", "in place"]
@@ -121,7 +121,7 @@ class Rotated:
             layout = layout.split_in_pieces(self.dim, self.pieces, axis, how="rotated")
         else:
             layout = layout.split(self.dim, axis, how="rotated")
-        return replace(layout, in_place=self.hops == "in place")
+        return replace(layout, ring=RingAxis(axis.name, self.hops == "in place"))
 
     def __str__(self) -> str:
         """`rotated`, the dim, and how."""
