@@ -74,6 +74,7 @@ class StagePrograms:
         self.given_shardings = tuple(home.along(s.shape, dim) for s, dim in zip(specs, dims_of_given, strict=True))
         pairs = zip(stage.incoming, incoming_dims, strict=True)
         self.incoming_shardings = tuple(home.along(spec.shape, dim) for spec, dim in pairs)
+        self._kept = self._flat_of_kept()
         divided = {1: dims_of_given, 2: list(incoming_dims)}
         traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming)
         made: Ran = traced.out_specs
@@ -83,6 +84,12 @@ class StagePrograms:
         self.outgoing_dims = dims[: len(made.outgoing)]
         self.float_outgoing = [at for at, one in enumerate(made.outgoing) if is_float(one)]
         self.gradient_shardings = tuple(self.ran_shardings.outgoing[at] for at in self.float_outgoing)
+
+    def _flat_of_kept(self) -> Flat:
+        """Returns the form of what is kept: samples that devices divide stay apart."""
+        *taken, incoming = self.stage.program.in_specs
+        specs = jax.eval_shape(self._passes.forward, taken, incoming).kept
+        return Flat(specs, small_bytes=0) if self.home.is_divided else Flat(specs)
 
     @property
     def flat_specs(self) -> list[Any]:
@@ -117,7 +124,7 @@ class StagePrograms:
 
     def _forward(self, params: Sequence[Any], given: Sequence[Any], incoming: Sequence[Any]) -> Ran:
         made = self._passes.forward(self._taken(params, given), incoming)
-        return Ran(tuple(made.outgoing), tuple(made.results), tuple(made.kept))
+        return Ran(tuple(made.outgoing), tuple(made.results), tuple(self._kept.pack(made.kept)))
 
     def _backward(
         self,
@@ -134,7 +141,8 @@ class StagePrograms:
         received = iter(gradients)
         outgoing = [next(received) if is_float(spec) else None for spec in self.stage.outgoing]
         of_results = [jnp.ones((), self._loss_type) if is_loss else None for is_loss in self._is_loss]
-        own, sent = self._passes.backward(self._taken(params, given), incoming, kept, outgoing, of_results)
+        taken, kept = self._taken(params, given), self._kept.unpack(kept)
+        own, sent = self._passes.backward(taken, incoming, kept, outgoing, of_results)
         if sums:
             sums = self.sums.added(sums, [wide(leaf) for leaf in jax.tree.leaves(own)])
         return list(sums), tuple(sent[at] for at in self._floats)
