@@ -3,6 +3,7 @@
 from .compiled_step import CompiledStep as CompiledStep
 from .given.gradient import value_and_grad as value_and_grad
 from .parallelize import parallelize as parallelize
+from .pipelined_step import PipelinedStep as PipelinedStep
 from .plan.costs.machine import Link as Link
 from .plan.costs.machine import Machine as Machine
 from .plan.costs.measure import measure_machine as measure_machine
@@ -29,6 +30,7 @@ from .plan.tensor import TensorParallel as TensorParallel
 from .rows.ids import Measured as Measured
 from .rows.ids import measure_touched as measure_touched
 from .rows.touched import Touched as Touched
+from .stages.pipeline import Pipeline as Pipeline
 from .state import State as State
 from .step import Lowered as Lowered
 from .step import Step as Step

@@ -20,6 +20,7 @@ from .given.initial import trace_init, traced_loss
 from .given.loss import Loss
 from .given.trainable import Trainable, check_trainable, frozen_by
 from .named_dims import named_strategies
+from .pipelined_step import PipelinedStep, make_pipelined, pipeline_axis
 from .plan.batch import batch_axes, shard_batch
 from .plan.footprint import with_sent
 from .plan.plan import Plan, make_plan
@@ -122,6 +123,11 @@ def parallelize(
             )
         over, roles = loss_fn, optimizer
         check_strategies(over, roles)
+        if pipeline_axis(roles) is not None:
+            raise ArgumentError(
+                "strategies has a Pipeline, and a decorated step is not cut into stages: give the loss itself, "
+                "bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
+            )
         _check_microbatches(microbatches)
         options = {"microbatches": microbatches, "compiler_options": compiler_options, "rules": rules}
         return partial(TrainStep, mesh=over, strategies=roles, batch=batch, **options)
@@ -137,7 +143,8 @@ def parallelize(
         )
     pieces = microbatches if plan is None else plan.microbatches
     mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options, rules)
-    return _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more).step(plan)
+    given = _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more)
+    return given.step(plan) if pipeline_axis(strategies) is None else given.pipelined_step(plan)
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,26 @@ class _Given:
             rekeyed=lambda key: self._work(work.plan, axes, key),
             elsewhere=lambda mesh: replace(self, mesh=mesh).step(work.plan),
         )
+
+    def pipelined_step(self, plan: Plan | None) -> PipelinedStep:
+        """Makes a step whose loss lies in stages. **Raises:** `ArgumentError` for what is not run in stages yet."""
+        told = {
+            "plan": plan,
+            "trainable": self.trainable,
+            "compiler_options": self.compiler_options,
+            "rules": self.rules,
+        }
+        for name, value in told.items():
+            if value is not None:
+                raise ArgumentError(f"{name} is given with a Pipeline, which does not take it yet: leave it out")
+        mesh, batch = self.mesh, specs_of(self.batch)
+        axes = batch_axes(mesh, self.strategies)
+        shard_batch(mesh, axes, batch, microbatches=self.microbatches)
+        born = trace_init(self.init, self.loss)
+        program = traced_loss(self.loss, born.out_specs, batch, self.microbatches)
+        rows = ReadRows(program, self.optimizer, self.strategies, self.microbatches, frozenset())
+        made = make_plan(mesh, self.strategies, rows.model(math.prod(mesh.shape[axis] for axis in axes)))
+        return make_pipelined(program, born, self.optimizer, mesh, self.strategies, batch, made, self.metrics)
 
     def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
         """Makes what a step computes. **Arguments:** `axes`: of the batch. `key`: as of `trace_init`."""

@@ -81,6 +81,21 @@ def small_gpt(num_layers: int = 4, samples: int = 16) -> Case:
     return Case(loss, params, variables, batch, key)
 
 
+def looped(num_layers: int = 4, width: int = 4, samples: int = 16) -> Case:
+    """Layers in a loop, whose weights are stacked."""
+
+    def layer(x: Any, weights: Any) -> Any:
+        return jnp.tanh(x @ weights["w"] + weights["b"]), None
+
+    def loss(params: Any, batch: Any, key: Any, variables: Any) -> Any:
+        x, _ = jax.lax.scan(layer, batch["x"], params["layers"])
+        return (((x @ params["head"]).sum(-1) - batch["y"]) ** 2).mean(), {"variables": variables}
+
+    layers = {"w": draw(num_layers, width, width, seed=1), "b": draw(num_layers, width, seed=2)}
+    batch = {"x": draw(samples, width, seed=50), "y": draw(samples, seed=51)}
+    return Case(loss, {"layers": layers, "head": draw(width, width, seed=3)}, {}, batch)
+
+
 def stages_of(program: Program, count: int) -> tuple[Stage, ...]:
     """Cuts a loss into so many stages, at evenly chosen places."""
     chain = Chain(program)

@@ -36,6 +36,8 @@ class Feeding:
         """Returns the keys and samples of microbatches. **Arguments:** `key`: of the step. `batch`: leaves of all."""
         keys = self._home.bring([key], [self._home.whole]) if self._has_key else ()
         samples = place([batch[at] for at in self.batch], [*self.batch.values()])
+        if not self._home.is_divided:  # what nobody has committed to a device would be compiled for anew
+            samples = self._home.bring(samples, [*self.batch.values()])
         if not keys and not samples:
             return ((),) * self._count
         return self._split(tuple(keys), tuple(samples))
