@@ -119,6 +119,15 @@ def test_an_optimizer_with_norms_of_each_variable() -> None:
     same_updates(case, make(case, {"pipe": bx.Pipeline(clock="counted")}, optimizer=optimizer), optimizer=optimizer)
 
 
+def test_masks_and_factors_of_an_optimizer() -> None:
+    """Weights of the loop decay, which a mask says by name; on layers of their own moments are factored."""
+    mask = {"layers": {"w": True, "b": False}, "head": False}
+    case, optimizer = looped(), optax.adamw(1e-2, weight_decay=0.5, mask=mask)
+    same_updates(case, make(case, PIPE, optimizer=optimizer), optimizer=optimizer)
+    case, optimizer = mlp(2), optax.adafactor(1e-2, min_dim_size_to_factor=2)
+    same_updates(case, make(case, PIPE, optimizer=optimizer), optimizer=optimizer)
+
+
 def test_a_schedule_and_cuts_of_ones_own() -> None:
     case = mlp(4)
 
@@ -197,12 +206,17 @@ def test_what_cannot_be_is_refused(name: str) -> None:
         make(case, strategies, **options)
 
 
+def large(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.size > 40, params)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
         (optax.lamb(1e-2), "optimizer takes params/layers/.* as a whole"),
         (optax.adafactor(1e-2, min_dim_size_to_factor=2), "optimizer takes params/layers/.* as a whole"),
         (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "optimizer takes params/layers/.* as a whole"),
+        (optax.adamw(1e-2, mask=large), r"optimizer takes params/layers/w as a whole \(it does something else with"),
     ],
 )
 def test_an_optimizer_that_takes_a_divided_variable_as_a_whole_is_refused(optimizer: Any, words: str) -> None:

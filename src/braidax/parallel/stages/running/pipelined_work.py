@@ -35,7 +35,7 @@ class PipelinedWork:
         self.run, self._optimizer, self._born = run, optimizer, born
         params = born.out_specs.params
         self.tree = DividedTree(params, run.ownership)
-        check_by_rows(optimizer, params, self.tree.cut)
+        check_by_rows(optimizer, params, self.tree.cut, self.tree.divide)
         self.initial = trace(self._first, *born.in_specs)
         self.specs: State = self.initial.out_specs
         loss = run.program.out_specs[0]
