@@ -20,14 +20,13 @@ from .given.initial import trace_init, traced_loss
 from .given.loss import Loss
 from .given.trainable import Trainable, check_trainable, frozen_by
 from .named_dims import named_strategies
-from .pipelined_step import PipelinedStep, make_pipelined, pipeline_axis
 from .plan.batch import batch_axes, shard_batch
 from .plan.footprint import with_sent
 from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
 from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
 from .plan.strategies import Hybrid
-from .plan.strategy import Strategy, check_strategies
+from .plan.strategy import Strategy, check_strategies, stages_axis
 from .rows.read_rows import ReadRows
 from .step import Step
 from .train_step import TrainStep
@@ -123,7 +122,7 @@ def parallelize(
             )
         over, roles = loss_fn, optimizer
         check_strategies(over, roles)
-        if pipeline_axis(roles) is not None:
+        if stages_axis(roles) is not None:
             raise ArgumentError(
                 "strategies has a Pipeline, and a decorated step is not cut into stages: give the loss itself, "
                 "bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
@@ -144,7 +143,7 @@ def parallelize(
     pieces = microbatches if plan is None else plan.microbatches
     mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options, rules)
     given = _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more)
-    return given.step(plan) if pipeline_axis(strategies) is None else given.pipelined_step(plan)
+    return given.step(plan) if stages_axis(strategies) is None else given.pipelined_step(plan)
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,10 @@ class _Given:
             elsewhere=lambda mesh: replace(self, mesh=mesh).step(work.plan),
         )
 
-    def pipelined_step(self, plan: Plan | None) -> PipelinedStep:
+    def pipelined_step(self, plan: Plan | None) -> Any:
         """Makes a step whose loss lies in stages. **Raises:** `ArgumentError` for what is not run in stages yet."""
+        from .pipelined_step import make_pipelined  # with all that it needs: who has no pipeline does not wait for it
+
         told = {
             "plan": plan,
             "trainable": self.trainable,

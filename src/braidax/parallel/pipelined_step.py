@@ -19,7 +19,7 @@ from .plan.batch import batch_axes
 from .plan.costs.machine import Link
 from .plan.plan import Plan
 from .plan.strategies import DataParallel
-from .plan.strategy import Strategy
+from .plan.strategy import Strategy, stages_axis
 from .stages.balance import Pricing
 from .stages.cut import CutLoss, cut
 from .stages.pipeline import Pipeline
@@ -113,24 +113,6 @@ class PipelinedStep:
         raise ArgumentError("wrap is not run in stages yet: call fn on step.whole_params(state)")
 
 
-def pipeline_axis(strategies: Mapping[str, Any]) -> str | None:
-    """Returns the axis of the stages, if there is one.
-
-    **Raises:** `ArgumentError` for several, and for what is not run inside of stages.
-    """
-    axes = [axis for axis, strategy in strategies.items() if isinstance(strategy, Pipeline)]
-    if len(axes) > 1:
-        raise ArgumentError(f"strategies has a Pipeline for each of {axes}: expected one axis of stages")
-    others = {axis: one for axis, one in strategies.items() if axis not in axes and one != DataParallel()}
-    if axes and others:
-        axis, strategy = next(iter(others.items()))
-        raise ArgumentError(
-            f"strategies[{axis!r}] is {strategy!r}, which is not run inside of stages yet: beside a Pipeline expected "
-            f"DataParallel()"
-        )
-    return axes[0] if axes else None
-
-
 def make_pipelined(
     program: Program,
     born: Program,
@@ -148,10 +130,16 @@ def make_pipelined(
 
     **Raises:** `ArgumentError` or `SpecError` naming what does not fit, before anything is compiled.
     """
-    axis = pipeline_axis(strategies)
+    axis = stages_axis(strategies)
     assert axis is not None, "there is a Pipeline"
     pipeline = strategies[axis]
     assert isinstance(pipeline, Pipeline), "it is the strategy of that axis"
+    for other, strategy in strategies.items():
+        if other != axis and strategy != DataParallel():
+            raise ArgumentError(
+                f"strategies[{other!r}] is {strategy!r}, which is not run inside of stages yet: beside a Pipeline "
+                f"expected DataParallel()"
+            )
     if any(one.process_index != jax.process_index() for one in mesh.devices.flat):
         raise ArgumentError(f"mesh spans processes, and the stages of {axis!r} are run by one process yet")
     axes, count = batch_axes(mesh, strategies), plan.microbatches

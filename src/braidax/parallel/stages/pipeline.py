@@ -68,6 +68,11 @@ class Pipeline:
         return shown(self)
 
     @property
+    def cuts_loss(self) -> bool:
+        """True: stages lie along the axis."""
+        return True
+
+    @property
     def splits_batch(self) -> bool:
         """False: all stages see all samples."""
         return False
