@@ -209,6 +209,7 @@ class _Given:
         axes = batch_axes(mesh, self.strategies)
         shard_batch(mesh, axes, batch, microbatches=self.microbatches)
         born = trace_init(self.init, self.loss)
+        check_trainable(born.out_specs.params, frozenset())
         program = traced_loss(self.loss, born.out_specs, batch, self.microbatches)
         rows = ReadRows(program, self.optimizer, self.strategies, self.microbatches, frozenset())
         made = make_plan(mesh, self.strategies, rows.model(math.prod(mesh.shape[axis] for axis in axes)))

@@ -24,7 +24,7 @@ from .stages.balance import Pricing
 from .stages.cut import CutLoss, cut
 from .stages.pipeline import Pipeline
 from .stages.running.executor import Pipelined
-from .stages.running.home import sub_meshes
+from .stages.running.home import sub_meshes, without_mesh
 from .stages.running.pipelined_work import PipelinedWork
 from .stages.schedules import Schedule
 from .stages.segments import counted, measured
@@ -60,7 +60,8 @@ class PipelinedStep:
         key = typed_key(key)
         if message := difference(self._work.specs.key, key, "key"):
             raise ArgumentError(f"{message}: make it with jax.random.key(seed), of the PRNG that JAX is configured for")
-        return self._work.begin(key)
+        with without_mesh():
+            return self._work.begin(key)
 
     @property
     def state_specs(self) -> State:
@@ -84,13 +85,15 @@ class PipelinedStep:
             raise ArgumentError("state was given up by an earlier update: go on with the state that it returned")
         if message := difference(self._batch_specs, specs_of(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
-        state = adopt(state, self.state_shardings)
         self._in_flight.make_room()
-        gradients, variables, metrics = self._work.gradients(state, batch)
+        with without_mesh():
+            state = adopt(state, self.state_shardings)
+            gradients, variables, metrics = self._work.gradients(state, batch)
         self._in_flight.add(metrics["loss"])
         if before_apply is not None:
             before_apply()
-        step, params, opt_state = self._work.apply(state, gradients, metrics["loss"])
+        with without_mesh():
+            step, params, opt_state = self._work.apply(state, gradients, metrics["loss"])
         variables = jax.tree.unflatten(jax.tree.structure(state.variables), variables)
         return replace(state, step=step, params=params, opt_state=opt_state, variables=variables), metrics
 
@@ -156,11 +159,12 @@ def _cut(program: Program, pipeline: Pipeline, schedule: Schedule, inner: int) -
     pricing = Pricing(
         schedule.num_microbatches, Link(1e30), Link(1e30), recompute=pipeline.recompute, samples=samples // inner
     )
-    return cut(
-        program,
-        None if pipeline.cuts else schedule.num_stages,
-        pricing=pricing,
-        cuts=pipeline.cuts,
-        clock=measured() if pipeline.clock == "measured" else counted(),
-        mixes_samples=pipeline.mixes_samples,
-    )
+    with without_mesh():
+        return cut(
+            program,
+            None if pipeline.cuts else schedule.num_stages,
+            pricing=pricing,
+            cuts=pipeline.cuts,
+            clock=measured() if pipeline.clock == "measured" else counted(),
+            mixes_samples=pipeline.mixes_samples,
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import AxisType
 
 import braidax.parallel as bx
+from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError, SpecError
 from braidax.parallel.stages.schedules import one_forward_one_backward
 from tests.parallel.models import recorded_events, refused, specs
@@ -49,7 +51,7 @@ def _pairs(leaves: Any, keys: Any) -> Any:
     return [(leaf, (key, leaf.shape)) for leaf, key in zip(leaves, keys, strict=True)]
 
 
-def same_updates(case: Case, step: Any, *, optimizer: Any = CLIPPED, count: int = 3) -> Any:
+def same_updates(case: Case, step: Any, *, optimizer: Any = CLIPPED, count: int = 2) -> Any:
     """Checks some updates against a step on one device. **Returns:** the last state."""
     one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     batch = specs(case.batch)
@@ -114,6 +116,41 @@ def test_layers_of_a_loop_are_divided_among_stages(case: Case, schedule: str, le
     assert len(state.opt_state[1][0].trace["layers"][leaf]) == len(pieces)
 
 
+def test_it_is_made_and_run_under_the_mesh_that_is_set() -> None:
+    case, optimizer = looped(2), optax.sgd(0.1)
+    mesh = jax.make_mesh((2, 2), ("pipe", "data"))
+    with jax.set_mesh(mesh):
+        step: Any = bx.parallelize(
+            case.loss, optimizer, strategies={"pipe": bx.Pipeline(), "data": bx.DataParallel()}, init=init_of(case),
+            batch=specs(case.batch), microbatches=4,
+        )  # fmt: skip
+        state, _ = step.update(step.init(jax.random.key(3)), jax.tree.map(np.array, case.batch))
+        assert jax.sharding.get_mesh() == mesh
+    other, _ = (apart := make(case, PIPE, optimizer=optimizer)).update(apart.init(jax.random.key(3)), case.batch)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, atol=1e-6),
+        step.whole_params(state),
+        apart.whole_params(other),
+    )
+
+
+def test_a_checkpoint_is_restored_and_trained_on_bit_for_bit(tmp_path: Path) -> None:
+    case = looped()
+    step = make(case, PIPE, optimizer=optax.adam(1e-2))
+    state, _ = step.update(step.init(jax.random.key(3)), case.batch)
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.save(state)
+        saver.wait()
+    expected, _ = step.update(state, case.batch)
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        restored = saver.restore(step.state_specs)
+    got, _ = step.update(restored, case.batch)
+    for one, other in zip(jax.tree.leaves(got.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.devices() == other.devices()
+
+
+@pytest.mark.slow
 def test_an_optimizer_with_norms_of_each_variable() -> None:
     case, optimizer = mlp(4), optax.lamb(1e-2)
     same_updates(case, make(case, {"pipe": bx.Pipeline(clock="counted")}, optimizer=optimizer), optimizer=optimizer)

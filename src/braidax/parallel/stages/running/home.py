@@ -1,9 +1,11 @@
 """Where a stage lies, and how its programs are compiled for that."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from braidax.parallel.plan.batch import along_batch
@@ -57,6 +59,11 @@ class Home:
         if not arrays:
             return ()
         return jax.device_put(tuple(arrays), tuple(shardings) if self._device is None else self._device)
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """Programs of a stage may not see the mesh that a user has set with `jax.set_mesh`, which is of all devices."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def sub_meshes(mesh: Mesh, axis: str) -> list[Mesh]:
