@@ -151,17 +151,19 @@ def test_a_checkpoint_is_restored_and_trained_on_bit_for_bit(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_optimizer_with_norms_of_each_variable() -> None:
-    case, optimizer = mlp(4), optax.lamb(1e-2)
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.lamb(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=2), optax.apply_if_finite(optax.adam(1e-2), 2)],
+    ids=["lamb", "adafactor", "if finite"],
+)
+def test_an_optimizer_with_norms_or_factors_of_each_variable(optimizer: Any) -> None:
+    case = mlp(4)
     same_updates(case, make(case, {"pipe": bx.Pipeline(clock="counted")}, optimizer=optimizer), optimizer=optimizer)
 
 
-def test_masks_and_factors_of_an_optimizer() -> None:
-    """Weights of the loop decay, which a mask says by name; on layers of their own moments are factored."""
+def test_masks_of_an_optimizer_are_by_name() -> None:
     mask = {"layers": {"w": True, "b": False}, "head": False}
     case, optimizer = looped(), optax.adamw(1e-2, weight_decay=0.5, mask=mask)
-    same_updates(case, make(case, PIPE, optimizer=optimizer), optimizer=optimizer)
-    case, optimizer = mlp(2), optax.adafactor(1e-2, min_dim_size_to_factor=2)
     same_updates(case, make(case, PIPE, optimizer=optimizer), optimizer=optimizer)
 
 
