@@ -96,6 +96,21 @@ def test_several_devices_a_stage_divide_the_samples_and_one_stage_runs_again() -
     assert x.sharding.device_set == {*jax.devices()[2:4]}
 
 
+def test_rows_that_none_reads_lie_with_a_neighbor() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for at in range(1, 4):
+            x = jnp.tanh(x @ jax.lax.slice_in_dim(params["stack"], at, at + 1)[0])
+        return ((x.sum(-1) + params["places"][:4].sum() - batch["y"]) ** 2).mean()
+
+    params = {"stack": draw(6, 4, 4), "places": draw(9)}
+    case = Case(loss, params, {}, {"x": draw(8, 4, seed=50), "y": draw(8, seed=51)})
+    run = pipelined(case, gpipe(3, 2))
+    owned = [[piece.rows for piece in own if piece.leaf == 1] for own in run.ownership.pieces]
+    assert owned == [[(0, 2)], [(2, 3)], [(3, 6)]]  # read are 1 to 4
+    check(run, case, case.expected(2))
+
+
 @pytest.mark.slow
 def test_many_microbatches_on_several_devices_a_stage() -> None:
     """More programs than XLA takes at once for CPU devices that wait for one another."""

@@ -114,6 +114,8 @@ def test_layers_of_a_loop_are_divided_among_stages(case: Case, schedule: str, le
     assert sum(piece.shape[0] for piece in pieces) == 4
     assert len(pieces) == step.schedule.num_stages
     assert len(state.opt_state[1][0].trace["layers"][leaf]) == len(pieces)
+    whole = np.concatenate([np.array(piece) for piece in pieces])
+    np.testing.assert_array_equal(whole, step.whole_params(state)["layers"][leaf])
 
 
 def test_it_is_made_and_run_under_the_mesh_that_is_set() -> None:
@@ -252,8 +254,8 @@ def large(params: Any) -> Any:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (optax.lamb(1e-2), "optimizer takes params/layers/.* as a whole"),
-        (optax.adafactor(1e-2, min_dim_size_to_factor=2), "optimizer takes params/layers/.* as a whole"),
+        (optax.lamb(1e-2), r"optimizer takes params/layers/.* as a whole \(reduce_sum over all rows"),
+        (optax.adafactor(1e-2, min_dim_size_to_factor=2), r"params/layers/.* \(add with an array whose rows differ"),
         (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "optimizer takes params/layers/.* as a whole"),
         (optax.adamw(1e-2, mask=large), r"optimizer takes params/layers/w as a whole \(it does something else with"),
     ],
