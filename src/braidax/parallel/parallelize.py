@@ -104,8 +104,8 @@ def parallelize(
     averages over these, what else the losses compute as above, and the rest of the step sees the whole batch. Names of
     dims are those that the state keeps.
 
-    **Returns:** a `Step`; nothing has been computed yet. **Raises:** `ArgumentError`, `SpecError` or `StateError`
-    naming what does not fit.
+    **Returns:** a `Step`, or with a `Pipeline` among the strategies a `PipelinedStep`; nothing has been trained yet.
+    **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit.
     """
     if isinstance(loss_fn, Mesh):
         if any(given is not None for given in (mesh, strategies, init, plan)):
