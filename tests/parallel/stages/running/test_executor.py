@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from braidax.errors import ArgumentError
+from braidax.parallel.stages.running import flat
 from braidax.parallel.stages.running.executor import Pipelined
 from braidax.parallel.stages.schedules import (
     Schedule,
@@ -116,6 +117,14 @@ def test_many_microbatches_on_several_devices_a_stage() -> None:
     """More programs than XLA takes at once for CPU devices that wait for one another."""
     case = mlp(4, samples=128)
     check(pipelined(case, gpipe(2, 64), inner=2), case, case.expected(64))
+
+
+def test_large_arrays_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "SMALL_BYTES", 0)
+    case = mlp(4, samples=8)
+    run = pipelined(case, zero_bubble_v(2, 2))
+    assert all(len(one.flat.alone_places) == len(one.read_pieces) for one in run.stage_programs)
+    check(run, case, case.expected(2))
 
 
 def test_one_microbatch_and_one_stage() -> None:

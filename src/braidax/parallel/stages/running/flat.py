@@ -16,10 +16,12 @@ SMALL_BYTES = 64 << 10
 class Flat:
     """The form of arrays as a few buffers: large ones as they are, small ones of a type one behind the other.
 
-    **Arguments:** `specs`: of the arrays. `small_bytes`: from which size on an array stays what it is.
+    **Arguments:** `specs`: of the arrays. `small_bytes`: from which size on an array stays what it is; by default
+    `SMALL_BYTES`.
     """
 
-    def __init__(self, specs: Sequence[Any], *, small_bytes: int = SMALL_BYTES) -> None:
+    def __init__(self, specs: Sequence[Any], *, small_bytes: int | None = None) -> None:
+        small_bytes = SMALL_BYTES if small_bytes is None else small_bytes
         self.specs = tuple(specs)
         small: dict[Any, list[int]] = {}
         for at, spec in enumerate(self.specs):
