@@ -74,22 +74,23 @@ class StagePrograms:
         self.given_shardings = tuple(home.along(s.shape, dim) for s, dim in zip(specs, dims_of_given, strict=True))
         pairs = zip(stage.incoming, incoming_dims, strict=True)
         self.incoming_shardings = tuple(home.along(spec.shape, dim) for spec, dim in pairs)
-        self._kept = self._flat_of_kept()
+        *taken, incoming = stage.program.in_specs
+        kept = jax.eval_shape(self._passes.forward, taken, incoming).kept
+        self._kept = Flat(kept, small_bytes=0)
         divided = {1: dims_of_given, 2: list(incoming_dims)}
         traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming)
         made: Ran = traced.out_specs
         dims = batch_dims_of_results(traced, divided)
+        if kept:  # from here on in buffers
+            before = len(dims) - len(kept)
+            self._kept = Flat(kept, dims=dims[before:])
+            made = made._replace(kept=tuple(jax.eval_shape(self._kept.pack, list(kept))))
+            dims = [*dims[:before], *self._kept.dims]
         on = [home.along(spec.shape, dim) for spec, dim in zip(jax.tree.leaves(made), dims, strict=True)]
         self.ran_shardings: Ran = jax.tree.unflatten(jax.tree.structure(made), on)
         self.outgoing_dims = dims[: len(made.outgoing)]
         self.float_outgoing = [at for at, one in enumerate(made.outgoing) if is_float(one)]
         self.gradient_shardings = tuple(self.ran_shardings.outgoing[at] for at in self.float_outgoing)
-
-    def _flat_of_kept(self) -> Flat:
-        """Returns the form of what is kept: samples that devices divide stay apart."""
-        *taken, incoming = self.stage.program.in_specs
-        specs = jax.eval_shape(self._passes.forward, taken, incoming).kept
-        return Flat(specs, small_bytes=0) if self.home.is_divided else Flat(specs)
 
     @property
     def flat_specs(self) -> list[Any]:
