@@ -83,7 +83,7 @@ class StagePrograms:
         dims = batch_dims_of_results(traced, divided)
         if kept:  # from here on in buffers
             before = len(dims) - len(kept)
-            self._kept = Flat(kept, dims=dims[before:])
+            self._kept = Flat(kept, dims=dims[before:] if home.is_divided else None)
             made = made._replace(kept=tuple(jax.eval_shape(self._kept.pack, list(kept))))
             dims = [*dims[:before], *self._kept.dims]
         on = [home.along(spec.shape, dim) for spec, dim in zip(jax.tree.leaves(made), dims, strict=True)]
