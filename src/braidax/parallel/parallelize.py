@@ -212,7 +212,8 @@ class _Given:
         check_trainable(born.out_specs.params, frozenset())
         program = traced_loss(self.loss, born.out_specs, batch, self.microbatches)
         rows = ReadRows(program, self.optimizer, self.strategies, self.microbatches, frozenset())
-        made = make_plan(mesh, self.strategies, rows.model(math.prod(mesh.shape[axis] for axis in axes)))
+        model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
+        made = make_plan(mesh, self.strategies, model)
         return make_pipelined(program, born, self.optimizer, mesh, self.strategies, batch, made, self.metrics)
 
     def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
