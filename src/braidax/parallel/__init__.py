@@ -1,5 +1,8 @@
 """Placements, strategies, and the step that they turn single-device code into."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .compiled_step import CompiledStep as CompiledStep
 from .given.gradient import value_and_grad as value_and_grad
 from .parallelize import parallelize as parallelize
@@ -35,3 +38,16 @@ from .step import Step as Step
 from .train_step import TrainStep as TrainStep
 from .wrapped import Wrapped as Wrapped
 from .wrapped import WrappedCall as WrappedCall
+
+if TYPE_CHECKING:
+    from .pipelined_step import PipelinedStep as PipelinedStep
+    from .stages.pipeline import Pipeline as Pipeline
+
+_LATE = {"Pipeline": "braidax.parallel.stages.pipeline", "PipelinedStep": "braidax.parallel.pipelined_step"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is for pipelines at its first use: few have one, and it is as large as all the rest."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'braidax.parallel' has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)

@@ -26,7 +26,7 @@ from .plan.plan import Plan, make_plan
 from .plan.replanning import tables_of
 from .plan.replaying import check_frozen, check_mesh, check_placements, check_variables
 from .plan.strategies import Hybrid
-from .plan.strategy import Strategy, check_strategies
+from .plan.strategy import Strategy, check_strategies, stages_axis
 from .rows.read_rows import ReadRows
 from .step import Step
 from .train_step import TrainStep
@@ -104,8 +104,8 @@ def parallelize(
     averages over these, what else the losses compute as above, and the rest of the step sees the whole batch. Names of
     dims are those that the state keeps.
 
-    **Returns:** a `Step`; nothing has been computed yet. **Raises:** `ArgumentError`, `SpecError` or `StateError`
-    naming what does not fit.
+    **Returns:** a `Step`, or with a `Pipeline` among the strategies a `PipelinedStep`; nothing has been trained yet.
+    **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit.
     """
     if isinstance(loss_fn, Mesh):
         if any(given is not None for given in (mesh, strategies, init, plan)):
@@ -122,6 +122,11 @@ def parallelize(
             )
         over, roles = loss_fn, optimizer
         check_strategies(over, roles)
+        if stages_axis(roles) is not None:
+            raise ArgumentError(
+                "strategies has a Pipeline, and a decorated step is not cut into stages: give the loss itself, "
+                "bx.parallelize(loss_fn, optimizer, mesh, strategies, init=…, batch=…)"
+            )
         _check_microbatches(microbatches)
         options = {"microbatches": microbatches, "compiler_options": compiler_options, "rules": rules}
         return partial(TrainStep, mesh=over, strategies=roles, batch=batch, **options)
@@ -137,7 +142,8 @@ def parallelize(
         )
     pieces = microbatches if plan is None else plan.microbatches
     mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options, rules)
-    return _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more).step(plan)
+    given = _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more)
+    return given.step(plan) if stages_axis(strategies) is None else given.pipelined_step(plan)
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,30 @@ class _Given:
             rekeyed=lambda key: self._work(work.plan, axes, key),
             elsewhere=lambda mesh: replace(self, mesh=mesh).step(work.plan),
         )
+
+    def pipelined_step(self, plan: Plan | None) -> Any:
+        """Makes a step whose loss lies in stages. **Raises:** `ArgumentError` for what is not run in stages yet."""
+        from .pipelined_step import make_pipelined  # with all that it needs: who has no pipeline does not wait for it
+
+        told = {
+            "plan": plan,
+            "trainable": self.trainable,
+            "compiler_options": self.compiler_options,
+            "rules": self.rules,
+        }
+        for name, value in told.items():
+            if value is not None:
+                raise ArgumentError(f"{name} is given with a Pipeline, which does not take it yet: leave it out")
+        mesh, batch = self.mesh, specs_of(self.batch)
+        axes = batch_axes(mesh, self.strategies)
+        shard_batch(mesh, axes, batch, microbatches=self.microbatches)
+        born = trace_init(self.init, self.loss)
+        check_trainable(born.out_specs.params, frozenset())
+        program = traced_loss(self.loss, born.out_specs, batch, self.microbatches)
+        rows = ReadRows(program, self.optimizer, self.strategies, self.microbatches, frozenset())
+        model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
+        made = make_plan(mesh, self.strategies, model)
+        return make_pipelined(program, born, self.optimizer, mesh, self.strategies, batch, made, self.metrics)
 
     def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
         """Makes what a step computes. **Arguments:** `axes`: of the batch. `key`: as of `trace_init`."""

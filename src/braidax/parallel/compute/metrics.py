@@ -31,10 +31,17 @@ class MetricDims:
         places = {"loss": 0, **structure.unflatten(range(1, 1 + structure.num_leaves))}
         pairs = zip(jax.tree.leaves(places), jax.tree.leaves(self._specs), strict=True)
         self._dims = [self._whole(found[place], spec) for place, spec in pairs]
+        self._places: list[int] = jax.tree.leaves(places)
 
     def _whole(self, dim: int | None, spec: Any) -> int | None:
         """A dim, unless it is no multiple of the samples."""
         return None if dim is None or spec.shape[dim] % self._num_samples else dim
+
+    @property
+    def of_outputs(self) -> list[int | None]:
+        """The dim along samples of the loss and of each metric, in the order in which the program gives them."""
+        dims = dict(zip(self._places, self._dims, strict=True))
+        return [dims[place] for place in range(len(dims))]
 
     def shardings(self, mesh: Mesh, axes: tuple[str, ...], others: Collection[str]) -> dict[str, Any]:
         """Returns the shardings of metrics: those along samples are split over mesh axes, the others on every device.
@@ -58,12 +65,19 @@ class MetricDims:
         **Arguments:** `along`: of `k` microbatches, `[k, ...]`; sample `i` is in piece `i % k`.
         """
         one, other = iter(averaged), iter(along)
-        found = [next(one) if dim is None else self._in_order(next(other), dim) for dim in self._dims]
+        found = [
+            next(one) if dim is None else in_order_of_samples(next(other), dim, self._num_samples) for dim in self._dims
+        ]
         return jax.tree.unflatten(jax.tree.structure(self._specs), found)
 
-    def _in_order(self, pieces: jax.Array, dim: int) -> jax.Array:
-        shape, num_samples = pieces.shape[1:], self._num_samples
-        pieces = jnp.moveaxis(pieces, 0, dim)  # [..., k, samples * m, ...]
-        parts = (*shape[:dim], pieces.shape[dim], num_samples, shape[dim] // num_samples, *shape[dim + 1 :])
-        together = jnp.swapaxes(pieces.reshape(parts), dim, dim + 1)
-        return together.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+def in_order_of_samples(pieces: jax.Array, dim: int, num_samples: int) -> jax.Array:
+    """Puts together what goes along samples of microbatches, of which sample `i` is in piece `i % k`.
+
+    **Arguments:** `pieces`: `[k, ...]`. `dim`: of one piece that goes along its samples. `num_samples`: of one piece.
+    """
+    shape = pieces.shape[1:]
+    pieces = jnp.moveaxis(pieces, 0, dim)  # [..., k, samples * m, ...]
+    parts = (*shape[:dim], pieces.shape[dim], num_samples, shape[dim] // num_samples, *shape[dim + 1 :])
+    together = jnp.swapaxes(pieces.reshape(parts), dim, dim + 1)
+    return together.reshape(*shape[:dim], -1, *shape[dim + 1 :])

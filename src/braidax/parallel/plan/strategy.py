@@ -139,6 +139,17 @@ def bytes_where_used(model: Model, path: str) -> int:
     return math.prod(spec.shape[dim] for dim in used) * np.dtype(spec.dtype).itemsize
 
 
+def stages_axis(strategies: Mapping[str, Any]) -> str | None:
+    """Returns the mesh axis along which stages lie, that of a `Pipeline`, if there is one.
+
+    **Raises:** `ArgumentError` for several.
+    """
+    axes = [axis for axis, strategy in strategies.items() if getattr(strategy, "cuts_loss", False)]
+    if len(axes) > 1:
+        raise ArgumentError(f"strategies has a Pipeline for each of {axes}: expected one axis of stages")
+    return axes[0] if axes else None
+
+
 def check_combine_bytes(combine_bytes: int | None) -> None:
     """Raises `ArgumentError` for a size below zero."""
     if combine_bytes is not None and combine_bytes < 0:

@@ -48,9 +48,13 @@ class Passes:
     @property
     def kept_bytes(self) -> int:
         """Of what is held from the forward to the backward pass of a microbatch: what comes in, and what is kept."""
-        incoming = self.stage.incoming
-        held = incoming if self.recompute else [*(incoming[at] for at in self._held), *self._made.kept]
-        return sum(bytes_of(one) for one in held)
+        held = [self.stage.incoming[at] for at in self.held]
+        return sum(bytes_of(one) for one in (*held, *([] if self.recompute else self._made.kept)))
+
+    @property
+    def held(self) -> list[int]:
+        """Which incoming values the backward pass needs; what it is given in place of others counts for nothing."""
+        return [*range(len(self.stage.incoming))] if self.recompute else self._held
 
     def forward(self, taken: Sequence[Any], incoming: Sequence[Any]) -> Made:
         """Runs the stage. **Arguments:** `taken`: what it has of the arguments of the loss."""

@@ -1,0 +1,170 @@
+"""`PipelinedStep`: a loss in stages along a mesh axis, and an optimizer, as a training step."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from braidax.errors import ArgumentError
+from braidax.program import Program, difference, specs_of
+
+from .compute.in_flight import InFlight
+from .compute.metrics import BATCH
+from .given.arrays import adopt, typed_key
+from .plan.batch import batch_axes
+from .plan.costs.machine import Link
+from .plan.plan import Plan
+from .plan.strategies import DataParallel
+from .plan.strategy import Strategy, stages_axis
+from .stages.balance import Pricing
+from .stages.cut import CutLoss, cut
+from .stages.pipeline import Pipeline
+from .stages.running.executor import Pipelined
+from .stages.running.home import sub_meshes, without_mesh
+from .stages.running.pipelined_work import PipelinedWork
+from .stages.schedules import Schedule
+from .stages.segments import counted, measured
+from .state import State
+
+
+class PipelinedStep:
+    """A training step whose loss lies in stages along a mesh axis; `parallelize` makes it for a `Pipeline`.
+
+    `update`, `init`, `finish`, `batch_shardings`, `state_specs`, `mesh` and `plan` are as of `Step`. A state's
+    `params` are the user's PyTree, in which the rows of a leaf that several stages have, the stacked weights of a loop,
+    are a tuple; each leaf lies with the stage that owns it.
+    """
+
+    def __init__(
+        self, work: PipelinedWork, batch: Any, mesh: Mesh, plan: Plan, found: CutLoss, batch_axes: tuple[str, ...]
+    ) -> None:
+        self._work, self._batch_specs, self.mesh, self.plan, self.cut = work, batch, mesh, plan, found
+        self.schedule: Schedule = work.run.schedule
+        self.state_shardings = work.shardings
+        homes = [work.run.homes[stage] for stage in work.run.batch_homes]
+        spec = PartitionSpec(batch_axes) if batch_axes else PartitionSpec()
+        structure = jax.tree.structure(batch)
+        self.batch_shardings: Any = structure.unflatten([NamedSharding(home.mesh, spec) for home in homes])
+        self._in_flight = InFlight(mesh)
+        self.fetches_ahead = False
+
+    def init(self, key: jax.Array) -> State:
+        """Makes the first state, every leaf born on the devices of its stage.
+
+        **Arguments:** `key`: from `jax.random.key`. **Raises:** `ArgumentError` when it is no such key.
+        """
+        key = typed_key(key)
+        if message := difference(self._work.specs.key, key, "key"):
+            raise ArgumentError(f"{message}: make it with jax.random.key(seed), of the PRNG that JAX is configured for")
+        with without_mesh():
+            return self._work.begin(key)
+
+    @property
+    def state_specs(self) -> State:
+        """Of every leaf of a state shape, dtype and sharding: enough for a checkpoint to restore one."""
+        return jax.tree.map(
+            lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on),
+            self._work.specs,
+            self.state_shardings,
+        )
+
+    def update(
+        self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
+    ) -> tuple[State, dict[str, Any]]:
+        """Takes one training step, as of `Step.update`; metrics lie with the stage that computes them.
+
+        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for.
+        """
+        if message := difference(self._work.specs, state, "state"):
+            raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state.params)):
+            raise ArgumentError("state was given up by an earlier update: go on with the state that it returned")
+        if message := difference(self._batch_specs, specs_of(batch), "batch"):
+            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+        self._in_flight.make_room()
+        with without_mesh():
+            state = adopt(state, self.state_shardings)
+            gradients, variables, metrics = self._work.gradients(state, batch)
+        self._in_flight.add(metrics["loss"])
+        if before_apply is not None:
+            before_apply()
+        with without_mesh():
+            step, params, opt_state = self._work.apply(state, gradients, metrics["loss"])
+        variables = jax.tree.unflatten(jax.tree.structure(state.variables), variables)
+        return replace(state, step=step, params=params, opt_state=opt_state, variables=variables), metrics
+
+    def whole_params(self, state: State) -> Any:
+        """Returns the parameters as the user's own PyTree, on the host."""
+        return self._work.tree.join(jax.tree.map(jax.device_get, state.params))
+
+    def finish(self) -> None:
+        """As of `Step.finish`; there is nothing that is looked at later."""
+
+    def evaluate(self, state: State, batch: Any) -> NoReturn:
+        """Not run in stages yet. **Raises:** `ArgumentError`."""
+        raise ArgumentError(
+            "evaluate is not run in stages yet: evaluate the loss on step.whole_params(state), or with a step of "
+            "another strategy"
+        )
+
+    def wrap(self, fn: Callable[..., Any], *, batch: Any = None) -> NoReturn:
+        """Not run in stages yet. **Raises:** `ArgumentError`."""
+        raise ArgumentError("wrap is not run in stages yet: call fn on step.whole_params(state)")
+
+
+def make_pipelined(
+    program: Program,
+    born: Program,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    strategies: Mapping[str, Strategy],
+    batch: Any,
+    plan: Plan,
+    metrics: Sequence[str],
+) -> PipelinedStep:
+    """Makes a step of stages.
+
+    **Arguments:** `program`: the loss on one microbatch. `born`: traced `key -> Born`. `batch`: specs of all samples.
+    `plan`: with `microbatches`. `metrics`: that are wanted besides.
+
+    **Raises:** `ArgumentError` or `SpecError` naming what does not fit, before anything is compiled.
+    """
+    axis = stages_axis(strategies)
+    assert axis is not None, "there is a Pipeline"
+    pipeline = strategies[axis]
+    assert isinstance(pipeline, Pipeline), "it is the strategy of that axis"
+    for other, strategy in strategies.items():
+        if other != axis and strategy != DataParallel():
+            raise ArgumentError(
+                f"strategies[{other!r}] is {strategy!r}, which is not run inside of stages yet: beside a Pipeline "
+                f"expected DataParallel()"
+            )
+    if any(one.process_index != jax.process_index() for one in mesh.devices.flat):
+        raise ArgumentError(f"mesh spans processes, and the stages of {axis!r} are run by one process yet")
+    axes, count = batch_axes(mesh, strategies), plan.microbatches
+    schedule = pipeline.scheduled(mesh.shape[axis], count)
+    found = _cut(program, pipeline, schedule, math.prod(mesh.shape[one] for one in axes))
+    meshes = sub_meshes(mesh, axis)
+    run = Pipelined(program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute)
+    work = PipelinedWork(run, optimizer, born, wants_norm="grad_norm" in metrics)
+    return PipelinedStep(work, batch, mesh, plan, found, axes)
+
+
+def _cut(program: Program, pipeline: Pipeline, schedule: Schedule, inner: int) -> CutLoss:
+    samples = jax.tree.leaves(program.in_specs[BATCH])[0].shape[0]
+    pricing = Pricing(
+        schedule.num_microbatches, Link(1e30), Link(1e30), recompute=pipeline.recompute, samples=samples // inner
+    )
+    with without_mesh():
+        return cut(
+            program,
+            None if pipeline.cuts else schedule.num_stages,
+            pricing=pricing,
+            cuts=pipeline.cuts,
+            clock=measured() if pipeline.clock == "measured" else counted(),
+            mixes_samples=pipeline.mixes_samples,
+        )

@@ -1,0 +1,1 @@
+"""Schedules of pipelines, run: one process over several devices."""

@@ -1,0 +1,54 @@
+"""Parameters as a pipeline keeps them: the user's PyTree, in which rows of one leaf may be several."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+
+from .ownership import Ownership, Piece
+
+
+@final
+class DividedTree:
+    """The form of a PyTree in which a leaf that several stages own by rows is a tuple of its pieces.
+
+    **Arguments:** `tree`: of specs, the parameters.
+    """
+
+    def __init__(self, tree: Any, ownership: Ownership) -> None:
+        self._tree, self._ownership = jax.tree.structure(tree), ownership
+        owners: list[list[tuple[int, Piece, int]]] = [[] for _ in range(self._tree.num_leaves)]
+        for stage, own in enumerate(ownership.pieces):
+            for one in own:
+                owners[one.leaf].append((0 if one.rows is None else one.rows[0], one, stage))
+        self._pieces = [[(one, stage) for _, one, stage in sorted(found)] for found in owners]
+        self.stages = [stage for found in self._pieces for _, stage in found]
+        """Of each leaf of the divided tree, which stage owns it."""
+        self.cut = [at for at, found in enumerate(self._pieces) if len(found) > 1]
+        """The leaves of the whole tree that are divided."""
+
+    def of_pieces(self, pieces: Sequence[Sequence[Any]]) -> Any:
+        """Returns the divided tree of what stages own."""
+        known = {
+            (stage, one): value
+            for stage, (own, values) in enumerate(zip(self._ownership.pieces, pieces, strict=True))
+            for one, value in zip(own, values, strict=True)
+        }
+        return self._made([[known[stage, one] for one, stage in found] for found in self._pieces])
+
+    def pieces(self, tree: Any) -> list[list[Any]]:
+        """Undoes `of_pieces`."""
+        order = [(stage, one) for found in self._pieces for one, stage in found]
+        known = dict(zip(order, jax.tree.leaves(tree), strict=True))
+        return [[known[stage, one] for one in own] for stage, own in enumerate(self._ownership.pieces)]
+
+    def divide(self, tree: Any) -> Any:
+        """Returns the divided tree of a whole one."""
+        return self.of_pieces(self._ownership.divide(jax.tree.leaves(tree)))
+
+    def join(self, tree: Any) -> Any:
+        """Undoes `divide`, for arrays in one place."""
+        return jax.tree.unflatten(self._tree, self._ownership.join(self.pieces(tree), self._tree.num_leaves))
+
+    def _made(self, found: Sequence[Sequence[Any]]) -> Any:
+        return jax.tree.unflatten(self._tree, [one[0] if len(one) == 1 else tuple(one) for one in found])

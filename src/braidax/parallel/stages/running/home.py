@@ -1,0 +1,78 @@
+"""Where a stage lies, and how its programs are compiled for that."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
+
+from braidax.parallel.plan.batch import along_batch
+from braidax.program import compile_on
+
+
+@final
+class Home:
+    """Devices of a stage, among which the samples of a microbatch are divided.
+
+    On a single device programs and transfers are dispatched without a mesh, in a third of the time.
+
+    **Arguments:** `mesh`: of these devices alone. `batch_axes`: of this mesh, over which samples are divided.
+    """
+
+    def __init__(self, mesh: Mesh, batch_axes: tuple[str, ...] = ()) -> None:
+        self.mesh, self._axes = mesh, batch_axes
+        self._device: Any = mesh.devices.flat[0] if mesh.size == 1 else None
+        self.whole: Sharding = self.along((), None)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it must not be given many programs ahead: those of several CPU devices wait for one another."""
+        return self._device is None and any(one.platform == "cpu" for one in self.mesh.devices.flat)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there is more than one device."""
+        return self._device is None
+
+    def along(self, shape: Sequence[int], dim: int | None) -> Sharding:
+        """Returns how an array lies that has samples along a dim, or none."""
+        if self._device is not None:
+            return SingleDeviceSharding(self._device)
+        return along_batch(self.mesh, self._axes, shape, dim)
+
+    def compile(self, fn: Callable[..., Any], ins: tuple[Any, ...], outs: Any, *, donate: tuple[int, ...] = ()) -> Any:
+        """Returns the jitted function. **Arguments:** `ins`, `outs`: shardings, or prefixes of PyTrees of such."""
+        if self._device is None:
+            return compile_on(self.mesh, fn, in_shardings=ins, out_shardings=outs, donate=donate)
+
+        def run(*args: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return fn(*args)
+
+        # What takes nothing would run on the first device of all.
+        return jax.jit(run, donate_argnums=donate, out_shardings=None if ins else self.whole)
+
+    def bring(self, arrays: Sequence[Any], shardings: Sequence[Sharding]) -> Sequence[Any]:
+        """Brings arrays here from another home. **Arguments:** `shardings`: of this home."""
+        if not arrays:
+            return ()
+        return jax.device_put(tuple(arrays), tuple(shardings) if self._device is None else self._device)
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """Programs of a stage may not see the mesh that a user has set with `jax.set_mesh`, which is of all devices."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+def sub_meshes(mesh: Mesh, axis: str) -> list[Mesh]:
+    """Returns the meshes of the other axes, one for each place along an axis."""
+    at = mesh.axis_names.index(axis)
+    names = [name for name in mesh.axis_names if name != axis] or [axis]
+    kinds = [kind for kind, name in zip(mesh.axis_types, mesh.axis_names, strict=True) if name in names]
+    found: list[Mesh] = []
+    for place in range(mesh.devices.shape[at]):
+        devices = mesh.devices.take(place, at) if mesh.devices.ndim > 1 else mesh.devices[place : place + 1]
+        found.append(Mesh(devices, names, axis_types=tuple(kinds)))
+    return found

@@ -1,0 +1,124 @@
+"""What a step of stages computes: a first state, gradients, their norm, and the update, each where it lies."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from braidax.parallel.compute.accumulate import wide
+from braidax.parallel.given.arrays import strong
+from braidax.parallel.given.optimizer import applied
+from braidax.parallel.plan.plan import follow
+from braidax.parallel.state import State
+from braidax.program import Program, trace
+
+from .by_rows import check_by_rows
+from .divided_tree import DividedTree
+from .executor import Pipelined
+from .placed_program import PlacedProgram
+
+
+@final
+class PipelinedWork:
+    """Gradients of a pipeline, and an optimizer that moves each variable where it lies.
+
+    **Arguments:** `born`: traced `key -> Born`. `wants_norm`: whether the global norm of gradients is a metric.
+
+    **Raises:** `ArgumentError` for an optimizer that takes together what lies apart, other than by sums over all.
+    """
+
+    def __init__(
+        self, run: Pipelined, optimizer: optax.GradientTransformation, born: Program, *, wants_norm: bool = False
+    ) -> None:
+        self.run, self._optimizer, self._born = run, optimizer, born
+        params = born.out_specs.params
+        self.tree = DividedTree(params, run.ownership)
+        check_by_rows(optimizer, params, self.tree.cut, self.tree.divide)
+        self.initial = trace(self._first, *born.in_specs)
+        self.specs: State = self.initial.out_specs
+        loss = run.program.out_specs[0]
+        update = trace(self._moved, self.specs.step, self.specs.params, self.specs.opt_state, self.specs.params, loss)
+        self.update, of_state = self._placed(update)
+        norm = trace(_norm, self.specs.params)
+        self.norm = PlacedProgram(norm, self.tree.stages, run.homes) if wants_norm else None
+        places = [0, *self.tree.stages, *of_state, *(one.stage for one in run.carried), 0]
+        self.homes = [run.homes[place] for place in places]
+        """Of each leaf of a state."""
+        self._places = places
+        self.shardings: State = jax.tree.unflatten(jax.tree.structure(self.specs), [one.whole for one in self.homes])
+        home = run.homes[0]
+        self.step_key = home.compile(jax.random.fold_in, (home.whole,) * 2, home.whole)
+        self._begin = [self._begun(stage) for stage in range(len(run.homes))]
+
+    def begin(self, key: Any) -> State:
+        """Makes a first state; each stage what it keeps."""
+        found: list[Any] = [None] * len(self.homes)
+        for home, (own, make) in zip(self.run.homes, self._begin, strict=True):
+            if own:
+                for at, value in zip(own, make(home.bring([key], [home.whole])[0]), strict=True):
+                    found[at] = value
+        return jax.tree.unflatten(jax.tree.structure(self.specs), found)
+
+    def _begun(self, stage: int) -> tuple[list[int], Any]:
+        own = [at for at, place in enumerate(self._places) if place == stage]
+        home = self.run.homes[stage]
+
+        def make(key: Any) -> list[Any]:
+            leaves = jax.tree.leaves(self.initial(key))
+            return [leaves[at] for at in own]
+
+        return own, home.compile(make, (home.whole,), home.whole)
+
+    def gradients(self, state: State, batch: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+        """Returns the gradients as a divided tree, leaves of new variables, and metrics."""
+        key = self.step_key(state.key, state.step)
+        pieces, variables = self.tree.pieces(state.params), jax.tree.leaves(state.variables)
+        found = self.run.gradients(pieces, variables, key, batch)
+        gradients = self.tree.of_pieces(found.gradients)
+        loss, *others = found.results
+        _, (metrics, _) = self.run.program.out_specs
+        shown = {"loss": loss, **jax.tree.unflatten(jax.tree.structure(metrics), others)}
+        return gradients, found.variables, shown if self.norm is None else {**shown, "grad_norm": self.norm(gradients)}
+
+    def apply(self, state: State, gradients: Any, loss: Any) -> tuple[Any, Any, Any]:
+        """Returns the next step, parameters and optimizer's state; takes over the memory of the old ones."""
+        home = self.run.homes[0]
+        loss = home.bring([loss], [home.whole])[0]
+        step, params, opt_state = self.update(state.step, state.params, state.opt_state, gradients, loss)
+        return step, params, opt_state
+
+    # Traced
+
+    def _first(self, key: Any) -> State:
+        born = self._born(key)
+        params = self.tree.divide(born.params)
+        opt_state = strong(self._optimizer.init(params))
+        return State(jnp.zeros((), jnp.int32), params, opt_state, born.variables, born.key)
+
+    def _moved(self, step: Any, params: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
+        params, opt_state = applied(self._optimizer, params, opt_state, gradients, loss)
+        return step + 1, params, opt_state
+
+    def _placed(self, update: Program) -> tuple[PlacedProgram, Sequence[int]]:
+        """Returns the update, and where each leaf of the optimizer's state lies: what is of a variable, with that."""
+        stages = self.tree.stages
+        structure = jax.tree.structure(self.specs.params)
+        known = follow(self.specs.params, structure.unflatten(stages), self.specs.opt_state, lambda _: -1)
+        of_state: list[int | None] = [None if place < 0 else place for place in jax.tree.leaves(known)]
+        begin, count = 1 + len(stages), len(of_state)
+        while True:
+            places = [None, *stages, *of_state, *stages, None]
+            kept = [(at, at) for at in range(1, begin + count)]
+            placed = PlacedProgram(update, places, self.run.homes, kept=kept)
+            got = placed.places[begin : begin + count]
+            new = [there if place is None and there else place for place, there in zip(of_state, got, strict=True)]
+            if new == of_state:
+                return placed, [place or 0 for place in of_state]
+            of_state = new
+
+
+def _norm(gradients: Any) -> jax.Array:
+    squares = [jnp.sum(jnp.square(wide(leaf))) for leaf in jax.tree.leaves(gradients)]
+    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))

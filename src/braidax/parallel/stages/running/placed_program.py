@@ -1,0 +1,75 @@
+"""A program of values that lie with several stages, run where they lie."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, final
+
+import jax
+
+from braidax.program import JOINT, PlacePart, Program, divided
+
+from .home import Home
+
+
+@final
+class PlacedProgram:
+    """Runs a program whose inputs and outputs lie with stages; what joins all goes over the first one by scalars.
+
+    **Arguments:** `places`: of each input, the stage; None: a scalar of the first one's. `kept`: numbers of inputs that
+    become outputs, by these numbers, and give their memory to these.
+
+    **Raises:** `ArgumentError` for a program that joins large arrays of several stages.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        places: Sequence[int | None],
+        homes: Sequence[Home],
+        *,
+        kept: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self._homes, self._structure = homes, jax.tree.structure(program.out_specs)
+        self._places = list(places)
+        parts, at = divided(program, places)
+        self.places = [0 if place == JOINT else place for place in at]
+        """Of each output, the stage with which it lies."""
+        given_up = {output: one for one, output in kept}
+        self._parts: list[tuple[PlacePart, list[int], Any]] = []
+        for part in parts:
+            own = {given_up.get(output) for output in part.outputs} if part.place != JOINT else set[int | None]()
+            donated = [at for at, one in enumerate(part.inputs) if one in own and places[one] == part.place]
+            self._parts.append((part, donated, self._compiled(part, donated)))
+
+    def _compiled(self, part: PlacePart, donated: Sequence[int]) -> Any:
+        home = self._home(part)
+
+        def run(given_up: Sequence[Any], others: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
+            one, other = iter(given_up), iter(others)
+            inputs = [next(one if at in donated else other) for at in range(len(part.inputs))]
+            return part(inputs, taken)
+
+        return home.compile(run, (home.whole,) * 3, home.whole, donate=(0,))
+
+    def _home(self, part: PlacePart) -> Home:
+        return self._homes[0 if part.place == JOINT else part.place]
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes it, of arrays that lie where they are said to."""
+        flat, sent = jax.tree.leaves(args), dict[int, tuple[Home, Any]]()
+        given = [[self._brought(part, flat, sent_at) for sent_at in part.inputs] for part, _, _ in self._parts]
+        outputs: list[Any] = [None] * len(self.places)
+        for inputs, (part, donated, run) in zip(given, self._parts, strict=True):
+            home = self._home(part)
+            taken = [one if at is home else home.bring([one], [home.whole])[0] for at, one in map(sent.get, part.taken)]  # pyright: ignore
+            others = [one for at, one in enumerate(inputs) if at not in donated]
+            found = run([inputs[at] for at in donated], others, taken)
+            sent.update((number, (home, value)) for number, value in zip(part.sent, found, strict=False))
+            outputs_of = found[len(part.sent) :]
+            for number, value in zip(part.outputs, outputs_of, strict=True):
+                outputs[number] = value
+        return jax.tree.unflatten(self._structure, outputs)
+
+    def _brought(self, part: PlacePart, flat: Sequence[Any], at: int) -> Any:
+        """Returns an input where a part reads it."""
+        home, origin = self._home(part), self._places[at] or 0
+        return flat[at] if self._homes[origin] is home else home.bring([flat[at]], [home.whole])[0]

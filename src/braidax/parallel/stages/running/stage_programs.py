@@ -1,0 +1,170 @@
+"""The compiled programs of a stage."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+
+from braidax.parallel.compute.accumulate import wide, wide_zeros
+from braidax.parallel.stages.passes import Passes, is_float
+from braidax.program import Stage, batch_dims_of_results, trace
+
+from .flat import Flat
+from .home import Home
+from .ownership import Read
+
+PARAMS, VARIABLES, KEY, BATCH = range(4)
+"""The arguments of a traced loss."""
+
+
+class Ran(NamedTuple):
+    """What a forward pass gives: `outgoing` values, `results` of the loss, and what is `kept` for the way back."""
+
+    outgoing: tuple[Any, ...]
+    results: tuple[Any, ...]
+    kept: tuple[Any, ...]
+
+
+@final
+class StagePrograms:
+    """What a stage computes, as jitted functions on its home; each is compiled at its first call.
+
+    `forward(params, given, incoming) -> Ran`. `backward(sums, moved, others, params, given, kept, gradients) -> (sums,
+    gradients of what came in)` takes over the memory of the sums and of `moved`, what came in
+    and has gradients; `inputs` and `weights` are its halves, without the other's result. `zeros() -> sums`.
+
+    **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs. `incoming_dims`: of
+    incoming values, which goes along the samples. `recompute`: whether nothing is kept for the way back.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        home: Home,
+        reads: Sequence[Read],
+        pieces: Any,
+        incoming_dims: Sequence[int | None],
+        *,
+        recompute: bool = False,
+    ) -> None:
+        self.stage, self.home, self.reads = stage, home, tuple(reads)
+        self._passes = Passes(stage, params=PARAMS, recompute=recompute)
+        self.read_pieces = tuple(dict.fromkeys((one.owner, one.piece) for one in reads))
+        self.flat = Flat([pieces[one] for one in self.read_pieces])
+        own = [leaf for leaf in stage.leaves if leaf.argument == PARAMS]
+        in_flat = jax.tree.leaves(stage.program.in_specs)
+        self.specs = in_flat[: len(own)]
+        self.sums = Flat([_wide_spec(spec) for spec in self.specs])
+        held = self._passes.held
+        self._floats = [at for at, one in enumerate(stage.incoming) if is_float(one)]
+        self._moved = [at for at in held if at in self._floats]
+        self._others = [at for at in held if at not in self._floats]
+        self._is_loss = [number == 0 for number in stage.results]
+        self._dims(incoming_dims)
+        self._compile()
+
+    def _dims(self, incoming_dims: Sequence[int | None]) -> None:
+        """Finds how values lie."""
+        home, stage = self.home, self.stage
+        given = [leaf for leaf in stage.leaves if leaf.argument != PARAMS]
+        dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
+        specs = jax.tree.leaves(stage.program.in_specs[:-1])[len(self.specs) :]
+        self.given_leaves, self.given_specs = given, specs
+        self.given_shardings = tuple(home.along(s.shape, dim) for s, dim in zip(specs, dims_of_given, strict=True))
+        pairs = zip(stage.incoming, incoming_dims, strict=True)
+        self.incoming_shardings = tuple(home.along(spec.shape, dim) for spec, dim in pairs)
+        *taken, incoming = stage.program.in_specs
+        kept = jax.eval_shape(self._passes.forward, taken, incoming).kept
+        self._kept = Flat(kept, small_bytes=0)
+        divided = {1: dims_of_given, 2: list(incoming_dims)}
+        traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming)
+        made: Ran = traced.out_specs
+        dims = batch_dims_of_results(traced, divided)
+        if kept:  # from here on in buffers
+            before = len(dims) - len(kept)
+            self._kept = Flat(kept, dims=dims[before:] if home.is_divided else None)
+            made = made._replace(kept=tuple(jax.eval_shape(self._kept.pack, list(kept))))
+            dims = [*dims[:before], *self._kept.dims]
+        on = [home.along(spec.shape, dim) for spec, dim in zip(jax.tree.leaves(made), dims, strict=True)]
+        self.ran_shardings: Ran = jax.tree.unflatten(jax.tree.structure(made), on)
+        self.outgoing_dims = dims[: len(made.outgoing)]
+        self.float_outgoing = [at for at, one in enumerate(made.outgoing) if is_float(one)]
+        self.gradient_shardings = tuple(self.ran_shardings.outgoing[at] for at in self.float_outgoing)
+
+    @property
+    def flat_specs(self) -> list[Any]:
+        """Of the buffers of parameters."""
+        return jax.eval_shape(self.flat.pack, list(self.flat.specs))
+
+    def _compile(self) -> None:
+        home, whole = self.home, self.home.whole
+        moved = tuple(self.incoming_shardings[at] for at in self._moved)
+        sent = tuple(self.incoming_shardings[at] for at in self._floats)
+        others = tuple(self.incoming_shardings[at] for at in self._others)
+        ins = (whole, moved, others, whole, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
+        self.forward = home.compile(
+            self._forward, (whole, self.given_shardings, self.incoming_shardings), self.ran_shardings
+        )
+        self.backward = home.compile(self._backward, ins, (whole, sent), donate=(0, 1))
+        self.inputs = home.compile(lambda *args: self._backward((), *args)[1], ins[1:], sent)
+        self.weights = home.compile(lambda *args: self._backward(*args)[0], ins, whole, donate=(0,))
+        self.zeros = home.compile(self._zeros, (), whole)
+        self.joined = home.compile(self.flat.joined, (whole,), whole)
+
+    def parted(self, incoming: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns those of incoming values that the way back needs: of floats, and others."""
+        return tuple(incoming[at] for at in self._moved), tuple(incoming[at] for at in self._others)
+
+    @property
+    def sends_back(self) -> bool:
+        """Whether anything that came in has a gradient."""
+        return bool(self._floats)
+
+    # What is compiled
+
+    def _forward(self, params: Sequence[Any], given: Sequence[Any], incoming: Sequence[Any]) -> Ran:
+        made = self._passes.forward(self._taken(params, given), incoming)
+        return Ran(tuple(made.outgoing), tuple(made.results), tuple(self._kept.pack(made.kept)))
+
+    def _backward(
+        self,
+        sums: Sequence[Any],
+        moved: Sequence[Any],
+        others: Sequence[Any],
+        params: Sequence[Any],
+        given: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        held = dict(zip((*self._moved, *self._others), (*moved, *others), strict=True))
+        incoming = [held.get(at, jnp.zeros(one.shape, one.dtype)) for at, one in enumerate(self.stage.incoming)]
+        received = iter(gradients)
+        outgoing = [next(received) if is_float(spec) else None for spec in self.stage.outgoing]
+        of_results = [jnp.ones((), self._loss_type) if is_loss else None for is_loss in self._is_loss]
+        taken, kept = self._taken(params, given), self._kept.unpack(kept)
+        own, sent = self._passes.backward(taken, incoming, kept, outgoing, of_results)
+        if sums:
+            sums = self.sums.added(sums, [wide(leaf) for leaf in jax.tree.leaves(own)])
+        return list(sums), tuple(sent[at] for at in self._floats)
+
+    @property
+    def _loss_type(self) -> Any:
+        return self.stage.program.out_specs[1][self._is_loss.index(True)].dtype
+
+    def _taken(self, params: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what the stage has of the arguments of the loss."""
+        found = dict(zip(self.read_pieces, self.flat.unpack(params), strict=True))
+        leaves: list[Any] = []
+        for one in self.reads:
+            piece = found[one.owner, one.piece]
+            leaves.append(piece if one.rows is None else piece[slice(*one.rows)])
+        structure = jax.tree.structure(self.stage.program.in_specs[:-1])
+        return jax.tree.unflatten(structure, [*leaves, *given])
+
+    def _zeros(self) -> list[Any]:
+        return self.sums.pack([wide_zeros(spec) for spec in self.specs])
+
+
+def _wide_spec(spec: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, jnp.promote_types(spec.dtype, jnp.float32))

@@ -1,0 +1,45 @@
+"""Arrays in few buffers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from braidax.parallel.stages.running.flat import Flat
+
+
+def test_small_arrays_of_a_type_lie_in_one_buffer() -> None:
+    arrays = [
+        jnp.arange(6.0).reshape(2, 3),
+        jnp.ones((), jnp.int32),
+        jnp.float32(7.0),
+        jnp.zeros((40, 40)),
+        jnp.int32(3),
+    ]
+    arrays += [jax.random.key(1), jnp.ones(2, jnp.bfloat16)]
+    form = Flat(arrays, small_bytes=1024)
+    buffers = form.pack(arrays)
+    assert [(one.shape, str(one.dtype)) for one in buffers[:2]] == [((7,), "float32"), ((2,), "int32")]
+    assert form.alone_places == [(2, 3), (3, 5), (4, 6)]  # large, a key, the only one of its type
+    for one, other in zip(form.unpack(buffers), arrays, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert jnp.all(one == other)
+    joined = form.joined(form.small(arrays))
+    np.testing.assert_array_equal(joined[0], [0, 1, 2, 3, 4, 5, 7])
+    assert [one.shape for one in form.alone(arrays)] == [(40, 40), (), (2,)]
+
+
+def test_what_goes_along_samples_lies_side_by_side() -> None:
+    arrays = [
+        jnp.arange(12.0).reshape(4, 3),
+        jnp.arange(4.0),
+        jnp.arange(6.0).reshape(2, 3),
+        jnp.ones((3, 4)),
+        jnp.ones(5),
+    ]
+    form = Flat(arrays, dims=[0, 0, None, 1, None])
+    buffers = form.pack(arrays)
+    assert [one.shape for one in buffers] == [(4, 4), (11,), (3, 4)]
+    assert form.dims == [0, None, 1]
+    np.testing.assert_array_equal(buffers[0][1], [3, 4, 5, 1])  # of sample 1
+    for one, other in zip(form.unpack(buffers), arrays, strict=True):
+        np.testing.assert_array_equal(one, other)
