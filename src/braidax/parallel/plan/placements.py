@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from braidax.errors import ArgumentError
 
-from .layout import RingAxis, Axis, Layout
+from .layout import Axis, Layout, RingAxis
 
 Activations = Literal["whole", "by sequence"]
 Hops = Literal["ahead", "in place"]
