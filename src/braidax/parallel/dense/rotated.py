@@ -80,7 +80,9 @@ def rotated(
             unit = joined(unit, mesh.shape[axis], num_batch_parts, form.least_bytes)
         if path == last and form.in_order and form.keeps and unit.num_slices == 1:
             unit = keeping(unit, mesh.shape[axis], num_batch_parts)
-        one = Ring(Turns(unit, axis, batch_axes, mesh, weights, adapted._replace(in_place=in_place), path == last))
+        if in_place and not form.in_place:
+            adapted = adapted._replace(in_place=True, unroll=1)
+        one = Ring(Turns(unit, axis, batch_axes, mesh, weights, adapted, path == last))
 
         def call(*inputs: Any) -> list[Any]:
             return one(inputs)

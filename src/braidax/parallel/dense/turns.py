@@ -14,6 +14,8 @@ from braidax.program import Division, RotatedUnit, aval_of, psum, psum_scatter
 
 Axes = tuple[str, ...]
 
+_MOST_UNROLLED = 3  # turns of short parts, all of which may be there at once
+
 
 @dataclass(frozen=True)
 class Turns:
@@ -50,6 +52,14 @@ class Turns:
     def num_turns(self) -> int:
         """How many parts, of those that are joined one, a device sees."""
         return self.count // self.unit.num_joined
+
+    @property
+    def _unroll(self) -> int:
+        """How many turns one of a loop takes where parts are handed on in place."""
+        turns = self.num_turns - 1
+        if self.unit.num_joined > 1 and turns <= _MOST_UNROLLED:
+            return turns
+        return self.form.unroll if turns > _MOST_UNROLLED else 1  # a loop of one turn would be none
 
     def _divisions(self, step: Any, number: Any) -> tuple[Division, Division]:
         """Of the weights that a device has after some hops, in a slice of its part, and of the samples."""
@@ -177,7 +187,8 @@ class Turns:
                 return parts, add(step, parts, state)
 
             if self.form.in_place:
-                return jax.lax.fori_loop(1, last + 1, in_place, (parts, add(0, parts, state)))[1]
+                begun = parts, add(0, parts, state)
+                return jax.lax.fori_loop(1, last + 1, in_place, begun, unroll=self._unroll)[1]
             if last > 0:
                 parts, state = jax.lax.fori_loop(0, last, ahead, (parts, state))
             return add(last, parts, state)
@@ -334,7 +345,8 @@ class Turns:
             return parts, self._hop(held), total
 
         held = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(pulled, 0, parts)[0])
-        _, held, total = jax.lax.fori_loop(1, self.num_turns, loop, (parts, held, total))
+        carried = parts, held, total
+        _, held, total = jax.lax.fori_loop(1, self.num_turns, loop, carried, unroll=self._unroll)
         return held, total
 
     def _others(self, pulled: Any, parts: Any, total: Any) -> tuple[dict[int, Any], Any]:

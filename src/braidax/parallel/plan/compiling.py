@@ -72,10 +72,10 @@ def keeps_order(platform: str) -> bool:
 class RingForm(NamedTuple):
     """How rings of weights are written for a compiler.
 
-    **Fields:** `unroll`: how many turns of a backward pass one turn of its loop takes. `keeps_wide`: weights are hidden
-    from a compiler that would copy those of all layers, in a narrower type, before it loops over these.
-    `lets_last_move`: the last gradient of the weights that are used last waits for nothing, so that it is made while
-    what comes later is sent. `in_place`: a part is handed on when it has been used, and no work is under a hop.
+    **Fields:** `unroll`: how many turns of a ring, of its backward pass where hops are ahead, one turn of its loop takes:
+    compilers copy what a loop hands on. `keeps_wide`: weights are hidden from a compiler that would copy those of all
+    layers, in a narrower type, before it loops over these. `lets_last_move`: the last gradient of the weights that are
+    used last waits for nothing, so that it is made while what comes later is sent. `in_place`: a part is handed on when it has been used, and no work is under a hop.
     `least_bytes`: parts of fewer are, in loops, taken two, four, … at once, as devices meet more slowly than they
     copy. `in_order`: gradients are made in the order of a weight's dims, for a compiler that turns what it multiplies.
     `keeps`: a short product of the weights that are used last is not computed again.
@@ -93,7 +93,7 @@ class RingForm(NamedTuple):
 _RING_FORMS = {
     "tpu": RingForm(unroll=2, keeps_wide=True),
     "gpu": RingForm(lets_last_move=True),
-    "cpu": RingForm(in_place=True, least_bytes=2 * 2**20, in_order=True, keeps=True),
+    "cpu": RingForm(unroll=2, in_place=True, least_bytes=2**20, in_order=True, keeps=True),
 }
 
 
