@@ -72,13 +72,14 @@ def keeps_order(platform: str) -> bool:
 class RingForm(NamedTuple):
     """How rings of weights are written for a compiler.
 
-    **Fields:** `unroll`: how many turns of a ring, of its backward pass where hops are ahead, one turn of its loop takes:
-    compilers copy what a loop hands on. `keeps_wide`: weights are hidden from a compiler that would copy those of all
-    layers, in a narrower type, before it loops over these. `lets_last_move`: the last gradient of the weights that are
-    used last waits for nothing, so that it is made while what comes later is sent. `in_place`: a part is handed on when it has been used, and no work is under a hop.
-    `least_bytes`: parts of fewer are, in loops, taken two, four, … at once, as devices meet more slowly than they
-    copy. `in_order`: gradients are made in the order of a weight's dims, for a compiler that turns what it multiplies.
-    `keeps`: a short product of the weights that are used last is not computed again.
+    **Fields:** `unroll`: how many turns of a ring, of its backward pass where hops are ahead, one turn of its loop
+    takes: compilers copy what a loop hands on. `keeps_wide`: weights are hidden from a compiler that would copy those
+    of all layers, in a narrower type, before it loops over these. `lets_last_move`: the last gradient of the weights
+    that are used last waits for nothing, so that it is made while what comes later is sent. `in_place`: a part is
+    handed on when it has been used, and no work is under a hop. `least_bytes`: parts of fewer are, in loops, taken two,
+    four, … at once, as devices meet more slowly than they copy. `in_order`: gradients are made in the order of a
+    weight's dims, for a compiler that turns what it multiplies. `keeps`: a short product of the weights that are used
+    last is not computed again.
     """
 
     unroll: int = 1
