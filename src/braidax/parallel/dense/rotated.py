@@ -70,9 +70,8 @@ def rotated(
     def replace(path: Path, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         unit = found.units[path]
         weights = {at: _axes(weight, layouts[weight.leaf], axis, unit.ndim(at)) for at, weight in unit.weights.items()}
-        adapted = form if len(path) > 1 else form._replace(unroll=1)  # a hop of all words would lie under no product
-        axes = [layouts[weight.leaf].ring for weight in unit.weights.values()]
-        in_place = form.in_place or any(one is not None and one.in_place for one in axes)
+        adapted = _adapted(form, [layouts[weight.leaf] for weight in unit.weights.values()], in_loop=len(path) > 1)
+        in_place = adapted.in_place
         if path == last and form.lets_last_move and not in_place:  # in slices its last gradient cannot move
             unit = dataclasses.replace(unit, length=unit.length._replace(num_slices=1))
         unit = dataclasses.replace(unit, length=unit.length._replace(in_order=form.in_order))
@@ -80,8 +79,6 @@ def rotated(
             unit = joined(unit, mesh.shape[axis], num_batch_parts, form.least_bytes)
         if path == last and form.in_order and form.keeps and unit.num_slices == 1:
             unit = keeping(unit, mesh.shape[axis], num_batch_parts)
-        if in_place and not form.in_place:
-            adapted = adapted._replace(in_place=True, unroll=1)
         one = Ring(Turns(unit, axis, batch_axes, mesh, weights, adapted, path == last))
 
         def call(*inputs: Any) -> list[Any]:
@@ -98,6 +95,15 @@ def rotated(
 
     program = trace(run, *program.in_specs, mesh=mesh)
     return Rotated(program, tuple(unit_path(program, name) for name in names.values()))
+
+
+def _adapted(form: RingForm, layouts: Sequence[Layout], *, in_loop: bool) -> RingForm:
+    """Returns how the ring of some weights is written. **Arguments:** `in_loop`: whether a loop over layers uses it."""
+    if not in_loop:
+        form = form._replace(unroll=1)  # a hop of all words would lie under no product
+    if not form.in_place and any(one.ring is not None and one.ring.in_place for one in layouts):
+        return form._replace(in_place=True, unroll=1)
+    return form
 
 
 def _axes(weight: RotatedWeight, layout: Layout, axis: str, ndim: int) -> tuple[tuple[str, ...], ...]:
