@@ -23,6 +23,7 @@ from benchmarks.rotated.ways import DDP, RTP, WAYS
 from braidax.tasks.bert_model import Sizes
 
 NUM_DEVICES = 8
+MANY = ("h100:16", "v5e:4x4")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _bytes(report: Report, scale: Scale) -> None:
     sent.weights(report, replace(scale.deep, length=scale.deep.length // 2), scale.sent, NUM_DEVICES)
 
 
-_CASES: dict[str, Callable[[Report, Scale], None]] = {
+_CASES: dict[str, Callable[[Report, Scale], object]] = {
     "bytes": _bytes,
     "tokens": lambda report, scale: sent.tokens(report, scale.timed, 16, NUM_DEVICES),
     "layers": lambda report, scale: memory.layers(report, scale.deep, scale.depths, NUM_DEVICES),
@@ -129,6 +130,7 @@ _CASES: dict[str, Callable[[Report, Scale], None]] = {
     "moe": lambda report, scale: mixture.experts(report, scale.moe, scale.mixtures, NUM_DEVICES),
     "h100": lambda report, scale: ahead.chips(report, H100, scale.chips, 0.01),
     "v5e": lambda report, scale: ahead.chips(report, V5E, scale.chips, 0.05),
+    "many": lambda report, scale: [ahead.many(report, target, scale.chips) for target in MANY],
     "steps": lambda report, scale: steps.steps(report, scale.timed, scale.ways, scale.rounds, NUM_DEVICES),
 }
 

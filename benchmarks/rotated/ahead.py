@@ -16,6 +16,21 @@ from braidax.program import exposed_part, find_target, total_sent
 WAITED, PEAK = "sent while no matrices are multiplied", "memory of a device"
 
 
+def many(report: Report, target: str, shape: Shape) -> None:
+    """Ours rotated beside ours fully sharded, for more chips than the claims are about."""
+    if why_absent(target):
+        return
+    found = find_target(target).devices
+    case = f"GPT-2, {shape.layers} layers of width {shape.width}, {target}"
+    along = jax.make_mesh((len(found),), ("data",), axis_types=(AxisType.Auto,), devices=found)
+    for way in (RTP, OURS):
+        step = ways.uncompiled(way, replace(shape, batch=shape.batch * len(found)), along)
+        compiled = step.compile_for(target)
+        sent_bytes = sum(total_sent(compiled.collectives).values())
+        _add(report, case, way, sent_bytes, exposed_part(compiled.collectives), compiled.peak_bytes)
+    jax.clear_caches()
+
+
 def chips(report: Report, target: str, shape: Shape, most_waited: float) -> None:
     """Ours rotated beside ours fully sharded, and XLA's; on GPUs, where that compiles fast, in place too.
 
