@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from braidax.parallel.plan.costs.forms import column_dim
 from braidax.parallel.plan.layout import Layout
 from braidax.program import (
     Entry,
@@ -161,7 +162,7 @@ class Weight:
         """
         ((_, axis),), axes = self.gathers, self.batch_axes
         num_ids = math.prod(aval_of(equation.invars[1]).shape[:-1]) // self.num_parts
-        dim_to = self._column_dim(self.mesh.shape[axis], num_ids)
+        dim_to = column_dim(self.sizes, self.mesh.shape[axis], num_ids)
 
         def local(shard: Any, ids: Any) -> Any:
             ids = jax.lax.all_gather(ids, axis, axis=dim, tiled=True)
@@ -176,11 +177,6 @@ class Weight:
 
         specs = (_spec(self.dims), PartitionSpec(*[None] * dim, axes))
         return self._island(local, self._axes(*axes), specs, PartitionSpec(*[None] * back_dim, axes))
-
-    def _column_dim(self, count: int, num_ids: int) -> int | None:
-        """The dim by which a table of rows is exchanged for columns, where its devices divide one and it sends less."""
-        dims = [dim for dim, size in enumerate(self.sizes) if dim and not size % count]
-        return dims[0] if dims and num_ids * (count - 1) > 2 * self.sizes[0] / count else None
 
     @property
     def kept(self) -> tuple[tuple[str, ...], ...]:

@@ -1,7 +1,7 @@
 """In which forms a loss uses a variable with samples, and what lookups of its rows send where these are in parts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,15 +70,25 @@ def lookup_bytes(model: Model, path: str, layout: Layout, sizes: Mapping[str, in
             continue
         rows, num_ids = rows / num_parts, num_ids / num_parts
         sent += num_ids * times * ID_BYTES * (count - 1)
-        columns = [at for at, size in enumerate(shape) if at and not size % count]
         if dims[0]:
             sent += ways * rows * others
-        elif columns and num_ids * (count - 1) > 2 * shape[0] / count:  # as `dense/weights.py` does
+        elif column_dim(shape, count, num_ids) is not None:
             padded = -(-shape[0] // count) * count / shape[0]
             sent += ways * (rows + table * times * padded / count) * others
         else:
             sent += ways * rows * (count - 1)
     return sent
+
+
+def column_dim(shape: Sequence[int], count: int, num_ids: float) -> int | None:
+    """Returns the dim by which a table of consecutive rows is exchanged for columns before rows are looked up.
+
+    **Arguments:** `count`: of devices that have parts of it. `num_ids`: that each of them looks up.
+
+    **Returns:** None where they divide no dim, or it sends less to exchange the rows.
+    """
+    dims = [at for at, size in enumerate(shape) if at and not size % count]
+    return dims[0] if dims and num_ids * (count - 1) > 2 * shape[0] / count else None
 
 
 def _type_of(site: Site, dtype: Any) -> np.dtype[Any]:
