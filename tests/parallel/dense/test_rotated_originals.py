@@ -122,7 +122,7 @@ CASES = {
         convolution, of_images,
         {"alone": (3, 3, 3, D), "alone_bias": (D,), "first": (3, 3, D, F), "first_bias": (F,),
          "second": (3, 3, F, D), "second_bias": (D,)},
-        {"alone": 3, "first": 3, "first_bias": 0, "second": 2},
+        {"alone": 3, "alone_bias": 0, "first": 3, "first_bias": 0, "second": 2},
     ),
     "attention": Case(
         attention, of_features,
