@@ -1,5 +1,6 @@
 """`PipelinedStep`: a loss in stages along a mesh axis, and an optimizer, as a training step."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.program import Program, difference, specs_of
+from braidax.program import Program, Stage, difference, named_leaves, specs_of
 
 from .compute.in_flight import InFlight
 from .compute.metrics import BATCH
@@ -24,10 +25,12 @@ from .stages.balance import Pricing
 from .stages.cut import CutLoss, cut
 from .stages.pipeline import Pipeline
 from .stages.running.executor import Pipelined
+from .stages.running.feeding import Given
 from .stages.running.home import sub_meshes, without_mesh
 from .stages.running.pipelined_work import PipelinedWork
+from .stages.running.sending.agreement import Agreement
 from .stages.schedules import Schedule
-from .stages.segments import counted, measured
+from .stages.segments import Clock, Seconds, counted, measured
 from .state import State
 
 
@@ -45,7 +48,7 @@ class PipelinedStep:
         self._work, self._batch_specs, self.mesh, self.plan, self.cut = work, batch, mesh, plan, found
         self.schedule: Schedule = work.run.schedule
         self.state_shardings = work.shardings
-        homes = [work.run.homes[stage] for stage in work.run.batch_homes]
+        self._batch_homes = homes = [work.run.homes[stage] for stage in work.run.batch_homes]
         spec = PartitionSpec(batch_axes) if batch_axes else PartitionSpec()
         structure = jax.tree.structure(batch)
         self.batch_shardings: Any = structure.unflatten([NamedSharding(home.mesh, spec) for home in homes])
@@ -75,7 +78,7 @@ class PipelinedStep:
     def update(
         self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
     ) -> tuple[State, dict[str, Any]]:
-        """Takes one training step, as of `Step.update`; metrics lie with the stage that computes them.
+        """Takes one training step, as of `Step.update`; a metric of samples lies with the stage that computes it.
 
         **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for.
         """
@@ -88,14 +91,29 @@ class PipelinedStep:
         self._in_flight.make_room()
         with without_mesh():
             state = adopt(state, self.state_shardings)
-            gradients, variables, metrics = self._work.gradients(state, batch)
-        self._in_flight.add(metrics["loss"])
+            found = self._work.gradients(state, self._given(batch))
+        self._in_flight.add(found.metrics["loss"])
         if before_apply is not None:
             before_apply()
         with without_mesh():
-            step, params, opt_state = self._work.apply(state, gradients, metrics["loss"])
-        variables = jax.tree.unflatten(jax.tree.structure(state.variables), variables)
-        return replace(state, step=step, params=params, opt_state=opt_state, variables=variables), metrics
+            step, params, opt_state = self._work.apply(state, found.gradients, found.loss)
+        variables = jax.tree.unflatten(jax.tree.structure(state.variables), found.variables)
+        return replace(state, step=step, params=params, opt_state=opt_state, variables=variables), found.metrics
+
+    def _given(self, batch: Any) -> list[Given]:
+        """Returns the leaves of a batch, each with where it lies."""
+        found: list[Given] = []
+        names = (name for name, _ in named_leaves(self._batch_specs, "batch"))
+        leaves, shardings = jax.tree.leaves(batch), jax.tree.leaves(self.batch_shardings)
+        for name, leaf, on, home in zip(names, leaves, shardings, self._batch_homes, strict=True):
+            is_there = isinstance(leaf, jax.Array) and leaf.sharding == on
+            if not is_there and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                raise ArgumentError(
+                    f"{name} lies as {leaf.sharding}, expected {on}: give the loader step.batch_shardings, or arrays "
+                    f"that all processes have alike"
+                )
+            found.append(Given(leaf, home if is_there else None))
+        return found
 
     def whole_params(self, state: State) -> Any:
         """Returns the parameters as the user's own PyTree, on the host."""
@@ -143,18 +161,20 @@ def make_pipelined(
                 f"strategies[{other!r}] is {strategy!r}, which is not run inside of stages yet: beside a Pipeline "
                 f"expected DataParallel()"
             )
-    if any(one.process_index != jax.process_index() for one in mesh.devices.flat):
-        raise ArgumentError(f"mesh spans processes, and the stages of {axis!r} are run by one process yet")
     axes, count = batch_axes(mesh, strategies), plan.microbatches
     schedule = pipeline.scheduled(mesh.shape[axis], count)
-    found = _cut(program, pipeline, schedule, math.prod(mesh.shape[one] for one in axes))
+    processes = {device.process_index for device in mesh.devices.flat}
+    agreement = Agreement([*processes]) if len(processes) > 1 else None
+    found = _cut(program, pipeline, schedule, math.prod(mesh.shape[one] for one in axes), agreement)
     meshes = sub_meshes(mesh, axis)
-    run = Pipelined(program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute)
-    work = PipelinedWork(run, optimizer, born, wants_norm="grad_norm" in metrics)
+    run = Pipelined(
+        program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, agreement=agreement
+    )
+    work = PipelinedWork(run, optimizer, born, mesh, wants_norm="grad_norm" in metrics)
     return PipelinedStep(work, batch, mesh, plan, found, axes)
 
 
-def _cut(program: Program, pipeline: Pipeline, schedule: Schedule, inner: int) -> CutLoss:
+def _cut(program: Program, pipeline: Pipeline, schedule: Schedule, inner: int, agreement: Agreement | None) -> CutLoss:
     samples = jax.tree.leaves(program.in_specs[BATCH])[0].shape[0]
     pricing = Pricing(
         schedule.num_microbatches, Link(1e30), Link(1e30), recompute=pipeline.recompute, samples=samples // inner
@@ -165,6 +185,17 @@ def _cut(program: Program, pipeline: Pipeline, schedule: Schedule, inner: int) -
             None if pipeline.cuts else schedule.num_stages,
             pricing=pricing,
             cuts=pipeline.cuts,
-            clock=measured() if pipeline.clock == "measured" else counted(),
+            clock=counted() if pipeline.clock == "counted" else _agreed(measured(), agreement),
             mixes_samples=pipeline.mixes_samples,
         )
+
+
+def _agreed(clock: Clock, agreement: Agreement | None) -> Clock:
+    """Returns a clock that says the same on all processes: what the first one measures."""
+    if agreement is None:
+        return clock
+
+    def agreed(stage: Stage, params: int) -> Seconds:
+        return Seconds(*json.loads(agreement.first(lambda: json.dumps(clock(stage, params)))))
+
+    return agreed

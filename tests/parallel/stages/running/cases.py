@@ -12,6 +12,7 @@ from braidax.parallel.compute.accumulate import Runs, all_gradients_of
 from braidax.parallel.compute.metrics import MetricDims
 from braidax.parallel.given.loss import Loss
 from braidax.parallel.stages.running.executor import Found, Pipelined
+from braidax.parallel.stages.running.feeding import Given
 from braidax.parallel.stages.schedules import Schedule
 from braidax.program import Chain, Program, Stage
 from tests.program.cutting.models import draw, gpt
@@ -126,7 +127,13 @@ def placed(run: Pipelined, case: Case) -> tuple[Any, list[Any]]:
 
 def gradients_of(run: Pipelined, case: Case) -> Found:
     """What a pipeline finds for a case."""
-    return run.gradients(*placed(run, case), case.key, case.batch)
+    return run.gradients(*placed(run, case), *key_and_batch(run, case))
+
+
+def key_and_batch(run: Pipelined, case: Case) -> tuple[Any, list[Given]]:
+    """Key and batch of a case as a pipeline takes them."""
+    key = jax.device_put(jax.random.key_data(case.key), run.homes[0].whole)
+    return key, [Given(leaf, None) for leaf in jax.tree.leaves(case.batch)]
 
 
 def check(run: Pipelined, case: Case, expected: Any, *, atol: float = 1e-6) -> None:

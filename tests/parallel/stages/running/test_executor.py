@@ -26,6 +26,7 @@ from tests.parallel.stages.running.cases import (
     Case,
     check,
     gradients_of,
+    key_and_batch,
     meshes_of,
     mlp,
     pipelined,
@@ -150,7 +151,7 @@ def test_variables_change_with_each_microbatch_where_they_lie() -> None:
 def test_nothing_is_traced_or_compiled_again() -> None:
     case = mlp(4)
     run = pipelined(case, zero_bubble_h1(2, 4))
-    given = *placed(run, case), case.key, case.batch
+    given = *placed(run, case), *key_and_batch(run, case)
     with recorded_events() as first:
         run.gradients(*given)
     with recorded_events() as second:
@@ -175,7 +176,7 @@ def test_memory_of_sums_and_of_what_came_in_is_used_again(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(own, "backward", backward)
     given = placed(run, case)
-    run.gradients(*given, case.key, case.batch)
+    run.gradients(*given, *key_and_batch(run, case))
     assert len(dead) >= 2 * 4 + 4
     assert all(one.is_deleted() for one in dead)
     assert not any(one.is_deleted() for one in jax.tree.leaves((given, case.batch)))
@@ -238,6 +239,6 @@ def test_what_cannot_be_run_is_refused(made: Any, make: Any, words: str) -> None
 def test_a_batch_that_microbatches_do_not_divide_is_refused() -> None:
     case = mlp(2)
     run = pipelined(case, gpipe(2, 4))
-    given, batch = placed(run, case), jax.tree.map(lambda leaf: leaf[:15], case.batch)
+    short = case._replace(batch=jax.tree.map(lambda leaf: leaf[:15], case.batch))
     with refused(ArgumentError, r"batch/mask is \[15\], expected \[16\]: 4 microbatches of \[4\]"):
-        run.gradients(*given, case.key, batch)
+        run.gradients(*placed(run, short), *key_and_batch(run, short))

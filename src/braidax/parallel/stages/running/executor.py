@@ -10,14 +10,18 @@ from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
 from braidax.parallel.compute.metrics import MetricDims
+from braidax.parallel.stages.passes import is_float
 from braidax.parallel.stages.schedules import Kind, Operation, Schedule, validate, with_transfers
 from braidax.program import Program, Stage, named_leaves
 
 from .dispatch_order import dispatch_order
-from .feeding import Feeding, check_batch
+from .feeding import Feeding, Given, check_batch
 from .flush import Flush, StageResults, piece_specs
 from .home import Home
 from .ownership import Ownership
+from .sending.agreement import Agreement
+from .sending.route import Route
+from .sending.sockets import Sockets
 from .stage_programs import BATCH, PARAMS, StagePrograms
 from .variables import check_variables
 
@@ -47,7 +51,7 @@ class Pipelined:
     **Arguments:** `program`: the loss on one microbatch, `(params, variables, key, batch) -> (loss, (metrics,
     variables))`. `stages`: of it. `schedule`: that flushes; transfers are put into it where it has none. `meshes`: of
     each of its devices. `batch_axes`: over which of their axes samples are divided. `recompute`: which stages keep
-    nothing for the way back; by default none.
+    nothing for the way back; by default none. `agreement`: of the processes that have devices, if there are several.
 
     **Raises:** `ArgumentError` for counts that do not agree, for a schedule that cannot be run, and for variables that
     stages would have to hand on.
@@ -62,11 +66,13 @@ class Pipelined:
         *,
         batch_axes: tuple[str, ...] = (),
         recompute: Sequence[bool] = (),
+        agreement: Agreement | None = None,
     ) -> None:
         _check_counts(stages, schedule, meshes)
         self.schedule, self._order = _in_order(schedule)
         self.program, self._stages = program, tuple(stages)
-        homes = [Home(mesh, batch_axes) for mesh in meshes]
+        sockets = None if agreement is None else Sockets(agreement)
+        homes = [Home(mesh, batch_axes, sockets) for mesh in meshes]
         self.homes = [homes[device] for device in schedule.device_of_stage]
         self._counts = [len(jax.tree.leaves(one)) for one in program.in_specs]
         self._numbers = [sum(self._counts[:at]) for at in range(len(self._counts))]
@@ -94,8 +100,7 @@ class Pipelined:
             for at in range(len(programs))
         ]
         self._num_results = len(metric_dims)
-        # A value that goes to the next stage of the same device is there.
-        self._beside = [one is other for one, other in pairwise(self.homes)]
+        self._ways = [Ways.between(one, other) for one, other in pairwise(programs)]
 
     def scheduled(self, schedule: Schedule) -> "Pipelined":
         """Returns the same with another schedule, which shares all that is compiled.
@@ -125,38 +130,50 @@ class Pipelined:
         """Returns where a leaf of the variables lies."""
         return self.homes[self.carried[leaf].stage]
 
-    def gradients(self, pieces: Sequence[Sequence[Any]], variables: Sequence[Any], key: Any, batch: Any) -> Found:
+    @property
+    def result_homes(self) -> list[Home]:
+        """Where the loss and each leaf of its metrics lie."""
+        found = {number: self.homes[at] for at, one in enumerate(self._results) for number in one.numbers}
+        return [found[number] for number in range(self._num_results)]
+
+    def gradients(
+        self, pieces: Sequence[Sequence[Any]], variables: Sequence[Any], key: Any, batch: Sequence[Given]
+    ) -> Found:
         """Computes gradients of a batch; gives nothing up that it is given.
 
         **Arguments:** `pieces`: of parameters, of each stage those that it owns, on its devices. `variables`: leaves.
-        `key`: of the step. `batch`: PyTree of all samples; each leaf goes to the stages that use it.
+        `key`: data of the step's, with the first stage. `batch`: leaves of all samples, which go to the stages that
+        use them.
 
         **Raises:** `ArgumentError` for a batch that is not the microbatches'.
         """
         names, specs = zip(*self._batch_specs, strict=True)
-        leaves = jax.tree.leaves(batch)
-        check_batch(specs, leaves, self.schedule.num_microbatches, names)
-        run = _Run(self.stage_programs, self._beside, self._params(pieces))
+        check_batch(specs, [one.array for one in batch], self.schedule.num_microbatches, names)
+        run = _Run(self.stage_programs, self._ways, self._params(pieces), self.schedule.num_microbatches)
         for feeding, given in zip(self.feeding, run.samples, strict=True):
-            given.extend(feeding.begin(key, leaves))
+            given.extend(feeding.begin(key, self.homes[0], batch))
         held = list(variables)
-        run.variables = [[held[at] for at in feeding.variables] for feeding in self.feeding]
+        run.variables = [self._lent_variables(at, held) for at in range(len(self.homes))]
         run.replaced = [
             [one.result for one in (self.carried[at] for at in feeding.variables)] for feeding in self.feeding
         ]
         run.all(self._order)
         return self._flushed(run, held)
 
+    def _lent_variables(self, stage: int, held: Sequence[Any]) -> list[Any]:
+        """Returns the variables that a stage reads, where it reads them."""
+        to = self.homes[stage]
+        return [to.bring([held[at]], self.variable_home(at), [to.whole])[0] for at in self.feeding[stage].variables]
+
     def _params(self, pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Returns the buffers of parameters of each stage."""
         found: list[list[Any]] = []
         places = [{piece: at for at, piece in enumerate(own)} for own in self.ownership.pieces]
-        for at, one in enumerate(self.stage_programs):
+        for one in self.stage_programs:
             arrays: list[Any] = []
             for owner, piece in one.read_pieces:
                 array = pieces[owner][places[owner][piece]]
-                near = self.homes[owner] is self.homes[at]
-                arrays += [array] if near else one.home.bring([array], [one.home.whole])
+                arrays += one.home.bring([array], self.homes[owner], [one.home.whole])
             small = one.flat.small(arrays)
             found.append([*(one.joined(small) if small else ()), *one.flat.alone(arrays)])
         return found
@@ -171,7 +188,7 @@ class Pipelined:
                 held[leaf] = run.results[one.stage][-1][one.result]
         lent = [
             [
-                self.homes[stage].bring(given, [self.homes[stage].whole] * len(given))
+                self.homes[stage].bring(given, self.homes[other], [self.homes[stage].whole] * len(given))
                 for other, _ in flush.borrowers
                 for given in [self._flushes[other].lend(stage, run.sums[other])]
             ]
@@ -181,15 +198,36 @@ class Pipelined:
         return Found(tuple(flush.means(sums, given) for flush, sums, given in pairs), held, results)
 
 
+class Ways(NamedTuple):
+    """The ways between two neighboring stages. **Fields:** `is_none`: they lie at one home, where all is there."""
+
+    forward: Route
+    backward: Route
+    is_none: bool
+
+    @classmethod
+    def between(cls, one: StagePrograms, other: StagePrograms) -> "Ways":
+        """Returns those of two stages."""
+        incoming = other.stage.incoming
+        gradients = [spec for spec in incoming if is_float(spec)]
+        return cls(
+            other.home.route(one.home, incoming, other.incoming_shardings),
+            one.home.route(other.home, gradients, one.gradient_shardings),
+            one.home is other.home,
+        )
+
+
 class _Run:
     """What there is while a batch is computed, by stage and microbatch."""
 
-    def __init__(self, programs: Sequence[StagePrograms], beside: Sequence[bool], params: list[list[Any]]) -> None:
-        self._programs, self._beside, self._params = programs, beside, params
+    def __init__(
+        self, programs: Sequence[StagePrograms], ways: Sequence[Ways], params: list[list[Any]], count: int
+    ) -> None:
+        self._programs, self._ways, self._params = programs, ways, params
         self.samples: list[list[tuple[Any, ...]]] = [[] for _ in programs]
         self.variables: list[list[Any]] = []
         self.replaced: list[list[int | None]] = []
-        self.results: list[list[Any]] = [[] for _ in programs]
+        self.results: list[list[Any]] = [[] if one.home.is_here else [one.absent_results] * count for one in programs]
         self.sums: list[Any] = [one.zeros() for one in programs]
         self._given: dict[tuple[int, int], Any] = {}
         self._kept: dict[tuple[int, int], Any] = {}
@@ -201,19 +239,20 @@ class _Run:
         self._ahead = [0] * len(programs)
 
     def all(self, order: Sequence[Operation]) -> None:
-        """Dispatches everything. Receives are done with their sends, updates by whoever asked for gradients."""
+        """Dispatches what this process has a part in. Updates are made by whoever asked for gradients."""
         do = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._inputs,
             Kind.WEIGHT: self._weights,
             Kind.SEND_F: self._send_forward,
+            Kind.RECV_F: self._receive_forward,
             Kind.SEND_B: self._send_backward,
+            Kind.RECV_B: self._receive_backward,
         }
         for one in order:
-            run = do.get(one.kind)
-            if run is not None:
-                run(one.stage, one.microbatch)
+            if one.kind is not Kind.UPDATE and self._programs[one.stage].home.is_here:
+                do[one.kind](one.stage, one.microbatch)
 
     def _forward(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
@@ -226,20 +265,31 @@ class _Run:
         for place, result in enumerate(self.replaced[stage]):
             if result is not None:
                 self.variables[stage][place] = ran.results[result]
-        if stage < len(self._beside):
-            if self._beside[stage]:
-                self._incoming[stage + 1, each] = ran.outgoing
-            else:
-                self._outgoing[at] = ran.outgoing
+        if stage < len(self._ways):
+            (self._incoming if self._ways[stage].is_none else self._outgoing)[stage + 1, each] = ran.outgoing
         self._wait(own, stage, ran)
 
     def _send_forward(self, stage: int, each: int) -> None:
-        to = self._programs[stage + 1]
-        self._incoming[stage + 1, each] = to.home.bring(self._outgoing.pop((stage, each)), to.incoming_shardings)
+        to = stage + 1, each
+        moved = self._ways[stage].forward.send(self._outgoing.pop(to))
+        if moved is not None:
+            self._incoming[to] = moved
+
+    def _receive_forward(self, stage: int, each: int) -> None:
+        way = self._ways[stage - 1].forward
+        if way.receives:
+            self._incoming[stage, each] = way.receive()
 
     def _send_backward(self, stage: int, each: int) -> None:
-        to = self._programs[stage - 1]
-        self._gradients[stage - 1, each] = to.home.bring(self._sent.pop((stage, each)), to.gradient_shardings)
+        to = stage - 1, each
+        moved = self._ways[stage - 1].backward.send(self._sent.pop(to))
+        if moved is not None:
+            self._gradients[to] = moved
+
+    def _receive_backward(self, stage: int, each: int) -> None:
+        way = self._ways[stage].backward
+        if way.receives:
+            self._gradients[stage, each] = way.receive()
 
     def _backward(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
@@ -271,10 +321,8 @@ class _Run:
             self._wait(own, stage, self.sums[stage])
 
     def _send(self, stage: int, each: int, sent: Any) -> None:
-        if stage and self._beside[stage - 1]:
-            self._gradients[stage - 1, each] = sent
-        elif stage:
-            self._sent[stage, each] = sent
+        if stage:
+            (self._gradients if self._ways[stage - 1].is_none else self._sent)[stage - 1, each] = sent
 
     def _wait(self, own: StagePrograms, stage: int, outputs: Any) -> None:
         """Waits, with several CPU devices, when a stage is too far behind."""

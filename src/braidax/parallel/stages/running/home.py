@@ -8,21 +8,29 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
+from braidax.parallel.given.arrays import place
 from braidax.parallel.plan.batch import along_batch
 from braidax.program import compile_on
+
+from .sending.absent import AbsentProgram, absent
+from .sending.route import Route
+from .sending.sockets import Sockets
 
 
 @final
 class Home:
     """Devices of a stage, among which the samples of a microbatch are divided.
 
-    On a single device programs and transfers are dispatched without a mesh, in a third of the time.
+    On a single device programs and transfers are dispatched without a mesh, in a third of the time. Of devices that are
+    all of other processes programs run there, and give arrays here that are absent.
 
     **Arguments:** `mesh`: of these devices alone. `batch_axes`: of this mesh, over which samples are divided.
+    `sockets`: to other processes, where any has a stage.
     """
 
-    def __init__(self, mesh: Mesh, batch_axes: tuple[str, ...] = ()) -> None:
-        self.mesh, self._axes = mesh, batch_axes
+    def __init__(self, mesh: Mesh, batch_axes: tuple[str, ...] = (), sockets: Sockets | None = None) -> None:
+        self.mesh, self._axes, self._sockets = mesh, batch_axes, sockets
+        self.is_here = any(one.process_index == jax.process_index() for one in mesh.devices.flat)
         self._device: Any = mesh.devices.flat[0] if mesh.size == 1 else None
         self.whole: Sharding = self.along((), None)
 
@@ -44,6 +52,8 @@ class Home:
 
     def compile(self, fn: Callable[..., Any], ins: tuple[Any, ...], outs: Any, *, donate: tuple[int, ...] = ()) -> Any:
         """Returns the jitted function. **Arguments:** `ins`, `outs`: shardings, or prefixes of PyTrees of such."""
+        if not self.is_here:
+            return AbsentProgram(fn, outs)
         if self._device is None:
             return compile_on(self.mesh, fn, in_shardings=ins, out_shardings=outs, donate=donate)
 
@@ -54,11 +64,21 @@ class Home:
         # What takes nothing would run on the first device of all.
         return jax.jit(run, donate_argnums=donate, out_shardings=None if ins else self.whole)
 
-    def bring(self, arrays: Sequence[Any], shardings: Sequence[Sharding]) -> Sequence[Any]:
+    def place(self, arrays: Sequence[Any], shardings: Sequence[Sharding]) -> Sequence[Any]:
+        """Brings arrays here that this process has, all processes alike. **Arguments:** `shardings`: of this home."""
+        if not self.is_here:
+            return tuple(absent(one, on) for one, on in zip(arrays, shardings, strict=True))
+        found: Sequence[Any] = place(tuple(arrays), tuple(shardings))
+        # What nobody has committed to a device would be compiled for anew.
+        return found if self._device is None else jax.device_put(found, self._device)
+
+    def route(self, source: "Home", specs: Sequence[Any], shardings: Sequence[Sharding]) -> Route:
+        """Returns the way from another home to this one. **Arguments:** `specs`: of arrays. `shardings`: here."""
+        return Route(source, self, specs, shardings, self._sockets)
+
+    def bring(self, arrays: Sequence[Any], source: "Home", shardings: Sequence[Sharding]) -> Sequence[Any]:
         """Brings arrays here from another home. **Arguments:** `shardings`: of this home."""
-        if not arrays:
-            return ()
-        return jax.device_put(tuple(arrays), tuple(shardings) if self._device is None else self._device)
+        return arrays if source is self or not arrays else self.route(source, arrays, shardings).move(arrays)
 
 
 def without_mesh() -> AbstractContextManager[Any]:
@@ -72,7 +92,7 @@ def sub_meshes(mesh: Mesh, axis: str) -> list[Mesh]:
     names = [name for name in mesh.axis_names if name != axis] or [axis]
     kinds = [kind for kind, name in zip(mesh.axis_types, mesh.axis_names, strict=True) if name in names]
     found: list[Mesh] = []
-    for place in range(mesh.devices.shape[at]):
-        devices = mesh.devices.take(place, at) if mesh.devices.ndim > 1 else mesh.devices[place : place + 1]
+    for number in range(mesh.devices.shape[at]):
+        devices = mesh.devices.take(number, at) if mesh.devices.ndim > 1 else mesh.devices[number : number + 1]
         found.append(Mesh(devices, names, axis_types=tuple(kinds)))
     return found

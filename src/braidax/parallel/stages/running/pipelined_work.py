@@ -1,11 +1,12 @@
 """What a step of stages computes: a first state, gradients, their norm, and the update, each where it lies."""
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from braidax.parallel.compute.accumulate import wide
 from braidax.parallel.given.arrays import strong
@@ -16,21 +17,43 @@ from braidax.program import Program, trace
 
 from .by_rows import check_by_rows
 from .divided_tree import DividedTree
+from .everywhere import Everywhere
 from .executor import Pipelined
+from .feeding import Given
 from .placed_program import PlacedProgram
+
+
+class Gradients(NamedTuple):
+    """What a batch gives.
+
+    **Fields:** `gradients`: a divided tree. `variables`: leaves of new ones. `metrics`: with the loss; those of one
+    number on all devices. `loss`: with the first stage.
+    """
+
+    gradients: Any
+    variables: list[Any]
+    metrics: dict[str, Any]
+    loss: Any
 
 
 @final
 class PipelinedWork:
     """Gradients of a pipeline, and an optimizer that moves each variable where it lies.
 
-    **Arguments:** `born`: traced `key -> Born`. `wants_norm`: whether the global norm of gradients is a metric.
+    **Arguments:** `mesh`: of all stages. `born`: traced `key -> Born`. `wants_norm`: whether the global norm of
+    gradients is a metric.
 
     **Raises:** `ArgumentError` for an optimizer that takes together what lies apart, other than by sums over all.
     """
 
     def __init__(
-        self, run: Pipelined, optimizer: optax.GradientTransformation, born: Program, *, wants_norm: bool = False
+        self,
+        run: Pipelined,
+        optimizer: optax.GradientTransformation,
+        born: Program,
+        mesh: Mesh,
+        *,
+        wants_norm: bool = False,
     ) -> None:
         self.run, self._optimizer, self._born = run, optimizer, born
         params = born.out_specs.params
@@ -48,8 +71,11 @@ class PipelinedWork:
         """Of each leaf of a state."""
         self._places = places
         self.shardings: State = jax.tree.unflatten(jax.tree.structure(self.specs), [one.whole for one in self.homes])
+        self._everywhere = Everywhere(mesh, run.homes)
         home = run.homes[0]
-        self.step_key = home.compile(jax.random.fold_in, (home.whole,) * 2, home.whole)
+        self.step_key = home.compile(
+            lambda key, step: jax.random.key_data(jax.random.fold_in(key, step)), (home.whole,) * 2, home.whole
+        )
         self._begin = [self._begun(stage) for stage in range(len(run.homes))]
 
     def begin(self, key: Any) -> State:
@@ -57,7 +83,7 @@ class PipelinedWork:
         found: list[Any] = [None] * len(self.homes)
         for home, (own, make) in zip(self.run.homes, self._begin, strict=True):
             if own:
-                for at, value in zip(own, make(home.bring([key], [home.whole])[0]), strict=True):
+                for at, value in zip(own, make(home.place([key], [home.whole])[0]), strict=True):
                     found[at] = value
         return jax.tree.unflatten(jax.tree.structure(self.specs), found)
 
@@ -71,21 +97,34 @@ class PipelinedWork:
 
         return own, home.compile(make, (home.whole,), home.whole)
 
-    def gradients(self, state: State, batch: Any) -> tuple[Any, list[Any], dict[str, Any]]:
-        """Returns the gradients as a divided tree, leaves of new variables, and metrics."""
+    def gradients(self, state: State, batch: Sequence[Given]) -> Gradients:
+        """Computes gradients. **Arguments:** `batch`: leaves."""
         key = self.step_key(state.key, state.step)
         pieces, variables = self.tree.pieces(state.params), jax.tree.leaves(state.variables)
         found = self.run.gradients(pieces, variables, key, batch)
         gradients = self.tree.of_pieces(found.gradients)
-        loss, *others = found.results
+        norm = [] if self.norm is None else [self.norm(gradients)]
+        (loss, *others), at_first = self._shown([*found.results, *norm])
         _, (metrics, _) = self.run.program.out_specs
-        shown = {"loss": loss, **jax.tree.unflatten(jax.tree.structure(metrics), others)}
-        return gradients, found.variables, shown if self.norm is None else {**shown, "grad_norm": self.norm(gradients)}
+        shown = {"loss": loss, **jax.tree.unflatten(jax.tree.structure(metrics), others[: len(others) - len(norm)])}
+        if norm:
+            shown["grad_norm"] = others[-1]
+        return Gradients(gradients, found.variables, shown, at_first)
+
+    def _shown(self, results: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Returns results, those of one number on all devices; and the loss at the first home."""
+        homes = self.run.result_homes
+        if self.norm is not None:
+            homes.append(self.run.homes[self.norm.places[0]])
+        scalars = [at for at, one in enumerate(results) if one.shape == ()]
+        copies, at_first = self._everywhere([results[at] for at in scalars], [homes[at] for at in scalars])
+        found = list(results)
+        for at, copy in zip(scalars, copies, strict=True):
+            found[at] = copy
+        return found, at_first[0]
 
     def apply(self, state: State, gradients: Any, loss: Any) -> tuple[Any, Any, Any]:
         """Returns the next step, parameters and optimizer's state; takes over the memory of the old ones."""
-        home = self.run.homes[0]
-        loss = home.bring([loss], [home.whole])[0]
         step, params, opt_state = self.update(state.step, state.params, state.opt_state, gradients, loss)
         return step, params, opt_state
 

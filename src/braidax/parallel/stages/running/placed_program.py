@@ -60,7 +60,7 @@ class PlacedProgram:
         outputs: list[Any] = [None] * len(self.places)
         for inputs, (part, donated, run) in zip(given, self._parts, strict=True):
             home = self._home(part)
-            taken = [one if at is home else home.bring([one], [home.whole])[0] for at, one in map(sent.get, part.taken)]  # pyright: ignore
+            taken = [home.bring([one], at, [home.whole])[0] for at, one in map(sent.get, part.taken)]  # pyright: ignore
             others = [one for at, one in enumerate(inputs) if at not in donated]
             found = run([inputs[at] for at in donated], others, taken)
             sent.update((number, (home, value)) for number, value in zip(part.sent, found, strict=False))
@@ -72,4 +72,4 @@ class PlacedProgram:
     def _brought(self, part: PlacePart, flat: Sequence[Any], at: int) -> Any:
         """Returns an input where a part reads it."""
         home, origin = self._home(part), self._places[at] or 0
-        return flat[at] if self._homes[origin] is home else home.bring([flat[at]], [home.whole])[0]
+        return home.bring([flat[at]], self._homes[origin], [home.whole])[0]

@@ -13,6 +13,7 @@ from braidax.program import Stage, batch_dims_of_results, trace
 from .flat import Flat
 from .home import Home
 from .ownership import Read
+from .sending.absent import absent
 
 PARAMS, VARIABLES, KEY, BATCH = range(4)
 """The arguments of a traced loss."""
@@ -88,6 +89,8 @@ class StagePrograms:
             dims = [*dims[:before], *self._kept.dims]
         on = [home.along(spec.shape, dim) for spec, dim in zip(jax.tree.leaves(made), dims, strict=True)]
         self.ran_shardings: Ran = jax.tree.unflatten(jax.tree.structure(made), on)
+        self.absent_results = () if home.is_here else jax.tree.map(absent, made.results, self.ran_shardings.results)
+        """What the results of a forward pass are for a process that has no device of the stage."""
         self.outgoing_dims = dims[: len(made.outgoing)]
         self.float_outgoing = [at for at, one in enumerate(made.outgoing) if is_float(one)]
         self.gradient_shardings = tuple(self.ran_shardings.outgoing[at] for at in self.float_outgoing)
@@ -125,7 +128,10 @@ class StagePrograms:
 
     def _forward(self, params: Sequence[Any], given: Sequence[Any], incoming: Sequence[Any]) -> Ran:
         made = self._passes.forward(self._taken(params, given), incoming)
-        return Ran(tuple(made.outgoing), tuple(made.results), tuple(self._kept.pack(made.kept)))
+        # What only passes would be the very array that came in, which the way back gives up while it is being sent.
+        inputs = {id(one) for one in (*given, *incoming)}
+        outgoing = [jnp.copy(one) if id(one) in inputs else one for one in made.outgoing]
+        return Ran(tuple(outgoing), tuple(made.results), tuple(self._kept.pack(made.kept)))
 
     def _backward(
         self,

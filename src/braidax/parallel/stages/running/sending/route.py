@@ -1,0 +1,128 @@
+"""How arrays get from the devices of one stage to those of another."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from .absent import absent
+from .sockets import Sockets
+
+
+class Ends(Protocol):
+    """Where a route begins or ends: devices of a stage."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """These devices."""
+        ...
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has some of them."""
+        ...
+
+
+@final
+class Route:
+    """The way of some arrays from stage to stage, each shard from a device to the one at its place there.
+
+    All processes of either stage send, and then receive, in one order for each two of them.
+
+    **Arguments:** `source`, `to`: with as many devices. `specs`: of the arrays. `shardings`: that they have at `to`,
+    and alike at `source`.
+    """
+
+    def __init__(
+        self, source: Ends, to: Ends, specs: Sequence[Any], shardings: Sequence[Sharding], sockets: Sockets | None
+    ) -> None:
+        self._specs, self._shardings, self._to, self._sockets = specs, tuple(shardings), to, sockets
+        own = jax.process_index()
+        pairs = list(zip(source.mesh.devices.flat, to.mesh.devices.flat, strict=True))
+        self._within = [(one, other) for one, other in pairs if one.process_index == other.process_index == own]
+        self._is_within = len(self._within) == len(pairs)
+        self._device = pairs[0][1] if len(pairs) == 1 else None
+        self._outward: dict[int, list[Any]] = {}
+        self._inward: dict[int, list[Any]] = {}
+        for one, other in pairs:
+            if one.process_index != other.process_index:
+                if one.process_index == own:
+                    self._outward.setdefault(other.process_index, []).append(one)
+                if other.process_index == own:
+                    self._inward.setdefault(one.process_index, []).append(other)
+        shapes = [on.shard_shape(spec.shape) for spec, on in zip(specs, shardings, strict=True)]
+        self._wanted = {
+            process: [
+                jax.ShapeDtypeStruct(shape, spec.dtype, sharding=SingleDeviceSharding(device))
+                for device in devices
+                for shape, spec in zip(shapes, specs, strict=True)
+            ]
+            for process, devices in self._inward.items()
+        }
+        self._kept: list[dict[Any, list[Any]]] = []
+
+    @property
+    def receives(self) -> bool:
+        """Whether anything comes from other processes."""
+        return bool(self._inward)
+
+    def send(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+        """Sends arrays, which nobody may give up before they are received.
+
+        **Returns:** them at the other stage, if all comes from this process; else None.
+        """
+        if not arrays:
+            return ()
+        if self._is_within:
+            on = self._shardings if self._device is None else self._device
+            return jax.device_put(tuple(arrays), on)
+        for process, devices in self._outward.items():
+            assert self._sockets is not None, "there are other processes"
+            self._sockets.send(process, [_shard(one, device) for device in devices for one in arrays])
+        within = {other: jax.device_put([_shard(array, one) for array in arrays], other) for one, other in self._within}
+        if self._inward:
+            self._kept.append(within)
+            return None
+        return self._joined(within) if within else None
+
+    def receive(self) -> tuple[Any, ...]:
+        """Returns arrays at the other stage, of which this process is one: what was sent first and not yet received."""
+        if not self._specs:
+            return ()
+        found = self._kept.pop(0) if self._kept else {}
+        for process, devices in self._inward.items():
+            assert self._sockets is not None, "there are other processes"
+            arrays, count = self._sockets.receive(process, self._wanted[process]), len(self._specs)
+            for at, device in enumerate(devices):
+                found[device] = arrays[at * count : (at + 1) * count]
+        return self._joined(found)
+
+    def move(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Sends and receives at once, whatever is done with the arrays afterwards.
+
+        **Returns:** what is at the other stage, absent where this process has none.
+        """
+        found = self.send([jnp.copy(one) for one in arrays] if self._outward else arrays)
+        if found is None and self._inward:
+            found = self.receive()
+        if found is None:
+            found = tuple(absent(spec, on) for spec, on in zip(self._specs, self._shardings, strict=True))
+        return found
+
+    def _joined(self, found: dict[Any, list[Any]]) -> tuple[Any, ...]:
+        if self._device is not None:
+            (arrays,) = found.values()
+            return tuple(arrays)
+        return tuple(
+            jax.make_array_from_single_device_arrays(spec.shape, on, [shards[at] for shards in found.values()])
+            for at, (spec, on) in enumerate(zip(self._specs, self._shardings, strict=True))
+        )
+
+
+def _shard(array: Any, device: Any) -> Any:
+    shards = array.addressable_shards
+    if len(shards) == 1:
+        return shards[0].data
+    return next(one.data for one in shards if one.device == device)

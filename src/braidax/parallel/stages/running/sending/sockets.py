@@ -1,0 +1,55 @@
+"""Arrays from process to process over sockets, beside what the devices compute."""
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import final
+
+import jax
+from jax.experimental import transfer
+
+from braidax.connections.hosts import LOOPBACK, host_addresses, host_id
+
+from .agreement import WAIT_SECONDS, Agreement
+
+_PER_PROCESS = 1 << 40
+
+
+@final
+class Sockets:
+    """Connections of this process with others.
+
+    Nothing waits: an array that is sent may still be computed, one that is received may still be under way. Two
+    processes have to send and receive in one order.
+
+    **Arguments:** `agreement`: of the processes that take part. `wait_seconds`: for each array.
+
+    **Raises:** `WaitTimeout` naming a process that does not come.
+    """
+
+    def __init__(self, agreement: Agreement, *, wait_seconds: float = WAIT_SECONDS) -> None:
+        self._process, self._wait = jax.process_index(), timedelta(seconds=wait_seconds)
+        self._sent, self._received = Counter[int](), Counter[int]()
+        hosts = agreement.exchanged(host_id())
+        here = LOOPBACK if len({*hosts.values()}) == 1 else host_addresses()[0]
+        place = f"[{here}]:0" if ":" in here else f"{here}:0"
+        backend = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(backend, place, [place])
+        addresses = agreement.exchanged(self._server.address())
+        others = {one: address for one, address in addresses.items() if one != self._process}
+        self._connections = {one: self._server.connect(address) for one, address in others.items()}
+
+    def send(self, process: int, arrays: Sequence[jax.Array]) -> None:
+        """Sends arrays, which nobody may give up before they are received.
+
+        **Arguments:** `arrays`: each on one device of this process.
+        """
+        self._sent[process] += 1
+        self._server.await_pull(process * _PER_PROCESS + self._sent[process], [*arrays])
+
+    def receive(self, process: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """Returns what a process sends. **Arguments:** `specs`: with the sharding of one device of this process."""
+        self._received[process] += 1
+        number = self._process * _PER_PROCESS + self._received[process]
+        found: list[jax.Array] = self._connections[process].pull(number, [*specs], datetime.now() + self._wait)
+        return found

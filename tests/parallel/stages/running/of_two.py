@@ -1,0 +1,67 @@
+"""What stages of two processes train: `launch` prints what each of them reads of losses and norms."""
+
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import braidax as bx
+
+SAMPLES, WIDTH = 16, 8
+
+
+def init(key: Any) -> Any:
+    first, second, third = jax.random.split(key, 3)
+    return {
+        "layers": jax.random.normal(first, (6, WIDTH, WIDTH)) / 3,
+        "tied": jax.random.normal(second, (WIDTH, WIDTH)) / 3,
+        "head": jax.random.normal(third, (WIDTH, 1)),
+    }
+
+
+def loss_fn(params: Any, batch: Any, key: Any) -> Any:
+    """Tied weights, a value that goes past the layers, a leaf of the batch that the first and the last stage read."""
+    first = batch["x"] @ params["tied"]
+    x, _ = jax.lax.scan(lambda x, weights: (jnp.tanh(x @ weights), None), first, params["layers"])
+    x = x * jax.random.bernoulli(key, 0.9, x.shape)
+    x = (x @ params["tied"].T + 0.1 * first) * batch["mask"][:, None]
+    return (((x @ params["head"])[:, 0] + batch["x"][:, 0] - batch["y"]) ** 2).mean(), {"scale": jnp.abs(x).mean()}
+
+
+def numbers(mesh_of: str, schedule: str) -> list[float]:
+    """Trains on host arrays, then on those of a loader; "none": on one device, with no stages."""
+    batch = {
+        "x": np.random.default_rng(0).normal(size=(SAMPLES, WIDTH)).astype(np.float32),
+        "mask": (np.arange(SAMPLES) % 3 != 0).astype(np.float32),
+        "y": np.ones(SAMPLES, np.float32),
+    }
+    source, tx = bx.open(batch), optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    stages = bx.parallel.Pipeline(schedule, clock="counted") if mesh_of != "none" else bx.DataParallel()
+    mesh, strategies = {
+        "none": lambda: (jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), {"data": stages}),
+        "stages": lambda: (jax.make_mesh((4,), ("stage",)), {"stage": stages}),
+        "samples apart": lambda: (jax.make_mesh((2, 2), ("data", "stage")), _beside(stages)),
+        "stages apart": lambda: (jax.make_mesh((2, 2), ("stage", "data")), _beside(stages)),
+    }[mesh_of]()
+    step = bx.parallelize(
+        loss_fn, tx, mesh, strategies, init=init, batch=source.batch_spec(SAMPLES), microbatches=4,
+        metrics=["grad_norm"],
+    )  # fmt: skip
+    state, found = step.init(jax.random.key(0)), list[float]()
+    loader = bx.DataLoader(source, mesh, step.batch_shardings, batch_size=SAMPLES, seed=0, epochs=1)
+    for given in (batch, batch, *loader):
+        state, metrics = step.update(state, given)
+        found += [float(metrics[name]) for name in ("loss", "grad_norm", "scale")]
+    return found
+
+
+def _beside(stages: Any) -> dict[str, Any]:
+    return {"stage": stages, "data": bx.DataParallel()}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(numbers(*sys.argv[1:])) + "\n")
