@@ -4,13 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.running import flat
 from braidax.parallel.stages.running.executor import Pipelined
-from braidax.parallel.stages.running.home import Home
 from braidax.parallel.stages.schedules import (
     Schedule,
     format_csv,
@@ -244,17 +242,3 @@ def test_a_batch_that_microbatches_do_not_divide_is_refused() -> None:
     short = case._replace(batch=jax.tree.map(lambda leaf: leaf[:15], case.batch))
     with refused(ArgumentError, r"batch/mask is \[15\], expected \[16\]: 4 microbatches of \[4\]"):
         run.gradients(*placed(run, short), *key_and_batch(run, short))
-
-
-def test_programs_of_a_device_run_in_the_order_of_their_calls() -> None:
-    """XLA's CPU client by itself runs what is ready: a forward pass overtakes a backward pass, and holds memory."""
-    home = Home(meshes_of(1)[0])
-    slow = home.compile_in_turn(
-        lambda x: jax.lax.fori_loop(0, 2000, lambda _, one: jnp.sin(one), x), (home.whole,), home.whole
-    )
-    fast = home.compile_in_turn(lambda x: x + 1, (home.whole,), home.whole)
-    long, short = (home.place([np.ones(size, np.float32)], [home.whole])[0] for size in (10_000, 1))
-    jax.block_until_ready((slow(long), fast(short)))
-    first, second = slow(long), fast(short)
-    second.block_until_ready()
-    assert first.is_ready()

@@ -30,7 +30,6 @@ class Home:
 
     def __init__(self, mesh: Mesh, batch_axes: tuple[str, ...] = (), sockets: Sockets | None = None) -> None:
         self.mesh, self._axes, self._sockets = mesh, batch_axes, sockets
-        self._turn: Any = None
         self.is_here = any(one.process_index == jax.process_index() for one in mesh.devices.flat)
         self._device: Any = mesh.devices.flat[0] if mesh.size == 1 else None
         self.whole: Sharding = self.along((), None)
@@ -64,30 +63,6 @@ class Home:
 
         # What takes nothing would run on the first device of all.
         return jax.jit(run, donate_argnums=donate, out_shardings=None if ins else self.whole)
-
-    def compile_in_turn(
-        self, fn: Callable[..., Any], ins: tuple[Any, ...], outs: Any, *, donate: tuple[int, ...] = ()
-    ) -> Any:
-        """Returns the jitted function, as `compile` does, which runs when all that was called before it has run.
-
-        Other devices keep this order by themselves. XLA's CPU client runs whatever is ready, in several threads: each
-        program is given something that the one before it has made.
-        """
-        if not self.is_here or all(one.platform != "cpu" for one in self.mesh.devices.flat):
-            return self.compile(fn, ins, outs, donate=donate)
-
-        def run(turn: Any, *args: Any) -> tuple[Any, Any]:
-            return turn + 1, fn(*args)
-
-        compiled = self.compile(run, (self.whole, *ins), (self.whole, outs), donate=tuple(at + 1 for at in donate))
-
-        def in_turn(*args: Any) -> Any:
-            if self._turn is None:
-                self._turn = self.place([np.zeros((), np.uint32)], [self.whole])[0]
-            self._turn, found = compiled(self._turn, *args)
-            return found
-
-        return in_turn
 
     def place(self, arrays: Sequence[Any], shardings: Sequence[Sharding]) -> Sequence[Any]:
         """Brings arrays here that this process has, all processes alike. **Arguments:** `shardings`: of this home."""

@@ -106,12 +106,12 @@ class StagePrograms:
         sent = tuple(self.incoming_shardings[at] for at in self._floats)
         others = tuple(self.incoming_shardings[at] for at in self._others)
         ins = (whole, moved, others, whole, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
-        self.forward = home.compile_in_turn(
+        self.forward = home.compile(
             self._forward, (whole, self.given_shardings, self.incoming_shardings), self.ran_shardings
         )
-        self.backward = home.compile_in_turn(self._backward, ins, (whole, sent), donate=(0, 1))
-        self.inputs = home.compile_in_turn(lambda *args: self._backward((), *args)[1], ins[1:], sent)
-        self.weights = home.compile_in_turn(lambda *args: self._backward(*args)[0], ins, whole, donate=(0,))
+        self.backward = home.compile(self._backward, ins, (whole, sent), donate=(0, 1))
+        self.inputs = home.compile(lambda *args: self._backward((), *args)[1], ins[1:], sent)
+        self.weights = home.compile(lambda *args: self._backward(*args)[0], ins, whole, donate=(0,))
         self.zeros = home.compile(self._zeros, (), whole)
         self.joined = home.compile(self.flat.joined, (whole,), whole)
 
