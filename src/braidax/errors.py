@@ -8,7 +8,7 @@ BraidaxError
 │   ├── FormatError                 a file is missing, truncated or of no known format
 │   ├── RecordError                 one record is damaged, or cannot be decoded, transformed or stacked
 │   └── ReadError                   a disk, a server or a connection failed; the data may be fine
-├── ProcessFailed                   another process of the job cannot load its part of a batch
+├── ProcessFailed                   another process of the job cannot do its part, or has ended
 ├── StateError                      state changed inside a traced function and was not returned
 ├── CheckpointError                 a checkpoint cannot be written or restored
 ├── CommError                       ranks cannot talk, or can no longer talk, to one another
@@ -57,7 +57,7 @@ class ReadError(DataError):
 
 
 class ProcessFailed(BraidaxError):
-    """Another process of the job cannot load its part of a batch; `process` is its index."""
+    """Another process of the job cannot do its part, or has ended; `process` is its index."""
 
     def __init__(self, message: str, process: int) -> None:
         super().__init__(message, process)

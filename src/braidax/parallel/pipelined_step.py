@@ -80,7 +80,8 @@ class PipelinedStep:
     ) -> tuple[State, dict[str, Any]]:
         """Takes one training step, as of `Step.update`; a metric of samples lies with the stage that computes it.
 
-        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for.
+        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for; `ProcessFailed`
+        when a process that has stages has ended.
         """
         if message := difference(self._work.specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
@@ -88,6 +89,15 @@ class PipelinedStep:
             raise ArgumentError("state was given up by an earlier update: go on with the state that it returned")
         if message := difference(self._batch_specs, specs_of(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+        try:
+            return self._updated(state, batch, before_apply)
+        except jax.errors.JaxRuntimeError:
+            self._work.run.check_processes()
+            raise
+
+    def _updated(
+        self, state: State, batch: Any, before_apply: Callable[[], object] | None
+    ) -> tuple[State, dict[str, Any]]:
         self._in_flight.make_room()
         with without_mesh():
             state = adopt(state, self.state_shardings)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import jax
 from jax.sharding import Mesh
 
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, ProcessFailed
 from braidax.parallel.compute.metrics import MetricDims
 from braidax.parallel.stages.passes import is_float
 from braidax.parallel.stages.schedules import Kind, Operation, Schedule, validate, with_transfers
@@ -71,8 +71,8 @@ class Pipelined:
         _check_counts(stages, schedule, meshes)
         self.schedule, self._order = _in_order(schedule)
         self.program, self._stages = program, tuple(stages)
-        sockets = None if agreement is None else Sockets(agreement)
-        homes = [Home(mesh, batch_axes, sockets) for mesh in meshes]
+        self._sockets = None if agreement is None else Sockets(agreement)
+        homes = [Home(mesh, batch_axes, self._sockets) for mesh in meshes]
         self.homes = [homes[device] for device in schedule.device_of_stage]
         self._counts = [len(jax.tree.leaves(one)) for one in program.in_specs]
         self._numbers = [sum(self._counts[:at]) for at in range(len(self._counts))]
@@ -116,6 +116,20 @@ class Pipelined:
         found.schedule, found._order = _in_order(schedule)
         check_variables(self.program, self._stages, found.schedule)
         return found
+
+    def check_processes(self) -> None:
+        """Looks for processes that have ended. **Raises:** `ProcessFailed` naming one, with its stages."""
+        for process in [] if self._sockets is None else self._sockets.ended():
+            stages = [
+                at
+                for at, home in enumerate(self.homes)
+                if any(device.process_index == process for device in home.mesh.devices.flat)
+            ]
+            raise ProcessFailed(
+                f"process {process}, which has stages {stages}, has ended: start all processes again, and restore the "
+                f"last checkpoint",
+                process,
+            )
 
     @property
     def batch_homes(self) -> list[int]:

@@ -1,7 +1,7 @@
 """How arrays get from the devices of one stage to those of another."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from .absent import absent
 from .sockets import Sockets
 
 
+@runtime_checkable
 class Ends(Protocol):
     """Where a route begins or ends: devices of a stage."""
 

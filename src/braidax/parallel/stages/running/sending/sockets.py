@@ -1,5 +1,7 @@
 """Arrays from process to process over sockets, beside what the devices compute."""
 
+import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -13,6 +15,7 @@ from braidax.connections.hosts import LOOPBACK, host_addresses, host_id
 from .agreement import WAIT_SECONDS, Agreement
 
 _PER_PROCESS = 1 << 40
+_ANSWER_SECONDS, _GOING_SECONDS = 5.0, 2.0
 
 
 @final
@@ -37,7 +40,17 @@ class Sockets:
         self._server = transfer.start_transfer_server(backend, place, [place])
         addresses = agreement.exchanged(self._server.address())
         others = {one: address for one, address in addresses.items() if one != self._process}
+        self._addresses = others
         self._connections = {one: self._server.connect(address) for one, address in others.items()}
+
+    def ended(self) -> list[int]:
+        """Returns which other processes are gone; one that is about to go may be asked for a while."""
+        deadline = time.monotonic() + _GOING_SECONDS
+        while True:
+            found = [process for process, address in self._addresses.items() if not _answers(address)]
+            if found or time.monotonic() > deadline:
+                return found
+            time.sleep(_GOING_SECONDS / 20)
 
     def send(self, process: int, arrays: Sequence[jax.Array]) -> None:
         """Sends arrays, which nobody may give up before they are received.
@@ -53,3 +66,12 @@ class Sockets:
         number = self._process * _PER_PROCESS + self._received[process]
         found: list[jax.Array] = self._connections[process].pull(number, [*specs], datetime.now() + self._wait)
         return found
+
+
+def _answers(address: str) -> bool:
+    host, _, number = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(number)), timeout=_ANSWER_SECONDS):
+            return True
+    except OSError:
+        return False
