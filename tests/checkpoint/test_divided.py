@@ -37,11 +37,14 @@ def divided(kind: str, rows: np.ndarray = ROWS) -> Any:
     if kind == "four":
         parts = (on(rows[:4], 0, 1), rows[4:5].copy(), on(rows[5:9], 4, 4), on(rows[9:], 2, 5, dim=1))
         return {"state": Longer({"w": parts, "b": 1}, {"arrays/w": (len(rows), 5)})}
+    if kind == "mixed":  # what is copied at once stays, whatever is behind the end of the other
+        parts = [on(rows[:6], 0, 4, lengths=(8, 5)), rows[6:].copy()]
+        return {"state": Longer({"w": parts, "b": 1}, {"arrays/w": (14, 5), "arrays/w/0": (6, 5)})}
     parts = (on(rows[:6], 0, 4, lengths=(8, 5)), on(rows[6:], 3, 3, dim=1, lengths=(8, 6)))
     return {"state": Longer({"w": [*parts], "b": 1}, {"arrays/w": (14, 5), "arrays/w/0": (6, 5), "arrays/w/1": (8, 5)})}
 
 
-KINDS = ("whole", "sharded", "four", "padded")
+KINDS = ("whole", "sharded", "four", "padded", "mixed")
 
 
 def same(got: Any, want: Any) -> None:

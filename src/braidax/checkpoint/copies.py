@@ -33,8 +33,7 @@ def copied(tree: Any) -> Any:
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, np.ndarray):
             leaves[number] = leaf.copy()
-        elif isinstance(leaf, jax.Array) and not leaf.is_deleted() and leaf.sharding.addressable_devices:
-            # Whoever saves it names a deleted one by its path, and what is on other processes' devices they copy.
+        elif isinstance(leaf, jax.Array) and not leaf.is_deleted():  # whoever saves it names a deleted one by its path
             places.setdefault(_place(leaf), []).append(number)
     with _jax.set_mesh(None):
         for place, numbers in places.items():
