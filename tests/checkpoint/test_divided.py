@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from braidax.checkpoint import Every, Peers, TrueShapes, export_orbax, restore, restore_orbax, restore_safetensors
 from braidax.checkpoint.reading import Reader
 from braidax.errors import CheckpointError
-from tests.checkpoint.saving import Longer, commit, commit_as_many, load, read_all
+from tests.checkpoint.saving import Longer, Tables, commit, commit_as_many, load, read_all
 from tests.checkpoint.test_peers import alone
 
 ROWS = np.arange(1, 14 * 5 + 1, dtype=np.float32).reshape(14, 5)
@@ -124,6 +124,14 @@ def test_a_part_is_restored_by_the_path_of_the_array(tmp_path: Path) -> None:
     same(found, want)
     other = restore(tmp_path, like, only=("state/arrays/b",)).tree
     assert other["state"].arrays["w"][0] is like["state"].arrays["w"][0]
+
+
+def test_a_table_by_rows_comes_in_parts(tmp_path: Path) -> None:
+    stored = np.concatenate([ROWS, 0 * ROWS[:1]]).reshape(5, 3, 5)
+    folder = commit(tmp_path, {"state": Tables({"arrays": {"w": stored, "b": 1}}, {"table/arrays/w": 14})})
+    for kind in ("four", "padded"):
+        got = load(folder, {"state": {"table": divided(kind, 0 * ROWS)["state"]}})
+        same(got["state"]["table"], divided(kind)["state"])
 
 
 def test_others_files_come_in_parts(tmp_path: Path) -> None:
