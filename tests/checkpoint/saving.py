@@ -36,7 +36,7 @@ class Tables:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Longer:
-    """Arrays with zeros behind their ends."""
+    """Arrays with zeros behind their ends, or whose rows are several leaves."""
 
     arrays: Any
     true_shapes: Mapping[str, tuple[int, ...]] = field(metadata={"static": True}, default_factory=dict)

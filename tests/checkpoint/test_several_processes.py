@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import Checkpointer, Every, folders, restore
+from braidax.checkpoint import Checkpointer, Every, copied, folders, restore
 from braidax.checkpoint import restoring as restoring_module
 from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.checkpoint.reading import Reader, read_manifest
 from braidax.comm import Communicator
 from braidax.errors import BraidaxError, WaitTimeout
 from braidax.gang import LocalGang
-from tests.checkpoint.saving import names, read_all
+from tests.checkpoint.saving import Longer, names, read_all
 from tests.checkpoint.told import told
 
 SECONDS = 20.0
@@ -139,6 +139,71 @@ def test_four_processes_save_and_others_restore(tmp_path: Path, two: LocalGang, 
             # What is split is read by those that need it, in parts as it was written, and only small leaves by all.
             assert 0 < num_bytes[0] <= sum(sizes) / gang.size + 2048
             assert num_bytes[1] == ROWS * 16 * 4 / gang.size
+
+
+def in_stages(kind: str) -> Longer:
+    """A state of a pipeline over two processes, of each leaf what this one has; 20 rows in two ways of dividing."""
+    devices = np.array(jax.devices())
+    first = NamedSharding(Mesh(devices[:2], ("data",)), P())
+    last = SingleDeviceSharding(devices[5])
+    begins = {"saved": (0, 7, 12, 20), "otherwise": (0, 12, 13, 15, 20)}[kind]
+    homes = {"saved": (first, last, first), "otherwise": (last, last, first, last)}[kind]
+    rows = np.arange(20 * 3, dtype=np.float32).reshape(20, 3)
+    fill = float(kind == "saved")
+
+    def at(value: np.ndarray, sharding: Any) -> jax.Array:
+        parts = [jax.device_put(value * value.dtype.type(fill), device) for device in sharding.addressable_devices]
+        return jax.make_array_from_single_device_arrays(value.shape, sharding, parts, dtype=value.dtype)
+
+    pairs = zip(begins[:-1], begins[1:], homes, strict=True)
+    layers = tuple(at(rows[begin:end], home) for begin, end, home in pairs)
+    own = np.random.default_rng(0).integers(1, 99, (4, 2), np.uint32)
+    arrays = {"layers": layers, "key": jax.random.wrap_key_data(at(own, first))}
+    arrays |= {"head": at(np.arange(5, dtype=np.float32), last), "step": at(np.array(7, np.int32), first)}
+    return Longer(arrays, {"arrays/layers": (20, 3)})
+
+
+def saving_stages(comm: Communicator, folder: Path) -> str:
+    with Checkpointer(folder, Every(1), timeout_seconds=SECONDS, prepare=copied) as saver:
+        saver.update(in_stages("saved"))
+    return str(sum(tensor.num_bytes for tensor in read_manifest(folder / "step-00000001", comm.rank).tensors))
+
+
+def restoring_stages(comm: Communicator, folder: Path) -> str:
+    found = restore(folder, in_stages("otherwise"), timeout_seconds=SECONDS).tree
+    for got, like in zip(jax.tree.leaves(found), jax.tree.leaves(in_stages("otherwise")), strict=True):
+        assert (got.sharding, got.shape, got.dtype) == (like.sharding, like.shape, like.dtype)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    like = jax.ShapeDtypeStruct((20, 3), np.float32, sharding=NamedSharding(mesh, P(None, None)))
+    whole = restore(folder, Longer({"layers": like}), only="arrays/layers", timeout_seconds=SECONDS).tree
+    key = found.arrays.pop("key")
+    here = {
+        str(at): np.asarray(leaf.addressable_data(0)).tolist()
+        for at, leaf in enumerate(jax.tree.leaves(found.arrays))
+        if leaf.addressable_shards
+    }
+    here["key"] = np.asarray(jax.random.key_data(key).addressable_data(0)).tolist() if comm.rank == 0 else []
+    return json.dumps([here, np.asarray(whole.arrays["layers"].addressable_data(0)).tolist()])
+
+
+def test_each_process_saves_and_restores_the_stages_that_it_has(tmp_path: Path, two: LocalGang) -> None:
+    # Of 20 rows of 12 bytes process 0 has 15, a step and the keys; process 1 has 5 rows and the head.
+    assert told(two, saving_stages, tmp_path) == [str(15 * 12 + 4 + 32), str(5 * 12 + 20)]
+    rows = np.arange(20 * 3, dtype=np.float32).reshape(20, 3)
+    content = read_all(tmp_path / "step-00000001")
+    np.testing.assert_array_equal(content["arrays/layers"], rows)
+    assert content.keys() == {f"arrays/{name}" for name in ("layers", "head", "step", "key")}
+    first, last = map(json.loads, told(two, restoring_stages, tmp_path))
+    keys = np.random.default_rng(0).integers(1, 99, (4, 2), np.uint32).tolist()
+    assert first == [{"3": rows[13:15].tolist(), "5": 7, "key": keys}, rows.tolist()]
+    ours = {
+        "1": rows[:12].tolist(),
+        "2": rows[12:13].tolist(),
+        "4": rows[15:].tolist(),
+        "0": [0, 1, 2, 3, 4],
+        "key": [],
+    }
+    assert last == [ours, rows.tolist()]
 
 
 def a_tree(fill: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from braidax.checkpoint.adaptive import Adaptive
 from braidax.checkpoint.checkpointer import Checkpointer
 from braidax.checkpoint.interval import Every, Interval, Spacing, Verdict
-from braidax.checkpoint.leaves import Outside, PaddedDims, PaddedRows
+from braidax.checkpoint.leaves import Outside, PaddedRows, TrueShapes
 from braidax.checkpoint.preempt import Preemption
 from braidax.checkpoint.replanned import Replanned
 from braidax.checkpoint.restoring import Restored, Skipped, restore
@@ -28,7 +28,6 @@ __all__ = [
     "Interval",
     "Messages",
     "Outside",
-    "PaddedDims",
     "PaddedRows",
     "Peers",
     "Preemption",
@@ -39,6 +38,7 @@ __all__ = [
     "Spacing",
     "Tier",
     "Tiers",
+    "TrueShapes",
     "Verdict",
     "copied",
     "export_orbax",

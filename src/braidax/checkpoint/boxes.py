@@ -24,6 +24,11 @@ def extents(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
+def moved(box: Box, rows: int) -> Box:
+    """Returns a box so many rows further along the first dim; one without dims has no rows."""
+    return ((box[0][0] + rows, box[0][1] + rows), *box[1:]) if box and rows else box
+
+
 def volume(box: Box) -> int:
     """Returns how many elements are in a box."""
     return math.prod(extents(box))

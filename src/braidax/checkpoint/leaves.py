@@ -1,8 +1,9 @@
-"""What the leaves of a tree are, and which of them have rows or ends that are padding."""
+"""What the leaves of a tree are, which of them have rows or ends that are padding, and which are one array."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.core
@@ -34,16 +35,18 @@ class PaddedRows(Protocol):
 
 
 @runtime_checkable
-class PaddedDims(Protocol):
-    """A node of a tree, below which there are arrays with zeros behind the ends of their dims.
+class TrueShapes(Protocol):
+    """A node of a tree, below which there are arrays in another form than they truly have.
 
-    A checkpoint holds such a leaf without them, as long as it truly is; restored, it has those of its `like`, which
-    may be more or fewer. How many there are may so differ from run to run.
+    Some have zeros behind the ends of their dims. A checkpoint holds such a leaf without them; restored, it has those
+    of its `like`, which may be more or fewer. Of others the rows are several leaves, one behind the other in a tuple
+    or list. A checkpoint holds the one array, under the path of the tuple; it restores into any other number of leaves,
+    wherever each begins, or into one. Nobody holds the whole of it for that. Such leaves may be padded as well.
     """
 
     @property
     def true_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape without padding by the path of the leaf below this node, such as `{"params/kernel": (1022, 3)}`."""
+        """The true shape by the path of the leaf or tuple below this node, such as `{"params/layers": (24, 512)}`."""
         ...
 
 
@@ -78,6 +81,71 @@ class Leaf:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.dtype else f"a Python {self.kind}"
+
+
+class Part(NamedTuple):
+    """Rows of an array that are a leaf. **Fields:** `value`: the leaf. `shape`: without padding. `first`: its row."""
+
+    value: Any
+    shape: tuple[int, ...]
+    first: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """An array whose rows are several leaves, in their order. **Arguments:** `shape`, `dtype`: of all of it."""
+
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def parts_of(value: Any, shape: Sequence[int]) -> tuple[Part, ...]:
+    """Returns the leaves that an array is. **Arguments:** `value`: as of `saved_leaves`. `shape`: without padding."""
+    return value.parts if isinstance(value, Divided) else (Part(value, tuple(shape)),)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Returns the leaves of a tree that one of `saved_leaves` is."""
+    return [part.value for part in value.parts] if isinstance(value, Divided) else [value]
+
+
+def saved_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree as a checkpoint has them: by path, in order, those that are one array as `Divided`.
+
+    **Raises:** `CheckpointError` as `named_leaves`, and where `true_shapes` name a path that is neither a leaf nor the
+    rows of one array.
+    """
+    leaves, shapes = named_leaves(tree), true_shapes(tree)
+    owners: dict[str, str] = {}
+    arrays: dict[str, Divided] = {}
+    for path in [path for path in shapes if path not in leaves]:
+        names = list(itertools.takewhile(leaves.__contains__, (f"{path}/{number}" for number in itertools.count())))
+        owners |= dict.fromkeys(names, path)
+        arrays[path] = _divided(path, shapes, {name: leaves[name] for name in names})
+    found: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        owner = owners.get(path, path)
+        found[owner] = arrays.get(owner, leaf)
+    return found
+
+
+def _divided(path: str, shapes: Mapping[str, tuple[int, ...]], leaves: Mapping[str, Any]) -> Divided:
+    parts: list[Part] = []
+    described = [describe(name, leaf, true_shape=shapes.get(name)) for name, leaf in leaves.items()]
+    first = 0
+    for leaf, value in zip(described, leaves.values(), strict=True):
+        parts.append(Part(value, leaf.shape, first))
+        first += leaf.shape[0] if leaf.shape else 0
+    kinds = {(leaf.kind, leaf.dtype, (first, *leaf.shape[1:]) if leaf.shape else ()) for leaf in described}
+    if [(kind, shape) for kind, _, shape in kinds] != [("array", tuple(shapes[path]))]:
+        told = f"its rows are {', '.join(map(str, described))}" if leaves else "it is no leaf of this tree"
+        raise CheckpointError(
+            f"true_shapes says that leaf {path!r} is {list(shapes[path])}, but {told}: expected a leaf, or a tuple or "
+            "list of arrays of one dtype that are its rows, one behind the other; correct the `true_shapes` of the "
+            "node above it"
+        )
+    return Divided(tuple(parts), shapes[path], parts[0].value.dtype)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -120,22 +188,12 @@ def padded_rows(tree: Any) -> dict[str, int]:
 
 
 def true_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape without padding of each leaf whose dims are padded, by its path in the tree.
-
-    **Raises:** `CheckpointError` naming a path that is no leaf.
-    """
-    found = _told(tree, "true_shapes")
-    strange = found.keys() - named_leaves(tree).keys() if found else ()
-    for path in strange:
-        raise CheckpointError(
-            f"true_shapes says that leaf {path!r} is {list(found[path])} without padding, but it is no leaf of this "
-            "tree; correct the `true_shapes` of the node above it"
-        )
-    return found
+    """Returns the shape of each array that is stored in another form, by its path in the tree."""
+    return _told(tree, "true_shapes")
 
 
 def _told(tree: Any, attribute: str) -> dict[str, Any]:
-    """Returns what nodes that have an attribute say of leaves below them, by the path of the leaf in the tree."""
+    """Returns what nodes that have an attribute say of what is below them, by its path in the tree."""
     found: dict[str, Any] = {}
 
     def visit(node: Any, above: str) -> None:
@@ -174,7 +232,7 @@ def describe(path: str, leaf: Any, *, true_shape: tuple[int, ...] | None = None)
         )
     if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
         return Leaf(path, "bool" if isinstance(leaf, bool) else "int" if isinstance(leaf, int) else "float")
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | Divided):
         array: Any = cast(Any, leaf)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return Leaf(path, "key", str(array.dtype), tuple(array.shape))

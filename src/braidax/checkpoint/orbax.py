@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from braidax.checkpoint import folders
-from braidax.checkpoint.boxes import whole, within
-from braidax.checkpoint.leaves import Leaf, describe, key_data_spec, named_leaves, true_shapes
+from braidax.checkpoint.boxes import Box, whole, within
+from braidax.checkpoint.leaves import (
+    Leaf,
+    describe,
+    key_data_spec,
+    leaves_of,
+    named_leaves,
+    parts_of,
+    saved_leaves,
+    true_shapes,
+)
 from braidax.checkpoint.manifest import Entry, manifest_file
 from braidax.checkpoint.placing import placed, sharding_of
 from braidax.checkpoint.reading import Content, read_content
@@ -80,10 +89,12 @@ def restore_orbax(path: str | os.PathLike[str], like: Any, *, only: Sequence[str
     with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
         with _blaming(blame):  # the checkpointer would swallow why
             metadata = handler.metadata(folder).tree
-        saved, values = named_leaves(metadata), named_leaves(like)
+        saved = named_leaves(metadata)
+        leaves_in = _leaves_in(saved, like)
+        values = leaves_in(like)
         shapes = true_shapes(like)
         entries = {name: _entry(ocp, name, found, values.get(name), shapes.get(name)) for name, found in saved.items()}
-        wants = match(Content(folder, (), entries), like, only)
+        wants = match(Content(folder, (), entries), like, only, leaves_in)
         direct = {name for name, want in wants.items() if _is_direct(want, saved[name])}
         how = [
             _restore_args(ocp, wants[name], found, name in direct) if name in wants else ocp.RestoreArgs()
@@ -98,9 +109,19 @@ def restore_orbax(path: str | os.PathLike[str], like: Any, *, only: Sequence[str
     _check_keys(folder, found, wants)
     for name in sorted(direct):
         _check_padding(folder, found[name], wants[name], tuple(saved[name].shape))
-    found |= {name: _finished(folder, found[name], wants[name]) for name in wants if name not in direct}
-    leaves = [found[name] if name in wants else leaf for name, leaf in values.items()]
+    leaves: list[Any] = []
+    for name, value in values.items():
+        if name not in wants:
+            leaves += leaves_of(value)
+        else:
+            leaves += [found[name]] if name in direct else _finished(folder, found[name], wants[name])
     return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
+
+
+def _leaves_in(saved: Collection[str], like: Any) -> Callable[[Any], dict[str, Any]]:
+    """Returns what lists the leaves of a tree as they were saved: the rows of an array as leaves, or the array."""
+    apart = named_leaves(like).keys() - saved_leaves(like).keys()
+    return saved_leaves if apart.isdisjoint(saved) else named_leaves
 
 
 def _check_target(target: Path) -> None:
@@ -257,16 +278,21 @@ def _check_keys(folder: Path, found: dict[str, Any], wants: dict[str, Want]) -> 
         )
 
 
-def _finished(folder: Path, found: Any, want: Want) -> Any:
+def _finished(folder: Path, found: Any, want: Want) -> list[Any]:
+    """Returns the leaves that are made of what Orbax gives."""
     if not want.entry.leaf.dtype:
-        return found
+        return [found]
     if want.entry.leaf.kind == "key":
         if sharding_of(want.like) is not None:
-            return found
+            return [found]
         data = np.asarray(jax.random.key_data(found))
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(found))
+        return [jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(found))]
     array = _cut(folder, np.asarray(found), want.entry)
-    return placed(lambda box: array[(*within(box, whole(array.shape)), ...)], want.like, want.how, want.shape)
+
+    def read(box: Box) -> np.ndarray:
+        return array[(*within(box, whole(array.shape)), ...)]
+
+    return [placed(read, part, want.how) for part in parts_of(want.like, want.shape)]
 
 
 def _cut(folder: Path, array: np.ndarray, entry: Entry) -> np.ndarray:

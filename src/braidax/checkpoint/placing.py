@@ -9,7 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from braidax.checkpoint.boxes import Box, blocks, box_of, extents, is_run, joined, overlap, volume, whole, within
+from braidax.checkpoint.boxes import (
+    Box,
+    blocks,
+    box_of,
+    extents,
+    is_run,
+    joined,
+    moved,
+    overlap,
+    volume,
+    whole,
+    within,
+)
+from braidax.checkpoint.leaves import Part
 from braidax.checkpoint.padding import Conversion
 
 # JAX leaves some of itself unannotated.
@@ -20,18 +33,18 @@ Read = Callable[[Box], np.ndarray]
 """Returns what is in a box of an array, in memory of its own."""
 
 
-def placed(read: Read, like: Any, how: Conversion | None, true_shape: tuple[int, ...]) -> Any:
-    """Reads an array to where another one is.
+def placed(read: Read, part: Part, how: Conversion | None) -> Any:
+    """Reads an array, or rows of it, to where another one is.
 
-    **Arguments:** `read`: on each process it is asked for what its devices need. `like`: of the same dtype: a NumPy
-    array or scalar, a `jax.Array` or a `jax.ShapeDtypeStruct`. `how`: if its rows move. `true_shape`: of `like`,
-    without padding.
+    **Arguments:** `read`: on each process it is asked for what its devices need. `part`: where to: of the same dtype a
+    NumPy array or scalar, a `jax.Array` or a `jax.ShapeDtypeStruct`. `how`: if its rows move.
 
-    **Returns:** what `like` is, on its devices.
+    **Returns:** what that is, on its devices.
     """
+    like = part.value
     dtype, everything = np.dtype(like.dtype), whole(like.shape)
-    read = read if how is None else _by_rows(read, how, dtype)
-    read = read if true_shape == like.shape else lengthened(read, true_shape, dtype)
+    read = from_row(read if how is None else _by_rows(read, how, dtype), part.first)
+    read = read if part.shape == like.shape else lengthened(read, part.shape, dtype)
     if isinstance(like, np.ndarray):
         return read(everything)
     if isinstance(like, np.generic):
@@ -96,6 +109,11 @@ def weakly_typed(array: np.ndarray) -> Any:
     # Else the step would be compiled again, and its dtypes could come out wider.
     zero = array.dtype.type(0).item()
     return jnp.full(array.shape, zero).at[...].set(array) if jnp.result_type(zero) == array.dtype else array
+
+
+def from_row(read: Read, first: int) -> Read:
+    """Returns what reads an array as one that begins with one of its rows."""
+    return (lambda box: read(moved(box, first))) if first else read
 
 
 def lengthened(read: Read, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Read:

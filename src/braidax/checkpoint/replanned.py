@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from braidax.checkpoint.leaves import named_leaves
+from braidax.checkpoint.leaves import leaves_of, saved_leaves
 from braidax.checkpoint.manifest import Entry
 
 # JAX leaves some of itself unannotated.
@@ -66,12 +66,13 @@ def way_from(
             name.removeprefix(prefix): entry.padded_rows for name, entry in entries.items() if name.startswith(prefix)
         }
         form = node.saved_as(saved, notes) if saved else None
-        chosen = [name for name in named_leaves(node) if _is_chosen(f"{prefix}{name}", only)]
+        leaves = saved_leaves(node)
+        chosen = [name for name in leaves if _is_chosen(f"{prefix}{name}", only)]
         if form is None or not chosen:
             continue
         if isinstance(form, str):
             return form
-        if form[2] or len(chosen) < len(named_leaves(node)):
+        if form[2] or len(chosen) < len(leaves):
             nodes[number], ways[number] = form[:2]
             inside.append(prefix)
             changes += [form[2]] if form[2] else []
@@ -90,16 +91,16 @@ def way_from(
 
 def _part(restored: Any, like: Any, prefix: str, only: Sequence[str] | None) -> Any:
     """Returns the chosen leaves of what was restored, the others of `like`."""
-    pairs = zip(named_leaves(restored).items(), _jax.tree.leaves(like), strict=True)
-    leaves = [leaf if _is_chosen(f"{prefix}{name}", only) else other for (name, leaf), other in pairs]
-    return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
+    pairs = zip(saved_leaves(restored).items(), saved_leaves(like).values(), strict=True)
+    values = [value if _is_chosen(f"{prefix}{name}", only) else other for (name, value), other in pairs]
+    return _jax.tree.unflatten(_jax.tree.structure(like), [leaf for value in values for leaf in leaves_of(value)])
 
 
 def _outside(inside: Sequence[str], only: Sequence[str] | None, like: Any) -> Sequence[str] | None:
     """Returns patterns of all that is below some nodes, and of what else was asked for."""
     if only is None:
         return None
-    others = [name for name in named_leaves(like) if not name.startswith(tuple(inside))]
+    others = [name for name in saved_leaves(like) if not name.startswith(tuple(inside))]
     kept = [pattern for pattern in only if any(fnmatchcase(name, pattern) for name in others)]
     return [*kept, *(f"{glob.escape(prefix)}*" for prefix in inside)]
 

@@ -15,16 +15,19 @@ import numpy as np
 from braidax.checkpoint import folders
 from braidax.checkpoint.boxes import Box, whole
 from braidax.checkpoint.leaves import (
+    Part,
     describe,
-    named_leaves,
+    leaves_of,
     padded_rows,
+    parts_of,
     put_outside,
+    saved_leaves,
     true_shapes,
     with_outside,
 )
 from braidax.checkpoint.manifest import Entry, OtherFormat
 from braidax.checkpoint.padding import Conversion, conversion
-from braidax.checkpoint.placing import lengthened, on_devices, sharding_of, weakly_typed
+from braidax.checkpoint.placing import from_row, lengthened, on_devices, sharding_of, weakly_typed
 from braidax.checkpoint.processes import Processes, all_processes, alone
 from braidax.checkpoint.reading import Content, OpenFile, Reader, read_content
 from braidax.checkpoint.replanned import Way, way_from
@@ -98,6 +101,7 @@ def newest(
     skipped: list[Skipped] = []
     with processes.agreeing(f"{name}/like"):
         inside = with_outside(like)
+        saved_leaves(inside)  # what it says of itself has to be true, else no checkpoint would seem valid
     for attempt in range(_ATTEMPTS):
         listed = processes.lead(f"{name}/{attempt}", lambda: json.dumps([each.path.name for each in listed_in(root)]))
         paths = [root / path for path in json.loads(listed)]
@@ -196,8 +200,8 @@ def nothing_valid(root: Path | str, reasons: Sequence[str]) -> NothingValid:
 class Want(NamedTuple):
     """A leaf to restore.
 
-    **Fields:** `entry`: of the checkpoint. `like`: what it is to be. `how`: if its rows move. `shape`: of `like`,
-    without padding.
+    **Fields:** `entry`: of the checkpoint. `like`: what it is to be, as of `saved_leaves`. `how`: if its rows move.
+    `shape`: of `like`, without padding.
     """
 
     entry: Entry
@@ -206,15 +210,20 @@ class Want(NamedTuple):
     shape: tuple[int, ...]
 
 
-def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dict[str, Want]:
+def match(
+    content: Content,
+    like: Any,
+    only: Sequence[str] | None = None,
+    leaves_in: Callable[[Any], dict[str, Any]] = saved_leaves,
+) -> dict[str, Want]:
     """Checks that a checkpoint has the leaves, shapes and dtypes of `like`: nothing is cast, left out or made up.
 
-    **Arguments:** `only`: patterns of the paths that matter; one may come alone.
+    **Arguments:** `only`: patterns of the paths that matter; one may come alone. `leaves_in`: lists those of a tree.
 
     **Returns:** what to restore, by path. **Raises:** `CheckpointError` naming all leaves that differ, what is saved,
     what `like` has, and the remedy.
     """
-    values = matching(named_leaves(like), only, "in `like`")
+    values = matching(leaves_in(like), only, "in `like`")
     entries = matching(content.entries, only, "in the checkpoint")
     num_rows, shapes = padded_rows(like), true_shapes(like)
     wants: dict[str, Want] = {}
@@ -241,7 +250,7 @@ def match(content: Content, like: Any, only: Sequence[str] | None = None) -> dic
                     f"leaf {path!r} is {entry.leaf}{_rows(entry.padded_rows)} in the checkpoint, but {leaf}"
                     f"{_rows(num_rows.get(path))} in `like`"
                 )
-        troubles += _narrowed(path, values[path], leaf.dtype) if leaf.kind == "array" else []
+        troubles += _narrowed(path, leaves_of(values[path])[0], leaf.dtype) if leaf.kind == "array" else []
     if troubles:
         more = f"\n  and {len(troubles) - _MAX_NAMED} more" if len(troubles) > _MAX_NAMED else ""
         raise Mismatch(
@@ -259,7 +268,7 @@ def planned(content: Content, like: Any, only: Sequence[str] | None = None) -> t
     **Raises:** as `match`; `CheckpointError` in one line where a plan has changed and there is no way back.
     """
     only = (only,) if isinstance(only, str) else only
-    matching(named_leaves(like), only, "in `like`")
+    matching(saved_leaves(like), only, "in `like`")
     way = way_from(content.entries, content.manifests[0].notes, like, only)
     if isinstance(way, str):
         raise Mismatch(f"{content.folder}: {way}")
@@ -281,14 +290,18 @@ def load(content: Content, like: Any, wants: Mapping[str, Want], open_file: Open
     not what was written.
     """
     with Reader(content, open_file) as reader:
-        leaves = [
-            _load_leaf(reader, wants[path]) if path in wants else leaf for path, leaf in named_leaves(like).items()
-        ]
+        leaves: list[Any] = []
+        for path, value in saved_leaves(like).items():
+            if path in wants:
+                want = wants[path]
+                leaves += [_load_leaf(reader, want, part) for part in parts_of(value, want.shape)]
+            else:
+                leaves += leaves_of(value)
     return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
 
 
-def _load_leaf(reader: Reader, want: Want) -> Any:
-    entry, like, how, true_shape = want
+def _load_leaf(reader: Reader, want: Want, part: Part) -> Any:
+    entry, how, like, true_shape = want.entry, want.how, part.value, part.shape
     if not entry.leaf.dtype:
         return entry.number
     of_key = entry.shape[len(entry.leaf.shape) :]
@@ -298,7 +311,8 @@ def _load_leaf(reader: Reader, want: Want) -> Any:
         return reader.read(entry, box) if how is None else reader.read_rows(entry, how, box)
 
     dtype = np.dtype(entry.dtype)
-    read = stored if like.shape == true_shape else lengthened(stored, (*true_shape, *of_key), dtype)
+    read = from_row(stored, part.first)
+    read = read if like.shape == true_shape else lengthened(read, (*true_shape, *of_key), dtype)
     if isinstance(like, np.ndarray):
         return read(whole(shape))
     if isinstance(like, np.generic):

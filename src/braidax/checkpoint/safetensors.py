@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from braidax.checkpoint.boxes import Box, extents
-from braidax.checkpoint.leaves import Leaf, named_leaves
+from braidax.checkpoint.leaves import Leaf, leaves_of, parts_of, saved_leaves
 from braidax.checkpoint.manifest import Entry, stored_as
 from braidax.checkpoint.placing import Read, placed
 from braidax.checkpoint.reading import Content
@@ -59,7 +59,7 @@ def restore_safetensors(
     source = Path(path).absolute()
     with contextlib.ExitStack() as files:
         tensors = _tensors(source, files)
-        values = named_leaves(like)
+        values = saved_leaves(like)
         found = {
             leaf: _made_of(source, leaf, name(leaf), tensors, view) for leaf in matching(values, only, "in `like`")
         }
@@ -69,10 +69,14 @@ def restore_safetensors(
         entries = {leaf: one.entry for leaf, one in made.items()}
         entries |= {label: tensor.entry(label) for label, tensor in others.items()}
         wants = match(Content(source, (), entries), like, only)
-        leaves = [
-            placed(made[leaf].reader(), value, wants[leaf].how, wants[leaf].shape) if leaf in wants else value
-            for leaf, value in values.items()
-        ]
+        leaves: list[Any] = []
+        for leaf, value in values.items():
+            want = wants.get(leaf)
+            if want is None:
+                leaves += leaves_of(value)
+                continue
+            read = made[leaf].reader()
+            leaves += [placed(read, part, want.how) for part in parts_of(value, want.shape)]
     return _jax.tree.unflatten(_jax.tree.structure(like), leaves)
 
 

@@ -18,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from braidax.checkpoint import staging
-from braidax.checkpoint.boxes import Box, box_of, extents, overlap, volume, whole, within
+from braidax.checkpoint.boxes import Box, box_of, extents, joined, moved, overlap, volume, whole, within
 from braidax.checkpoint.leaves import (
     Leaf,
+    Part,
     describe,
     key_data_spec,
-    named_leaves,
+    leaves_of,
     padded_rows,
+    parts_of,
+    saved_leaves,
     true_shapes,
     with_outside,
 )
@@ -121,17 +124,20 @@ def hold(
     **Returns:** the held tree. **Raises:** `CheckpointError` naming the leaf that cannot be in a checkpoint.
     """
     tree = with_outside(tree)
-    values = named_leaves(tree)
+    values = saved_leaves(tree)
     shapes = true_shapes(tree)
     leaves = [describe(path, value, true_shape=shapes.get(path)) for path, value in values.items()]
     entries = _entries(leaves, list(values.values()), padded_rows(tree))
-    placed = tuple(_placed(entry, value, num_processes) for entry, value in zip(entries, values.values(), strict=True))
-    shares, digest = _shares(tuple(leaves), placed)
-    pieces, content = _lay_out(entries, [share.get(process, []) for share in shares], memory or Memory())
+    parts = {leaf.path: parts_of(values[leaf.path], leaf.shape) for leaf in leaves}
+    pairs = [(entry, part) for entry in entries for part in parts[entry.leaf.path]]
+    shares, digest = _shares(tuple(leaves), tuple(_placed(entry, part, num_processes) for entry, part in pairs))
+    owned = iter([share.get(process, []) for share in shares])
+    boxes = [_in_array([(part, next(owned)) for part in parts[entry.leaf.path]]) for entry in entries]
+    pieces, content = _lay_out(entries, boxes, memory or Memory())
     by_path: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_path.setdefault(piece.path, []).append(piece)
-    cuts = [cut for path, own in by_path.items() for cut in _cuts(values[path], own)]
+    cuts = [cut for path, own in by_path.items() for part in parts[path] for cut in _cuts(part, own)]
     return Held(Snapshot(entries, pieces, content, digest, dict(notes)), staging.stage(cuts))
 
 
@@ -141,12 +147,12 @@ def _entries(leaves: Sequence[Leaf], values: Sequence[Any], num_rows: dict[str, 
         if not leaf.dtype:
             entries.append(Entry(leaf, number=value))
             continue
-        if isinstance(value, jax.ShapeDtypeStruct):
+        if any(isinstance(part, jax.ShapeDtypeStruct) for part in leaves_of(value)):
             raise CheckpointError(
                 f"leaf {leaf.path!r} is a jax.ShapeDtypeStruct, which has no content: expected an array; "
                 "save the state, not its description"
             )
-        if isinstance(value, jax.Array) and value.is_deleted():
+        if any(isinstance(part, jax.Array) and part.is_deleted() for part in leaves_of(value)):
             raise CheckpointError(
                 f"leaf {leaf.path!r} ({leaf}) is deleted, most likely donated to a jitted function: expected a live "
                 "array; pass what that function returned"
@@ -160,14 +166,15 @@ def _entries(leaves: Sequence[Leaf], values: Sequence[Any], num_rows: dict[str, 
     return tuple(entries)
 
 
-def _placed(entry: Entry, value: Any, num_processes: int) -> Placed:
-    """Returns how a leaf lies, keys by their data; what is on no common mesh each process has for itself."""
+def _placed(entry: Entry, part: Part, num_processes: int) -> Placed:
+    """Returns how a part of a leaf lies, keys by their data; what is on no common mesh each process has for itself."""
     if not entry.leaf.dtype:
         return Placed((0,), 1, None)
+    value = part.value
     is_common = num_processes > 1 and isinstance(value, jax.Array) and value.committed
     itemsize = np.dtype(entry.dtype).itemsize * int(np.prod(entry.shape[len(entry.leaf.shape) :], dtype=np.int64))
-    padded = tuple(value.shape) if value.shape != entry.leaf.shape else None
-    return Placed(entry.leaf.shape, itemsize, value.sharding if is_common else None, padded)
+    padded = tuple(value.shape) if value.shape != part.shape else None
+    return Placed(part.shape, itemsize, value.sharding if is_common else None, padded)
 
 
 @functools.lru_cache(maxsize=16)
@@ -176,6 +183,12 @@ def _shares(leaves: tuple[Leaf, ...], placed: tuple[Placed, ...]) -> tuple[tuple
     shares = ownership(placed)
     common = [sorted(share.items()) if len(share) > 1 else None for share in shares]
     return shares, hashlib.blake2b(repr((leaves, common)).encode(), digest_size=8).hexdigest()
+
+
+def _in_array(owned: Sequence[tuple[Part, list[Box]]]) -> list[Box]:
+    """Returns boxes of parts as those of the array; parts that follow one another are written as one."""
+    boxes = [moved(box, part.first) for part, own in owned for box in own]
+    return joined(boxes) if len(owned) > 1 else boxes
 
 
 def _lay_out(
@@ -201,27 +214,30 @@ def _lay_out(
     return tuple(pieces), content
 
 
-def _cuts(value: Any, pieces: Sequence[Piece]) -> list[Cut]:
-    """Returns which parts of whose memory the pieces of a leaf are; copies those of NumPy arrays."""
-    if not isinstance(value, jax.Array):
-        for piece in pieces:
-            box = tuple((start, start + size) for start, size in zip(piece.start, piece.array.shape, strict=True))
-            staging.copy(Copy(piece.array, np.asarray(value)[within(box, whole(np.shape(value)))]))
-        return []
-    num_dims = len(value.shape)
-    shards: dict[Box, Any] = {}
-    indices = value.sharding.addressable_devices_indices_map(value.shape)
-    data = {shard.device: shard.data for shard in value.addressable_shards}
-    for device, index in indices.items():
-        shards.setdefault(box_of(index or (), value.shape), data[device])
+def _cuts(part: Part, pieces: Sequence[Piece]) -> list[Cut]:
+    """Returns which of their memory the pieces of a leaf have of a part of it; copies that of NumPy arrays."""
+    value, num_dims = part.value, len(part.shape)
+    sources: dict[Box, Any] = {}
+    if isinstance(value, jax.Array):
+        indices = value.sharding.addressable_devices_indices_map(value.shape)
+        data = {shard.device: shard.data for shard in value.addressable_shards}
+        for device, index in indices.items():
+            sources.setdefault(moved(box_of(index or (), value.shape), part.first), data[device])
+    else:
+        sources[moved(whole(part.shape), part.first)] = np.asarray(value)
     cuts: list[Cut] = []
     for piece in pieces:
         box = tuple((a, a + size) for a, size in zip(piece.start[:num_dims], piece.array.shape, strict=False))
-        for held, shard in shards.items():
-            part = overlap(box, held)
-            if part is not None:
-                destination = piece.array[(*within(part, box), ...)]
-                cuts.append(Cut(destination, _key_data(shard), None if part == held else within(part, held)))
+        own = overlap(box, moved(whole(part.shape), part.first))
+        for held, source in sources.items():
+            both = None if own is None else overlap(own, held)
+            if both is None:
+                continue
+            destination, place = piece.array[(*within(both, box), ...)], within(both, held)
+            if isinstance(value, jax.Array):
+                cuts.append(Cut(destination, _key_data(source), None if both == held else place))
+            else:
+                staging.copy(Copy(destination, source[(*place, ...)]))
     return cuts
 
 

@@ -19,6 +19,7 @@ from .given.arrays import adopt, typed_key
 from .plan.batch import batch_axes
 from .plan.costs.machine import Link
 from .plan.plan import Plan
+from .plan.replanning import changes, tables_in
 from .plan.strategies import DataParallel
 from .plan.strategy import Strategy, stages_axis
 from .stages.balance import Pricing
@@ -31,7 +32,7 @@ from .stages.running.pipelined_work import PipelinedWork
 from .stages.running.sending.agreement import Agreement
 from .stages.schedules import Schedule
 from .stages.segments import Clock, Seconds, counted, measured
-from .state import State
+from .state import Origin, State, Way
 
 
 class PipelinedStep:
@@ -64,16 +65,30 @@ class PipelinedStep:
         if message := difference(self._work.specs.key, key, "key"):
             raise ArgumentError(f"{message}: make it with jax.random.key(seed), of the PRNG that JAX is configured for")
         with without_mesh():
-            return self._work.begin(key)
+            return self._own(self._work.begin(key))
 
     @property
     def state_specs(self) -> State:
         """Of every leaf of a state shape, dtype and sharding: enough for a checkpoint to restore one."""
-        return jax.tree.map(
-            lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on),
-            self._work.specs,
-            self.state_shardings,
+        return self._own(
+            jax.tree.map(
+                lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on),
+                self._work.specs,
+                self.state_shardings,
+            )
         )
+
+    def _own(self, state: State) -> State:
+        return replace(state, origin=Origin(self._way_to))
+
+    def _way_to(self, saved: Mapping[str, int | None]) -> Way:
+        """Whole variables come as they are; from tables by rows and what was put off for these there is no way yet."""
+        if said := changes(tables_in(saved), ()):
+            return (
+                f"{said}, and there is no way from there into stages: restore it with a step of DataParallel(), save "
+                "that, and restore this"
+            )
+        return None
 
     def update(
         self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None

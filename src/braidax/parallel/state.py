@@ -51,7 +51,8 @@ class State:
     `step`: int32 scalar, updates done. `params`, `opt_state`: PyTrees. `variables`: what the loss changes besides
     (BatchNorm statistics), `{}` when it asks for none. `key`: the PRNG key that the keys of all steps come from.
     `padded`: of the leaves that are stored by rows, `[ceil(V / N), N, ...]`, the path and V. `shapes`: of the others
-    that are stored padded the path and the shape that the loss has. `origin`: the step.
+    that are stored padded, or as a tuple of rows, one a stage, the path and the shape that the loss has. `origin`: the
+    step.
     """
 
     step: Any
@@ -70,7 +71,7 @@ class State:
 
     @property
     def true_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """`shapes` as a checkpoint asks for them, which holds the leaves without padding."""
+        """`shapes` as a checkpoint asks for them, which holds the leaves as the loss has them."""
         return dict(self.shapes)
 
     def saved_as(self, saved: Mapping[str, int | None], notes: Mapping[str, str]) -> Way:

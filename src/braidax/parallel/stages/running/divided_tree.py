@@ -5,6 +5,9 @@ from typing import Any, final
 
 import jax
 
+from braidax.parallel.plan.plan import follow
+from braidax.program import named_leaves
+
 from .ownership import Ownership, Piece
 
 
@@ -49,6 +52,25 @@ class DividedTree:
     def join(self, tree: Any) -> Any:
         """Undoes `divide`, for arrays in one place."""
         return jax.tree.unflatten(self._tree, self._ownership.join(self.pieces(tree), self._tree.num_leaves))
+
+    def whole_shapes(self, params: Any, opt_state: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Returns of what is a tuple of rows in a state the path and the shape of the whole, of the optimizer's, too.
+
+        **Arguments:** `params`: a divided tree of specs. `opt_state`: of the optimizer for that.
+        """
+        divided = self._made([[len(found) > 1] * len(found) for found in self._pieces])
+        trees = {
+            "params": (params, divided),
+            "opt_state": (opt_state, follow(params, divided, opt_state, lambda _: False)),
+        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (tree, marks) in trees.items():
+            for (path, spec), is_divided in zip(named_leaves(tree, name), jax.tree.leaves(marks), strict=True):
+                if is_divided:
+                    whole = path.rpartition("/")[0]
+                    num_rows = shapes[whole][0] if whole in shapes else 0
+                    shapes[whole] = (num_rows + spec.shape[0], *spec.shape[1:])
+        return tuple(shapes.items())
 
     def _made(self, found: Sequence[Sequence[Any]]) -> Any:
         return jax.tree.unflatten(self._tree, [one[0] if len(one) == 1 else tuple(one) for one in found])

@@ -13,7 +13,7 @@ from braidax.parallel.given.arrays import strong
 from braidax.parallel.given.optimizer import applied
 from braidax.parallel.plan.plan import follow
 from braidax.parallel.state import State
-from braidax.program import Program, trace
+from braidax.program import Program, specs_of, trace
 
 from .by_rows import check_by_rows
 from .divided_tree import DividedTree
@@ -134,7 +134,8 @@ class PipelinedWork:
         born = self._born(key)
         params = self.tree.divide(born.params)
         opt_state = strong(self._optimizer.init(params))
-        return State(jnp.zeros((), jnp.int32), params, opt_state, born.variables, born.key)
+        shapes = self.tree.whole_shapes(specs_of(params), specs_of(opt_state))
+        return State(jnp.zeros((), jnp.int32), params, opt_state, born.variables, born.key, shapes=shapes)
 
     def _moved(self, step: Any, params: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
         params, opt_state = applied(self._optimizer, params, opt_state, gradients, loss)
