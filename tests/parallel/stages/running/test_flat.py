@@ -43,3 +43,10 @@ def test_what_goes_along_samples_lies_side_by_side() -> None:
     np.testing.assert_array_equal(buffers[0][1], [3, 4, 5, 1])  # of sample 1
     for one, other in zip(form.unpack(buffers), arrays, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_said_to_stay_apart_does() -> None:
+    arrays = [jnp.ones(3), jnp.zeros(2), jnp.arange(4.0)]
+    form = Flat(arrays, apart=[1])
+    assert [one.shape for one in form.pack(arrays)] == [(7,), (2,)]
+    assert form.of_buffers("abc", "joined") == ["joined", "b"]

@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from braidax.parallel.given.arrays import place
 from braidax.parallel.plan.batch import along_batch
-from braidax.program import compile_on
+from braidax.parallel.plan.layout import Layout
+from braidax.program import automatic, compile_on
 
 from .sending.absent import AbsentProgram, absent
 from .sending.route import Route
@@ -50,10 +51,19 @@ class Home:
             return SingleDeviceSharding(self._device)
         return along_batch(self.mesh, self._axes, shape, dim)
 
+    def lies(self, layout: Layout) -> Sharding:
+        """Returns how a variable lies that has a layout, in its stored form."""
+        return layout.sharding(self.mesh) if layout.axes else self.whole
+
+    @property
+    def traced_on(self) -> AbstractMesh:
+        """The mesh under which programs for these devices are traced."""
+        return automatic(self.mesh) if self._device is None else AbstractMesh((), ())
+
     def compile(self, fn: Callable[..., Any], ins: tuple[Any, ...], outs: Any, *, donate: tuple[int, ...] = ()) -> Any:
         """Returns the jitted function. **Arguments:** `ins`, `outs`: shardings, or prefixes of PyTrees of such."""
         if not self.is_here:
-            return AbsentProgram(fn, outs)
+            return AbsentProgram(fn, outs, self.traced_on)
         if self._device is None:
             return compile_on(self.mesh, fn, in_shardings=ins, out_shardings=outs, donate=donate)
 

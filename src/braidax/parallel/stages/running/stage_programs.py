@@ -1,18 +1,19 @@
 """The compiled programs of a stage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 
 from braidax.parallel.compute.accumulate import wide, wide_zeros
+from braidax.parallel.plan.layout import Layout
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.program import Stage, batch_dims_of_results, trace
 
 from .flat import Flat
 from .home import Home
-from .ownership import Read
+from .ownership import Piece, Read
 from .sending.absent import absent
 
 PARAMS, VARIABLES, KEY, BATCH = range(4)
@@ -35,8 +36,9 @@ class StagePrograms:
     gradients of what came in)` takes over the memory of the sums and of `moved`, what came in
     and has gradients; `inputs` and `weights` are its halves, without the other's result. `zeros() -> sums`.
 
-    **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs. `incoming_dims`: of
-    incoming values, which goes along the samples. `recompute`: whether nothing is kept for the way back.
+    **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs, and `layouts` of those
+    that do not lie whole. `incoming_dims`: of incoming values, which goes along the samples. `recompute`: whether
+    nothing is kept for the way back.
     """
 
     def __init__(
@@ -47,16 +49,21 @@ class StagePrograms:
         pieces: Any,
         incoming_dims: Sequence[int | None],
         *,
+        layouts: Mapping[tuple[int, Piece], Layout],
         recompute: bool = False,
     ) -> None:
         self.stage, self.home, self.reads = stage, home, tuple(reads)
-        self._passes = Passes(stage, params=PARAMS, recompute=recompute)
+        self._passes = Passes(stage, params=PARAMS, recompute=recompute, mesh=home.traced_on)
         self.read_pieces = tuple(dict.fromkeys((one.owner, one.piece) for one in reads))
-        self.flat = Flat([pieces[one] for one in self.read_pieces])
+        self._layouts = [layouts.get(one, Layout.whole(pieces[one].shape)) for one in self.read_pieces]
+        self.flat, self.flat_on = self._buffers([pieces[one] for one in self.read_pieces], self._layouts)
         own = [leaf for leaf in stage.leaves if leaf.argument == PARAMS]
         in_flat = jax.tree.leaves(stage.program.in_specs)
         self.specs = in_flat[: len(own)]
-        self.sums = Flat([_wide_spec(spec) for spec in self.specs])
+        places = dict(zip(self.read_pieces, self._layouts, strict=True))
+        pairs = zip(self.reads, self.specs, strict=True)
+        self._read_layouts = [places[at[:2]] if at.rows is None else Layout.whole(one.shape) for at, one in pairs]
+        self.sums, self.sums_on = self._buffers([_wide_spec(spec) for spec in self.specs], self._read_layouts)
         held = self._passes.held
         self._floats = [at for at, one in enumerate(stage.incoming) if is_float(one)]
         self._moved = [at for at in held if at in self._floats]
@@ -64,6 +71,12 @@ class StagePrograms:
         self._is_loss = [number == 0 for number in stage.results]
         self._dims(incoming_dims)
         self._compile()
+
+    def _buffers(self, specs: Sequence[Any], layouts: Sequence[Layout]) -> tuple[Flat, list[Any]]:
+        """Returns the buffers of arrays as they are stored, and how these lie."""
+        stored = [stored_spec(*pair) for pair in zip(specs, layouts, strict=True)]
+        flat = Flat(stored, apart=[at for at, one in enumerate(layouts) if one.axes])
+        return flat, flat.of_buffers([self.home.lies(one) for one in layouts], self.home.whole)
 
     def _dims(self, incoming_dims: Sequence[int | None]) -> None:
         """Finds how values lie."""
@@ -76,12 +89,12 @@ class StagePrograms:
         pairs = zip(stage.incoming, incoming_dims, strict=True)
         self.incoming_shardings = tuple(home.along(spec.shape, dim) for spec, dim in pairs)
         *taken, incoming = stage.program.in_specs
-        kept = jax.eval_shape(self._passes.forward, taken, incoming).kept
+        kept = trace(self._passes.forward, taken, incoming, mesh=home.traced_on).out_specs.kept
         self._kept = Flat(kept, small_bytes=0)
         divided = {1: dims_of_given, 2: list(incoming_dims)}
-        traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming)
+        traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming, mesh=home.traced_on)
         made: Ran = traced.out_specs
-        dims = batch_dims_of_results(traced, divided)
+        dims = batch_dims_of_results(traced, divided, islands=True)
         if kept:  # from here on in buffers
             before = len(dims) - len(kept)
             self._kept = Flat(kept, dims=dims[before:] if home.is_divided else None)
@@ -101,19 +114,19 @@ class StagePrograms:
         return jax.eval_shape(self.flat.pack, list(self.flat.specs))
 
     def _compile(self) -> None:
-        home, whole = self.home, self.home.whole
+        home, whole, of_sums = self.home, self.flat_on, self.sums_on
         moved = tuple(self.incoming_shardings[at] for at in self._moved)
         sent = tuple(self.incoming_shardings[at] for at in self._floats)
         others = tuple(self.incoming_shardings[at] for at in self._others)
-        ins = (whole, moved, others, whole, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
+        ins = (of_sums, moved, others, whole, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
         self.forward = home.compile(
             self._forward, (whole, self.given_shardings, self.incoming_shardings), self.ran_shardings
         )
-        self.backward = home.compile(self._backward, ins, (whole, sent), donate=(0, 1))
+        self.backward = home.compile(self._backward, ins, (of_sums, sent), donate=(0, 1))
         self.inputs = home.compile(lambda *args: self._backward((), *args)[1], ins[1:], sent)
-        self.weights = home.compile(lambda *args: self._backward(*args)[0], ins, whole, donate=(0,))
-        self.zeros = home.compile(self._zeros, (), whole)
-        self.joined = home.compile(self.flat.joined, (whole,), whole)
+        self.weights = home.compile(lambda *args: self._backward(*args)[0], ins, of_sums, donate=(0,))
+        self.zeros = home.compile(self._zeros, (), of_sums)
+        self.joined = home.compile(self.flat.joined, (home.whole,), home.whole)
 
     def parted(self, incoming: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns those of incoming values that the way back needs: of floats, and others."""
@@ -151,7 +164,8 @@ class StagePrograms:
         taken, kept = self._taken(params, given), self._kept.unpack(kept)
         own, sent = self._passes.backward(taken, incoming, kept, outgoing, of_results)
         if sums:
-            sums = self.sums.added(sums, [wide(leaf) for leaf in jax.tree.leaves(own)])
+            pairs = zip(self._read_layouts, jax.tree.leaves(own), strict=True)
+            sums = self.sums.added(sums, [wide(layout.store(leaf)) for layout, leaf in pairs])
         return list(sums), tuple(sent[at] for at in self._floats)
 
     @property
@@ -160,7 +174,8 @@ class StagePrograms:
 
     def _taken(self, params: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
         """Returns what the stage has of the arguments of the loss."""
-        found = dict(zip(self.read_pieces, self.flat.unpack(params), strict=True))
+        pairs = zip(self._layouts, self.flat.unpack(params), strict=True)
+        found = dict(zip(self.read_pieces, [layout.load(one) for layout, one in pairs], strict=True))
         leaves: list[Any] = []
         for one in self.reads:
             piece = found[one.owner, one.piece]
@@ -169,7 +184,13 @@ class StagePrograms:
         return jax.tree.unflatten(structure, [*leaves, *given])
 
     def _zeros(self) -> list[Any]:
-        return self.sums.pack([wide_zeros(spec) for spec in self.specs])
+        return self.sums.pack([wide_zeros(spec) for spec in self.sums.specs])
+
+
+def stored_spec(spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+    """Returns the spec of the stored form of an array."""
+    shape = [size + more for size, more in zip(spec.shape, layout.padding, strict=True)]
+    return jax.ShapeDtypeStruct(tuple(shape), spec.dtype)
 
 
 def _wide_spec(spec: Any) -> jax.ShapeDtypeStruct:
