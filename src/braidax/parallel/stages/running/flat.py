@@ -1,7 +1,7 @@
 """Many small arrays in one buffer, so that a program takes few: each argument has its price at every dispatch."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import jax
@@ -51,9 +51,14 @@ class Flat:
         """The buffers that are one array, and which."""
         return [(len(self._groups) + at, array) for at, array in enumerate(self._alone)]
 
-    def of_buffers(self, values: Sequence[Any], joined: Any) -> list[Any]:
-        """Returns for each buffer the value of the array that it is, or `joined` where it is of several."""
-        return [*[joined] * len(self._groups), *self.alone(values)]
+    def of_buffers(self, values: Sequence[Any], joined: Callable[[Any, int | None], Any]) -> list[Any]:
+        """Returns for each buffer the value of the array that it is.
+
+        **Arguments:** `joined`: gives that of a buffer of several, by its shape and the dim that goes along samples.
+        """
+        shapes = [one.shape for one in jax.eval_shape(self.pack, [*self.specs])[: len(self._groups)]]
+        pairs = zip(shapes, self.dims, strict=False)
+        return [*(joined(shape, dim) for shape, dim in pairs), *self.alone(values)]
 
     def small(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns those that are put together, group by group."""
@@ -76,15 +81,16 @@ class Flat:
         """Returns the buffers, in one program."""
         return [*self.joined(self.small(arrays)), *self.alone(arrays)]
 
-    def unpack(self, buffers: Sequence[Any]) -> list[Any]:
-        """Undoes `pack`."""
+    def unpack(self, buffers: Sequence[Any], *, summed: bool = False) -> list[Any]:
+        """Undoes `pack`. **Arguments:** `summed`: whether buffers that go along samples have been, along these."""
         found: list[Any] = [None] * len(self.specs)
         for rows, group, buffer in zip(self._rows, self._groups, buffers, strict=False):
             begin = 0
             for at in group:
                 shape = self.specs[at].shape
+                own = shape[1:] if summed and rows > 1 else shape
                 end = begin + math.prod(shape) // rows
-                found[at] = jax.lax.slice_in_dim(buffer, begin, end, axis=-1).reshape(shape)
+                found[at] = jax.lax.slice_in_dim(buffer, begin, end, axis=-1).reshape(own)
                 begin = end
         for at, buffer in zip(self._alone, buffers[len(self._groups) :], strict=True):
             found[at] = buffer

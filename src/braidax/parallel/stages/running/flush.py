@@ -64,18 +64,19 @@ class Flush:
 
     def _is_gradient(self, leaf: int) -> bool:
         pieces = {at: piece for at, piece, rows in self._places[0] if rows is None}
-        return leaf in pieces and self._specs[pieces[leaf]].dtype == self._own.sums.specs[leaf].dtype
+        sums, own = self._own.sums.specs[leaf], self._specs[pieces[leaf]] if leaf in pieces else None
+        return own is not None and (own.shape, own.dtype) == (sums.shape, sums.dtype)
 
     def _lent(self, owner: int) -> Any:
         mine = [at for at, one in enumerate(self._own.reads) if one.owner == owner]
-        return lambda sums: tuple(self._own.sums.unpack(sums)[at] for at in mine)
+        return lambda sums: tuple(self._own.totals(sums)[at] for at in mine)
 
     def _averaged(self, given_up: Sequence[Any], others: Sequence[Any], lent: Sequence[Any]) -> tuple[Any, ...]:
         one, other = iter(given_up), iter(others)
         count = len(given_up) + len(others)
         sums = [next(one if at in self._given_up else other) for at in range(count)]
         found: list[Any] = [None] * len(self._specs)
-        for values, places in zip([self._own.sums.unpack(sums), *lent], self._places, strict=True):
+        for values, places in zip([self._own.totals(sums), *lent], self._places, strict=True):
             for at, piece, rows in places:
                 value = values[at]
                 if rows is not None:

@@ -1,6 +1,6 @@
 """The compiled programs of a stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from braidax.parallel.compute.accumulate import wide, wide_zeros
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.stages.passes import Passes, is_float
-from braidax.program import Stage, batch_dims_of_results, trace
+from braidax.program import Stage, batch_dims_of_results, left_in_parts, trace
 
 from .flat import Flat
 from .home import Home
@@ -63,26 +63,36 @@ class StagePrograms:
         places = dict(zip(self.read_pieces, self._layouts, strict=True))
         pairs = zip(self.reads, self.specs, strict=True)
         self._read_layouts = [places[at[:2]] if at.rows is None else Layout.whole(one.shape) for at, one in pairs]
-        self.sums, self.sums_on = self._buffers([_wide_spec(spec) for spec in self.specs], self._read_layouts)
         held = self._passes.held
         self._floats = [at for at, one in enumerate(stage.incoming) if is_float(one)]
         self._moved = [at for at in held if at in self._floats]
         self._others = [at for at in held if at not in self._floats]
         self._is_loss = [number == 0 for number in stage.results]
         self._dims(incoming_dims)
+        self._differentiate(incoming_dims)
         self._compile()
 
-    def _buffers(self, specs: Sequence[Any], layouts: Sequence[Layout]) -> tuple[Flat, list[Any]]:
-        """Returns the buffers of arrays as they are stored, and how these lie."""
+    def _buffers(
+        self, specs: Sequence[Any], layouts: Sequence[Layout], in_parts: Collection[int] = ()
+    ) -> tuple[Flat, list[Any]]:
+        """Returns the buffers of arrays as they are stored, and how these lie.
+
+        **Arguments:** `in_parts`: which are, one part a device.
+        """
         stored = [stored_spec(*pair) for pair in zip(specs, layouts, strict=True)]
-        flat = Flat(stored, apart=[at for at, one in enumerate(layouts) if one.axes])
-        return flat, flat.of_buffers([self.home.lies(one) for one in layouts], self.home.whole)
+        on = [self.home.lies(one) for one in layouts]
+        for at in in_parts:
+            stored[at] = jax.ShapeDtypeStruct((self.home.num_parts, *stored[at].shape), stored[at].dtype)
+            on[at] = self.home.lies(layouts[at], in_parts=True)
+        dims = [0 if at in in_parts else None for at in range(len(stored))]
+        flat = Flat(stored, dims=dims, apart=[at for at, one in enumerate(layouts) if one.axes])
+        return flat, flat.of_buffers(on, self.home.along)
 
     def _dims(self, incoming_dims: Sequence[int | None]) -> None:
         """Finds how values lie."""
         home, stage = self.home, self.stage
         given = [leaf for leaf in stage.leaves if leaf.argument != PARAMS]
-        dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
+        self._given_dims = dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
         specs = jax.tree.leaves(stage.program.in_specs[:-1])[len(self.specs) :]
         self.given_leaves, self.given_specs = given, specs
         self.given_shardings = tuple(home.along(s.shape, dim) for s, dim in zip(specs, dims_of_given, strict=True))
@@ -100,6 +110,7 @@ class StagePrograms:
             self._kept = Flat(kept, dims=dims[before:] if home.is_divided else None)
             made = made._replace(kept=tuple(jax.eval_shape(self._kept.pack, list(kept))))
             dims = [*dims[:before], *self._kept.dims]
+        self.ran_specs = made
         on = [home.along(spec.shape, dim) for spec, dim in zip(jax.tree.leaves(made), dims, strict=True)]
         self.ran_shardings: Ran = jax.tree.unflatten(jax.tree.structure(made), on)
         self.absent_results = () if home.is_here else jax.tree.map(absent, made.results, self.ran_shardings.results)
@@ -107,6 +118,23 @@ class StagePrograms:
         self.outgoing_dims = dims[: len(made.outgoing)]
         self.float_outgoing = [at for at, one in enumerate(made.outgoing) if is_float(one)]
         self.gradient_shardings = tuple(self.ran_shardings.outgoing[at] for at in self.float_outgoing)
+
+    def _differentiate(self, incoming_dims: Sequence[int | None]) -> None:
+        """Traces the backward pass, which leaves gradients in parts that would be summed over devices."""
+        home, stage, outgoing = self.home, self.stage, self.ran_specs.outgoing
+        values = [tuple(stage.incoming[at] for at in which) for which in (self._moved, self._others)]
+        gradients = tuple(outgoing[at] for at in self.float_outgoing)
+        given = (*values, self.flat_specs, tuple(self.given_specs), self.ran_specs.kept, gradients)
+        program = trace(self._gradients, *given, mesh=home.traced_on)
+        dims = [[incoming_dims[at] for at in which] for which in (self._moved, self._others)]
+        of_gradients = [self.outgoing_dims[at] for at in self.float_outgoing]
+        divided = {0: dims[0], 1: dims[1], 3: self._given_dims, 4: self._kept.dims, 5: of_gradients}
+        whole = [at for at, one in enumerate(self._read_layouts) if not one.axes & {*home.batch_axes}]
+        self._pulled, self.in_parts = program, tuple[int, ...]()
+        if home.num_parts > 1 and whole:
+            self._pulled, self.in_parts = left_in_parts(program, whole, divided, home.traced_on, home.batch_axes)
+        specs = [_wide_spec(spec) for spec in self.specs]
+        self.sums, self.sums_on = self._buffers(specs, self._read_layouts, self.in_parts)
 
     @property
     def flat_specs(self) -> list[Any]:
@@ -156,6 +184,21 @@ class StagePrograms:
         kept: Sequence[Any],
         gradients: Sequence[Any],
     ) -> tuple[list[Any], tuple[Any, ...]]:
+        own, sent = self._pulled(moved, others, params, given, kept, gradients)
+        if sums:
+            sums = self.sums.added(sums, [wide(leaf) for leaf in own])
+        return list(sums), sent
+
+    def _gradients(
+        self,
+        moved: Sequence[Any],
+        others: Sequence[Any],
+        params: Sequence[Any],
+        given: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """Returns the gradients of what is read, as it is stored, and of what came in."""
         held = dict(zip((*self._moved, *self._others), (*moved, *others), strict=True))
         incoming = [held.get(at, jnp.zeros(one.shape, one.dtype)) for at, one in enumerate(self.stage.incoming)]
         received = iter(gradients)
@@ -163,10 +206,13 @@ class StagePrograms:
         of_results = [jnp.ones((), self._loss_type) if is_loss else None for is_loss in self._is_loss]
         taken, kept = self._taken(params, given), self._kept.unpack(kept)
         own, sent = self._passes.backward(taken, incoming, kept, outgoing, of_results)
-        if sums:
-            pairs = zip(self._read_layouts, jax.tree.leaves(own), strict=True)
-            sums = self.sums.added(sums, [wide(layout.store(leaf)) for layout, leaf in pairs])
-        return list(sums), tuple(sent[at] for at in self._floats)
+        pairs = zip(self._read_layouts, jax.tree.leaves(own), strict=True)
+        return [layout.store(leaf) for layout, leaf in pairs], tuple(sent[at] for at in self._floats)
+
+    def totals(self, sums: Sequence[Any]) -> list[Any]:
+        """Returns the sums of what is read, over microbatches and devices, from buffers."""
+        pairs = zip(sums, self.sums.dims, strict=True)
+        return self.sums.unpack([one if dim is None else one.sum(dim) for one, dim in pairs], summed=True)
 
     @property
     def _loss_type(self) -> Any:
