@@ -31,9 +31,9 @@ from .stages.running.feeding import Given
 from .stages.running.home import sub_meshes, without_mesh
 from .stages.running.pipelined_work import PipelinedWork
 from .stages.running.sending.agreement import Agreement
-from .stages.running.stage_layouts import Placing, merged
 from .stages.schedules import Schedule
 from .stages.segments import Clock, Seconds, counted, measured
+from .stages.stage_layouts import Placing, merged
 from .state import State
 
 _INSIDE = (DataParallel, FullySharded, RotatedTensorParallel, TensorParallel)

@@ -1,5 +1,6 @@
 """Other strategies beside a `Pipeline`: each stage's variables lie by them on its own devices."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
 from braidax.errors import ArgumentError
+from braidax.parallel.stages.running.feeding import Given
+from braidax.parallel.stages.schedules import Schedule, one_forward_one_backward, zero_bubble_h1
 from tests.parallel.models import refused
-from tests.parallel.stages.running.cases import Case, looped, mlp, small_gpt
+from tests.parallel.stages.running.cases import Case, check, looped, mlp, pipelined, small_gpt
 from tests.parallel.stages.running.test_pipelined_step import CLIPPED, make, same_updates
 
 BY_ROWS = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
@@ -45,7 +48,7 @@ def test_each_device_of_a_stage_has_its_part_of_everything() -> None:
     step = inside(case, SHARDED, "ZB-H1", BY_ROWS)
     born = step.init(jax.random.key(3))
     assert jax.tree.map(lambda leaf: leaf.sharding, born) == step.state_shardings
-    gradients, _, _ = step._work.gradients(born, case.batch)
+    gradients = step._work.gradients(born, [Given(leaf, None) for leaf in jax.tree.leaves(case.batch)]).gradients
     for tree in (born.params, gradients, born.opt_state[1][0].mu, born.opt_state[1][0].nu):
         leaves = jax.tree.leaves(tree)
         assert [len(leaf.addressable_shards) for leaf in leaves] == [2] * 5
@@ -114,6 +117,44 @@ def test_what_an_island_sends_is_divided_along_samples() -> None:
     sent = zip(first.stage.outgoing, first.ran_shardings.outgoing, strict=True)
     assert [on.spec for spec, on in sent if spec.ndim == 2] == [jax.P(("data",))] * 2
     assert jax.P(None, ("data",)) in {on.spec for on in first.ran_shardings.kept}
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule"),
+    [
+        (lambda _: looped(), zero_bubble_h1(2, 4)),
+        pytest.param(gpt_of_32_bits, one_forward_one_backward(2, 4), marks=pytest.mark.slow),
+        pytest.param(gpt_of_32_bits, zero_bubble_h1(2, 4), marks=pytest.mark.slow),
+    ],
+    ids=["loop", "gpt", "gpt in halves"],
+)
+def test_gradients_are_summed_over_devices_once_an_update(
+    make: Any, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, texts = make(monkeypatch), dict[tuple[str, int], str]()
+    run = pipelined(case, schedule, inner=2)
+
+    def watch(owner: Any, name: str, stage: int) -> None:
+        run = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            if (name, stage) not in texts:
+                texts[name, stage] = run.lower(*args).compile().as_text()
+            return run(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for stage, (programs, flush) in enumerate(zip(run.stage_programs, run._flushes, strict=True)):
+        assert programs.in_parts == (*range(len(programs.reads)),)
+        watch(programs, "backward", stage)
+        watch(programs, "weights", stage)
+        watch(flush, "_means", stage)
+    check(run, case, case.expected(4))
+    own = "weights" if schedule.name == "ZB-H1" else "backward"
+    assert {(own, 0), (own, 1), ("_means", 0), ("_means", 1)} <= {*texts}
+    counts = {(name, stage): len(re.findall(r" all-reduce(-start)?\(", text)) for (name, stage), text in texts.items()}
+    assert counts == {key: int(key[0] == "_means") for key in texts}
+    assert not any(name in text for text in texts.values() for name in ("all-gather", "reduce-scatter", "all-to-all"))
 
 
 REFUSED: Mapping[str, tuple[Any, str]] = {

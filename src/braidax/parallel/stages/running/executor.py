@@ -14,6 +14,7 @@ from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.stages.passes import is_float
 from braidax.parallel.stages.schedules import Kind, Operation, Schedule, validate, with_transfers
+from braidax.parallel.stages.stage_layouts import Placing
 from braidax.program import Program, Stage, named_leaves
 
 from .dispatch_order import dispatch_order
@@ -24,7 +25,6 @@ from .ownership import Ownership
 from .sending.agreement import Agreement
 from .sending.route import Route
 from .sending.sockets import Sockets
-from .stage_layouts import Placing
 from .stage_programs import BATCH, PARAMS, StagePrograms, stored_spec
 from .variables import check_variables
 
@@ -91,7 +91,7 @@ class Pipelined:
         for at, (stage, home) in enumerate(zip(stages, self.homes, strict=True)):
             again = bool(recompute) and recompute[at]
             if placing is not None and home.is_divided:
-                stage, own, plan = placing.place(at, stage, self.ownership, home, dims)
+                stage, own, plan = placing.place(at, stage, self.ownership, home.mesh, dims)
                 self.layouts.update({(at, piece): layout for piece, layout in own.items()})
                 self.plans.append(plan)
             reads, lies = self.ownership.reads[at], self.layouts

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import Mesh
 
+from braidax.parallel.compute.metrics import BATCH
 from braidax.parallel.dense.passes import dense_passes
 from braidax.parallel.plan.footprint import state_bytes
 from braidax.parallel.plan.layout import Layout
@@ -21,10 +23,9 @@ from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
 from braidax.parallel.plan.strategy import Strategy
 from braidax.program import Stage, find_dims_in_pieces, find_meetings, find_sites, named_leaves
 
-from .home import Home
-from .ownership import Ownership, Piece
-from .stage_programs import BATCH, PARAMS
+from .running.ownership import Ownership, Piece
 
+_PARAMS = 0
 _INCOMING = BATCH + 1
 _ROOT = "params"
 
@@ -56,20 +57,21 @@ class Placing:
     microbatches: int
 
     def place(
-        self, number: int, stage: Stage, ownership: Ownership, home: Home, incoming_dims: Sequence[int | None]
+        self, number: int, stage: Stage, ownership: Ownership, mesh: Mesh, incoming_dims: Sequence[int | None]
     ) -> PlacedStage:
         """Places what a stage reads.
 
         What another stage reads, too, stays whole.
 
-        **Arguments:** `number`: of the stage. `incoming_dims`: of incoming values, which goes along the samples.
+        **Arguments:** `number`: of the stage. `mesh`: of its devices. `incoming_dims`: of incoming values, which goes
+        along the samples.
 
         **Raises:** `ArgumentError` naming a variable that cannot lie as it is told.
         """
         divided = {BATCH: 0, _INCOMING: [*incoming_dims]}
-        model = self._model(stage, divided, math.prod(home.mesh.shape[axis] for axis in self.batch_axes))
+        model = self._model(stage, divided, math.prod(mesh.shape[axis] for axis in self.batch_axes))
         strategies = {axis: _fitting(one, model) for axis, one in self.strategies.items()}
-        plan = make_plan(home.mesh, strategies, model)
+        plan = make_plan(mesh, strategies, model)
         pieces = {name: read for (name, _), read in zip(_params(stage), ownership.reads[number], strict=True)}
         readers = Counter(read[:2] for reads in ownership.reads for read in reads)
         still = {
@@ -79,7 +81,7 @@ class Placing:
         }
         plan = replace(plan, variables=tuple(_kept_whole(one, still) for one in plan.variables))
         layouts = layouts_of(plan)
-        program = dense_passes(stage.program, layouts, home.mesh, self.batch_axes, divided)
+        program = dense_passes(stage.program, layouts, mesh, self.batch_axes, divided)
         reads = ownership.reads[number]
         own = {read.piece: layout for read, layout in zip(reads, layouts, strict=True) if layout.axes}
         return PlacedStage(replace(stage, program=program), own, plan)
@@ -139,7 +141,7 @@ def merged(plan: Plan, stages_axis: str, plans: Sequence[Plan]) -> Plan:
 
 
 def _params(stage: Stage) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    return named_leaves(stage.program.in_specs[PARAMS])
+    return named_leaves(stage.program.in_specs[_PARAMS])
 
 
 def _fitting(strategy: Any, model: Model) -> Any:
