@@ -91,5 +91,11 @@ def test_what_a_loop_needs_as_a_whole_is_not_carried_in_parts() -> None:
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     found = left_in_parts(trace(run, PARAMS, BATCH), range(3), {1: 0}, automatic(mesh), ("data",))
     assert found.outputs == ()
+    every = left_in_parts(trace(run, PARAMS, BATCH), [0, 2], {1: 0}, automatic(mesh), ("data",), every=True)
+    assert every.outputs == (0, 2)
+    with jax.set_mesh(mesh):
+        parts = jax.sharding.auto_axes(every.program, out_sharding=jax.P())(PARAMS, BATCH)
+    np.testing.assert_allclose(parts[2], np.stack([run(PARAMS, BATCH)[2], jnp.zeros(D)]), rtol=1e-6)
+    np.testing.assert_allclose(parts[0].sum(0), run(PARAMS, BATCH)[0], rtol=1e-6)
     for one, other in zip(found.program(PARAMS, BATCH), run(PARAMS, BATCH), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)

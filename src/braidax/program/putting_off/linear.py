@@ -61,7 +61,9 @@ def summed_along(equation: JaxprEqn, dims: Sequence[Dim], num_parts: int) -> tup
     rule = _RULES.get(equation.primitive)
     found = () if rule is None else rule(equation, dims)
     shapes = [aval_of(one).shape for one in equation.invars]
-    divides = all(dim is None or shape[dim] % num_parts == 0 for dim, shape in zip(found, shapes, strict=False))
+    divides = found and all(
+        one is None or shape[one] % num_parts == 0 for one, shape in zip(found, shapes, strict=True)
+    )
     return found if divides and jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.floating) else ()
 
 

@@ -59,17 +59,20 @@ def left_in_parts(
     divided: Mapping[int, Sequence[int | None] | int],
     mesh: AbstractMesh,
     batch_axes: tuple[str, ...],
+    *,
+    every: bool = False,
 ) -> InParts:
     """Returns a program that leaves some results in parts, those of the outputs that are sums over samples.
 
     **Arguments:** `outputs`: which may be, by number. `divided`: as of `find_batch_dims`. `mesh`: with automatic axes.
-    `batch_axes`: over which samples are divided.
+    `batch_axes`: over which samples are divided. `every`: whether all outputs are, of which the first device has what
+    is no sum.
     """
     made, closed = _Parts(program, divided, mesh, batch_axes), program.closed
     while True:
         try:
             sums = made.find(closed.jaxpr, (), [False] * len(closed.jaxpr.invars))
-            parts = tuple(at for at in outputs if sums[at])
+            parts = tuple(at for at in outputs if every or sums[at])
             whole = frozenset(range(len(sums))) - {*parts}
             made.need(closed.jaxpr, (), whole, frozenset(parts))
             break

@@ -20,7 +20,8 @@ from tests.parallel.stages.running.cases import Case, check, looped, mlp, pipeli
 from tests.parallel.stages.running.test_pipelined_step import CLIPPED, make, same_updates
 
 BY_ROWS = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-SHARDED, ROTATED, SPLIT = bx.FullySharded(min_bytes=0), bx.RotatedTensorParallel(min_bytes=0), bx.TensorParallel()
+SHARDED, ROTATED = bx.FullySharded(min_bytes=0), bx.RotatedTensorParallel(min_bytes=0)
+SPLIT = bx.TensorParallel(min_bytes=0)
 
 
 def gpt_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> Case:
