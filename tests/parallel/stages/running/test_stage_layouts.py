@@ -135,21 +135,23 @@ def test_gradients_are_summed_over_devices_once_an_update(
     case, texts = make(monkeypatch), dict[tuple[str, int], str]()
     run = pipelined(case, schedule, inner=2)
 
-    def watch(owner: Any, name: str, stage: int) -> None:
-        run = getattr(owner, name)
+    def watch(owner: Any, name: str, stage: int, fn: Any, outs: Any) -> None:
+        run_it, home = getattr(owner, name), run.homes[stage]
 
         def call(*args: Any) -> Any:
             if (name, stage) not in texts:
-                texts[name, stage] = run.lower(*args).compile().as_text()
-            return run(*args)
+                ins = jax.tree.map(lambda one: one.sharding, args)
+                texts[name, stage] = home.compile(fn, ins, outs).lower(*args).compile().as_text()
+            return run_it(*args)
 
         monkeypatch.setattr(owner, name, call)
 
-    for stage, (programs, flush) in enumerate(zip(run.stage_programs, run._flushes, strict=True)):
-        assert programs.in_parts == (*range(len(programs.reads)),)
-        watch(programs, "backward", stage)
-        watch(programs, "weights", stage)
-        watch(flush, "_means", stage)
+    for stage, (own, flush) in enumerate(zip(run.stage_programs, run._flushes, strict=True)):
+        assert own.in_parts == (*range(len(own.reads)),)
+        sent = tuple(own.incoming_shardings[at] for at in own._floats)
+        watch(own, "backward", stage, own._backward, (own.sums_on, sent))
+        watch(own, "weights", stage, lambda *args, back=own._backward: back(*args)[0], own.sums_on)
+        watch(flush, "_means", stage, flush._averaged, run.homes[stage].whole)
     check(run, case, case.expected(4))
     own = "weights" if schedule.name == "ZB-H1" else "backward"
     assert {(own, 0), (own, 1), ("_means", 0), ("_means", 1)} <= {*texts}
