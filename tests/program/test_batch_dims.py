@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from braidax.program import equation_at, find_batch_dims, trace
+from braidax.program import automatic, batch_dims_of_results, equation_at, find_batch_dims, trace
 from tests.program.losses import SHAPES, draw, ids
 from tests.program.test_rewrite import paths
 
@@ -112,3 +112,19 @@ def test_arguments_say_what_is_batch() -> None:
     path = paths(program.closed.jaxpr, "gather")[0]
     assert find_batch_dims(program, [path], {1: 0}) == {path: (None, 0)}
     assert equation_at(program.closed.jaxpr, path).primitive.name == "gather"
+
+
+def test_what_an_island_gives_is_divided_as_what_it_takes_where_that_is_asked_for() -> None:
+    mesh = automatic(jax.make_mesh((2,), ("data",)))
+
+    def run(weights: Any, x: Any) -> Any:
+        def local(x: Any, weights: Any) -> Any:
+            return jnp.stack([x @ weights] * 2), weights
+
+        specs = (jax.P(("data",)), jax.P())
+        return jax.shard_map(local, in_specs=specs, out_specs=(jax.P(None, ("data",)), jax.P()))(x + 1.0, weights)
+
+    program = trace(run, draw(D, D), draw(B, D), mesh=mesh)
+    assert batch_dims_of_results(program, {1: 0}, islands=True) == [1, None]
+    assert batch_dims_of_results(program, {1: 0}) == [None, None]
+    assert batch_dims_of_results(program, {}, islands=True) == [None, None]

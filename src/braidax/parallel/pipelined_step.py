@@ -18,10 +18,12 @@ from .compute.metrics import BATCH
 from .given.arrays import adopt, typed_key
 from .plan.batch import batch_axes
 from .plan.costs.machine import Link
-from .plan.plan import Plan
+from .plan.plan import Plan, layouts_of
 from .plan.replanning import changes, tables_in
-from .plan.strategies import DataParallel
+from .plan.rotated import RotatedTensorParallel
+from .plan.strategies import DataParallel, FullySharded
 from .plan.strategy import Strategy, stages_axis
+from .plan.tensor import TensorParallel
 from .stages.balance import Pricing
 from .stages.cut import CutLoss, cut
 from .stages.pipeline import Pipeline
@@ -32,7 +34,11 @@ from .stages.running.pipelined_work import PipelinedWork
 from .stages.running.sending.agreement import Agreement
 from .stages.schedules import Schedule
 from .stages.segments import Clock, Seconds, counted, measured
+from .stages.stage_layouts import Placing, merged
 from .state import Origin, State, Way
+
+_INSIDE = (DataParallel, FullySharded, RotatedTensorParallel, TensorParallel)
+"""What other axes may be for."""
 
 
 class PipelinedStep:
@@ -142,7 +148,7 @@ class PipelinedStep:
 
     def whole_params(self, state: State) -> Any:
         """Returns the parameters as the user's own PyTree, on the host."""
-        return self._work.tree.join(jax.tree.map(jax.device_get, state.params))
+        return self._work.whole_params(state.params)
 
     def finish(self) -> None:
         """As of `Step.finish`; there is nothing that is looked at later."""
@@ -181,10 +187,15 @@ def make_pipelined(
     pipeline = strategies[axis]
     assert isinstance(pipeline, Pipeline), "it is the strategy of that axis"
     for other, strategy in strategies.items():
-        if other != axis and strategy != DataParallel():
+        if other != axis and not isinstance(strategy, _INSIDE):
             raise ArgumentError(
                 f"strategies[{other!r}] is {strategy!r}, which is not run inside of stages yet: beside a Pipeline "
-                f"expected DataParallel()"
+                f"expected one of {', '.join(one.__name__ for one in _INSIDE)}"
+            )
+    for one, layout in zip(plan.variables, layouts_of(plan), strict=True):
+        if layout.by_rows:
+            raise ArgumentError(
+                f"{one.path} would lie by rows, which are not exchanged inside of stages yet: leave the override out"
             )
     axes, count = batch_axes(mesh, strategies), plan.microbatches
     schedule = pipeline.scheduled(mesh.shape[axis], count)
@@ -192,9 +203,14 @@ def make_pipelined(
     agreement = Agreement([*processes]) if len(processes) > 1 else None
     found = _cut(program, pipeline, schedule, math.prod(mesh.shape[one] for one in axes), agreement)
     meshes = sub_meshes(mesh, axis)
-    run = Pipelined(
-        program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, agreement=agreement
-    )
+    inner = {name: one for name, one in strategies.items() if name != axis}
+    placing = Placing(inner, axes, born.out_specs.params, optimizer, count)
+    with without_mesh():
+        run = Pipelined(
+            program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, placing=placing,
+            agreement=agreement,
+        )  # fmt: skip
+    plan = merged(plan, axis, run.plans) if run.plans else plan
     work = PipelinedWork(run, optimizer, born, mesh, wants_norm="grad_norm" in metrics)
     return PipelinedStep(work, batch, mesh, plan, found, axes)
 

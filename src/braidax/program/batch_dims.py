@@ -36,9 +36,15 @@ def find_batch_dims(
     return dims.found
 
 
-def batch_dims_of_results(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
-    """Returns the batch dim of every output of a program, or None. **Arguments:** as of `find_batch_dims`."""
-    return flow(program.closed.jaxpr, batch_seeds(program, divided), BatchDims({}))
+def batch_dims_of_results(
+    program: Program, divided: Mapping[int, Sequence[Dim] | int], *, islands: bool = False
+) -> list[Dim]:
+    """Returns the batch dim of every output of a program, or None.
+
+    **Arguments:** as of `find_batch_dims`; `islands`: whether what an island gives, split as it takes the batch, counts
+    as descending from that.
+    """
+    return flow(program.closed.jaxpr, batch_seeds(program, divided), BatchDims({}, islands=islands))
 
 
 def batch_seeds(program: Program, divided: Mapping[int, Sequence[Dim] | int]) -> list[Dim]:
@@ -78,11 +84,12 @@ def batch_dim_of_result(equation: JaxprEqn, operand: int, dim: Dim) -> Dim:
 class BatchDims:
     """Follows the dim of the batch as facts of `flow`.
 
-    **Arguments:** `found`: holds the operands' dims of the equations that are asked for.
+    **Arguments:** `found`: holds the operands' dims of the equations that are asked for. `islands`: as of
+    `batch_dims_of_results`.
     """
 
-    def __init__(self, found: dict[Path, tuple[Dim, ...]]) -> None:
-        self.found = found
+    def __init__(self, found: dict[Path, tuple[Dim, ...]], *, islands: bool = False) -> None:
+        self.found, self._islands = found, islands
 
     def through(self, equation: JaxprEqn, facts: Sequence[Dim], place: Place) -> Sequence[Dim]:
         """Returns the batch dims of the results of an equation, of those of its operands."""
@@ -91,10 +98,12 @@ class BatchDims:
             self.found[place.path] = tuple(dims)
         primitive = equation.primitive
         if primitive in (custom_jvp_call_p, custom_vjp_call_p):
-            return flow(equation.params["call_jaxpr"].jaxpr, dims, BatchDims({}))
+            return flow(equation.params["call_jaxpr"].jaxpr, dims, BatchDims({}, islands=self._islands))
         if primitive is kept_p:
             found = flow(equation.params["jaxpr"].jaxpr, dims, BatchDims({}))
             return [*found, *[None] * equation.params["num_gradients"]]
+        if self._islands and primitive.name == "shard_map":
+            return _island(equation, dims)
         rule = _RULES.get(primitive) or _RULES_BY_NAME.get(primitive.name)
         found = rule(equation, dims) if rule else None
         return found if isinstance(found, list) else [found] * len(equation.outvars)  # pyright: ignore
@@ -135,7 +144,7 @@ def _same_size(equation: JaxprEqn, dims: list[Dim]) -> list[Dim]:
 
 
 def _broadcast(equation: JaxprEqn, dims: list[Dim]) -> Dim:
-    return None if dims[0] is None else equation.params["broadcast_dimensions"][dims[0]]
+    return None if dims[0] is None else int(equation.params["broadcast_dimensions"][dims[0]])  # vmap's are NumPy's
 
 
 def _transpose(equation: JaxprEqn, dims: list[Dim]) -> Dim:
@@ -218,6 +227,13 @@ def _along(name: str) -> Rule:
 def _along_many(name: str) -> Rule:
     """The same, of several dims."""
     return lambda equation, dims: None if dims[0] in equation.params[name] else dims[0]
+
+
+def _island(equation: JaxprEqn, dims: list[Dim]) -> list[Dim]:
+    specs = zip(equation.params["in_specs"], dims, strict=True)
+    axes = next((spec[dim] for spec, dim in specs if dim is not None and dim < len(spec) and spec[dim]), None)
+    found = [[*spec].index(axes) if axes in spec else None for spec in equation.params["out_specs"]]
+    return found if axes else [None] * len(found)
 
 
 def _same_dim(equation: JaxprEqn, dims: list[Dim]) -> Dim:

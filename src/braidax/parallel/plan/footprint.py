@@ -1,11 +1,16 @@
 """What a plan costs one device: bytes that it holds, and bytes that it sends in a step."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
+import optax
 from jax.sharding import NamedSharding
+
+from braidax.program import join, named_leaves
 
 from .costs.forms import forms_of, lookup_bytes
 from .costs.tables import costs_of
@@ -103,6 +108,19 @@ def _all_reduced(num_bytes: float, devices: int) -> float:
 def shard_bytes(spec: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
     """Returns the bytes of an array that one device holds."""
     return num_bytes(jax.ShapeDtypeStruct(sharding.shard_shape(spec.shape), spec.dtype))
+
+
+def state_bytes(optimizer: optax.GradientTransformation, params: Any, root: str) -> Counter[str]:
+    """Returns by path the bytes that an optimizer keeps of variables in their shapes; at "" of all else.
+
+    **Arguments:** `params`: PyTree of specs. `root`: what every path starts with.
+    """
+    shapes = {name: spec.shape for name, spec in named_leaves(params)}
+    kept = named_leaves(jax.eval_shape(optimizer.init, params))
+    found: Counter[str] = Counter()
+    for owner, (_, spec) in zip(owners_of([path for path, _ in kept], shapes), kept, strict=True):
+        found[join(root, owner) if shapes.get(owner) == spec.shape else ""] += num_bytes(spec)
+    return found
 
 
 def owners_of(paths: Sequence[str], names: Collection[str]) -> list[str]:

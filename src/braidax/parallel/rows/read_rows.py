@@ -1,7 +1,6 @@
 """A traced loss in training as strategies see it, and the tables that a plan then makes of its variables."""
 
 import functools
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
@@ -9,12 +8,12 @@ import optax
 from jax.sharding import Mesh
 
 from braidax.parallel.compute.metrics import BATCH
-from braidax.parallel.plan.footprint import owners_of
+from braidax.parallel.plan.footprint import state_bytes
 from braidax.parallel.plan.layout import Axis
 from braidax.parallel.plan.model import Model, RotatedUses, RowWork
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
-from braidax.parallel.plan.strategy import Strategy, num_bytes
+from braidax.parallel.plan.strategy import Strategy
 from braidax.program import (
     Cut,
     LeafUses,
@@ -113,12 +112,7 @@ class ReadRows:
     def _state_bytes(self) -> dict[str, int]:
         frozen = {path.removeprefix(f"{_ROOT}/") for path in self._frozen}
         params = without_leaves(self._program.in_specs[0], frozen)
-        shapes = {name: spec.shape for name, spec in named_leaves(params)}
-        kept = named_leaves(jax.eval_shape(self._optimizer.init, params))
-        found: Counter[str] = Counter()
-        for owner, (_, spec) in zip(owners_of([path for path, _ in kept], shapes), kept, strict=True):
-            found[join(_ROOT, owner) if shapes.get(owner) == spec.shape else ""] += num_bytes(spec)
-        return found
+        return state_bytes(self._optimizer, params, _ROOT)
 
     def _no_rows(self, path: str) -> str:
         name = path.removeprefix(f"{_ROOT}/")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from braidax.program import Stage, bytes_of, inputs_of, trace
 
@@ -26,17 +27,19 @@ class Passes:
     be jitted: what is not needed is computed otherwise.
 
     **Arguments:** `params`: the number of the argument of the loss that is trained. `recompute`: whether nothing is
-    kept.
+    kept. `mesh`: as of `trace`.
     """
 
-    def __init__(self, stage: Stage, *, params: int = 0, recompute: bool = False) -> None:
+    def __init__(
+        self, stage: Stage, *, params: int = 0, recompute: bool = False, mesh: AbstractMesh | None = None
+    ) -> None:
         self.stage, self.params, self.recompute = stage, params, recompute
         *taken, incoming = stage.program.in_specs
         self._floats = [at for at, one in enumerate(incoming) if is_float(one)]
         self._own: list[int] | None = None
         self._leaves: list[int] = []
         self._held: list[int] = []
-        program = trace(lambda *given: self._traced(*given)[0], tuple(taken), incoming)
+        program = trace(lambda *given: self._traced(*given)[0], tuple(taken), incoming, mesh=mesh)
         made: Made = program.out_specs
         before, count = (len(jax.tree.leaves(one)) for one in (tuple(taken[:params]), taken[params]))
         trained, first = {*range(before, before + count)}, len(made.outgoing) + len(made.results)

@@ -43,3 +43,21 @@ def test_what_goes_along_samples_lies_side_by_side() -> None:
     np.testing.assert_array_equal(buffers[0][1], [3, 4, 5, 1])  # of sample 1
     for one, other in zip(form.unpack(buffers), arrays, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_said_to_stay_apart_does() -> None:
+    arrays = [jnp.ones(3), jnp.zeros(2), jnp.arange(4.0)]
+    form = Flat(arrays, apart=[1])
+    assert [one.shape for one in form.pack(arrays)] == [(7,), (2,)]
+    assert form.of_buffers("abc", lambda shape, dim: (shape, dim)) == [((7,), None), "b"]
+
+
+def test_sums_along_what_lies_side_by_side_are_taken_apart() -> None:
+    arrays = [jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 2, 2)), jnp.arange(4.0), jnp.ones(5), jnp.ones((2, 9))]
+    form = Flat(arrays, dims=[0, 0, None, None, 0], apart=[4])
+    buffers = form.pack(arrays)
+    assert form.dims == [0, None, 0]
+    summed = [one if dim is None else one.sum(dim) for one, dim in zip(buffers, form.dims, strict=True)]
+    wanted = [*(one.sum(0) for one in arrays[:2]), *arrays[2:4], arrays[4].sum(0)]
+    for one, other in zip(form.unpack(summed, summed=True), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -214,10 +214,6 @@ def test_nothing_is_compiled_again_and_the_old_state_gives_its_memory() -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "fully sharded": (
-        PIPE | {"data": bx.FullySharded()}, {"shape": (2, 2)}, ArgumentError,
-        r"strategies\['data'\] is FullySharded\(\), which is not run inside of stages yet",
-    ),
     "batch": (PIPE, {"microbatches": 3}, SpecError, "batch/mask has 16 samples, which do not divide into microbatch"),
     "stages": (
         {"pipe": bx.Pipeline("Interleaved1F1B", stages=3, clock="counted")}, {}, ArgumentError,

@@ -10,8 +10,11 @@ from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError, ProcessFailed
 from braidax.parallel.compute.metrics import MetricDims
+from braidax.parallel.plan.layout import Layout
+from braidax.parallel.plan.plan import Plan
 from braidax.parallel.stages.passes import is_float
 from braidax.parallel.stages.schedules import Kind, Operation, Schedule, validate, with_transfers
+from braidax.parallel.stages.stage_layouts import Placing
 from braidax.program import Program, Stage, named_leaves
 
 from .dispatch_order import dispatch_order
@@ -22,7 +25,7 @@ from .ownership import Ownership
 from .sending.agreement import Agreement
 from .sending.route import Route
 from .sending.sockets import Sockets
-from .stage_programs import BATCH, PARAMS, StagePrograms
+from .stage_programs import BATCH, PARAMS, StagePrograms, stored_spec
 from .variables import check_variables
 
 _MOST_AHEAD = 8
@@ -51,7 +54,8 @@ class Pipelined:
     **Arguments:** `program`: the loss on one microbatch, `(params, variables, key, batch) -> (loss, (metrics,
     variables))`. `stages`: of it. `schedule`: that flushes; transfers are put into it where it has none. `meshes`: of
     each of its devices. `batch_axes`: over which of their axes samples are divided. `recompute`: which stages keep
-    nothing for the way back; by default none. `agreement`: of the processes that have devices, if there are several.
+    nothing for the way back; by default none. `placing`: how variables lie on the devices of a stage; by default whole.
+    `agreement`: of the processes that have devices, if there are several.
 
     **Raises:** `ArgumentError` for counts that do not agree, for a schedule that cannot be run, and for variables that
     stages would have to hand on.
@@ -66,6 +70,7 @@ class Pipelined:
         *,
         batch_axes: tuple[str, ...] = (),
         recompute: Sequence[bool] = (),
+        placing: Placing | None = None,
         agreement: Agreement | None = None,
     ) -> None:
         _check_counts(stages, schedule, meshes)
@@ -81,9 +86,16 @@ class Pipelined:
         self.ownership = Ownership.of(stages, specs, PARAMS)
         pieces, dims = piece_specs(self.ownership, specs), list[int | None]()
         self.stage_programs: list[StagePrograms] = []
+        self.layouts = {one: Layout.whole(spec.shape) for one, spec in pieces.items()}
+        self.plans: list[Plan] = []
         for at, (stage, home) in enumerate(zip(stages, self.homes, strict=True)):
             again = bool(recompute) and recompute[at]
-            made = StagePrograms(stage, home, self.ownership.reads[at], pieces, dims, recompute=again)
+            if placing is not None and home.is_divided:
+                stage, own, plan = placing.place(at, stage, self.ownership, home.mesh, dims)
+                self.layouts.update({(at, piece): layout for piece, layout in own.items()})
+                self.plans.append(plan)
+            reads, lies = self.ownership.reads[at], self.layouts
+            made = StagePrograms(stage, home, reads, pieces, dims, layouts=lies, recompute=again)
             self.stage_programs.append(made)
             dims = made.outgoing_dims
         self._prepare(pieces)
@@ -95,10 +107,12 @@ class Pipelined:
         num_samples = self._batch_specs[0][1].shape[0]
         self.feeding = [Feeding(one, count, self._numbers) for one in programs]
         self._results = [StageResults(one, metric_dims, num_samples, count) for one in programs]
-        self._flushes = [
-            Flush(at, programs, self.ownership, [pieces[at, one] for one in self.ownership.pieces[at]], count)
-            for at in range(len(programs))
-        ]
+        self._flushes: list[Flush] = []
+        for at, home in enumerate(self.homes):
+            own = [(at, one) for one in self.ownership.pieces[at]]
+            specs = [stored_spec(pieces[one], self.layouts[one]) for one in own]
+            on = [home.lies(self.layouts[one]) for one in own]
+            self._flushes.append(Flush(at, programs, self.ownership, specs, on, count))
         self._num_results = len(metric_dims)
         self._ways = [Ways.between(one, other) for one, other in pairwise(programs)]
 

@@ -1,7 +1,7 @@
 """Many small arrays in one buffer, so that a program takes few: each argument has its price at every dispatch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import jax
@@ -18,11 +18,16 @@ class Flat:
 
     **Arguments:** `specs`: of the arrays. `small_bytes`: from which size on an array stays what it is; by default
     `SMALL_BYTES`. `dims`: of each array, which one goes along samples; where it is the first, those of a buffer lie
-    side by side, so that devices divide it as they do these.
+    side by side, so that devices divide it as they do these. `apart`: which arrays stay what they are in any case.
     """
 
     def __init__(
-        self, specs: Sequence[Any], *, small_bytes: int | None = None, dims: Sequence[int | None] | None = None
+        self,
+        specs: Sequence[Any],
+        *,
+        small_bytes: int | None = None,
+        dims: Sequence[int | None] | None = None,
+        apart: Collection[int] = (),
     ) -> None:
         small_bytes = SMALL_BYTES if small_bytes is None else small_bytes
         self.specs = tuple(specs)
@@ -30,7 +35,7 @@ class Flat:
         small: dict[tuple[Any, int], list[int]] = {}
         for at, (spec, dim) in enumerate(zip(self.specs, dims, strict=True)):
             is_small = _is_plain(spec) and math.prod(spec.shape) * np.dtype(spec.dtype).itemsize < small_bytes
-            if is_small and dim in (None, 0):
+            if is_small and dim in (None, 0) and at not in apart:
                 rows = 1 if dim is None else spec.shape[0]
                 small.setdefault((spec.dtype, rows), []).append(at)
         groups = [(rows, group) for (_, rows), group in small.items() if len(group) > 1]
@@ -45,6 +50,15 @@ class Flat:
     def alone_places(self) -> list[tuple[int, int]]:
         """The buffers that are one array, and which."""
         return [(len(self._groups) + at, array) for at, array in enumerate(self._alone)]
+
+    def of_buffers(self, values: Sequence[Any], joined: Callable[[Any, int | None], Any]) -> list[Any]:
+        """Returns for each buffer the value of the array that it is.
+
+        **Arguments:** `joined`: gives that of a buffer of several, by its shape and the dim that goes along samples.
+        """
+        shapes = [one.shape for one in jax.eval_shape(self.pack, [*self.specs])[: len(self._groups)]]
+        pairs = zip(shapes, self.dims, strict=False)
+        return [*(joined(shape, dim) for shape, dim in pairs), *self.alone(values)]
 
     def small(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns those that are put together, group by group."""
@@ -67,15 +81,16 @@ class Flat:
         """Returns the buffers, in one program."""
         return [*self.joined(self.small(arrays)), *self.alone(arrays)]
 
-    def unpack(self, buffers: Sequence[Any]) -> list[Any]:
-        """Undoes `pack`."""
+    def unpack(self, buffers: Sequence[Any], *, summed: bool = False) -> list[Any]:
+        """Undoes `pack`. **Arguments:** `summed`: whether buffers that go along samples have been, along these."""
         found: list[Any] = [None] * len(self.specs)
         for rows, group, buffer in zip(self._rows, self._groups, buffers, strict=False):
             begin = 0
             for at in group:
                 shape = self.specs[at].shape
+                own = shape[1:] if summed and rows > 1 else shape
                 end = begin + math.prod(shape) // rows
-                found[at] = jax.lax.slice_in_dim(buffer, begin, end, axis=-1).reshape(shape)
+                found[at] = jax.lax.slice_in_dim(buffer, begin, end, axis=-1).reshape(own)
                 begin = end
         for at, buffer in zip(self._alone, buffers[len(self._groups) :], strict=True):
             found[at] = buffer

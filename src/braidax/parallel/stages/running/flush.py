@@ -16,11 +16,18 @@ from .stage_programs import StagePrograms
 class Flush:
     """Makes of sums of gradients the means of what a stage owns, with what borrowers have for it.
 
-    **Arguments:** `stage`: its number. `programs`: of all stages. `specs`: of its own pieces.
+    **Arguments:** `stage`: its number. `programs`: of all stages. `specs`: of its own pieces as they are stored, and
+    how they lie, `on`.
     """
 
     def __init__(
-        self, stage: int, programs: Sequence[StagePrograms], ownership: Ownership, specs: Any, num_microbatches: int
+        self,
+        stage: int,
+        programs: Sequence[StagePrograms],
+        ownership: Ownership,
+        specs: Any,
+        on: Sequence[Any],
+        num_microbatches: int,
     ) -> None:
         own = programs[stage]
         self._count, self._specs, self._own = num_microbatches, specs, own
@@ -38,9 +45,11 @@ class Flush:
         home = own.home
         # Memory of sums is given up where a gradient has the form of one.
         self._given_up = [at for at, leaf in own.sums.alone_places if self._is_gradient(leaf)]
-        self._means = home.compile(self._averaged, (home.whole,) * 3, home.whole, donate=(0,))
+        others = [one for at, one in enumerate(own.sums_on) if at not in self._given_up]
+        ins = ([own.sums_on[at] for at in self._given_up], others, home.whole)
+        self._means = home.compile(self._averaged, ins, tuple(on), donate=(0,))
         self._part = {
-            owner: programs[stage].home.compile(self._lent(owner), (home.whole,), home.whole)
+            owner: home.compile(self._lent(owner), (own.sums_on,), home.whole)
             for owner in {one.owner for one in own.reads if one.owner != stage}
         }
 
@@ -55,18 +64,19 @@ class Flush:
 
     def _is_gradient(self, leaf: int) -> bool:
         pieces = {at: piece for at, piece, rows in self._places[0] if rows is None}
-        return leaf in pieces and self._specs[pieces[leaf]].dtype == self._own.sums.specs[leaf].dtype
+        sums, own = self._own.sums.specs[leaf], self._specs[pieces[leaf]] if leaf in pieces else None
+        return own is not None and (own.shape, own.dtype) == (sums.shape, sums.dtype)
 
     def _lent(self, owner: int) -> Any:
         mine = [at for at, one in enumerate(self._own.reads) if one.owner == owner]
-        return lambda sums: tuple(self._own.sums.unpack(sums)[at] for at in mine)
+        return lambda sums: tuple(self._own.totals(sums)[at] for at in mine)
 
     def _averaged(self, given_up: Sequence[Any], others: Sequence[Any], lent: Sequence[Any]) -> tuple[Any, ...]:
         one, other = iter(given_up), iter(others)
         count = len(given_up) + len(others)
         sums = [next(one if at in self._given_up else other) for at in range(count)]
         found: list[Any] = [None] * len(self._specs)
-        for values, places in zip([self._own.sums.unpack(sums), *lent], self._places, strict=True):
+        for values, places in zip([self._own.totals(sums), *lent], self._places, strict=True):
             for at, piece, rows in places:
                 value = values[at]
                 if rows is not None:

@@ -1,16 +1,18 @@
 """Where a stage lies, and how its programs are compiled for that."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from braidax.parallel.given.arrays import place
 from braidax.parallel.plan.batch import along_batch
-from braidax.program import compile_on
+from braidax.parallel.plan.layout import Layout
+from braidax.program import automatic, compile_on
 
 from .sending.absent import AbsentProgram, absent
 from .sending.route import Route
@@ -29,7 +31,7 @@ class Home:
     """
 
     def __init__(self, mesh: Mesh, batch_axes: tuple[str, ...] = (), sockets: Sockets | None = None) -> None:
-        self.mesh, self._axes, self._sockets = mesh, batch_axes, sockets
+        self.mesh, self.batch_axes, self._sockets = mesh, batch_axes, sockets
         self.is_here = any(one.process_index == jax.process_index() for one in mesh.devices.flat)
         self._device: Any = mesh.devices.flat[0] if mesh.size == 1 else None
         self.whole: Sharding = self.along((), None)
@@ -48,12 +50,28 @@ class Home:
         """Returns how an array lies that has samples along a dim, or none."""
         if self._device is not None:
             return SingleDeviceSharding(self._device)
-        return along_batch(self.mesh, self._axes, shape, dim)
+        return along_batch(self.mesh, self.batch_axes, shape, dim)
+
+    def lies(self, layout: Layout, *, in_parts: bool = False) -> Sharding:
+        """Returns how a variable lies that has a layout, in its stored form; or parts of it, one a device."""
+        if in_parts:
+            return NamedSharding(self.mesh, PartitionSpec(self.batch_axes, *layout.spec))
+        return layout.sharding(self.mesh) if layout.axes else self.whole
+
+    @property
+    def num_parts(self) -> int:
+        """Among how many devices samples are divided."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    @property
+    def traced_on(self) -> AbstractMesh:
+        """The mesh under which programs for these devices are traced."""
+        return automatic(self.mesh) if self._device is None else AbstractMesh((), ())
 
     def compile(self, fn: Callable[..., Any], ins: tuple[Any, ...], outs: Any, *, donate: tuple[int, ...] = ()) -> Any:
         """Returns the jitted function. **Arguments:** `ins`, `outs`: shardings, or prefixes of PyTrees of such."""
         if not self.is_here:
-            return AbsentProgram(fn, outs)
+            return AbsentProgram(fn, outs, self.traced_on)
         if self._device is None:
             return compile_on(self.mesh, fn, in_shardings=ins, out_shardings=outs, donate=donate)
 

@@ -9,11 +9,13 @@ import optax
 from jax.sharding import Mesh
 
 from braidax.parallel.compute.accumulate import wide
+from braidax.parallel.compute.state_form import load_tree, store_tree
 from braidax.parallel.given.arrays import strong
 from braidax.parallel.given.optimizer import applied
+from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import follow
 from braidax.parallel.state import State
-from braidax.program import Program, specs_of, trace
+from braidax.program import Program, named_leaves, specs_of, trace
 
 from .by_rows import check_by_rows
 from .divided_tree import DividedTree
@@ -59,18 +61,26 @@ class PipelinedWork:
         params = born.out_specs.params
         self.tree = DividedTree(params, run.ownership)
         check_by_rows(optimizer, params, self.tree.cut, self.tree.divide)
+        owned = enumerate(run.ownership.pieces)
+        self._of_params = self.tree.of_pieces([[run.layouts[stage, one] for one in own] for stage, own in owned])
+        self._divided = jax.eval_shape(self.tree.divide, params)
+        of_optimizer = jax.eval_shape(lambda params: strong(optimizer.init(params)), self._divided)
+        self._of_state = follow(self._divided, self._of_params, of_optimizer, lambda spec: Layout.whole(spec.shape))
         self.initial = trace(self._first, *born.in_specs)
         self.specs: State = self.initial.out_specs
         loss = run.program.out_specs[0]
         update = trace(self._moved, self.specs.step, self.specs.params, self.specs.opt_state, self.specs.params, loss)
         self.update, of_state = self._placed(update)
-        norm = trace(_norm, self.specs.params)
-        self.norm = PlacedProgram(norm, self.tree.stages, run.homes) if wants_norm else None
+        norm, lies = trace(_norm, self.specs.params), self._lies([*jax.tree.leaves(self._of_params)], self.tree.stages)
+        self.norm = PlacedProgram(norm, self.tree.stages, run.homes, lies=lies) if wants_norm else None
         places = [0, *self.tree.stages, *of_state, *(one.stage for one in run.carried), 0]
         self.homes = [run.homes[place] for place in places]
         """Of each leaf of a state."""
         self._places = places
-        self.shardings: State = jax.tree.unflatten(jax.tree.structure(self.specs), [one.whole for one in self.homes])
+        layouts = [*jax.tree.leaves((self._of_params, self._of_state))]
+        lies = self._lies([None, *layouts], places)
+        on = [lies.get(at, one.whole) for at, one in enumerate(self.homes)]
+        self.shardings: State = jax.tree.unflatten(jax.tree.structure(self.specs), on)
         self._everywhere = Everywhere(mesh, run.homes)
         home = run.homes[0]
         self.step_key = home.compile(
@@ -95,7 +105,8 @@ class PipelinedWork:
             leaves = jax.tree.leaves(self.initial(key))
             return [leaves[at] for at in own]
 
-        return own, home.compile(make, (home.whole,), home.whole)
+        on = jax.tree.leaves(self.shardings)
+        return own, home.compile(make, (home.whole,), [on[at] for at in own])
 
     def gradients(self, state: State, batch: Sequence[Given]) -> Gradients:
         """Computes gradients. **Arguments:** `batch`: leaves."""
@@ -134,24 +145,41 @@ class PipelinedWork:
         born = self._born(key)
         params = self.tree.divide(born.params)
         opt_state = strong(self._optimizer.init(params))
-        shapes = self.tree.whole_shapes(specs_of(params), specs_of(opt_state))
+        whole = self.tree.whole_shapes(specs_of(params), specs_of(opt_state))
+        stored = {"params": (self._of_params, params), "opt_state": (self._of_state, opt_state)}
+        layouts = [pair for name, (tree, _) in stored.items() for pair in named_leaves(tree, name)]
+        padded = ((name, layout.shape) for name, layout in layouts if any(layout.padding))
+        shapes = (*whole, *padded)
+        params, opt_state = (store_tree(*one) for one in stored.values())
         return State(jnp.zeros((), jnp.int32), params, opt_state, born.variables, born.key, shapes=shapes)
 
     def _moved(self, step: Any, params: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
-        params, opt_state = applied(self._optimizer, params, opt_state, gradients, loss)
-        return step + 1, params, opt_state
+        params, gradients = (load_tree(self._of_params, one) for one in (params, gradients))
+        params, opt_state = applied(self._optimizer, params, load_tree(self._of_state, opt_state), gradients, loss)
+        return step + 1, store_tree(self._of_params, params), store_tree(self._of_state, opt_state)
+
+    def whole_params(self, params: Any) -> Any:
+        """Returns the parameters of a state as `init` makes them, on the host."""
+        return self.tree.join(load_tree(self._of_params, jax.tree.map(jax.device_get, params)))
+
+    def _lies(self, layouts: Sequence[Layout | None], places: Sequence[int | None]) -> dict[int, Any]:
+        """Returns by number how values lie that are not whole. **Arguments:** `places`: the stages where they lie."""
+        pairs = enumerate(zip(layouts, places, strict=False))
+        return {at: self.run.homes[place or 0].lies(one) for at, (one, place) in pairs if one is not None and one.axes}
 
     def _placed(self, update: Program) -> tuple[PlacedProgram, Sequence[int]]:
         """Returns the update, and where each leaf of the optimizer's state lies: what is of a variable, with that."""
         stages = self.tree.stages
         structure = jax.tree.structure(self.specs.params)
         known = follow(self.specs.params, structure.unflatten(stages), self.specs.opt_state, lambda _: -1)
+        of_params, of_opt_state = (jax.tree.leaves(one) for one in (self._of_params, self._of_state))
+        layouts = [None, *of_params, *of_opt_state, *of_params]
         of_state: list[int | None] = [None if place < 0 else place for place in jax.tree.leaves(known)]
         begin, count = 1 + len(stages), len(of_state)
         while True:
             places = [None, *stages, *of_state, *stages, None]
             kept = [(at, at) for at in range(1, begin + count)]
-            placed = PlacedProgram(update, places, self.run.homes, kept=kept)
+            placed = PlacedProgram(update, places, self.run.homes, kept=kept, lies=self._lies(layouts, places))
             got = placed.places[begin : begin + count]
             new = [there if place is None and there else place for place, there in zip(of_state, got, strict=True)]
             if new == of_state:

@@ -1,9 +1,10 @@
 """A program of values that lie with several stages, run where they lie."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import jax
+from jax.sharding import Sharding
 
 from braidax.program import JOINT, PlacePart, Program, divided
 
@@ -15,7 +16,8 @@ class PlacedProgram:
     """Runs a program whose inputs and outputs lie with stages; what joins all goes over the first one by scalars.
 
     **Arguments:** `places`: of each input, the stage; None: a scalar of the first one's. `kept`: numbers of inputs that
-    become outputs, by these numbers, and give their memory to these.
+    become outputs, by these numbers, and give their memory to these. `lies`: how inputs lie that are not whole, by
+    number; outputs that they become lie alike.
 
     **Raises:** `ArgumentError` for a program that joins large arrays of several stages.
     """
@@ -27,6 +29,7 @@ class PlacedProgram:
         homes: Sequence[Home],
         *,
         kept: Collection[tuple[int, int]] = (),
+        lies: Mapping[int, Sharding] | None = None,
     ) -> None:
         self._homes, self._structure = homes, jax.tree.structure(program.out_specs)
         self._places = list(places)
@@ -34,6 +37,8 @@ class PlacedProgram:
         self.places = [0 if place == JOINT else place for place in at]
         """Of each output, the stage with which it lies."""
         given_up = {output: one for one, output in kept}
+        self._lies = lies or {}
+        self._outputs_lie = {output: self._lies[one] for one, output in kept if one in self._lies}
         self._parts: list[tuple[PlacePart, list[int], Any]] = []
         for part in parts:
             own = {given_up.get(output) for output in part.outputs} if part.place != JOINT else set[int | None]()
@@ -48,7 +53,15 @@ class PlacedProgram:
             inputs = [next(one if at in donated else other) for at in range(len(part.inputs))]
             return part(inputs, taken)
 
-        return home.compile(run, (home.whole,) * 3, home.whole, donate=(0,))
+        ins: tuple[list[Sharding], list[Sharding]] = ([], [])
+        for at, one in enumerate(part.inputs):
+            ins[at not in donated].append(self._lies.get(one, home.whole) if self._is_at(part, one) else home.whole)
+        outs = [self._outputs_lie.get(one, home.whole) for one in part.outputs]
+        return home.compile(run, (*ins, home.whole), [*[home.whole] * len(part.sent), *outs], donate=(0,))
+
+    def _is_at(self, part: PlacePart, at: int) -> bool:
+        """Whether an input lies where a part reads it."""
+        return self._homes[self._places[at] or 0] is self._home(part)
 
     def _home(self, part: PlacePart) -> Home:
         return self._homes[0 if part.place == JOINT else part.place]
@@ -71,5 +84,5 @@ class PlacedProgram:
 
     def _brought(self, part: PlacePart, flat: Sequence[Any], at: int) -> Any:
         """Returns an input where a part reads it."""
-        home, origin = self._home(part), self._places[at] or 0
-        return home.bring([flat[at]], self._homes[origin], [home.whole])[0]
+        home, origin = self._home(part), self._homes[self._places[at] or 0]
+        return home.bring([flat[at]], origin, [home.whole])[0]

@@ -1,18 +1,19 @@
 """The compiled programs of a stage."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 
 from braidax.parallel.compute.accumulate import wide, wide_zeros
+from braidax.parallel.plan.layout import Layout
 from braidax.parallel.stages.passes import Passes, is_float
-from braidax.program import Stage, batch_dims_of_results, trace
+from braidax.program import Stage, batch_dims_of_results, left_in_parts, trace
 
 from .flat import Flat
 from .home import Home
-from .ownership import Read
+from .ownership import Piece, Read
 from .sending.absent import absent
 
 PARAMS, VARIABLES, KEY, BATCH = range(4)
@@ -35,8 +36,9 @@ class StagePrograms:
     gradients of what came in)` takes over the memory of the sums and of `moved`, what came in
     and has gradients; `inputs` and `weights` are its halves, without the other's result. `zeros() -> sums`.
 
-    **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs. `incoming_dims`: of
-    incoming values, which goes along the samples. `recompute`: whether nothing is kept for the way back.
+    **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs, and `layouts` of those
+    that do not lie whole. `incoming_dims`: of incoming values, which goes along the samples. `recompute`: whether
+    nothing is kept for the way back.
     """
 
     def __init__(
@@ -47,46 +49,68 @@ class StagePrograms:
         pieces: Any,
         incoming_dims: Sequence[int | None],
         *,
+        layouts: Mapping[tuple[int, Piece], Layout],
         recompute: bool = False,
     ) -> None:
         self.stage, self.home, self.reads = stage, home, tuple(reads)
-        self._passes = Passes(stage, params=PARAMS, recompute=recompute)
+        self._passes = Passes(stage, params=PARAMS, recompute=recompute, mesh=home.traced_on)
         self.read_pieces = tuple(dict.fromkeys((one.owner, one.piece) for one in reads))
-        self.flat = Flat([pieces[one] for one in self.read_pieces])
+        self._layouts = [layouts.get(one, Layout.whole(pieces[one].shape)) for one in self.read_pieces]
+        self.flat, self.flat_on = self._buffers([pieces[one] for one in self.read_pieces], self._layouts)
         own = [leaf for leaf in stage.leaves if leaf.argument == PARAMS]
         in_flat = jax.tree.leaves(stage.program.in_specs)
         self.specs = in_flat[: len(own)]
-        self.sums = Flat([_wide_spec(spec) for spec in self.specs])
+        places = dict(zip(self.read_pieces, self._layouts, strict=True))
+        pairs = zip(self.reads, self.specs, strict=True)
+        self._read_layouts = [places[at[:2]] if at.rows is None else Layout.whole(one.shape) for at, one in pairs]
         held = self._passes.held
         self._floats = [at for at, one in enumerate(stage.incoming) if is_float(one)]
         self._moved = [at for at in held if at in self._floats]
         self._others = [at for at in held if at not in self._floats]
         self._is_loss = [number == 0 for number in stage.results]
         self._dims(incoming_dims)
+        self._differentiate(incoming_dims)
         self._compile()
+
+    def _buffers(
+        self, specs: Sequence[Any], layouts: Sequence[Layout], in_parts: Collection[int] = ()
+    ) -> tuple[Flat, list[Any]]:
+        """Returns the buffers of arrays as they are stored, and how these lie.
+
+        **Arguments:** `in_parts`: which are, one part a device.
+        """
+        stored = [stored_spec(*pair) for pair in zip(specs, layouts, strict=True)]
+        on = [self.home.lies(one) for one in layouts]
+        for at in in_parts:
+            stored[at] = jax.ShapeDtypeStruct((self.home.num_parts, *stored[at].shape), stored[at].dtype)
+            on[at] = self.home.lies(layouts[at], in_parts=True)
+        dims = [0 if at in in_parts else None for at in range(len(stored))]
+        flat = Flat(stored, dims=dims, apart=[at for at, one in enumerate(layouts) if one.axes])
+        return flat, flat.of_buffers(on, self.home.along)
 
     def _dims(self, incoming_dims: Sequence[int | None]) -> None:
         """Finds how values lie."""
         home, stage = self.home, self.stage
         given = [leaf for leaf in stage.leaves if leaf.argument != PARAMS]
-        dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
+        self._given_dims = dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
         specs = jax.tree.leaves(stage.program.in_specs[:-1])[len(self.specs) :]
         self.given_leaves, self.given_specs = given, specs
         self.given_shardings = tuple(home.along(s.shape, dim) for s, dim in zip(specs, dims_of_given, strict=True))
         pairs = zip(stage.incoming, incoming_dims, strict=True)
         self.incoming_shardings = tuple(home.along(spec.shape, dim) for spec, dim in pairs)
         *taken, incoming = stage.program.in_specs
-        kept = jax.eval_shape(self._passes.forward, taken, incoming).kept
+        kept = trace(self._passes.forward, taken, incoming, mesh=home.traced_on).out_specs.kept
         self._kept = Flat(kept, small_bytes=0)
         divided = {1: dims_of_given, 2: list(incoming_dims)}
-        traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming)
+        traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming, mesh=home.traced_on)
         made: Ran = traced.out_specs
-        dims = batch_dims_of_results(traced, divided)
+        dims = batch_dims_of_results(traced, divided, islands=True)
         if kept:  # from here on in buffers
             before = len(dims) - len(kept)
             self._kept = Flat(kept, dims=dims[before:] if home.is_divided else None)
             made = made._replace(kept=tuple(jax.eval_shape(self._kept.pack, list(kept))))
             dims = [*dims[:before], *self._kept.dims]
+        self.ran_specs = made
         on = [home.along(spec.shape, dim) for spec, dim in zip(jax.tree.leaves(made), dims, strict=True)]
         self.ran_shardings: Ran = jax.tree.unflatten(jax.tree.structure(made), on)
         self.absent_results = () if home.is_here else jax.tree.map(absent, made.results, self.ran_shardings.results)
@@ -95,25 +119,42 @@ class StagePrograms:
         self.float_outgoing = [at for at, one in enumerate(made.outgoing) if is_float(one)]
         self.gradient_shardings = tuple(self.ran_shardings.outgoing[at] for at in self.float_outgoing)
 
+    def _differentiate(self, incoming_dims: Sequence[int | None]) -> None:
+        """Traces the backward pass, which leaves gradients in parts that would be summed over devices."""
+        home, stage, outgoing = self.home, self.stage, self.ran_specs.outgoing
+        values = [tuple(stage.incoming[at] for at in which) for which in (self._moved, self._others)]
+        gradients = tuple(outgoing[at] for at in self.float_outgoing)
+        given = (*values, self.flat_specs, tuple(self.given_specs), self.ran_specs.kept, gradients)
+        program = trace(self._gradients, *given, mesh=home.traced_on)
+        dims = [[incoming_dims[at] for at in which] for which in (self._moved, self._others)]
+        of_gradients = [self.outgoing_dims[at] for at in self.float_outgoing]
+        divided = {0: dims[0], 1: dims[1], 3: self._given_dims, 4: self._kept.dims, 5: of_gradients}
+        whole = [at for at, one in enumerate(self._read_layouts) if not one.axes & {*home.batch_axes}]
+        self._pulled, self.in_parts = program, tuple[int, ...]()
+        if home.num_parts > 1 and whole:
+            self._pulled, self.in_parts = left_in_parts(program, whole, divided, home.traced_on, home.batch_axes)
+        specs = [_wide_spec(spec) for spec in self.specs]
+        self.sums, self.sums_on = self._buffers(specs, self._read_layouts, self.in_parts)
+
     @property
     def flat_specs(self) -> list[Any]:
         """Of the buffers of parameters."""
         return jax.eval_shape(self.flat.pack, list(self.flat.specs))
 
     def _compile(self) -> None:
-        home, whole = self.home, self.home.whole
+        home, whole, of_sums = self.home, self.flat_on, self.sums_on
         moved = tuple(self.incoming_shardings[at] for at in self._moved)
         sent = tuple(self.incoming_shardings[at] for at in self._floats)
         others = tuple(self.incoming_shardings[at] for at in self._others)
-        ins = (whole, moved, others, whole, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
+        ins = (of_sums, moved, others, whole, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
         self.forward = home.compile(
             self._forward, (whole, self.given_shardings, self.incoming_shardings), self.ran_shardings
         )
-        self.backward = home.compile(self._backward, ins, (whole, sent), donate=(0, 1))
+        self.backward = home.compile(self._backward, ins, (of_sums, sent), donate=(0, 1))
         self.inputs = home.compile(lambda *args: self._backward((), *args)[1], ins[1:], sent)
-        self.weights = home.compile(lambda *args: self._backward(*args)[0], ins, whole, donate=(0,))
-        self.zeros = home.compile(self._zeros, (), whole)
-        self.joined = home.compile(self.flat.joined, (whole,), whole)
+        self.weights = home.compile(lambda *args: self._backward(*args)[0], ins, of_sums, donate=(0,))
+        self.zeros = home.compile(self._zeros, (), of_sums)
+        self.joined = home.compile(self.flat.joined, (home.whole,), home.whole)
 
     def parted(self, incoming: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns those of incoming values that the way back needs: of floats, and others."""
@@ -143,6 +184,21 @@ class StagePrograms:
         kept: Sequence[Any],
         gradients: Sequence[Any],
     ) -> tuple[list[Any], tuple[Any, ...]]:
+        own, sent = self._pulled(moved, others, params, given, kept, gradients)
+        if sums:
+            sums = self.sums.added(sums, [wide(leaf) for leaf in own])
+        return list(sums), sent
+
+    def _gradients(
+        self,
+        moved: Sequence[Any],
+        others: Sequence[Any],
+        params: Sequence[Any],
+        given: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """Returns the gradients of what is read, as it is stored, and of what came in."""
         held = dict(zip((*self._moved, *self._others), (*moved, *others), strict=True))
         incoming = [held.get(at, jnp.zeros(one.shape, one.dtype)) for at, one in enumerate(self.stage.incoming)]
         received = iter(gradients)
@@ -150,9 +206,13 @@ class StagePrograms:
         of_results = [jnp.ones((), self._loss_type) if is_loss else None for is_loss in self._is_loss]
         taken, kept = self._taken(params, given), self._kept.unpack(kept)
         own, sent = self._passes.backward(taken, incoming, kept, outgoing, of_results)
-        if sums:
-            sums = self.sums.added(sums, [wide(leaf) for leaf in jax.tree.leaves(own)])
-        return list(sums), tuple(sent[at] for at in self._floats)
+        pairs = zip(self._read_layouts, jax.tree.leaves(own), strict=True)
+        return [layout.store(leaf) for layout, leaf in pairs], tuple(sent[at] for at in self._floats)
+
+    def totals(self, sums: Sequence[Any]) -> list[Any]:
+        """Returns the sums of what is read, over microbatches and devices, from buffers."""
+        pairs = zip(sums, self.sums.dims, strict=True)
+        return self.sums.unpack([one if dim is None else one.sum(dim) for one, dim in pairs], summed=True)
 
     @property
     def _loss_type(self) -> Any:
@@ -160,7 +220,8 @@ class StagePrograms:
 
     def _taken(self, params: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
         """Returns what the stage has of the arguments of the loss."""
-        found = dict(zip(self.read_pieces, self.flat.unpack(params), strict=True))
+        pairs = zip(self._layouts, self.flat.unpack(params), strict=True)
+        found = dict(zip(self.read_pieces, [layout.load(one) for layout, one in pairs], strict=True))
         leaves: list[Any] = []
         for one in self.reads:
             piece = found[one.owner, one.piece]
@@ -169,7 +230,13 @@ class StagePrograms:
         return jax.tree.unflatten(structure, [*leaves, *given])
 
     def _zeros(self) -> list[Any]:
-        return self.sums.pack([wide_zeros(spec) for spec in self.specs])
+        return self.sums.pack([wide_zeros(spec) for spec in self.sums.specs])
+
+
+def stored_spec(spec: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+    """Returns the spec of the stored form of an array."""
+    shape = [size + more for size, more in zip(spec.shape, layout.padding, strict=True)]
+    return jax.ShapeDtypeStruct(tuple(shape), spec.dtype)
 
 
 def _wide_spec(spec: Any) -> jax.ShapeDtypeStruct:

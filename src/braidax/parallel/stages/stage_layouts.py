@@ -1,0 +1,160 @@
+"""How the variables of a stage lie on its devices, by the strategies of the other mesh axes."""
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from braidax.parallel.compute.metrics import BATCH
+from braidax.parallel.dense.passes import dense_passes
+from braidax.parallel.plan.footprint import state_bytes
+from braidax.parallel.plan.layout import Layout
+from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.placements import Replicated
+from braidax.parallel.plan.plan import Plan, PlannedVariable, layouts_of, make_plan
+from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
+from braidax.parallel.plan.strategy import Strategy
+from braidax.program import Stage, find_dims_in_pieces, find_meetings, find_sites, named_leaves
+
+from .running.ownership import Ownership, Piece
+
+_PARAMS = 0
+_INCOMING = BATCH + 1
+_ROOT = "params"
+
+
+class PlacedStage(NamedTuple):
+    """A stage whose variables lie by strategies.
+
+    **Fields:** `stage`: with a program for that. `layouts`: of the pieces that it owns, the others are whole. `plan`:
+    of what it reads.
+    """
+
+    stage: Stage
+    layouts: Mapping[Piece, Layout]
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Lets strategies place the variables of each stage, on its own devices.
+
+    **Fields:** `strategies`: by axis, without that of stages. `batch_axes`: over which samples are divided. `params`:
+    specs of all, and the `optimizer`. `microbatches`: of how many an update consists.
+    """
+
+    strategies: Mapping[str, Strategy]
+    batch_axes: tuple[str, ...]
+    params: Any
+    optimizer: optax.GradientTransformation
+    microbatches: int
+
+    def place(
+        self, number: int, stage: Stage, ownership: Ownership, mesh: Mesh, incoming_dims: Sequence[int | None]
+    ) -> PlacedStage:
+        """Places what a stage reads.
+
+        What another stage reads, too, stays whole.
+
+        **Arguments:** `number`: of the stage. `mesh`: of its devices. `incoming_dims`: of incoming values, which goes
+        along the samples.
+
+        **Raises:** `ArgumentError` naming a variable that cannot lie as it is told.
+        """
+        divided = {BATCH: 0, _INCOMING: [*incoming_dims]}
+        model = self._model(stage, divided, math.prod(mesh.shape[axis] for axis in self.batch_axes))
+        strategies = {axis: _fitting(one, model) for axis, one in self.strategies.items()}
+        plan = make_plan(mesh, strategies, model)
+        pieces = {name: read for (name, _), read in zip(_params(stage), ownership.reads[number], strict=True)}
+        readers = Counter(read[:2] for reads in ownership.reads for read in reads)
+        still = {
+            f"{_ROOT}/{name}": "another stage reads it, too: whole"
+            for name, read in pieces.items()
+            if readers[read[:2]] > 1 or read.owner != number or read.rows is not None
+        }
+        plan = replace(plan, variables=tuple(_kept_whole(one, still) for one in plan.variables))
+        layouts = layouts_of(plan)
+        program = dense_passes(stage.program, layouts, mesh, self.batch_axes, divided)
+        reads = ownership.reads[number]
+        own = {read.piece: layout for read, layout in zip(reads, layouts, strict=True) if layout.axes}
+        return PlacedStage(replace(stage, program=program), own, plan)
+
+    def _model(self, stage: Stage, divided: Mapping[int, Any], num_parts: int) -> Model:
+        program, variables = stage.program, {f"{_ROOT}/{name}": spec for name, spec in _params(stage)}
+        paths = [*variables]
+
+        def sites() -> dict[str, Any]:
+            found: dict[str, list[Any]] = {path: [] for path in paths}
+            for site in find_sites(program):
+                found[paths[site.value.entry.leaf]].append(site)
+            return {path: tuple(one) for path, one in found.items()}
+
+        def of_pieces() -> dict[str, int]:
+            whole, found = dict(named_leaves(self.params, _ROOT)), state_bytes(self.optimizer, self.params, _ROOT)
+            own = {path: found[path] * spec.size // max(whole[path].size, 1) for path, spec in variables.items()}
+            return {"": found[""], **own}
+
+        return Model(
+            variables,
+            num_parts,
+            self.microbatches,
+            self.batch_axes,
+            find_sites=sites,
+            find_met=lambda: find_meetings(program, {site.path for site in find_sites(program)}, divided),
+            find_dims=partial(find_dims_in_pieces, program),
+            find_rotated=lambda cuts, axis: rotated_uses(program, paths, cuts, axis, divided, num_parts),
+            find_experts=lambda: expert_uses(program, paths, divided, num_parts),
+            find_state_bytes=of_pieces,
+        )
+
+
+def merged(plan: Plan, stages_axis: str, plans: Sequence[Plan]) -> Plan:
+    """Returns the plan of a loss in stages, of those of its stages.
+
+    **Arguments:** `plan`: of the whole mesh, which says how variables lie that no stage reads. `stages_axis`: along
+    which stages lie.
+    """
+    at = [axis.name for axis in plan.axes].index(stages_axis)
+    found: dict[str, list[PlannedVariable]] = {}
+    for one in plans:
+        for variable in one.variables:
+            found.setdefault(variable.path, []).append(variable)
+
+    def planned(whole: PlannedVariable) -> PlannedVariable:
+        of_stages = found.get(whole.path)
+        if not of_stages:
+            return replace(whole, placements=(Replicated(),) * len(plan.axes), why="no stage reads it: whole")
+        placements = [*of_stages[0].placements]
+        reasons = dict.fromkeys(one.why for one in of_stages)
+        words = f"{stages_axis}: pipeline: with the stage that reads it"
+        placements.insert(at, Replicated())
+        return replace(whole, placements=tuple(placements), why="; ".join([words, *reasons]))
+
+    return replace(plan, variables=tuple(planned(one) for one in plan.variables))
+
+
+def _params(stage: Stage) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    return named_leaves(stage.program.in_specs[_PARAMS])
+
+
+def _fitting(strategy: Any, model: Model) -> Any:
+    """Returns a strategy with those overrides that name something of a model."""
+    named = {
+        pattern: placement
+        for pattern, placement in strategy.overrides.items()
+        if any(fnmatch.fnmatchcase(path, pattern) for path in model.variables)
+    }
+    return replace(strategy, overrides=named)
+
+
+def _kept_whole(variable: PlannedVariable, still: Mapping[str, str]) -> PlannedVariable:
+    if variable.path not in still:
+        return variable
+    return replace(variable, placements=(Replicated(),) * len(variable.placements), why=still[variable.path])

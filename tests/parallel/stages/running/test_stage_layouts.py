@@ -1,0 +1,188 @@
+"""Other strategies beside a `Pipeline`: each stage's variables lie by them on its own devices."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.checkpoint import Checkpointer, Every
+from braidax.errors import ArgumentError
+from braidax.parallel.stages.running.feeding import Given
+from braidax.parallel.stages.schedules import Schedule, one_forward_one_backward, zero_bubble_h1
+from tests.parallel.models import refused
+from tests.parallel.stages.running.cases import Case, check, looped, mlp, pipelined, small_gpt
+from tests.parallel.stages.running.test_pipelined_step import CLIPPED, make, same_updates
+
+BY_ROWS = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+SHARDED, ROTATED = bx.FullySharded(min_bytes=0), bx.RotatedTensorParallel(min_bytes=0)
+SPLIT = bx.TensorParallel(min_bytes=0)
+
+
+def gpt_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The same sums in another order differ by more than 1e-6 in 16 bits."""
+    monkeypatch.setattr(jnp, "bfloat16", jnp.float32)
+    return small_gpt(4)
+
+
+def shard_bytes(tree: Any) -> dict[Any, int]:
+    """Of each device, the bytes that it holds."""
+    found: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    return found
+
+
+def inside(case: Case, strategy: Any, schedule: str = "1F1B", optimizer: Any = CLIPPED, **options: Any) -> Any:
+    pipeline = bx.Pipeline(schedule, clock="counted", **options)
+    return make(case, {"pipe": pipeline, "data": strategy}, (2, 2), optimizer=optimizer)
+
+
+def test_each_device_of_a_stage_has_its_part_of_everything() -> None:
+    case = looped()
+    step = inside(case, SHARDED, "ZB-H1", BY_ROWS)
+    born = step.init(jax.random.key(3))
+    assert jax.tree.map(lambda leaf: leaf.sharding, born) == step.state_shardings
+    gradients = step._work.gradients(born, [Given(leaf, None) for leaf in jax.tree.leaves(case.batch)]).gradients
+    for tree in (born.params, gradients, born.opt_state[1][0].mu, born.opt_state[1][0].nu):
+        leaves = jax.tree.leaves(tree)
+        assert [len(leaf.addressable_shards) for leaf in leaves] == [2] * 5
+        assert {2 * shard.data.nbytes == leaf.nbytes for leaf in leaves for shard in leaf.addressable_shards} == {True}
+    sums = [on.spec for one in step._work.run.stage_programs for on in one.sums_on]
+    assert sums == [jax.P(None, "data")] * 2 + [jax.P("data")] + [jax.P(None, "data")] * 2
+    state = same_updates(case, step, optimizer=BY_ROWS)
+    held, whole = shard_bytes(state.params), sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+    assert held.keys() == {*jax.devices()[:4]}
+    assert sum(held.values()) == whole
+    assert {(one.path, *map(str, one.placements)) for one in step.plan.variables} == {
+        ("params/head", "replicated", "gathered, dim 0"),
+        ("params/layers/b", "replicated", "gathered, dim 1"),
+        ("params/layers/w", "replicated", "gathered, dim 1"),
+    }
+
+
+def test_what_devices_do_not_divide_is_padded_and_saved_without(tmp_path: Any) -> None:
+    case = looped(width=5)
+    step = inside(case, bx.FullySharded({"*": bx.Gathered(1)}, min_bytes=0), optimizer=BY_ROWS)
+    state = same_updates(case, step, optimizer=BY_ROWS, count=1)
+    assert [leaf.shape[1] for leaf in jax.tree.leaves(state.params)] == [6] * 5
+    assert state.true_shapes["params/head"] == (5, 5)
+    assert state.true_shapes["opt_state/1/0/mu/layers/b/1"][1:] == (5,)
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        saver.save(state)
+        saver.wait()
+        restored = saver.restore(step.state_specs)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+
+
+def test_what_another_stage_reads_stays_whole() -> None:
+    step = inside(mlp(2), SHARDED)
+    told = {one.path: (str(one.placements[1]), one.why) for one in step.plan.variables}
+    assert told["params/tied"] == (
+        "replicated", "pipe: pipeline: with the stage that reads it; another stage reads it, too: whole",
+    )  # fmt: skip
+    assert told["params/unread"] == ("replicated", "no stage reads it: whole")
+    assert told["params/w0"][0] == "gathered, dim 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "ZB-V"])
+@pytest.mark.parametrize("strategy", [SHARDED, ROTATED, SPLIT], ids=["sharded", "rotated", "split"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "again"])
+def test_layers_with_dropout_a_mask_and_tied_weights(schedule: str, strategy: Any, recompute: bool) -> None:
+    case = mlp(4)
+    state = same_updates(case, inside(case, strategy, schedule, recompute=recompute))
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [SHARDED, ROTATED, SPLIT], ids=["sharded", "rotated", "split"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_layers_of_a_loop_with_tied_embeddings(strategy: Any, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = gpt_of_32_bits(monkeypatch)
+    state = same_updates(case, inside(case, strategy, schedule, BY_ROWS), optimizer=BY_ROWS)
+    assert any("data" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params["layers"]))
+
+
+def test_what_an_island_sends_is_divided_along_samples() -> None:
+    """Rings hide what descends from the batch: what goes to the next stage, and what is kept."""
+    step = inside(mlp(4), ROTATED)
+    first = step._work.run.stage_programs[0]
+    assert [str(one.placements[1]) for one in step.plan.variables if one.path == "params/w0"] == ["rotated, dim 0"]
+    sent = zip(first.stage.outgoing, first.ran_shardings.outgoing, strict=True)
+    assert [on.spec for spec, on in sent if spec.ndim == 2] == [jax.P(("data",))] * 2
+    assert jax.P(None, ("data",)) in {on.spec for on in first.ran_shardings.kept}
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule"),
+    [
+        (lambda _: looped(), zero_bubble_h1(2, 4)),
+        pytest.param(gpt_of_32_bits, one_forward_one_backward(2, 4), marks=pytest.mark.slow),
+        pytest.param(gpt_of_32_bits, zero_bubble_h1(2, 4), marks=pytest.mark.slow),
+    ],
+    ids=["loop", "gpt", "gpt in halves"],
+)
+def test_gradients_are_summed_over_devices_once_an_update(
+    make: Any, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, texts = make(monkeypatch), dict[tuple[str, int], str]()
+    run = pipelined(case, schedule, inner=2)
+
+    def watch(owner: Any, name: str, stage: int, fn: Any, outs: Any) -> None:
+        run_it, home = getattr(owner, name), run.homes[stage]
+
+        def call(*args: Any) -> Any:
+            if (name, stage) not in texts:
+                ins = jax.tree.map(lambda one: one.sharding, args)
+                texts[name, stage] = home.compile(fn, ins, outs).lower(*args).compile().as_text()
+            return run_it(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for stage, (own, flush) in enumerate(zip(run.stage_programs, run._flushes, strict=True)):
+        assert own.in_parts == (*range(len(own.reads)),)
+        sent = tuple(own.incoming_shardings[at] for at in own._floats)
+        watch(own, "backward", stage, own._backward, (own.sums_on, sent))
+        watch(own, "weights", stage, lambda *args, back=own._backward: back(*args)[0], own.sums_on)
+        watch(flush, "_means", stage, flush._averaged, run.homes[stage].whole)
+    check(run, case, case.expected(4))
+    own = "weights" if schedule.name == "ZB-H1" else "backward"
+    assert {(own, 0), (own, 1), ("_means", 0), ("_means", 1)} <= {*texts}
+    counts = {(name, stage): len(re.findall(r" all-reduce(-start)?\(", text)) for (name, stage), text in texts.items()}
+    assert counts == {key: int(key[0] == "_means") for key in texts}
+    assert not any(name in text for text in texts.values() for name in ("all-gather", "reduce-scatter", "all-to-all"))
+
+
+REFUSED: Mapping[str, tuple[Any, str]] = {
+    "hybrid": (
+        bx.Hybrid(), r"strategies\['data'\] is Hybrid\(\), which is not run inside of stages yet: beside a Pipeline "
+        "expected one of DataParallel, FullySharded, RotatedTensorParallel, TensorParallel",
+    ),
+    "nothing": (bx.FullySharded({"params/none": bx.Replicated()}), "overrides.'params/none'. names no variable"),
+    "taken apart": (bx.FullySharded({"params/layers/w": bx.Gathered(0)}), "asks for dim 0 of params/layers/w, which a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_run_inside_is_refused(name: str) -> None:
+    strategy, words = REFUSED[name]
+    with refused(ArgumentError, words):
+        inside(looped(), strategy, optimizer=BY_ROWS)
+
+
+def test_rows_of_a_table_are_refused() -> None:
+    def loss(params: Any, batch: Any, variables: Any) -> Any:
+        x = params["table"][batch["ids"]]
+        return ((jnp.tanh(x @ params["w"])).sum(-1) ** 2).mean(), {"variables": variables}
+
+    params = {"table": jnp.ones((64, 4)), "w": jnp.ones((4, 4))}
+    case = Case(loss, params, {}, {"ids": jnp.zeros(16, jnp.int32)})
+    with refused(ArgumentError, "params/table would lie by rows, which are not exchanged inside of stages yet"):
+        inside(case, bx.DataParallel({"params/table": bx.Rows()}), optimizer=optax.sgd(0.1))
