@@ -1,7 +1,7 @@
 """Many small arrays in one buffer, so that a program takes few: each argument has its price at every dispatch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 import jax
@@ -46,6 +46,11 @@ class Flat:
         """The buffers that are one array, and which."""
         return [(len(self._groups) + at, array) for at, array in enumerate(self._alone)]
 
+    def holding(self, arrays: Collection[int]) -> list[int]:
+        """Returns which buffers have any of these arrays."""
+        held = [*self._groups, *([at] for at in self._alone)]
+        return [at for at, own in enumerate(held) if any(one in arrays for one in own)]
+
     def small(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns those that are put together, group by group."""
         return [arrays[at] for group in self._groups for at in group]
@@ -67,10 +72,12 @@ class Flat:
         """Returns the buffers, in one program."""
         return [*self.joined(self.small(arrays)), *self.alone(arrays)]
 
-    def unpack(self, buffers: Sequence[Any]) -> list[Any]:
-        """Undoes `pack`."""
+    def unpack(self, buffers: Sequence[Any | None]) -> list[Any]:
+        """Undoes `pack`; of a buffer that is None so are the arrays."""
         found: list[Any] = [None] * len(self.specs)
         for rows, group, buffer in zip(self._rows, self._groups, buffers, strict=False):
+            if buffer is None:
+                continue
             begin = 0
             for at in group:
                 shape = self.specs[at].shape

@@ -1,12 +1,14 @@
 """The compiled programs of a stage."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 
 from braidax.parallel.compute.accumulate import wide, wide_zeros
+from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.program import Stage, batch_dims_of_results, trace
 
@@ -14,6 +16,7 @@ from .flat import Flat
 from .home import Home
 from .ownership import Read
 from .sending.absent import absent
+from .stage_halves import Buffers, StageHalves
 
 PARAMS, VARIABLES, KEY, BATCH = range(4)
 """The arguments of a traced loss."""
@@ -33,7 +36,7 @@ class StagePrograms:
 
     `forward(params, given, incoming) -> Ran`. `backward(sums, moved, others, params, given, kept, gradients) -> (sums,
     gradients of what came in)` takes over the memory of the sums and of `moved`, what came in
-    and has gradients; `inputs` and `weights` are its halves, without the other's result. `zeros() -> sums`.
+    and has gradients; `inputs` and `weights` are its halves. `zeros() -> sums`.
 
     **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs. `incoming_dims`: of
     incoming values, which goes along the samples. `recompute`: whether nothing is kept for the way back.
@@ -69,7 +72,8 @@ class StagePrograms:
         """Finds how values lie."""
         home, stage = self.home, self.stage
         given = [leaf for leaf in stage.leaves if leaf.argument != PARAMS]
-        dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
+        self._incoming_dims = list(incoming_dims)
+        self._given_dims = dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
         specs = jax.tree.leaves(stage.program.in_specs[:-1])[len(self.specs) :]
         self.given_leaves, self.given_specs = given, specs
         self.given_shardings = tuple(home.along(s.shape, dim) for s, dim in zip(specs, dims_of_given, strict=True))
@@ -110,8 +114,6 @@ class StagePrograms:
             self._forward, (whole, self.given_shardings, self.incoming_shardings), self.ran_shardings
         )
         self.backward = home.compile(self._backward, ins, (whole, sent), donate=(0, 1))
-        self.inputs = home.compile(lambda *args: self._backward((), *args)[1], ins[1:], sent)
-        self.weights = home.compile(lambda *args: self._backward(*args)[0], ins, whole, donate=(0,))
         self.zeros = home.compile(self._zeros, (), whole)
         self.joined = home.compile(self.flat.joined, (whole,), whole)
 
@@ -123,6 +125,61 @@ class StagePrograms:
     def sends_back(self) -> bool:
         """Whether anything that came in has a gradient."""
         return bool(self._floats)
+
+    @cached_property
+    def halves(self) -> StageHalves:
+        """The halves of the backward pass, of a stage that sends something back."""
+        incoming = self.stage.incoming
+        params, given = self.flat_specs, self.given_specs
+        kept = jax.eval_shape(self._kept.pack, list(self._kept.specs))
+        gradients = [self.stage.outgoing[at] for at in self.float_outgoing]
+        dims = (
+            self._given_dims,
+            self._incoming_dims,
+            self._kept.dims,
+            [self.outgoing_dims[at] for at in self.float_outgoing],
+        )
+        shardings = (self.given_shardings, self.incoming_shardings, self.ran_shardings.kept, self.gradient_shardings)
+        buffers = Buffers(
+            self._taken,
+            params,
+            given,
+            incoming,
+            kept,
+            gradients,
+            self._kept,
+            self._moved,
+            self._others,
+            dims,
+            shardings,
+        )
+        sent = [self.incoming_shardings[at] for at in self._floats]
+        return StageHalves(Halved(self._passes), self.home, buffers, self.sums, sent)
+
+    def inputs(
+        self,
+        moved: Sequence[Any],
+        others: Sequence[Any],
+        params: Sequence[Any],
+        given: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> tuple[Sequence[Any], Any]:
+        """Goes back to what came in; takes over the memory of `moved` where that is not held on.
+
+        **Returns:** the gradients that are sent, and what is to be held for `weights`. Where nothing has come in, the
+        whole way back is left to that.
+        """
+        if not self.sends_back:
+            return (), (moved, others, kept, gradients)
+        return self.halves.inputs(moved, others, params, given, kept, gradients)
+
+    def weights(self, sums: Sequence[Any], left: Any, params: Sequence[Any], given: Sequence[Any]) -> Any:
+        """Returns the sums, in their memory, with what a microbatch adds. **Arguments:** `left`: by `inputs`."""
+        if not self.sends_back:
+            moved, others, kept, gradients = left
+            return self.backward(sums, moved, others, params, given, kept, gradients)[0]
+        return self.halves.weights(sums, left, params, given)
 
     # What is compiled
 
