@@ -135,7 +135,7 @@ def _same_size(equation: JaxprEqn, dims: list[Dim]) -> list[Dim]:
 
 
 def _broadcast(equation: JaxprEqn, dims: list[Dim]) -> Dim:
-    return None if dims[0] is None else equation.params["broadcast_dimensions"][dims[0]]
+    return None if dims[0] is None else int(equation.params["broadcast_dimensions"][dims[0]])
 
 
 def _transpose(equation: JaxprEqn, dims: list[Dim]) -> Dim:

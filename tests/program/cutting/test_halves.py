@@ -205,13 +205,15 @@ def test_halves_give_the_same_with_each_product_once(name: str) -> None:
     read = [leaf if at in own.second_inputs else None for at, leaf in enumerate(leaves)]
     gradients = jax.jit(own.run_second)(read, handed)
     expected = jax.tree.leaves(jax.jit(lambda *args: made.whole(*args))(*made.args))
-    for one, other in zip([*sent, *gradients], expected, strict=True):
+    both = jax.jit(own.run_both)(leaves)
+    for one, other, same in zip([*sent, *gradients], expected, both, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(one, same, rtol=0, atol=1e-6)
     assert sum(np.abs(one).max() > 1e-3 for one in expected) >= len(expected) - 1  # one branch is not taken
 
     closed, _ = prune(made.whole.closed, [True] * len(expected), [False] * len(leaves))
     first, second = own.first.jaxpr, own.second.jaxpr
-    assert products(first) + products(second) == products(closed.jaxpr)
+    assert products(first) + products(second) == products(own.both.jaxpr)
     assert flops(first) + flops(second) == flops(closed.jaxpr) > 0
     assert flops(second) > 0
 

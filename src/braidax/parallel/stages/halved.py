@@ -21,7 +21,7 @@ class Left(NamedTuple):
 
 @final
 class Halved:
-    """Pure functions of a stage: the halves of its backward pass, `I` and `W` of zero-bubble schedules.
+    """Pure functions of a stage: its backward pass, and the halves of that, `I` and `W` of zero-bubble schedules.
 
     After Zero Bubble Pipeline Parallelism (Qi et al., ICLR 2024). Both take no more products than the whole pass does.
     What the first one hands on are operands of the products that give gradients of parameters, or what these are made
@@ -67,13 +67,23 @@ class Halved:
         """Of what is held of a microbatch between the halves."""
         return self._left_bytes + sum(bytes_of(one) for one in self.handed)
 
-    def inputs(
+    def backward(
         self, taken: Sequence[Any], incoming: Sequence[Any], kept: Sequence[Any], outgoing: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Goes back to what came in.
+    ) -> tuple[list[Any], Any]:
+        """Goes back through the stage at once.
 
         **Arguments:** `taken`, `incoming`, `kept`: as of `Passes.backward`. `outgoing`: gradients of those values that
         it sends and that are floats.
+
+        **Returns:** the gradients of incoming floats, and those of its parameters.
+        """
+        found, count = self._halves.run_both(_flat(taken, incoming, kept, outgoing)), len(self._floats)
+        return found[:count], jax.tree.unflatten(self._structure, found[count:])
+
+    def inputs(
+        self, taken: Sequence[Any], incoming: Sequence[Any], kept: Sequence[Any], outgoing: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Goes back to what came in. **Arguments:** as of `backward`.
 
         **Returns:** the gradients of incoming floats, and what is handed to `weights`.
         """
@@ -89,7 +99,7 @@ class Halved:
     ) -> Any:
         """Returns the gradients of the parameters.
 
-        **Arguments:** as of `inputs`, None in place of what is not `left`; `handed`: by that.
+        **Arguments:** as of `backward`, None in place of what is not `left`; `handed`: by that.
         """
         found = self._halves.run_second(_flat(taken, incoming, kept, outgoing), handed)
         return jax.tree.unflatten(self._structure, found)

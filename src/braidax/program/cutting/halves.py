@@ -22,16 +22,19 @@ from .crossing import Crossing
 from .loop_parts import LoopParts, Operand, stacked, with_parts
 from .opened import BARRIER, is_loop, written_out
 from .part import closed_part, spec_of_aval, variables
+from .turned import products_turned
 
 
 @dataclass(frozen=True)
 class Halves:
     """Two programs on flat values that give what one gave.
 
-    **Fields:** `first`: takes the inputs `first_inputs`, gives `num_first` outputs and then what is handed on.
-    `second`: takes the inputs `second_inputs` and what is handed on, and gives the other outputs.
+    **Fields:** `both`: the whole, with the same products. `first`: takes the inputs `first_inputs`, gives `num_first`
+    outputs and then what is handed on. `second`: takes the inputs `second_inputs` and what is handed on, and gives the
+    other outputs.
     """
 
+    both: ClosedJaxpr
     first: ClosedJaxpr
     second: ClosedJaxpr
     first_inputs: tuple[int, ...]
@@ -42,6 +45,10 @@ class Halves:
     def handed(self) -> list[Any]:
         """Shapes and dtypes of what goes from one to the other."""
         return [spec_of_aval(aval_of(one)) for one in self.first.jaxpr.outvars[self.num_first :]]
+
+    def run_both(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns all outputs."""
+        return list(jaxpr_as_fun(self.both)(*inputs))
 
     def run_first(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the first outputs, and what is handed on. **Arguments:** `inputs`: of the whole program."""
@@ -65,7 +72,7 @@ def halves(program: Program, num_first: int, *, free: Collection[int] = ()) -> H
         program.closed, [True] * len(program.closed.jaxpr.outvars), [False] * len(program.closed.in_avals)
     )
     closed = written_out(pruned)
-    jaxpr = closed.jaxpr
+    jaxpr = products_turned(closed.jaxpr)
     firsts, others = jaxpr.outvars[:num_first], jaxpr.outvars[num_first:]
     crossing = Crossing(alive(jaxpr, firsts, effects=True))
     crossing.begin(jaxpr, free)
@@ -80,7 +87,7 @@ def halves(program: Program, num_first: int, *, free: Collection[int] = ()) -> H
     inputs = [[jaxpr.invars[at] for at in own] for own in (early, late)]
     first = closed_part(jaxpr, closed.consts, inputs[0], [*firsts, *handed], before)
     second = closed_part(jaxpr, closed.consts, [*inputs[1], *handed], wanted, behind)
-    return Halves(first, second, early, late, num_first)
+    return Halves(ClosedJaxpr(jaxpr, closed.consts), first, second, early, late, num_first)
 
 
 def _reads(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> set[Var]:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, final
 
 import jax
 
-from braidax.parallel.compute.accumulate import wide
 from braidax.parallel.stages.halved import Halved
 from braidax.program import batch_dims_of_results, trace
 
@@ -16,12 +15,14 @@ from .home import Home
 class Buffers(NamedTuple):
     """How a stage has what its backward pass is given: one entry a buffer or value, its shape, and where it lies.
 
-    **Fields:** `taken`: makes of buffers of parameters, and what is given besides, what the stage takes. `params`,
+    **Fields:** `taken`: makes of buffers of parameters, and what is given besides, what the stage takes.
+    `added`: adds gradients to sums. `params`,
     `given`, `incoming`, `kept`, `gradients`: specs. `form`: of what is kept. `moved`: which incoming values have
     gradients and are held, `others`: have none and are. `dims`, `shardings`: of given, incoming, kept and gradients.
     """
 
     taken: Callable[[Sequence[Any], Sequence[Any]], Any]
+    added: Callable[[Sequence[Any], Any], list[Any]]
     params: Sequence[Any]
     given: Sequence[Any]
     incoming: Sequence[Any]
@@ -38,12 +39,11 @@ class Buffers(NamedTuple):
 class StageHalves:
     """What a stage computes for its `I` and `W`, as jitted functions on its home, compiled at their first call.
 
-    **Arguments:** `halved`: the halves. `sums`: the form of sums of gradients. `sent`: where gradients lie that go
-    back.
+    **Arguments:** `halved`: the halves. `sent`: where gradients lie that go back.
     """
 
-    def __init__(self, halved: Halved, home: Home, buffers: Buffers, sums: Flat, sent: Sequence[Any]) -> None:
-        self._halved, self._home, self._own, self._sums = halved, home, buffers, sums
+    def __init__(self, halved: Halved, home: Home, buffers: Buffers, sent: Sequence[Any]) -> None:
+        self._halved, self._home, self._own = halved, home, buffers
         left = halved.left
         self._moved = [at for at, one in enumerate(buffers.moved) if one in left.incoming]
         self._done = [at for at, one in enumerate(buffers.moved) if one not in left.incoming]
@@ -127,10 +127,8 @@ class StageHalves:
         incoming = _placed(len(own.incoming), places, (*moved, *others))
         unpacked = own.form.unpack(_placed(len(own.kept), self._kept, kept))
         received = _placed(len(own.gradients), self._gradients, gradients)
-        given_back = self._halved.weights(
-            own.taken(params, given), incoming, unpacked, received, self._handed.unpack(handed)
-        )
-        return self._sums.added(sums, [wide(leaf) for leaf in jax.tree.leaves(given_back)])
+        handed = self._handed.unpack(handed)
+        return own.added(sums, self._halved.weights(own.taken(params, given), incoming, unpacked, received, handed))
 
     def _dims(self) -> list[int | None]:
         """Returns which dim of what is handed on goes along samples."""

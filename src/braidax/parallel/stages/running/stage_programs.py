@@ -64,7 +64,6 @@ class StagePrograms:
         self._floats = [at for at, one in enumerate(stage.incoming) if is_float(one)]
         self._moved = [at for at in held if at in self._floats]
         self._others = [at for at in held if at not in self._floats]
-        self._is_loss = [number == 0 for number in stage.results]
         self._dims(incoming_dims)
         self._compile()
 
@@ -127,6 +126,10 @@ class StagePrograms:
         return bool(self._floats)
 
     @cached_property
+    def _halved(self) -> Halved:
+        return Halved(self._passes)
+
+    @cached_property
     def halves(self) -> StageHalves:
         """The halves of the backward pass, of a stage that sends something back."""
         incoming = self.stage.incoming
@@ -141,20 +144,11 @@ class StagePrograms:
         )
         shardings = (self.given_shardings, self.incoming_shardings, self.ran_shardings.kept, self.gradient_shardings)
         buffers = Buffers(
-            self._taken,
-            params,
-            given,
-            incoming,
-            kept,
-            gradients,
-            self._kept,
-            self._moved,
-            self._others,
-            dims,
-            shardings,
-        )
+            self._taken, self._added, params, given, incoming, kept, gradients, self._kept, self._moved, self._others,
+            dims, shardings,
+        )  # fmt: skip
         sent = [self.incoming_shardings[at] for at in self._floats]
-        return StageHalves(Halved(self._passes), self.home, buffers, self.sums, sent)
+        return StageHalves(self._halved, self.home, buffers, sent)
 
     def inputs(
         self,
@@ -202,18 +196,12 @@ class StagePrograms:
     ) -> tuple[list[Any], tuple[Any, ...]]:
         held = dict(zip((*self._moved, *self._others), (*moved, *others), strict=True))
         incoming = [held.get(at, jnp.zeros(one.shape, one.dtype)) for at, one in enumerate(self.stage.incoming)]
-        received = iter(gradients)
-        outgoing = [next(received) if is_float(spec) else None for spec in self.stage.outgoing]
-        of_results = [jnp.ones((), self._loss_type) if is_loss else None for is_loss in self._is_loss]
         taken, kept = self._taken(params, given), self._kept.unpack(kept)
-        own, sent = self._passes.backward(taken, incoming, kept, outgoing, of_results)
-        if sums:
-            sums = self.sums.added(sums, [wide(leaf) for leaf in jax.tree.leaves(own)])
-        return list(sums), tuple(sent[at] for at in self._floats)
+        sent, own = self._halved.backward(taken, incoming, kept, gradients)
+        return self._added(sums, own), tuple(sent)
 
-    @property
-    def _loss_type(self) -> Any:
-        return self.stage.program.out_specs[1][self._is_loss.index(True)].dtype
+    def _added(self, sums: Sequence[Any], gradients: Any) -> list[Any]:
+        return self.sums.added(sums, [wide(leaf) for leaf in jax.tree.leaves(gradients)])
 
     def _taken(self, params: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
         """Returns what the stage has of the arguments of the loss."""
