@@ -45,7 +45,7 @@ def products_turned(jaxpr: Jaxpr) -> Jaxpr:
 def _turns(equation: JaxprEqn, product: JaxprEqn) -> bool:
     """Whether an equation brings what is of a product's second operand before what is of its first one."""
     (contracted, _), (batched, _) = product.params["dimension_numbers"]
-    if any(batched) or product.params["out_sharding"] is not None:
+    if batched or product.params["out_sharding"] is not None:
         return False
     free, ndim = aval_of(product.invars[0]).ndim - len(contracted), aval_of(product.outvars[0]).ndim
     return tuple(equation.params["permutation"]) == (*range(free, ndim), *range(free))

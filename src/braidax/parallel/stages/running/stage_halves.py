@@ -60,6 +60,7 @@ class StageHalves:
         done, held = tuple(moved[at] for at in self._done), tuple(moved[at] for at in self._moved)
         given = tuple(on_given)
         ins = (done, held, tuple(others), home.whole, given, tuple(on_kept), tuple(on_gradients))
+        self.handed_shardings = tuple(handed)
         self._to_inputs = home.compile(self._inputs, ins, (tuple(sent), tuple(handed)), donate=(0,))
         places = ((others, self._others), (on_kept, self._kept), (on_gradients, self._gradients))
         picked = (tuple(one[at] for at in own) for one, own in places)
