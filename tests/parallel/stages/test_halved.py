@@ -57,10 +57,8 @@ def test_halves_equal_the_whole(name: str, which: int, recompute: bool) -> None:
     expected = jax.jit(lambda *args: whole(passes, *args))(*back)
 
     sent, handed = jax.jit(halved.inputs)(*back)
-    held = [
-        [one if at in own else None for at, one in enumerate(part)]
-        for own, part in zip(halved.left, back[1:], strict=True)
-    ]
+    parts = zip(halved.left, back[1:], strict=True)
+    held = [[one if at in own else None for at, one in enumerate(part)] for own, part in parts]
     own = jax.jit(halved.weights)(taken, *held, handed)
     for found in ((sent, own), jax.jit(halved.backward)(*back)):
         assert jax.tree.structure(found) == jax.tree.structure(expected)

@@ -47,14 +47,10 @@ def test_a_product_is_computed_in_the_order_that_is_wanted() -> None:
 
 
 def test_in_loops() -> None:
-    def fn(x: Any, y: Any) -> Any:
-        return jax.lax.scan(
-            lambda sums, one: (sums + product(one[1], one[0], (((0,), (0,)), ((), ()))).T, None),
-            jnp.zeros((4, 6)),
-            (x, y),
-        )[0]
+    def step(sums: Any, one: Any) -> Any:
+        return sums + product(one[1], one[0], (((0,), (0,)), ((), ()))).T, None
 
-    kinds, _ = turned(fn, X, Y)
+    kinds, _ = turned(lambda x, y: jax.lax.scan(step, jnp.zeros((4, 6)), (x, y))[0], X, Y)
     assert kinds["dot_general"] == 1
     assert kinds["transpose"] == 0
 
