@@ -229,6 +229,7 @@ def test_the_second_half_of_a_loop_is_its_products_alone() -> None:
     kinds = Counter(one.primitive.name for one in loop.params["jaxpr"].eqns)
     assert kinds["dot_general"] == 5  # one, two, three, four and four.T
     assert kinds.keys() <= {"dot_general", "transpose", "add_any"}
+    assert kinds["transpose"] <= 1  # of a weight that is read turned: others are products in their order
     assert loop.params["num_carry"] == 0
     first = [one for one in own.first.jaxpr.eqns if one.primitive is scan_p]
     assert [one.params["reverse"] for one in first] == [False, True]  # the stage again, and back

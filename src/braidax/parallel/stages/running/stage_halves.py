@@ -61,11 +61,11 @@ class StageHalves:
         given = tuple(on_given)
         ins = (done, held, tuple(others), home.whole, given, tuple(on_kept), tuple(on_gradients))
         self.handed_shardings = tuple(handed)
-        self._to_inputs = home.compile_in_turn(self._inputs, ins, (tuple(sent), tuple(handed)), donate=(0,))
+        self._to_inputs = home.compile(self._inputs, ins, (tuple(sent), tuple(handed)), donate=(0,))
         places = ((others, self._others), (on_kept, self._kept), (on_gradients, self._gradients))
         picked = (tuple(one[at] for at in own) for one, own in places)
         ins = (home.whole, tuple(handed), held, *picked, home.whole, given)
-        self._to_weights = home.compile_in_turn(self._weights, ins, home.whole, donate=(0,))
+        self._to_weights = home.compile(self._weights, ins, home.whole, donate=(0,))
 
     @property
     def kept_bytes(self) -> int:
