@@ -65,6 +65,7 @@ def dim_of(fn: Callable[..., Any], *args: Any) -> int | None:
         (lambda p, x: jnp.broadcast_to(x[:, None], (B, 2, T, D)), 0),
         (lambda p, x: jax.vmap(lambda row: jnp.tanh(row @ p))(x), 0),
         (lambda p, x: jax.checkpoint(lambda x: x @ p)(x), 0),
+        (lambda p, x: jax.lax.optimization_barrier((p, x))[1], 0),
         (lambda p, x: jax.lax.cond(p[0, 0] > 0, lambda: p[:4, 0], lambda: x[:, 0, 0]), 0),
         (lambda p, x: jax.lax.scan(lambda h, t: (h + t, h * t), jnp.zeros((B, D)), jnp.moveaxis(x, 1, 0))[0], 0),
         (lambda p, x: jax.lax.scan(lambda h, t: (h + t, h * t), jnp.zeros((B, D)), jnp.moveaxis(x, 1, 0))[1], 1),

@@ -35,6 +35,8 @@ from .cutting.chain import Border as Border
 from .cutting.chain import Chain as Chain
 from .cutting.chain import Stage as Stage
 from .cutting.chain import StageLeaf as StageLeaf
+from .cutting.halves import Halves as Halves
+from .cutting.halves import halves as halves
 from .cutting.iterations import split_scan as split_scan
 from .cutting.mixing import Mixing as Mixing
 from .cutting.mixing import find_mixing as find_mixing

@@ -261,4 +261,7 @@ _RULES: dict[Any, Rule] = {
     primitives.gather_p: _gather,
     primitives.concatenate_p: _concatenate,
 }  # fmt: skip
-_RULES_BY_NAME: dict[str, Rule] = {"split": _along("axis"), "top_k": _along("axis"), "sharding_constraint": _same_dim}
+_RULES_BY_NAME: dict[str, Rule] = {
+    "optimization_barrier": lambda equation, dims: dims, "sharding_constraint": _same_dim, "split": _along("axis"),
+    "top_k": _along("axis"),
+}  # fmt: skip

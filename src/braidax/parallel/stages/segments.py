@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from braidax.parallel.compute.accumulate import wide, wide_zeros
 from braidax.program import Stage, bytes_of, cost_of
 
+from .halved import Halved
 from .passes import Passes, is_float
 
 
@@ -85,38 +87,43 @@ def counted(*, flops_per_second: float = 1e9, bytes_per_second: float = 1e9) -> 
 def measured(*, num_runs: int = 5) -> Clock:
     """Returns a clock that compiles the passes of a stage and runs them on the first device.
 
-    The weights' gradient is what a whole backward pass takes longer than one to the inputs alone. Values are drawn at
-    random. Of all runs the shortest counts, since what else a machine does only adds.
+    They are those that a pipeline runs: forward, and both halves of the backward pass, of which the second one adds to
+    sums; the first stage has one half. Values are drawn at random. Of all runs the shortest counts, since what else a
+    machine does only adds.
     """
 
     def clock(stage: Stage, params: int) -> Seconds:
-        passes = Passes(stage, params=params)
+        halved = Halved(passes := Passes(stage, params=params))
         *taken, incoming = _drawn(stage.program.in_specs)
-        forward = jax.jit(passes.forward)
-        whole = jax.jit(lambda *args: passes.backward(*args))
-        inputs = jax.jit(lambda *args: passes.backward(*args)[1])
+        forward, inputs = jax.jit(passes.forward), jax.jit(halved.inputs)
+        weights = jax.jit(lambda sums, given: _added(sums, halved.weights(*given)), donate_argnums=0)
         made = forward(taken, incoming)
-        ones = [_cotangents(one) for one in (made.outgoing, made.results)]
-        runs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(forward, (taken, incoming))]
-        back = (taken, incoming, made.kept, *ones)
-        runs += [(inputs, back), (whole, back)] if any(map(is_float, incoming)) else [(whole, back)]
-        times = [0.0] if len(runs) == 2 else []
-        rounds = [[_timed(*run) for run in runs] for _ in range(num_runs + 1)][1:]  # the first one compiles
-        once, *others = (min(each) for each in zip(*rounds, strict=True))
-        to_inputs, both = (*times, *others)
-        return Seconds(once, to_inputs, max(both - to_inputs, 0.0))
+        back = [taken, incoming, made.kept, [jnp.ones_like(one) for one in made.outgoing if is_float(one)]]
+        handed = inputs(*back)[1]
+        held = [
+            [one if at in own else None for at, one in enumerate(part)]
+            for own, part in zip(halved.left, back[1:], strict=True)
+        ]
+        sums = [wide_zeros(one) for one in jax.tree.leaves(taken[params])]
+        found: list[list[float]] = [[], [], []]
+        for _ in range(num_runs + 1):
+            found[0].append(_timed(forward, taken, incoming)[0])
+            found[1].append(_timed(inputs, *back)[0] if any(map(is_float, incoming)) else 0.0)
+            seconds, sums = _timed(weights, sums, [taken, *held, handed]) if sums else (0.0, sums)
+            found[2].append(seconds)
+        return Seconds(*(min(each[1:]) for each in found))  # the first run compiles
 
     return clock
 
 
-def _timed(run: Callable[..., Any], args: tuple[Any, ...]) -> float:
+def _added(sums: Sequence[Any], gradients: Any) -> list[Any]:
+    return [total + wide(one) for total, one in zip(sums, jax.tree.leaves(gradients), strict=True)]
+
+
+def _timed(run: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     begun = time.perf_counter()
-    jax.block_until_ready(run(*args))
-    return time.perf_counter() - begun
-
-
-def _cotangents(values: Sequence[Any]) -> list[Any]:
-    return [jnp.ones_like(one) if is_float(one) else None for one in values]
+    result = jax.block_until_ready(run(*args))
+    return time.perf_counter() - begun, result
 
 
 def _drawn(specs: Any) -> Any:

@@ -294,9 +294,8 @@ class _Parts:
             return self._looped(equation, inner, way, given, (whole, in_parts))
         if equation.primitive is remat_p:  # what is computed again is not computed before it is needed
             whole, in_parts = jax.lax.optimization_barrier((whole, in_parts))
-        return self.run(
-            body.jaxpr, body.consts, inner, *_by_input(body.jaxpr, given, (whole, in_parts)), (way.whole, way.parts)
-        )
+        known, known_parts = _by_input(body.jaxpr, given, (whole, in_parts))
+        return self.run(body.jaxpr, body.consts, inner, known, known_parts, (way.whole, way.parts))
 
     def _looped(self, equation: JaxprEqn, inner: Path, way: _Way, given: Any, values: Any) -> Any:
         body, params = bodies(equation)[0], equation.params

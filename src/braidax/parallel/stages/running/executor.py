@@ -260,6 +260,7 @@ class _Run:
         self._given: dict[tuple[int, int], Any] = {}
         self._kept: dict[tuple[int, int], Any] = {}
         self._held: dict[tuple[int, int], Any] = {}
+        self._left: dict[tuple[int, int], Any] = {}
         self._incoming: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Any] = {}
         self._outgoing: dict[tuple[int, int], Any] = {}
@@ -330,22 +331,18 @@ class _Run:
 
     def _inputs(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
-        moved, others = self._held[at]
-        if own.sends_back:
-            given, kept, gradients = self._given[at], self._kept[at], self._gradients.get(at, ())
-            sent = own.inputs(moved, others, self._params[stage], given, kept, gradients)
-            self._send(stage, each, sent)
+        moved, others = self._held.pop(at)
+        given, kept, gradients = self._given[at], self._kept.pop(at), self._gradients.pop(at, ())
+        sent, self._left[at] = own.inputs(moved, others, self._params[stage], given, kept, gradients)
+        self._send(stage, each, sent)
+        if sent:
             self._wait(own, stage, sent)
-        else:
-            self._send(stage, each, ())
 
     def _weights(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
-        moved, others = self._held.pop(at)
-        given, kept, gradients = self._given.pop(at), self._kept.pop(at), self._gradients.pop(at, ())
+        left, given = self._left.pop(at), self._given.pop(at)
         if own.specs:
-            sums = self.sums[stage]
-            self.sums[stage] = own.weights(sums, moved, others, self._params[stage], given, kept, gradients)
+            self.sums[stage] = own.weights(self.sums[stage], left, self._params[stage], given)
             self._wait(own, stage, self.sums[stage])
 
     def _send(self, stage: int, each: int, sent: Any) -> None:

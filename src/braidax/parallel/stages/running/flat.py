@@ -60,6 +60,11 @@ class Flat:
         pairs = zip(shapes, self.dims, strict=False)
         return [*(joined(shape, dim) for shape, dim in pairs), *self.alone(values)]
 
+    def holding(self, arrays: Collection[int]) -> list[int]:
+        """Returns which buffers have any of these arrays."""
+        held = [*self._groups, *([at] for at in self._alone)]
+        return [at for at, own in enumerate(held) if any(one in arrays for one in own)]
+
     def small(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns those that are put together, group by group."""
         return [arrays[at] for group in self._groups for at in group]
@@ -81,10 +86,15 @@ class Flat:
         """Returns the buffers, in one program."""
         return [*self.joined(self.small(arrays)), *self.alone(arrays)]
 
-    def unpack(self, buffers: Sequence[Any], *, summed: bool = False) -> list[Any]:
-        """Undoes `pack`. **Arguments:** `summed`: whether buffers that go along samples have been, along these."""
+    def unpack(self, buffers: Sequence[Any | None], *, summed: bool = False) -> list[Any]:
+        """Undoes `pack`; of a buffer that is None so are the arrays.
+
+        **Arguments:** `summed`: whether buffers that go along samples have been, along these.
+        """
         found: list[Any] = [None] * len(self.specs)
         for rows, group, buffer in zip(self._rows, self._groups, buffers, strict=False):
+            if buffer is None:
+                continue
             begin = 0
             for at in group:
                 shape = self.specs[at].shape

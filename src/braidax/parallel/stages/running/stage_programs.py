@@ -1,6 +1,7 @@
 """The compiled programs of a stage."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from braidax.parallel.compute.accumulate import wide, wide_zeros
 from braidax.parallel.plan.layout import Layout
+from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.program import Stage, batch_dims_of_results, left_in_parts, trace
 
@@ -15,6 +17,7 @@ from .flat import Flat
 from .home import Home
 from .ownership import Piece, Read
 from .sending.absent import absent
+from .stage_halves import Buffers, StageHalves
 
 PARAMS, VARIABLES, KEY, BATCH = range(4)
 """The arguments of a traced loss."""
@@ -34,7 +37,7 @@ class StagePrograms:
 
     `forward(params, given, incoming) -> Ran`. `backward(sums, moved, others, params, given, kept, gradients) -> (sums,
     gradients of what came in)` takes over the memory of the sums and of `moved`, what came in
-    and has gradients; `inputs` and `weights` are its halves, without the other's result. `zeros() -> sums`.
+    and has gradients; `inputs` and `weights` are its halves. `zeros() -> sums`.
 
     **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs, and `layouts` of those
     that do not lie whole. `incoming_dims`: of incoming values, which goes along the samples. `recompute`: whether
@@ -67,7 +70,6 @@ class StagePrograms:
         self._floats = [at for at, one in enumerate(stage.incoming) if is_float(one)]
         self._moved = [at for at in held if at in self._floats]
         self._others = [at for at in held if at not in self._floats]
-        self._is_loss = [number == 0 for number in stage.results]
         self._dims(incoming_dims)
         self._differentiate(incoming_dims)
         self._compile()
@@ -92,6 +94,7 @@ class StagePrograms:
         """Finds how values lie."""
         home, stage = self.home, self.stage
         given = [leaf for leaf in stage.leaves if leaf.argument != PARAMS]
+        self._incoming_dims = list(incoming_dims)
         self._given_dims = dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
         specs = jax.tree.leaves(stage.program.in_specs[:-1])[len(self.specs) :]
         self.given_leaves, self.given_specs = given, specs
@@ -151,8 +154,6 @@ class StagePrograms:
             self._forward, (whole, self.given_shardings, self.incoming_shardings), self.ran_shardings
         )
         self.backward = home.compile(self._backward, ins, (of_sums, sent), donate=(0, 1))
-        self.inputs = home.compile(lambda *args: self._backward((), *args)[1], ins[1:], sent)
-        self.weights = home.compile(lambda *args: self._backward(*args)[0], ins, of_sums, donate=(0,))
         self.zeros = home.compile(self._zeros, (), of_sums)
         self.joined = home.compile(self.flat.joined, (home.whole,), home.whole)
 
@@ -164,6 +165,56 @@ class StagePrograms:
     def sends_back(self) -> bool:
         """Whether anything that came in has a gradient."""
         return bool(self._floats)
+
+    @cached_property
+    def _halved(self) -> Halved:
+        return Halved(self._passes, mesh=self.home.traced_on)
+
+    @cached_property
+    def halves(self) -> StageHalves:
+        """The halves of the backward pass, of a stage that sends something back."""
+        incoming = self.stage.incoming
+        params, given = self.flat_specs, self.given_specs
+        kept = jax.eval_shape(self._kept.pack, list(self._kept.specs))
+        gradients = [self.stage.outgoing[at] for at in self.float_outgoing]
+        dims = (
+            self._given_dims,
+            self._incoming_dims,
+            self._kept.dims,
+            [self.outgoing_dims[at] for at in self.float_outgoing],
+        )
+        shardings = (self.given_shardings, self.incoming_shardings, self.ran_shardings.kept, self.gradient_shardings)
+        buffers = Buffers(
+            self._taken, self._stored, self._added, params, given, incoming, kept, gradients, self._kept, self._moved,
+            self._others, dims, shardings, self.flat_on, self.sums_on, self.in_parts,
+        )  # fmt: skip
+        sent = [self.incoming_shardings[at] for at in self._floats]
+        return StageHalves(self._halved, self.home, buffers, sent)
+
+    def inputs(
+        self,
+        moved: Sequence[Any],
+        others: Sequence[Any],
+        params: Sequence[Any],
+        given: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> tuple[Sequence[Any], Any]:
+        """Goes back to what came in; takes over the memory of `moved` where that is not held on.
+
+        **Returns:** the gradients that are sent, and what is to be held for `weights`. Where nothing has come in, the
+        whole way back is left to that.
+        """
+        if not self.sends_back:
+            return (), (moved, others, kept, gradients)
+        return self.halves.inputs(moved, others, params, given, kept, gradients)
+
+    def weights(self, sums: Sequence[Any], left: Any, params: Sequence[Any], given: Sequence[Any]) -> Any:
+        """Returns the sums, in their memory, with what a microbatch adds. **Arguments:** `left`: by `inputs`."""
+        if not self.sends_back:
+            moved, others, kept, gradients = left
+            return self.backward(sums, moved, others, params, given, kept, gradients)[0]
+        return self.halves.weights(sums, left, params, given)
 
     # What is compiled
 
@@ -185,9 +236,7 @@ class StagePrograms:
         gradients: Sequence[Any],
     ) -> tuple[list[Any], tuple[Any, ...]]:
         own, sent = self._pulled(moved, others, params, given, kept, gradients)
-        if sums:
-            sums = self.sums.added(sums, [wide(leaf) for leaf in own])
-        return list(sums), sent
+        return self._added(sums, own), sent
 
     def _gradients(
         self,
@@ -201,22 +250,21 @@ class StagePrograms:
         """Returns the gradients of what is read, as it is stored, and of what came in."""
         held = dict(zip((*self._moved, *self._others), (*moved, *others), strict=True))
         incoming = [held.get(at, jnp.zeros(one.shape, one.dtype)) for at, one in enumerate(self.stage.incoming)]
-        received = iter(gradients)
-        outgoing = [next(received) if is_float(spec) else None for spec in self.stage.outgoing]
-        of_results = [jnp.ones((), self._loss_type) if is_loss else None for is_loss in self._is_loss]
         taken, kept = self._taken(params, given), self._kept.unpack(kept)
-        own, sent = self._passes.backward(taken, incoming, kept, outgoing, of_results)
-        pairs = zip(self._read_layouts, jax.tree.leaves(own), strict=True)
-        return [layout.store(leaf) for layout, leaf in pairs], tuple(sent[at] for at in self._floats)
+        sent, own = self._halved.backward(taken, incoming, kept, gradients)
+        return self._stored(own), tuple(sent)
 
     def totals(self, sums: Sequence[Any]) -> list[Any]:
         """Returns the sums of what is read, over microbatches and devices, from buffers."""
         pairs = zip(sums, self.sums.dims, strict=True)
         return self.sums.unpack([one if dim is None else one.sum(dim) for one, dim in pairs], summed=True)
 
-    @property
-    def _loss_type(self) -> Any:
-        return self.stage.program.out_specs[1][self._is_loss.index(True)].dtype
+    def _stored(self, gradients: Any) -> list[Any]:
+        pairs = zip(self._read_layouts, jax.tree.leaves(gradients), strict=True)
+        return [layout.store(leaf) for layout, leaf in pairs]
+
+    def _added(self, sums: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        return self.sums.added(sums, [wide(leaf) for leaf in gradients])
 
     def _taken(self, params: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
         """Returns what the stage has of the arguments of the loss."""

@@ -1,0 +1,174 @@
+"""The compiled halves of a stage's backward pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+
+from braidax.parallel.stages.halved import Halved
+from braidax.program import batch_dims_of_results, left_in_parts, trace
+
+from .flat import Flat
+from .home import Home
+
+
+class Buffers(NamedTuple):
+    """How a stage has what its backward pass is given: one entry a buffer or value, its shape, and where it lies.
+
+    **Fields:** `taken`: makes of buffers of parameters, and what is given besides, what the stage takes.
+    `stored`: makes of gradients of parameters leaves as they are stored. `added`: adds these to sums. `params`,
+    `given`, `incoming`, `kept`, `gradients`: specs. `form`: of what is kept. `moved`: which incoming values have
+    gradients and are held, `others`: have none and are. `dims`, `shardings`: of given, incoming, kept and gradients.
+    `on_params`, `on_sums`: shardings. `in_parts`: which gradients are summed over devices only in the end.
+    """
+
+    taken: Callable[[Sequence[Any], Sequence[Any]], Any]
+    stored: Callable[[Any], list[Any]]
+    added: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    params: Sequence[Any]
+    given: Sequence[Any]
+    incoming: Sequence[Any]
+    kept: Sequence[Any]
+    gradients: Sequence[Any]
+    form: Flat
+    moved: Sequence[int]
+    others: Sequence[int]
+    dims: Sequence[Sequence[int | None]]
+    shardings: Sequence[Sequence[Any]]
+    on_params: Any
+    on_sums: Any
+    in_parts: tuple[int, ...]
+
+
+@final
+class StageHalves:
+    """What a stage computes for its `I` and `W`, as jitted functions on its home, compiled at their first call.
+
+    **Arguments:** `halved`: the halves. `sent`: where gradients lie that go back.
+    """
+
+    def __init__(self, halved: Halved, home: Home, buffers: Buffers, sent: Sequence[Any]) -> None:
+        self._halved, self._home, self._own = halved, home, buffers
+        left = halved.left
+        self._moved = [at for at, one in enumerate(buffers.moved) if one in left.incoming]
+        self._done = [at for at, one in enumerate(buffers.moved) if one not in left.incoming]
+        self._others = [at for at, one in enumerate(buffers.others) if one in left.incoming]
+        self._kept, self._gradients = buffers.form.holding(left.kept), left.outgoing
+        on_given, on_incoming, on_kept, on_gradients = buffers.shardings
+        self._handed = Flat(halved.handed)
+        handed: list[Any] = [home.whole] * len(self._handed.dims)
+        if home.is_divided:
+            self._handed = Flat(halved.handed, dims=self._dims())
+            specs = jax.eval_shape(self._handed.pack, list(halved.handed))
+            handed = [home.along(spec.shape, dim) for spec, dim in zip(specs, self._handed.dims, strict=True)]
+        moved, others = ([on_incoming[at] for at in places] for places in (buffers.moved, buffers.others))
+        done, held = tuple(moved[at] for at in self._done), tuple(moved[at] for at in self._moved)
+        given = tuple(on_given)
+        ins = (done, held, tuple(others), buffers.on_params, given, tuple(on_kept), tuple(on_gradients))
+        self.handed_shardings = tuple(handed)
+        self._to_inputs = home.compile(self._inputs, ins, (tuple(sent), tuple(handed)), donate=(0,))
+        places = ((others, self._others), (on_kept, self._kept), (on_gradients, self._gradients))
+        picked = (tuple(one[at] for at in own) for one, own in places)
+        ins = (buffers.on_sums, tuple(handed), held, *picked, buffers.on_params, given)
+        self._gradients_of = self._left_in_parts() if buffers.in_parts else self._second
+        self._to_weights = home.compile(self._weights, ins, buffers.on_sums, donate=(0,))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of what is held of a microbatch between the halves."""
+        return self._halved.kept_bytes
+
+    def inputs(
+        self,
+        moved: Sequence[Any],
+        others: Sequence[Any],
+        params: Sequence[Any],
+        given: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> tuple[Sequence[Any], Any]:
+        """Goes back to what came in, and takes over the memory of what is not needed any more of that.
+
+        **Returns:** the gradients that are sent, and what is to be held for `weights`.
+        """
+        done, held = tuple(moved[at] for at in self._done), tuple(moved[at] for at in self._moved)
+        sent, handed = self._to_inputs(done, held, others, params, given, kept, gradients)
+        places = ((others, self._others), (kept, self._kept), (gradients, self._gradients))
+        return sent, (handed, held, *(tuple(one[at] for at in own) for one, own in places))
+
+    def weights(self, sums: Sequence[Any], left: Any, params: Sequence[Any], given: Sequence[Any]) -> Any:
+        """Returns the sums, in their memory, with what a microbatch adds. **Arguments:** `left`: by `inputs`."""
+        return self._to_weights(sums, *left, params, given)
+
+    # What is compiled
+
+    def _inputs(
+        self,
+        done: Sequence[Any],
+        held: Sequence[Any],
+        others: Sequence[Any],
+        params: Sequence[Any],
+        given: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        own = self._own
+        moved = _placed(len(own.moved), (*self._done, *self._moved), (*done, *held))
+        incoming = _placed(len(own.incoming), (*own.moved, *own.others), (*moved, *others))
+        sent, handed = self._halved.inputs(own.taken(params, given), incoming, own.form.unpack(kept), gradients)
+        return tuple(sent), tuple(self._handed.pack(handed))
+
+    def _weights(self, sums: Sequence[Any], *given: Any) -> list[Any]:
+        return self._own.added(sums, self._gradients_of(*given))
+
+    def _second(
+        self,
+        handed: Sequence[Any],
+        moved: Sequence[Any],
+        others: Sequence[Any],
+        kept: Sequence[Any],
+        gradients: Sequence[Any],
+        params: Sequence[Any],
+        given: Sequence[Any],
+    ) -> list[Any]:
+        own = self._own
+        places = [own.moved[at] for at in self._moved] + [own.others[at] for at in self._others]
+        incoming = _placed(len(own.incoming), places, (*moved, *others))
+        unpacked = own.form.unpack(_placed(len(own.kept), self._kept, kept))
+        received = _placed(len(own.gradients), self._gradients, gradients)
+        handed = self._handed.unpack(handed)
+        return own.stored(self._halved.weights(own.taken(params, given), incoming, unpacked, received, handed))
+
+    def _left_in_parts(self) -> Any:
+        """Returns what gives gradients of which some are left in parts, as those of the whole backward pass are."""
+        own, home = self._own, self._home
+        on_given, on_incoming, on_kept, on_gradients = own.dims
+        moved, others = [own.moved[at] for at in self._moved], [own.others[at] for at in self._others]
+        handed = tuple(jax.eval_shape(self._handed.pack, list(self._halved.handed)))
+        values = [(own.incoming, on_incoming, moved), (own.incoming, on_incoming, others)]
+        values += [(own.kept, on_kept, self._kept), (own.gradients, on_gradients, self._gradients)]
+        specs = [tuple(specs[at] for at in places) for specs, _, places in values]
+        dims = [[dims[at] for at in places] for _, dims, places in values]
+        program = trace(self._second, handed, *specs, list(own.params), tuple(own.given), mesh=home.traced_on)
+        divided = {0: self._handed.dims, **dict(enumerate(dims, 1)), 6: on_given}
+        return left_in_parts(program, own.in_parts, divided, home.traced_on, home.batch_axes, every=True).program
+
+    def _dims(self) -> list[int | None]:
+        """Returns which dim of what is handed on goes along samples."""
+        own = self._own
+
+        def handed(params: Any, given: Any, incoming: Any, kept: Any, gradients: Any) -> Any:
+            taken = own.taken(params, given)
+            return self._halved.inputs(taken, incoming, own.form.unpack(kept), gradients)[1]
+
+        given = (tuple(one) for one in (own.params, own.given, own.incoming, own.kept, own.gradients))
+        traced = trace(handed, *given, mesh=self._home.traced_on)
+        return batch_dims_of_results(traced, dict(enumerate(own.dims, 1)), islands=True)
+
+
+def _placed(count: int, places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Returns so many values, these at their places and None elsewhere."""
+    found: list[Any] = [None] * count
+    for at, one in zip(places, values, strict=True):
+        found[at] = one
+    return found

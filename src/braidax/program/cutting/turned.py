@@ -1,0 +1,59 @@
+"""Products whose results are turned, computed the other way round.
+
+JAX' own rule makes the gradient of a product's second operand in the order of what comes back, and then turns it. With
+one dim that is summed over a compiler sees that this is a product of turned operands; with two, those of a batch of
+sequences, XLA for CPUs turns all of the result: for 256 × 1024 numbers that took 4.7 ms instead of 3.0.
+"""
+
+from collections import Counter
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Literal as Constant
+from jax.extend.core.primitives import dot_general_p, transpose_p
+
+from braidax.program.bodies import aval_of
+
+from .opened import is_loop
+
+
+def products_turned(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a jaxpr of the same values, with products of no batch, whose results are turned, the other way round.
+
+    Loops are entered; the order in which a product sums is the compiler's.
+    """
+    readers = Counter(atom for one in jaxpr.eqns for atom in one.invars if not isinstance(atom, Constant))
+    readers.update(atom for atom in jaxpr.outvars if not isinstance(atom, Constant))
+    products, turned = dict[Var, JaxprEqn](), set[int]()
+    equations: list[JaxprEqn] = []
+    for equation in jaxpr.eqns:
+        if is_loop(equation):
+            closed = equation.params["jaxpr"]
+            body = ClosedJaxpr(products_turned(closed.jaxpr), closed.consts)
+            equation = equation.replace(params={**equation.params, "jaxpr": body})
+        elif equation.primitive is dot_general_p and readers[equation.outvars[0]] == 1:
+            products[equation.outvars[0]] = equation
+        elif equation.primitive is transpose_p and not isinstance(equation.invars[0], Constant):
+            product = products.get(equation.invars[0])
+            if product is not None and _turns(equation, product):
+                turned.add(id(product))
+                equation = _other_way_round(product).replace(outvars=equation.outvars)
+        equations.append(equation)
+    return jaxpr.replace(eqns=[one for one in equations if id(one) not in turned])
+
+
+def _turns(equation: JaxprEqn, product: JaxprEqn) -> bool:
+    """Whether an equation brings what is of a product's second operand before what is of its first one."""
+    (contracted, _), (batched, _) = product.params["dimension_numbers"]
+    if batched or product.params["out_sharding"] is not None:
+        return False
+    free, ndim = aval_of(product.invars[0]).ndim - len(contracted), aval_of(product.outvars[0]).ndim
+    return tuple(equation.params["permutation"]) == (*range(free, ndim), *range(free))
+
+
+def _other_way_round(product: JaxprEqn) -> JaxprEqn:
+    (contracted, batched), precision = product.params["dimension_numbers"], product.params["precision"]
+    if type(precision) is tuple:  # of both operands; an algorithm is a tuple, too
+        precision = precision[::-1]
+    changed: dict[str, Any] = {"dimension_numbers": (contracted[::-1], batched[::-1]), "precision": precision}
+    return product.replace(invars=product.invars[::-1], params={**product.params, **changed})

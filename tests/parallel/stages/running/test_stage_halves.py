@@ -1,0 +1,60 @@
+"""The halves of a stage's backward pass, as a schedule runs them."""
+
+import weakref
+from typing import Any
+
+import jax
+import pytest
+
+from braidax.parallel.stages.running import flat
+from braidax.parallel.stages.running.executor import Pipelined
+from braidax.parallel.stages.schedules import zero_bubble_h1
+from braidax.program import bytes_of
+from tests.parallel.stages.running.cases import check, looped, mlp, pipelined
+
+
+def watch(run: Pipelined, monkeypatch: pytest.MonkeyPatch, stage: int) -> tuple[list[Any], list[Any]]:
+    """Records what a stage holds from `I` to `W`, and what it lets go."""
+    own, held, gone = run.stage_programs[stage], list[Any](), list[Any]()
+    inputs, weights = own.inputs, own.weights
+
+    def to_inputs(moved: Any, others: Any, params: Any, given: Any, kept: Any, gradients: Any) -> Any:
+        sent, left = inputs(moved, others, params, given, kept, gradients)
+        staying = {id(one) for one in jax.tree.leaves(left)}
+        gone.extend(weakref.ref(one) for one in (*moved, *kept, *gradients) if id(one) not in staying)
+        held.append(sum(bytes_of(jax.typeof(one)) for one in jax.tree.leaves(left)))
+        return sent, left
+
+    def to_weights(sums: Any, left: Any, params: Any, given: Any) -> Any:
+        assert not any(one() is not None and not one().is_deleted() for one in gone), "it is dropped after I"
+        result = weights(sums, left, params, given)
+        assert all(one.is_deleted() for one in sums)
+        assert not any(one.is_deleted() for one in jax.tree.leaves((left, params, given)))
+        return result
+
+    monkeypatch.setattr(own, "inputs", to_inputs)
+    monkeypatch.setattr(own, "weights", to_weights)
+    return held, gone
+
+
+def test_what_weights_do_not_need_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "SMALL_BYTES", 0)  # else what is dropped lies in a buffer with what is not
+    case = mlp(4)
+    run = pipelined(case, zero_bubble_h1(2, 4))
+    expected = case.expected(4)
+    held, gone = watch(run, monkeypatch, 1)
+    check(run, case, expected)
+    halves = run.stage_programs[1].halves
+    assert len(held) == 4
+    assert len(gone) >= 4 * 2  # masks of dropout, and derivatives
+    assert set(held) == {halves.kept_bytes}
+
+
+@pytest.mark.parametrize("recompute", [(), pytest.param((True, True), marks=pytest.mark.slow)])
+def test_on_several_devices_a_stage(recompute: tuple[bool, ...]) -> None:
+    case = looped(4)
+    run = pipelined(case, zero_bubble_h1(2, 4), inner=2, recompute=recompute)
+    check(run, case, case.expected(4))
+    halves = run.stage_programs[1].halves
+    assert {one.spec for one in halves.handed_shardings} <= {jax.P("data"), jax.P(None, "data")}
+    assert jax.P(None, "data") in {one.spec for one in halves.handed_shardings}  # stacked by a loop
