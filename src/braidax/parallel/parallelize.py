@@ -210,11 +210,11 @@ class _Given:
         shard_batch(mesh, axes, batch, microbatches=self.microbatches)
         born = trace_init(self.init, self.loss)
         check_trainable(born.out_specs.params, frozenset())
-        program = traced_loss(self.loss, born.out_specs, batch, self.microbatches)
-        rows = ReadRows(program, self.optimizer, self.strategies, self.microbatches, frozenset())
+        traced = partial(traced_loss, self.loss, born.out_specs, batch)
+        rows = ReadRows(traced(self.microbatches), self.optimizer, self.strategies, self.microbatches, frozenset())
         model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
         made = make_plan(mesh, self.strategies, model)
-        return make_pipelined(program, born, self.optimizer, mesh, self.strategies, batch, made, self.metrics)
+        return make_pipelined(traced, born, self.optimizer, mesh, self.strategies, batch, made, self.metrics)
 
     def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
         """Makes what a step computes. **Arguments:** `axes`: of the batch. `key`: as of `trace_init`."""

@@ -91,7 +91,7 @@ def measured(*, num_runs: int = 5) -> Clock:
 
     def clock(stage: Stage, params: int) -> Seconds:
         passes = Passes(stage, params=params)
-        *taken, incoming = _drawn(stage.program.in_specs)
+        *taken, incoming = drawn(stage.program.in_specs)
         forward = jax.jit(passes.forward)
         whole = jax.jit(lambda *args: passes.backward(*args))
         inputs = jax.jit(lambda *args: passes.backward(*args)[1])
@@ -119,7 +119,8 @@ def _cotangents(values: Sequence[Any]) -> list[Any]:
     return [jnp.ones_like(one) if is_float(one) else None for one in values]
 
 
-def _drawn(specs: Any) -> Any:
+def drawn(specs: Any) -> Any:
+    """Returns values drawn at random for specs; of what is no float zeros."""
     random = np.random.default_rng(0)
 
     def draw(spec: Any) -> jax.Array:
