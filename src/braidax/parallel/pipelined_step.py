@@ -20,6 +20,7 @@ from .plan.strategy import Strategy, stages_axis
 from .stages.cut import CutLoss
 from .stages.pipeline import Pipeline
 from .stages.planning import Setting, bytes_per_parameter, plan_stages, with_stages
+from .stages.replaying import replay_stages
 from .stages.running.executor import Pipelined
 from .stages.running.feeding import Given
 from .stages.running.home import sub_meshes, without_mesh
@@ -160,7 +161,8 @@ def make_pipelined(
     """Makes a step of stages.
 
     **Arguments:** `traced`: gives the loss on a batch in so many pieces. `born`: traced `key -> Born`. `batch`: specs
-    of all samples. `plan`: with `microbatches`. `metrics`: that are wanted besides.
+    of all samples. `plan`: with `microbatches`; one that has a pipeline is followed. `metrics`: that are wanted
+    besides.
 
     **Raises:** `ArgumentError` or `SpecError` naming what does not fit, before anything is compiled.
     """
@@ -178,10 +180,14 @@ def make_pipelined(
     processes = {device.process_index for device in mesh.devices.flat}
     agreement = Agreement([*processes]) if len(processes) > 1 else None
     setting = Setting(pipeline, traced, mesh, axis, axes, plan.microbatches, per)
-    found, schedule, planned = plan_stages(setting)
+    if plan.pipeline is None:
+        found, schedule, planned = plan_stages(setting)
+        plan = with_stages(plan, planned)
+    else:
+        found, schedule, _ = replay_stages(plan.pipeline, setting)
     meshes, program = sub_meshes(mesh, axis), traced(plan.microbatches)
     run = Pipelined(
         program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, agreement=agreement
     )
     work = PipelinedWork(run, optimizer, born, mesh, wants_norm="grad_norm" in metrics)
-    return PipelinedStep(work, batch, mesh, with_stages(plan, planned), found, axes)
+    return PipelinedStep(work, batch, mesh, plan, found, axes)

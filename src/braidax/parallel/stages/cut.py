@@ -21,7 +21,8 @@ class CutLoss:
     **Fields:** `stages`, one behind the other; `borders` between them. `replicas`: on how many devices each is.
     `recompute`: whether its backward pass runs it again. `seconds`: of its passes on one device, a microbatch. `costs`:
     with what sending adds, and its bytes. `activation_bytes`: of a microbatch, what a forward pass leaves for the
-    backward pass: what came in and is held, and what is kept.
+    backward pass: what came in and is held, and what is kept. `rerun_bytes`: that a backward pass which runs its stage
+    again makes for a moment; else 0.
     """
 
     stages: tuple[Stage, ...]
@@ -31,6 +32,7 @@ class CutLoss:
     seconds: tuple[Seconds, ...]
     costs: tuple[StageCost, ...]
     activation_bytes: tuple[int, ...]
+    rerun_bytes: tuple[int, ...]
 
     @property
     def slowest_seconds(self) -> float:
@@ -170,4 +172,5 @@ def _told(
     left = tuple(
         one.incoming_bytes if span.recompute else one.kept_bytes for one, span in zip(whole, spans, strict=True)
     )
-    return CutLoss(stages, borders, replicas, recompute, tuple(seconds), priced.costs(spans), left)
+    again = tuple(one.kept_bytes if span.recompute else 0 for one, span in zip(whole, spans, strict=True))
+    return CutLoss(stages, borders, replicas, recompute, tuple(seconds), priced.costs(spans), left, again)

@@ -16,7 +16,7 @@ from braidax.parallel.plan.costs.machine import Link
 from braidax.parallel.plan.placements import Staged
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.planned.stages import PlannedPart, PlannedPipeline, PlannedSchedule, PlannedStage, StageCosts
-from braidax.program import Program, bytes_of, named_leaves
+from braidax.program import Program, Stage, bytes_of, named_leaves
 
 from .balance import Pricing
 from .costs_of_cut import border_bytes, costs_of_cut
@@ -100,7 +100,10 @@ def plan_stages(setting: Setting) -> PlannedStages:
     count, microbatches = devices.size, setting.microbatches
     schedule = None if pipeline.searches else pipeline.scheduled(count, microbatches)
     found = _cut(program, setting, devices, pipeline.num_stages(count, microbatches))
-    held = [math.ceil(size * setting.bytes_per_parameter) for size in _parameter_bytes(found)]
+    held = [
+        math.ceil(size * setting.bytes_per_parameter + again / devices.inner)
+        for size, again in zip(_parameter_bytes(found), found.rerun_bytes, strict=True)
+    ]
     costs = _with_sums(costs_of_cut(found, devices.between, inner_devices=devices.inner), found, devices)
     bound = None
     if schedule is None:
@@ -236,36 +239,40 @@ def _divides(setting: Setting) -> bool:
     return samples % (setting.mesh.shape[setting.axis] * setting.inner) == 0
 
 
-def _planned(
-    found: CutLoss,
-    schedule: Schedule,
-    costs: Costs,
-    held: Sequence[int],
-    borders: Sequence[float],
-    program: Program,
-) -> tuple[PlannedStage, ...]:
+def parts_of(stages: Sequence[Stage], program: Program) -> list[tuple[PlannedPart, ...]]:
+    """Returns which variables each stage has: those that it owns, and those that it is lent."""
     named = named_leaves(program.in_specs[_PARAMS], "params")
-    ownership = Ownership.of(found.stages, [leaf for _, leaf in named], _PARAMS)
-    stages: list[PlannedStage] = []
-    for at, stage in enumerate(found.stages):
-        border = found.borders[at - 1] if at else None
+    ownership = Ownership.of(stages, [leaf for _, leaf in named], _PARAMS)
+    found: list[tuple[PlannedPart, ...]] = []
+    for at, stage in enumerate(stages):
         owned = {one.leaf: one.rows for one in ownership.pieces[at]}
         read = {leaf.number: leaf.rows for leaf in stage.leaves if leaf.argument == _PARAMS}
+        lent = {leaf: rows for leaf, rows in read.items() if leaf not in owned}
         parts = [PlannedPart(named[leaf][0], rows) for leaf, rows in owned.items()]
-        parts += [PlannedPart(named[leaf][0], rows, False) for leaf, rows in read.items() if leaf not in owned]
-        transfers = (*costs.transfer_seconds, 0.0)
-        kept = costs.activation_bytes if costs.kept_bytes is None else costs.kept_bytes
-        stages.append(
-            PlannedStage(
-                schedule.device_of_stage[at],
-                "with the loss" if border is None else str(border),
-                None if border is None else (border.at, border.iteration),
-                found.recompute[at],
-                StageCosts(
-                    costs.forward_seconds[at], costs.input_seconds[at], costs.weight_seconds[at], transfers[at],
-                    costs.activation_bytes[at], kept[at], held[at], math.ceil(borders[at]),
-                ),
-                tuple(parts),
-            )
-        )  # fmt: skip
+        found.append((*parts, *(PlannedPart(named[leaf][0], rows, False) for leaf, rows in lent.items())))
+    return found
+
+
+def _planned(
+    found: CutLoss, schedule: Schedule, costs: Costs, held: Sequence[int], borders: Sequence[float], program: Program
+) -> tuple[PlannedStage, ...]:
+    transfers, parts = (*costs.transfer_seconds, 0.0), parts_of(found.stages, program)
+    kept = costs.activation_bytes if costs.kept_bytes is None else costs.kept_bytes
+    stages: list[PlannedStage] = []
+    for at in range(len(found.stages)):
+        border = found.borders[at - 1] if at else None
+        of_stage = StageCosts(
+            costs.forward_seconds[at],
+            costs.input_seconds[at],
+            costs.weight_seconds[at],
+            transfers[at],
+            costs.activation_bytes[at],
+            kept[at],
+            held[at],
+            math.ceil(borders[at]),
+        )
+        begins = "with the loss" if border is None else str(border)
+        number = None if border is None else (border.at, border.iteration)
+        device = schedule.device_of_stage[at]
+        stages.append(PlannedStage(device, begins, number, found.recompute[at], of_stage, parts[at]))
     return tuple(stages)

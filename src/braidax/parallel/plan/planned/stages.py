@@ -21,7 +21,8 @@ class StageCosts:
 
     **Fields:** seconds forward, and of the gradients of inputs and of weights; `transfer_seconds`, `sent_bytes`: to the
     next stage, of the last one 0. `activation_bytes`: what its forward pass leaves; `kept_bytes`: what is left of that
-    between the two gradients. `held_bytes`: of parameters, gradients and the optimizer's state.
+    between the two gradients. `held_bytes`: of parameters, gradients and the optimizer's state, and of what a stage
+    that runs again makes for a moment.
     """
 
     forward_seconds: float
@@ -94,12 +95,9 @@ class PlannedPipeline:
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> "PlannedPipeline":
         """Returns the pipeline of what JSON holds of it."""
-        schedule = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in tree["schedule"].items()
-        }
         made: dict[str, Any] = {
             "stages": tuple(map(_stage_from, tree["stages"])),
-            "schedule": PlannedSchedule(**schedule),
+            "schedule": PlannedSchedule(**_with_tuples(tree["schedule"])),
             "verdict": Verdict.from_tree(tree["verdict"]),
         }
         return cls(**{**tree, **made})
@@ -194,10 +192,10 @@ _TOLD = {
 
 
 def _stage_from(tree: dict[str, Any]) -> PlannedStage:
-    parts: list[dict[str, Any]] = [
-        {**one, "rows": None if one["rows"] is None else tuple(one["rows"])} for one in tree["variables"]
-    ]
-    border = None if tree["border"] is None else tuple(tree["border"])
-    variables = tuple(PlannedPart(**one) for one in parts)
-    made: dict[str, Any] = {"costs": StageCosts(**tree["costs"]), "border": border, "variables": variables}
-    return PlannedStage(**{**tree, **made})
+    variables = tuple(PlannedPart(**_with_tuples(one)) for one in tree["variables"])
+    made: dict[str, Any] = {"costs": StageCosts(**tree["costs"]), "variables": variables}
+    return PlannedStage(**{**_with_tuples(tree), **made})
+
+
+def _with_tuples(tree: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}  # pyright: ignore

@@ -65,8 +65,9 @@ class Verdict:
         if other is None:
             return f"pipeline: nothing else fits {room}. {told}."
         first, second = (self.pipeline, other) if self.wins else (other, self.pipeline)
-        faster = f"{first.name}: {second.seconds / first.seconds:.3g} × as fast as {second.name}, {room}"
-        return f"{faster}. {told}. {self._turns(second.name)}."
+        loser = second.name if self.wins else "the pipeline"
+        faster = f"{first.name}: {second.seconds / first.seconds:.3g} × as fast as {loser}, {room}"
+        return f"{faster}. {told}. {self._turns(loser)}."
 
     def _turns(self, other: str) -> str:
         link, now = self.turns_at_bytes_per_second, self.link_bytes_per_second
