@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, difference, named_leaves, specs_of
+from braidax.spans import Trace
 
 from .compute.in_flight import InFlight
 from .given.arrays import adopt, typed_key
@@ -19,8 +20,8 @@ from .plan.strategies import DataParallel
 from .plan.strategy import Strategy, stages_axis
 from .stages.cut import CutLoss
 from .stages.pipeline import Pipeline
-from .stages.planning import Setting, bytes_per_parameter, plan_stages, with_stages
-from .stages.replaying import replay_stages
+from .stages.planning import Setting, bytes_per_parameter, with_stages
+from .stages.replaying import agreed_stages, replay_stages
 from .stages.running.executor import Pipelined
 from .stages.running.feeding import Given
 from .stages.running.home import sub_meshes, without_mesh
@@ -115,11 +116,13 @@ class PipelinedStep:
         if message := difference(self._batch_specs, specs_of(batch), "batch"):
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
 
-    def measure(self, state: State, batch: Any) -> Simulation:
+    def measure(self, state: State, batch: Any, *, trace: Trace | None = None) -> Simulation:
         """Computes the gradients of a batch, and notes when each operation began and ended on its device.
 
         They are computed twice, and of the second time is told; the state stays what it is, and can be used. Transfers
-        are not told of: they are what devices wait for.
+        are not told of: they are what devices wait for. Of several processes each tells of its own devices.
+
+        **Arguments:** `trace`: gets a lane for each stage.
 
         **Returns:** what `plan.timeline(measured=…)` draws. **Raises:** as `update`.
         """
@@ -127,7 +130,9 @@ class PipelinedStep:
         assert self.plan.pipeline is not None, "its plan has one"
         with without_mesh():
             state, given = adopt(state, self.state_shardings), self._given(batch)
-            return measured_run(self._work.run, self.plan.pipeline.costs, lambda: self._work.gradients(state, given))
+            return measured_run(
+                self._work.run, self.plan.pipeline.costs, lambda: self._work.gradients(state, given), trace
+            )
 
     def whole_params(self, state: State) -> Any:
         """Returns the parameters as the user's own PyTree, on the host."""
@@ -181,7 +186,7 @@ def make_pipelined(
     agreement = Agreement([*processes]) if len(processes) > 1 else None
     setting = Setting(pipeline, traced, mesh, axis, axes, plan.microbatches, per)
     if plan.pipeline is None:
-        found, schedule, planned = plan_stages(setting)
+        found, schedule, planned = agreed_stages(setting, agreement)
         plan = with_stages(plan, planned)
     else:
         found, schedule, _ = replay_stages(plan.pipeline, setting)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.costs.machine import Link
+from braidax.parallel.plan.costs.measure import measure_machine
 from braidax.parallel.plan.placements import Staged
 from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.planned.stages import PlannedPart, PlannedPipeline, PlannedSchedule, PlannedStage, StageCosts
@@ -61,9 +62,11 @@ class Setting(NamedTuple):
 
     def devices(self) -> Devices:
         """Returns the devices with the links between them, and the memory of each: as a machine is said to have them,
-        else measured, else counted.
+        else measured, else counted. Processes that share the mesh measure it together.
         """
         machine, room = self.pipeline.machine, self.pipeline.memory_bytes
+        if machine is None and self.is_measured and self.mesh.is_multi_process:
+            machine = measure_machine(self.mesh)
         count, inner = self.mesh.shape[self.axis], self.inner
         if machine is not None:
             between, along = (machine.permute(self.axis), machine.collective(self.axis)) if count > 1 else (_FREE,) * 2
@@ -91,12 +94,14 @@ class PlannedStages(NamedTuple):
     planned: PlannedPipeline
 
 
-def plan_stages(setting: Setting) -> PlannedStages:
+def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
     """Cuts a loss, chooses the schedule, and says whether it pays.
+
+    **Arguments:** `devices`: those of the setting.
 
     **Raises:** `ArgumentError` naming what does not fit, before anything is compiled for the step.
     """
-    program, pipeline, devices = setting.traced(setting.microbatches), setting.pipeline, setting.devices()
+    program, pipeline = setting.traced(setting.microbatches), setting.pipeline
     count, microbatches = devices.size, setting.microbatches
     schedule = None if pipeline.searches else pipeline.scheduled(count, microbatches)
     found = _cut(program, setting, devices, pipeline.num_stages(count, microbatches))
@@ -120,6 +125,7 @@ def plan_stages(setting: Setting) -> PlannedStages:
         lambda count: pipeline.on(count, microbatches),
     )  # fmt: skip
     simulation = simulate(schedule.computing(), costs)
+    text = format_csv(schedule)
     if count > 1 and not any(one.is_transfer for one in schedule.operations()):
         schedule = with_transfers(schedule, costs)
     planned = PlannedPipeline(
@@ -129,7 +135,7 @@ def plan_stages(setting: Setting) -> PlannedStages:
         _planned(found, schedule, costs, held, (*borders, 0.0), program),
         PlannedSchedule(
             schedule.name,
-            format_csv(schedule.computing()),
+            text,
             simulation.makespan_seconds,
             tuple(map(simulation.bubble, range(count))),
             tuple(map(simulation.peak_bytes, range(count))),

@@ -1,14 +1,30 @@
 """A pipeline that is given in a plan: the loss is cut as it says, and nothing is timed."""
 
+import json
+from dataclasses import asdict
+
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.planned.stages import PlannedPipeline
 from braidax.program import Border, Chain, Program, Stage
 
 from .balance import StageCost
 from .cut import CutLoss
-from .planning import PlannedStages, Setting, parts_of
+from .planning import PlannedStages, Setting, parts_of, plan_stages
+from .running.sending.agreement import Agreement
 from .schedules import with_transfers
 from .segments import Seconds
+
+
+def agreed_stages(setting: Setting, agreement: Agreement | None) -> PlannedStages:
+    """Plans stages, alike on all processes: where clocks run, the first one plans, and the others follow its plan.
+
+    **Arguments:** `agreement`: of the processes, if there are several. **Raises:** as `plan_stages`, on the first one.
+    """
+    devices = setting.devices()
+    if agreement is None or not setting.is_measured:
+        return plan_stages(setting, devices)
+    text = agreement.first(lambda: json.dumps(asdict(plan_stages(setting, devices).planned)))
+    return replay_stages(PlannedPipeline.from_tree(json.loads(text)), setting)
 
 
 def replay_stages(planned: PlannedPipeline, setting: Setting) -> PlannedStages:
@@ -41,7 +57,8 @@ def replay_stages(planned: PlannedPipeline, setting: Setting) -> PlannedStages:
     costs = tuple(StageCost(own.total / inner, one.held_bytes + one.activation_bytes) for own, one in whole)
     left = tuple(one.activation_bytes * inner for one in each)
     found = CutLoss(stages, borders, (1,) * len(stages), recompute, seconds, costs, left, (0,) * len(stages))
-    schedule = with_transfers(schedule, planned.costs) if schedule.num_devices > 1 else schedule
+    if schedule.num_devices > 1 and not any(one.is_transfer for one in schedule.operations()):
+        schedule = with_transfers(schedule, planned.costs)
     return PlannedStages(found, schedule, planned)
 
 

@@ -127,7 +127,7 @@ class PlannedPipeline:
         """Returns the schedule in time, as stages take it."""
         from braidax.parallel.stages.schedules import simulate
 
-        return simulate(self.parsed(), self.costs)
+        return simulate(self.parsed().computing(), self.costs)
 
     def evenly(self) -> "Simulation":
         """Returns the schedule in time if every pass took the same, as the papers draw it, and sending took none."""
@@ -137,7 +137,7 @@ class PlannedPipeline:
         passes = (*costs.forward_seconds, *costs.input_seconds, *costs.weight_seconds)
         unit, activation = sum(passes) / len(passes), max(costs.activation_bytes)
         even = Costs.even(count, forward=unit, inputs=unit, weight=unit, activation=activation)
-        return simulate(self.parsed(), even)
+        return simulate(self.parsed().computing(), even)
 
     def timeline(self, path: str | Path | None, *, measured: Any = None, width: int = 100) -> str:
         """As of `Plan.timeline`."""

@@ -9,27 +9,33 @@ import jax
 
 from braidax.parallel.stages.schedules import Costs, Kind, Operation, Schedule, Simulation, Timed
 from braidax.parallel.stages.schedules.dependencies import Dependencies
+from braidax.spans import Span, Trace
 
 from .executor import Pipelined
 
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 
-def measured_run(run: Pipelined, costs: Costs, compute: Callable[[], Any]) -> Simulation:
+def measured_run(run: Pipelined, costs: Costs, compute: Callable[[], Any], trace: Trace | None = None) -> Simulation:
     """Computes something twice, and returns when operations of the second time began and ended on their devices.
 
     **Arguments:** `costs`: of what lives on devices meanwhile. `compute`: with `run`; what notes the times is compiled
-    in the first run.
+    in the first run. `trace`: gets a lane for each stage.
     """
     measuring = Measuring(run.schedule, costs)
     for _ in range(2):
         run.observe = measuring.begin()
         try:
-            jax.block_until_ready(compute())
+            compute()
         finally:
             run.observe = None
             measuring.wait()
-    return measuring.timed()
+    found = measuring.timed()
+    for each in (each for timed in found.timed for each in timed if trace is not None):
+        assert trace is not None, "there is one"
+        lane, name = f"stage {each.operation.stage}", f"{each.operation.kind}{each.operation.microbatch}"
+        trace.record(Span(lane, name, f"device {each.device}", measuring.begun + each.start, each.end - each.start, 0))
+    return found
 
 
 @final
@@ -48,12 +54,12 @@ class Measuring:
         self._take = jax.jit(lambda array: array.ravel()[:1])
         self._waiting: list[ThreadPoolExecutor] = []
         self._noted: dict[Operation, tuple[float, Future[float]]] = {}
-        self._begun = 0.0
+        self.begun = 0.0
 
     def begin(self) -> Callable[[Operation, Any], None]:
         """Returns what is called with each operation that is dispatched, and its outputs."""
         self._waiting = [ThreadPoolExecutor(1, f"braidax-measure-{at}") for at in range(self._schedule.num_devices)]
-        self._noted, self._begun = {}, time.perf_counter()
+        self._noted, self.begun = {}, time.perf_counter()
         return self._note
 
     def wait(self) -> None:
@@ -62,12 +68,14 @@ class Measuring:
             one.shutdown()
 
     def timed(self) -> Simulation:
-        """Returns all in time. **Raises:** what devices have raised."""
+        """Returns all that this process has done, in time. **Raises:** what devices have raised."""
         ends = {operation: done.result() for operation, (_, done) in self._noted.items()}
         dependencies = Dependencies(self._schedule)
         timed: list[tuple[Timed, ...]] = []
+        here = {self._schedule.device_of_stage[one.stage] for one in self._noted}
         for device, operations in enumerate(self._schedule.lists):
             own, before = list[Timed](), 0.0
+            operations = operations if device in here else ()
             for operation in (one for one in operations if one.kind in _COMPUTING):
                 needs = [ends[one] for one in dependencies.of(operation) if one in ends]
                 dispatched = self._noted[operation][0] if operation in self._noted else 0.0
@@ -80,7 +88,7 @@ class Measuring:
     def _note(self, operation: Operation, outputs: Any) -> None:
         if operation.kind not in _COMPUTING:
             return
-        dispatched = time.perf_counter() - self._begun
+        dispatched = time.perf_counter() - self.begun
         arrays = [one for one in jax.tree.leaves(outputs) if isinstance(one, jax.Array) and one.size]
         tokens = [self._take(min(arrays, key=lambda one: one.size).addressable_shards[0].data)] if arrays else []
         device = self._schedule.device_of_stage[operation.stage]
@@ -88,4 +96,4 @@ class Measuring:
 
     def _wait(self, tokens: Any) -> float:
         jax.block_until_ready(tokens)
-        return time.perf_counter() - self._begun
+        return time.perf_counter() - self.begun
