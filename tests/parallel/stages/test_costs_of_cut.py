@@ -50,6 +50,7 @@ def test_devices_of_a_stage_divide_seconds_and_bytes_and_what_runs_again_takes_l
     found = by_hand(recompute=True)
     costs = costs_of_cut(found, bx.Link(border_bytes(found.stages[0])), inner_devices=2, kept_bytes=(40, 21))
     assert costs.forward_seconds == (0.5, 1.5)
+    assert costs.weight_seconds == (1.0, 2.5)
     assert costs.input_seconds == (0.5, 2.0)  # the first runs its forward pass again
     assert costs.transfer_seconds == (0.5,)
     assert (costs.activation_bytes, costs.kept_bytes) == ((51, 25), (20, 11))
