@@ -178,6 +178,11 @@ class _Given:
         """Makes a step by a plan, or by one that strategies make."""
         if plan is not None:
             check_mesh(plan, self.mesh)
+            if plan.pipeline is not None:
+                raise ArgumentError(
+                    f"plan has a pipeline along {plan.pipeline.axis!r}, and strategies has none: give "
+                    f"strategies={{{plan.pipeline.axis!r}: bx.parallel.Pipeline(), …}} with it"
+                )
         axes = batch_axes(self.mesh, self.strategies) if plan is None else plan.batch_axes
         shardings = shard_batch(self.mesh, axes, specs_of(self.batch), microbatches=self.microbatches)
         work = self._work(plan, axes)
@@ -197,7 +202,6 @@ class _Given:
         from .pipelined_step import make_pipelined  # with all that it needs: who has no pipeline does not wait for it
 
         told = {
-            "plan": plan,
             "trainable": self.trainable,
             "compiler_options": self.compiler_options,
             "rules": self.rules,
@@ -206,15 +210,22 @@ class _Given:
             if value is not None:
                 raise ArgumentError(f"{name} is given with a Pipeline, which does not take it yet: leave it out")
         mesh, batch = self.mesh, specs_of(self.batch)
+        if plan is not None:
+            check_mesh(plan, mesh)
+            if plan.pipeline is None:
+                raise ArgumentError("plan has no pipeline, and strategies has one: leave either out, or plan anew")
         axes = batch_axes(mesh, self.strategies)
         shard_batch(mesh, axes, batch, microbatches=self.microbatches)
         born = trace_init(self.init, self.loss)
         check_trainable(born.out_specs.params, frozenset())
-        program = traced_loss(self.loss, born.out_specs, batch, self.microbatches)
-        rows = ReadRows(program, self.optimizer, self.strategies, self.microbatches, frozenset())
-        model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
-        made = make_plan(mesh, self.strategies, model)
-        return make_pipelined(program, born, self.optimizer, mesh, self.strategies, batch, made, self.metrics)
+        traced = partial(traced_loss, self.loss, born.out_specs, batch)
+        if plan is None:
+            rows = ReadRows(traced(self.microbatches), self.optimizer, self.strategies, self.microbatches, frozenset())
+            model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
+            plan = make_plan(mesh, self.strategies, model)
+        else:
+            check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
+        return make_pipelined(traced, born, self.optimizer, mesh, self.strategies, batch, plan, self.metrics)
 
     def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
         """Makes what a step computes. **Arguments:** `axes`: of the batch. `key`: as of `trace_init`."""

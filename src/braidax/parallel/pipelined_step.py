@@ -1,7 +1,5 @@
 """`PipelinedStep`: a loss in stages along a mesh axis, and an optimizer, as a training step."""
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -11,29 +9,29 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from braidax.errors import ArgumentError
-from braidax.program import Program, Stage, difference, named_leaves, specs_of
+from braidax.program import Program, difference, named_leaves, specs_of
+from braidax.spans import Trace
 
 from .compute.in_flight import InFlight
-from .compute.metrics import BATCH
 from .given.arrays import adopt, typed_key
 from .plan.batch import batch_axes
-from .plan.costs.machine import Link
 from .plan.plan import Plan, layouts_of
 from .plan.replanning import changes, tables_in
 from .plan.rotated import RotatedTensorParallel
 from .plan.strategies import DataParallel, FullySharded
 from .plan.strategy import Strategy, stages_axis
 from .plan.tensor import TensorParallel
-from .stages.balance import Pricing
-from .stages.cut import CutLoss, cut
+from .stages.cut import CutLoss
 from .stages.pipeline import Pipeline
+from .stages.planning import Setting, bytes_per_parameter, with_stages
+from .stages.replaying import agreed_stages, replay_stages
 from .stages.running.executor import Pipelined
 from .stages.running.feeding import Given
 from .stages.running.home import sub_meshes, without_mesh
+from .stages.running.measuring import measured_run
 from .stages.running.pipelined_work import PipelinedWork
 from .stages.running.sending.agreement import Agreement
-from .stages.schedules import Schedule
-from .stages.segments import Clock, Seconds, counted, measured
+from .stages.schedules import Schedule, Simulation
 from .stages.stage_layouts import Placing, merged
 from .state import Origin, State, Way
 
@@ -104,12 +102,7 @@ class PipelinedStep:
         **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for; `ProcessFailed`
         when a process that has stages has ended.
         """
-        if message := difference(self._work.specs, state, "state"):
-            raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state.params)):
-            raise ArgumentError("state was given up by an earlier update: go on with the state that it returned")
-        if message := difference(self._batch_specs, specs_of(batch), "batch"):
-            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+        self._check(state, batch)
         try:
             return self._updated(state, batch, before_apply)
         except jax.errors.JaxRuntimeError:
@@ -146,6 +139,32 @@ class PipelinedStep:
             found.append(Given(leaf, home if is_there else None))
         return found
 
+    def _check(self, state: State, batch: Any) -> None:
+        if message := difference(self._work.specs, state, "state"):
+            raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state.params)):
+            raise ArgumentError("state was given up by an earlier update: go on with the state that it returned")
+        if message := difference(self._batch_specs, specs_of(batch), "batch"):
+            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+
+    def measure(self, state: State, batch: Any, *, trace: Trace | None = None) -> Simulation:
+        """Computes the gradients of a batch, and notes when each operation began and ended on its device.
+
+        They are computed twice, and of the second time is told; the state stays what it is, and can be used. Transfers
+        are not told of: they are what devices wait for. Of several processes each tells of its own devices.
+
+        **Arguments:** `trace`: gets a lane for each stage.
+
+        **Returns:** what `plan.timeline(measured=…)` draws. **Raises:** as `update`.
+        """
+        self._check(state, batch)
+        assert self.plan.pipeline is not None, "its plan has one"
+        with without_mesh():
+            state, given = adopt(state, self.state_shardings), self._given(batch)
+            return measured_run(
+                self._work.run, self.plan.pipeline.costs, lambda: self._work.gradients(state, given), trace
+            )
+
     def whole_params(self, state: State) -> Any:
         """Returns the parameters as the user's own PyTree, on the host."""
         return self._work.whole_params(state.params)
@@ -166,7 +185,7 @@ class PipelinedStep:
 
 
 def make_pipelined(
-    program: Program,
+    traced: Callable[[int], Program],
     born: Program,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
@@ -177,8 +196,9 @@ def make_pipelined(
 ) -> PipelinedStep:
     """Makes a step of stages.
 
-    **Arguments:** `program`: the loss on one microbatch. `born`: traced `key -> Born`. `batch`: specs of all samples.
-    `plan`: with `microbatches`. `metrics`: that are wanted besides.
+    **Arguments:** `traced`: gives the loss on a batch in so many pieces. `born`: traced `key -> Born`. `batch`: specs
+    of all samples. `plan`: with `microbatches`; one that has a pipeline is followed. `metrics`: that are wanted
+    besides.
 
     **Raises:** `ArgumentError` or `SpecError` naming what does not fit, before anything is compiled.
     """
@@ -197,14 +217,18 @@ def make_pipelined(
             raise ArgumentError(
                 f"{one.path} would lie by rows, which are not exchanged inside of stages yet: leave the override out"
             )
-    axes, count = batch_axes(mesh, strategies), plan.microbatches
-    schedule = pipeline.scheduled(mesh.shape[axis], count)
+    axes, per = batch_axes(mesh, strategies), bytes_per_parameter(born.out_specs.params, optimizer)
     processes = {device.process_index for device in mesh.devices.flat}
     agreement = Agreement([*processes]) if len(processes) > 1 else None
-    found = _cut(program, pipeline, schedule, math.prod(mesh.shape[one] for one in axes), agreement)
-    meshes = sub_meshes(mesh, axis)
+    setting = Setting(pipeline, traced, mesh, axis, axes, plan.microbatches, per)
+    if plan.pipeline is None:
+        found, schedule, planned = agreed_stages(setting, agreement)
+        plan = with_stages(plan, planned)
+    else:
+        found, schedule, _ = replay_stages(plan.pipeline, setting)
+    meshes, program = sub_meshes(mesh, axis), traced(plan.microbatches)
     inner = {name: one for name, one in strategies.items() if name != axis}
-    placing = Placing(inner, axes, born.out_specs.params, optimizer, count)
+    placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches)
     with without_mesh():
         run = Pipelined(
             program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, placing=placing,
@@ -213,30 +237,3 @@ def make_pipelined(
     plan = merged(plan, axis, run.plans) if run.plans else plan
     work = PipelinedWork(run, optimizer, born, mesh, wants_norm="grad_norm" in metrics)
     return PipelinedStep(work, batch, mesh, plan, found, axes)
-
-
-def _cut(program: Program, pipeline: Pipeline, schedule: Schedule, inner: int, agreement: Agreement | None) -> CutLoss:
-    samples = jax.tree.leaves(program.in_specs[BATCH])[0].shape[0]
-    pricing = Pricing(
-        schedule.num_microbatches, Link(1e30), Link(1e30), recompute=pipeline.recompute, samples=samples // inner
-    )
-    with without_mesh():
-        return cut(
-            program,
-            None if pipeline.cuts else schedule.num_stages,
-            pricing=pricing,
-            cuts=pipeline.cuts,
-            clock=counted() if pipeline.clock == "counted" else _agreed(measured(), agreement),
-            mixes_samples=pipeline.mixes_samples,
-        )
-
-
-def _agreed(clock: Clock, agreement: Agreement | None) -> Clock:
-    """Returns a clock that says the same on all processes: what the first one measures."""
-    if agreement is None:
-        return clock
-
-    def agreed(stage: Stage, params: int) -> Seconds:
-        return Seconds(*json.loads(agreement.first(lambda: json.dumps(clock(stage, params)))))
-
-    return agreed

@@ -78,8 +78,6 @@ from .products import operand_gradient as operand_gradient
 from .products import product_in_order as product_in_order
 from .prune import inputs_of as inputs_of
 from .prune import reads_argument as reads_argument
-from .putting_off.parts import InParts as InParts
-from .putting_off.parts import left_in_parts as left_in_parts
 from .reading import read_part as read_part
 from .rewrite import Rule as Rule
 from .rewrite import evaluate as evaluate

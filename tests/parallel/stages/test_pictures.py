@@ -16,6 +16,7 @@ from braidax.parallel.stages.schedules import (
     interleaved,
     one_forward_one_backward,
     simulate,
+    stacked_html,
     timeline,
     to_html,
     with_transfers,
@@ -50,6 +51,30 @@ def test_a_page_needs_nothing_else_and_tells_each_operation() -> None:
     assert len(list(svg.iter("path"))) == 2
     assert not re.search(r"https?:|<script|@import|url\(", page)
     assert "prefers-color-scheme: dark" in page
+
+
+def test_several_pictures_are_on_one_scale_of_time() -> None:
+    """The second simulation takes twice as long as the first, so its boxes are twice as wide."""
+    one, two = (
+        simulate(zero_bubble_h1(2, 2), Costs.even(2, forward=unit, inputs=unit, weight=unit, transfer=0.5 * unit))
+        for unit in (1.0, 2.0)
+    )
+    page = stacked_html({"first": one, "a <second>": two}, title="Both", sent_bytes=(4_096,))
+    svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    boxes = [*svg.iter("rect")]
+    told = [box.findtext("title", "") for box in boxes]
+    assert len(told) == 2 * (12 + 4)  # F, I, W of two microbatches on two devices; four sends
+    assert "forward of microbatch 1, stage 0: 1 s, from 1 s to 2 s; +1 bytes of activations" in told
+    assert "send of gradients of microbatch 0, stage 1: 0.5 s, from 3.5 s to 4 s; 4,096 bytes" in told
+    widths = sorted({round(float(box.attrib["width"]), 1) for box in boxes if "forward" in box.findtext("title", "")})
+    assert len(widths) == 2
+    assert widths[1] == pytest.approx(2 * widths[0], rel=1e-2)
+    assert max(float(box.attrib["x"]) + float(box.attrib["width"]) for box in boxes) == pytest.approx(1190)
+    texts = [text.text for text in svg.iter("text")]
+    assert f"a <second>: {two.makespan_seconds:.4g} s" in texts
+    assert len(list(svg.iter("path"))) == 4
+    assert float(svg.attrib["height"]) > max(float(each.attrib["y"]) for each in svg.iter("text"))
+    assert not re.search(r"https?:|<script|@import|url\(", page)
 
 
 def test_the_curve_says_what_lives_when() -> None:

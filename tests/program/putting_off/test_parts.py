@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braidax.program import automatic, compile_on, left_in_parts, trace
+from braidax.program import automatic, compile_on, trace
+from braidax.program.putting_off.parts import left_in_parts
 from tests.program.losses import draw
 
 B, D = 4, 6

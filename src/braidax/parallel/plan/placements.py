@@ -164,6 +164,27 @@ class Split:
         return f"split, dim {self.dim}{_in_pieces(self.pieces)}{by_sequence}"
 
 
+@dataclass(frozen=True)
+class Staged:
+    """The variable lies with stages of a pipeline along the axis; its gradients are summed where it lies.
+
+    **Arguments:** `owners`: the stages that it lies with, each with rows of its own where they are several. `copies`:
+    those that read it besides, and are lent it in each step.
+    """
+
+    owners: tuple[int, ...]
+    copies: tuple[int, ...] = ()
+
+    def refine(self, layout: Layout, axis: Axis) -> Layout:
+        """Returns `layout`: a stage has its devices for itself."""
+        return layout
+
+    def __str__(self) -> str:
+        """`stage 0`, or `stages 0, 1`, and who is lent it."""
+        lent = f", lent to {', '.join(map(str, self.copies))}" if self.copies else ""
+        return f"stage{'s' if len(self.owners) > 1 else ''} {', '.join(map(str, self.owners))}{lent}"
+
+
 def _in_pieces(pieces: tuple[int, ...]) -> str:
     return f" in {len(pieces)} pieces" if pieces else ""
 
@@ -180,4 +201,6 @@ def check_hops(hops: str) -> None:
         raise ArgumentError(f'hops={hops!r}: expected "ahead" or "in place"')
 
 
-PLACEMENTS: Mapping[str, type[Any]] = {one.__name__: one for one in (Replicated, Rows, Gathered, Rotated, Split)}
+PLACEMENTS: Mapping[str, type[Any]] = {
+    one.__name__: one for one in (Replicated, Rows, Gathered, Rotated, Split, Staged)
+}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,59 +17,17 @@ from .costs.machine import in_time
 from .costs.ring import PlannedRing, planned_ring
 from .layout import Axis, Layout
 from .model import Model
-from .placements import PLACEMENTS, Placement, Replicated
+from .placements import Placement, Replicated
+from .planned.stages import PlannedPipeline
+from .planned.variable import Costs as Costs
+from .planned.variable import PlannedAxis as PlannedAxis
+from .planned.variable import PlannedVariable as PlannedVariable
+from .planned.variable import variable_from
 from .rotated import RotatedTensorParallel
 from .strategy import Choice, Strategy, in_words, num_bytes
 from .text import paragraph, table
 
 _WAITS, _KEPT = "- and waits for it", "- gathered and kept"
-
-
-@dataclass(frozen=True)
-class PlannedAxis:
-    """One axis of the mesh: its `name`, its `size`, and the `strategy` it has been given, or None."""
-
-    name: str
-    size: int
-    strategy: str | None
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a variable costs one device, as far as it is known.
-
-    **Fields:** bytes that it holds: `held_bytes` of the variable, `gradient_bytes` between the two programs of a step
-    (0 for a table by rows: what its gradient takes depends on the rows of a batch), `state_bytes` of what the optimizer
-    keeps of it. `sent_bytes`: that it sends in a step, by formula. `alpha`: the part of its rows that a step touches,
-    where that was measured. `exposed_seconds`: that it waits in a step for what is sent, by a machine's figures.
-    `kept_bytes`: of what is gathered, and kept for the backward pass.
-    """
-
-    held_bytes: int | None = None
-    gradient_bytes: int | None = None
-    state_bytes: int | None = None
-    sent_bytes: int | None = None
-    alpha: float | None = None
-    exposed_seconds: float | None = None
-    kept_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class PlannedVariable:
-    """One variable.
-
-    **Fields:** its `path`, global `shape`, `dtype`, `num_bytes` of all of it, its `placements` (one per mesh axis), and
-    `why`. `frozen`: it is not trained. `costs`: for one device.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-    placements: tuple[Placement, ...]
-    why: str
-    frozen: bool = False
-    costs: Costs = Costs()
 
 
 @dataclass(frozen=True)
@@ -78,7 +37,7 @@ class Plan:
     **Arguments:** `axes`: the mesh. `batch_axes`: the axes that the batch is split over. `microbatches`: pieces that
     gradients are accumulated over. `variables`: one entry per variable. `compiler_options`: what hides that which is
     sent, on the devices of the mesh. `ring`: from how many tokens a device on products hide the hops of what goes
-    around.
+    around. `pipeline`: the stages along an axis, and what they do when.
     """
 
     axes: tuple[PlannedAxis, ...]
@@ -87,6 +46,7 @@ class Plan:
     variables: tuple[PlannedVariable, ...]
     compiler_options: tuple[CompilerOption, ...] = ()
     ring: PlannedRing | None = None
+    pipeline: PlannedPipeline | None = None
 
     def to_json(self) -> str:
         """Returns the plan as one JSON object."""
@@ -107,9 +67,10 @@ class Plan:
                 axes=tuple(PlannedAxis(**axis) for axis in tree["axes"]),
                 batch_axes=tuple(tree["batch_axes"]),
                 microbatches=tree["microbatches"],
-                variables=tuple(_variable_from(entry) for entry in tree["variables"]),
+                variables=tuple(variable_from(entry) for entry in tree["variables"]),
                 compiler_options=tuple(CompilerOption(**entry) for entry in tree.get("compiler_options", ())),
                 ring=None if tree.get("ring") is None else PlannedRing(**tree["ring"]),
+                pipeline=None if tree.get("pipeline") is None else PlannedPipeline.from_tree(tree["pipeline"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"text is no plan ({error!r}): expected what Plan.to_json returns") from error
@@ -135,6 +96,7 @@ class Plan:
                 *paragraph("batch", f"split over {split}, microbatches={self.microbatches}", indent=14),
                 *ring,
                 *(line for lines in options for line in lines),
+                *([] if self.pipeline is None else ["", *self.pipeline.lines()]),
                 "",
                 *lines,
                 "",
@@ -148,6 +110,7 @@ class Plan:
         """Returns what differs from another plan, as tables: what this one has, then what the other has."""
         heads = [("mesh", self._mesh, other._mesh), ("batch over", self.batch_axes, other.batch_axes)]
         heads += [("microbatches", self.microbatches, other.microbatches)]
+        heads += [("pipeline", *("none" if plan.pipeline is None else plan.pipeline.short for plan in (self, other)))]
         heads += [("ring", *("none" if plan.ring is None else plan.ring.short for plan in (self, other)))]
         lines = [f"{name}: {one} → {two}" for name, one, two in heads if one != two]
         mine, theirs = ({one.path: _row(one, plan.axes) for one in plan.variables} for plan in (self, other))
@@ -164,6 +127,20 @@ class Plan:
         totals = [(name, mine.get(name, ""), theirs.get(name, "")) for name in {**mine, **theirs}]
         lines += ["", *table([("in all", "this plan", "the other"), *totals], right=[1, 2])]
         return "\n".join(lines).strip()
+
+    def timeline(self, path: str | Path | None = None, *, measured: Any = None, width: int = 100) -> str:
+        """Draws what the stages of a pipeline do when: as it is planned, every pass as long as any, and as it is
+        simulated with what each takes.
+
+        **Arguments:** `path`: of a file of HTML to write besides, with what lives on each device, and seconds and bytes
+        of each operation. `measured`: drawn, too: what `PipelinedStep.measure` returns. `width`: as of
+        `schedules.timeline`.
+
+        **Raises:** `ArgumentError` for a plan without a pipeline.
+        """
+        if self.pipeline is None:
+            raise ArgumentError("the plan has no pipeline, whose stages a timeline shows: print the plan itself")
+        return self.pipeline.timeline(path, measured=measured, width=width)
 
     @property
     def _mesh(self) -> str:
@@ -362,15 +339,3 @@ def follow(variables: Any, values: Any, state: Any, otherwise: Callable[[jax.Sha
         return otherwise(spec)
 
     return jax.tree_util.tree_map_with_path(choose, state)
-
-
-def _variable_from(entry: dict[str, Any]) -> PlannedVariable:
-    placements: list[Placement] = []
-    for fields in entry["placements"]:
-        options: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-        }  # pyright: ignore
-        placements.append(PLACEMENTS[options.pop("placement")](**options))
-    made = {"shape": tuple(entry["shape"]), "placements": tuple(placements), "costs": Costs(**entry["costs"])}
-    fields: dict[str, Any] = {**entry, **made}
-    return PlannedVariable(**fields)

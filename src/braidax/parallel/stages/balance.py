@@ -48,7 +48,7 @@ class Pricing:
     it says under the computation: all of it makes the slower of both count, none of it their sum. `memory_bytes`: that
     a device may hold. `bytes_per_parameter`: for each byte of parameters those of parameters, gradient and optimizer;
     Adam's are 4. `recompute`: whether stages keep nothing but what comes in; by default those that do not fit else.
-    `samples`: of a microbatch, which replicas divide.
+    `samples`: of a microbatch, which replicas divide. `inner_devices`: that each replica is of, which divide them, too.
 
     **Raises:** `ArgumentError` for numbers that cannot be.
     """
@@ -60,9 +60,10 @@ class Pricing:
     bytes_per_parameter: float = 4.0
     recompute: bool | None = None
     samples: int | None = None
+    inner_devices: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "memory_bytes", "bytes_per_parameter"):
+        for name in ("num_microbatches", "memory_bytes", "bytes_per_parameter", "inner_devices"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name}={getattr(self, name)}: expected a positive number")
 
@@ -89,6 +90,7 @@ class Priced:
         """Returns what a stage costs. **Arguments:** `in_flight`: how many microbatches it holds at most."""
         begin, end, replicas, recompute = span
         pricing, first = self.pricing, self.segments[begin]
+        replicas *= pricing.inner_devices
         weights = self._weights[begin][end - begin]
         before, after = self._sums[begin], self._sums[end]
         again = after.forward - before.forward if recompute else 0.0

@@ -20,7 +20,9 @@ class CutLoss:
 
     **Fields:** `stages`, one behind the other; `borders` between them. `replicas`: on how many devices each is.
     `recompute`: whether its backward pass runs it again. `seconds`: of its passes on one device, a microbatch. `costs`:
-    with what sending adds, and its bytes.
+    with what sending adds, and its bytes. `activation_bytes`: of a microbatch, what a forward pass leaves for the
+    backward pass: what came in and is held, and what is kept. `rerun_bytes`: that a backward pass which runs its stage
+    again makes for a moment; else 0.
     """
 
     stages: tuple[Stage, ...]
@@ -29,6 +31,8 @@ class CutLoss:
     recompute: tuple[bool, ...]
     seconds: tuple[Seconds, ...]
     costs: tuple[StageCost, ...]
+    activation_bytes: tuple[int, ...]
+    rerun_bytes: tuple[int, ...]
 
     @property
     def slowest_seconds(self) -> float:
@@ -92,8 +96,9 @@ def cut(
         expected = max(one.seconds for one in Priced(timed, pricing).costs(spans))
         own = tuple(borders[span.begin - 1] for span in spans[1:])
         stages = chain.stages(own)
-        timed = _corrected(timed, spans, segments_of(stages, clock, params=params))
-        found[spans] = _told(Priced(timed, pricing), spans, stages, own)
+        whole = segments_of(stages, clock, params=params)
+        timed = _corrected(timed, spans, whole)
+        found[spans] = _told(Priced(timed, pricing), spans, stages, own, whole)
         if found[spans].slowest_seconds <= expected * _AS_EXPECTED:
             break
     return min(found.values(), key=lambda one: one.slowest_seconds)
@@ -152,10 +157,20 @@ def _scaled(values: Sequence[float], whole: float) -> list[float]:
     return [value * whole / total if total else whole / len(values) for value in values]
 
 
-def _told(priced: Priced, spans: Sequence[Span], stages: tuple[Stage, ...], borders: tuple[Border, ...]) -> CutLoss:
+def _told(
+    priced: Priced,
+    spans: Sequence[Span],
+    stages: tuple[Stage, ...],
+    borders: tuple[Border, ...],
+    whole: Sequence[Segment],
+) -> CutLoss:
     seconds: list[Seconds] = []
     for span in spans:
         own = (one.seconds for one in priced.segments[span.begin : span.end])
         seconds.append(Seconds(*(sum(column) for column in zip(*own, strict=True))))
     replicas, recompute = tuple(one.replicas for one in spans), tuple(one.recompute for one in spans)
-    return CutLoss(stages, borders, replicas, recompute, tuple(seconds), priced.costs(spans))
+    left = tuple(
+        one.incoming_bytes if span.recompute else one.kept_bytes for one, span in zip(whole, spans, strict=True)
+    )
+    again = tuple(one.kept_bytes if span.recompute else 0 for one, span in zip(whole, spans, strict=True))
+    return CutLoss(stages, borders, replicas, recompute, tuple(seconds), priced.costs(spans), left, again)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from braidax.errors import ArgumentError
+from braidax.parallel.plan.costs.machine import Machine
 from braidax.parallel.plan.layout import Axis, Layout
 from braidax.parallel.plan.model import Model
 from braidax.parallel.plan.placements import Replicated
@@ -32,6 +33,8 @@ _MADE: Mapping[str, Callable[[int, int], Schedule]] = {
     "DualPipeV": dual_pipe_v,
 }
 _INTERLEAVED = "Interleaved1F1B"
+_SEARCHED = "searched"
+_NAMES = [*_MADE, _INTERLEAVED, _SEARCHED]
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,12 +46,18 @@ class Pipeline:
     over, also between the iterations of a loop, so that the slowest stage takes least.
 
     **Arguments:** `schedule`: by name, "GPipe", "1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V", "V-Half", "V-Min" or
-    "DualPipeV"; or a `Schedule`, such as one that is read from CSV or searched for. `stages`: how many, by default as
-    many as the schedule has on these devices; others for "Interleaved1F1B" only, two a device by default. `cuts`:
+    "DualPipeV"; "searched": the shortest one that is found for what the stages take, in the memory that there is; or a
+    `Schedule`, such as one that is read from CSV. `stages`: how many, by default as many as the schedule has on these
+    devices; others for "Interleaved1F1B", two a device by default, and "searched", one by default. `cuts`:
     instead of where the loss is narrow, the names of `jax.named_scope`s before which it is cut. `clock`: whether stages
     are timed on this machine to balance them, or their operations counted. `recompute`: whether stages keep nothing but
     what comes in, and run again on the way back. `mixes_samples`: whether a loss may mix samples, of which each
-    microbatch then has its own.
+    microbatch then has its own. `machine`: of `measure_machine`, or with published figures: how fast stages send; by
+    default that is measured between the first two of them, or counted. `memory_bytes`: what parameters, gradients,
+    optimizer's state and activations may take of a device; stages that would not fit keep nothing but what comes in.
+    None: all that the machine has, if that is known.
+
+    **Raises:** `ArgumentError` for other names, and for no memory.
     """
 
     schedule: str | Schedule = "1F1B"
@@ -57,10 +66,14 @@ class Pipeline:
     clock: Literal["measured", "counted"] = "measured"
     recompute: bool = False
     mixes_samples: bool = False
+    machine: Machine | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, str) and self.schedule not in (*_MADE, _INTERLEAVED):
-            raise ArgumentError(f"schedule={self.schedule!r}: expected one of {[*_MADE, _INTERLEAVED]}, or a Schedule")
+        if isinstance(self.schedule, str) and self.schedule not in _NAMES:
+            raise ArgumentError(f"schedule={self.schedule!r}: expected one of {_NAMES}, or a Schedule")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ArgumentError(f"memory_bytes={self.memory_bytes}: expected a size in bytes, such as 16 << 30")
         if self.clock not in ("measured", "counted"):
             raise ArgumentError(f'clock={self.clock!r}: expected "measured" or "counted"')
 
@@ -82,8 +95,36 @@ class Pipeline:
         choice = Choice(Replicated(), "pipeline: with the stage that reads it")
         return dict.fromkeys(model.variables, choice)
 
+    @property
+    def searches(self) -> bool:
+        """Whether the schedule is searched for, once it is known what the stages take."""
+        return self.schedule == _SEARCHED
+
+    def num_stages(self, num_devices: int, num_microbatches: int) -> int:
+        """Returns into how many stages the loss is cut. **Raises:** as `scheduled`."""
+        if not self.searches:
+            return self.scheduled(num_devices, num_microbatches).num_stages
+        stages = (len(self.cuts) + 1 if self.cuts else num_devices) if self.stages is None else self.stages
+        if stages < num_devices:
+            raise ArgumentError(f"stages={stages}: expected at least one for each of {num_devices} devices")
+        if self.cuts and len(self.cuts) + 1 != stages:
+            raise ArgumentError(
+                f"cuts={list(self.cuts)} makes {len(self.cuts) + 1} stages, and stages={stages}: name {stages - 1}"
+            )
+        return stages
+
+    def on(self, num_devices: int, num_microbatches: int) -> Schedule | None:
+        """Returns the schedule of the same name on other devices; None where none has such a name there."""
+        name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
+        try:
+            if name == _INTERLEAVED:
+                return interleaved(num_devices, num_microbatches, 2)
+            return _MADE[name](num_devices, num_microbatches) if name in _MADE else None
+        except ArgumentError:
+            return None
+
     def scheduled(self, num_devices: int, num_microbatches: int) -> Schedule:
-        """Returns the schedule on so many devices.
+        """Returns the schedule on so many devices, one that is not searched for.
 
         **Raises:** `ArgumentError` where it has other devices or microbatches, or devices do not divide stages.
         """

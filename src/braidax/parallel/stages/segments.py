@@ -94,7 +94,7 @@ def measured(*, num_runs: int = 5) -> Clock:
 
     def clock(stage: Stage, params: int) -> Seconds:
         halved = Halved(passes := Passes(stage, params=params))
-        *taken, incoming = _drawn(stage.program.in_specs)
+        *taken, incoming = drawn(stage.program.in_specs)
         forward, inputs = jax.jit(passes.forward), jax.jit(halved.inputs)
         weights = jax.jit(lambda sums, given: _added(sums, halved.weights(*given)), donate_argnums=0)
         made = forward(taken, incoming)
@@ -126,7 +126,8 @@ def _timed(run: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     return time.perf_counter() - begun, result
 
 
-def _drawn(specs: Any) -> Any:
+def drawn(specs: Any) -> Any:
+    """Returns values drawn at random for specs; of what is no float zeros."""
     random = np.random.default_rng(0)
 
     def draw(spec: Any) -> jax.Array:

@@ -130,11 +130,13 @@ def merged(plan: Plan, stages_axis: str, plans: Sequence[Plan]) -> Plan:
     def planned(whole: PlannedVariable) -> PlannedVariable:
         of_stages = found.get(whole.path)
         if not of_stages:
-            return replace(whole, placements=(Replicated(),) * len(plan.axes), why="no stage reads it: whole")
+            placements: list[Any] = [Replicated()] * (len(plan.axes) - 1)
+            placements.insert(at, whole.placements[at])
+            return replace(whole, placements=tuple(placements), why="no stage reads it: whole")
         placements = [*of_stages[0].placements]
         reasons = dict.fromkeys(one.why for one in of_stages)
         words = f"{stages_axis}: pipeline: with the stage that reads it"
-        placements.insert(at, Replicated())
+        placements.insert(at, whole.placements[at])
         return replace(whole, placements=tuple(placements), why="; ".join([words, *reasons]))
 
     return replace(plan, variables=tuple(planned(one) for one in plan.variables))

@@ -61,9 +61,9 @@ def test_each_device_of_a_stage_has_its_part_of_everything() -> None:
     assert held.keys() == {*jax.devices()[:4]}
     assert sum(held.values()) == whole
     assert {(one.path, *map(str, one.placements)) for one in step.plan.variables} == {
-        ("params/head", "replicated", "gathered, dim 0"),
-        ("params/layers/b", "replicated", "gathered, dim 1"),
-        ("params/layers/w", "replicated", "gathered, dim 1"),
+        ("params/head", "stage 1", "gathered, dim 0"),
+        ("params/layers/b", "stages 0, 1", "gathered, dim 1"),
+        ("params/layers/w", "stages 0, 1", "gathered, dim 1"),
     }
 
 

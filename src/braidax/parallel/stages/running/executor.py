@@ -1,7 +1,7 @@
 """Runs a schedule: one process dispatches what the stages of a loss do, each on its own devices."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, final
 
@@ -27,6 +27,9 @@ from .sending.route import Route
 from .sending.sockets import Sockets
 from .stage_programs import BATCH, PARAMS, StagePrograms, stored_spec
 from .variables import check_variables
+
+Observer = Callable[[Operation, Any], None]
+"""Is called with each computation once it is dispatched, and arrays that it gives."""
 
 _MOST_AHEAD = 8
 """Programs that several CPU devices of one stage have not done: XLA ends the process where they are too many."""
@@ -76,6 +79,7 @@ class Pipelined:
         _check_counts(stages, schedule, meshes)
         self.schedule, self._order = _in_order(schedule)
         self.program, self._stages = program, tuple(stages)
+        self.observe: Observer | None = None
         self._sockets = None if agreement is None else Sockets(agreement)
         homes = [Home(mesh, batch_axes, self._sockets) for mesh in meshes]
         self.homes = [homes[device] for device in schedule.device_of_stage]
@@ -185,6 +189,7 @@ class Pipelined:
         run.replaced = [
             [one.result for one in (self.carried[at] for at in feeding.variables)] for feeding in self.feeding
         ]
+        run.observe = self.observe
         run.all(self._order)
         return self._flushed(run, held)
 
@@ -266,6 +271,8 @@ class _Run:
         self._outgoing: dict[tuple[int, int], Any] = {}
         self._sent: dict[tuple[int, int], Any] = {}
         self._ahead = [0] * len(programs)
+        self.observe: Observer | None = None
+        self._now: Operation | None = None
 
     def all(self, order: Sequence[Operation]) -> None:
         """Dispatches what this process has a part in. Updates are made by whoever asked for gradients."""
@@ -281,6 +288,7 @@ class _Run:
         }
         for one in order:
             if one.kind is not Kind.UPDATE and self._programs[one.stage].home.is_here:
+                self._now = one
                 do[one.kind](one.stage, one.microbatch)
 
     def _forward(self, stage: int, each: int) -> None:
@@ -351,6 +359,8 @@ class _Run:
 
     def _wait(self, own: StagePrograms, stage: int, outputs: Any) -> None:
         """Waits, with several CPU devices, when a stage is too far behind."""
+        if self.observe is not None and self._now is not None:
+            self.observe(self._now, outputs)
         if own.home.is_bounded:
             self._ahead[stage] += 1
             if self._ahead[stage] == _MOST_AHEAD:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, final
 import jax
 
 from braidax.parallel.stages.halved import Halved
-from braidax.program import batch_dims_of_results, left_in_parts, trace
+from braidax.program import batch_dims_of_results, trace
+from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
 from .home import Home

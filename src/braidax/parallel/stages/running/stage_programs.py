@@ -11,7 +11,8 @@ from braidax.parallel.compute.accumulate import wide, wide_zeros
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
-from braidax.program import Stage, batch_dims_of_results, left_in_parts, trace
+from braidax.program import Stage, batch_dims_of_results, trace
+from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
 from .home import Home

@@ -20,6 +20,7 @@ from .operations import Schedule as Schedule
 from .operations import folded as folded
 from .operations import looped as looped
 from .operations import straight as straight
+from .pictures.html import stacked_html as stacked_html
 from .pictures.html import to_html as to_html
 from .pictures.timeline import timeline as timeline
 from .search.layouts import search_layouts as search_layouts

@@ -1,0 +1,43 @@
+"""What the operations of a schedule cost, of a loss that is cut into stages."""
+
+from collections.abc import Sequence
+
+from braidax.parallel.plan.costs.machine import Link
+from braidax.program import Stage, bytes_of
+
+from .cut import CutLoss
+from .schedules import Costs
+
+
+def costs_of_cut(
+    found: CutLoss, link: Link, *, inner_devices: int = 1, kept_bytes: Sequence[int] | None = None
+) -> Costs:
+    """Returns the seconds and bytes of each stage's operations, of one microbatch on one device.
+
+    A backward pass that runs its stage again takes that longer. To the next stage go all values of a border, and the
+    gradients of those that have any come back, which are no more.
+
+    **Arguments:** `link`: from a stage to the next one. `inner_devices`: of each stage, which divide the samples of a
+    microbatch: each has that part of seconds and bytes. `kept_bytes`: of each stage what is left between the gradient
+    of its inputs and that of its weights; by default all that its forward pass has left.
+    """
+    again = [one.forward if rerun else 0.0 for one, rerun in zip(found.seconds, found.recompute, strict=True)]
+    return Costs(
+        forward_seconds=tuple(one.forward / inner_devices for one in found.seconds),
+        input_seconds=tuple(
+            (one.inputs + more) / inner_devices for one, more in zip(found.seconds, again, strict=True)
+        ),
+        weight_seconds=tuple(one.weights / inner_devices for one in found.seconds),
+        transfer_seconds=tuple(link.seconds(border_bytes(one) / inner_devices) for one in found.stages[:-1]),
+        activation_bytes=tuple(_share(one, inner_devices) for one in found.activation_bytes),
+        kept_bytes=None if kept_bytes is None else tuple(_share(one, inner_devices) for one in kept_bytes),
+    )
+
+
+def border_bytes(stage: Stage) -> int:
+    """Returns the bytes of all that a stage sends to the next one for a microbatch."""
+    return sum(map(bytes_of, stage.outgoing))
+
+
+def _share(num_bytes: int, inner_devices: int) -> int:
+    return -(-num_bytes // inner_devices)

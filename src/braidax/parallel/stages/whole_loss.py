@@ -1,0 +1,73 @@
+"""A loss that is not cut, as a plan compares a pipeline with it."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from braidax.program import Program, Stage
+
+from .cut import CutLoss
+from .segments import drawn
+from .verdict import WholeLoss
+
+_MOST_RUNS, _ENOUGH_SECONDS = 4, 1.0
+
+
+def whole_loss(
+    found: CutLoss, share: Callable[[], Program] | None, *, bytes_per_parameter: float, params: int = 0
+) -> WholeLoss:
+    """Returns what the uncut loss takes: of a microbatch the sum of what its stages take.
+
+    **Arguments:** `share`: traces the loss on what a device has of a batch, to be timed as one program; None where that
+    is not to be. `bytes_per_parameter`: with gradient and optimizer's state. `params`: of the argument that is trained.
+    """
+    sizes = _sizes(found.stages, params)
+    return WholeLoss(
+        sum(one.total for one in found.seconds),
+        None if share is None else seconds_of(share(), params=params),
+        sum(found.activation_bytes),
+        sum(size for size, _ in sizes),
+        sum(count for _, count in sizes),
+        max((math.ceil(size / count) for size, count in sizes), default=0),
+        bytes_per_parameter,
+    )
+
+
+def seconds_of(program: Program, *, params: int = 0) -> float:
+    """Returns how long a loss and its gradient take on the first device, compiled as one program.
+
+    Of some runs the shortest counts; there are fewer of long ones. Values are drawn at random.
+    """
+
+    def run(moved: Any, *args: Any) -> Any:
+        given = [*args[:params], moved, *args[params:]]
+        return jax.value_and_grad(lambda own: program(*given[:params], own, *given[params + 1 :]), has_aux=True)(moved)
+
+    args = list(drawn(program.in_specs))
+    moved, compiled = args.pop(params), jax.jit(run)
+    jax.block_until_ready(compiled(moved, *args))
+    taken: list[float] = []
+    while len(taken) < _MOST_RUNS and sum(taken) < _ENOUGH_SECONDS:
+        begun = time.perf_counter()
+        jax.block_until_ready(compiled(moved, *args))
+        taken.append(time.perf_counter() - begun)
+    return min(taken)
+
+
+def _sizes(stages: Sequence[Stage], params: int) -> list[tuple[int, int]]:
+    """Returns the bytes of each parameter, and in how many parts a loop takes it where it is cut between iterations."""
+    found: dict[str, dict[Any, int]] = {}
+    for stage in stages:
+        for leaf in stage.leaves:
+            if leaf.argument == params:
+                found.setdefault(leaf.name, {})[leaf.rows] = leaf.num_bytes
+    sizes: list[tuple[int, int]] = []
+    for own in found.values():
+        if None in own:  # whole, perhaps by several stages
+            sizes.append((own[None], 1))
+        else:
+            sizes.append((sum(own.values()), sum(rows[1] - rows[0] for rows in own)))
+    return sizes
