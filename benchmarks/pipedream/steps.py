@@ -31,6 +31,8 @@ def steps(
     """
     case = f"GPT, {shape.layers} layers of width {shape.width}, {microbatches} microbatches"
     own = peers.our_systems(shape, SCHEDULES[1:2] if few else SCHEDULES[1:], microbatches)
+    if few:
+        del own[DIVIDED]
     others = peers.peers(shape, microbatches, spectrax, few=few)
     with _running(report, case, {**own, **others}) as running:
         _warmed(running, warmup)
