@@ -24,7 +24,7 @@ nightly: .venv/stamp-nightly  ## The tests marked slow, and the oracles without 
 	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400
 	BRAIDAX_TESTS_COMPILE=fully $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 900 --session-timeout 14400 tests/parallel tests/program tests/tasks
 
-bench: .venv/stamp-bench .venv-streaming/stamp .venv-torchrec/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
+bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-torchrec/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.comm $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.parax $(ARGS) $(FALLEN)
@@ -32,6 +32,7 @@ bench: .venv/stamp-bench .venv-streaming/stamp .venv-torchrec/stamp  ## Run the 
 	$(BIN)/python -m benchmarks.sharded $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.sharded.compiled $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.rotated $(ARGS) $(FALLEN)
+	$(BIN)/python -m benchmarks.pipedream $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.checkfreq $(ARGS) $(FALLEN)
 	$(BIN)/python -W ignore -m benchmarks.shuffle --streaming .venv-streaming/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.page
@@ -73,6 +74,12 @@ PJRT = "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__vers
 .venv/stamp-bench: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[bench]'
 	$(INSTALL) --upgrade --no-deps --target .venv/aot $(PJRT) 'libtpu>=0.0.42'
+	@touch $@
+
+# SpectraX is under the AGPL: it is run as a peer, by what its description tells, and stays in an environment of its own.
+.venv/peers/spectrax/stamp: .venv/stamp-python
+	$(PYTHON) -m venv --clear .venv/peers/spectrax
+	.venv/peers/spectrax/bin/python -m pip install --quiet --disable-pip-version-check 'spectrax-lib==0.1.4' 'jax==0.10.2' 'optax==0.2.8' 'rich>=13.7'
 	@touch $@
 
 # MosaicML Streaming asks for older versions of what the other peers need newer. Its torchvision is not used.

@@ -17,7 +17,18 @@ from benchmarks.harness.report import FORM
 from benchmarks.harness.rows import Row, ranged
 
 FOLDER = Path(__file__).parent
-NAMES = ("naive", "shuffle", "parax", "parallax", "sharded", "sharded.compiled", "rotated", "checkfreq", "comm")
+NAMES = (
+    "naive",
+    "shuffle",
+    "parax",
+    "parallax",
+    "sharded",
+    "sharded.compiled",
+    "rotated",
+    "pipedream",
+    "checkfreq",
+    "comm",
+)
 NO_REASON = "not known yet"
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from benchmarks.pipedream.exact import optimum
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules import (
     Costs,
@@ -23,7 +24,6 @@ from braidax.parallel.stages.schedules.search.dispatch import dispatched, polici
 from braidax.parallel.stages.schedules.search.improve import makespan
 from braidax.parallel.stages.schedules.search.layouts import layouts
 from braidax.parallel.stages.schedules.search.problem import Problem
-from tests.parallel.stages.exact import optimum
 from tests.parallel.stages.pipelines import FLUSHED, merged
 
 

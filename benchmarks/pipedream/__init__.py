@@ -1,0 +1,1 @@
+"""Pipelines that cut themselves: how well they are balanced, and how fast they are beside the peers'."""

@@ -1,0 +1,122 @@
+"""Activations that the executor holds, beside the formulas of the schedules' papers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType
+
+import braidax as bx
+from benchmarks.harness import Report, say
+from benchmarks.pipedream.searches import NAMED
+from braidax.parallel.stages.passes import Passes
+from braidax.parallel.stages.schedules import Schedule, peak_formula
+
+HELD, FORMULA = "held at once", "formula"
+_WIDER = 32  # what a layer keeps for the way back is many times what it sends, as that of a transformer is
+_PASSES = ("forward", "backward", "inputs", "weights")
+
+
+def memory(
+    report: Report, schedules: Sequence[str], *, width: int, samples: int, num_devices: int, microbatches: int
+) -> None:
+    """Claims that no device holds more bytes of activations at once than its schedule's formula says.
+
+    What is held is counted behind every program that is dispatched: all arrays on the device but those that were there
+    before the first one.
+    """
+    worst = 0.0
+    for name in schedules:
+        schedule = NAMED[name](num_devices, microbatches)
+        held, formula = _peaks(schedule, width, samples)
+        at = f"{name}, {num_devices} devices, {schedule.num_microbatches} microbatches"
+        device = max(range(num_devices), key=lambda one: held[one] / formula[one])
+        report.add(
+            "memory", "ours, the device that holds most of its formula", HELD, "KiB", [held[device] / 2**10], at=at
+        )
+        report.add("memory", FORMULA, HELD, "KiB", [formula[device] / 2**10], at=at)
+        worst = max(worst, held[device] / formula[device])
+        say(f"  {at}: {held[device] / formula[device]:.3f} of the formula, device {device}")
+    report.at_most("memory", worst, 1.1)
+
+
+def _peaks(schedule: Schedule, width: int, samples: int) -> tuple[list[int], list[float]]:
+    """Returns of each device the most bytes that are held at once, and those by formula."""
+    devices = jax.devices()[: schedule.num_devices]
+    mesh = jax.make_mesh((len(devices),), ("stage",), axis_types=(AxisType.Auto,), devices=devices)
+
+    num_layers = schedule.num_stages
+
+    def init(key: jax.Array) -> Any:
+        return {
+            "up": jnp.ones((num_layers, width, _WIDER * width)),
+            "down": jnp.ones((num_layers, _WIDER * width, width)),
+        }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return (jax.lax.scan(layer, batch["x"], params)[0] ** 2).mean()
+
+    spec = {"x": jax.ShapeDtypeStruct((samples * schedule.num_microbatches, width), jnp.float32)}
+    step: Any = bx.parallelize(
+        loss,
+        optax.sgd(0.1),
+        mesh,
+        {"stage": bx.parallel.Pipeline(schedule, clock="counted")},
+        init=init,
+        batch=spec,
+        microbatches=schedule.num_microbatches,
+    )
+    state = step.init(jax.random.key(0))
+    batch = {"x": jax.device_put(jnp.ones(spec["x"].shape), step.batch_shardings["x"])}
+    found = _Held(devices)
+    for programs in step._work.run.stage_programs:
+        found.watch(programs)
+    step.update(state, batch)
+    each = [Passes(stage).kept_bytes for stage in step.cut.stages]
+    own = [
+        [each[stage] for stage, home in enumerate(schedule.device_of_stage) if home == at] for at in range(len(devices))
+    ]
+    counts = [peak_formula(schedule, at) for at in range(len(devices))]
+    return [found.peak(one) for one in devices], [count * max(one) for count, one in zip(counts, own, strict=True)]
+
+
+class _Held:
+    """Counts bytes on devices behind each program."""
+
+    def __init__(self, devices: Any) -> None:
+        self._devices = devices
+        self._before: Mapping[Any, int] | None = None
+        self._peaks = dict.fromkeys(devices, 0)
+
+    def watch(self, programs: Any) -> None:
+        """Counts behind each of a stage's passes from now on."""
+        for name in _PASSES:
+            setattr(programs, name, self._counted(getattr(programs, name)))
+
+    def peak(self, device: Any) -> int:
+        """Returns the most bytes that were held at once."""
+        return self._peaks[device]
+
+    def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            if self._before is None:
+                self._before = self._now()
+            made = run(*args)
+            for device, size in self._now().items():
+                self._peaks[device] = max(self._peaks[device], size - self._before[device])
+            return made
+
+        return counted
+
+    def _now(self) -> dict[Any, int]:
+        found = dict.fromkeys(self._devices, 0)
+        for array in jax.live_arrays():
+            for device in array.devices():
+                if device in found:
+                    found[device] += array.nbytes
+        return found

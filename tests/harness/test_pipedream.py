@@ -1,0 +1,68 @@
+"""What `benchmarks.pipedream` counts and compares, and how its processes are asked."""
+
+import argparse
+import os
+
+import pytest
+
+from benchmarks.harness import Report
+from benchmarks.harness.gpt2 import Shape
+from benchmarks.pipedream import searches, steps
+from benchmarks.pipedream.cuts import Cuts
+from benchmarks.pipedream.group import Failed, Taken, group
+from benchmarks.pipedream.programs import gpt_program
+from benchmarks.pipedream.searches import joined
+from braidax.parallel.stages.schedules import Costs
+
+TOLD = "tests.harness.told"
+
+
+def _report() -> Report:
+    return Report(argparse.Namespace(quick=False, json=None, only=None, benchmark="pipedream"))
+
+
+def test_processes_are_bound_and_asked_and_tell_why_not() -> None:
+    core = min(os.sched_getaffinity(0))
+    with group(TOLD, ("process",), [{core}, {core}]) as running:
+        assert running.ask("told") == [f"process {rank} of 2 on [{core}]" for rank in range(2)]
+        with pytest.raises(Failed, match=r"^ValueError: no stage$"):
+            running.ask("fallen")
+    with pytest.raises(Failed, match=r"^ValueError: no word$"), group(TOLD, ("",), [{core}]):
+        pass
+    with pytest.raises(Failed, match=r"^a process ended with 1$"), group("no_such_module", (), [{core}]):
+        pass
+
+
+def test_what_waits_is_what_does_not_compute() -> None:
+    taken = [Taken(1.0, None, 0.5), Taken(0.9, 2.0, 0.9)]
+    assert steps._waited(taken) == pytest.approx(1 - 1.4 / 2)
+
+
+def test_stages_are_joined_with_their_transfers() -> None:
+    costs = Costs((1.0, 2.0, 3.0, 4.0), (1.0,) * 4, (2.0,) * 4, (0.1, 0.2, 0.3), (1, 2, 3, 4))
+    assert joined(costs, 2) == Costs((3.0, 7.0), (2.0, 2.0), (4.0, 4.0), (0.2,), (3, 7))
+
+
+def test_searches_are_compared_with_what_is_shortest() -> None:
+    found = _report()
+    searches.beside_the_shortest(found, searches.INSTANCES[-1:], 1)
+    searches.with_a_heavy_head(found, (2,), 8)
+    claims = {claim.name: claim for claim in found.claims}
+    assert claims["search"].value == pytest.approx(1.0, abs=0.02)
+    assert claims["search_heavy_head"].value is not None
+    assert claims["search_heavy_head"].value > 1.05
+    assert {row.system for row in found.rows if row.case == "a heavy head"} == {"searched", *searches.NAMED}
+
+
+def test_all_cuts_are_looked_at_that_may_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.pipedream import cuts as module
+    from braidax.parallel.stages.segments import counted
+
+    monkeypatch.setattr(module, "measured", counted)
+    cuts = Cuts(gpt_program(Shape(64, 64, 4, 8, 1, backward="kept", output="apart")), 1)
+    ours = cuts.automatic(3)
+    number = cuts.num_segments
+    assert len(cuts.candidates(3, 1e9)) == (number - 1) * (number - 2) // 2
+    assert ours in cuts.candidates(3, cuts.expected(ours) * 1.001)
+    assert all(cuts.expected(one) >= cuts.expected(ours) * 0.999 for one in cuts.candidates(3, 1e9))
+    assert [*map(len, (cuts.stages(ours), cuts.by(lambda _: 1.0, 3)))] == [3, 4]
