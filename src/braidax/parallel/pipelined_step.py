@@ -206,28 +206,20 @@ def make_pipelined(
     assert axis is not None, "there is a Pipeline"
     pipeline = strategies[axis]
     assert isinstance(pipeline, Pipeline), "it is the strategy of that axis"
-    for other, strategy in strategies.items():
-        if other != axis and not isinstance(strategy, _INSIDE):
-            raise ArgumentError(
-                f"strategies[{other!r}] is {strategy!r}, which is not run inside of stages yet: beside a Pipeline "
-                f"expected one of {', '.join(one.__name__ for one in _INSIDE)}"
-            )
-    for one, layout in zip(plan.variables, layouts_of(plan), strict=True):
-        if layout.by_rows:
-            raise ArgumentError(
-                f"{one.path} would lie by rows, which are not exchanged inside of stages yet: leave the override out"
-            )
+    inner = {name: one for name, one in strategies.items() if name != axis}
+    _check_inside(inner, plan)
     axes, per = batch_axes(mesh, strategies), bytes_per_parameter(born.out_specs.params, optimizer)
     processes = {device.process_index for device in mesh.devices.flat}
     agreement = Agreement([*processes]) if len(processes) > 1 else None
-    setting = Setting(pipeline, traced, mesh, axis, axes, plan.microbatches, per)
+    given = plan
+    once = all(isinstance(one, DataParallel) for one in inner.values())
+    setting = Setting(pipeline, traced, mesh, axis, axes, plan.microbatches, per, 1 if once else plan.microbatches)
     if plan.pipeline is None:
         found, schedule, planned = agreed_stages(setting, agreement)
         plan = with_stages(plan, planned)
     else:
         found, schedule, _ = replay_stages(plan.pipeline, setting)
     meshes, program = sub_meshes(mesh, axis), traced(plan.microbatches)
-    inner = {name: one for name, one in strategies.items() if name != axis}
     placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches)
     with without_mesh():
         run = Pipelined(
@@ -235,5 +227,32 @@ def make_pipelined(
             agreement=agreement,
         )  # fmt: skip
     plan = merged(plan, axis, run.plans) if run.plans else plan
+    if given.pipeline is not None:
+        _check_placements(given, plan)
     work = PipelinedWork(run, optimizer, born, mesh, wants_norm="grad_norm" in metrics)
     return PipelinedStep(work, batch, mesh, plan, found, axes)
+
+
+def _check_inside(inner: Mapping[str, Strategy], plan: Plan) -> None:
+    """Checks what other axes are for. **Raises:** `ArgumentError`."""
+    for axis, strategy in inner.items():
+        if not isinstance(strategy, _INSIDE):
+            raise ArgumentError(
+                f"strategies[{axis!r}] is {strategy!r}, which is not run inside of stages yet: beside a Pipeline "
+                f"expected one of {', '.join(one.__name__ for one in _INSIDE)}"
+            )
+    for one, layout in zip(plan.variables, layouts_of(plan), strict=True):
+        if layout.by_rows:
+            raise ArgumentError(
+                f"{one.path} would lie by rows, which are not exchanged inside of stages yet: leave the override out"
+            )
+
+
+def _check_placements(given: Plan, made: Plan) -> None:
+    """Checks that strategies make of stages what a given plan says. **Raises:** `ArgumentError`."""
+    for one, other in zip(given.variables, made.variables, strict=True):
+        if one.placements != other.placements:
+            raise ArgumentError(
+                f"plan has {one.path} as {', '.join(map(str, one.placements))}, and strategies make it "
+                f"{', '.join(map(str, other.placements))}: give those that the plan was made with, or plan anew"
+            )

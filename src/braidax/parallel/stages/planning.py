@@ -40,6 +40,7 @@ class Setting(NamedTuple):
 
     **Fields:** `traced`: gives the loss on a batch in so many pieces. `axis`: of the stages; `batch_axes`: others,
     over which samples are divided. `microbatches`: of a batch. `bytes_per_parameter`: as of `Pricing`.
+    `sums_per_update`: how often the devices of a stage sum gradients.
     """
 
     pipeline: Pipeline
@@ -49,6 +50,7 @@ class Setting(NamedTuple):
     batch_axes: tuple[str, ...]
     microbatches: int
     bytes_per_parameter: float
+    sums_per_update: int
 
     @property
     def inner(self) -> int:
@@ -109,7 +111,8 @@ def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
         math.ceil(size * setting.bytes_per_parameter + again / devices.inner)
         for size, again in zip(_parameter_bytes(found), found.rerun_bytes, strict=True)
     ]
-    costs = _with_sums(costs_of_cut(found, devices.between, inner_devices=devices.inner), found, devices)
+    costs = costs_of_cut(found, devices.between, inner_devices=devices.inner)
+    costs = _with_sums(costs, found, devices, setting.sums_per_update)
     bound = None
     if schedule is None:
         best = searched(costs, microbatches, count, held_bytes=held, memory_bytes=devices.memory_bytes)
@@ -142,6 +145,7 @@ def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
             bound,
         ),
         compared.verdict(),
+        costs.update_seconds or (0.0,) * len(found.stages),
     )
     return PlannedStages(found, schedule, planned)
 
@@ -207,12 +211,14 @@ def _cut(program: Program, setting: Setting, devices: Devices, num_stages: int) 
         )
 
 
-def _with_sums(costs: Costs, found: CutLoss, devices: Devices) -> Costs:
-    """Returns costs with what the devices of a stage take to sum the gradients of each microbatch."""
+def _with_sums(costs: Costs, found: CutLoss, devices: Devices, sums_per_update: int) -> Costs:
+    """Returns costs with what the devices of a stage take to sum gradients: once an update, or with each microbatch."""
     if devices.inner == 1:
         return costs
     others = (devices.inner - 1) / devices.inner
     sums = [devices.within.seconds(2 * size * others, 2) if size else 0.0 for size in _parameter_bytes(found)]
+    if sums_per_update == 1:
+        return replace(costs, update_seconds=tuple(sums))
     pairs = zip(costs.weight_seconds, sums, strict=True)
     return replace(costs, weight_seconds=tuple(one + more for one, more in pairs))
 

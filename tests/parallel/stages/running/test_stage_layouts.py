@@ -65,6 +65,13 @@ def test_each_device_of_a_stage_has_its_part_of_everything() -> None:
         ("params/layers/b", "stages 0, 1", "gathered, dim 1"),
         ("params/layers/w", "stages 0, 1", "gathered, dim 1"),
     }
+    plan, pipe = bx.Plan.from_json(step.plan.to_json()), {"pipe": bx.Pipeline("ZB-H1", clock="counted")}
+    again = make(case, {**pipe, "data": SHARDED}, (2, 2), optimizer=BY_ROWS, plan=plan, microbatches=1)
+    assert again.plan == step.plan
+    with refused(
+        ArgumentError, "plan has params/head as stage 1, gathered, dim 0, and strategies make it stage 1, repl"
+    ):
+        make(case, {**pipe, "data": bx.DataParallel()}, (2, 2), optimizer=BY_ROWS, plan=plan, microbatches=1)
 
 
 def test_what_devices_do_not_divide_is_padded_and_saved_without(tmp_path: Any) -> None:

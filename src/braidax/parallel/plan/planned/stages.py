@@ -82,7 +82,8 @@ class PlannedPipeline:
     """Stages along an axis of the mesh.
 
     **Fields:** `axis`; `inner_devices` of each stage, which divide its samples; `clock`: whether seconds are
-    "measured", or "counted" and compare with one another only.
+    "measured", or "counted" and compare with one another only. `update_seconds`: of each stage, of summing gradients
+    over its devices, once an update.
     """
 
     axis: str
@@ -91,6 +92,7 @@ class PlannedPipeline:
     stages: tuple[PlannedStage, ...]
     schedule: PlannedSchedule
     verdict: Verdict
+    update_seconds: tuple[float, ...]
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> "PlannedPipeline":
@@ -100,7 +102,7 @@ class PlannedPipeline:
             "schedule": PlannedSchedule(**_with_tuples(tree["schedule"])),
             "verdict": Verdict.from_tree(tree["verdict"]),
         }
-        return cls(**{**tree, **made})
+        return cls(**{**_with_tuples(tree), **made})
 
     @property
     def costs(self) -> "Costs":
@@ -115,6 +117,7 @@ class PlannedPipeline:
             tuple(one.transfer_seconds for one in each[:-1]),
             tuple(one.activation_bytes for one in each),
             tuple(one.kept_bytes for one in each),
+            self.update_seconds,
         )
 
     def parsed(self) -> "Schedule":
