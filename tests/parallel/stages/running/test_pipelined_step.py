@@ -35,6 +35,23 @@ def make(
     )
 
 
+def test_what_does_not_depend_on_the_key_is_born_with_its_stage() -> None:
+    mesh = jax.make_mesh((2,), ("pipe",))
+    step = bx.parallelize(
+        lambda params, batch: (jnp.tanh(batch["x"] @ params["first"]) @ params["last"]).mean(),
+        optax.sgd(0.1),
+        mesh,
+        {"pipe": bx.Pipeline(clock="counted")},
+        init=lambda key: {"first": jnp.eye(4), "last": jnp.ones((4, 4))},
+        batch={"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)},
+        microbatches=2,
+    )
+    state = step.init(jax.random.key(0))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == step.state_shardings
+    assert all(leaf.committed for leaf in jax.tree.leaves(state))
+    assert [leaf.device.id for leaf in jax.tree.leaves(state.params)] == [0, 1]
+
+
 def init_of(case: Case) -> Callable[[jax.Array], Any]:
     """Adds something random, so that it matters that stages draw the same."""
 

@@ -91,9 +91,12 @@ class PipelinedWork:
     def begin(self, key: Any) -> State:
         """Makes a first state; each stage what it keeps."""
         found: list[Any] = [None] * len(self.homes)
+        on = jax.tree.leaves(self.shardings)
         for home, (own, make) in zip(self.run.homes, self._begin, strict=True):
             if own:
-                for at, value in zip(own, make(home.place([key], [home.whole])[0]), strict=True):
+                made = make(home.place([key], [home.whole])[0])
+                # What does not depend on the key would be made on the first device of all.
+                for at, value in zip(own, home.place(made, [on[at] for at in own]), strict=True):
                     found[at] = value
         return jax.tree.unflatten(jax.tree.structure(self.specs), found)
 
