@@ -31,6 +31,7 @@ STRANGERS = (
 )
 FORMER_PLACES = {"braidax/data/torch.py"}  # re-exports for programs that import by the old name; nothing here does
 ALWAYS_THERE = {"jaxlib"}  # comes with JAX
+OF_ITS_OWN = {"spectrax"}  # a peer, for which the Makefile makes an environment
 DISTRIBUTIONS = {
     "cv2": "opencv_python_headless",
     "jax_plugins": "jax_cuda12_pjrt",
@@ -119,7 +120,7 @@ def undeclared(folder: Path, pyproject: Path, extra: str) -> list[str]:
         for module in modules(folder)
         for line in imports(module, set())
         for name in [third_party(line.target)]
-        if line.way != "import_extra" and name not in (None, "benchmarks", "tests", *ALWAYS_THERE)
+        if line.way != "import_extra" and name not in (None, "benchmarks", "tests", *ALWAYS_THERE, *OF_ITS_OWN)
         if DISTRIBUTIONS.get(name, name).lower() not in installed
     ]
 
