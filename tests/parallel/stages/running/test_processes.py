@@ -37,7 +37,7 @@ def launched(module: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPa
     ("mesh", "schedule"),
     [
         ("stages", "1F1B"),
-        ("samples apart", "ZB-V"),
+        pytest.param("samples apart", "ZB-V", marks=pytest.mark.slow),
         pytest.param("stages", "ZB-V", marks=pytest.mark.slow),
         pytest.param("stages", "Interleaved1F1B", marks=pytest.mark.slow),
         pytest.param("stages apart", "ZB-H1", marks=pytest.mark.slow),
