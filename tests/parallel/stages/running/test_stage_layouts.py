@@ -165,7 +165,9 @@ def test_gradients_are_summed_over_devices_once_an_update(
     last = {("_to_inputs", 1), ("_to_weights", 1)} if schedule.name == "ZB-H1" else {("backward", 1)}
     assert {*texts} == {("backward", 0), *last, ("_means", 0), ("_means", 1)}
     counts = {(name, stage): len(re.findall(r" all-reduce(-start)?\(", text)) for (name, stage), text in texts.items()}
-    assert counts == {key: int(key[0] == "_means") for key in texts}
+    # I hands a norm's sum to W, which is less than what it is made of: it is summed over devices where it is made.
+    handed = {("_to_inputs", 1)} if make is gpt_of_32_bits and schedule.name == "ZB-H1" else set[Any]()
+    assert counts == {key: int(key[0] == "_means" or key in handed) for key in texts}
     assert not any(name in text for text in texts.values() for name in ("all-gather", "reduce-scatter", "all-to-all"))
 
 
