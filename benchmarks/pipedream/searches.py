@@ -60,7 +60,7 @@ def beside_the_shortest(report: Report, instances: Sequence[Instance], num_draws
         at = f"stages on {list(device_of_stage)}, {count} microbatches{f', {limit} fit' if limit else ''}"
         own: list[float] = []
         for seed in range(num_draws):
-            costs = _drawn(seed, len(device_of_stage))
+            costs = drawn(seed, len(device_of_stage))
             found = search_schedule(costs, count, device_of_stage, limit_bytes=limit)
             seconds = simulate(found.schedule, costs).makespan_seconds
             own.append(seconds / _shortest(Problem(costs, count, device_of_stage, limit), seconds, found.bound_seconds))
@@ -115,7 +115,8 @@ def _shortest(problem: Problem, known: float, bound: float) -> float:
     )
 
 
-def _drawn(seed: int, num_stages: int) -> Costs:
+def drawn(seed: int, num_stages: int) -> Costs:
+    """Returns costs at random."""
     draw = random.Random(seed)
     forward, inputs, weight = (tuple(draw.uniform(0.5, 2.0) for _ in range(num_stages)) for _ in range(3))
     transfers = tuple(draw.uniform(0.0, 0.5) for _ in range(num_stages - 1))

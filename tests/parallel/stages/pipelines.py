@@ -1,32 +1,8 @@
 """All named schedules, for tests that hold for each."""
 
-from collections.abc import Callable
+from benchmarks.pipedream.searches import NAMED as FLUSHED
+from braidax.parallel.stages.schedules import Costs, double_buffered, pipedream
 
-from braidax.parallel.stages.schedules import (
-    Costs,
-    Schedule,
-    double_buffered,
-    dual_pipe_v,
-    gpipe,
-    interleaved,
-    one_forward_one_backward,
-    pipedream,
-    v_half,
-    v_min,
-    zero_bubble_h1,
-    zero_bubble_v,
-)
-
-FLUSHED: dict[str, Callable[[int, int], Schedule]] = {
-    "GPipe": gpipe,
-    "1F1B": one_forward_one_backward,
-    "Interleaved1F1B": lambda devices, count: interleaved(devices, -(-count // devices) * devices),
-    "ZB-H1": zero_bubble_h1,
-    "ZB-V": zero_bubble_v,
-    "V-Half": v_half,
-    "V-Min": v_min,
-    "DualPipeV": lambda devices, count: dual_pipe_v(devices, max(count, 2 * devices)),
-}
 NAMED = FLUSHED | {
     "PipeDream": pipedream,
     "PipeDream, vertical sync": lambda devices, count: pipedream(devices, count, vertical_sync=True),

@@ -1,10 +1,9 @@
 """Searched schedules: as short as an exhaustive search's, within memory, the same every time."""
 
-import random
-
 import pytest
 
 from benchmarks.pipedream.exact import optimum
+from benchmarks.pipedream.searches import INSTANCES, drawn
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules import (
     Costs,
@@ -27,26 +26,9 @@ from braidax.parallel.stages.schedules.search.problem import Problem
 from tests.parallel.stages.pipelines import FLUSHED, merged
 
 
-def drawn(seed: int, num_stages: int) -> Costs:
-    """Returns costs at random."""
-    draw = random.Random(seed)
-    seconds = [tuple(draw.uniform(0.5, 2.0) for _ in range(num_stages)) for _ in range(3)]
-    transfers = tuple(draw.uniform(0.0, 0.5) for _ in range(num_stages - 1))
-    return Costs(*seconds, transfers, (1,) * num_stages)
-
-
 @pytest.mark.parametrize(
     ("device_of_stage", "num_microbatches", "limit"),
-    [
-        (straight(2), 8, None),
-        (straight(2), 8, 2),
-        (straight(3), 4, 3),
-        (straight(3), 8, None),
-        (straight(4), 3, 4),
-        (straight(4), 8, None),
-        (folded(2), 2, None),
-        (looped(2, 2), 2, None),
-    ],
+    INSTANCES,
 )
 def test_no_schedule_is_shorter_by_two_percent(
     device_of_stage: tuple[int, ...], num_microbatches: int, limit: int | None
