@@ -25,7 +25,7 @@ from .cut import CutLoss, cut
 from .link import COUNTED_LINK, measured_link
 from .pipeline import Pipeline
 from .running.home import sub_meshes, without_mesh
-from .running.ownership import Ownership
+from .running.owning.ownership import Ownership
 from .schedules import Costs, Schedule, format_csv, simulate, with_transfers
 from .searching import searched
 from .segments import counted, measured

@@ -23,7 +23,7 @@ from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
 from braidax.parallel.plan.strategy import Strategy
 from braidax.program import Stage, find_dims_in_pieces, find_meetings, find_sites, named_leaves
 
-from .running.ownership import Ownership, Piece
+from .running.owning.ownership import Ownership, Piece
 
 _PARAMS = 0
 _INCOMING = BATCH + 1

@@ -1,7 +1,7 @@
 """Runs a schedule: one process dispatches what the stages of a loss do, each on its own devices."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, final
 
@@ -12,8 +12,7 @@ from braidax.errors import ArgumentError, ProcessFailed
 from braidax.parallel.compute.metrics import MetricDims
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan
-from braidax.parallel.stages.passes import is_float
-from braidax.parallel.stages.schedules import Kind, Operation, Schedule, validate, with_transfers
+from braidax.parallel.stages.schedules import Operation, Schedule, validate, with_transfers
 from braidax.parallel.stages.stage_layouts import Placing
 from braidax.program import Program, Stage, named_leaves
 
@@ -21,18 +20,12 @@ from .dispatch_order import dispatch_order
 from .feeding import Feeding, Given, check_batch
 from .flush import Flush, StageResults, piece_specs
 from .home import Home
-from .ownership import Ownership
+from .owning.carried import check_variables
+from .owning.ownership import Ownership
+from .run import Observer, Run, Ways
 from .sending.agreement import Agreement
-from .sending.route import Route
 from .sending.sockets import Sockets
 from .stage_programs import BATCH, PARAMS, StagePrograms, stored_spec
-from .variables import check_variables
-
-Observer = Callable[[Operation, Any], None]
-"""Is called with each computation once it is dispatched, and arrays that it gives."""
-
-_MOST_AHEAD = 8
-"""Programs that several CPU devices of one stage have not done: XLA ends the process where they are too many."""
 
 
 class Found(NamedTuple):
@@ -181,7 +174,7 @@ class Pipelined:
         """
         names, specs = zip(*self._batch_specs, strict=True)
         check_batch(specs, [one.array for one in batch], self.schedule.num_microbatches, names)
-        run = _Run(self.stage_programs, self._ways, self._params(pieces), self.schedule.num_microbatches)
+        run = Run(self.stage_programs, self._ways, self._params(pieces), self.schedule.num_microbatches)
         for feeding, given in zip(self.feeding, run.samples, strict=True):
             given.extend(feeding.begin(key, self.homes[0], batch))
         held = list(variables)
@@ -211,7 +204,7 @@ class Pipelined:
             found.append([*(one.joined(small) if small else ()), *one.flat.alone(arrays)])
         return found
 
-    def _flushed(self, run: "_Run", held: list[Any]) -> Found:
+    def _flushed(self, run: Run, held: list[Any]) -> Found:
         results: list[Any] = [None] * self._num_results
         for stage, one in enumerate(self._results):
             for number, value in zip(one.numbers, one.join(run.results[stage]), strict=True):
@@ -229,143 +222,6 @@ class Pipelined:
         ]
         pairs = zip(self._flushes, run.sums, lent, strict=True)
         return Found(tuple(flush.means(sums, given) for flush, sums, given in pairs), held, results)
-
-
-class Ways(NamedTuple):
-    """The ways between two neighboring stages. **Fields:** `is_none`: they lie at one home, where all is there."""
-
-    forward: Route
-    backward: Route
-    is_none: bool
-
-    @classmethod
-    def between(cls, one: StagePrograms, other: StagePrograms) -> "Ways":
-        """Returns those of two stages."""
-        incoming = other.stage.incoming
-        gradients = [spec for spec in incoming if is_float(spec)]
-        return cls(
-            other.home.route(one.home, incoming, other.incoming_shardings),
-            one.home.route(other.home, gradients, one.gradient_shardings),
-            one.home is other.home,
-        )
-
-
-class _Run:
-    """What there is while a batch is computed, by stage and microbatch."""
-
-    def __init__(
-        self, programs: Sequence[StagePrograms], ways: Sequence[Ways], params: list[list[Any]], count: int
-    ) -> None:
-        self._programs, self._ways, self._params = programs, ways, params
-        self.samples: list[list[tuple[Any, ...]]] = [[] for _ in programs]
-        self.variables: list[list[Any]] = []
-        self.replaced: list[list[int | None]] = []
-        self.results: list[list[Any]] = [[] if one.home.is_here else [one.absent_results] * count for one in programs]
-        self.sums: list[Any] = [one.zeros() for one in programs]
-        self._given: dict[tuple[int, int], Any] = {}
-        self._kept: dict[tuple[int, int], Any] = {}
-        self._held: dict[tuple[int, int], Any] = {}
-        self._left: dict[tuple[int, int], Any] = {}
-        self._incoming: dict[tuple[int, int], Any] = {}
-        self._gradients: dict[tuple[int, int], Any] = {}
-        self._outgoing: dict[tuple[int, int], Any] = {}
-        self._sent: dict[tuple[int, int], Any] = {}
-        self._ahead = [0] * len(programs)
-        self.observe: Observer | None = None
-        self._now: Operation | None = None
-
-    def all(self, order: Sequence[Operation]) -> None:
-        """Dispatches what this process has a part in. Updates are made by whoever asked for gradients."""
-        do = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT: self._inputs,
-            Kind.WEIGHT: self._weights,
-            Kind.SEND_F: self._send_forward,
-            Kind.RECV_F: self._receive_forward,
-            Kind.SEND_B: self._send_backward,
-            Kind.RECV_B: self._receive_backward,
-        }
-        for one in order:
-            if one.kind is not Kind.UPDATE and self._programs[one.stage].home.is_here:
-                self._now = one
-                do[one.kind](one.stage, one.microbatch)
-
-    def _forward(self, stage: int, each: int) -> None:
-        own, at = self._programs[stage], (stage, each)
-        given = self._given[at] = (*self.variables[stage], *self.samples[stage][each])
-        incoming = self._incoming.pop(at, ())
-        ran = own.forward(self._params[stage], given, incoming)
-        self._held[at] = own.parted(incoming)
-        self.results[stage].append(ran.results)
-        self._kept[at] = ran.kept
-        for place, result in enumerate(self.replaced[stage]):
-            if result is not None:
-                self.variables[stage][place] = ran.results[result]
-        if stage < len(self._ways):
-            (self._incoming if self._ways[stage].is_none else self._outgoing)[stage + 1, each] = ran.outgoing
-        self._wait(own, stage, ran)
-
-    def _send_forward(self, stage: int, each: int) -> None:
-        to = stage + 1, each
-        moved = self._ways[stage].forward.send(self._outgoing.pop(to))
-        if moved is not None:
-            self._incoming[to] = moved
-
-    def _receive_forward(self, stage: int, each: int) -> None:
-        way = self._ways[stage - 1].forward
-        if way.receives:
-            self._incoming[stage, each] = way.receive()
-
-    def _send_backward(self, stage: int, each: int) -> None:
-        to = stage - 1, each
-        moved = self._ways[stage - 1].backward.send(self._sent.pop(to))
-        if moved is not None:
-            self._gradients[to] = moved
-
-    def _receive_backward(self, stage: int, each: int) -> None:
-        way = self._ways[stage].backward
-        if way.receives:
-            self._gradients[stage, each] = way.receive()
-
-    def _backward(self, stage: int, each: int) -> None:
-        own, at = self._programs[stage], (stage, each)
-        moved, others = self._held.pop(at)
-        given, kept, gradients = self._given.pop(at), self._kept.pop(at), self._gradients.pop(at, ())
-        sums = self.sums[stage]
-        self.sums[stage], sent = own.backward(sums, moved, others, self._params[stage], given, kept, gradients)
-        self._send(stage, each, sent)
-        self._wait(own, stage, sent or self.sums[stage])
-
-    def _inputs(self, stage: int, each: int) -> None:
-        own, at = self._programs[stage], (stage, each)
-        moved, others = self._held.pop(at)
-        given, kept, gradients = self._given[at], self._kept.pop(at), self._gradients.pop(at, ())
-        sent, self._left[at] = own.inputs(moved, others, self._params[stage], given, kept, gradients)
-        self._send(stage, each, sent)
-        if sent:
-            self._wait(own, stage, sent)
-
-    def _weights(self, stage: int, each: int) -> None:
-        own, at = self._programs[stage], (stage, each)
-        left, given = self._left.pop(at), self._given.pop(at)
-        if own.specs:
-            self.sums[stage] = own.weights(self.sums[stage], left, self._params[stage], given)
-            self._wait(own, stage, self.sums[stage])
-
-    def _send(self, stage: int, each: int, sent: Any) -> None:
-        if stage:
-            (self._gradients if self._ways[stage - 1].is_none else self._sent)[stage - 1, each] = sent
-
-    def _wait(self, own: StagePrograms, stage: int, outputs: Any) -> None:
-        """Waits, with several CPU devices, when a stage is too far behind."""
-        if self.observe is not None and self._now is not None:
-            self.observe(self._now, outputs)
-        if own.home.is_bounded:
-            self._ahead[stage] += 1
-            if self._ahead[stage] == _MOST_AHEAD:
-                self._ahead[stage] = 0
-                jax.block_until_ready(outputs)
 
 
 def _in_order(schedule: Schedule) -> tuple[Schedule, tuple[Operation, ...]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from braidax.parallel.compute.accumulate import averaged, wide
 from braidax.parallel.compute.metrics import in_order_of_samples
 
-from .ownership import Ownership, spec_of_rows
+from .owning.ownership import Ownership, spec_of_rows
 from .stage_programs import StagePrograms
 
 

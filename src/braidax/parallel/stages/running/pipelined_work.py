@@ -17,11 +17,11 @@ from braidax.parallel.plan.plan import follow
 from braidax.parallel.state import State
 from braidax.program import Program, named_leaves, specs_of, trace
 
-from .by_rows import check_by_rows
-from .divided_tree import DividedTree
 from .everywhere import Everywhere
 from .executor import Pipelined
 from .feeding import Given
+from .owning.by_rows import check_by_rows
+from .owning.divided_tree import DividedTree
 from .placed_program import PlacedProgram
 
 

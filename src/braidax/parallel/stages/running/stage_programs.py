@@ -16,7 +16,7 @@ from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
 from .home import Home
-from .ownership import Piece, Read
+from .owning.ownership import Piece, Read
 from .sending.absent import absent
 from .stage_halves import Buffers, StageHalves
 
