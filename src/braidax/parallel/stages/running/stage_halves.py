@@ -7,6 +7,7 @@ import jax
 
 from braidax.parallel.stages.halved import Halved
 from braidax.program import batch_dims_of_results, trace
+from braidax.program.cutting.loop_sums import adding_in_loops
 from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
@@ -72,7 +73,8 @@ class StageHalves:
         picked = (tuple(one[at] for at in own) for one, own in places)
         ins = (buffers.on_sums, tuple(handed), held, *picked, buffers.on_params, given)
         self._gradients_of = self._left_in_parts() if buffers.in_parts else self._second
-        self._to_weights = home.compile(self._weights, ins, buffers.on_sums, donate=(0,))
+        weights = adding_in_loops(self._weights, mesh=home.traced_on)
+        self._to_weights = home.compile(weights, ins, buffers.on_sums, donate=(0,))
 
     @property
     def kept_bytes(self) -> int:

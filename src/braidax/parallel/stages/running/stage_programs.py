@@ -12,6 +12,7 @@ from braidax.parallel.plan.layout import Layout
 from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.program import Stage, batch_dims_of_results, trace
+from braidax.program.cutting.loop_sums import adding_in_loops
 from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat
@@ -154,7 +155,8 @@ class StagePrograms:
         self.forward = home.compile(
             self._forward, (whole, self.given_shardings, self.incoming_shardings), self.ran_shardings
         )
-        self.backward = home.compile(self._backward, ins, (of_sums, sent), donate=(0, 1))
+        backward = adding_in_loops(self._backward, mesh=home.traced_on)
+        self.backward = home.compile(backward, ins, (of_sums, sent), donate=(0, 1))
         self.zeros = home.compile(self._zeros, (), of_sums)
         self.joined = home.compile(self.flat.joined, (home.whole,), home.whole)
 

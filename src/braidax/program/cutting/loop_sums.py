@@ -1,0 +1,152 @@
+"""Sums to which the stacked results of a loop are added: the loop adds each to its place, and stacks nothing.
+
+A stage's gradients of scanned layers are such stacks. Added behind the loop they need a second buffer of all of them,
+which is filled with zeros, written, read and given up in every microbatch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import Literal as Constant
+from jax.extend.core.primitives import add_p, convert_element_type_p
+from jax.sharding import AbstractMesh
+
+from braidax.program.bodies import aval_of
+from braidax.program.trace import trace
+
+from .loop_parts import LoopParts
+from .opened import is_loop
+from .part import closed_part, spec_of_aval
+
+
+class _Sum(NamedTuple):
+    """What a loop is to add: which of its results, to which input, and what is then the sum."""
+
+    stack: Var
+    given: Var
+    total: Var
+
+
+def adding_in_loops(fn: Callable[..., Any], *, mesh: AbstractMesh) -> Callable[..., Any]:
+    """Returns a function of the same values whose loops add what they make to sums that it is given.
+
+    **Arguments:** `fn`: a pure function of PyTrees of arrays, to be jitted. `mesh`: as of `trace`.
+    """
+
+    def run(*args: Any) -> Any:
+        program = trace(fn, *args, mesh=mesh)
+        outputs = jaxpr_as_fun(sums_in_loops(program.closed))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(program.out_specs), outputs)
+
+    return run
+
+
+def sums_in_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a jaxpr of the same values in which stacks that are only added to inputs are added in their loops."""
+    jaxpr = closed.jaxpr
+    found = _sums(jaxpr)
+    gone, equations = {one.total for own in found.values() for one in own}, list[JaxprEqn]()
+    stacks = {one.stack for own in found.values() for one in own}
+    for at, equation in enumerate(jaxpr.eqns):
+        if at in found:
+            equations.append(_adding(equation, found[at]))
+        elif equation.outvars[:1] and (equation.outvars[0] in gone or _casts(equation, stacks)):
+            continue
+        else:
+            equations.append(equation)
+    return ClosedJaxpr(jaxpr.replace(eqns=equations), closed.consts)
+
+
+def _sums(jaxpr: Jaxpr) -> dict[int, list[_Sum]]:
+    """Returns what each loop is to add, by its place among the equations."""
+    readers = Counter(atom for one in jaxpr.eqns for atom in one.invars if not isinstance(atom, Constant))
+    readers.update(atom for atom in jaxpr.outvars if not isinstance(atom, Constant))
+    made = {one: at for at, equation in enumerate(jaxpr.eqns) for one in equation.outvars}
+    inputs, found = {*jaxpr.invars}, dict[int, list[_Sum]]()
+    for equation in jaxpr.eqns:
+        if equation.primitive is not add_p:
+            continue
+        for given, term in (equation.invars, equation.invars[::-1]):
+            if isinstance(given, Constant) or given not in inputs or readers[given] != 1:
+                continue
+            stack = _stack_of(term, made, jaxpr.eqns, readers)
+            if stack is not None and aval_of(stack).shape == aval_of(given).shape:
+                found.setdefault(made[stack], []).append(_Sum(stack, given, equation.outvars[0]))
+                break
+    return found
+
+
+def _stack_of(term: Any, made: Mapping[Var, int], equations: Sequence[JaxprEqn], readers: Counter[Var]) -> Var | None:
+    """Returns the result that a loop stacks of which a term is made, if nobody else reads it."""
+    while not isinstance(term, Constant) and term in made and readers[term] == 1:
+        equation = equations[made[term]]
+        if is_loop(equation):
+            return term if equation.outvars.index(term) >= equation.params["num_carry"] else None
+        if equation.primitive is not convert_element_type_p:
+            return None
+        (term,) = equation.invars
+    return None
+
+
+def _casts(equation: JaxprEqn, stacks: set[Var]) -> bool:
+    """Whether an equation is a cast of such a stack; adds it to them."""
+    if equation.primitive is not convert_element_type_p or equation.invars[0] not in stacks:
+        return False
+    stacks.add(equation.outvars[0])
+    return True
+
+
+def _adding(equation: JaxprEqn, sums: Sequence[_Sum]) -> JaxprEqn:
+    """Returns a loop that adds."""
+    parts, closed = LoopParts.of(equation), equation.params["jaxpr"]
+    count, length, is_reverse = len(parts.carries), parts.length, equation.params["reverse"]
+    step = ShapedArray((), np.dtype(np.int32))
+    at, following = Var(step), Var(step)
+    equations = list(parts.body.eqns)
+    equations += _written(lambda one: one + np.int32(-1 if is_reverse else 1), [at], [following])
+    held, added = [Var(aval_of(one.given)) for one in sums], [Var(aval_of(one.given)) for one in sums]
+    for one, old, new in zip(sums, held, added, strict=True):
+        term = parts.body.outvars[equation.outvars.index(one.stack)]
+        equations += _written(_added_at, [old, at, term], [new])
+    gone = {one.stack for one in sums}
+    stacks = [at for at in range(count, len(equation.outvars)) if equation.outvars[at] not in gone]
+    inputs = [*(one.inner for one in (*parts.consts, *parts.carries)), at, *held, *(one.inner for one in parts.slices)]
+    outputs = [*parts.body.outvars[:count], following, *added, *(parts.body.outvars[at] for at in stacks)]
+    begin = Constant(np.int32(length - 1 if is_reverse else 0), step)
+    outer = [*(one.outer for one in (*parts.consts, *parts.carries)), begin, *(one.given for one in sums)]
+    body = closed_part(closed.jaxpr, closed.consts, inputs, outputs, equations)
+    return equation.replace(
+        invars=[*outer, *(one.outer for one in parts.slices)],
+        outvars=[
+            *equation.outvars[:count],
+            Var(step),
+            *(one.total for one in sums),
+            *(equation.outvars[at] for at in stacks),
+        ],
+        params={**equation.params, "jaxpr": body, "num_carry": count + 1 + len(sums)},
+    )
+
+
+def _added_at(total: Any, at: Any, term: Any) -> Any:
+    begin = (at, *(np.int32(0),) * (total.ndim - 1))
+    old = lax.dynamic_slice(total, begin, (1, *total.shape[1:]), allow_negative_indices=False)
+    return lax.dynamic_update_slice(total, old + term.astype(total.dtype)[None], begin, allow_negative_indices=False)
+
+
+def _written(fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Var]) -> list[JaxprEqn]:
+    """Returns the equations of a function of operands that give results."""
+    jaxpr = jax.make_jaxpr(fn)(*(spec_of_aval(aval_of(one)) for one in operands)).jaxpr
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    names.update(zip(jaxpr.outvars, results, strict=True))
+    found: list[JaxprEqn] = []
+    for one in jaxpr.eqns:
+        names.update({var: Var(aval_of(var)) for var in one.outvars if var not in names})
+        inputs = [atom if isinstance(atom, Constant) else names[atom] for atom in one.invars]
+        found.append(one.replace(invars=inputs, outvars=[names[var] for var in one.outvars]))
+    return found
