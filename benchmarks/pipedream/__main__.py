@@ -26,16 +26,15 @@ NUM_DEVICES = 8
 class Scale:
     """How much is measured: full, or `--quick`.
 
-    **Fields:** `programs`: that are cut, by name, with the margin that `cuts.balanced` takes; into `stages`; timed
-    `looks` times, then in `rounds`. `instances` of searches with `draws` each, and a heavy head on `devices`.
+    **Fields:** `programs`: that are cut, by name, with the margin that `cuts.balanced` takes and into how many stages;
+    timed `looks` times, then in `rounds`. `instances` of searches with `draws` each, and a heavy head on `devices`.
     `leaves`: of a dispatched stage, in `updates`. `held`: devices and microbatches of what is held by
     `schedules`. `planned`: BERT,
     into `planned_stages`. `trained`: with all samples, in `microbatches`, or `few_microbatches`; in `turns`, behind
     `warmup` steps.
     """
 
-    programs: dict[str, tuple[Callable[[], Program], float]]
-    stages: Sequence[int]
+    programs: dict[str, tuple[Callable[[], Program], float, Sequence[int]]]
     looks: int
     rounds: int
     instances: Sequence[searches.Instance]
@@ -60,13 +59,12 @@ def _kept(vocabulary: int, width: int, layers: int, length: int, batch: int) -> 
 
 FULL = Scale(
     programs={
-        "GPT": (lambda: gpt_program(_kept(8192, 256, 12, 64, 4)), 1.15),
-        "ResNet-50": (lambda: resnet_program((3, 4, 6, 3), 64, 4), 1.05),
-        "BERT": (lambda: bert_program(Sizes(8192, 64, width=256, num_layers=12, num_heads=4), 4), 1.15),
+        "GPT": (lambda: gpt_program(_kept(8192, 256, 12, 64, 4)), 1.15, (2, 4, 8)),
+        "ResNet-50": (lambda: resnet_program((3, 4, 6, 3), 64, 4), 1.05, (2, 4)),
+        "BERT": (lambda: bert_program(Sizes(8192, 64, width=256, num_layers=12, num_heads=4), 4), 1.15, (2, 4, 8)),
     },
-    stages=(2, 4, 8),
     looks=5,
-    rounds=15,
+    rounds=9,
     instances=searches.INSTANCES,
     draws=8,
     devices=(2, 4),
@@ -83,8 +81,7 @@ FULL = Scale(
     warmup=5,
 )
 QUICK = Scale(
-    programs={"GPT": (lambda: gpt_program(_kept(64, 64, 2, 8, 2)), 1.0)},
-    stages=(2,),
+    programs={"GPT": (lambda: gpt_program(_kept(64, 64, 2, 8, 2)), 1.0, (2,))},
     looks=1,
     rounds=1,
     instances=searches.INSTANCES[-2:],
@@ -121,8 +118,8 @@ def main() -> int:
 
 def _cut(report: Report, scale: Scale, _: Path) -> None:
     ratios: list[float] = []
-    for name, (make, margin) in scale.programs.items():
-        stages, looks, rounds = scale.stages, scale.looks, scale.rounds
+    for name, (make, margin, stages) in scale.programs.items():
+        looks, rounds = scale.looks, scale.rounds
         ratios += cuts.balanced(report, name, make(), stages, margin=margin, looks=looks, rounds=rounds)
     report.at_most("cut", max(ratios), 1.02)
 

@@ -1,9 +1,11 @@
 """Automatic cuts beside the best of all cuts at the same borders, beside equal layers, and beside equal parameters.
 
 Every stage of every cut that can be the best one is compiled and timed. A cut whose slowest stage takes, by the sums of
-its segments, much longer than the automatic cut's is left out: it is not the best one.
+its segments, much longer than the automatic cut's is left out, and so is one of which any stage takes as long as the
+automatic cut's slowest one: it is not the best one.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -77,15 +79,22 @@ class Cuts:
         pairs = pairwise(bounds)
         return max(sum(one.seconds.total for one in self._segments[begin:end]) for begin, end in pairs)
 
-    def first_look(self, bounds: Bounds) -> float:
-        """Returns how long the slowest stage of a cut takes; each stage is timed once for all cuts that have it."""
-        slowest = 0.0
-        for stage in self.stages(bounds):
+    def first_look(self, bounds: Bounds, limit: float = math.inf) -> float:
+        """Returns how long the slowest stage of a cut takes; each stage is timed once for all cuts that have it.
+
+        **Arguments:** `limit`: once a stage takes as long, the others are not looked at; those that look slowest, by
+        the sums of their segments, are the first.
+        """
+        slowest, sums = 0.0, [one.seconds.total for one in self._segments]
+        pairs = zip(pairwise(bounds), self.stages(bounds), strict=True)
+        for _, stage in sorted(pairs, key=lambda pair: -sum(sums[slice(*pair[0])])):
             key = stage.told()
             if key not in self._seen:
                 timed = self._compiled(stage)
                 self._seen[key] = min(timed.seconds() for _ in range(self._looks))
             slowest = max(slowest, self._seen[key])
+            if slowest >= limit:
+                break
         return slowest
 
     def each_seconds(self, bounds: Bounds) -> list[float]:
@@ -124,8 +133,10 @@ def balanced(
     cuts, ratios = Cuts(program, looks), list[float]()
     for count in counts:
         ours = cuts.automatic(count)
-        others = cuts.candidates(count, margin * cuts.expected(ours))
-        finalists = sorted(others, key=cuts.first_look)[:_FINALISTS]
+        others = sorted(cuts.candidates(count, margin * cuts.expected(ours)), key=cuts.expected)
+        limit = cuts.first_look(ours)
+        looked = {one: cuts.first_look(one, limit) for one in others}
+        finalists = sorted((one for one in others if looked[one] < limit), key=lambda one: looked[one])[:_FINALISTS]
         chosen = {
             OURS: ours,
             **{f"{BEST} ({place})": one for place, one in enumerate(finalists, 1) if one != ours},
