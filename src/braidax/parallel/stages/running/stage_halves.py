@@ -61,7 +61,8 @@ class StageHalves:
         apart = [at for at, _ in self._alike(halved.handed, dims)]
         self._handed = Flat(halved.handed, dims=dims if home.is_divided else None, apart=apart)
         specs = jax.eval_shape(self._handed.pack, list(halved.handed))
-        handed = [home.along(spec.shape, dim) for spec, dim in zip(specs, self._handed.dims, strict=True)]
+        pairs = zip(specs, self._handed.dims, strict=True)
+        handed: list[Any] = [home.along(spec.shape, dim) for spec, dim in pairs]
         self._spent = [at for _, at in self._alike(specs, self._handed.dims)]
         self._rest = [at for at in range(len(buffers.kept)) if at not in self._spent]
         moved, others = ([on_incoming[at] for at in places] for places in (buffers.moved, buffers.others))
