@@ -14,7 +14,7 @@ from benchmarks.pipedream.searches import NAMED
 from braidax.parallel.stages.passes import Passes
 from braidax.parallel.stages.schedules import Schedule, peak_formula
 
-HELD, FORMULA = "held at once", "formula"
+HELD, FORMULA, PLANNED = "held at once", "formula", "by the list, with what W needs"
 _WIDER = 32  # what a layer keeps for the way back is many times what it sends, as that of a transformer is
 _PASSES = ("forward", "backward", "inputs", "weights")
 
@@ -25,25 +25,29 @@ def memory(
     """Claims that no device holds more bytes of activations at once than its schedule's formula says.
 
     What is held is counted behind every program that is dispatched: all arrays on the device but those that were there
-    before the first one.
+    before the first one. A formula counts a microbatch as all that its forward pass has left, until its gradients are
+    made. Beside it stands what a plan says: the same list, of which a microbatch counts between `I` and `W` as what
+    the products of `W` need.
     """
     worst = 0.0
     for name in schedules:
         schedule = NAMED[name](num_devices, microbatches)
-        held, formula = _peaks(schedule, width, samples)
+        held, formula, planned = _peaks(schedule, width, samples)
         at = f"{name}, {num_devices} devices, {schedule.num_microbatches} microbatches"
         device = max(range(num_devices), key=lambda one: held[one] / formula[one])
         report.add(
             "memory", "ours, the device that holds most of its formula", HELD, "KiB", [held[device] / 2**10], at=at
         )
         report.add("memory", FORMULA, HELD, "KiB", [formula[device] / 2**10], at=at)
+        report.add("memory", PLANNED, HELD, "KiB", [planned[device] / 2**10], at=at)
         worst = max(worst, held[device] / formula[device])
-        say(f"  {at}: {held[device] / formula[device]:.3f} of the formula, device {device}")
+        by_list = max(one / other for one, other in zip(held, planned, strict=True))
+        say(f"  {at}: {held[device] / formula[device]:.3f} of the formula, device {device}; {by_list:.3f} of the plan")
     report.at_most("memory", worst, 1.1)
 
 
-def _peaks(schedule: Schedule, width: int, samples: int) -> tuple[list[int], list[float]]:
-    """Returns of each device the most bytes that are held at once, and those by formula."""
+def _peaks(schedule: Schedule, width: int, samples: int) -> tuple[list[int], list[float], tuple[int, ...]]:
+    """Returns of each device the most bytes that are held at once, those by formula, and those of the plan."""
     devices = jax.devices()[: schedule.num_devices]
     mesh = jax.make_mesh((len(devices),), ("stage",), axis_types=(AxisType.Auto,), devices=devices)
 
@@ -82,7 +86,8 @@ def _peaks(schedule: Schedule, width: int, samples: int) -> tuple[list[int], lis
         [each[stage] for stage, home in enumerate(schedule.device_of_stage) if home == at] for at in range(len(devices))
     ]
     counts = [peak_formula(schedule, at) for at in range(len(devices))]
-    return [found.peak(one) for one in devices], [count * max(one) for count, one in zip(counts, own, strict=True)]
+    formula = [float(count * max(one)) for count, one in zip(counts, own, strict=True)]
+    return [found.peak(one) for one in devices], formula, step.plan.pipeline.schedule.peak_bytes
 
 
 class _Held:

@@ -1,18 +1,21 @@
 """What operations cost of a loss that is cut, and what sending takes."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.balance import Priced, Pricing, Span, StageCost
-from braidax.parallel.stages.costs_of_cut import border_bytes, costs_of_cut
+from braidax.parallel.stages.costs_of_cut import border_bytes, bytes_between_halves, costs_of_cut
 from braidax.parallel.stages.cut import CutLoss, cut
 from braidax.parallel.stages.link import measured_link
 from braidax.parallel.stages.schedules import Costs, simulate
 from braidax.parallel.stages.searching import named, searched
 from braidax.parallel.stages.segments import Seconds, Segment, counted
 from braidax.program import Chain
+from tests.parallel.stages.running.cases import looped
 from tests.program.cutting.models import layers
 
 
@@ -106,3 +109,14 @@ def test_where_several_stages_of_a_device_lie_is_searched_for_too() -> None:
     found = searched(costs, 6, 2, held_bytes=(1,) * 4, memory_bytes=None)
     assert found.schedule.device_of_stage == (0, 0, 0, 1)
     assert found.seconds < min(simulate(one, costs).makespan_seconds for one in named(2, 6) if one.num_stages == 4)
+
+
+def test_what_lies_between_halves_is_operands_and_cotangents_of_products() -> None:
+    program = looped(4, width=8, samples=2).traced(1)
+    found = cut(program, 2, pricing=Pricing(2), clock=counted())
+    again = replace(found, recompute=(True, True))
+    size = 2 * 8 * 4  # of a value of the layers
+    operands = 3 * size + 2 * 4  # of a layer and of the head, whose results are summed: numbers of samples came back
+    assert border_bytes(found.stages[0]) == size
+    assert bytes_between_halves(found) == (found.activation_bytes[0] + size, operands)
+    assert bytes_between_halves(again) == (size, operands)  # the first one keeps what came back alone

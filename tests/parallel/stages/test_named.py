@@ -1,5 +1,7 @@
 """Named schedules: valid everywhere, as long as their papers say, with no more activations than their formulas."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from braidax.parallel.stages.schedules import (
     simulate,
     validate,
     with_transfers,
+    zero_bubble_h1,
     zero_bubble_v,
 )
 from braidax.parallel.stages.schedules.named.v_shape import _blocks  # pyright: ignore[reportPrivateUsage]
@@ -132,3 +135,14 @@ def test_counts_that_cannot_work_are_refused() -> None:
     searched = gpipe(2, 2).with_lists(gpipe(2, 2).lists)
     assert peak_formula(searched, 1) == 2
     assert {x.kind for x in searched.operations()} == {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE}
+
+
+@pytest.mark.parametrize("kept", [3, 10, 14])
+def test_zero_bubble_h1_holds_what_its_paper_says_of_activations_and_of_what_weights_need(kept: int) -> None:
+    """On device i of p, from 1: (p - i + 1) M_B + (i - 1) M_W before an `I`, and behind it one M_W for an M_B."""
+    costs = replace(Costs.even(4, activation=10), kept_bytes=(kept,) * 4)
+    simulation = simulate(zero_bubble_h1(4, 8), costs)
+    for device in range(4):
+        before = (4 - device) * 10 + device * kept
+        assert simulation.peak_bytes(device) == before + max(kept - 10, 0)
+        assert max(live.microbatches for live in simulation.curve(device)) == 4

@@ -1,5 +1,7 @@
 """Searched schedules: as short as an exhaustive search's, within memory, the same every time."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.pipedream.exact import optimum
@@ -20,7 +22,7 @@ from braidax.parallel.stages.schedules import (
 )
 from braidax.parallel.stages.schedules.search.beam import beam
 from braidax.parallel.stages.schedules.search.dispatch import dispatched, policies
-from braidax.parallel.stages.schedules.search.improve import makespan
+from braidax.parallel.stages.schedules.search.improve import fits, makespan
 from braidax.parallel.stages.schedules.search.layouts import layouts
 from braidax.parallel.stages.schedules.search.problem import Problem
 from tests.parallel.stages.pipelines import FLUSHED, merged
@@ -119,3 +121,27 @@ def test_what_cannot_be_searched_is_refused() -> None:
         search_schedule(Costs.even(2), 4, straight(2), known=[gpipe(2, 3)])
     with pytest.raises(ArgumentError, match=r"^costs are of 4 stages, device_of_stage has 2$"):
         search_schedule(costs, 4, straight(2))
+
+
+@pytest.mark.parametrize("device_of_stage", [straight(3), folded(2)])
+def test_what_gradients_of_inputs_leave_is_kept_within_memory(device_of_stage: tuple[int, ...]) -> None:
+    """Of a microbatch lives more between the two gradients than before: room that forwards alone would fill."""
+    count, num_devices = len(device_of_stage), max(device_of_stage) + 1
+    costs = replace(Costs.even(count, activation=10), kept_bytes=(13,) * count)
+    least = 10 * count // num_devices + 3
+    shortest: list[float] = []
+    for limit in (least, 2 * least, 10 * 6 * count):
+        found = search_schedule(costs, 6, device_of_stage, limit_bytes=limit, num_trials=200)
+        simulation = simulate(found.schedule, costs)
+        assert max(map(simulation.peak_bytes, range(num_devices))) <= limit
+        validate(found.schedule, activation_bytes=(10,) * count, kept_bytes=(13,) * count, limit_bytes=limit)
+        problem = Problem(costs, 6, device_of_stage, limit)
+        orders = [dispatched(problem, policy) for policy in policies(problem)]
+        assert all(fits(problem, order) for each in orders for order in each)
+        shortest.append(found.seconds)
+    assert shortest == sorted(shortest, reverse=True)
+    assert shortest[0] > shortest[2]
+    with pytest.raises(ArgumentError, match=rf"^limit_bytes={least - 1} is below the {least} bytes of activations"):
+        search_schedule(costs, 6, device_of_stage, limit_bytes=least - 1)
+    less = replace(costs, kept_bytes=(4,) * count)
+    assert search_schedule(less, 6, device_of_stage, limit_bytes=least, num_trials=200).seconds <= shortest[0]

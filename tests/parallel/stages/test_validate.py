@@ -99,6 +99,10 @@ def test_memory_is_checked_against_its_limit() -> None:
         ArgumentError, match=r"^1F3 at place 3 of device 1 makes 20 bytes of activations live, limit_by"
     ):
         validate(gpipe(2, 4), activation_bytes=(3, 5), limit_bytes=19)
+    sizes: Any = {"activation_bytes": (5, 5), "kept_bytes": (7, 7)}
+    validate(zero_bubble_h1(2, 4), **sizes, limit_bytes=14)
+    with pytest.raises(ArgumentError, match=r"^1I1 at place 3 of device 1 makes 14 bytes of activations live, "):
+        validate(zero_bubble_h1(2, 4), **sizes, limit_bytes=13)
 
 
 def test_versions_that_are_not_there_are_named() -> None:

@@ -6,6 +6,8 @@ from braidax.parallel.plan.costs.machine import Link
 from braidax.program import Stage, bytes_of
 
 from .cut import CutLoss
+from .halved import Halved
+from .passes import Passes
 from .schedules import Costs
 
 
@@ -32,6 +34,22 @@ def costs_of_cut(
         activation_bytes=tuple(_share(one, inner_devices) for one in found.activation_bytes),
         kept_bytes=None if kept_bytes is None else tuple(_share(one, inner_devices) for one in kept_bytes),
     )
+
+
+def bytes_between_halves(found: CutLoss, *, params: int = 0) -> tuple[int, ...]:
+    """Returns of each stage what is held of a microbatch between the gradient of its inputs and that of its weights.
+
+    It may be more than the forward pass has left: operands and cotangents of products. Stages that compute the same
+    are traced once.
+    """
+    known: dict[tuple[str, bool], int] = {}
+    sizes: list[int] = []
+    for stage, again in zip(found.stages, found.recompute, strict=True):
+        key = stage.told(), again
+        if key not in known:
+            known[key] = Halved(Passes(stage, params=params, recompute=again)).kept_bytes
+        sizes.append(known[key])
+    return tuple(sizes)
 
 
 def border_bytes(stage: Stage) -> int:

@@ -20,13 +20,13 @@ from braidax.parallel.plan.planned.stages import PlannedPart, PlannedPipeline, P
 from braidax.program import Program, Stage, bytes_of, named_leaves
 
 from .balance import Pricing
-from .costs_of_cut import border_bytes, costs_of_cut
+from .costs_of_cut import border_bytes, bytes_between_halves, costs_of_cut
 from .cut import CutLoss, cut
 from .link import COUNTED_LINK, measured_link
 from .pipeline import Pipeline
 from .running.home import sub_meshes, without_mesh
 from .running.owning.ownership import Ownership
-from .schedules import Costs, Schedule, format_csv, simulate, with_transfers
+from .schedules import Costs, Kind, Schedule, format_csv, simulate, with_transfers
 from .searching import searched
 from .segments import counted, measured
 from .verdict import Compared, Devices
@@ -111,7 +111,9 @@ def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
         math.ceil(size * setting.bytes_per_parameter + again / devices.inner)
         for size, again in zip(_parameter_bytes(found), found.rerun_bytes, strict=True)
     ]
-    costs = costs_of_cut(found, devices.between, inner_devices=devices.inner)
+    with without_mesh():
+        between = bytes_between_halves(found) if schedule is None or _is_halved(schedule) else None
+    costs = costs_of_cut(found, devices.between, inner_devices=devices.inner, kept_bytes=between)
     costs = _with_sums(costs, found, devices, setting.sums_per_update)
     bound = None
     if schedule is None:
@@ -239,6 +241,10 @@ def _check_memory(schedule: Schedule, costs: Costs, held: Sequence[int], memory_
                 f"optimizer's state, and at most {peak} of activations by schedule {schedule.name!r}: take "
                 f'schedule="searched", more microbatches or devices, or recompute=True'
             )
+
+
+def _is_halved(schedule: Schedule) -> bool:
+    return any(one.kind is Kind.INPUT for one in schedule.operations())
 
 
 def _samples(program: Program) -> int:

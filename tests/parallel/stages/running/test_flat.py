@@ -61,3 +61,14 @@ def test_sums_along_what_lies_side_by_side_are_taken_apart() -> None:
     wanted = [*(one.sum(0) for one in arrays[:2]), *arrays[2:4], arrays[4].sum(0)]
     for one, other in zip(form.unpack(summed, summed=True), wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_needed_longer_shares_no_buffer_with_the_rest() -> None:
+    arrays = [jnp.ones(3), jnp.arange(2.0), jnp.zeros(4), jnp.arange(5.0), jnp.ones(6)]
+    form = Flat(arrays, longer=[1, 3])
+    buffers = form.pack(arrays)
+    np.testing.assert_array_equal(buffers[1], [0, 1, 0, 1, 2, 3, 4])
+    assert buffers[0].shape == (3 + 4 + 6,)
+    assert form.holding([1]) == form.holding([1, 3]) == [1]
+    for one, other in zip(form.unpack(buffers), arrays, strict=True):
+        np.testing.assert_array_equal(one, other)

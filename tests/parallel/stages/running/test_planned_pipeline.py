@@ -93,10 +93,24 @@ def test_tied_weights_are_with_one_stage_and_lent_to_another() -> None:
     assert "pipeline: 2 stages along pipe, 1F1B → none" in plan.compare(other)
 
 
+def check_what_is_held(step: Any) -> None:
+    """Checks bytes of a plan by ZB-H1 against those that programs hold."""
+    one, other = (stage.costs for stage in step.plan.pipeline.stages)
+    halves = step._work.run.stage_programs[1].halves
+    assert (one.kept_bytes, other.kept_bytes) == (one.activation_bytes + one.sent_bytes, halves.kept_bytes)
+    assert other.kept_bytes < other.activation_bytes
+    first, second = 2 * one.activation_bytes + one.sent_bytes, other.activation_bytes + other.kept_bytes
+    assert step.plan.pipeline.schedule.peak_bytes == (first, second)
+    room = one.held_bytes + first - 1
+    with refused(ArgumentError, rf"^memory_bytes={room}: device 0 .* and at most {first} of activations by .* 'ZB-H1'"):
+        planned(looped(), bx.Pipeline("ZB-H1", clock="counted", memory_bytes=room))
+
+
 def test_a_plan_is_followed_and_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = looped()
     first = planned(case, bx.Pipeline("ZB-H1", clock="counted"))
     plan = bx.Plan.from_json(first.plan.to_json())
+    check_what_is_held(first)
     monkeypatch.setattr("braidax.parallel.pipelined_step.agreed_stages", None)
     again = planned(case, bx.Pipeline(), plan=plan, microbatches=1)
     assert again.plan == plan

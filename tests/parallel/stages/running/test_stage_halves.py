@@ -38,7 +38,6 @@ def watch(run: Pipelined, monkeypatch: pytest.MonkeyPatch, stage: int) -> tuple[
 
 
 def test_what_weights_do_not_need_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "SMALL_BYTES", 0)  # else what is dropped lies in a buffer with what is not
     case = mlp(4)
     run = pipelined(case, zero_bubble_h1(2, 4))
     expected = case.expected(4)
@@ -46,8 +45,29 @@ def test_what_weights_do_not_need_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
     check(run, case, expected)
     halves = run.stage_programs[1].halves
     assert len(held) == 4
-    assert len(gone) >= 4 * 2  # masks of dropout, and derivatives
+    assert len(gone) >= 4  # masks of dropout, and derivatives, in a buffer
     assert set(held) == {halves.kept_bytes}
+
+
+def test_what_is_handed_on_lies_where_what_was_kept_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "SMALL_BYTES", 0)  # all are large
+    case = looped(4)
+    run = pipelined(case, zero_bubble_h1(3, 4))
+    own, seen = run.stage_programs[1], list[Any]()
+    inputs = own.inputs
+
+    def to_inputs(moved: Any, others: Any, params: Any, given: Any, kept: Any, gradients: Any) -> Any:
+        sent, left = inputs(moved, others, params, given, kept, gradients)
+        seen.append(([(one.shape, one.is_deleted()) for one in kept], [one.shape for one in jax.tree.leaves(left)]))
+        return sent, left
+
+    monkeypatch.setattr(own, "inputs", to_inputs)
+    check(run, case, case.expected(4))
+    (kept, left), *others = seen
+    layer = (1, 4, 4)
+    assert kept == [(layer, False), (layer, True), (layer, False)]  # what a derivative lay in has cotangents now
+    assert left == [layer, layer]  # these, and the input of the product
+    assert others == [(kept, left)] * 3
 
 
 @pytest.mark.parametrize("recompute", [(), pytest.param((True, True), marks=pytest.mark.slow)])

@@ -19,6 +19,7 @@ class Flat:
     **Arguments:** `specs`: of the arrays. `small_bytes`: from which size on an array stays what it is; by default
     `SMALL_BYTES`. `dims`: of each array, which one goes along samples; where it is the first, those of a buffer lie
     side by side, so that devices divide it as they do these. `apart`: which arrays stay what they are in any case.
+    `longer`: which are needed longer than the others, and so share buffers with one another only.
     """
 
     def __init__(
@@ -28,17 +29,18 @@ class Flat:
         small_bytes: int | None = None,
         dims: Sequence[int | None] | None = None,
         apart: Collection[int] = (),
+        longer: Collection[int] = (),
     ) -> None:
         small_bytes = SMALL_BYTES if small_bytes is None else small_bytes
         self.specs = tuple(specs)
         dims = [None] * len(self.specs) if dims is None else dims
-        small: dict[tuple[Any, int], list[int]] = {}
+        small: dict[tuple[Any, int, bool], list[int]] = {}
         for at, (spec, dim) in enumerate(zip(self.specs, dims, strict=True)):
             is_small = _is_plain(spec) and math.prod(spec.shape) * np.dtype(spec.dtype).itemsize < small_bytes
             if is_small and dim in (None, 0) and at not in apart:
                 rows = 1 if dim is None else spec.shape[0]
-                small.setdefault((spec.dtype, rows), []).append(at)
-        groups = [(rows, group) for (_, rows), group in small.items() if len(group) > 1]
+                small.setdefault((spec.dtype, rows, at in longer), []).append(at)
+        groups = [(rows, group) for (_, rows, _), group in small.items() if len(group) > 1]
         self._groups = [group for _, group in groups]
         self._rows = [rows for rows, _ in groups]
         joined = {at for group in self._groups for at in group}

@@ -57,16 +57,20 @@ class StageHalves:
         self._others = [at for at, one in enumerate(buffers.others) if one in left.incoming]
         self._kept, self._gradients = buffers.form.holding(left.kept), left.outgoing
         on_given, on_incoming, on_kept, on_gradients = buffers.shardings
-        self._handed = Flat(halved.handed)
-        handed: list[Any] = [home.whole] * len(self._handed.dims)
-        if home.is_divided:
-            self._handed = Flat(halved.handed, dims=self._dims())
-            specs = jax.eval_shape(self._handed.pack, list(halved.handed))
-            handed = [home.along(spec.shape, dim) for spec, dim in zip(specs, self._handed.dims, strict=True)]
+        self._handed = Flat(halved.handed, small_bytes=0)
+        dims = self._dims() if home.is_divided else [None] * len(halved.handed)
+        apart = [at for at, _ in self._alike(halved.handed, dims)]
+        self._handed = Flat(halved.handed, dims=dims if home.is_divided else None, apart=apart)
+        specs = jax.eval_shape(self._handed.pack, list(halved.handed))
+        pairs = zip(specs, self._handed.dims, strict=True)
+        handed: list[Any] = [home.along(spec.shape, dim) for spec, dim in pairs]
+        self._spent = [at for _, at in self._alike(specs, self._handed.dims)]
+        self._rest = [at for at in range(len(buffers.kept)) if at not in self._spent]
         moved, others = ([on_incoming[at] for at in places] for places in (buffers.moved, buffers.others))
         done, held = tuple(moved[at] for at in self._done), tuple(moved[at] for at in self._moved)
         given = tuple(on_given)
-        ins = (done, held, tuple(others), buffers.on_params, given, tuple(on_kept), tuple(on_gradients))
+        spent, rest = (tuple(on_kept[at] for at in places) for places in (self._spent, self._rest))
+        ins = ((done, spent), held, tuple(others), buffers.on_params, given, rest, tuple(on_gradients))
         self.handed_shardings = tuple(handed)
         self._to_inputs = home.compile(self._inputs, ins, (tuple(sent), tuple(handed)), donate=(0,))
         places = ((others, self._others), (on_kept, self._kept), (on_gradients, self._gradients))
@@ -95,7 +99,8 @@ class StageHalves:
         **Returns:** the gradients that are sent, and what is to be held for `weights`.
         """
         done, held = tuple(moved[at] for at in self._done), tuple(moved[at] for at in self._moved)
-        sent, handed = self._to_inputs(done, held, others, params, given, kept, gradients)
+        spent, rest = (tuple(kept[at] for at in places) for places in (self._spent, self._rest))
+        sent, handed = self._to_inputs((done, spent), held, others, params, given, rest, gradients)
         places = ((others, self._others), (kept, self._kept), (gradients, self._gradients))
         return sent, (handed, held, *(tuple(one[at] for at in own) for one, own in places))
 
@@ -107,19 +112,36 @@ class StageHalves:
 
     def _inputs(
         self,
-        done: Sequence[Any],
+        gone: tuple[Sequence[Any], Sequence[Any]],
         held: Sequence[Any],
         others: Sequence[Any],
         params: Sequence[Any],
         given: Sequence[Any],
-        kept: Sequence[Any],
+        rest: Sequence[Any],
         gradients: Sequence[Any],
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        own = self._own
+        own, (done, spent) = self._own, gone
+        kept = _placed(len(own.kept), (*self._spent, *self._rest), (*spent, *rest))
         moved = _placed(len(own.moved), (*self._done, *self._moved), (*done, *held))
         incoming = _placed(len(own.incoming), (*own.moved, *own.others), (*moved, *others))
         sent, handed = self._halved.inputs(own.taken(params, given), incoming, own.form.unpack(kept), gradients)
         return tuple(sent), tuple(self._handed.pack(handed))
+
+    def _alike(self, handed: Sequence[Any], dims: Sequence[int | None]) -> list[tuple[int, int]]:
+        """Returns which of what is handed on can take over the memory of which buffer of what was kept.
+
+        **Arguments:** `handed`: specs. `dims`: of these, along samples.
+        """
+        own, on_kept = self._own, self._own.shardings[2]
+        free = [at for at in range(len(own.kept)) if at not in self._kept]
+        found: list[tuple[int, int]] = []
+        for number, (spec, dim) in enumerate(zip(handed, dims, strict=True)):
+            form = spec.shape, spec.dtype, self._home.along(spec.shape, dim)
+            at = next((at for at in free if (own.kept[at].shape, own.kept[at].dtype, on_kept[at]) == form), None)
+            if at is not None:
+                free.remove(at)
+                found.append((number, at))
+        return found
 
     def _weights(self, sums: Sequence[Any], *given: Any) -> list[Any]:
         return self._own.added(sums, self._gradients_of(*given))

@@ -112,7 +112,8 @@ class StagePrograms:
         dims = batch_dims_of_results(traced, divided, islands=True)
         if kept:  # from here on in buffers
             before = len(dims) - len(kept)
-            self._kept = Flat(kept, dims=dims[before:] if home.is_divided else None)
+            of_kept = dims[before:] if home.is_divided else None
+            self._kept = Flat(kept, dims=of_kept, longer=self._halved.left.kept)
             made = made._replace(kept=tuple(jax.eval_shape(self._kept.pack, list(kept))))
             dims = [*dims[:before], *self._kept.dims]
         self.ran_specs = made

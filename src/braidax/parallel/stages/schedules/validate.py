@@ -11,7 +11,11 @@ from braidax.parallel.stages.schedules.versions import Versions, versions
 
 
 def validate(
-    schedule: Schedule, *, activation_bytes: Sequence[int] | None = None, limit_bytes: int | None = None
+    schedule: Schedule,
+    *,
+    activation_bytes: Sequence[int] | None = None,
+    kept_bytes: Sequence[int] | None = None,
+    limit_bytes: int | None = None,
 ) -> Versions:
     """Checks all that can be wrong with a schedule.
 
@@ -20,8 +24,9 @@ def validate(
     receives, all are there and meet, also if each blocks both of its devices; versions of the weights are there when
     they are wanted.
 
-    **Arguments:** `activation_bytes`: of each stage, for one microbatch; by default 1. `limit_bytes`: of a device's
-    activations, checked if given.
+    **Arguments:** `activation_bytes`: of each stage, for one microbatch; by default 1. `kept_bytes`: between the
+    gradient of its inputs and that of its weights; by default the same. `limit_bytes`: of a device's activations,
+    checked if given.
 
     **Returns:** which versions of the weights microbatches see.
 
@@ -34,7 +39,8 @@ def validate(
     if any(x.is_transfer for x in schedule.operations()):
         check_rendezvous(schedule)
     if limit_bytes is not None:
-        _check_memory(schedule, activation_bytes or (1,) * schedule.num_stages, limit_bytes)
+        taken = activation_bytes or (1,) * schedule.num_stages
+        _check_memory(schedule, taken, kept_bytes or taken, limit_bytes)
     return versions(schedule)
 
 
@@ -138,14 +144,17 @@ def _check_order(schedule: Schedule) -> None:
             stack.append(left[0])
 
 
-def _check_memory(schedule: Schedule, activation_bytes: Sequence[int], limit_bytes: int) -> None:
+def _check_memory(schedule: Schedule, taken: Sequence[int], kept: Sequence[int], limit_bytes: int) -> None:
     for device, operations in enumerate(schedule.lists):
         live = 0
         for place, operation in enumerate(operations):
-            if operation.kind is Kind.FORWARD:
-                live += activation_bytes[operation.stage]
-            elif operation.kind in RELEASES:
-                live -= activation_bytes[operation.stage]
+            stage = operation.stage
+            live += {
+                Kind.FORWARD: taken[stage],
+                Kind.BACKWARD: -taken[stage],
+                Kind.INPUT: kept[stage] - taken[stage],
+                Kind.WEIGHT: -kept[stage],
+            }.get(operation.kind, 0)
             if live > limit_bytes:
                 raise ArgumentError(
                     f"{operation} at place {place} of device {device} makes {live} bytes of activations live, "

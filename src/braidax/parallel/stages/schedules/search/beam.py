@@ -91,6 +91,8 @@ def _after(problem: Problem, beginning: _Beginning, row: int) -> _Beginning | No
         under_way = [counts[s] - counts[num_stages + s] for s in range(num_stages)]
         if not problem.has_room(stage, beginning.live[device], under_way):
             return None
+    elif not problem.goes_back(number, beginning.live[device]):
+        return None
     seconds = problem.seconds[number]
     end = start + seconds
     if kind != WEIGHT:

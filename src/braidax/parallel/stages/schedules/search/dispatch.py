@@ -75,7 +75,7 @@ class _Dispatch:
                 if each < problem.num_microbatches and (kind != FORWARD or self._fits(stage, device)):
                     number = problem.number(kind, stage, each)
                     ready = self._ready(number)
-                    if ready is not None:
+                    if ready is not None and (kind == FORWARD or problem.goes_back(number, self._live[device])):
                         yield number, ready
 
     def _ready(self, number: int) -> float | None:

@@ -20,7 +20,8 @@ class Problem:
     **Arguments:** `device_of_stage`: where each stage lies. `limit_bytes`: of activations on a device, if there is one.
 
     **Fields:** by number of operation: `devices`; `seconds`; `needs`, what must be over and for how long; `changes` of
-    bytes.
+    bytes. By device: `room`, what forwards may fill; the rest is for what a gradient of inputs leaves more than its
+    forward had.
 
     **Raises:** `ArgumentError` where no schedule fits into `limit_bytes`.
     """
@@ -39,15 +40,20 @@ class Problem:
             sum(taken[s] for s in range(stage + 1, self.num_stages) if device_of_stage[s] == device_of_stage[stage])
             for stage in range(self.num_stages)
         ]
+        pairs = zip(device_of_stage, kept, taken, strict=True)
+        more = [(home, max(k - t, 0)) for home, k, t in pairs]
+        self.room = [self.limit - max(size for home, size in more if home == at) for at in range(self.num_devices)]
         self.earlier = [  # stages of the same device up to one
             [s for s in range(stage + 1) if device_of_stage[s] == device_of_stage[stage]]
             for stage in range(self.num_stages)
         ]
         for stage in range(self.num_stages):
-            if taken[stage] + self.later[stage] > self.limit:
+            home, least = device_of_stage[stage], taken[stage] + self.later[stage]
+            if least > self.room[home]:
+                least += max(size for at, size in more if at == home)
                 raise ArgumentError(
-                    f"limit_bytes={limit_bytes} is below the {taken[stage] + self.later[stage]} bytes of activations "
-                    f"that one microbatch needs on device {device_of_stage[stage]}"
+                    f"limit_bytes={limit_bytes} is below the {least} bytes of activations that one microbatch needs "
+                    f"on device {home}"
                 )
         seconds = (costs.forward_seconds, costs.input_seconds, costs.weight_seconds)
         changes = (taken, [k - t for k, t in zip(kept, taken, strict=True)], [-k for k in kept])
@@ -76,15 +82,19 @@ class Problem:
     def has_room(self, stage: int, live: float, under_way: Sequence[int]) -> bool:
         """Says whether one more forward of a stage fits, and leaves room to bring every microbatch to its end.
 
-        What later stages of the device hold comes back without any more room; what earlier ones hold does not.
+        What later stages of the device hold comes back in `room`; what earlier ones hold does not.
 
         **Arguments:** `live`: bytes on the device. `under_way`: how many microbatches of each stage wait for gradients.
         """
-        taken = self.costs.activation_bytes
-        if live + taken[stage] > self.limit:
+        taken, room = self.costs.activation_bytes, self.room[self.device_of_stage[stage]]
+        if live + taken[stage] > room:
             return False
         held = sum(under_way[s] * taken[s] for s in self.earlier[stage])
-        return held + taken[stage] + self.later[stage] <= self.limit
+        return held + taken[stage] + self.later[stage] <= room
+
+    def goes_back(self, number: int, live: float) -> bool:
+        """Says whether what a gradient leaves fits; if it does not, a gradient of weights waits, which makes room."""
+        return live + self.changes[number] <= self.limit
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """Returns orders as a schedule."""
