@@ -5,16 +5,20 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
 from braidax.checkpoint import Checkpointer, Preemption, Saver
 from braidax.data import Cursor, DataLoader
-from braidax.errors import ArgumentError, BraidaxError
+from braidax.errors import ArgumentError, BraidaxError, CheckpointError, WaitTimeout
 from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
+
+if TYPE_CHECKING:
+    from braidax.parallel import PipelinedStep
 
 TestMetrics = Callable[[Any, Any], Mapping[str, Any]]
 """Gives the metrics of a state on a batch."""
@@ -24,7 +28,7 @@ _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
 
 
 def fit(
-    step: Step | TrainStep,
+    step: "Step | TrainStep | PipelinedStep",
     state: Any,
     loader: DataLoader,
     *,
@@ -51,7 +55,8 @@ def fit(
     (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
-    a batch, be it the last, had ids out of range, with `Hybrid(out_of_range="raise")`.
+    a batch, be it the last, had ids out of range, with `Hybrid(out_of_range="raise")`; `ProcessFailed` within seconds
+    when another process has ended that has stages of a pipeline.
     """
     before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
@@ -60,9 +65,12 @@ def fit(
     note_plan = _noting(saver, step)
     state = _restored(saver, state, loader)
     begun, batches = loader.cursor, _Batches(loader, is_ahead=_is_told(step, coming))
-    length, first_step = _length(loader, state)
+    length, first_step = _length(loader, state, saver)
     told = report.following(length, first_step)
-    with contextlib.closing(batches), loader, told, _interrupt_kept() as interrupted, _preempted(saver) as preempted:
+    with (
+        _failure_named(step, saver), contextlib.closing(batches), loader, told, _interrupt_kept() as interrupted,
+        _preempted(saver) as preempted,
+    ):  # fmt: skip
         while not interrupted() and not preempted() and not batches.are_over:
             epoch = batches.cursor.epoch
             with report.waiting():
@@ -96,7 +104,7 @@ def _restored(saver: Saver | None, state: Any, loader: DataLoader) -> Any:
     return state
 
 
-def _is_told(step: Step | TrainStep, coming: Literal["auto", "known", "unknown"]) -> bool:
+def _is_told(step: "Step | TrainStep | PipelinedStep", coming: Literal["auto", "known", "unknown"]) -> bool:
     """Whether updates are told the coming batch. **Raises:** `ArgumentError` where they could make nothing of it."""
     if coming not in ("auto", "known", "unknown"):
         raise ArgumentError(f'coming is {coming!r}, expected "auto", "known" or "unknown"')
@@ -157,7 +165,7 @@ def _trace_all(report: Report, loader: DataLoader, saver: Saver | None) -> None:
             saver.trace = report.trace
 
 
-def evaluate(step: Step | TestMetrics, state: Any, loader: DataLoader) -> dict[str, float]:
+def evaluate(step: "Step | PipelinedStep | TestMetrics", state: Any, loader: DataLoader) -> dict[str, float]:
     """Returns the mean of each scalar metric over one pass through a loader.
 
     Each batch weighs as much as it has valid samples, so the result is exact if `loader` was made with
@@ -172,7 +180,7 @@ def evaluate(step: Step | TestMetrics, state: Any, loader: DataLoader) -> dict[s
             f"loader has epochs={loader.epochs} and stands at {loader.cursor}; evaluate takes a loader with epochs=1 "
             f"that stands at position=0"
         )
-    metrics_of = step.evaluate if isinstance(step, Step) else step
+    metrics_of: Any = getattr(step, "evaluate", step)
     totals: dict[str, jax.Array] = {}
     num_samples = 0
     for batch in loader:
@@ -192,9 +200,11 @@ def _tell_skipped(loader: DataLoader, report: Report) -> None:
         report.say(f"bad records: {skipped}")
 
 
-def _tested(step: Step | TrainStep, test: DataLoader | None, test_metrics: TestMetrics | None) -> "Step | TestMetrics":
+def _tested(
+    step: "Step | TrainStep | PipelinedStep", test: DataLoader | None, test_metrics: TestMetrics | None
+) -> "Step | PipelinedStep | TestMetrics":
     """Returns what `evaluate` takes."""
-    if test is not None and test_metrics is None and not isinstance(step, Step):
+    if test is not None and test_metrics is None and isinstance(step, TrainStep):
         raise ArgumentError(
             "test is given, and a decorated step has no evaluate: give test_metrics=step.wrap(fn) as well, where "
             "fn(state, batch) returns a dict of metrics"
@@ -204,7 +214,7 @@ def _tested(step: Step | TrainStep, test: DataLoader | None, test_metrics: TestM
     return step if test_metrics is None else test_metrics
 
 
-def _noting(saver: Saver | None, step: Step | TrainStep) -> Callable[[], None]:
+def _noting(saver: Saver | None, step: "Step | TrainStep | PipelinedStep") -> Callable[[], None]:
     """Notes the plan of a step; returns what does so behind an update: a decorated step has none before."""
     if saver is not None:
         saver.notes.pop("plan", None)
@@ -218,6 +228,27 @@ def _noting(saver: Saver | None, step: Step | TrainStep) -> Callable[[], None]:
     return note
 
 
+@contextlib.contextmanager
+def _failure_named(step: "Step | TrainStep | PipelinedStep", saver: Saver | None) -> Generator[None, None, None]:
+    """Raises `ProcessFailed` in place of what devices and checkpoints raise because a process has ended, and waits for
+    it no longer; of steps that know how to ask.
+    """
+    ask = getattr(step, "check_processes", None)
+    if ask is None:
+        yield
+        return
+    if isinstance(saver, Checkpointer):
+        saver.while_waiting = partial(ask, wait_seconds=0.0)
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, CheckpointError, WaitTimeout):
+        ask()
+        raise
+    finally:
+        if isinstance(saver, Checkpointer):
+            saver.while_waiting = None
+
+
 def _checked(metrics: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping):
         raise ArgumentError(
@@ -227,12 +258,15 @@ def _checked(metrics: Any, what: str) -> Mapping[str, Any]:
     return metrics  # pyright: ignore[reportUnknownVariableType]
 
 
-def _length(loader: DataLoader, state: Any) -> tuple[RunLength, int]:
+def _length(loader: DataLoader, state: Any, saver: Saver | None) -> tuple[RunLength, int]:
     """Returns how long a run is, and how many steps its state has seen, in whatever batches that was."""
     cursor, epochs, batch_size = loader.cursor, loader.epochs, loader.batch_size
     known = getattr(state, "step", None)
-    before = cursor.epoch * loader.batches_per_epoch + cursor.position // batch_size
-    first_step = before if known is None else int(known)
+    first_step = cursor.epoch * loader.batches_per_epoch + cursor.position // batch_size
+    if isinstance(known, jax.Array) and not known.addressable_shards:  # with a stage of another process
+        first_step = first_step if saver is None else saver.num_updates
+    elif known is not None:
+        first_step = int(known)
     if epochs is None:
         return RunLength(None, None, batch_size), first_step
     left = loader.num_samples - cursor.position

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from braidax.checkpoint import Checkpointer, Every, Skipped, checkpointer, persist, reading, restore
 from braidax.checkpoint.manifest import data_file, manifest_file
 from braidax.checkpoint.snapshot import Held, Snapshot
-from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
+from braidax.errors import ArgumentError, CheckpointError, ProcessFailed, WaitTimeout
 from braidax.spans import Trace
 from tests.checkpoint.saving import commit, names, read_all
 
@@ -180,6 +180,42 @@ def test_one_checkpoint_is_under_way_at_a_time(tmp_path: Path, persist_gate: Gat
             saver.update({"x": x})
     assert names(tmp_path) == ["step-00000002", "step-00000006"]
     assert restore(tmp_path, {"x": 0}).tree == {"x": 4}
+
+
+def test_a_wait_is_over_when_a_process_has_ended(
+    tmp_path: Path, persist_gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("braidax.checkpoint.background_job._LOOK_SECONDS", 0.01)
+    asked = list[int]()
+
+    def ask() -> None:
+        asked.append(len(asked))
+        if len(asked) == 3:
+            threading.Timer(0.05, persist_gate.open).start()
+            raise ProcessFailed("process 1 has ended", 1)
+
+    with pytest.raises(ProcessFailed, match="process 1 has ended"), Checkpointer(tmp_path, Every(1)) as saver:
+        saver.while_waiting = ask
+        saver.update({"x": 1})
+        saver.update({"x": 2})
+    assert asked == [0, 1, 2]
+    with pytest.raises(CheckpointError, match="is closed"):
+        saver.wait()
+
+
+def test_who_has_ended_is_said_in_place_of_what_a_checkpoint_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no room")
+
+    def ask() -> None:
+        raise ProcessFailed("process 1 has ended", 1)
+
+    monkeypatch.setattr("braidax.checkpoint.persist.write", fail)
+    with pytest.raises(ProcessFailed), Checkpointer(tmp_path, Every(1)) as saver:
+        saver.while_waiting = ask
+        saver.save({"x": 1})
 
 
 @pytest.mark.parametrize("call", ["update", "wait", "save", "restore", "close"])

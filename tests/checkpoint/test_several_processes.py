@@ -11,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import Checkpointer, Every, copied, folders, restore
 from braidax.checkpoint import restoring as restoring_module
 from braidax.checkpoint.manifest import data_file, manifest_file
+from braidax.checkpoint.processes import Processes
 from braidax.checkpoint.reading import Reader, read_manifest
 from braidax.comm import Communicator
-from braidax.errors import BraidaxError, WaitTimeout
+from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
 from braidax.gang import LocalGang
 from tests.checkpoint.saving import Longer, names, read_all
 from tests.checkpoint.told import told
@@ -230,6 +232,28 @@ def failing(comm: Communicator, folder: Path, who: int) -> list[str]:
             finally:
                 os.fsync = fsync
     return found
+
+
+class Silent:
+    """Of a coordination service, in which nobody else says anything."""
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        time.sleep(0.001)
+        raise JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def test_one_that_leaves_waits_for_nobody() -> None:
+    processes = Processes(Silent(), 0, 2, SECONDS)  # pyright: ignore[reportArgumentType]
+    leaving = threading.Timer(0.05, lambda: processes.leave("process 1 has ended"))
+    leaving.start()
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError, match="process 1 has ended"):
+        processes.hear("save", "")
+    assert time.monotonic() - begun < SECONDS / 2
+    leaving.join()
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -1,10 +1,35 @@
 """A job behind the loop: one at a time, and the loop hears of its failure."""
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
+
+_LOOK_SECONDS = 3.0
+
+
+def outcome(
+    future: "Future[Any]", timeout_seconds: float, while_waiting: Callable[[], object] | None
+) -> BaseException | None:
+    """Waits until something is over, and returns what went wrong with it.
+
+    **Arguments:** `while_waiting`: is called every few seconds, and when something went wrong.
+
+    **Raises:** `TimeoutError` at the limit; what `while_waiting` raises.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while not wait([future], min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
+        if while_waiting is not None:
+            while_waiting()
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+    error = future.exception()
+    if error is not None and while_waiting is not None:
+        while_waiting()
+    return error
 
 
 @dataclass(frozen=True)

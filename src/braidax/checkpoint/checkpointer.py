@@ -12,19 +12,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
-import numpy as np
-
 from braidax.checkpoint import folders, persist, restoring
+from braidax.checkpoint.background_job import outcome
 from braidax.checkpoint.copies import prepared
 from braidax.checkpoint.interval import Interval, Spacing, check_interval
-from braidax.checkpoint.persist import Order, Part
+from braidax.checkpoint.persist import Order, Part, number_of
 from braidax.checkpoint.processes import Processes, all_processes
 from braidax.checkpoint.restoring import Skipped
 from braidax.checkpoint.retention import Retention
 from braidax.checkpoint.snapshot import Held, Memory, Snapshot, hold
 from braidax.checkpoint.writing import checksums_of
-from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
+from braidax.errors import ArgumentError, CheckpointError, ProcessFailed, WaitTimeout
 from braidax.spans import Trace, span
 
 THREAD_NAME = "braidax-checkpoint"
@@ -52,7 +50,9 @@ class Checkpointer:
     tree whose checkpoint is due, the one that is read, if the devices have memory for it: `copied`, for a step that is
     one jitted function.
 
-    `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan.
+    `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan. `while_waiting`, if set,
+    is called every few seconds of a wait, and when a checkpoint has failed; it may raise `ProcessFailed`, as a step's
+    `check_processes` does. A `with` block that this error ends waits for no other process.
 
     **Raises:** `CheckpointError` when `path` is no folder that this process may write to, or is another run's.
     """
@@ -85,6 +85,7 @@ class Checkpointer:
         self.limit_bytes_per_second = limit_bytes_per_second
         self.trace = Trace()
         self.notes: dict[str, str] = {}
+        self.while_waiting: Callable[[], object] | None = None
         self.skipped: list[Skipped] = []
         self.num_updates = 0
         self._prepare = prepare
@@ -169,11 +170,11 @@ class Checkpointer:
         if self._pending is not None:
             begun = time.perf_counter()
             try:
-                outcome = self._outcome(self._pending.owned, "copying")
+                failed = self._outcome(self._pending.owned, "copying")
             except WaitTimeout as late:
                 self._withdraw(self._pending.name, late)
                 raise
-            if outcome is not None:
+            if failed is not None:
                 failure = self._settle()
             self.spacing.stalled(time.perf_counter() - begun)
         failure = failure or self._failure()
@@ -251,7 +252,13 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if not isinstance(error, ProcessFailed):
+            self.close()
+            return
+        self._processes.leave(str(error))
+        self.while_waiting = None
+        with contextlib.suppress(CheckpointError, WaitTimeout):
+            self.close()
 
     def _renew(self) -> int:
         """Starts to count and to space anew. **Returns:** how often it did."""
@@ -279,7 +286,7 @@ class Checkpointer:
             )
         name = self._next_name()
         processes, retention = self._processes, self._retention
-        order = Order(self.path, self.num_updates, name, _number(metric), self.limit_bytes_per_second)
+        order = Order(self.path, self.num_updates, name, number_of(metric), self.limit_bytes_per_second)
         try:
             tree = prepared(tree, self._prepare)
             held = hold(tree, self._memory, process=processes.index, num_processes=processes.count, notes=self.notes)
@@ -346,7 +353,7 @@ class Checkpointer:
     def _outcome(self, future: "Future[Any]", doing: str) -> BaseException | None:
         assert self._pending is not None
         try:
-            return future.exception(self.timeout_seconds)
+            return outcome(future, self.timeout_seconds, self.while_waiting)
         except TimeoutError as error:
             raise WaitTimeout(
                 f"{self._pending.folder}: {doing} this checkpoint took longer than timeout_seconds="
@@ -384,17 +391,3 @@ def _persist(part: Part, trace: Trace, work: _Work) -> Path:
         if work.processes.index == 0:
             work.retention.apply(work.order.root, work.obsolete)
         return path
-
-
-def _number(metric: Any) -> Callable[[], float | None]:
-    """Returns how to get the number that a metric is, later and on another thread."""
-    if metric is None:
-        return lambda: None
-    if np.ndim(metric) or not isinstance(metric, int | float | np.generic | np.ndarray | jax.Array):
-        raise ArgumentError(
-            f"metric={type(metric).__name__} of shape {np.shape(metric)}: expected a number or a scalar array, lower "
-            "is better; give its mean, or the negative of what is to be high"
-        )
-    if isinstance(metric, jax.Array) and not metric.is_fully_addressable:
-        metric = metric.addressable_data(0)  # a replica
-    return lambda: float(metric)

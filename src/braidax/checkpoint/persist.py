@@ -11,12 +11,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+import numpy as np
+
 from braidax.checkpoint import folders
 from braidax.checkpoint.manifest import About
 from braidax.checkpoint.processes import Processes
 from braidax.checkpoint.snapshot import Snapshot
 from braidax.checkpoint.writing import Checksums, write
-from braidax.errors import CheckpointError, WaitTimeout
+from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 
 _FINE = "fine "
 _Result = TypeVar("_Result")
@@ -47,6 +50,20 @@ class Part(NamedTuple):
 
     owned: "Future[Snapshot]"
     checksums: "Future[Checksums]"
+
+
+def number_of(metric: Any) -> Callable[[], float | None]:
+    """Returns how to get the number that a metric is, later and on another thread."""
+    if metric is None:
+        return lambda: None
+    if np.ndim(metric) or not isinstance(metric, int | float | np.generic | np.ndarray | jax.Array):
+        raise ArgumentError(
+            f"metric={type(metric).__name__} of shape {np.shape(metric)}: expected a number or a scalar array, lower "
+            "is better; give its mean, or the negative of what is to be high"
+        )
+    if isinstance(metric, jax.Array) and not metric.is_fully_addressable:
+        metric = metric.addressable_data(0)  # a replica
+    return lambda: float(metric)
 
 
 def occupy(root: Path, processes: Processes) -> tuple[folders.Lock | None, str]:

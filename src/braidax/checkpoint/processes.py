@@ -43,6 +43,7 @@ class Processes:
         self._prefix = f"braidax/checkpoint/{next(_NUMBERS) if client is not None else 0}"
         self._over: str | None = None
         self._withdrawn: dict[str, str] = {}
+        self._left: str | None = None
 
     def lead(self, name: str, make: Callable[[], str]) -> str:
         """Lets process 0 make a value, and returns it on all.
@@ -75,6 +76,10 @@ class Processes:
         self._withdrawn[name] = f"process 0 takes no part in it any more: {reason}"
         for each in (f"{name}/begin", name):
             self.tell(each, error=CheckpointError(self._withdrawn[name]))
+
+    def leave(self, reason: str) -> None:
+        """Ends all waits of this process, on any thread, by `CheckpointError`: another process will not come."""
+        self._left = reason
 
     def check(self, name: str) -> None:
         """Raises `CheckpointError` when this process has withdrawn from what goes by a name."""
@@ -174,6 +179,8 @@ class Processes:
 
     def _get(self, key: str, deadline: float) -> bytes | None:
         while True:
+            if self._left is not None:
+                raise CheckpointError(self._left)
             left = max(0.001, deadline - time.monotonic())
             limit = math.ceil(1000 * min(left, _SLICE_SECONDS))
             try:

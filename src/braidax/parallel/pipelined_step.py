@@ -172,6 +172,15 @@ class PipelinedStep:
     def finish(self) -> None:
         """As of `Step.finish`; there is nothing that is looked at later."""
 
+    def check_processes(self, *, wait_seconds: float = 2.0) -> None:
+        """Looks for other processes with stages that have ended; a run that stands still, or has failed, may ask.
+
+        **Arguments:** `wait_seconds`: how long those are asked that still answer: one may be about to end.
+
+        **Raises:** `ProcessFailed` naming one.
+        """
+        self._work.run.check_processes(wait_seconds)
+
     def evaluate(self, state: State, batch: Any) -> NoReturn:
         """Not run in stages yet. **Raises:** `ArgumentError`."""
         raise ArgumentError(

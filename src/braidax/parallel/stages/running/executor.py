@@ -128,9 +128,9 @@ class Pipelined:
         check_variables(self.program, self._stages, found.schedule)
         return found
 
-    def check_processes(self) -> None:
-        """Looks for processes that have ended. **Raises:** `ProcessFailed` naming one, with its stages."""
-        for process in [] if self._sockets is None else self._sockets.ended():
+    def check_processes(self, wait_seconds: float = 2.0) -> None:
+        """Looks for processes that have ended, for so long. **Raises:** `ProcessFailed` naming one, with its stages."""
+        for process in [] if self._sockets is None else self._sockets.ended(wait_seconds):
             stages = [
                 at
                 for at, home in enumerate(self.homes)

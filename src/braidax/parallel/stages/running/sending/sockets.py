@@ -15,7 +15,7 @@ from braidax.connections.hosts import LOOPBACK, host_addresses, host_id
 from .agreement import WAIT_SECONDS, Agreement
 
 _PER_PROCESS = 1 << 40
-_ANSWER_SECONDS, _GOING_SECONDS = 5.0, 2.0
+_ANSWER_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
 
 
 @final
@@ -43,14 +43,14 @@ class Sockets:
         self._addresses = others
         self._connections = {one: self._server.connect(address) for one, address in others.items()}
 
-    def ended(self) -> list[int]:
+    def ended(self, wait_seconds: float) -> list[int]:
         """Returns which other processes are gone; one that is about to go may be asked for a while."""
-        deadline = time.monotonic() + _GOING_SECONDS
+        deadline = time.monotonic() + wait_seconds
         while True:
             found = [process for process, address in self._addresses.items() if not _answers(address)]
-            if found or time.monotonic() > deadline:
+            if found or time.monotonic() >= deadline:
                 return found
-            time.sleep(_GOING_SECONDS / 20)
+            time.sleep(_PAUSE_SECONDS)
 
     def send(self, process: int, arrays: Sequence[jax.Array]) -> None:
         """Sends arrays, which nobody may give up before they are received.
