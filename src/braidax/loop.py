@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 
@@ -18,6 +18,20 @@ from braidax.report import Report, RunLength
 
 TestMetrics = Callable[[Any, Any], Mapping[str, Any]]
 """Gives the metrics of a state on a batch."""
+
+
+@runtime_checkable
+class Evaluating(Protocol):
+    """A step that gives the metrics of a state on a batch: a `Step`, or one of stages."""
+
+    def evaluate(self, state: Any, batch: Any) -> Mapping[str, Any]:
+        """Computes them."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for all so far."""
+        ...
+
 
 _log = logging.getLogger("braidax")
 _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
@@ -157,7 +171,7 @@ def _trace_all(report: Report, loader: DataLoader, saver: Saver | None) -> None:
             saver.trace = report.trace
 
 
-def evaluate(step: Step | TestMetrics, state: Any, loader: DataLoader) -> dict[str, float]:
+def evaluate(step: Evaluating | TestMetrics, state: Any, loader: DataLoader) -> dict[str, float]:
     """Returns the mean of each scalar metric over one pass through a loader.
 
     Each batch weighs as much as it has valid samples, so the result is exact if `loader` was made with
@@ -172,7 +186,7 @@ def evaluate(step: Step | TestMetrics, state: Any, loader: DataLoader) -> dict[s
             f"loader has epochs={loader.epochs} and stands at {loader.cursor}; evaluate takes a loader with epochs=1 "
             f"that stands at position=0"
         )
-    metrics_of = step.evaluate if isinstance(step, Step) else step
+    metrics_of = step.evaluate if isinstance(step, Evaluating) else step
     totals: dict[str, jax.Array] = {}
     num_samples = 0
     for batch in loader:
@@ -181,7 +195,7 @@ def evaluate(step: Step | TestMetrics, state: Any, loader: DataLoader) -> dict[s
         for name, metric in _checked(metrics_of(state, batch), "test_metrics").items():
             if isinstance(metric, jax.Array) and metric.ndim == 0:
                 totals[name] = totals.get(name, 0) + metric * valid
-    if isinstance(step, Step):
+    if isinstance(step, Evaluating):
         step.finish()
     return {name: float(total) / num_samples for name, total in totals.items()}
 

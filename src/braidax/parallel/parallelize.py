@@ -225,7 +225,7 @@ class _Given:
             plan = make_plan(mesh, self.strategies, model)
         else:
             check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
-        return make_pipelined(traced, born, self.optimizer, mesh, self.strategies, batch, plan, self.metrics)
+        return make_pipelined(self.loss, traced, born, self.optimizer, mesh, self.strategies, batch, plan, self.metrics)
 
     def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
         """Makes what a step computes. **Arguments:** `axes`: of the batch. `key`: as of `trace_init`."""

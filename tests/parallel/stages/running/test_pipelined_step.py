@@ -283,10 +283,6 @@ def test_an_optimizer_that_takes_a_divided_variable_as_a_whole_is_refused(optimi
 def test_what_is_not_run_in_stages_yet_is_refused() -> None:
     case = mlp(2)
     step = make(case, PIPE)
-    with pytest.raises(ArgumentError, match="evaluate is not run in stages yet"):
-        step.evaluate(None, case.batch)
-    with pytest.raises(ArgumentError, match="wrap is not run in stages yet"):
-        step.wrap(lambda params, batch: batch)
     with pytest.raises(ArgumentError, match="a decorated step is not cut into stages"):
         bx.parallelize(step.mesh, PIPE)
     with pytest.raises(ArgumentError, match="schedule='2BW': expected one of"):
