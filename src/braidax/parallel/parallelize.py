@@ -199,7 +199,8 @@ class _Given:
 
     def pipelined_step(self, plan: Plan | None) -> Any:
         """Makes a step whose loss lies in stages. **Raises:** `ArgumentError` for what is not run in stages yet."""
-        from .pipelined_step import make_pipelined  # with all that it needs: who has no pipeline does not wait for it
+        # With all that it needs: who has no pipeline does not wait for it.
+        from .pipelined_step import Training, make_pipelined
 
         told = {
             "trainable": self.trainable,
@@ -218,14 +219,16 @@ class _Given:
         shard_batch(mesh, axes, batch, microbatches=self.microbatches)
         born = trace_init(self.init, self.loss)
         check_trainable(born.out_specs.params, frozenset())
-        traced = partial(traced_loss, self.loss, born.out_specs, batch)
+        training = Training(self.loss, born, self.optimizer, batch, self.metrics)
         if plan is None:
-            rows = ReadRows(traced(self.microbatches), self.optimizer, self.strategies, self.microbatches, frozenset())
+            rows = ReadRows(
+                training.traced(self.microbatches), self.optimizer, self.strategies, self.microbatches, frozenset()
+            )
             model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
             plan = make_plan(mesh, self.strategies, model)
         else:
             check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
-        return make_pipelined(self.loss, traced, born, self.optimizer, mesh, self.strategies, batch, plan, self.metrics)
+        return make_pipelined(training, mesh, self.strategies, plan)
 
     def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
         """Makes what a step computes. **Arguments:** `axes`: of the batch. `key`: as of `trace_init`."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import optax
@@ -16,6 +16,7 @@ from braidax.spans import Trace
 from .compute.in_flight import InFlight
 from .given.arrays import adopt, place, typed_key
 from .given.asking import Asking
+from .given.initial import traced_loss
 from .given.loss import Loss
 from .plan.batch import batch_axes
 from .plan.plan import Plan, layouts_of
@@ -244,26 +245,32 @@ class PipelinedStep:
         )
 
 
-def make_pipelined(
-    loss: Loss,
-    traced: Callable[[int], Program],
-    born: Program,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    strategies: Mapping[str, Strategy],
-    batch: Any,
-    plan: Plan,
-    metrics: Sequence[str],
-) -> PipelinedStep:
+class Training(NamedTuple):
+    """What is trained.
+
+    **Fields:** `born`: traced `key -> Born`. `batch`: specs of all samples. `metrics`: that are wanted besides.
+    """
+
+    loss: Loss
+    born: Program
+    optimizer: optax.GradientTransformation
+    batch: Any
+    metrics: Sequence[str]
+
+    def traced(self, microbatches: int) -> Program:
+        """Returns the loss on a batch in so many pieces."""
+        return traced_loss(self.loss, self.born.out_specs, self.batch, microbatches)
+
+
+def make_pipelined(training: Training, mesh: Mesh, strategies: Mapping[str, Strategy], plan: Plan) -> PipelinedStep:
     """Makes a step of stages.
 
-    **Arguments:** `traced`: gives the `loss` on a batch in so many pieces. `born`: traced `key -> Born`. `batch`: specs
-    of all samples. `plan`: with `microbatches`; one that has a pipeline is followed. `metrics`: that are wanted
-    besides.
+    **Arguments:** `plan`: with `microbatches`; one that has a pipeline is followed.
 
     **Raises:** `ArgumentError` or `SpecError` naming what does not fit, before anything is compiled.
     """
-    axis = stages_axis(strategies)
+    _, born, optimizer, batch, metrics = training
+    traced, axis = training.traced, stages_axis(strategies)
     assert axis is not None, "there is a Pipeline"
     pipeline = strategies[axis]
     assert isinstance(pipeline, Pipeline), "it is the strategy of that axis"
@@ -291,7 +298,7 @@ def make_pipelined(
     if given.pipeline is not None:
         _check_placements(given, plan)
     work = PipelinedWork(run, optimizer, born, mesh, wants_norm="grad_norm" in metrics)
-    return PipelinedStep(work, loss, batch, mesh, plan, found, axes)
+    return PipelinedStep(work, training.loss, batch, mesh, plan, found, axes)
 
 
 def _check_inside(inner: Mapping[str, Strategy], plan: Plan) -> None:

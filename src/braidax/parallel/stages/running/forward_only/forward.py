@@ -8,9 +8,9 @@ import jax
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.stages.running.feeding import Given
 from braidax.parallel.stages.running.home import Home
+from braidax.parallel.stages.running.owning.carried import Carried
 from braidax.parallel.stages.running.owning.ownership import Ownership, Piece
 from braidax.parallel.stages.running.stage_programs import BATCH, PARAMS
-from braidax.parallel.stages.running.owning.carried import Carried
 from braidax.program import Lies, Program, following
 
 from .part import ForwardPart
