@@ -262,10 +262,18 @@ class Training(NamedTuple):
         return traced_loss(self.loss, self.born.out_specs, self.batch, microbatches)
 
 
-def make_pipelined(training: Training, mesh: Mesh, strategies: Mapping[str, Strategy], plan: Plan) -> PipelinedStep:
+def make_pipelined(
+    training: Training,
+    mesh: Mesh,
+    strategies: Mapping[str, Strategy],
+    plan: Plan,
+    *,
+    compiler_options: Mapping[str, Any],
+) -> PipelinedStep:
     """Makes a step of stages.
 
-    **Arguments:** `plan`: with `microbatches`; one that has a pipeline is followed.
+    **Arguments:** `plan`: with `microbatches`; one that has a pipeline is followed. `compiler_options`: as of
+    `jax.jit`, for all programs of stages.
 
     **Raises:** `ArgumentError` or `SpecError` naming what does not fit, before anything is compiled.
     """
@@ -288,7 +296,7 @@ def make_pipelined(training: Training, mesh: Mesh, strategies: Mapping[str, Stra
     else:
         found, schedule, _ = replay_stages(plan.pipeline, setting)
     meshes, program = sub_meshes(mesh, axis), traced(plan.microbatches)
-    placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches)
+    placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches, compiler_options)
     with without_mesh():
         run = Pipelined(
             program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, placing=placing,
