@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax
 
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 
 TestMetrics = Callable[[Any, Any], Mapping[str, Any]]
 """Gives the metrics of a state on a batch."""
+
+
+@runtime_checkable
+class Evaluating(Protocol):
+    """A step that gives the metrics of a state on a batch: a `Step`, or one of stages."""
+
+    def evaluate(self, state: Any, batch: Any) -> Mapping[str, Any]:
+        """Computes them."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for all so far."""
+        ...
+
 
 _log = logging.getLogger("braidax")
 _WITHIN_SECONDS = 30.0  # which platforms leave between SIGTERM and SIGKILL
@@ -165,7 +179,7 @@ def _trace_all(report: Report, loader: DataLoader, saver: Saver | None) -> None:
             saver.trace = report.trace
 
 
-def evaluate(step: "Step | PipelinedStep | TestMetrics", state: Any, loader: DataLoader) -> dict[str, float]:
+def evaluate(step: Evaluating | TestMetrics, state: Any, loader: DataLoader) -> dict[str, float]:
     """Returns the mean of each scalar metric over one pass through a loader.
 
     Each batch weighs as much as it has valid samples, so the result is exact if `loader` was made with
@@ -180,7 +194,7 @@ def evaluate(step: "Step | PipelinedStep | TestMetrics", state: Any, loader: Dat
             f"loader has epochs={loader.epochs} and stands at {loader.cursor}; evaluate takes a loader with epochs=1 "
             f"that stands at position=0"
         )
-    metrics_of: Any = getattr(step, "evaluate", step)
+    metrics_of = step.evaluate if isinstance(step, Evaluating) else step
     totals: dict[str, jax.Array] = {}
     num_samples = 0
     for batch in loader:
@@ -189,7 +203,7 @@ def evaluate(step: "Step | PipelinedStep | TestMetrics", state: Any, loader: Dat
         for name, metric in _checked(metrics_of(state, batch), "test_metrics").items():
             if isinstance(metric, jax.Array) and metric.ndim == 0:
                 totals[name] = totals.get(name, 0) + metric * valid
-    if isinstance(step, Step):
+    if isinstance(step, Evaluating):
         step.finish()
     return {name: float(total) / num_samples for name, total in totals.items()}
 

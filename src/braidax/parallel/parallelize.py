@@ -93,10 +93,10 @@ def parallelize(
     `out_of_range`, `combine_bytes`. `trainable`: a
     pattern of variables' paths (`fnmatch`), several, or a PyTree of bools like the parameters; all others are frozen:
     they have no gradient, and the optimizer is not shown them. `metrics`: more of them, by name: `"grad_norm"`, the
-    global norm of all gradients. `compiler_options`: of `jax.jit`, for gradients and apply; one that is a dict holds
-    those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical names of dims stand for that Flax
-    keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed": None}`; names that are axes of the
-    mesh need none. What names ask for is honored like an override.
+    global norm of all gradients. `compiler_options`: of `jax.jit`, for gradients and apply, or for all programs of
+    stages; one that is a dict holds those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical
+    names of dims stand for that Flax keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed":
+    None}`; names that are axes of the mesh need none. What names ask for is honored like an override.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
@@ -199,14 +199,10 @@ class _Given:
 
     def pipelined_step(self, plan: Plan | None) -> Any:
         """Makes a step whose loss lies in stages. **Raises:** `ArgumentError` for what is not run in stages yet."""
-        from .pipelined_step import make_pipelined  # with all that it needs: who has no pipeline does not wait for it
+        # With all that it needs: who has no pipeline does not wait for it.
+        from .pipelined_step import Training, make_pipelined
 
-        told = {
-            "trainable": self.trainable,
-            "compiler_options": self.compiler_options,
-            "rules": self.rules,
-        }
-        for name, value in told.items():
+        for name, value in {"trainable": self.trainable, "rules": self.rules}.items():
             if value is not None:
                 raise ArgumentError(f"{name} is given with a Pipeline, which does not take it yet: leave it out")
         mesh, batch = self.mesh, specs_of(self.batch)
@@ -218,14 +214,17 @@ class _Given:
         shard_batch(mesh, axes, batch, microbatches=self.microbatches)
         born = trace_init(self.init, self.loss)
         check_trainable(born.out_specs.params, frozenset())
-        traced = partial(traced_loss, self.loss, born.out_specs, batch)
+        training = Training(self.loss, born, self.optimizer, batch, self.metrics)
         if plan is None:
-            rows = ReadRows(traced(self.microbatches), self.optimizer, self.strategies, self.microbatches, frozenset())
+            rows = ReadRows(
+                training.traced(self.microbatches), self.optimizer, self.strategies, self.microbatches, frozenset()
+            )
             model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
             plan = make_plan(mesh, self.strategies, model)
         else:
             check_variables(plan, dict(named_leaves(born.out_specs.params, "params")))
-        return make_pipelined(traced, born, self.optimizer, mesh, self.strategies, batch, plan, self.metrics)
+        options = compiler_options(mesh, plan, self.strategies, self.compiler_options).gradients
+        return make_pipelined(training, mesh, self.strategies, plan, compiler_options=options)
 
     def _work(self, plan: Plan | None, axes: tuple[str, ...], key: jax.ShapeDtypeStruct | None = None) -> Work:
         """Makes what a step computes. **Arguments:** `axes`: of the batch. `key`: as of `trace_init`."""

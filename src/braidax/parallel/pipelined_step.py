@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, difference, named_leaves, specs_of
 from braidax.spans import Trace
 
 from .compute.in_flight import InFlight
-from .given.arrays import adopt, typed_key
+from .given.arrays import adopt, place, typed_key
+from .given.asking import Asking
+from .given.initial import traced_loss
+from .given.loss import Loss
 from .plan.batch import batch_axes
 from .plan.plan import Plan, layouts_of
 from .plan.replanning import changes, tables_in
@@ -27,13 +31,15 @@ from .stages.planning import Setting, bytes_per_parameter, with_stages
 from .stages.replaying import agreed_stages, replay_stages
 from .stages.running.executor import Pipelined
 from .stages.running.feeding import Given
-from .stages.running.home import sub_meshes, without_mesh
+from .stages.running.forward_only.readings import StagedReading, StagedReadings
+from .stages.running.home import Home, sub_meshes, without_mesh
 from .stages.running.measuring import measured_run
 from .stages.running.pipelined_work import PipelinedWork
 from .stages.running.sending.agreement import Agreement
 from .stages.schedules import Schedule, Simulation
 from .stages.stage_layouts import Placing, merged
 from .state import Origin, State, Way
+from .wrapped import Wrapped
 
 _INSIDE = (DataParallel, FullySharded, RotatedTensorParallel, TensorParallel)
 """What other axes may be for."""
@@ -48,16 +54,25 @@ class PipelinedStep:
     """
 
     def __init__(
-        self, work: PipelinedWork, batch: Any, mesh: Mesh, plan: Plan, found: CutLoss, batch_axes: tuple[str, ...]
+        self,
+        work: PipelinedWork,
+        loss: Loss,
+        batch: Any,
+        mesh: Mesh,
+        plan: Plan,
+        found: CutLoss,
+        batch_axes: tuple[str, ...],
     ) -> None:
         self._work, self._batch_specs, self.mesh, self.plan, self.cut = work, batch, mesh, plan, found
         self.schedule: Schedule = work.run.schedule
         self.state_shardings = work.shardings
         self._batch_homes = homes = [work.run.homes[stage] for stage in work.run.batch_homes]
         spec = PartitionSpec(batch_axes) if batch_axes else PartitionSpec()
+        self._homes: dict[Sharding, Home] = {NamedSharding(home.mesh, spec): home for home in work.run.homes}
         structure = jax.tree.structure(batch)
         self.batch_shardings: Any = structure.unflatten([NamedSharding(home.mesh, spec) for home in homes])
         self._in_flight = InFlight(mesh)
+        self._readings = StagedReadings(work, loss, mesh, batch_axes)
         self.fetches_ahead = False
 
     def init(self, key: jax.Array) -> State:
@@ -115,7 +130,7 @@ class PipelinedStep:
         self._in_flight.make_room()
         with without_mesh():
             state = adopt(state, self.state_shardings)
-            found = self._work.gradients(state, self._given(batch))
+            found = self._work.gradients(state, self._given(batch, self._batch_homes))
         self._in_flight.add(found.metrics["loss"])
         if before_apply is not None:
             before_apply()
@@ -124,28 +139,30 @@ class PipelinedStep:
         variables = jax.tree.unflatten(jax.tree.structure(state.variables), found.variables)
         return replace(state, step=step, params=params, opt_state=opt_state, variables=variables), found.metrics
 
-    def _given(self, batch: Any) -> list[Given]:
-        """Returns the leaves of a batch, each with where it lies."""
+    def _given(self, batch: Any, wanted: Sequence[Home]) -> list[Given]:
+        """Returns the leaves of a batch, each with where it lies. **Arguments:** `wanted`: where it is first used."""
         found: list[Given] = []
-        names = (name for name, _ in named_leaves(self._batch_specs, "batch"))
-        leaves, shardings = jax.tree.leaves(batch), jax.tree.leaves(self.batch_shardings)
-        for name, leaf, on, home in zip(names, leaves, shardings, self._batch_homes, strict=True):
-            is_there = isinstance(leaf, jax.Array) and leaf.sharding == on
-            if not is_there and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        for (name, leaf), first in zip(named_leaves(batch, "batch"), wanted, strict=True):
+            at = self._homes.get(leaf.sharding) if isinstance(leaf, jax.Array) else None
+            if at is None and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                on = next(on for on, home in self._homes.items() if home is first)
                 raise ArgumentError(
                     f"{name} lies as {leaf.sharding}, expected {on}: give the loader step.batch_shardings, or arrays "
                     f"that all processes have alike"
                 )
-            found.append(Given(leaf, home if is_there else None))
+            found.append(Given(leaf, at))
         return found
 
     def _check(self, state: State, batch: Any) -> None:
+        self._check_state(state)
+        if message := difference(self._batch_specs, specs_of(batch), "batch"):
+            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+
+    def _check_state(self, state: State) -> None:
         if message := difference(self._work.specs, state, "state"):
             raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state.params)):
             raise ArgumentError("state was given up by an earlier update: go on with the state that it returned")
-        if message := difference(self._batch_specs, specs_of(batch), "batch"):
-            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
 
     def measure(self, state: State, batch: Any, *, trace: Trace | None = None) -> Simulation:
         """Computes the gradients of a batch, and notes when each operation began and ended on its device.
@@ -160,7 +177,7 @@ class PipelinedStep:
         self._check(state, batch)
         assert self.plan.pipeline is not None, "its plan has one"
         with without_mesh():
-            state, given = adopt(state, self.state_shardings), self._given(batch)
+            state, given = adopt(state, self.state_shardings), self._given(batch, self._batch_homes)
             return measured_run(
                 self._work.run, self.plan.pipeline.costs, lambda: self._work.gradients(state, given), trace
             )
@@ -181,37 +198,96 @@ class PipelinedStep:
         """
         self._work.run.check_processes(wait_seconds)
 
-    def evaluate(self, state: State, batch: Any) -> NoReturn:
-        """Not run in stages yet. **Raises:** `ArgumentError`."""
+    def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
+        """Computes the metrics of a batch, as of `Step.evaluate`: of all samples at once, stage by stage.
+
+        While a stage has one batch, those before it have the next: call it for several, and read metrics afterwards.
+
+        **Returns:** the metrics, as of `update`. **Raises:** `ArgumentError`, `SpecError`, `ProcessFailed` as `update`.
+        """
+        self._check_state(state)
+        reading = self._readings.of(None, specs_of(batch))
+        metrics = self._read(self._readings.metrics, reading, state, batch)
+        self._in_flight.add(metrics["loss"])
+        return metrics
+
+    def wrap(self, fn: Callable[..., Any], *, batch: Any = None) -> Wrapped:
+        """Makes a function of a state and a batch from `fn(params, batch)`, as of `Step.wrap`.
+
+        It is computed where its parameters lie: what reads those of several stages, such as a loop that generates
+        token by token, on the devices of the last of them, to which the others are sent each time.
+
+        **Arguments:** as of `Step.wrap`.
+
+        **Returns:** the function; what is one number comes on all devices, the rest with the stage that computes it.
+        `lower` is refused: there is a program for each stage.
+
+        **Raises:** as of `Step.wrap`.
+        """
+        asking, specs = Asking(fn, "fn"), self._batch_specs if batch is None else specs_of(batch)
+        made = self._readings.of(asking, specs)
+        run, lower = partial(self._run, asking, specs), partial(self._refuse_lower, made)
+        return Wrapped(run, lower, made.batch_shardings, made.out_shardings)
+
+    def _run(self, fn: Asking, specs: Any, state: State, batch: Any) -> Any:
+        self._check_state(state)
+        if message := difference(specs, specs_of(batch), "batch"):
+            raise ArgumentError(f"{message}: give wrap the batch={{…}} that it is called with")
+        result = self._read(self._readings.run, self._readings.of(fn, specs), state, batch)
+        self._in_flight.add(min(jax.tree.leaves(result), key=lambda leaf: leaf.size))
+        return result
+
+    def _read(self, run: Callable[..., Any], reading: StagedReading, state: State, batch: Any) -> Any:
+        self._in_flight.make_room()
+        try:
+            with without_mesh():
+                state, given = place(state, self.state_shardings), self._given(batch, reading.forward.batch_homes)
+                return run(reading, state, given)
+        except jax.errors.JaxRuntimeError:
+            self._work.run.check_processes()
+            raise
+
+    def _refuse_lower(self, made: StagedReading) -> NoReturn:
         raise ArgumentError(
-            "evaluate is not run in stages yet: evaluate the loss on step.whole_params(state), or with a step of "
-            "another strategy"
+            f"lower is of one program, and over a Pipeline this function is {made.forward.num_programs}: wrap it with "
+            f"a step without one to look at it"
         )
 
-    def wrap(self, fn: Callable[..., Any], *, batch: Any = None) -> NoReturn:
-        """Not run in stages yet. **Raises:** `ArgumentError`."""
-        raise ArgumentError("wrap is not run in stages yet: call fn on step.whole_params(state)")
+
+class Training(NamedTuple):
+    """What is trained.
+
+    **Fields:** `born`: traced `key -> Born`. `batch`: specs of all samples. `metrics`: that are wanted besides.
+    """
+
+    loss: Loss
+    born: Program
+    optimizer: optax.GradientTransformation
+    batch: Any
+    metrics: Sequence[str]
+
+    def traced(self, microbatches: int) -> Program:
+        """Returns the loss on a batch in so many pieces."""
+        return traced_loss(self.loss, self.born.out_specs, self.batch, microbatches)
 
 
 def make_pipelined(
-    traced: Callable[[int], Program],
-    born: Program,
-    optimizer: optax.GradientTransformation,
+    training: Training,
     mesh: Mesh,
     strategies: Mapping[str, Strategy],
-    batch: Any,
     plan: Plan,
-    metrics: Sequence[str],
+    *,
+    compiler_options: Mapping[str, Any],
 ) -> PipelinedStep:
     """Makes a step of stages.
 
-    **Arguments:** `traced`: gives the loss on a batch in so many pieces. `born`: traced `key -> Born`. `batch`: specs
-    of all samples. `plan`: with `microbatches`; one that has a pipeline is followed. `metrics`: that are wanted
-    besides.
+    **Arguments:** `plan`: with `microbatches`; one that has a pipeline is followed. `compiler_options`: as of
+    `jax.jit`, for all programs of stages.
 
     **Raises:** `ArgumentError` or `SpecError` naming what does not fit, before anything is compiled.
     """
-    axis = stages_axis(strategies)
+    _, born, optimizer, batch, metrics = training
+    traced, axis = training.traced, stages_axis(strategies)
     assert axis is not None, "there is a Pipeline"
     pipeline = strategies[axis]
     assert isinstance(pipeline, Pipeline), "it is the strategy of that axis"
@@ -229,7 +305,7 @@ def make_pipelined(
     else:
         found, schedule, _ = replay_stages(plan.pipeline, setting)
     meshes, program = sub_meshes(mesh, axis), traced(plan.microbatches)
-    placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches)
+    placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches, compiler_options)
     with without_mesh():
         run = Pipelined(
             program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, placing=placing,
@@ -239,7 +315,7 @@ def make_pipelined(
     if given.pipeline is not None:
         _check_placements(given, plan)
     work = PipelinedWork(run, optimizer, born, mesh, wants_norm="grad_norm" in metrics)
-    return PipelinedStep(work, batch, mesh, plan, found, axes)
+    return PipelinedStep(work, training.loss, batch, mesh, plan, found, axes)
 
 
 def _check_inside(inner: Mapping[str, Strategy], plan: Plan) -> None:

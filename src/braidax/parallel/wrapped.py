@@ -13,7 +13,7 @@ from .state import State
 class Wrapped:
     """A function of a state and a batch, compiled for the states of a step; `Step.wrap` makes it.
 
-    **Fields:** `batch_shardings`, `out_shardings`: PyTrees of `NamedSharding`, of what goes in and comes out.
+    **Fields:** `batch_shardings`, `out_shardings`: PyTrees of shardings, of what goes in and comes out.
     """
 
     run: Callable[[State, Any], Any]

@@ -35,6 +35,9 @@ from .cutting.chain import Border as Border
 from .cutting.chain import Chain as Chain
 from .cutting.chain import Stage as Stage
 from .cutting.chain import StageLeaf as StageLeaf
+from .cutting.following import FollowingPart as FollowingPart
+from .cutting.following import Lies as Lies
+from .cutting.following import following as following
 from .cutting.halves import Halves as Halves
 from .cutting.halves import halves as halves
 from .cutting.iterations import split_scan as split_scan

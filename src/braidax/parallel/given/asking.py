@@ -31,8 +31,10 @@ class Asking:
         named = {name: answers[name] for name in ASKABLE if name in self.asks}
         return call_watched(lambda: self._fn(params, batch, **named), self.name, {"params": params, "batch": batch})
 
-    def trace(self, params: Any, variables: Any, key: Any, batch: Any, *, mesh: Mesh) -> Program:
+    def trace(self, params: Any, variables: Any, key: Any, batch: Any, *, mesh: Mesh | None = None) -> Program:
         """Traces `(params, variables, key, batch) -> result`, with `train=False`.
+
+        **Arguments:** `mesh`: as of `Loss.trace`.
 
         **Raises:** `ArgumentError` when it returns what is no array, or nothing. `SpecError` as `trace_constrained`.
         """

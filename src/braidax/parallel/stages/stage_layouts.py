@@ -4,7 +4,7 @@ import fnmatch
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +47,8 @@ class Placing:
     """Lets strategies place the variables of each stage, on its own devices.
 
     **Fields:** `strategies`: by axis, without that of stages. `batch_axes`: over which samples are divided. `params`:
-    specs of all, and the `optimizer`. `microbatches`: of how many an update consists.
+    specs of all, and the `optimizer`. `microbatches`: of how many an update consists. `compiler_options`: for the
+    programs of stages, as of `jax.jit`.
     """
 
     strategies: Mapping[str, Strategy]
@@ -55,6 +56,7 @@ class Placing:
     params: Any
     optimizer: optax.GradientTransformation
     microbatches: int
+    compiler_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def place(
         self, number: int, stage: Stage, ownership: Ownership, mesh: Mesh, incoming_dims: Sequence[int | None]

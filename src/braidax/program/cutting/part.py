@@ -95,7 +95,7 @@ def spec_of_aval(aval: Any) -> jax.ShapeDtypeStruct:
 
 def _rows_first(equations: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """Takes rows of what an elementwise operation is given, and not of what it gives."""
-    made = {one.outvars[0]: one for one in equations if _is_cast(one)}
+    made = {one.outvars[0]: one for one in equations if is_cast(one)}
     found: list[JaxprEqn] = []
     for equation in equations:
         behind: list[JaxprEqn] = []
@@ -110,12 +110,19 @@ def _rows_first(equations: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     return found
 
 
-def _is_cast(equation: JaxprEqn) -> bool:
+def is_cast(equation: JaxprEqn) -> bool:
     """Whether an equation makes of each element of one variable an element of its only result."""
     given = [atom for atom in equation.invars if not isinstance(atom, Constant)]
     if equation.primitive not in ELEMENTWISE or len(given) != 1 or len(equation.outvars) != 1 or equation.effects:
         return False
     return aval_of(given[0]).shape == aval_of(equation.outvars[0]).shape
+
+
+def rows_taken(equation: JaxprEqn) -> Rows | None:
+    """Returns the rows that a slice takes of its operand; None for what is no slice of rows."""
+    if not _takes_rows(equation):
+        return None
+    return equation.params["start_indices"][0], equation.params["limit_indices"][0]
 
 
 def _takes_rows(equation: JaxprEqn) -> bool:

@@ -56,7 +56,9 @@ def numbers(mesh_of: str, schedule: str) -> list[float]:
     for given in (batch, batch, *loader):
         state, metrics = step.update(state, given)
         found += [float(metrics[name]) for name in ("loss", "grad_norm", "scale")]
-    return found
+    metrics = step.evaluate(state, {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()})
+    mean = step.wrap(lambda params, batch: jnp.tanh(batch["x"] @ params["layers"][-1] @ params["head"]).mean())
+    return [*found, float(metrics["loss"]), float(metrics["scale"]), float(mean(state, batch))]
 
 
 def _beside(stages: Any) -> dict[str, Any]:

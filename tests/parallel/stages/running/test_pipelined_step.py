@@ -230,6 +230,17 @@ def test_nothing_is_compiled_again_and_the_old_state_gives_its_memory() -> None:
         step.update(first, case.batch)
 
 
+def test_all_programs_of_stages_get_the_options_of_the_compiler() -> None:
+    case = looped(2)
+    step = make(case, PIPE, optimizer=optax.sgd(0.1), compiler_options={"tpu": {"no_such_option": 1}})
+    assert np.isfinite(step.evaluate(step.init(jax.random.key(0)), case.batch)["loss"])
+    for shape, strategies in (((2,), PIPE), ((2, 2), PIPE | {"data": bx.DataParallel()})):
+        step = make(case, strategies, shape, optimizer=optax.sgd(0.1), compiler_options={"cpu": {"no_such_option": 1}})
+        for run, args in ((step.init, [jax.random.key(0)]), (step._work.run.stage_programs[1].zeros, [])):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'no_such_option'"):
+                run(*args)
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "batch": (PIPE, {"microbatches": 3}, SpecError, "batch/mask has 16 samples, which do not divide into microbatch"),
     "stages": (
@@ -283,10 +294,6 @@ def test_an_optimizer_that_takes_a_divided_variable_as_a_whole_is_refused(optimi
 def test_what_is_not_run_in_stages_yet_is_refused() -> None:
     case = mlp(2)
     step = make(case, PIPE)
-    with pytest.raises(ArgumentError, match="evaluate is not run in stages yet"):
-        step.evaluate(None, case.batch)
-    with pytest.raises(ArgumentError, match="wrap is not run in stages yet"):
-        step.wrap(lambda params, batch: batch)
     with pytest.raises(ArgumentError, match="a decorated step is not cut into stages"):
         bx.parallelize(step.mesh, PIPE)
     with pytest.raises(ArgumentError, match="schedule='2BW': expected one of"):

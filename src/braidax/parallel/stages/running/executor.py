@@ -74,7 +74,8 @@ class Pipelined:
         self.program, self._stages = program, tuple(stages)
         self.observe: Observer | None = None
         self._sockets = None if agreement is None else Sockets(agreement)
-        homes = [Home(mesh, batch_axes, self._sockets) for mesh in meshes]
+        options = None if placing is None else placing.compiler_options
+        homes = [Home(mesh, batch_axes, self._sockets, compiler_options=options) for mesh in meshes]
         self.homes = [homes[device] for device in schedule.device_of_stage]
         self._counts = [len(jax.tree.leaves(one)) for one in program.in_specs]
         self._numbers = [sum(self._counts[:at]) for at in range(len(self._counts))]

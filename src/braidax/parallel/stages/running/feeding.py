@@ -33,7 +33,7 @@ class Feeding:
         self._home, self._count = home, num_microbatches
         pairs = list(zip(leaves, programs.given_shardings, programs.given_specs, strict=True))
         keys = [spec for leaf, _, spec in pairs if leaf.argument == KEY]
-        self._key_impl: Any = _impl_of(keys[0]) if keys else None
+        self._key_impl: Any = impl_of(keys[0]) if keys else None
         first = numbers[BATCH]
         self.batch = {leaf.number - first: on for leaf, on, _ in pairs if leaf.argument == BATCH}
         key, samples = [home.whole] * len(keys), tuple(self.batch.values())
@@ -66,7 +66,7 @@ class Feeding:
         return tuple((*([of_keys[each]] if typed else []), *(one[each] for one in pieces)) for each in range(count))
 
 
-def _impl_of(key: Any) -> Any:
+def impl_of(key: Any) -> Any:
     """Returns the implementation of a key, of which only the form is known."""
     found: list[Any] = []
     jax.eval_shape(lambda one: found.append(jax.random.key_impl(one)), key)

@@ -1,7 +1,7 @@
 """Where a stage lies, and how its programs are compiled for that."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -27,11 +27,19 @@ class Home:
     all of other processes programs run there, and give arrays here that are absent.
 
     **Arguments:** `mesh`: of these devices alone. `batch_axes`: of this mesh, over which samples are divided.
-    `sockets`: to other processes, where any has a stage.
+    `sockets`: to other processes, where any has a stage. `compiler_options`: as of `jax.jit`.
     """
 
-    def __init__(self, mesh: Mesh, batch_axes: tuple[str, ...] = (), sockets: Sockets | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        batch_axes: tuple[str, ...] = (),
+        sockets: Sockets | None = None,
+        *,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.mesh, self.batch_axes, self._sockets = mesh, batch_axes, sockets
+        self._compiler_options = None if not compiler_options else dict(compiler_options)
         self.is_here = any(one.process_index == jax.process_index() for one in mesh.devices.flat)
         self._device: Any = mesh.devices.flat[0] if mesh.size == 1 else None
         self.whole: Sharding = self.along((), None)
@@ -73,14 +81,16 @@ class Home:
         if not self.is_here:
             return AbsentProgram(fn, outs, self.traced_on)
         if self._device is None:
-            return compile_on(self.mesh, fn, in_shardings=ins, out_shardings=outs, donate=donate)
+            on: dict[str, Any] = {"in_shardings": ins, "out_shardings": outs}
+            return compile_on(self.mesh, fn, **on, donate=donate, compiler_options=self._compiler_options)
 
         def run(*args: Any) -> Any:
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return fn(*args)
 
         # What takes nothing would run on the first device of all.
-        return jax.jit(run, donate_argnums=donate, out_shardings=None if ins else self.whole)
+        out = None if ins else self.whole
+        return jax.jit(run, donate_argnums=donate, out_shardings=out, compiler_options=self._compiler_options)
 
     def place(self, arrays: Sequence[Any], shardings: Sequence[Sharding]) -> Sequence[Any]:
         """Brings arrays here that this process has, all processes alike. **Arguments:** `shardings`: of this home."""

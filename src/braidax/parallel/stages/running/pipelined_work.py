@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from braidax.parallel.compute.accumulate import wide
 from braidax.parallel.compute.state_form import load_tree, store_tree
 from braidax.parallel.given.arrays import strong
+from braidax.parallel.given.initial import Born
 from braidax.parallel.given.optimizer import applied
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import follow
@@ -20,6 +21,7 @@ from braidax.program import Program, named_leaves, specs_of, trace
 from .everywhere import Everywhere
 from .executor import Pipelined
 from .feeding import Given
+from .home import Home
 from .owning.by_rows import check_by_rows
 from .owning.divided_tree import DividedTree
 from .placed_program import PlacedProgram
@@ -58,6 +60,7 @@ class PipelinedWork:
         wants_norm: bool = False,
     ) -> None:
         self.run, self._optimizer, self._born = run, optimizer, born
+        self.born: Born = born.out_specs
         params = born.out_specs.params
         self.tree = DividedTree(params, run.ownership)
         check_by_rows(optimizer, params, self.tree.cut, self.tree.divide)
@@ -118,24 +121,27 @@ class PipelinedWork:
         found = self.run.gradients(pieces, variables, key, batch)
         gradients = self.tree.of_pieces(found.gradients)
         norm = [] if self.norm is None else [self.norm(gradients)]
-        (loss, *others), at_first = self._shown([*found.results, *norm])
+        homes = self.run.result_homes
+        if self.norm is not None:
+            homes.append(self.run.homes[self.norm.places[0]])
+        (loss, *others), at_first = self.shown([*found.results, *norm], homes)
         _, (metrics, _) = self.run.program.out_specs
         shown = {"loss": loss, **jax.tree.unflatten(jax.tree.structure(metrics), others[: len(others) - len(norm)])}
         if norm:
             shown["grad_norm"] = others[-1]
         return Gradients(gradients, found.variables, shown, at_first)
 
-    def _shown(self, results: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Returns results, those of one number on all devices; and the loss at the first home."""
-        homes = self.run.result_homes
-        if self.norm is not None:
-            homes.append(self.run.homes[self.norm.places[0]])
+    def shown(self, results: Sequence[Any], homes: Sequence[Home]) -> tuple[list[Any], Any]:
+        """Returns results, those of one number on all devices; and the first of these at the first home.
+
+        **Arguments:** `homes`: where they lie.
+        """
         scalars = [at for at, one in enumerate(results) if one.shape == ()]
         copies, at_first = self._everywhere([results[at] for at in scalars], [homes[at] for at in scalars])
         found = list(results)
         for at, copy in zip(scalars, copies, strict=True):
             found[at] = copy
-        return found, at_first[0]
+        return found, at_first[0] if at_first else None
 
     def apply(self, state: State, gradients: Any, loss: Any) -> tuple[Any, Any, Any]:
         """Returns the next step, parameters and optimizer's state; takes over the memory of the old ones."""
