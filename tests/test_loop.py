@@ -156,7 +156,7 @@ def test_what_is_left_of_an_epoch_is_counted_in_whole_batches(remainder: Any, nu
     step = make_step(optax.sgd(0.01), SAMPLES, 8)
     loader = make_loader(step, epochs=2, remainder=remainder)
     loader.cursor = Cursor(0, 0, 4)  # left by batches of 4: 40 samples
-    length, first_step = loop._length(loader, step.init(jax.random.key(0)))
+    length, first_step = loop._length(loader, step.init(jax.random.key(0)), None)
     assert (length.num_steps, first_step) == (num_steps, 0)
 
 
