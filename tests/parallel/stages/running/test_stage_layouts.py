@@ -137,7 +137,7 @@ def of_three_axes(case: Case, data: str, model: str, schedule: str, optimizer: A
     given = [Given(leaf, None) for leaf in jax.tree.leaves(case.batch)]
     found = step._work.whole_params(step._work.gradients(state, given).gradients)
     params = jax.tree.map(jnp.asarray, step.whole_params(state))
-    key = jax.random.wrap_key_data(np.array(jax.random.key_data(jax.random.fold_in(state.key, 0))))
+    key = jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(jax.random.fold_in(state.key, 0)))))
     gradients, _, _ = case._replace(params=params, key=key).expected(4)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6), found, gradients)
     return step
