@@ -62,11 +62,11 @@ def fit(
     a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as
     `step` takes them; how many bad records were skipped is shown at the end. `saver`: restores before the first step,
     and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
-    written, nothing by default; a trace that it was given becomes that of the loader and of a `Checkpointer`. `test`:
-    if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's
-    `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the
-    next batch, which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
-    (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
+    written, nothing by default; a trace that it was given becomes that of the loader, a `Checkpointer` and stages.
+    `test`: if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the
+    step's `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told
+    the next batch, which is then taken from the loader an update earlier; by default where rows of tables are fetched
+    ahead (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
     a batch, be it the last, had ids out of range, with `Hybrid(out_of_range="raise")`; `ProcessFailed` within seconds
@@ -74,17 +74,14 @@ def fit(
     """
     before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
-    _trace_all(report, loader, saver)
+    _trace_all(report, step, loader, saver)
     tested = _tested(step, test, test_metrics)
     note_plan = _noting(saver, step)
     state = _restored(saver, state, loader)
     begun, batches = loader.cursor, _Batches(loader, is_ahead=_is_told(step, coming))
     length, first_step = _length(loader, state, saver)
-    told = report.following(length, first_step)
-    with (
-        _failure_named(step, saver), contextlib.closing(batches), loader, told, _interrupt_kept() as interrupted,
-        _preempted(saver) as preempted,
-    ):  # fmt: skip
+    named, closed, told = _failure_named(step, saver), contextlib.closing(batches), report.following(length, first_step)
+    with named, closed, loader, told, _interrupt_kept() as interrupted, _preempted(saver) as preempted:
         while not interrupted() and not preempted() and not batches.are_over:
             epoch = batches.cursor.epoch
             with report.waiting():
@@ -172,9 +169,13 @@ class _Batches:
         return next(self._batches), self._loader.cursor
 
 
-def _trace_all(report: Report, loader: DataLoader, saver: Saver | None) -> None:
+def _trace_all(
+    report: Report, step: "Step | TrainStep | PipelinedStep", loader: DataLoader, saver: Saver | None
+) -> None:
     if report.traces_all:
         loader.trace = report.trace
+        if not isinstance(step, Step | TrainStep):
+            step.trace = report.trace
         if isinstance(saver, Checkpointer):
             saver.trace = report.trace
 

@@ -33,7 +33,7 @@ from .stages.running.executor import Pipelined
 from .stages.running.feeding import Given
 from .stages.running.forward_only.readings import StagedReading, StagedReadings
 from .stages.running.home import Home, sub_meshes, without_mesh
-from .stages.running.measuring import measured_run
+from .stages.running.measuring import StageLanes, measured_run
 from .stages.running.pipelined_work import PipelinedWork
 from .stages.running.sending.agreement import Agreement
 from .stages.schedules import Schedule, Simulation
@@ -50,7 +50,8 @@ class PipelinedStep:
 
     `update`, `init`, `finish`, `batch_shardings`, `state_specs`, `mesh` and `plan` are as of `Step`. A state's
     `params` are the user's PyTree, in which the rows of a leaf that several stages have, the stacked weights of a loop,
-    are a tuple; each leaf lies with the stage that owns it.
+    are a tuple; each leaf lies with the stage that owns it. `trace`, which may be set, gets a lane for each stage: when
+    operations of the fourth update ran on their devices, and of each hundredth after it. `fit` sets that of its report.
     """
 
     def __init__(
@@ -71,6 +72,9 @@ class PipelinedStep:
         self._homes: dict[Sharding, Home] = {NamedSharding(home.mesh, spec): home for home in work.run.homes}
         structure = jax.tree.structure(batch)
         self.batch_shardings: Any = structure.unflatten([NamedSharding(home.mesh, spec) for home in homes])
+        self.trace: Trace | None = None
+        assert plan.pipeline is not None, "its plan has one"
+        self._lanes = StageLanes(work.run, plan.pipeline.costs)
         self._in_flight = InFlight(mesh)
         self._readings = StagedReadings(work, loss, mesh, batch_axes)
         self.fetches_ahead = False
@@ -119,7 +123,8 @@ class PipelinedStep:
         """
         self._check(state, batch)
         try:
-            return self._updated(state, batch, before_apply)
+            with self._lanes.watching(self.trace):
+                return self._updated(state, batch, before_apply)
         except jax.errors.JaxRuntimeError:
             self._work.run.check_processes()
             raise
@@ -187,7 +192,8 @@ class PipelinedStep:
         return self._work.whole_params(state.params)
 
     def finish(self) -> None:
-        """As of `Step.finish`; there is nothing that is looked at later."""
+        """As of `Step.finish`: all is in `trace` that has been noted for it."""
+        self._lanes.finish()
 
     def check_processes(self, *, wait_seconds: float = 2.0) -> None:
         """Looks for other processes with stages that have ended; a run that stands still, or has failed, may ask.

@@ -1,6 +1,8 @@
 """Searched schedules: as short as an exhaustive search's, within memory, the same every time."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -9,6 +11,9 @@ from benchmarks.pipedream.searches import INSTANCES, drawn
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules import (
     Costs,
+    Kind,
+    Operation,
+    Schedule,
     folded,
     gpipe,
     looped,
@@ -85,6 +90,40 @@ def test_known_schedules_are_begun_from_and_results_repeat() -> None:
     found = search_schedule(costs, 4, straight(3), known=known)
     assert found.seconds <= min(simulate(each, costs).makespan_seconds for each in known)
     assert found == search_schedule(costs, 4, straight(3), known=known)
+
+
+def replaced(schedule: Schedule, change: Callable[[Operation], Sequence[Operation]]) -> Schedule:
+    return schedule.with_lists(tuple(tuple(new for each in one for new in change(each)) for one in schedule.lists))
+
+
+def halved(one: Operation) -> Sequence[Operation]:
+    return [replace(one, kind=kind) for kind in (Kind.INPUT, Kind.WEIGHT)] if one.kind is Kind.BACKWARD else [one]
+
+
+def test_halves_side_by_side_become_one_unless_a_step_is_longer_for_it() -> None:
+    even = search_schedule(Costs.even(2), 2, straight(2))
+    assert [" ".join(map(str, one)) for one in even.schedule.lists] == [
+        "0F0 0F1 0B0 0B1 0U0", "1F0 1I0 1F1 1I1 1W0 1W1 1U0",
+    ]  # fmt: skip
+    assert even.seconds == simulate(even.schedule, Costs.even(2)).makespan_seconds == 7
+    left = 0
+    for seed in range(2):
+        costs = replace(drawn(seed, 4), kept_bytes=(0, 1, 1, 0))
+        found = search_schedule(costs, 5, straight(4), limit_bytes=4)
+        validate(found.schedule)
+        whole, apart = (simulate(one, costs) for one in (found.schedule, replaced(found.schedule, halved)))
+        assert any(one.kind is Kind.BACKWARD for one in found.schedule.operations())
+        assert whole.makespan_seconds == pytest.approx(apart.makespan_seconds) == pytest.approx(found.seconds)
+        peaks = [whole.peak_bytes(at) for at in range(4)]
+        assert peaks == [apart.peak_bytes(at) for at in range(4)]
+        assert max(peaks) <= 4
+        for one, other in (pair for operations in found.schedule.lists for pair in pairwise(operations)):
+            if one.kind is Kind.INPUT and other == replace(one, kind=Kind.WEIGHT):
+                backward = {one: [replace(one, kind=Kind.BACKWARD)], other: []}
+                longer = replaced(found.schedule, lambda each, to=backward: to.get(each, [each]))
+                assert simulate(longer, costs).makespan_seconds > found.seconds * (1 + 1e-9)
+                left += 1
+    assert left
 
 
 def test_a_beam_finds_what_policies_do_not() -> None:

@@ -46,6 +46,8 @@ def numbers(mesh_of: str, schedule: str) -> list[float]:
         "stages": lambda: (jax.make_mesh((4,), ("stage",)), {"stage": stages}),
         "samples apart": lambda: (jax.make_mesh((2, 2), ("data", "stage")), _beside(stages)),
         "stages apart": lambda: (jax.make_mesh((2, 2), ("stage", "data")), _beside(stages)),
+        "sharded, samples apart": lambda: (jax.make_mesh((2, 2), ("data", "stage")), _sharded(stages)),
+        "sharded, stages apart": lambda: (jax.make_mesh((2, 2), ("stage", "data")), _sharded(stages)),
     }[mesh_of]()
     step = bx.parallelize(
         loss_fn, tx, mesh, strategies, init=init, batch=source.batch_spec(SAMPLES), microbatches=4,
@@ -63,6 +65,10 @@ def numbers(mesh_of: str, schedule: str) -> list[float]:
 
 def _beside(stages: Any) -> dict[str, Any]:
     return {"stage": stages, "data": bx.DataParallel()}
+
+
+def _sharded(stages: Any) -> dict[str, Any]:
+    return {"stage": stages, "data": bx.FullySharded(min_bytes=0)}
 
 
 if __name__ == "__main__":

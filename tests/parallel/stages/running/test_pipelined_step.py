@@ -28,7 +28,7 @@ PIPE = {"pipe": bx.Pipeline(clock="counted")}
 def make(
     case: Case, strategies: Any, shape: tuple[int, ...] = (2,), *, optimizer: Any = CLIPPED, **options: Any
 ) -> Any:
-    mesh = jax.make_mesh(shape, ("pipe", "data")[: len(shape)], axis_types=(AxisType.Explicit,) * len(shape))
+    mesh = jax.make_mesh(shape, ("pipe", "data", "model")[: len(shape)], axis_types=(AxisType.Explicit,) * len(shape))
     options = {"microbatches": 4, "metrics": ("grad_norm",), **options}
     return bx.parallelize(
         case.loss, optimizer, mesh, strategies, init=init_of(case), batch=specs(case.batch), **options

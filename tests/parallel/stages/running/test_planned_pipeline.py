@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 
+import braidax
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.planned.stages import PlannedPart
 from braidax.parallel.stages.schedules import Kind, Simulation, simulate, zero_bubble_h1
 from braidax.parallel.stages.schedules.dependencies import Dependencies
+from braidax.report import Report
 from braidax.spans import Trace
 from tests.parallel.models import refused, specs
 from tests.parallel.stages.running.cases import Case, looped, mlp
@@ -246,6 +248,35 @@ def test_a_step_is_measured_and_drawn_in_text_and_html(name: str, tmp_path: Path
     assert int(after.step) == 1
     with pytest.raises(ArgumentError, match="batch/y is missing"):
         step.measure(after, {"x": case.batch["x"]})
+
+
+def test_a_trace_of_fit_has_a_lane_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("braidax.parallel.stages.running.measuring._EVERY", 5)
+    case = looped()
+    step, other = (planned(case, bx.Pipeline("ZB-H1", clock="counted")) for _ in range(2))
+    source = braidax.open({name: np.concatenate([leaf] * 10) for name, leaf in case.batch.items()})
+
+    def trained(step: Any, trace: Trace | None) -> Any:
+        loader = braidax.DataLoader(source, step.mesh, step.batch_shardings, batch_size=16, seed=0, epochs=1)
+        report = Report(show="nothing", trace=trace)
+        return braidax.fit(step, step.init(jax.random.key(0)), loader, report=report)
+
+    trace = Trace()
+    state, untraced = trained(step, trace), trained(other, None)
+    jax.tree.map(np.testing.assert_array_equal, state.params, untraced.params)  # who looks on changes nothing
+    spans = {lane: [one for one in trace.spans if one.lane == lane] for lane in trace.totals()}
+    assert [one.name for one in spans["stages"]] == ["operations of update 4", "operations of update 9"]
+    assert [one.name for one in spans["step"]] == [f"step {number}" for number in range(1, 11)]
+    for stage in range(2):
+        names = [str(one)[1:] for one in step.schedule.lists[stage] if one.kind in (*"FBIW",)]
+        assert [one.name for one in spans[f"stage {stage}"]] == names * 2
+        assert {one.thread for one in spans[f"stage {stage}"]} == {f"device {stage}"}
+    for whole in spans["stages"]:
+        end = whole.start + whole.seconds
+        inside = [one for stage in range(2) for one in spans[f"stage {stage}"] if whole.start <= one.start <= end]
+        assert len(inside) == 2 * 4 * 3
+        assert max(one.start + one.seconds for one in inside) == pytest.approx(end)
+    assert step._work.run.observe is None
 
 
 def test_a_plan_without_pipeline_has_no_timeline() -> None:

@@ -117,6 +117,54 @@ def test_layers_of_a_loop_with_tied_embeddings(strategy: Any, schedule: str, mon
     assert any("data" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params["layers"]))
 
 
+THREE_AXES = [
+    (case, data, model, ("1F1B", "ZB-H1", "ZB-V")[number % 3])
+    for number, (case, data, model) in enumerate(
+        (case, data, model)
+        for case in ("loop", "layers", "gpt")
+        for data in ("data", "sharded")
+        for model in ("split", "rotated")
+    )
+]
+INSIDE = {"data": bx.DataParallel(), "sharded": SHARDED, "split": SPLIT, "rotated": ROTATED}
+
+
+def of_three_axes(case: Case, data: str, model: str, schedule: str, optimizer: Any) -> Any:
+    """Two stages of two times two devices; checks gradients against one device."""
+    strategies = {"pipe": bx.Pipeline(schedule, clock="counted"), "data": INSIDE[data], "model": INSIDE[model]}
+    step = make(case, strategies, (2, 2, 2), optimizer=optimizer)
+    state = step.init(jax.random.key(3))
+    given = [Given(leaf, None) for leaf in jax.tree.leaves(case.batch)]
+    found = step._work.whole_params(step._work.gradients(state, given).gradients)
+    params = jax.tree.map(jnp.asarray, step.whole_params(state))
+    key = jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(jax.random.fold_in(state.key, 0)))))
+    gradients, _, _ = case._replace(params=params, key=key).expected(4)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6), found, gradients)
+    return step
+
+
+def test_two_axes_divide_what_a_stage_has() -> None:
+    case = looped()
+    step = of_three_axes(case, "sharded", "rotated", "ZB-H1", BY_ROWS)
+    assert {(one.path, *map(str, one.placements)) for one in step.plan.variables} == {
+        ("params/head", "stage 1", "gathered, dim 0", "rotated, dim 1"),
+        ("params/layers/b", "stages 0, 1", "gathered, dim 1", "gathered, dim 1"),
+        ("params/layers/w", "stages 0, 1", "gathered, dim 2", "gathered, dim 1"),
+    }
+    state = same_updates(case, step, optimizer=BY_ROWS)
+    held = shard_bytes((state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu))
+    of_stages = [3 * 4 * (3 * (16 + 4)), 3 * 4 * (16 + 4 + 16)]  # layers and head, 4 wide, with both moments
+    assert held == {device: of_stages[at // 4] // 4 for at, device in enumerate(jax.devices()[:8])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "data", "model", "schedule"), THREE_AXES)
+def test_three_axes(name: str, data: str, model: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"loop": looped, "layers": lambda: mlp(4), "gpt": lambda: gpt_of_32_bits(monkeypatch)}[name]()
+    optimizer = CLIPPED if name == "layers" else BY_ROWS
+    same_updates(case, of_three_axes(case, data, model, schedule, optimizer), optimizer=optimizer)
+
+
 def test_what_an_island_sends_is_divided_along_samples() -> None:
     """Rings hide what descends from the batch: what goes to the next stage, and what is kept."""
     step = inside(mlp(4), ROTATED)

@@ -1,7 +1,9 @@
 """When each operation of a pipeline began and ended on its device."""
 
+import contextlib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
 
@@ -14,6 +16,8 @@ from braidax.spans import Span, Trace
 from .executor import Pipelined
 
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+_EVERY, _MEASURED = 100, 4
+"""Of so many updates the fourth is measured."""
 
 
 def measured_run(run: Pipelined, costs: Costs, compute: Callable[[], Any], trace: Trace | None = None) -> Simulation:
@@ -31,11 +35,63 @@ def measured_run(run: Pipelined, costs: Costs, compute: Callable[[], Any], trace
             run.observe = None
             measuring.wait()
     found = measuring.timed()
-    for each in (each for timed in found.timed for each in timed if trace is not None):
-        assert trace is not None, "there is one"
-        lane, name = f"stage {each.operation.stage}", f"{each.operation.kind}{each.operation.microbatch}"
-        trace.record(Span(lane, name, f"device {each.device}", measuring.begun + each.start, each.end - each.start, 0))
+    if trace is not None:
+        _record(found, measuring.begun, trace)
     return found
+
+
+def _record(found: Simulation, begun: float, trace: Trace) -> None:
+    for each in (each for timed in found.timed for each in timed):
+        lane, name = f"stage {each.operation.stage}", f"{each.operation.kind}{each.operation.microbatch}"
+        trace.record(Span(lane, name, f"device {each.device}", begun + each.start, each.end - each.start, 0))
+
+
+@final
+class StageLanes:
+    """Gives a trace a lane for each stage: what devices did in one update of a hundred, beginning with the fourth.
+
+    When an operation was dispatched says nothing of when it ran, and the loop may not wait for devices: threads do, for
+    numbers that are taken of what operations give, and tell the trace when all is over. The update before, the third,
+    compiles what takes them.
+
+    **Arguments:** `run`: the pipeline. `costs`: of what lives on devices meanwhile.
+    """
+
+    def __init__(self, run: Pipelined, costs: Costs) -> None:
+        self._run, self._costs, self._updates = run, costs, 0
+        self._recording: list[Future[None]] = []
+
+    @contextlib.contextmanager
+    def watching(self, trace: Trace | None) -> Generator[None, None, None]:
+        """An update is made in the block. **Arguments:** `trace`: None is told nothing, nor is anything noted."""
+        self._updates += 1
+        place = self._updates % _EVERY
+        if trace is None or place not in (_MEASURED - 1, _MEASURED):
+            yield
+            return
+        measuring = Measuring(self._run.schedule, self._costs)
+        self._run.observe = measuring.begin()
+        try:
+            yield
+        finally:
+            self._run.observe = None
+            threads = ThreadPoolExecutor(1, "braidax-lanes")
+            name = f"operations of update {self._updates}" if place == _MEASURED else None
+            self._recording.append(threads.submit(_record_behind, measuring, trace, name))
+            threads.shutdown(wait=False)
+
+    def finish(self) -> None:
+        """Waits until all is recorded that was noted. What devices have raised is raised where their results are."""
+        while self._recording:
+            self._recording.pop().exception()
+
+
+def _record_behind(measuring: "Measuring", trace: Trace, name: str | None) -> None:
+    measuring.wait()
+    if name is not None:
+        found = measuring.timed()
+        trace.record(Span("stages", name, "devices", measuring.begun, found.makespan_seconds, 0))
+        _record(found, measuring.begun, trace)
 
 
 @final
@@ -51,7 +107,6 @@ class Measuring:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule, self._costs = schedule.computing(), costs
-        self._take = jax.jit(lambda array: array.ravel()[:1])
         self._waiting: list[ThreadPoolExecutor] = []
         self._noted: dict[Operation, tuple[float, Future[float]]] = {}
         self.begun = 0.0
@@ -90,10 +145,16 @@ class Measuring:
             return
         dispatched = time.perf_counter() - self.begun
         arrays = [one for one in jax.tree.leaves(outputs) if isinstance(one, jax.Array) and one.size]
-        tokens = [self._take(min(arrays, key=lambda one: one.size).addressable_shards[0].data)] if arrays else []
+        tokens = [_taking()(min(arrays, key=lambda one: one.size).addressable_shards[0].data)] if arrays else []
         device = self._schedule.device_of_stage[operation.stage]
         self._noted[operation] = dispatched, self._waiting[device].submit(self._wait, tokens)
 
     def _wait(self, tokens: Any) -> float:
         jax.block_until_ready(tokens)
         return time.perf_counter() - self.begun
+
+
+@functools.cache
+def _taking() -> Callable[[Any], Any]:
+    """Compiled once for arrays of one form, whoever measures."""
+    return jax.jit(lambda array: array.ravel()[:1])

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from braidax.program import JOINT, PlacePart, Program, divided
 
@@ -29,7 +29,7 @@ class PlacedProgram:
         homes: Sequence[Home],
         *,
         kept: Collection[tuple[int, int]] = (),
-        lies: Mapping[int, Sharding] | None = None,
+        lies: Mapping[int, NamedSharding] | None = None,
     ) -> None:
         self._homes, self._structure = homes, jax.tree.structure(program.out_specs)
         self._places = list(places)
@@ -55,13 +55,14 @@ class PlacedProgram:
 
         ins: tuple[list[Sharding], list[Sharding]] = ([], [])
         for at, one in enumerate(part.inputs):
-            ins[at not in donated].append(self._lies.get(one, home.whole) if self._is_at(part, one) else home.whole)
+            ins[at not in donated].append(self._lie(part, one))
         outs = [self._outputs_lie.get(one, home.whole) for one in part.outputs]
         return home.compile(run, (*ins, home.whole), [*[home.whole] * len(part.sent), *outs], donate=(0,))
 
-    def _is_at(self, part: PlacePart, at: int) -> bool:
-        """Whether an input lies where a part reads it."""
-        return self._homes[self._places[at] or 0] is self._home(part)
+    def _lie(self, part: PlacePart, at: int) -> Sharding:
+        """Returns how an input lies where a part reads it: as where it comes from."""
+        home, on = self._home(part), self._lies.get(at)
+        return home.whole if on is None else NamedSharding(home.mesh, on.spec)
 
     def _home(self, part: PlacePart) -> Home:
         return self._homes[0 if part.place == JOINT else part.place]
@@ -85,4 +86,4 @@ class PlacedProgram:
     def _brought(self, part: PlacePart, flat: Sequence[Any], at: int) -> Any:
         """Returns an input where a part reads it."""
         home, origin = self._home(part), self._homes[self._places[at] or 0]
-        return home.bring([flat[at]], origin, [home.whole])[0]
+        return home.bring([flat[at]], origin, [self._lie(part, at)])[0]

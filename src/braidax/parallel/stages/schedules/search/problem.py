@@ -1,6 +1,6 @@
 """A step of a pipeline as numbers, for searching: who needs whom, how long, how many bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 from braidax.errors import ArgumentError
@@ -96,9 +96,15 @@ class Problem:
         """Says whether what a gradient leaves fits; if it does not, a gradient of weights waits, which makes room."""
         return live + self.changes[number] <= self.limit
 
-    def schedule(self, orders: Orders, name: str) -> Schedule:
-        """Returns orders as a schedule."""
-        lists = [[Operation(KINDS[k], s, each) for k, s, each in map(self.parts, order)] for order in orders]
+    def schedule(self, orders: Orders, name: str, *, whole: Collection[int] = ()) -> Schedule:
+        """Returns orders as a schedule. **Arguments:** `whole`: gradients of inputs that take those of weights in."""
+        within = {number + self.num_stages * self.num_microbatches for number in whole}
+        lists: list[list[Operation]] = []
+        for order in orders:
+            operations = ((number, *self.parts(number)) for number in order if number not in within)
+            lists.append(
+                [Operation(Kind.BACKWARD if n in whole else KINDS[k], s, each) for n, k, s, each in operations]
+            )
         return Schedule(name, self.num_microbatches, self.device_of_stage, with_updates(lists))
 
     def orders(self, schedule: Schedule) -> Orders:

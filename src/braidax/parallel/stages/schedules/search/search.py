@@ -10,6 +10,7 @@ from braidax.parallel.stages.schedules.search.beam import beam
 from braidax.parallel.stages.schedules.search.bound import shortest_seconds
 from braidax.parallel.stages.schedules.search.dispatch import dispatched, policies
 from braidax.parallel.stages.schedules.search.improve import fits, improved, makespan
+from braidax.parallel.stages.schedules.search.merge import merged
 from braidax.parallel.stages.schedules.search.problem import Orders, Problem
 
 _BEAM_STEPS = 12_000  # how many beginnings are kept, over all steps
@@ -36,7 +37,8 @@ def search_schedule(
 ) -> Found:
     """Searches for the schedule of the shortest step, flushed, by policies and then by moving single operations.
 
-    The same arguments lead to the same schedule, on any machine.
+    Halves of a backward pass that stand side by side become a whole one where no step is longer for it. The same
+    arguments lead to the same schedule, on any machine.
 
     **Arguments:** `costs`: by stage. `device_of_stage`: where each lies. `limit_bytes`: of the activations of a device.
     `known`: schedules of these stages to begin from, too. `num_trials`: how many changes are looked at, at most.
@@ -61,7 +63,7 @@ def search_schedule(
         length, better = improved(problem, orders, bound=bound, num_trials=num_trials // _NUM_IMPROVED)
         if length < best:
             best, best_orders = length, better
-    return Found(problem.schedule(best_orders, "searched"), best, bound)
+    return Found(merged(problem, best_orders, "searched"), best, bound)
 
 
 def _begun(problem: Problem, known: Iterable[Schedule]) -> Iterable[Orders]:
