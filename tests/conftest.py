@@ -1,5 +1,6 @@
 """What every test gets: 8 virtual CPU devices, no leaked threads, and no skip that goes unseen in CI."""
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -7,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 
 from tests.suite_time import SuiteTime, begin_long_ones_first
@@ -61,6 +64,10 @@ def write_whole(cache: LRUCache, key: str, value: bytes) -> None:
 
 
 LRUCache.put = write_whole
+
+# Programs are written more often than read: to write them shorter by a sixth takes three times as long.
+compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)
+compilation_cache.decompress_executable = zlib.decompress
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)

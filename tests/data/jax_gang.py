@@ -23,7 +23,6 @@ def jax_gang(num_processes: int, devices_per_process: int) -> Generator[LocalGan
     """Ranks that are the processes of one `jax.distributed`."""
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PJRT_NPROC": str(max(os.cpu_count() or 1, 2 * devices_per_process)),  # see gang/runner.py
     }

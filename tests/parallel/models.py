@@ -1,6 +1,7 @@
 """Losses and batches that the tests of `parallel` share, and the single-device step that says what is right."""
 
 import contextlib
+import functools
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -75,8 +76,9 @@ def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def single_device(loss: Any, optimizer: optax.GradientTransformation, state: bx.State, batches: list[Any]) -> Any:
-    """Parameters, variables and metrics after plain JAX on one device; `loss(params, variables, key, batch)`."""
+@functools.lru_cache(maxsize=32)
+def _step(loss: Any, optimizer: optax.GradientTransformation) -> Any:
+    """Compiled once for all tests of a loss."""
 
     @jax.jit
     def step(params: Any, variables: Any, opt_state: Any, key: Any, batch: Any) -> Any:
@@ -84,6 +86,12 @@ def single_device(loss: Any, optimizer: optax.GradientTransformation, state: bx.
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), variables, opt_state, {"loss": value, **metrics}
 
+    return step
+
+
+def single_device(loss: Any, optimizer: optax.GradientTransformation, state: bx.State, batches: list[Any]) -> Any:
+    """Parameters, variables and metrics after plain JAX on one device; `loss(params, variables, key, batch)`."""
+    step = _step(loss, optimizer)
     key, (params, variables, opt_state) = on_one_device((state.key, (state.params, state.variables, state.opt_state)))
     metrics: list[Any] = []
     for index, batch in enumerate(batches):

@@ -1,5 +1,6 @@
 """Hybrid steps: tables are exchanged by rows, and every number is that of single-device training."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,7 @@ def sampled(params: Any, batch: Any, key: jax.Array) -> Any:
 LOSSES: dict[str, Callable[..., Any]] = {"pooled": pooled, "scanned": scanned, "sampled": sampled}
 
 
+@functools.cache
 def as_plain(loss: Callable[..., Any]) -> Callable[..., Any]:
     def plain(params: Any, variables: Any, key: jax.Array, batch: Any) -> Any:
         value, metrics = loss(params, batch, key)
