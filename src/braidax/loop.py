@@ -69,8 +69,7 @@ def fit(
     ahead (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
-    a batch, be it the last, had ids out of range, with `Hybrid(out_of_range="raise")`; `ProcessFailed` within seconds
-    when another process has ended that has stages of a pipeline.
+    a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `ProcessFailed` when one with stages has ended.
     """
     before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
