@@ -1,5 +1,6 @@
 """`Pipeline`: the strategy of a mesh axis along which stages of a loss lie."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,10 +14,12 @@ from braidax.parallel.plan.strategy import Choice, shown
 
 from .schedules import (
     Schedule,
+    double_buffered,
     dual_pipe_v,
     gpipe,
     interleaved,
     one_forward_one_backward,
+    pipedream,
     v_half,
     v_min,
     zero_bubble_h1,
@@ -31,6 +34,9 @@ _MADE: Mapping[str, Callable[[int, int], Schedule]] = {
     "V-Half": v_half,
     "V-Min": v_min,
     "DualPipeV": dual_pipe_v,
+    "PipeDream": pipedream,
+    "PipeDream, vertical sync": functools.partial(pipedream, vertical_sync=True),
+    "2BW": double_buffered,
 }
 _INTERLEAVED = "Interleaved1F1B"
 _SEARCHED = "searched"
