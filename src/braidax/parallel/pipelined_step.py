@@ -115,6 +115,9 @@ class PipelinedStep:
     ) -> tuple[State, dict[str, Any]]:
         """Takes one training step, as of `Step.update`; a metric of samples lies with the stage that computes it.
 
+        By a schedule that does not flush it makes several updates, as `Pipeline` says; `before_apply` is called before
+        the first of them, and `state.step` counts steps.
+
         **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for; `ProcessFailed`
         when a process that has stages has ended.
         """
