@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -118,6 +119,9 @@ class PipelinedStep:
     ) -> tuple[State, dict[str, Any]]:
         """Takes one training step, as of `Step.update`; a metric of samples lies with the stage that computes it.
 
+        By a schedule that does not flush it makes several updates, as `Pipeline` says; `before_apply` is called before
+        the first of them, and `state.step` counts steps.
+
         **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for; `ProcessFailed`
         when a process that has stages has ended.
         """
@@ -134,8 +138,10 @@ class PipelinedStep:
     ) -> tuple[State, dict[str, Any]]:
         self._in_flight.make_room()
         with without_mesh():
-            state = adopt(state, self.state_shardings)
-            found = self._work.gradients(state, self._given(batch, self._batch_homes))
+            state, given = adopt(state, self.state_shardings), self._given(batch, self._batch_homes)
+            if not self.schedule.is_flushed:
+                return self._moved(state, given, before_apply)
+            found = self._work.gradients(state, given)
         self._in_flight.add(found.metrics["loss"])
         if before_apply is not None:
             before_apply()
@@ -143,6 +149,16 @@ class PipelinedStep:
             step, params, opt_state = self._work.apply(state, found.gradients, found.loss)
         variables = jax.tree.unflatten(jax.tree.structure(state.variables), found.variables)
         return replace(state, step=step, params=params, opt_state=opt_state, variables=variables), found.metrics
+
+    def _moved(
+        self, state: State, given: Sequence[Given], before_update: Callable[[], object] | None = None
+    ) -> tuple[State, dict[str, Any]]:
+        """Takes a step whose stages update while it is computed."""
+        found = self._work.moved(state, given, before_update)
+        self._in_flight.add(found.metrics["loss"])
+        variables = jax.tree.unflatten(jax.tree.structure(state.variables), found.variables)
+        parts = {"step": found.step, "params": found.params, "opt_state": found.opt_state, "variables": variables}
+        return replace(state, **parts), found.metrics
 
     def _given(self, batch: Any, wanted: Sequence[Home]) -> list[Given]:
         """Returns the leaves of a batch, each with where it lies. **Arguments:** `wanted`: where it is first used."""
@@ -183,9 +199,15 @@ class PipelinedStep:
         assert self.plan.pipeline is not None, "its plan has one"
         with without_mesh():
             state, given = adopt(state, self.state_shardings), self._given(batch, self._batch_homes)
-            return measured_run(
-                self._work.run, self.plan.pipeline.costs, lambda: self._work.gradients(state, given), trace
-            )
+            compute = partial(self._computed, state, given)
+            return measured_run(self._work.run, self.plan.pipeline.costs, compute, trace)
+
+    def _computed(self, state: State, given: Sequence[Given]) -> object:
+        """Computes a batch, of which the state stays what it is."""
+        if self.schedule.is_flushed:
+            return self._work.gradients(state, given)
+        params, opt_state = jax.tree.map(_copied, (state.params, state.opt_state))
+        return self._work.moved(replace(state, params=params, opt_state=opt_state), given)
 
     def whole_params(self, state: State) -> Any:
         """Returns the parameters as the user's own PyTree, on the host."""
@@ -275,6 +297,11 @@ class Training(NamedTuple):
     def traced(self, microbatches: int) -> Program:
         """Returns the loss on a batch in so many pieces."""
         return traced_loss(self.loss, self.born.out_specs, self.batch, microbatches)
+
+
+def _copied(leaf: jax.Array) -> jax.Array:
+    """Returns a copy of what this process has a part of."""
+    return jnp.copy(leaf) if leaf.addressable_shards else leaf
 
 
 def make_pipelined(

@@ -46,6 +46,7 @@ from .cutting.mixing import find_mixing as find_mixing
 from .cutting.part import part_of as part_of
 from .cutting.places import JOINT as JOINT
 from .cutting.places import PlacePart as PlacePart
+from .cutting.places import apart as apart
 from .cutting.places import divided as divided
 from .dims import Cut as Cut
 from .dims import Dims as Dims

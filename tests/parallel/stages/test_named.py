@@ -23,6 +23,7 @@ from braidax.parallel.stages.schedules import (
     zero_bubble_v,
 )
 from braidax.parallel.stages.schedules.named.v_shape import _blocks  # pyright: ignore[reportPrivateUsage]
+from braidax.parallel.stages.schedules.versions import given_up
 from tests.parallel.stages.pipelines import FLUSHED, NAMED
 
 
@@ -115,6 +116,10 @@ def test_asynchronous_ones_state_their_staleness() -> None:
     assert vertical.used == ((0, 0, 0, 0, 1, 2, 3, 4),) * 4
     assert (double.staleness, double.num_kept) == ((1, 1, 1, 1), (2, 2, 2, 2))
     assert double.used[0][:12] == (0,) * 8 + (1,) * 4
+    gone = given_up(NAMED["PipeDream"](2, 3), ((0, 0, 1), (0, 1, 2)))
+    assert {str(one): found for one, found in gone.items()} == {
+        "0B1": (0,), "0B2": (1,), "0U2": (2,), "1U0": (0,), "1U1": (1,), "1U2": (2,),
+    }  # fmt: skip
     assert str(double) == (
         "gradients are applied late, by up to so many updates: 1 on stage 0, 1 on stage 1, 1 on stage 2, 1 on stage 3"
     )

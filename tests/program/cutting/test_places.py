@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from braidax.errors import ArgumentError
-from braidax.program import JOINT, divided, trace
+from braidax.program import JOINT, apart, divided, trace
 
 
 def run(program: Any, places: list[int | None], *args: Any) -> tuple[list[int], list[Any], list[int]]:
@@ -50,6 +50,31 @@ def test_what_is_joined_twice_and_what_nothing_joins() -> None:
     jax.tree.map(np.testing.assert_allclose, outputs, list(twice(*args)))
     _, _, order = run(trace(lambda a, b: (a + 1, b * 2), *args[:2]), [0, 1], *args[:2])
     assert order == [0, 1]
+
+
+def test_places_that_know_nothing_of_one_another_make_what_all_have_for_themselves() -> None:
+    def moved(count: Any, a: Any, b: Any) -> Any:
+        rate = 1 / (count + 1)
+        return count + 1, a - rate * a.sum(), b - rate, jnp.zeros(2), a.max()
+
+    args = jnp.float32(2.0), jnp.arange(6.0), jnp.arange(4.0)
+    parts, at = apart(trace(moved, *args), [None, 0, 1], 2)
+    assert at == [None, 0, 1, None, 0]
+    assert [(part.place, part.inputs, part.outputs, part.taken) for part in parts] == [
+        (0, (0, 1), (0, 1, 3, 4), ()),
+        (1, (0, 2), (0, 2, 3), ()),
+    ]
+    expected = moved(*args)
+    for part in parts:
+        found = part([args[one] for one in part.inputs], [])
+        jax.tree.map(np.testing.assert_allclose, found, [expected[one] for one in part.outputs])
+
+
+def test_what_takes_values_of_several_places_is_named() -> None:
+    a = jnp.ones(3)
+    program = trace(lambda a, b: (a / a.sum(), b + a.sum()), a, a)
+    with pytest.raises(ArgumentError, match=r"add at .*test_places.py:\d+ takes values of places \[0, 1\]"):
+        apart(program, [0, 1], 2)
 
 
 def test_large_arrays_that_are_joined_are_refused() -> None:

@@ -1,5 +1,6 @@
 """`Pipeline`: the strategy of a mesh axis along which stages of a loss lie."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,10 +14,12 @@ from braidax.parallel.plan.strategy import Choice, shown
 
 from .schedules import (
     Schedule,
+    double_buffered,
     dual_pipe_v,
     gpipe,
     interleaved,
     one_forward_one_backward,
+    pipedream,
     v_half,
     v_min,
     zero_bubble_h1,
@@ -31,6 +34,9 @@ _MADE: Mapping[str, Callable[[int, int], Schedule]] = {
     "V-Half": v_half,
     "V-Min": v_min,
     "DualPipeV": dual_pipe_v,
+    "PipeDream": pipedream,
+    "PipeDream, vertical sync": functools.partial(pipedream, vertical_sync=True),
+    "2BW": double_buffered,
 }
 _INTERLEAVED = "Interleaved1F1B"
 _SEARCHED = "searched"
@@ -42,20 +48,25 @@ class Pipeline:
     """Cuts the loss into stages that lie along the axis, each of which computes the microbatches of a batch in turn.
 
     A step is that of one device with the same microbatches: a schedule flushes at its end (Huang et al., NeurIPS 2019;
-    Narayanan et al., SOSP 2019 and ICML 2021; Qi et al., ICLR and NeurIPS 2024). The loss is cut where few values go
-    over, also between the iterations of a loop, so that the slowest stage takes least.
+    Qi et al., ICLR and NeurIPS 2024). The loss is cut where few values go over, also between the iterations of a loop,
+    so that the slowest stage takes least.
 
-    **Arguments:** `schedule`: by name, "GPipe", "1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V", "V-Half", "V-Min" or
-    "DualPipeV"; "searched": the shortest one that is found for what the stages take, in the memory that there is; or a
-    `Schedule`, such as one that is read from CSV. `stages`: how many, by default as many as the schedule has on these
-    devices; others for "Interleaved1F1B", two a device by default, and "searched", one by default. `cuts`:
-    instead of where the loss is narrow, the names of `jax.named_scope`s before which it is cut. `clock`: whether stages
-    are timed on this machine to balance them, or their operations counted. `recompute`: whether stages keep nothing but
-    what comes in, and run again on the way back. `mixes_samples`: whether a loss may mix samples, of which each
-    microbatch then has its own. `machine`: of `measure_machine`, or with published figures: how fast stages send; by
-    default that is measured between the first two of them, or counted. `memory_bytes`: what parameters, gradients,
-    optimizer's state and activations may take of a device; stages that would not fit keep nothing but what comes in.
-    None: all that the machine has, if that is known.
+    Three schedules do not flush, and are NOT training on one device: each microbatch (2BW: as many as there are stages)
+    has an update of its own, made by each stage when its gradient is there, and of a weight on stage `s` of `P` the
+    gradient is late by so many updates: "PipeDream" (weights stashed from forward to backward) `P - 1 - s`; "PipeDream,
+    vertical sync" `P - 1`; "2BW" 1. A step drains them (Narayanan et al., SOSP 2019; ICML 2021).
+
+    **Arguments:** `schedule`: by name, "GPipe", "1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V", "V-Half", "V-Min",
+    "DualPipeV", "PipeDream", "PipeDream, vertical sync" or "2BW"; "searched": the shortest one that is found for what
+    the stages take, in the memory that there is; or a `Schedule`, such as one that is read from CSV. `stages`: how
+    many, by default as many as the schedule has on these devices; others for "Interleaved1F1B", two a device by
+    default, and "searched", one by default. `cuts`: instead of where the loss is narrow, the names of
+    `jax.named_scope`s before which it is cut. `clock`: whether stages are timed on this machine to balance them, or
+    their operations counted. `recompute`: whether stages keep nothing but what comes in, and run again on the way back.
+    `mixes_samples`: whether a loss may mix samples, of which each microbatch then has its own. `machine`: of
+    `measure_machine`, or with published figures: how fast stages send; by default that is measured between the first
+    two of them, or counted. `memory_bytes`: what parameters, gradients, optimizer's state and activations may take of a
+    device; stages that would not fit keep nothing but what comes in. None: all that the machine has, if that is known.
 
     **Raises:** `ArgumentError` for other names, and for no memory.
     """

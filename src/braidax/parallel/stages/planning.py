@@ -26,7 +26,7 @@ from .link import COUNTED_LINK, measured_link
 from .pipeline import Pipeline
 from .running.home import sub_meshes, without_mesh
 from .running.owning.ownership import Ownership
-from .schedules import Costs, Kind, Schedule, format_csv, simulate, with_transfers
+from .schedules import Costs, Kind, Schedule, format_csv, simulate, versions, with_transfers
 from .searching import searched
 from .segments import counted, measured
 from .verdict import Compared, Devices
@@ -119,6 +119,8 @@ def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
     if schedule is None:
         best = searched(costs, microbatches, count, held_bytes=held, memory_bytes=devices.memory_bytes)
         schedule, bound = best.schedule, best.bound_seconds
+    kept = versions(schedule).num_kept
+    held = [size + (one - 1) * own for size, one, own in zip(held, kept, _parameter_bytes(found), strict=True)]
     _check_memory(schedule, costs, held, devices.memory_bytes)
     of_share = (lambda: setting.traced(count * devices.inner)) if setting.is_measured and _divides(setting) else None
     with without_mesh():
@@ -145,6 +147,7 @@ def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
             tuple(map(simulation.bubble, range(count))),
             tuple(map(simulation.peak_bytes, range(count))),
             bound,
+            schedule.weights,
         ),
         compared.verdict(),
         costs.update_seconds or (0.0,) * len(found.stages),

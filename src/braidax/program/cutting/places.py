@@ -58,6 +58,21 @@ def divided(program: Program, places: Sequence[int | None]) -> tuple[list[PlaceP
     return _Division(inlined(program), places).parts()
 
 
+def apart(program: Program, places: Sequence[int | None], count: int) -> tuple[list[PlacePart], list[int | None]]:
+    """Divides a program among places of which none knows another's values.
+
+    What depends on inputs of no place is computed at each of them.
+
+    **Arguments:** `places`: of each input, below `count`; None: all places have it.
+
+    **Returns:** of each place its part, which gives the outputs of this place and those of all; and for each output its
+    place, None: that of all.
+
+    **Raises:** `ArgumentError` naming what would take values of several places.
+    """
+    return _Division(inlined(program), places).apart(count)
+
+
 @final
 class _Division:
     def __init__(self, program: Program, places: Sequence[int | None]) -> None:
@@ -99,6 +114,20 @@ class _Division:
             if own:
                 found.append(self._part(place, [], own, numbers))
         return found, at
+
+    def apart(self, count: int) -> tuple[list[PlacePart], list[int | None]]:
+        """As of the function of this name."""
+        outputs = list(self._jaxpr.outvars)
+        for equation in needed(self._jaxpr.eqns, variables(outputs), set()):
+            there = {self._at[one] for one in variables(equation.invars)} - {None}
+            if len(there) > 1:
+                raise ArgumentError(
+                    f"{equation.primitive.name} at {line_of(equation.source_info)} takes values of places "
+                    f"{sorted(one for one in there if one is not None)}"
+                )
+        at = [None if isinstance(one, Constant) else self._at[one] for one in outputs]
+        own = [[number for number, place in enumerate(at) if place in (None, one)] for one in range(count)]
+        return [self._part(place, [], numbers, {}) for place, numbers in enumerate(own)], at
 
     def _place_of(self, atom: Any) -> int:
         place = None if isinstance(atom, Constant) else self._at[atom]

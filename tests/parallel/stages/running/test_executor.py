@@ -215,7 +215,16 @@ def reading_late() -> Case:
 @pytest.mark.parametrize(
     ("made", "make", "words"),
     [
-        (mlp, lambda case: refuse(case, pipedream(2, 4)), "schedule 'PipeDream' computes with several versions"),
+        (
+            mlp,
+            lambda case: refuse(case, pipedream(2, 4)),
+            "params/tied is read by stages 0 and 1, and by sched",
+        ),
+        (
+            mlp,
+            lambda case: refuse(case, gpipe(2, 4)).scheduled(pipedream(2, 4)),
+            "schedule has num_updates=4, expected 1, for which stages are compiled",
+        ),
         (mlp, lambda case: refuse(case, gpipe(2, 4), stages=3), "stages has 3, and schedule 'GPipe' is of 2 on 2 dev"),
         (mlp, lambda case: refuse(case, gpipe(2, 4), meshes=3), "meshes has 3, and schedule 'GPipe' has lists for 2"),
         (

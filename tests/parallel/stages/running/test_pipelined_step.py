@@ -296,8 +296,8 @@ def test_what_is_not_run_in_stages_yet_is_refused() -> None:
     step = make(case, PIPE)
     with pytest.raises(ArgumentError, match="a decorated step is not cut into stages"):
         bx.parallelize(step.mesh, PIPE)
-    with pytest.raises(ArgumentError, match="schedule='2BW': expected one of"):
-        bx.Pipeline("2BW")
+    with pytest.raises(ArgumentError, match="schedule='2BM': expected one of"):
+        bx.Pipeline("2BM")
     with pytest.raises(ArgumentError, match="clock='x': expected"):
         bx.Pipeline(clock="x")  # pyright: ignore[reportArgumentType]
     assert "pipeline: with the stage that reads it" in str(step.plan)

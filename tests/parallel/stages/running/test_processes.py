@@ -54,6 +54,16 @@ def test_two_processes_equal_one_device(mesh: str, schedule: str, monkeypatch: p
         np.testing.assert_allclose(json.loads(told), wanted, rtol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["PipeDream", "PipeDream, vertical sync", "2BW"])
+def test_two_processes_are_as_stale_as_one(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launched("tests.parallel.stages.running.of_two", ("stages", schedule), monkeypatch)
+    wanted = numbers("stages here", schedule)
+    assert len(wanted) == 9
+    for told in found:
+        np.testing.assert_allclose(json.loads(told), wanted, rtol=2e-5)
+
+
 def test_a_process_that_is_killed_is_named_on_the_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one: JAX itself ends all when the first, which serves the others, is gone."""
     monkeypatch.chdir(ROOT)

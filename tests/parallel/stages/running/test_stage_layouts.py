@@ -201,7 +201,7 @@ def test_gradients_are_summed_over_devices_once_an_update(
 
         monkeypatch.setattr(owner, name, call)
 
-    for stage, (own, flush) in enumerate(zip(run.stage_programs, run._flushes, strict=True)):
+    for stage, (own, flush) in enumerate(zip(run.stage_programs, run.flushes, strict=True)):
         assert own.in_parts == (*range(len(own.reads)),)
         sent = tuple(own.incoming_shardings[at] for at in own._floats)
         watch(own, "backward", stage, own._backward, (own.sums_on, sent))

@@ -1,5 +1,6 @@
 """The pipeline of a plan: which stages there are, what they take, and what they do when."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from braidax.parallel.plan.text import paragraph, table
 from .verdict import Verdict
 
 if TYPE_CHECKING:
-    from braidax.parallel.stages.schedules import Costs, Schedule, Simulation
+    from braidax.parallel.stages.schedules import Costs, Schedule, Simulation, Weights
 
 _INDENT = 14
 
@@ -21,8 +22,8 @@ class StageCosts:
 
     **Fields:** seconds forward, and of the gradients of inputs and of weights; `transfer_seconds`, `sent_bytes`: to the
     next stage, of the last one 0. `activation_bytes`: what its forward pass leaves; `kept_bytes`: what is left of that
-    between the two gradients. `held_bytes`: of parameters, gradients and the optimizer's state, and of what a stage
-    that runs again makes for a moment.
+    between the two gradients. `held_bytes`: of parameters (all versions), gradients and the optimizer's state, and of
+    what a stage that runs again makes for a moment.
     """
 
     forward_seconds: float
@@ -66,7 +67,8 @@ class PlannedSchedule:
 
     **Fields:** `name`; `csv`: as of `schedules.parse_csv`. `seconds` of all that is computed of a batch, by simulation;
     of each device `bubbles`, the part of these in which it is idle, and `peak_bytes` of activations. `bound_seconds`:
-    no schedule of these stages on these devices is shorter, where one was searched for.
+    no schedule of these stages on these devices is shorter, where one was searched for. `weights`: which ones
+    microbatches see, as of `schedules.Schedule`.
     """
 
     name: str
@@ -75,6 +77,7 @@ class PlannedSchedule:
     bubbles: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     bound_seconds: float | None = None
+    weights: "Weights" = "flushed"
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class PlannedPipeline:
         """Returns the schedule. **Raises:** `ArgumentError` for a CSV that is none."""
         from braidax.parallel.stages.schedules import parse_csv
 
-        return parse_csv(self.schedule.csv, name=self.schedule.name)
+        return parse_csv(self.schedule.csv, name=self.schedule.name, weights=self.schedule.weights)
 
     def simulated(self) -> "Simulation":
         """Returns the schedule in time, as stages take it."""
@@ -183,8 +186,24 @@ class PlannedPipeline:
             *table(rows, right=range(8), narrow=[8]),
             "",
             *paragraph("schedule", told, indent=_INDENT),
+            *self._staleness(),
             *paragraph("verdict", f"{self.verdict}{how}", indent=_INDENT),
         ]
+
+    def _staleness(self) -> list[str]:
+        """Returns what is to be said of a schedule that does not flush."""
+        from braidax.parallel.stages.schedules import versions
+
+        schedule = self.parsed()
+        if schedule.is_flushed:
+            return []
+        found = versions(schedule)
+        told = f"{found}; each stage makes {schedule.num_updates} a batch, and holds {_listed(found.num_kept)} versions"
+        return paragraph("staleness", f"{told} of its weights. It is not training on one device.", indent=_INDENT)
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
 
 
 _TOLD = {

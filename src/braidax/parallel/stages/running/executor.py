@@ -1,7 +1,7 @@
 """Runs a schedule: one process dispatches what the stages of a loss do, each on its own devices."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, final
 
@@ -12,7 +12,7 @@ from braidax.errors import ArgumentError, ProcessFailed
 from braidax.parallel.compute.metrics import MetricDims
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan
-from braidax.parallel.stages.schedules import Operation, Schedule, validate, with_transfers
+from braidax.parallel.stages.schedules import Operation, Schedule, Versions, validate, with_transfers
 from braidax.parallel.stages.stage_layouts import Placing
 from braidax.program import Program, Stage, named_leaves
 
@@ -26,6 +26,8 @@ from .run import Observer, Run, Ways
 from .sending.agreement import Agreement
 from .sending.sockets import Sockets
 from .stage_programs import BATCH, PARAMS, StagePrograms, stored_spec
+from .updating.stage_update import Owned, StageUpdate
+from .updating.under_way import Updating
 
 
 class Found(NamedTuple):
@@ -44,11 +46,13 @@ class Found(NamedTuple):
 class Pipelined:
     """The gradients of a loss in stages, by a schedule; equal to those of one device with the same microbatches.
 
+    A schedule that does not flush has updates of its stages in it, `updated`, and no gradients of a batch.
+
     Nothing waits for the devices while operations are dispatched, but for stages of several CPU devices; a stage's
     programs are compiled at their first call.
 
     **Arguments:** `program`: the loss on one microbatch, `(params, variables, key, batch) -> (loss, (metrics,
-    variables))`. `stages`: of it. `schedule`: that flushes; transfers are put into it where it has none. `meshes`: of
+    variables))`. `stages`: of it. `schedule`: transfers are put into it where it has none. `meshes`: of
     each of its devices. `batch_axes`: over which of their axes samples are divided. `recompute`: which stages keep
     nothing for the way back; by default none. `placing`: how variables lie on the devices of a stage; by default whole.
     `agreement`: of the processes that have devices, if there are several.
@@ -70,7 +74,7 @@ class Pipelined:
         agreement: Agreement | None = None,
     ) -> None:
         _check_counts(stages, schedule, meshes)
-        self.schedule, self._order = _in_order(schedule)
+        self.schedule, self._order, self.versions = _in_order(schedule)
         self.program, self._stages = program, tuple(stages)
         self.observe: Observer | None = None
         self._sockets = None if agreement is None else Sockets(agreement)
@@ -82,6 +86,7 @@ class Pipelined:
         self.carried = check_variables(program, stages, schedule)
         specs = jax.tree.leaves(program.in_specs[PARAMS])
         self.ownership = Ownership.of(stages, specs, PARAMS)
+        self._check_owned()
         pieces, dims = piece_specs(self.ownership, specs), list[int | None]()
         self.stage_programs: list[StagePrograms] = []
         self.layouts = {one: Layout.whole(spec.shape) for one, spec in pieces.items()}
@@ -98,6 +103,18 @@ class Pipelined:
             dims = made.outgoing_dims
         self._prepare(pieces)
 
+    def _check_owned(self) -> None:
+        """Checks that what several stages read is updated at one moment."""
+        names = [name for name, _ in named_leaves(self.program.in_specs[PARAMS], "params")]
+        for stage, reads in enumerate(self.ownership.reads if not self.schedule.is_flushed else ()):
+            for one in reads:
+                if one.owner != stage:
+                    raise ArgumentError(
+                        f"{names[one.piece.leaf]} is read by stages {one.owner} and {stage}, and by schedule "
+                        f"{self.schedule.name!r} stages update at different moments, so that its gradients have no "
+                        f"sum: take a schedule that flushes, such as 1F1B, or cut so that one stage reads it"
+                    )
+
     def _prepare(self, pieces: Any) -> None:
         programs, count = self.stage_programs, self.schedule.num_microbatches
         metric_dims = MetricDims(self.program, microbatches=count).of_outputs
@@ -105,27 +122,29 @@ class Pipelined:
         num_samples = self._batch_specs[0][1].shape[0]
         self.feeding = [Feeding(one, count, self._numbers) for one in programs]
         self._results = [StageResults(one, metric_dims, num_samples, count) for one in programs]
-        self._flushes: list[Flush] = []
+        self.flushes: list[Flush] = []
+        each = self.schedule.microbatches_per_update or count
         for at, home in enumerate(self.homes):
             own = [(at, one) for one in self.ownership.pieces[at]]
             specs = [stored_spec(pieces[one], self.layouts[one]) for one in own]
             on = [home.lies(self.layouts[one]) for one in own]
-            self._flushes.append(Flush(at, programs, self.ownership, specs, on, count))
+            self.flushes.append(Flush(at, programs, self.ownership, specs, on, each))
         self._num_results = len(metric_dims)
         self._ways = [Ways.between(one, other) for one, other in pairwise(programs)]
 
     def scheduled(self, schedule: Schedule) -> "Pipelined":
         """Returns the same with another schedule, which shares all that is compiled.
 
-        **Raises:** `ArgumentError` where that has stages on other devices, or another number of microbatches.
+        **Raises:** `ArgumentError` where that has stages on other devices, another number of microbatches or of
+        updates, or sees other versions of the weights.
         """
-        for name in ("num_microbatches", "device_of_stage"):
+        for name in ("num_microbatches", "device_of_stage", "num_updates", "weights"):
             old, new = getattr(self.schedule, name), getattr(schedule, name)
             if new != old:
                 raise ArgumentError(f"schedule has {name}={new}, expected {old}, for which stages are compiled")
         found = copy.copy(self)
         _check_counts(self._stages, schedule, [home.mesh for home in dict.fromkeys(self.homes)])
-        found.schedule, found._order = _in_order(schedule)
+        found.schedule, found._order, found.versions = _in_order(schedule)
         check_variables(self.program, self._stages, found.schedule)
         return found
 
@@ -173,9 +192,44 @@ class Pipelined:
 
         **Raises:** `ArgumentError` for a batch that is not the microbatches'.
         """
+        assert self.schedule.is_flushed, "there are gradients of all microbatches at once"
+        run, held = self._begun(pieces, variables, key, batch)
+        run.all(self._order)
+        results = self._results_of(run, held)
+        return Found(self._means(run.sums), held, results)
+
+    def updated(
+        self,
+        owned: Sequence[Owned],
+        variables: Sequence[Any],
+        key: Any,
+        batch: Sequence[Given],
+        updates: Sequence[StageUpdate],
+        *,
+        before_update: Callable[[], object] | None = None,
+    ) -> tuple[list[Owned], list[Any], list[Any]]:
+        """Computes a batch by a schedule that does not flush; takes over the memory of what stages own.
+
+        **Arguments:** `owned`: by each stage. `updates`: of each. `before_update`: is called before the first of them.
+        Others as of `gradients`.
+
+        **Returns:** what stages own then; leaves of new variables; the loss and the leaves of its metrics.
+
+        **Raises:** as `gradients`.
+        """
+        assert not self.schedule.is_flushed, "its updates are made behind all gradients"
+        run, held = self._begun([one.params for one in owned], variables, key, batch)
+        run.updating = updating = Updating(self.schedule, self.versions, owned, updates, before_update)
+        run.all(self._order)
+        return updating.finished(), held, self._results_of(run, held)
+
+    def _begun(
+        self, pieces: Sequence[Sequence[Any]], variables: Sequence[Any], key: Any, batch: Sequence[Given]
+    ) -> tuple[Run, list[Any]]:
         names, specs = zip(*self._batch_specs, strict=True)
         check_batch(specs, [one.array for one in batch], self.schedule.num_microbatches, names)
-        run = Run(self.stage_programs, self._ways, self._params(pieces), self.schedule.num_microbatches)
+        used = self.versions.used
+        run = Run(self.stage_programs, self._ways, self._params(pieces), used)
         for feeding, given in zip(self.feeding, run.samples, strict=True):
             given.extend(feeding.begin(key, self.homes[0], batch))
         held = list(variables)
@@ -184,8 +238,7 @@ class Pipelined:
             [one.result for one in (self.carried[at] for at in feeding.variables)] for feeding in self.feeding
         ]
         run.observe = self.observe
-        run.all(self._order)
-        return self._flushed(run, held)
+        return run, held
 
     def _lent_variables(self, stage: int, held: Sequence[Any]) -> list[Any]:
         """Returns the variables that a stage reads, where it reads them."""
@@ -205,7 +258,8 @@ class Pipelined:
             found.append([*(one.joined(small) if small else ()), *one.flat.alone(arrays)])
         return found
 
-    def _flushed(self, run: Run, held: list[Any]) -> Found:
+    def _results_of(self, run: Run, held: list[Any]) -> list[Any]:
+        """Returns the loss and its metrics. **Arguments:** `held`: variables; the new ones are put into it."""
         results: list[Any] = [None] * self._num_results
         for stage, one in enumerate(self._results):
             for number, value in zip(one.numbers, one.join(run.results[stage]), strict=True):
@@ -213,32 +267,30 @@ class Pipelined:
         for leaf, one in enumerate(self.carried):
             if one.result is not None:
                 held[leaf] = run.results[one.stage][-1][one.result]
+        return results
+
+    def _means(self, sums: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
         lent = [
             [
                 self.homes[stage].bring(given, self.homes[other], [self.homes[stage].whole] * len(given))
                 for other, _ in flush.borrowers
-                for given in [self._flushes[other].lend(stage, run.sums[other])]
+                for given in [self.flushes[other].lend(stage, sums[other])]
             ]
-            for stage, flush in enumerate(self._flushes)
+            for stage, flush in enumerate(self.flushes)
         ]
-        pairs = zip(self._flushes, run.sums, lent, strict=True)
-        return Found(tuple(flush.means(sums, given) for flush, sums, given in pairs), held, results)
+        pairs = zip(self.flushes, sums, lent, strict=True)
+        return tuple(flush.means(own, given) for flush, own, given in pairs)
 
 
-def _in_order(schedule: Schedule) -> tuple[Schedule, tuple[Operation, ...]]:
-    """Returns a schedule with transfers, and in which order it is dispatched."""
-    validate(schedule)
+def _in_order(schedule: Schedule) -> tuple[Schedule, tuple[Operation, ...], Versions]:
+    """Returns a schedule with transfers, in which order it is dispatched, and which weights it computes with."""
+    found = validate(schedule)
     if schedule.num_devices > 1 and not any(one.is_transfer for one in schedule.operations()):
         schedule = with_transfers(schedule)
-    return schedule, dispatch_order(schedule)
+    return schedule, dispatch_order(schedule), found
 
 
 def _check_counts(stages: Sequence[Stage], schedule: Schedule, meshes: Sequence[Mesh]) -> None:
-    if not schedule.is_flushed:
-        raise ArgumentError(
-            f"schedule {schedule.name!r} computes with several versions of the weights ({schedule.weights}), which is "
-            f"not run yet: take one that flushes, such as one_forward_one_backward or zero_bubble_h1"
-        )
     if len(stages) != schedule.num_stages:
         raise ArgumentError(
             f"stages has {len(stages)}, and schedule {schedule.name!r} is of {schedule.num_stages} on "

@@ -17,7 +17,7 @@ class Flush:
     """Makes of sums of gradients the means of what a stage owns, with what borrowers have for it.
 
     **Arguments:** `stage`: its number. `programs`: of all stages. `specs`: of its own pieces as they are stored, and
-    how they lie, `on`.
+    how they lie, `on`. `num_microbatches`: of an update.
     """
 
     def __init__(
@@ -74,7 +74,10 @@ class Flush:
     def _averaged(self, given_up: Sequence[Any], others: Sequence[Any], lent: Sequence[Any]) -> tuple[Any, ...]:
         one, other = iter(given_up), iter(others)
         count = len(given_up) + len(others)
-        sums = [next(one if at in self._given_up else other) for at in range(count)]
+        return self.averaged([next(one if at in self._given_up else other) for at in range(count)], lent)
+
+    def averaged(self, sums: Sequence[Any], lent: Sequence[Sequence[Any]] = ()) -> tuple[Any, ...]:
+        """Returns what `means` does; traced."""
         found: list[Any] = [None] * len(self._specs)
         for values, places in zip([self._own.totals(sums), *lent], self._places, strict=True):
             for at, piece, rows in places:

@@ -107,6 +107,8 @@ class Measuring:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule, self._costs = schedule.computing(), costs
+        # Where weights are flushed, updates are not in what is measured.
+        self._kinds = _COMPUTING if schedule.is_flushed else (*_COMPUTING, Kind.UPDATE)
         self._waiting: list[ThreadPoolExecutor] = []
         self._noted: dict[Operation, tuple[float, Future[float]]] = {}
         self.begun = 0.0
@@ -131,7 +133,7 @@ class Measuring:
         for device, operations in enumerate(self._schedule.lists):
             own, before = list[Timed](), 0.0
             operations = operations if device in here else ()
-            for operation in (one for one in operations if one.kind in _COMPUTING):
+            for operation in (one for one in operations if one.kind in self._kinds):
                 needs = [ends[one] for one in dependencies.of(operation) if one in ends]
                 dispatched = self._noted[operation][0] if operation in self._noted else 0.0
                 start = max(before, dispatched, *needs)
@@ -141,7 +143,7 @@ class Measuring:
         return Simulation(self._schedule, self._costs, tuple(timed))
 
     def _note(self, operation: Operation, outputs: Any) -> None:
-        if operation.kind not in _COMPUTING:
+        if operation.kind not in self._kinds:
             return
         dispatched = time.perf_counter() - self.begun
         arrays = [one for one in jax.tree.leaves(outputs) if isinstance(one, jax.Array) and one.size]

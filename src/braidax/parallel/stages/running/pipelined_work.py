@@ -1,6 +1,6 @@
 """What a step of stages computes: a first state, gradients, their norm, and the update, each where it lies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from braidax.errors import ArgumentError
 from braidax.parallel.compute.accumulate import wide
 from braidax.parallel.compute.state_form import load_tree, store_tree
 from braidax.parallel.given.arrays import strong
@@ -25,6 +26,7 @@ from .home import Home
 from .owning.by_rows import check_by_rows
 from .owning.divided_tree import DividedTree
 from .placed_program import PlacedProgram
+from .updating.stage_updates import StageUpdates
 
 
 class Gradients(NamedTuple):
@@ -40,14 +42,27 @@ class Gradients(NamedTuple):
     loss: Any
 
 
+class Moved(NamedTuple):
+    """What a batch makes of a state. **Fields:** `variables`: leaves. `metrics`: with the loss."""
+
+    step: Any
+    params: Any
+    opt_state: Any
+    variables: list[Any]
+    metrics: dict[str, Any]
+
+
 @final
 class PipelinedWork:
     """Gradients of a pipeline, and an optimizer that moves each variable where it lies.
 
+    By a schedule that flushes there are `gradients`, and then `apply`; by others both are `moved`.
+
     **Arguments:** `mesh`: of all stages. `born`: traced `key -> Born`. `wants_norm`: whether the global norm of
     gradients is a metric.
 
-    **Raises:** `ArgumentError` for an optimizer that takes together what lies apart, other than by sums over all.
+    **Raises:** `ArgumentError` for an optimizer that takes together what lies apart, other than by sums over all; where
+    the schedule does not flush, also by these, and for the norm of all gradients.
     """
 
     def __init__(
@@ -71,9 +86,11 @@ class PipelinedWork:
         self._of_state = follow(self._divided, self._of_params, of_optimizer, lambda spec: Layout.whole(spec.shape))
         self.initial = trace(self._first, *born.in_specs)
         self.specs: State = self.initial.out_specs
-        loss = run.program.out_specs[0]
-        update = trace(self._moved, self.specs.step, self.specs.params, self.specs.opt_state, self.specs.params, loss)
-        self.update, of_state = self._placed(update)
+        loss, self.updates = run.program.out_specs[0], None
+        if run.schedule.is_flushed:
+            self.update, of_state = self._placed(loss)
+        else:
+            self.updates, of_state = self._apart(wants_norm, loss)
         norm, lies = trace(_norm, self.specs.params), self._lies([*jax.tree.leaves(self._of_params)], self.tree.stages)
         self.norm = PlacedProgram(norm, self.tree.stages, run.homes, lies=lies) if wants_norm else None
         places = [0, *self.tree.stages, *of_state, *(one.stage for one in run.carried), 0]
@@ -89,6 +106,7 @@ class PipelinedWork:
         self.step_key = home.compile(
             lambda key, step: jax.random.key_data(jax.random.fold_in(key, step)), (home.whole,) * 2, home.whole
         )
+        self._next = home.compile(lambda step: step + 1, (home.whole,), home.whole)
         self._begin = [self._begun(stage) for stage in range(len(run.homes))]
 
     def begin(self, key: Any) -> State:
@@ -121,15 +139,32 @@ class PipelinedWork:
         found = self.run.gradients(pieces, variables, key, batch)
         gradients = self.tree.of_pieces(found.gradients)
         norm = [] if self.norm is None else [self.norm(gradients)]
+        metrics, at_first = self._metrics(found.results, norm)
+        return Gradients(gradients, found.variables, metrics, at_first)
+
+    def moved(self, state: State, batch: Sequence[Given], before_update: Callable[[], object] | None = None) -> Moved:
+        """Computes a batch, and takes over the memory of the state's parameters and optimizer's state.
+
+        **Arguments:** as of `Pipelined.updated`.
+        """
+        assert self.updates is not None, "there are updates of single stages"
+        key = self.step_key(state.key, state.step)
+        owned, variables = self.updates.owned(state.params, state.opt_state), jax.tree.leaves(state.variables)
+        owned, variables, results = self.run.updated(
+            owned, variables, key, batch, self.updates.stages, before_update=before_update
+        )
+        params, opt_state = self.updates.whole(owned)
+        return Moved(self._next(state.step), params, opt_state, variables, self._metrics(results, [])[0])
+
+    def _metrics(self, results: Sequence[Any], norm: Sequence[Any]) -> tuple[dict[str, Any], Any]:
+        """Returns metrics by name, and the loss at the first home."""
         homes = self.run.result_homes
-        if self.norm is not None:
+        if norm and self.norm is not None:
             homes.append(self.run.homes[self.norm.places[0]])
-        (loss, *others), at_first = self.shown([*found.results, *norm], homes)
+        (loss, *others), at_first = self.shown([*results, *norm], homes)
         _, (metrics, _) = self.run.program.out_specs
         shown = {"loss": loss, **jax.tree.unflatten(jax.tree.structure(metrics), others[: len(others) - len(norm)])}
-        if norm:
-            shown["grad_norm"] = others[-1]
-        return Gradients(gradients, found.variables, shown, at_first)
+        return shown | ({"grad_norm": others[-1]} if norm else {}), at_first
 
     def shown(self, results: Sequence[Any], homes: Sequence[Home]) -> tuple[list[Any], Any]:
         """Returns results, those of one number on all devices; and the first of these at the first home.
@@ -162,10 +197,13 @@ class PipelinedWork:
         params, opt_state = (store_tree(*one) for one in stored.values())
         return State(jnp.zeros((), jnp.int32), params, opt_state, born.variables, born.key, shapes=shapes)
 
-    def _moved(self, step: Any, params: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
+    def _stepped(self, step: Any, params: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
+        return step + 1, *self._applied(params, opt_state, gradients, loss)
+
+    def _applied(self, params: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
         params, gradients = (load_tree(self._of_params, one) for one in (params, gradients))
         params, opt_state = applied(self._optimizer, params, load_tree(self._of_state, opt_state), gradients, loss)
-        return step + 1, store_tree(self._of_params, params), store_tree(self._of_state, opt_state)
+        return store_tree(self._of_params, params), store_tree(self._of_state, opt_state)
 
     def whole_params(self, params: Any) -> Any:
         """Returns the parameters of a state as `init` makes them, on the host."""
@@ -176,14 +214,32 @@ class PipelinedWork:
         pairs = enumerate(zip(layouts, places, strict=False))
         return {at: self.run.homes[place or 0].lies(one) for at, (one, place) in pairs if one is not None and one.axes}
 
-    def _placed(self, update: Program) -> tuple[PlacedProgram, Sequence[int]]:
-        """Returns the update, and where each leaf of the optimizer's state lies: what is of a variable, with that."""
-        stages = self.tree.stages
+    def _known_places(self) -> list[int | None]:
+        """Returns of each leaf of the optimizer's state the stage of the variable that it is of, if any."""
         structure = jax.tree.structure(self.specs.params)
-        known = follow(self.specs.params, structure.unflatten(stages), self.specs.opt_state, lambda _: -1)
+        known = follow(self.specs.params, structure.unflatten(self.tree.stages), self.specs.opt_state, lambda _: -1)
+        return [None if place < 0 else place for place in jax.tree.leaves(known)]
+
+    def _apart(self, wants_norm: bool, loss: Any) -> tuple[StageUpdates, Sequence[int]]:
+        """Returns the updates of single stages, and where each leaf of the optimizer's state lies."""
+        if wants_norm:
+            raise ArgumentError(
+                f"metrics has 'grad_norm', and by schedule {self.run.schedule.name!r} stages update at different "
+                f"moments, so that there is no gradient of all: leave it out, or take a schedule that flushes"
+            )
+        specs = self.specs
+        update = trace(self._applied, specs.params, specs.opt_state, specs.params, loss)
+        layouts = [*jax.tree.leaves((self._of_params, self._of_state))]
+        updates = StageUpdates(update, self.run, self.tree, self._known_places(), layouts)
+        return updates, [place or 0 for place in updates.places]
+
+    def _placed(self, loss: Any) -> tuple[PlacedProgram, Sequence[int]]:
+        """Returns the update, and where each leaf of the optimizer's state lies: what is of a variable, with that."""
+        specs, stages = self.specs, self.tree.stages
+        update = trace(self._stepped, specs.step, specs.params, specs.opt_state, specs.params, loss)
         of_params, of_opt_state = (jax.tree.leaves(one) for one in (self._of_params, self._of_state))
         layouts = [None, *of_params, *of_opt_state, *of_params]
-        of_state: list[int | None] = [None if place < 0 else place for place in jax.tree.leaves(known)]
+        of_state = self._known_places()
         begin, count = 1 + len(stages), len(of_state)
         while True:
             places = [None, *stages, *of_state, *stages, None]

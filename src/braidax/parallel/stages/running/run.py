@@ -10,6 +10,7 @@ from braidax.parallel.stages.schedules import Kind, Operation
 
 from .sending.route import Route
 from .stage_programs import StagePrograms
+from .updating.under_way import Updating
 
 Observer = Callable[[Operation, Any], None]
 """Is called with each computation once it is dispatched, and arrays that it gives."""
@@ -39,12 +40,22 @@ class Ways(NamedTuple):
 
 @final
 class Run:
-    """What there is while a batch is computed, by stage and microbatch."""
+    """What there is while a batch is computed, by stage and microbatch.
+
+    **Arguments:** `params`: of each stage, buffers. `used`: of each stage and microbatch, which version of them, as of
+    `Versions`.
+    """
 
     def __init__(
-        self, programs: Sequence[StagePrograms], ways: Sequence[Ways], params: list[list[Any]], count: int
+        self,
+        programs: Sequence[StagePrograms],
+        ways: Sequence[Ways],
+        params: Sequence[list[Any]],
+        used: Sequence[Sequence[int]],
     ) -> None:
-        self._programs, self._ways, self._params = programs, ways, params
+        self._programs, self._ways, self._used = programs, ways, used
+        self._params: list[dict[int, list[Any]]] = [{0: one} for one in params]
+        count = len(used[0])
         self.samples: list[list[tuple[Any, ...]]] = [[] for _ in programs]
         self.variables: list[list[Any]] = []
         self.replaced: list[list[int | None]] = []
@@ -60,10 +71,14 @@ class Run:
         self._sent: dict[tuple[int, int], Any] = {}
         self._ahead = [0] * len(programs)
         self.observe: Observer | None = None
+        self.updating: Updating | None = None
         self._now: Operation | None = None
 
     def all(self, order: Sequence[Operation]) -> None:
-        """Dispatches what this process has a part in. Updates are made by whoever asked for gradients."""
+        """Dispatches what this process has a part in.
+
+        Without `updating` updates are made by whoever asked for gradients.
+        """
         do = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -73,17 +88,21 @@ class Run:
             Kind.RECV_F: self._receive_forward,
             Kind.SEND_B: self._send_backward,
             Kind.RECV_B: self._receive_backward,
+            Kind.UPDATE: self._update,
         }
+        updating = self.updating
         for one in order:
-            if one.kind is not Kind.UPDATE and self._programs[one.stage].home.is_here:
+            if self._programs[one.stage].home.is_here and (updating is not None or one.kind is not Kind.UPDATE):
                 self._now = one
                 do[one.kind](one.stage, one.microbatch)
+            for version in () if updating is None else updating.given_up(one):
+                self._params[one.stage].pop(version, None)
 
     def _forward(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
         given = self._given[at] = (*self.variables[stage], *self.samples[stage][each])
         incoming = self._incoming.pop(at, ())
-        ran = own.forward(self._params[stage], given, incoming)
+        ran = own.forward(self._seen(stage, each), given, incoming)
         self._held[at] = own.parted(incoming)
         self.results[stage].append(ran.results)
         self._kept[at] = ran.kept
@@ -121,7 +140,7 @@ class Run:
         moved, others = self._held.pop(at)
         given, kept, gradients = self._given.pop(at), self._kept.pop(at), self._gradients.pop(at, ())
         sums = self.sums[stage]
-        self.sums[stage], sent = own.backward(sums, moved, others, self._params[stage], given, kept, gradients)
+        self.sums[stage], sent = own.backward(sums, moved, others, self._seen(stage, each), given, kept, gradients)
         self._send(stage, each, sent)
         self._wait(own, stage, sent or self.sums[stage])
 
@@ -129,7 +148,7 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         moved, others = self._held.pop(at)
         given, kept, gradients = self._given[at], self._kept.pop(at), self._gradients.pop(at, ())
-        sent, self._left[at] = own.inputs(moved, others, self._params[stage], given, kept, gradients)
+        sent, self._left[at] = own.inputs(moved, others, self._seen(stage, each), given, kept, gradients)
         self._send(stage, each, sent)
         if sent:
             self._wait(own, stage, sent)
@@ -138,8 +157,18 @@ class Run:
         own, at = self._programs[stage], (stage, each)
         left, given = self._left.pop(at), self._given.pop(at)
         if own.specs:
-            self.sums[stage] = own.weights(self.sums[stage], left, self._params[stage], given)
+            self.sums[stage] = own.weights(self.sums[stage], left, self._seen(stage, each), given)
             self._wait(own, stage, self.sums[stage])
+
+    def _update(self, stage: int, number: int) -> None:
+        assert self.updating is not None, "it is asked for updates"
+        own = self._programs[stage]
+        self._params[stage][number + 1], self.sums[stage] = self.updating.update(stage, self.sums[stage])
+        self._wait(own, stage, self.sums[stage])
+
+    def _seen(self, stage: int, each: int) -> list[Any]:
+        """Returns the weights that a microbatch sees."""
+        return self._params[stage][self._used[stage][each]]
 
     def _send(self, stage: int, each: int, sent: Any) -> None:
         if stage:

@@ -158,7 +158,7 @@ class StagePrograms:
         )
         backward = adding_in_loops(self._backward, mesh=home.traced_on)
         self.backward = home.compile(backward, ins, (of_sums, sent), donate=(0, 1))
-        self.zeros = home.compile(self._zeros, (), of_sums)
+        self.zeros = home.compile(self.no_sums, (), of_sums)
         self.joined = home.compile(self.flat.joined, (home.whole,), home.whole)
 
     def parted(self, incoming: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -281,7 +281,8 @@ class StagePrograms:
         structure = jax.tree.structure(self.stage.program.in_specs[:-1])
         return jax.tree.unflatten(structure, [*leaves, *given])
 
-    def _zeros(self) -> list[Any]:
+    def no_sums(self) -> list[Any]:
+        """Returns sums of nothing; traced."""
         return self.sums.pack([wide_zeros(spec) for spec in self.sums.specs])
 
 

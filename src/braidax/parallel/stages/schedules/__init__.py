@@ -17,6 +17,7 @@ from .named.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from .operations import Kind as Kind
 from .operations import Operation as Operation
 from .operations import Schedule as Schedule
+from .operations import Weights as Weights
 from .operations import folded as folded
 from .operations import looped as looped
 from .operations import straight as straight

@@ -1,5 +1,6 @@
 """Which version of the weights each microbatch sees, and how old it is when its gradient is applied."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from braidax.errors import ArgumentError
@@ -74,21 +75,44 @@ def _made(schedule: Schedule, stage: int) -> list[int]:
 
 
 def _num_kept(schedule: Schedule, stage: int, used: tuple[int, ...]) -> int:
-    """Returns the most versions held at once: each until the last use of it, and the newest one.
+    """Returns the most versions held at once: each until the last use of it, and the newest one."""
+    given_up = _given_up(schedule, stage, used)
+    held = most = 1
+    for operation in _own(schedule, stage):
+        held += (operation.kind is Kind.UPDATE) - len(given_up.get(operation, ()))
+        most = max(most, held)
+    return most
 
-    With vertical sync microbatches that are still before this stage want older versions: those are held, too.
+
+def given_up(schedule: Schedule, used: Sequence[Sequence[int]]) -> dict[Operation, tuple[int, ...]]:
+    """Returns the operations behind which versions of the weights of their stage are needed no more, and which.
+
+    The newest one is needed until the next is made. With vertical sync microbatches that are still before a stage want
+    older versions: those are needed, too.
+
+    **Arguments:** `used`: as of `Versions`.
     """
-    last_use: dict[int, int] = {}
-    own = [x for x in schedule.lists[schedule.device_of_stage[stage]] if x.stage == stage and not x.is_transfer]
-    for place, operation in enumerate(own):
-        if operation.kind is not Kind.UPDATE:
-            last_use[used[operation.microbatch]] = place
-    newest = most = 0
-    held = {0}
+    found: dict[Operation, tuple[int, ...]] = {}
+    for stage in range(schedule.num_stages):
+        found.update(_given_up(schedule, stage, used[stage]))
+    return found
+
+
+def _given_up(schedule: Schedule, stage: int, used: Sequence[int]) -> dict[Operation, tuple[int, ...]]:
+    own = _own(schedule, stage)
+    last_use = {used[x.microbatch]: place for place, x in enumerate(own) if x.kind is not Kind.UPDATE}
+    newest, held, found = 0, {0}, dict[Operation, tuple[int, ...]]()
     for place, operation in enumerate(own):
         if operation.kind is Kind.UPDATE:
             newest += 1
             held.add(newest)
-        held = {version for version in held if version == newest or last_use.get(version, -1) > place}
-        most = max(most, len(held))
-    return max(most, 1)
+        gone = {version for version in held if version != newest and last_use.get(version, -1) <= place}
+        if gone:
+            found[operation] = tuple(sorted(gone))
+            held -= gone
+    return found
+
+
+def _own(schedule: Schedule, stage: int) -> list[Operation]:
+    operations = schedule.lists[schedule.device_of_stage[stage]]
+    return [one for one in operations if one.stage == stage and not one.is_transfer]

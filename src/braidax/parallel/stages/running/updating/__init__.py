@@ -1,0 +1,1 @@
+"""Updates of single stages, for schedules that do not flush."""
