@@ -59,14 +59,14 @@ def fit(
     processes it is enough that one is told. The saver stays open: who made it closes it.
 
     **Arguments:** `step`: from `braidax.parallelize`; a decorated one takes `(state, batch)` and returns its metrics as
-    a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as
-    `step` takes them; how many bad records were skipped is shown at the end. `saver`: restores before the first step,
-    and is shown the state and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and
-    written, nothing by default; a trace that it was given becomes that of the loader, a `Checkpointer` and stages.
-    `test`: if given, evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the
-    step's `evaluate`, which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told
-    the next batch, which is then taken from the loader an update earlier; by default where rows of tables are fetched
-    ahead (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
+    a dict. `state`: from `step.init`, or a decorated step's; it is donated. `loader`: batches as `step` takes them; how
+    many bad records were skipped is shown at the end. `saver`: restores before the first step, and is shown the state
+    and the loader's cursor after each one; the plan is in its notes. `report`: what is shown and written, nothing by
+    default; a trace that it was given becomes that of the loader, a `Checkpointer` and stages. `test`: if given,
+    evaluated after each epoch. `test_metrics`: of a state and a batch of `test`; by default the step's `evaluate`,
+    which a decorated one does not have: give it `step.wrap(fn)`. `coming`: whether updates are told the next batch,
+    which is then taken from the loader an update earlier; by default where rows of tables are fetched ahead
+    (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
     a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `ProcessFailed` when one with stages has ended.
