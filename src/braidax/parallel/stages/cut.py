@@ -80,7 +80,7 @@ def cut(
         raise ArgumentError(f"num_stages={num_stages}, cuts={[*cuts]}: expected one of them")
     if not mixes_samples and pricing.num_microbatches > 1:
         _check_mixing(program, params, pricing.num_microbatches)
-    chain = Chain(program, params=params)
+    chain = Chain(program, params=params, frozen=pricing.frozen)
     borders = _named(chain, cuts) if cuts else chain.borders()
     num_stages = len(borders) + 1 if num_stages is None else num_stages
     segments = chain.stages(borders)
