@@ -40,13 +40,12 @@ def coded(samples: int = 16) -> Case:
 
 def same_training(case: Case, trainable: Any, schedule: str = "1F1B", inner: Any = None, **options: Any) -> Any:
     """Checks two updates against one device. **Returns:** the step and its last state."""
-    strategies = {"pipe": bx.Pipeline(schedule, **({"clock": "counted"} | options))} | (
-        {"data": inner} if inner else {}
-    )
-    given = {"trainable": trainable, "metrics": ("grad_norm",), "microbatches": 4}
+    told: dict[str, Any] = {"clock": "counted", **options}
+    strategies = {"pipe": bx.Pipeline(schedule, **told)} | ({"data": inner} if inner else {})
+    given: dict[str, Any] = {"trainable": trainable, "metrics": ("grad_norm",), "microbatches": 4}
     step = make(case, strategies, (2, 2) if inner else (2,), optimizer=CLIPPED, **given)
     one, batch = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]), specs(case.batch)
-    apart = {"init": init_of(case), "batch": batch, **given}
+    apart: dict[str, Any] = {"init": init_of(case), "batch": batch, **given}
     other = bx.parallelize(case.loss, CLIPPED, one, {"data": bx.DataParallel()}, **apart)
     state, wanted = step.init(jax.random.key(3)), other.init(jax.random.key(3))
     begun = step.whole_params(state)
