@@ -49,7 +49,6 @@ class Pricing:
     a device may hold. `bytes_per_parameter`: for each byte of parameters those of parameters, gradient and optimizer;
     Adam's are 4. `recompute`: whether stages keep nothing but what comes in; by default those that do not fit else.
     `samples`: of a microbatch, which replicas divide. `inner_devices`: that each replica is of, which divide them, too.
-    `frozen`: leaves of the arguments, by number, that cost no gradient.
 
     **Raises:** `ArgumentError` for numbers that cannot be.
     """
@@ -62,7 +61,6 @@ class Pricing:
     recompute: bool | None = None
     samples: int | None = None
     inner_devices: int = 1
-    frozen: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "memory_bytes", "bytes_per_parameter", "inner_devices"):

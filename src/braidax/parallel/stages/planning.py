@@ -206,7 +206,6 @@ def _cut(program: Program, setting: Setting, devices: Devices, num_stages: int) 
         recompute=None if room is not None and not pipeline.recompute else pipeline.recompute,
         samples=_samples(program) // devices.inner,
         inner_devices=devices.inner,
-        frozen=setting.frozen,
     )
     with without_mesh():
         return cut(
@@ -215,6 +214,7 @@ def _cut(program: Program, setting: Setting, devices: Devices, num_stages: int) 
             pricing=pricing,
             cuts=pipeline.cuts,
             clock=measured() if setting.is_measured else counted(),
+            frozen=setting.frozen,
             mixes_samples=pipeline.mixes_samples,
         )
 
