@@ -143,3 +143,16 @@ def test_what_does_not_fit_is_said() -> None:
         step.wrap(lambda params, batch: None)
     with pytest.raises(ArgumentError, match=r"fn <lambda> returned result/0 = 'a', expected an array"):
         step.wrap(lambda params, batch: ["a"])
+
+
+def test_parameters_that_go_around_a_ring_are_exported() -> None:
+    """What is a result as it stands has no line of code that uses it."""
+    batch = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    ring: Any = {"data": bx.RotatedTensorParallel(min_bytes=0)}
+
+    def product(params: Any, batch: Any) -> Any:
+        return (batch["x"] @ params["w"]).sum()
+
+    step = bx.parallelize(product, optax.sgd(0.1), make_mesh(), ring, init=lambda key: {"w": jnp.eye(8)}, batch=batch)
+    found = step.wrap(lambda params, batch: params)(step.init(jax.random.key(0)), {"x": np.ones((8, 8), np.float32)})
+    np.testing.assert_array_equal(found["w"], np.eye(8))

@@ -202,9 +202,8 @@ class _Given:
         # With all that it needs: who has no pipeline does not wait for it.
         from .pipelined_step import Training, make_pipelined
 
-        for name, value in {"trainable": self.trainable, "rules": self.rules}.items():
-            if value is not None:
-                raise ArgumentError(f"{name} is given with a Pipeline, which does not take it yet: leave it out")
+        if self.rules is not None:
+            raise ArgumentError("rules is given with a Pipeline, which does not take it yet: leave it out")
         mesh, batch = self.mesh, specs_of(self.batch)
         if plan is not None:
             check_mesh(plan, mesh)
@@ -213,11 +212,11 @@ class _Given:
         axes = batch_axes(mesh, self.strategies)
         shard_batch(mesh, axes, batch, microbatches=self.microbatches)
         born = trace_init(self.init, self.loss)
-        check_trainable(born.out_specs.params, frozenset())
-        training = Training(self.loss, born, self.optimizer, batch, self.metrics)
+        frozen = self._frozen(plan, born.out_specs.params)
+        training = Training(self.loss, born, self.optimizer, batch, self.metrics, frozen)
         if plan is None:
             rows = ReadRows(
-                training.traced(self.microbatches), self.optimizer, self.strategies, self.microbatches, frozenset()
+                training.traced(self.microbatches), self.optimizer, self.strategies, self.microbatches, frozen
             )
             model = rows.model(math.prod(mesh.shape[axis] for axis in axes), axes)
             plan = make_plan(mesh, self.strategies, model)

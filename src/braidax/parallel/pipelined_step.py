@@ -286,6 +286,7 @@ class Training(NamedTuple):
     """What is trained.
 
     **Fields:** `born`: traced `key -> Born`. `batch`: specs of all samples. `metrics`: that are wanted besides.
+    `frozen`: the paths of variables that are not trained.
     """
 
     loss: Loss
@@ -293,6 +294,19 @@ class Training(NamedTuple):
     optimizer: optax.GradientTransformation
     batch: Any
     metrics: Sequence[str]
+    frozen: frozenset[str]
+
+    @property
+    def frozen_leaves(self) -> frozenset[int]:
+        """Which leaves of the parameters are not trained."""
+        paths = [path for path, _ in named_leaves(self.born.out_specs.params, "params")]
+        return frozenset(at for at, path in enumerate(paths) if path in self.frozen)
+
+    @property
+    def moved(self) -> Any:
+        """Specs of the parameters, with None in place of what is not trained."""
+        leaves, structure = jax.tree.flatten(self.born.out_specs.params)
+        return structure.unflatten([None if at in self.frozen_leaves else leaf for at, leaf in enumerate(leaves)])
 
     def traced(self, microbatches: int) -> Program:
         """Returns the loss on a batch in so many pieces."""
@@ -319,26 +333,34 @@ def make_pipelined(
 
     **Raises:** `ArgumentError` or `SpecError` naming what does not fit, before anything is compiled.
     """
-    _, born, optimizer, batch, metrics = training
+    _, born, optimizer, batch, metrics, _ = training
     traced, axis = training.traced, stages_axis(strategies)
     assert axis is not None, "there is a Pipeline"
     pipeline = strategies[axis]
     assert isinstance(pipeline, Pipeline), "it is the strategy of that axis"
     inner = {name: one for name, one in strategies.items() if name != axis}
     _check_inside(inner, plan)
-    axes, per = batch_axes(mesh, strategies), bytes_per_parameter(born.out_specs.params, optimizer)
+    axes, frozen = batch_axes(mesh, strategies), training.frozen_leaves
+    per = bytes_per_parameter(born.out_specs.params, optimizer, training.moved)
     processes = {device.process_index for device in mesh.devices.flat}
     agreement = Agreement([*processes]) if len(processes) > 1 else None
     given = plan
     once = all(isinstance(one, DataParallel) for one in inner.values())
-    setting = Setting(pipeline, traced, mesh, axis, axes, plan.microbatches, per, 1 if once else plan.microbatches)
+    setting = Setting(
+        pipeline, traced, mesh, axis, axes, plan.microbatches, per, 1 if once else plan.microbatches, frozen
+    )
     if plan.pipeline is None:
         found, schedule, planned = agreed_stages(setting, agreement)
         plan = with_stages(plan, planned)
     else:
         found, schedule, _ = replay_stages(plan.pipeline, setting)
+    if frozen and not schedule.is_flushed:
+        raise ArgumentError(
+            f"trainable is given, and schedule {schedule.name!r} does not flush, which is not run yet: take one "
+            f"that flushes, such as 1F1B"
+        )
     meshes, program = sub_meshes(mesh, axis), traced(plan.microbatches)
-    placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches, compiler_options)
+    placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches, compiler_options, frozen)
     with without_mesh():
         run = Pipelined(
             program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, placing=placing,

@@ -1,6 +1,6 @@
 """A loss cut into stages: where it is narrow, so that the slowest stage takes least."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from braidax.errors import ArgumentError
@@ -59,7 +59,7 @@ def cut(
     cuts: Sequence[str] = (),
     num_devices: int | None = None,
     clock: Clock | None = None,
-    params: int = 0,
+    frozen: Collection[int] = frozenset(),
     mixes_samples: bool = False,
 ) -> CutLoss:
     """Cuts a traced loss into stages, so that the slowest takes least.
@@ -70,8 +70,8 @@ def cut(
     **Arguments:** `program`: the loss; its first output is differentiated, its last argument is the batch.
     `num_stages`: that there are to be. `cuts`: instead, the names of `jax.named_scope`s before which to cut.
     `num_devices`: that there are for all stages; by default one each. `clock`: says how long a stage takes; by default
-    `measured()`, while `counted()` runs nothing. `params`: the number of the argument that is trained. `mixes_samples`:
-    whether a loss may mix samples, of which each microbatch then has its own.
+    `measured()`, while `counted()` runs nothing. `frozen`: leaves of the first argument that are not trained.
+    `mixes_samples`: whether a loss may mix samples, of which each microbatch then has its own.
 
     **Returns:** the `CutLoss`. **Raises:** `ArgumentError`, before anything is compiled, for more stages than places
     to cut, for a scope that is not there, for stages that fit into no memory, for a loss that mixes samples.
@@ -79,15 +79,15 @@ def cut(
     if (num_stages is None) == (not cuts):
         raise ArgumentError(f"num_stages={num_stages}, cuts={[*cuts]}: expected one of them")
     if not mixes_samples and pricing.num_microbatches > 1:
-        _check_mixing(program, params, pricing.num_microbatches)
-    chain = Chain(program, params=params)
+        _check_mixing(program, pricing.num_microbatches)
+    chain = Chain(program, frozen=frozen)
     borders = _named(chain, cuts) if cuts else chain.borders()
     num_stages = len(borders) + 1 if num_stages is None else num_stages
     segments = chain.stages(borders)
-    roughly = segments_of(segments, counted(), params=params)
+    roughly = segments_of(segments, counted())
     balance(Priced(roughly, pricing), num_stages, num_devices)  # what cannot be is refused before anything is timed
     clock = _remembered(clock or measured())
-    timed = segments_of(segments, clock, params=params)
+    timed = segments_of(segments, clock)
     found: dict[tuple[Span, ...], CutLoss] = {}
     for _ in range(_MOST_ROUNDS):
         spans = balance(Priced(timed, pricing), num_stages, num_devices)
@@ -96,7 +96,7 @@ def cut(
         expected = max(one.seconds for one in Priced(timed, pricing).costs(spans))
         own = tuple(borders[span.begin - 1] for span in spans[1:])
         stages = chain.stages(own)
-        whole = segments_of(stages, clock, params=params)
+        whole = segments_of(stages, clock)
         timed = _corrected(timed, spans, whole)
         found[spans] = _told(Priced(timed, pricing), spans, stages, own, whole)
         if found[spans].slowest_seconds <= expected * _AS_EXPECTED:
@@ -104,8 +104,8 @@ def cut(
     return min(found.values(), key=lambda one: one.slowest_seconds)
 
 
-def _check_mixing(program: Program, params: int, num_microbatches: int) -> None:
-    mixing = [one for one in find_mixing(program, {len(program.in_specs) - 1: 0}, params) if one.trained]
+def _check_mixing(program: Program, num_microbatches: int) -> None:
+    mixing = [one for one in find_mixing(program, {len(program.in_specs) - 1: 0}, 0) if one.trained]
     if mixing:
         raise ArgumentError(
             f"the loss mixes samples: what {mixing[0].line} computes of one depends on the whole batch, and each of "

@@ -35,6 +35,9 @@ class Passes:
     ) -> None:
         self.stage, self.params, self.recompute = stage, params, recompute
         *taken, incoming = stage.program.in_specs
+        own = [leaf for leaf in stage.leaves if leaf.argument == params]
+        self.trained = [at for at, leaf in enumerate(own) if not leaf.frozen]
+        """Which of the leaves of its parameters have a gradient."""
         self._floats = [at for at, one in enumerate(incoming) if is_float(one)]
         self._own: list[int] | None = None
         self._leaves: list[int] = []
@@ -72,7 +75,8 @@ class Passes:
         **Arguments:** `taken`, `incoming`: as of `forward`, and what that has `kept`. `outgoing`, `results`: gradients
         of what it gave, None for what has none.
 
-        **Returns:** the gradients of its parameters, and of its incoming values, None for what is no float.
+        **Returns:** the gradients of its parameters, None for what is frozen, and of its incoming values, None for what
+        is no float.
         """
         _, pull = self._traced(taken, incoming, None if self.recompute else kept)
         specs = [one for one in (*self._made.outgoing, *self._made.results) if is_float(one)]
@@ -83,33 +87,35 @@ class Passes:
         sent: list[Any] = [None] * len(incoming)
         for at, one in zip(self._floats, moved, strict=True):
             sent[at] = one
-        return own, sent
+        structure = jax.tree.structure(taken[self.params])
+        return structure.unflatten([own.get(at) for at in range(structure.num_leaves)]), sent
 
     def _traced(self, taken: Sequence[Any], incoming: Sequence[Any], kept: Sequence[Any] | None = None) -> Any:
         """Returns `Made`, and the function that pulls gradients back: of this run, or of the one that has kept some."""
 
-        def run(own: Any, moved: Sequence[Any]) -> Any:
+        params, structure = jax.tree.flatten(taken[self.params])
+
+        def run(own: dict[int, Any], moved: Sequence[Any]) -> Any:
             args, given = list(taken), list(incoming)
-            args[self.params] = own
+            args[self.params] = structure.unflatten([own.get(at, leaf) for at, leaf in enumerate(params)])
             for at, one in zip(self._floats, moved, strict=True):
                 given[at] = one
             outgoing, results = self.stage.program(*args, tuple(given))
             return [one for one in (*outgoing, *results) if is_float(one)], (outgoing, results)
 
-        _, pull, (outgoing, results) = jax.vjp(
-            run, taken[self.params], [incoming[at] for at in self._floats], has_aux=True
-        )
+        own, moved = {at: params[at] for at in self.trained}, [incoming[at] for at in self._floats]
+        _, pull, (outgoing, results) = jax.vjp(run, own, moved, has_aux=True)
         inputs = {id(one) for one in jax.tree.leaves((taken, incoming))}
         leaves, structure = jax.tree.flatten(pull)
-        own = self._own
-        if own is None:
-            own = self._leaves = [at for at, leaf in enumerate(leaves) if id(leaf) not in inputs]
+        saved = self._own
+        if saved is None:
+            saved = self._leaves = [at for at, leaf in enumerate(leaves) if id(leaf) not in inputs]
             self._held = [at for at, one in enumerate(incoming) if any(one is leaf for leaf in leaves)]
         if kept is not None:
-            for at, one in zip(own, kept, strict=True):
+            for at, one in zip(saved, kept, strict=True):
                 leaves[at] = one
             pull = structure.unflatten(leaves)
-        return Made(outgoing, results, [leaves[at] for at in own]), pull
+        return Made(outgoing, results, [leaves[at] for at in saved]), pull
 
 
 def is_float(value: Any) -> bool:

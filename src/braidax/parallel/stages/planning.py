@@ -40,7 +40,7 @@ class Setting(NamedTuple):
 
     **Fields:** `traced`: gives the loss on a batch in so many pieces. `axis`: of the stages; `batch_axes`: others,
     over which samples are divided. `microbatches`: of a batch. `bytes_per_parameter`: as of `Pricing`.
-    `sums_per_update`: how often the devices of a stage sum gradients.
+    `sums_per_update`: how often the devices of a stage sum gradients. `frozen`: leaves of parameters that have none.
     """
 
     pipeline: Pipeline
@@ -51,6 +51,7 @@ class Setting(NamedTuple):
     microbatches: int
     bytes_per_parameter: float
     sums_per_update: int
+    frozen: frozenset[int] = frozenset()
 
     @property
     def inner(self) -> int:
@@ -177,14 +178,15 @@ def with_stages(plan: Plan, planned: PlannedPipeline) -> Plan:
     return replace(plan, variables=variables, pipeline=planned)
 
 
-def bytes_per_parameter(params: Any, optimizer: optax.GradientTransformation) -> float:
+def bytes_per_parameter(params: Any, optimizer: optax.GradientTransformation, moved: Any = None) -> float:
     """Returns for each byte of parameters those of it, its gradient's sum, and what the optimizer keeps.
 
-    **Arguments:** `params`: PyTree of specs.
+    **Arguments:** `params`: PyTree of specs. `moved`: those of them that are trained, by default all.
     """
+    moved = params if moved is None else moved
     own = sum(map(bytes_of, jax.tree.leaves(params)))
-    wide = [_wide_bytes(one) for one in jax.tree.leaves(params)]
-    state = sum(map(bytes_of, jax.tree.leaves(jax.eval_shape(optimizer.init, params))))
+    wide = [_wide_bytes(one) for one in jax.tree.leaves(moved)]
+    state = sum(map(bytes_of, jax.tree.leaves(jax.eval_shape(optimizer.init, moved))))
     return (own + sum(wide) + state) / max(own, 1)
 
 
@@ -212,6 +214,7 @@ def _cut(program: Program, setting: Setting, devices: Devices, num_stages: int) 
             pricing=pricing,
             cuts=pipeline.cuts,
             clock=measured() if setting.is_measured else counted(),
+            frozen=setting.frozen,
             mixes_samples=pipeline.mixes_samples,
         )
 
@@ -221,16 +224,18 @@ def _with_sums(costs: Costs, found: CutLoss, devices: Devices, sums_per_update: 
     if devices.inner == 1:
         return costs
     others = (devices.inner - 1) / devices.inner
-    sums = [devices.within.seconds(2 * size * others, 2) if size else 0.0 for size in _parameter_bytes(found)]
+    trained = _parameter_bytes(found, trained=True)
+    sums = [devices.within.seconds(2 * size * others, 2) if size else 0.0 for size in trained]
     if sums_per_update == 1:
         return replace(costs, update_seconds=tuple(sums))
     pairs = zip(costs.weight_seconds, sums, strict=True)
     return replace(costs, weight_seconds=tuple(one + more for one, more in pairs))
 
 
-def _parameter_bytes(found: CutLoss) -> list[int]:
-    """Returns the bytes of the parameters that each stage reads."""
-    return [sum(leaf.num_bytes for leaf in one.leaves if leaf.argument == _PARAMS) for one in found.stages]
+def _parameter_bytes(found: CutLoss, *, trained: bool = False) -> list[int]:
+    """Returns the bytes of the parameters that each stage reads. **Arguments:** `trained`: of those with a gradient."""
+    own = [[leaf for leaf in one.leaves if leaf.argument == _PARAMS] for one in found.stages]
+    return [sum(leaf.num_bytes for leaf in leaves if not (trained and leaf.frozen)) for leaves in own]
 
 
 def _check_memory(schedule: Schedule, costs: Costs, held: Sequence[int], memory_bytes: int | None) -> None:

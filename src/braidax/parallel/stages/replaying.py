@@ -47,7 +47,7 @@ def replay_stages(planned: PlannedPipeline, setting: Setting) -> PlannedStages:
     for name, (of_plan, of_step) in told.items():
         if of_plan != of_step:
             raise ArgumentError(f"plan's pipeline has {name}={of_plan}, and the step {of_step}: plan anew")
-    borders, stages = _cut(planned, program)
+    borders, stages = _cut(planned, program, setting.frozen)
     recompute, inner = tuple(one.recompute for one in planned.stages), planned.inner_devices
     each = [one.costs for one in planned.stages]
     seconds = tuple(
@@ -62,8 +62,10 @@ def replay_stages(planned: PlannedPipeline, setting: Setting) -> PlannedStages:
     return PlannedStages(found, schedule, planned)
 
 
-def _cut(planned: PlannedPipeline, program: Program) -> tuple[tuple[Border, ...], tuple[Stage, ...]]:
-    chain = Chain(program)
+def _cut(
+    planned: PlannedPipeline, program: Program, frozen: frozenset[int]
+) -> tuple[tuple[Border, ...], tuple[Stage, ...]]:
+    chain = Chain(program, frozen=frozen)
     known = {one: one for one in chain.borders()}  # with the lines of code
     given = [Border(*one.border) for one in planned.stages if one.border is not None]
     borders = tuple(known.get(one, one) for one in given)

@@ -80,7 +80,7 @@ def counted(*, flops_per_second: float = 1e9, bytes_per_second: float = 1e9) -> 
         cost = cost_of(stage.program.closed.jaxpr)
         moved = (cost.read_bytes + cost.written_bytes) / bytes_per_second
         once = max((cost.flops + cost.transcendentals) / flops_per_second, moved)
-        trained = any(leaf.argument == params for leaf in stage.leaves)
+        trained = any(leaf.argument == params and not leaf.frozen for leaf in stage.leaves)
         return Seconds(once, once * any(map(is_float, stage.incoming)), once * trained)
 
     return clock
@@ -107,7 +107,8 @@ def measured(*, num_runs: int = 5) -> Clock:
             [one if at in own else None for at, one in enumerate(part)]
             for own, part in zip(halved.left, back[1:], strict=True)
         ]
-        sums = [wide_zeros(one) for one in jax.tree.leaves(taken[params])]
+        own = jax.tree.leaves(taken[params])
+        sums = [wide_zeros(own[at]) for at in passes.trained]
         found: list[list[float]] = [[], [], []]
         for _ in range(num_runs + 1):
             found[0].append(_timed(forward, taken, incoming)[0])

@@ -48,7 +48,7 @@ class Placing:
 
     **Fields:** `strategies`: by axis, without that of stages. `batch_axes`: over which samples are divided. `params`:
     specs of all, and the `optimizer`. `microbatches`: of how many an update consists. `compiler_options`: for the
-    programs of stages, as of `jax.jit`.
+    programs of stages, as of `jax.jit`. `frozen`: leaves of `params`, by number, that are not trained.
     """
 
     strategies: Mapping[str, Strategy]
@@ -57,6 +57,7 @@ class Placing:
     optimizer: optax.GradientTransformation
     microbatches: int
     compiler_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    frozen: frozenset[int] = frozenset()
 
     def place(
         self, number: int, stage: Stage, ownership: Ownership, mesh: Mesh, incoming_dims: Sequence[int | None]
@@ -114,6 +115,7 @@ class Placing:
             find_rotated=lambda cuts, axis: rotated_uses(program, paths, cuts, axis, divided, num_parts),
             find_experts=lambda: expert_uses(program, paths, divided, num_parts),
             find_state_bytes=of_pieces,
+            frozen=frozenset(f"{_ROOT}/{leaf.name}" for leaf in stage.leaves if leaf.frozen),
         )
 
 

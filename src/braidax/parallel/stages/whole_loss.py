@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,10 @@ def whole_loss(
     is not to be. `bytes_per_parameter`: with gradient and optimizer's state. `params`: of the argument that is trained.
     """
     sizes = _sizes(found.stages, params)
+    frozen = {leaf.number for one in found.stages for leaf in one.leaves if leaf.frozen}
     return WholeLoss(
         sum(one.total for one in found.seconds),
-        None if share is None else seconds_of(share(), params=params),
+        None if share is None else seconds_of(share(), params=params, frozen=frozen),
         sum(found.activation_bytes),
         sum(size for size, _ in sizes),
         sum(count for _, count in sizes),
@@ -36,23 +37,29 @@ def whole_loss(
     )
 
 
-def seconds_of(program: Program, *, params: int = 0) -> float:
+def seconds_of(program: Program, *, params: int = 0, frozen: Collection[int] = ()) -> float:
     """Returns how long a loss and its gradient take on the first device, compiled as one program.
 
     Of some runs the shortest counts; there are fewer of long ones. Values are drawn at random.
+
+    **Arguments:** `params`: of the argument that is trained, but for its leaves that are `frozen`, by number among all.
     """
 
-    def run(moved: Any, *args: Any) -> Any:
-        given = [*args[:params], moved, *args[params:]]
-        return jax.value_and_grad(lambda own: program(*given[:params], own, *given[params + 1 :]), has_aux=True)(moved)
+    def run(leaves: Sequence[Any]) -> Any:
+        def loss(moved: dict[int, Any]) -> Any:
+            return program(*structure.unflatten([moved.get(at, leaf) for at, leaf in enumerate(leaves)]))
 
-    args = list(drawn(program.in_specs))
-    moved, compiled = args.pop(params), jax.jit(run)
-    jax.block_until_ready(compiled(moved, *args))
+        return jax.value_and_grad(loss, has_aux=True)({at: leaves[at] for at in trained})
+
+    first, count = (len(jax.tree.leaves(one)) for one in (program.in_specs[:params], program.in_specs[params]))
+    trained = [at for at in range(first, first + count) if at not in frozen]
+    moved, structure = jax.tree.flatten(drawn(program.in_specs))
+    compiled = jax.jit(run)
+    jax.block_until_ready(compiled(moved))
     taken: list[float] = []
     while len(taken) < _MOST_RUNS and sum(taken) < _ENOUGH_SECONDS:
         begun = time.perf_counter()
-        jax.block_until_ready(compiled(moved, *args))
+        jax.block_until_ready(compiled(moved))
         taken.append(time.perf_counter() - begun)
     return min(taken)
 

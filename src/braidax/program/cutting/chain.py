@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, final
@@ -55,7 +55,7 @@ class StageLeaf:
     """A leaf of the loss's arguments that a stage reads.
 
     **Fields:** `argument`: which one, `name`: of the leaf in it, `number`: of the leaf among all. `rows`: of its
-    leading dim, where the stage reads only some. `num_bytes`: that it reads.
+    leading dim, where the stage reads only some. `num_bytes`: that it reads. `frozen`: it has no gradient.
     """
 
     argument: int
@@ -63,6 +63,7 @@ class StageLeaf:
     number: int
     rows: Rows | None
     num_bytes: int
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class Stage:
             invars=[one for one in jaxpr.invars if one in read], outvars=made,
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )  # fmt: skip
-        return _SLICED.sub("", str(own))
+        still = [at for at, leaf in enumerate(self.leaves) if leaf.frozen]
+        return _SLICED.sub("", str(own)) + (f" without gradients of {still}" if still else "")
 
     def take(self, *args: Any) -> tuple[Any, ...]:
         """Returns of arguments of the loss what the stage reads, in the form in which it takes it."""
@@ -136,12 +138,14 @@ class Chain:
     """A traced loss in an order in which it may be cut.
 
     **Arguments:** `program`: of any arguments; its output `loss`, by number, is what is differentiated. `params`: the
-    number of the argument that is trained.
+    number of the argument that is trained, but for the leaves that are `frozen`, by number among all.
 
     **Raises:** `ArgumentError` for a program that changes references.
     """
 
-    def __init__(self, program: Program, *, params: int = 0, loss: int = 0) -> None:
+    def __init__(
+        self, program: Program, *, params: int = 0, loss: int = 0, frozen: Collection[int] = frozenset()
+    ) -> None:
         jaxpr = program.closed.jaxpr
         for one in jaxpr.eqns:
             if has_references(one):
@@ -151,7 +155,7 @@ class Chain:
                 )
         first, count = (len(jax.tree.leaves(one)) for one in (program.in_specs[:params], program.in_specs[params]))
         self._trained: Leaves = frozenset(range(first, first + count))
-        self._program, self._loss = in_order(program, self._trained), loss
+        self._program, self._loss, self._frozen = in_order(program, self._trained), loss, frozenset(frozen)
         self.out_specs: Any = program.out_specs
 
     # Where it may be cut
@@ -263,10 +267,17 @@ class Chain:
             always = [at for at, one in enumerate(line.jaxpr.eqns) if places[at] == stage and one.effects]
             part, taken = part_of(line.program, carried[stage], outputs, always=always)
             outs = part.out_specs[: len(outgoing)], part.out_specs[len(outgoing) :]
-            stages.append(
-                Stage(replace(part, out_specs=outs), _leaves(self._program, taken, part), tuple(results[stage]))
-            )
+            stages.append(Stage(replace(part, out_specs=outs), self._leaves(taken, part), tuple(results[stage])))
         return tuple(stages)
+
+    def _leaves(self, taken: Mapping[int, Rows | None], part: Program) -> tuple[StageLeaf, ...]:
+        """Returns what a stage reads of the arguments of the loss."""
+        names = [(at, name) for at, tree in enumerate(self._program.in_specs) for name, _ in named_leaves(tree)]
+        avals = part.closed.in_avals[: len(taken)]
+        return tuple(
+            StageLeaf(*names[number], number, rows, bytes_of(aval), number in self._frozen)
+            for (number, rows), aval in zip(taken.items(), avals, strict=True)
+        )
 
     def _carried(
         self, line: _Line, places: Sequence[int | None], made: Mapping[Var, int], count: int
@@ -339,16 +350,6 @@ def _is_wide(found: Sequence[tuple[Border, float]], at: int, limit: float) -> bo
     left = [work for one, work in found[:at] if one.live_bytes <= narrow]
     right = [work for one, work in found[at + 1 :] if one.live_bytes <= narrow]
     return bool(left and right) and right[0] - left[-1] <= limit
-
-
-def _leaves(program: Program, taken: Mapping[int, Rows | None], part: Program) -> tuple[StageLeaf, ...]:
-    """Returns what a stage reads of the arguments of the loss."""
-    names = [(at, name) for at, tree in enumerate(program.in_specs) for name, _ in named_leaves(tree)]
-    avals = part.closed.in_avals[: len(taken)]
-    return tuple(
-        StageLeaf(*names[number], number, rows, bytes_of(aval))
-        for (number, rows), aval in zip(taken.items(), avals, strict=True)
-    )
 
 
 def _scopes(equation: JaxprEqn) -> list[str]:

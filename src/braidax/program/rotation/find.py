@@ -88,6 +88,8 @@ class _Finder:
         """Says why a site is in no unit."""
         if site.role == "rows":
             return "its rows are looked up"
+        if site.source is None:
+            return "it is a result as it stands"
         where = line_of(site.source).replace("\\", "/").rpartition("/")[2]
         other = (
             f", but {equation_at(self._jaxpr, site.path).primitive.name}" if site.role == "other" and site.path else ""

@@ -58,10 +58,14 @@ def init_of(case: Case) -> Callable[[jax.Array], Any]:
     def init(key: jax.Array) -> Any:
         leaves, structure = jax.tree.flatten(case.params)
         keys = jax.random.split(key, len(leaves))
-        drawn = [jnp.asarray(np.array(leaf)) + 0.1 * jax.random.normal(*pair) for leaf, pair in _pairs(leaves, keys)]
+        drawn = [_moved_by(jnp.asarray(np.array(leaf)), *pair) for leaf, pair in _pairs(leaves, keys)]
         return structure.unflatten(drawn), jax.tree.map(lambda leaf: jnp.asarray(np.array(leaf)), case.variables)
 
     return init
+
+
+def _moved_by(leaf: jax.Array, key: jax.Array, shape: Any) -> jax.Array:
+    return leaf + 0.1 * jax.random.normal(key, shape) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
 def _pairs(leaves: Any, keys: Any) -> Any:
@@ -259,7 +263,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "cuts": (
         {"pipe": bx.Pipeline(cuts=("a", "b"))}, {}, ArgumentError, "makes 3 stages, and schedule '1F1B' has 2 on 2",
     ),
-    "trainable": (PIPE, {"trainable": "params/w*"}, ArgumentError, "trainable is given with a Pipeline"),
+    "trainable": (PIPE, {"trainable": "params/v*"}, ArgumentError, "trainable='params/v\\*' names no variable"),
+    "rules": (PIPE, {"rules": {"mlp": "pipe"}}, ArgumentError, "rules is given with a Pipeline"),
 }  # fmt: skip
 
 

@@ -87,6 +87,8 @@ class Pipelined:
         specs = jax.tree.leaves(program.in_specs[PARAMS])
         self.ownership = Ownership.of(stages, specs, PARAMS)
         self._check_owned()
+        self.frozen = frozenset[int]() if placing is None else placing.frozen
+        """Which leaves of the parameters have no gradient."""
         pieces, dims = piece_specs(self.ownership, specs), list[int | None]()
         self.stage_programs: list[StagePrograms] = []
         self.layouts = {one: Layout.whole(spec.shape) for one, spec in pieces.items()}
@@ -126,7 +128,8 @@ class Pipelined:
         each = self.schedule.microbatches_per_update or count
         for at, home in enumerate(self.homes):
             own = [(at, one) for one in self.ownership.pieces[at]]
-            specs = [stored_spec(pieces[one], self.layouts[one]) for one in own]
+            stored = [(piece.leaf, stored_spec(pieces[at, piece], self.layouts[at, piece])) for _, piece in own]
+            specs = [None if leaf in self.frozen else spec for leaf, spec in stored]
             on = [home.lies(self.layouts[one]) for one in own]
             self.flushes.append(Flush(at, programs, self.ownership, specs, on, each))
         self._num_results = len(metric_dims)

@@ -16,8 +16,8 @@ from .stage_programs import StagePrograms
 class Flush:
     """Makes of sums of gradients the means of what a stage owns, with what borrowers have for it.
 
-    **Arguments:** `stage`: its number. `programs`: of all stages. `specs`: of its own pieces as they are stored, and
-    how they lie, `on`. `num_microbatches`: of an update.
+    **Arguments:** `stage`: its number. `programs`: of all stages. `specs`: of its own pieces as they are stored, None
+    for those that are frozen, and how they lie, `on`. `num_microbatches`: of an update.
     """
 
     def __init__(
@@ -32,25 +32,31 @@ class Flush:
         own = programs[stage]
         self._count, self._specs, self._own = num_microbatches, specs, own
         places = {piece: at for at, piece in enumerate(ownership.pieces[stage])}
-        self._places = [[(at, places[one.piece], one.rows) for at, one in enumerate(own.reads) if one.owner == stage]]
+        self._places = [
+            [(at, places[one.piece], one.rows) for at, one in enumerate(own.trained_reads) if one.owner == stage]
+        ]
         self.borrowers: list[tuple[int, list[int]]] = []
         """Stages that read something of this one, with the numbers of their gradients that are its."""
         for other, each in enumerate(programs):
-            lent = [at for at, one in enumerate(each.reads) if one.owner == stage and other != stage]
+            lent = [at for at, one in enumerate(each.trained_reads) if one.owner == stage and other != stage]
             if lent:
                 self.borrowers.append((other, lent))
                 self._places.append(
-                    [(at, places[each.reads[of].piece], each.reads[of].rows) for at, of in enumerate(lent)]
+                    [
+                        (at, places[each.trained_reads[of].piece], each.trained_reads[of].rows)
+                        for at, of in enumerate(lent)
+                    ]
                 )
         home = own.home
         # Memory of sums is given up where a gradient has the form of one.
         self._given_up = [at for at, leaf in own.sums.alone_places if self._is_gradient(leaf)]
         others = [one for at, one in enumerate(own.sums_on) if at not in self._given_up]
         ins = ([own.sums_on[at] for at in self._given_up], others, home.whole)
-        self._means = home.compile(self._averaged, ins, tuple(on), donate=(0,))
+        outs = tuple(one for one, spec in zip(on, specs, strict=True) if spec is not None)
+        self._means = home.compile(self._averaged, ins, outs, donate=(0,))
         self._part = {
             owner: home.compile(self._lent(owner), (own.sums_on,), home.whole)
-            for owner in {one.owner for one in own.reads if one.owner != stage}
+            for owner in {one.owner for one in own.trained_reads if one.owner != stage}
         }
 
     def lend(self, owner: int, sums: Sequence[Any]) -> Sequence[Any]:
@@ -58,9 +64,13 @@ class Flush:
         return self._part[owner](sums)
 
     def means(self, sums: Sequence[Any], lent: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-        """Returns gradients of own pieces. **Arguments:** `sums`: given up. `lent`: of each borrower, brought here."""
+        """Returns gradients of own pieces, None for those that are frozen.
+
+        **Arguments:** `sums`: given up. `lent`: of each borrower, brought here.
+        """
         given_up = [sums[at] for at in self._given_up]
-        return self._means(given_up, [one for at, one in enumerate(sums) if at not in self._given_up], lent)
+        found = iter(self._means(given_up, [one for at, one in enumerate(sums) if at not in self._given_up], lent))
+        return tuple(None if spec is None else next(found) for spec in self._specs)
 
     def _is_gradient(self, leaf: int) -> bool:
         pieces = {at: piece for at, piece, rows in self._places[0] if rows is None}
@@ -68,7 +78,7 @@ class Flush:
         return own is not None and (own.shape, own.dtype) == (sums.shape, sums.dtype)
 
     def _lent(self, owner: int) -> Any:
-        mine = [at for at, one in enumerate(self._own.reads) if one.owner == owner]
+        mine = [at for at, one in enumerate(self._own.trained_reads) if one.owner == owner]
         return lambda sums: tuple(self._own.totals(sums)[at] for at in mine)
 
     def _averaged(self, given_up: Sequence[Any], others: Sequence[Any], lent: Sequence[Any]) -> tuple[Any, ...]:
@@ -90,6 +100,7 @@ class Flush:
         return tuple(
             jnp.zeros(spec.shape, spec.dtype) if total is None else averaged(total, spec, self._count)
             for total, spec in pairs
+            if spec is not None
         )
 
 

@@ -17,7 +17,7 @@ from braidax.parallel.given.optimizer import applied
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import follow
 from braidax.parallel.state import State
-from braidax.program import Program, named_leaves, specs_of, trace
+from braidax.program import Program, named_leaves, specs_of, trace, with_leaves, without_leaves
 
 from .everywhere import Everywhere
 from .executor import Pipelined
@@ -78,12 +78,13 @@ class PipelinedWork:
         self.born: Born = born.out_specs
         params = born.out_specs.params
         self.tree = DividedTree(params, run.ownership)
-        check_by_rows(optimizer, params, self.tree.cut, self.tree.divide)
+        self._frozen = self._check(params)
         owned = enumerate(run.ownership.pieces)
         self._of_params = self.tree.of_pieces([[run.layouts[stage, one] for one in own] for stage, own in owned])
         self._divided = jax.eval_shape(self.tree.divide, params)
-        of_optimizer = jax.eval_shape(lambda params: strong(optimizer.init(params)), self._divided)
-        self._of_state = follow(self._divided, self._of_params, of_optimizer, lambda spec: Layout.whole(spec.shape))
+        moved, of_moved = self.trained(self._divided), self.trained(self._of_params)
+        of_optimizer = jax.eval_shape(lambda params: strong(optimizer.init(params)), moved)
+        self._of_state = follow(moved, of_moved, of_optimizer, lambda spec: Layout.whole(spec.shape))
         self.initial = trace(self._first, *born.in_specs)
         self.specs: State = self.initial.out_specs
         loss, self.updates = run.program.out_specs[0], None
@@ -91,8 +92,11 @@ class PipelinedWork:
             self.update, of_state = self._placed(loss)
         else:
             self.updates, of_state = self._apart(wants_norm, loss)
-        norm, lies = trace(_norm, self.specs.params), self._lies([*jax.tree.leaves(self._of_params)], self.tree.stages)
-        self.norm = PlacedProgram(norm, self.tree.stages, run.homes, lies=lies) if wants_norm else None
+        norm, lies = (
+            trace(_norm, self.trained(self.specs.params)),
+            self._lies([*jax.tree.leaves(of_moved)], self._trained_stages),
+        )
+        self.norm = PlacedProgram(norm, self._trained_stages, run.homes, lies=lies) if wants_norm else None
         places = [0, *self.tree.stages, *of_state, *(one.stage for one in run.carried), 0]
         self.homes = [run.homes[place] for place in places]
         """Of each leaf of a state."""
@@ -180,16 +184,47 @@ class PipelinedWork:
 
     def apply(self, state: State, gradients: Any, loss: Any) -> tuple[Any, Any, Any]:
         """Returns the next step, parameters and optimizer's state; takes over the memory of the old ones."""
-        step, params, opt_state = self.update(state.step, state.params, state.opt_state, gradients, loss)
-        return step, params, opt_state
+        moved = self.trained(state.params)
+        step, moved, opt_state = self.update(state.step, moved, state.opt_state, gradients, loss)
+        return step, with_leaves(moved, state.params, self._frozen) if self._frozen else moved, opt_state
+
+    def trained(self, tree: Any) -> Any:
+        """Returns a divided tree with None in place of what is frozen."""
+        return without_leaves(tree, self._frozen) if self._frozen else tree
+
+    @property
+    def _trained_stages(self) -> list[int]:
+        """Of each leaf that is trained, which stage owns it."""
+        pairs = zip(self.tree.leaves, self.tree.stages, strict=True)
+        return [stage for leaf, stage in pairs if leaf not in self.run.frozen]
+
+    def _check(self, params: Any) -> frozenset[str]:
+        """Checks what the optimizer does with rows of what is trained.
+
+        **Returns:** the names, in the divided tree, of what is not. **Raises:** `ArgumentError` as `check_by_rows`.
+        """
+        frozen, names = self.run.frozen, [name for name, _ in named_leaves(params)]
+        still = {names[at] for at in frozen}
+        moved = [at for at in range(len(names)) if at not in frozen]
+
+        def divide(tree: Any) -> Any:
+            zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), params)
+            divided = self.tree.divide(with_leaves(tree, zeros, still) if still else tree)
+            return without_leaves(divided, told) if told else divided
+
+        specs = named_leaves(jax.eval_shape(self.tree.divide, params))
+        told = frozenset(name for (name, _), leaf in zip(specs, self.tree.leaves, strict=True) if leaf in frozen)
+        whole = without_leaves(params, still) if still else params
+        check_by_rows(self._optimizer, whole, [moved.index(at) for at in self.tree.cut if at in moved], divide)
+        return told
 
     # Traced
 
     def _first(self, key: Any) -> State:
         born = self._born(key)
         params = self.tree.divide(born.params)
-        opt_state = strong(self._optimizer.init(params))
-        whole = self.tree.whole_shapes(specs_of(params), specs_of(opt_state))
+        opt_state = strong(self._optimizer.init(self.trained(params)))
+        whole = self.tree.whole_shapes(specs_of(params), specs_of(opt_state), self.trained)
         stored = {"params": (self._of_params, params), "opt_state": (self._of_state, opt_state)}
         layouts = [pair for name, (tree, _) in stored.items() for pair in named_leaves(tree, name)]
         padded = ((name, layout.shape) for name, layout in layouts if any(layout.padding))
@@ -201,9 +236,10 @@ class PipelinedWork:
         return step + 1, *self._applied(params, opt_state, gradients, loss)
 
     def _applied(self, params: Any, opt_state: Any, gradients: Any, loss: Any) -> Any:
-        params, gradients = (load_tree(self._of_params, one) for one in (params, gradients))
+        of_trained = self.trained(self._of_params)
+        params, gradients = (load_tree(of_trained, one) for one in (params, gradients))
         params, opt_state = applied(self._optimizer, params, load_tree(self._of_state, opt_state), gradients, loss)
-        return store_tree(self._of_params, params), store_tree(self._of_state, opt_state)
+        return store_tree(of_trained, params), store_tree(self._of_state, opt_state)
 
     def whole_params(self, params: Any) -> Any:
         """Returns the parameters of a state as `init` makes them, on the host."""
@@ -216,8 +252,9 @@ class PipelinedWork:
 
     def _known_places(self) -> list[int | None]:
         """Returns of each leaf of the optimizer's state the stage of the variable that it is of, if any."""
-        structure = jax.tree.structure(self.specs.params)
-        known = follow(self.specs.params, structure.unflatten(self.tree.stages), self.specs.opt_state, lambda _: -1)
+        trained = self.trained(self.specs.params)
+        structure = jax.tree.structure(trained)
+        known = follow(trained, structure.unflatten(self._trained_stages), self.specs.opt_state, lambda _: -1)
         return [None if place < 0 else place for place in jax.tree.leaves(known)]
 
     def _apart(self, wants_norm: bool, loss: Any) -> tuple[StageUpdates, Sequence[int]]:
@@ -235,9 +272,9 @@ class PipelinedWork:
 
     def _placed(self, loss: Any) -> tuple[PlacedProgram, Sequence[int]]:
         """Returns the update, and where each leaf of the optimizer's state lies: what is of a variable, with that."""
-        specs, stages = self.specs, self.tree.stages
-        update = trace(self._stepped, specs.step, specs.params, specs.opt_state, specs.params, loss)
-        of_params, of_opt_state = (jax.tree.leaves(one) for one in (self._of_params, self._of_state))
+        specs, stages, trained = self.specs, self._trained_stages, self.trained(self.specs.params)
+        update = trace(self._stepped, specs.step, trained, specs.opt_state, trained, loss)
+        of_params, of_opt_state = (jax.tree.leaves(one) for one in (self.trained(self._of_params), self._of_state))
         layouts = [None, *of_params, *of_opt_state, *of_params]
         of_state = self._known_places()
         begin, count = 1 + len(stages), len(of_state)

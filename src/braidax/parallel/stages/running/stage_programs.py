@@ -39,7 +39,7 @@ class StagePrograms:
 
     `forward(params, given, incoming) -> Ran`. `backward(sums, moved, others, params, given, kept, gradients) -> (sums,
     gradients of what came in)` takes over the memory of the sums and of `moved`, what came in
-    and has gradients; `inputs` and `weights` are its halves. `zeros() -> sums`.
+    and has gradients; `inputs` and `weights` are its halves. `zeros() -> sums`. What is frozen has no gradient.
 
     **Arguments:** `reads`: what pieces of parameters its program reads. `pieces`: their specs, and `layouts` of those
     that do not lie whole. `incoming_dims`: of incoming values, which goes along the samples. `recompute`: whether
@@ -62,11 +62,11 @@ class StagePrograms:
         self.read_pieces = tuple(dict.fromkeys((one.owner, one.piece) for one in reads))
         self._layouts = [layouts.get(one, Layout.whole(pieces[one].shape)) for one in self.read_pieces]
         self.flat, self.flat_on = self._buffers([pieces[one] for one in self.read_pieces], self._layouts)
-        own = [leaf for leaf in stage.leaves if leaf.argument == PARAMS]
         in_flat = jax.tree.leaves(stage.program.in_specs)
-        self.specs = in_flat[: len(own)]
+        self.trained_reads = tuple(self.reads[at] for at in self._passes.trained)
+        self.specs = [in_flat[at] for at in self._passes.trained]
         places = dict(zip(self.read_pieces, self._layouts, strict=True))
-        pairs = zip(self.reads, self.specs, strict=True)
+        pairs = zip(self.trained_reads, self.specs, strict=True)
         self._read_layouts = [places[at[:2]] if at.rows is None else Layout.whole(one.shape) for at, one in pairs]
         held = self._passes.held
         self._floats = [at for at, one in enumerate(stage.incoming) if is_float(one)]
@@ -98,7 +98,7 @@ class StagePrograms:
         given = [leaf for leaf in stage.leaves if leaf.argument != PARAMS]
         self._incoming_dims = list(incoming_dims)
         self._given_dims = dims_of_given = [0 if leaf.argument == BATCH else None for leaf in given]
-        specs = jax.tree.leaves(stage.program.in_specs[:-1])[len(self.specs) :]
+        specs = jax.tree.leaves(stage.program.in_specs[:-1])[len(self.reads) :]
         self.given_leaves, self.given_specs = given, specs
         self.given_shardings = tuple(home.along(s.shape, dim) for s, dim in zip(specs, dims_of_given, strict=True))
         pairs = zip(stage.incoming, incoming_dims, strict=True)

@@ -1,6 +1,6 @@
 """Parameters as a pipeline keeps them: the user's PyTree, in which rows of one leaf may be several."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -27,6 +27,8 @@ class DividedTree:
         self._pieces = [[(one, stage) for _, one, stage in sorted(found)] for found in owners]
         self.stages = [stage for found in self._pieces for _, stage in found]
         """Of each leaf of the divided tree, which stage owns it."""
+        self.leaves = [one.leaf for found in self._pieces for one, _ in found]
+        """Of each leaf of the divided tree, of which leaf of the whole one it is."""
         self.cut = [at for at, found in enumerate(self._pieces) if len(found) > 1]
         """The leaves of the whole tree that are divided."""
 
@@ -53,15 +55,18 @@ class DividedTree:
         """Undoes `divide`, for arrays in one place."""
         return jax.tree.unflatten(self._tree, self._ownership.join(self.pieces(tree), self._tree.num_leaves))
 
-    def whole_shapes(self, params: Any, opt_state: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    def whole_shapes(
+        self, params: Any, opt_state: Any, moved: Callable[[Any], Any]
+    ) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Returns of what is a tuple of rows in a state the path and the shape of the whole, of the optimizer's, too.
 
-        **Arguments:** `params`: a divided tree of specs. `opt_state`: of the optimizer for that.
+        **Arguments:** `params`: a divided tree of specs. `moved`: gives what is trained of such a tree. `opt_state`: of
+        the optimizer for that.
         """
         divided = self._made([[len(found) > 1] * len(found) for found in self._pieces])
         trees = {
             "params": (params, divided),
-            "opt_state": (opt_state, follow(params, divided, opt_state, lambda _: False)),
+            "opt_state": (opt_state, follow(moved(params), moved(divided), opt_state, lambda _: False)),
         }
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (tree, marks) in trees.items():
