@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, Sharding
 
 from braidax.errors import ArgumentError
 from braidax.program import Program, difference, named_leaves, specs_of
@@ -69,10 +69,10 @@ class PipelinedStep:
         self.schedule: Schedule = work.run.schedule
         self.state_shardings = work.shardings
         self._batch_homes = homes = [work.run.homes[stage] for stage in work.run.batch_homes]
-        spec = PartitionSpec(batch_axes) if batch_axes else PartitionSpec()
-        self._homes: dict[Sharding, Home] = {NamedSharding(home.mesh, spec): home for home in work.run.homes}
+        self._homes: dict[Sharding, Home] = {home.samples: home for home in work.run.homes}
+        self._homes |= {home.all_samples: home for home in work.run.homes}
         structure = jax.tree.structure(batch)
-        self.batch_shardings: Any = structure.unflatten([NamedSharding(home.mesh, spec) for home in homes])
+        self.batch_shardings: Any = structure.unflatten([home.samples for home in homes])
         self.trace: Trace | None = None
         assert plan.pipeline is not None, "its plan has one"
         self._lanes = StageLanes(work.run, plan.pipeline.costs)
@@ -359,12 +359,15 @@ def make_pipelined(
             f"trainable is given, and schedule {schedule.name!r} does not flush, which is not run yet: take one "
             f"that flushes, such as 1F1B"
         )
-    meshes, program = sub_meshes(mesh, axis), traced(plan.microbatches)
-    placing = Placing(inner, axes, born.out_specs.params, optimizer, plan.microbatches, compiler_options, frozen)
+    program = traced(plan.microbatches)
+    replicas = found.replicas if max(found.replicas) > 1 else None  # of places, with one stage each
+    over = axes if replicas is None else tuple(name for name in mesh.axis_names if name in (axis, *axes))
+    inner = inner if mesh.size > mesh.shape[axis] else {}
+    placing = Placing(inner, over, born.out_specs.params, optimizer, plan.microbatches, compiler_options, frozen)
     with without_mesh():
         run = Pipelined(
-            program, found.stages, schedule, meshes, batch_axes=axes, recompute=found.recompute, placing=placing,
-            agreement=agreement,
+            program, found.stages, schedule, sub_meshes(mesh, axis, replicas), batch_axes=over,
+            recompute=found.recompute, placing=placing, agreement=agreement,
         )  # fmt: skip
     plan = merged(plan, axis, run.plans) if run.plans else plan
     if given.pipeline is not None:

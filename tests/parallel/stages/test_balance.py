@@ -10,7 +10,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.parallel.plan.costs.machine import Link
-from braidax.parallel.stages.balance import Priced, Pricing, Span, balance
+from braidax.parallel.stages.balance import Priced, Pricing, Shares, Span, balance
 from braidax.parallel.stages.segments import Seconds, Segment
 
 
@@ -38,9 +38,9 @@ def price_of(priced: Priced, spans: tuple[Span, ...]) -> float:
     """The slowest stage, written down again; infinite where one does not fit."""
     pricing, slowest = priced.pricing, 0.0
     for at, span in enumerate(spans):
-        own, devices = priced.segments[span.begin : span.end], sum(one.replicas for one in spans[at:])
+        own = priced.segments[span.begin : span.end]
         weights = sum({name: size for one in own for name, size in one.leaves.items()}.values())
-        in_flight = min(pricing.num_microbatches, math.ceil(devices / span.replicas))
+        in_flight = min(pricing.num_microbatches, len(spans) - at)
         held = weights * pricing.bytes_per_parameter + sum(one.kept_bytes for one in own) * in_flight / span.replicas
         if held > pricing.memory_bytes:
             return math.inf
@@ -102,6 +102,17 @@ def test_replicas_do_not_pay_where_gradients_take_longer_than_they_save() -> Non
     pricing = Pricing(1, within=Link(1.0, hidden=1.0))
     assert balance(Priced(even(2, weights=10), pricing), 1, 2) == (Span(0, 2, 1),)
     assert balance(Priced(even(2, weights=1), pricing), 1, 2) == (Span(0, 2, 2),)
+
+
+def test_all_devices_are_divided_or_as_it_is_told() -> None:
+    pricing = Pricing(1, within=Link(1.0, hidden=1.0))
+    assert balance(Priced(even(2, weights=10), pricing), 1, Shares(2)) == (Span(0, 2, 2),)
+    heavy, light = (Segment(Seconds(one, 0.0, 0.0), 1, 0, 0, {}) for one in (9.0, 3.0))
+    priced = Priced((heavy, light), Pricing(8, samples=4))
+    assert balance(Priced((heavy, light), Pricing(8)), 2, Shares(4, (1, 3))) == (Span(0, 1, 1), Span(1, 2, 3))
+    assert balance(priced, 2, Shares(5)) == (Span(0, 1, 4), Span(1, 2, 1))
+    with pytest.raises(ArgumentError, match=r"num_devices=7: they cannot be divided among 2 stages .* the 4 samples"):
+        balance(priced, 2, Shares(7))
 
 
 def test_early_stages_hold_more_microbatches() -> None:

@@ -59,6 +59,17 @@ def test_devices_of_a_stage_divide_seconds_and_bytes_and_what_runs_again_takes_l
     assert (costs.activation_bytes, costs.kept_bytes) == ((51, 25), (20, 11))
 
 
+def test_devices_of_replicas_divide_them_too_and_of_what_is_sent_the_fewer_have_more() -> None:
+    found = replace(by_hand(), replicas=(1, 2))
+    costs = costs_of_cut(found, bx.Link(border_bytes(found.stages[0])), inner_devices=2)
+    assert (costs.forward_seconds, costs.input_seconds) == ((0.5, 0.75), (0.0, 1.0))
+    assert (costs.weight_seconds, costs.transfer_seconds) == ((1.0, 1.25), (0.5,))
+    assert costs.activation_bytes == (51, 13)
+    assert costs_of_cut(replace(found, replicas=(3, 2)), bx.Link(border_bytes(found.stages[0]))).transfer_seconds == (
+        0.5,
+    )
+
+
 def test_a_cut_says_what_a_forward_pass_leaves() -> None:
     program = layers(4).traced()
     found = cut(program, 2, pricing=Pricing(2), clock=counted())

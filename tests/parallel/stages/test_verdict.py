@@ -13,14 +13,18 @@ from braidax.parallel.stages.verdict import Compared, Devices, WholeLoss
 MB = 1_000_000
 
 
+def costs(devices: Devices, forward: float, sent: float) -> Costs:
+    seconds, back = (forward, forward), (1e-3, 1e-3)
+    return Costs(seconds, back, back, (devices.between.seconds(sent),), (100_000, 100_000))
+
+
 def compared(
     *, rate: float = 1e9, hidden: float = 1.0, memory: int | None = None, share: float | None = None, inner: int = 1
 ) -> Compared:
     """Two stages of 1 MB of parameters each, 8 microbatches of 6 ms; 10 kB go over, a microbatch leaves 200 kB."""
     link = bx.Link(rate, hidden=hidden)
-    costs = Costs((1e-3, 1e-3), (1e-3, 1e-3), (1e-3, 1e-3), (link.seconds(10_000),), (100_000, 100_000))
     return Compared(
-        one_forward_one_backward(2, 8), costs, (10_000.0,), (4 * MB, 4 * MB),
+        one_forward_one_backward(2, 8), lambda devices: costs(devices, 1e-3, 10_000), (1, 1), (4 * MB, 4 * MB),
         WholeLoss(6e-3 * inner, share, 200_000 * inner, 2 * MB, 4, MB // 2, 4.0),
         Devices(2, inner, link, link, bx.Link(1e9), memory), 64, lambda count: one_forward_one_backward(count, 8),
     )  # fmt: skip
@@ -109,7 +113,7 @@ def test_devices_of_stages_count_for_both() -> None:
 
 def test_no_link_turns_what_never_pays() -> None:
     figures: Any = compared(memory=100 * MB)
-    slow = replace(figures, costs=replace(figures.costs, forward_seconds=(1.0, 1.0)), border_bytes=(1e12,))
+    slow = replace(figures, costs=lambda devices: costs(devices, 1.0, 1e12))
     verdict = slow.verdict()
     assert verdict.turns_at_bytes_per_second is None
     assert str(verdict).endswith(

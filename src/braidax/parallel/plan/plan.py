@@ -78,7 +78,10 @@ class Plan:
     def __str__(self) -> str:
         """The mesh, a line for every variable, what a device holds and sends, and the reasons: 120 columns at most."""
         mesh = ", ".join(f"{a.name}={a.size} ({a.strategy or 'no strategy: replicated'})" for a in self.axes)
-        split = " × ".join(self.batch_axes) or "nothing: every device sees all samples"
+        nothing = "nothing: every device sees all samples"
+        if self.pipeline is not None and self.pipeline.num_devices > len(self.pipeline.places):
+            nothing = f"the devices that a stage has along {self.pipeline.axis}"
+        split = " × ".join(self.batch_axes) or nothing
         reasons = list(dict.fromkeys(one.why for one in self.variables))
         rows = [("variable", "shape", "dtype", "placement, dim", "bytes", "held", "sent", "alpha", "why")]
         rows += [(*_row(one, self.axes), f"[{reasons.index(one.why) + 1}]") for one in self.variables]

@@ -31,6 +31,16 @@ class Span(NamedTuple):
     recompute: bool = False
 
 
+class Shares(NamedTuple):
+    """How devices are divided among stages, all of them.
+
+    **Fields:** `total`: of devices. `each`: how many each stage has; by default as it makes the slowest one fastest.
+    """
+
+    total: int
+    each: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class StageCost:
     """What a stage costs: seconds a microbatch, with what sending adds, and bytes of each of its devices."""
@@ -67,12 +77,12 @@ class Pricing:
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name}={getattr(self, name)}: expected a positive number")
 
-    def in_flight(self, devices: int, replicas: int) -> int:
+    def in_flight(self, stages: int) -> int:
         """Returns how many microbatches a stage holds at most with one forward, one backward.
 
-        **Arguments:** `devices`: of this stage and of those behind it. `replicas`: of this stage.
+        **Arguments:** `stages`: this one and those behind it; replicas of any have the same microbatches.
         """
-        return min(self.num_microbatches, math.ceil(devices / replicas))
+        return min(self.num_microbatches, stages)
 
 
 @final
@@ -109,9 +119,7 @@ class Priced:
 
     def costs(self, spans: Sequence[Span]) -> tuple[StageCost, ...]:
         """Returns what each stage of a pipeline costs."""
-        devices = [sum(one.replicas for one in spans[at:]) for at in range(len(spans))]
-        pairs = zip(spans, devices, strict=True)
-        return tuple(self.cost(one, self.pricing.in_flight(count, one.replicas)) for one, count in pairs)
+        return tuple(self.cost(one, self.pricing.in_flight(len(spans) - at)) for at, one in enumerate(spans))
 
     def stage(self, begin: int, end: int, replicas: int, in_flight: int) -> tuple[Span, StageCost]:
         """Returns a stage with what it costs, which runs again where it would not fit otherwise."""
@@ -130,24 +138,31 @@ class Priced:
         yield from (one for one in range(1, most + 1) if samples is None or samples % one == 0)
 
 
-def balance(priced: Priced, num_stages: int, num_devices: int | None = None) -> tuple[Span, ...]:
+def balance(priced: Priced, num_stages: int, num_devices: int | Shares | None = None) -> tuple[Span, ...]:
     """Divides segments among stages, and devices among these, so that the slowest stage takes least.
 
     The dynamic program of PipeDream (Narayanan et al., SOSP 2019), from the last stage on, so that each knows how many
     microbatches it holds; exact for the costs that it is given. Of stages that are as fast those of less
     memory are taken.
 
-    **Arguments:** `num_stages`: that there are. `num_devices`: that there are at most; by default one a stage.
+    **Arguments:** `num_stages`: that there are. `num_devices`: that there are at most, or how all of them are divided;
+    by default one a stage.
 
-    **Returns:** the spans. **Raises:** `ArgumentError` for more stages than segments or devices, and when none fits.
+    **Returns:** the spans. **Raises:** `ArgumentError` for more stages than segments or devices, for devices that
+    samples do not divide among, and when none fits.
     """
-    devices = num_stages if num_devices is None else num_devices
+    given = num_stages if num_devices is None else num_devices
+    devices = given.total if isinstance(given, Shares) else given
     _check_count(len(priced.segments), num_stages, devices)
     limit = priced.pricing.memory_bytes
-    found = _best(priced, num_stages, devices, lambda cost: cost.seconds if cost.bytes <= limit else _NEVER)
+    found = _best(priced, num_stages, given, lambda cost: cost.seconds if cost.bytes <= limit else _NEVER)
     if found is None:
-        least = _best(priced, num_stages, devices, lambda cost: float(cost.bytes))
-        assert least is not None, "there are as many segments and devices as stages"
+        least = _best(priced, num_stages, given, lambda cost: float(cost.bytes))
+        if least is None:
+            raise ArgumentError(
+                f"num_devices={devices}: they cannot be divided among {num_stages} stages so that each stage's divide "
+                f"the {priced.pricing.samples} samples of a microbatch: take other stages, or larger microbatches"
+            )
         raise ArgumentError(
             f"memory_bytes={limit:.0f}: no cut into {num_stages} stages on {devices} devices fits; the least that one "
             f"needs is {least[0]:.0f} bytes a device: take more stages or devices, smaller microbatches, or more memory"
@@ -168,10 +183,11 @@ def _check_count(num_segments: int, num_stages: int, num_devices: int) -> None:
 
 
 def _best(
-    priced: Priced, num_stages: int, num_devices: int, price: Callable[[StageCost], float]
+    priced: Priced, num_stages: int, given: int | Shares, price: Callable[[StageCost], float]
 ) -> tuple[float, tuple[Span, ...]] | None:
     """Returns the least of the highest price of a stage, with the spans; None where no price is finite."""
-    count = len(priced.segments)
+    count, shares = len(priced.segments), given if isinstance(given, Shares) else None
+    num_devices = given.total if isinstance(given, Shares) else given
     known: dict[tuple[int, int], list[_Entry]] = {(0, 0): [*[_NONE] * count, (0.0, 0, ())]}
 
     @functools.cache
@@ -185,14 +201,17 @@ def _best(
         row = [_NONE] * (count + 1)
         for begin in range(count - stages + 1) if stages < num_stages else (0,):
             for replicas in priced.replicas(devices - stages + 1):
-                in_flight = priced.pricing.in_flight(devices, replicas)
+                if shares is not None and shares.each and replicas != shares.each[-stages]:
+                    continue
+                in_flight = priced.pricing.in_flight(stages)
                 for end, other in enumerate(known.get((stages - 1, devices - replicas), [])):
                     if end > begin and other[0] <= row[begin][0] and other[0] < _NEVER:
                         span, held, own = stage(begin, end, replicas, in_flight)
                         if own <= row[begin][0]:
                             row[begin] = min(row[begin], (max(own, other[0]), held + other[1], (span, *other[2])))
         known[stages, devices] = row
-    price_of_slowest, _, spans = min(known[num_stages, devices][0] for devices in range(num_stages, num_devices + 1))
+    counts = range(num_stages if shares is None else num_devices, num_devices + 1)
+    price_of_slowest, _, spans = min(known[num_stages, devices][0] for devices in counts)
     return None if price_of_slowest == _NEVER else (price_of_slowest, spans)
 
 

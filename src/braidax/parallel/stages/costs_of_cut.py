@@ -1,6 +1,7 @@
 """What the operations of a schedule cost, of a loss that is cut into stages."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from braidax.parallel.plan.costs.machine import Link
 from braidax.program import Stage, bytes_of
@@ -19,20 +20,21 @@ def costs_of_cut(
     A backward pass that runs its stage again takes that longer. To the next stage go all values of a border, and the
     gradients of those that have any come back, which are no more.
 
-    **Arguments:** `link`: from a stage to the next one. `inner_devices`: of each stage, which divide the samples of a
-    microbatch: each has that part of seconds and bytes. `kept_bytes`: of each stage what is left between the gradient
-    of its inputs and that of its weights; by default all that its forward pass has left.
+    **Arguments:** `link`: from a stage to the next one. `inner_devices`: that each replica of a stage is of; all divide
+    the samples of a microbatch: each has that part of seconds and bytes. `kept_bytes`: of each stage what is left
+    between the gradient of its inputs and that of its weights; by default all that its forward pass has left.
     """
     again = [one.forward if rerun else 0.0 for one, rerun in zip(found.seconds, found.recompute, strict=True)]
+    parts = [one * inner_devices for one in found.replicas]
+    each = list(zip(found.seconds, again, parts, strict=True))
+    sent = sent_bytes(found, inner_devices)
     return Costs(
-        forward_seconds=tuple(one.forward / inner_devices for one in found.seconds),
-        input_seconds=tuple(
-            (one.inputs + more) / inner_devices for one, more in zip(found.seconds, again, strict=True)
-        ),
-        weight_seconds=tuple(one.weights / inner_devices for one in found.seconds),
-        transfer_seconds=tuple(link.seconds(border_bytes(one) / inner_devices) for one in found.stages[:-1]),
-        activation_bytes=tuple(_share(one, inner_devices) for one in found.activation_bytes),
-        kept_bytes=None if kept_bytes is None else tuple(_share(one, inner_devices) for one in kept_bytes),
+        forward_seconds=tuple(one.forward / count for one, _, count in each),
+        input_seconds=tuple((one.inputs + more) / count for one, more, count in each),
+        weight_seconds=tuple(one.weights / count for one, _, count in each),
+        transfer_seconds=tuple(map(link.seconds, sent)),
+        activation_bytes=tuple(map(_share, found.activation_bytes, parts)),
+        kept_bytes=None if kept_bytes is None else tuple(map(_share, kept_bytes, parts)),
     )
 
 
@@ -52,10 +54,16 @@ def bytes_between_halves(found: CutLoss, *, params: int = 0) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def sent_bytes(found: CutLoss, inner_devices: int) -> tuple[float, ...]:
+    """Returns what goes from each stage to the next one, by way of the busiest device of the two."""
+    pairs = zip(found.stages, pairwise(found.replicas), strict=False)
+    return tuple(border_bytes(one) / (inner_devices * min(both)) for one, both in pairs)
+
+
 def border_bytes(stage: Stage) -> int:
     """Returns the bytes of all that a stage sends to the next one for a microbatch."""
     return sum(map(bytes_of, stage.outgoing))
 
 
-def _share(num_bytes: int, inner_devices: int) -> int:
-    return -(-num_bytes // inner_devices)
+def _share(num_bytes: int, parts: int) -> int:
+    return -(-num_bytes // parts)

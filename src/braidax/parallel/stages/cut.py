@@ -7,7 +7,7 @@ from braidax.errors import ArgumentError
 from braidax.parallel.plan.costs.machine import in_time, scaled
 from braidax.program import Border, Chain, Program, Stage, find_mixing
 
-from .balance import Priced, Pricing, Span, StageCost, balance
+from .balance import Priced, Pricing, Shares, Span, StageCost, balance
 from .segments import Clock, Seconds, Segment, counted, measured, segments_of
 
 _MOST_ROUNDS = 6
@@ -57,7 +57,7 @@ def cut(
     *,
     pricing: Pricing,
     cuts: Sequence[str] = (),
-    num_devices: int | None = None,
+    num_devices: int | Shares | None = None,
     clock: Clock | None = None,
     frozen: Collection[int] = frozenset(),
     mixes_samples: bool = False,
@@ -69,9 +69,9 @@ def cut(
 
     **Arguments:** `program`: the loss; its first output is differentiated, its last argument is the batch.
     `num_stages`: that there are to be. `cuts`: instead, the names of `jax.named_scope`s before which to cut.
-    `num_devices`: that there are for all stages; by default one each. `clock`: says how long a stage takes; by default
-    `measured()`, while `counted()` runs nothing. `frozen`: leaves of the first argument that are not trained.
-    `mixes_samples`: whether a loss may mix samples, of which each microbatch then has its own.
+    `num_devices`: as of `balance`. `clock`: says how long a stage takes; by default `measured()`, while `counted()`
+    runs nothing. `frozen`: leaves of the first argument that are not trained. `mixes_samples`: whether a loss may mix
+    samples, of which each microbatch then has its own.
 
     **Returns:** the `CutLoss`. **Raises:** `ArgumentError`, before anything is compiled, for more stages than places
     to cut, for a scope that is not there, for stages that fit into no memory, for a loss that mixes samples.
@@ -86,7 +86,7 @@ def cut(
     segments = chain.stages(borders)
     roughly = segments_of(segments, counted())
     balance(Priced(roughly, pricing), num_stages, num_devices)  # what cannot be is refused before anything is timed
-    clock = _remembered(clock or measured())
+    clock = remembered(clock or measured())
     timed = segments_of(segments, clock)
     found: dict[tuple[Span, ...], CutLoss] = {}
     for _ in range(_MOST_ROUNDS):
@@ -124,16 +124,17 @@ def _named(chain: Chain, cuts: Sequence[str]) -> tuple[Border, ...]:
     return tuple(sorted(found))
 
 
-def _remembered(clock: Clock) -> Clock:
+def remembered(clock: Clock) -> Clock:
+    """Returns a clock that times once what computes the same."""
     known = dict[str, Seconds]()
 
-    def remembered(stage: Stage, params: int) -> Seconds:
+    def seconds(stage: Stage, params: int) -> Seconds:
         key = stage.told()
         if key not in known:
             known[key] = clock(stage, params)
         return known[key]
 
-    return remembered
+    return seconds
 
 
 def _corrected(segments: Sequence[Segment], spans: Sequence[Span], stages: Sequence[Segment]) -> tuple[Segment, ...]:

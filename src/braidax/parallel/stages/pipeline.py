@@ -12,6 +12,7 @@ from braidax.parallel.plan.model import Model
 from braidax.parallel.plan.placements import Replicated
 from braidax.parallel.plan.strategy import Choice, shown
 
+from .balance import Shares
 from .schedules import (
     Schedule,
     double_buffered,
@@ -41,6 +42,9 @@ _MADE: Mapping[str, Callable[[int, int], Schedule]] = {
 _INTERLEAVED = "Interleaved1F1B"
 _SEARCHED = "searched"
 _NAMES = [*_MADE, _INTERLEAVED, _SEARCHED]
+_ONE_EACH = ("GPipe", "1F1B", "ZB-H1", _SEARCHED, "PipeDream", "PipeDream, vertical sync", "2BW")
+"""Schedules of one stage a device, or of one on several devices."""
+_PLANNED = "planned"
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,19 +64,22 @@ class Pipeline:
     "DualPipeV", "PipeDream", "PipeDream, vertical sync" or "2BW"; "searched": the shortest one that is found for what
     the stages take, in the memory that there is; or a `Schedule`, such as one that is read from CSV. `stages`: how
     many, by default as many as the schedule has on these devices; others for "Interleaved1F1B", two a device by
-    default, and "searched", one by default. `cuts`: instead of where the loss is narrow, the names of
-    `jax.named_scope`s before which it is cut. `clock`: whether stages are timed on this machine to balance them, or
-    their operations counted. `recompute`: whether stages keep nothing but what comes in, and run again on the way back.
-    `mixes_samples`: whether a loss may mix samples, of which each microbatch then has its own. `machine`: of
-    `measure_machine`, or with published figures: how fast stages send; by default that is measured between the first
-    two of them, or counted. `memory_bytes`: what parameters, gradients, optimizer's state and activations may take of a
-    device; stages that would not fit keep nothing but what comes in. None: all that the machine has, if that is known.
+    default, and "searched", one by default. Fewer than devices, by a schedule of one stage a device, share these as
+    makes the slowest fastest; `(2, 1, 1)` says on how many devices along the axis each stage is, which divide the
+    samples of a microbatch; "planned" chooses both, from one device a stage to two stages, by the seconds of a batch.
+    `cuts`: instead of where the loss is narrow, the names of `jax.named_scope`s before which it is cut. `clock`:
+    whether stages are timed on this machine to balance them, or their operations counted. `recompute`: whether stages
+    keep nothing but what comes in, and run again on the way back. `mixes_samples`: whether a loss may mix samples, of
+    which each microbatch then has its own. `machine`: of `measure_machine`, or with published figures: how fast stages
+    send; by default that is measured between the first two of them, or counted. `memory_bytes`: what parameters,
+    gradients, optimizer's state and activations may take of a device; stages that would not fit keep nothing but what
+    comes in. None: all that the machine has, if that is known.
 
-    **Raises:** `ArgumentError` for other names, and for no memory.
+    **Raises:** `ArgumentError` for other names, for stages without devices, and for no memory.
     """
 
     schedule: str | Schedule = "1F1B"
-    stages: int | None = None
+    stages: int | tuple[int, ...] | Literal["planned"] | None = None
     cuts: tuple[str, ...] = ()
     clock: Literal["measured", "counted"] = "measured"
     recompute: bool = False
@@ -83,6 +90,10 @@ class Pipeline:
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in _NAMES:
             raise ArgumentError(f"schedule={self.schedule!r}: expected one of {_NAMES}, or a Schedule")
+        if isinstance(self.stages, str) and self.stages != _PLANNED:
+            raise ArgumentError(f'stages={self.stages!r}: expected a number, numbers of devices, or "planned"')
+        if isinstance(self.stages, tuple) and (not self.stages or min(self.stages) < 1):
+            raise ArgumentError(f"stages={self.stages}: expected for each stage on how many devices it is, 1 or more")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ArgumentError(f"memory_bytes={self.memory_bytes}: expected a size in bytes, such as 16 << 30")
         if self.clock not in ("measured", "counted"):
@@ -111,13 +122,53 @@ class Pipeline:
         """Whether the schedule is searched for, once it is known what the stages take."""
         return self.schedule == _SEARCHED
 
-    def num_stages(self, num_devices: int, num_microbatches: int) -> int:
+    def places(self, num_devices: int) -> tuple[int, ...]:
+        """Returns among how many places of a schedule the devices along the axis are divided, or may be.
+
+        **Raises:** `ArgumentError` for stages that do not have these devices.
+        """
+        stages, made = self.stages, self.schedule if isinstance(self.schedule, Schedule) else None
+        one_each = self.schedule in _ONE_EACH if made is None else made.num_stages == made.num_devices
+        if stages is None or (isinstance(stages, int) and (stages >= num_devices or not one_each)):
+            return (num_devices,)
+        if not one_each:
+            raise ArgumentError(
+                f"stages={stages!r}: a schedule with several stages a device has them on one each: take one of "
+                f"{[*_ONE_EACH]}, or leave stages out"
+            )
+        if isinstance(stages, tuple):
+            if sum(stages) != num_devices:
+                raise ArgumentError(
+                    f"stages={stages} are on {sum(stages)} devices, and the axis has {num_devices}: give each device "
+                    f"of the axis to a stage"
+                )
+            return (len(stages),)
+        if isinstance(stages, int):
+            if stages < 1:
+                raise ArgumentError(f"stages={stages}: expected 1 or more")
+            return (stages,)
+        if made is not None or self.cuts:
+            return (len(self.cuts) + 1 if made is None else made.num_devices,)
+        return tuple(range(num_devices, 1, -1)) or (num_devices,)
+
+    def shares(self, num_devices: int, num_places: int) -> Shares | None:
+        """Returns how the devices are divided among so many places; None: each has one."""
+        if isinstance(self.stages, tuple):
+            return Shares(num_devices, self.stages)
+        return None if num_places == num_devices else Shares(num_devices)
+
+    def num_stages(self, num_places: int, num_microbatches: int) -> int:
         """Returns into how many stages the loss is cut. **Raises:** as `scheduled`."""
         if not self.searches:
-            return self.scheduled(num_devices, num_microbatches).num_stages
-        stages = (len(self.cuts) + 1 if self.cuts else num_devices) if self.stages is None else self.stages
-        if stages < num_devices:
-            raise ArgumentError(f"stages={stages}: expected at least one for each of {num_devices} devices")
+            return self.scheduled(num_places, num_microbatches).num_stages
+        stages = self.stages if isinstance(self.stages, int) else num_places
+        if self.stages is None and self.cuts:
+            stages = len(self.cuts) + 1
+        if stages < num_places:
+            raise ArgumentError(
+                f"cuts={[*self.cuts]} makes {stages} stages, fewer than {num_places} devices: name more, or let stages "
+                f'have several devices each with stages="planned"'
+            )
         if self.cuts and len(self.cuts) + 1 != stages:
             raise ArgumentError(
                 f"cuts={list(self.cuts)} makes {len(self.cuts) + 1} stages, and stages={stages}: name {stages - 1}"
@@ -143,7 +194,7 @@ class Pipeline:
         for name, wanted in (("num_devices", num_devices), ("num_microbatches", num_microbatches)):
             if getattr(made, name) != wanted:
                 raise ArgumentError(f"schedule {made.name!r} has {name}={getattr(made, name)}, and the step {wanted}")
-        if self.stages not in (None, made.num_stages):
+        if isinstance(self.stages, int) and self.stages != made.num_stages:
             raise ArgumentError(
                 f"stages={self.stages}: schedule {made.name!r} has {made.num_stages} on {num_devices} devices; leave "
                 f'it out, or take "{_INTERLEAVED}"'
@@ -160,7 +211,7 @@ class Pipeline:
             return self.schedule
         if self.schedule != _INTERLEAVED:
             return _MADE[self.schedule](num_devices, num_microbatches)
-        stages = 2 * num_devices if self.stages is None else self.stages
+        stages = self.stages if isinstance(self.stages, int) else 2 * num_devices
         if stages < 1 or stages % num_devices:
             raise ArgumentError(f"stages={stages}: expected a multiple of the {num_devices} devices along the axis")
         return interleaved(num_devices, num_microbatches, stages // num_devices)

@@ -19,16 +19,16 @@ from braidax.parallel.plan.plan import Plan
 from braidax.parallel.plan.planned.stages import PlannedPart, PlannedPipeline, PlannedSchedule, PlannedStage, StageCosts
 from braidax.program import Program, Stage, bytes_of, named_leaves
 
-from .balance import Pricing
-from .costs_of_cut import border_bytes, bytes_between_halves, costs_of_cut
-from .cut import CutLoss, cut
+from .balance import Pricing, Shares
+from .costs_of_cut import bytes_between_halves, costs_of_cut, sent_bytes
+from .cut import CutLoss, cut, remembered
 from .link import COUNTED_LINK, measured_link
 from .pipeline import Pipeline
 from .running.home import sub_meshes, without_mesh
 from .running.owning.ownership import Ownership
-from .schedules import Costs, Kind, Schedule, format_csv, simulate, versions, with_transfers
+from .schedules import Costs, Kind, Schedule, Simulation, format_csv, simulate, versions, with_transfers
 from .searching import searched
-from .segments import counted, measured
+from .segments import Clock, counted, measured
 from .verdict import Compared, Devices
 from .whole_loss import whole_loss
 
@@ -97,6 +97,17 @@ class PlannedStages(NamedTuple):
     planned: PlannedPipeline
 
 
+class _Way(NamedTuple):
+    """A cut with its schedule. **Fields:** `costs`: with links of some devices. `held`: as `PlannedStage` has it."""
+
+    found: CutLoss
+    costs: Callable[[Devices], Costs]
+    held: list[int]
+    schedule: Schedule
+    bound_seconds: float | None
+    simulation: Simulation
+
+
 def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
     """Cuts a loss, chooses the schedule, and says whether it pays.
 
@@ -104,49 +115,29 @@ def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
 
     **Raises:** `ArgumentError` naming what does not fit, before anything is compiled for the step.
     """
-    program, pipeline = setting.traced(setting.microbatches), setting.pipeline
-    count, microbatches = devices.size, setting.microbatches
-    schedule = None if pipeline.searches else pipeline.scheduled(count, microbatches)
-    found = _cut(program, setting, devices, pipeline.num_stages(count, microbatches))
-    held = [
-        math.ceil(size * setting.bytes_per_parameter + again / devices.inner)
-        for size, again in zip(_parameter_bytes(found), found.rerun_bytes, strict=True)
-    ]
-    with without_mesh():
-        between = bytes_between_halves(found) if schedule is None or _is_halved(schedule) else None
-    costs = costs_of_cut(found, devices.between, inner_devices=devices.inner, kept_bytes=between)
-    costs = _with_sums(costs, found, devices, setting.sums_per_update)
-    bound = None
-    if schedule is None:
-        best = searched(costs, microbatches, count, held_bytes=held, memory_bytes=devices.memory_bytes)
-        schedule, bound = best.schedule, best.bound_seconds
-    kept = versions(schedule).num_kept
-    held = [size + (one - 1) * own for size, one, own in zip(held, kept, _parameter_bytes(found), strict=True)]
-    _check_memory(schedule, costs, held, devices.memory_bytes)
+    program, pipeline, microbatches = setting.traced(setting.microbatches), setting.pipeline, setting.microbatches
+    found, of_costs, held, schedule, bound, simulation = _fastest(program, setting, devices)
+    costs, count = of_costs(devices), devices.size
     of_share = (lambda: setting.traced(count * devices.inner)) if setting.is_measured and _divides(setting) else None
     with without_mesh():
         loss = whole_loss(found, of_share, bytes_per_parameter=setting.bytes_per_parameter)
-    borders = tuple(border_bytes(one) / devices.inner for one in found.stages[:-1])
-    samples = _samples(program) * microbatches
     compared = Compared(
-        schedule.computing(), costs, borders, tuple(held), loss, devices, samples,
+        schedule.computing(), of_costs, found.replicas, tuple(held), loss, devices, _samples(program) * microbatches,
         lambda count: pipeline.on(count, microbatches),
     )  # fmt: skip
-    simulation = simulate(schedule.computing(), costs)
-    text = format_csv(schedule)
-    if count > 1 and not any(one.is_transfer for one in schedule.operations()):
-        schedule = with_transfers(schedule, costs)
+    text, places = format_csv(schedule), range(schedule.num_devices)
+    schedule = _sending(schedule, costs)
     planned = PlannedPipeline(
         setting.axis,
         devices.inner,
         pipeline.clock,
-        _planned(found, schedule, costs, held, (*borders, 0.0), program),
+        _planned(found, schedule, costs, held, (*sent_bytes(found, devices.inner), 0.0), program),
         PlannedSchedule(
             schedule.name,
             text,
             simulation.makespan_seconds,
-            tuple(map(simulation.bubble, range(count))),
-            tuple(map(simulation.peak_bytes, range(count))),
+            tuple(map(simulation.bubble, places)),
+            tuple(map(simulation.peak_bytes, places)),
             bound,
             schedule.weights,
         ),
@@ -154,6 +145,71 @@ def plan_stages(setting: Setting, devices: Devices) -> PlannedStages:
         costs.update_seconds or (0.0,) * len(found.stages),
     )
     return PlannedStages(found, schedule, planned)
+
+
+def _fastest(program: Program, setting: Setting, devices: Devices) -> _Way:
+    """Returns of the ways to divide devices among stages the one by which a batch takes least."""
+    clock = remembered(measured() if setting.is_measured else counted())
+    found: list[_Way] = []
+    refused: list[ArgumentError] = []
+    for places in setting.pipeline.places(devices.size):
+        try:
+            found.append(_way(program, setting, devices, places, clock))
+        except ArgumentError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda one: one.simulation.makespan_seconds)
+
+
+def _way(program: Program, setting: Setting, devices: Devices, places: int, clock: Clock) -> _Way:
+    pipeline, microbatches = setting.pipeline, setting.microbatches
+    schedule = None if pipeline.searches else pipeline.scheduled(places, microbatches)
+    shares = pipeline.shares(devices.size, places)
+    check_rows(program, devices.inner, () if shares is None else shares.each)
+    found = _cut(program, setting, devices, (pipeline.num_stages(places, microbatches), places), shares, clock)
+    held = [
+        math.ceil(size * setting.bytes_per_parameter + again / (devices.inner * count))
+        for size, again, count in zip(_parameter_bytes(found), found.rerun_bytes, found.replicas, strict=True)
+    ]
+
+    with without_mesh():
+        between = bytes_between_halves(found) if schedule is None or _is_halved(schedule) else None
+
+    def costs(on: Devices) -> Costs:
+        return _with_sums(
+            costs_of_cut(found, on.between, inner_devices=on.inner, kept_bytes=between),
+            found,
+            on,
+            setting.sums_per_update,
+        )
+
+    bound = None
+    if schedule is None:
+        best = searched(costs(devices), microbatches, places, held_bytes=held, memory_bytes=devices.memory_bytes)
+        schedule, bound = best.schedule, best.bound_seconds
+    kept = versions(schedule).num_kept
+    held = [size + (one - 1) * own for size, one, own in zip(held, kept, _parameter_bytes(found), strict=True)]
+    simulation = simulate(schedule.computing(), costs(devices))
+    _check_memory(simulation, held, devices.memory_bytes)
+    return _Way(found, costs, held, schedule, bound, simulation)
+
+
+def check_rows(program: Program, inner: int, replicas: Sequence[int]) -> None:
+    """Checks that the devices of stages divide the samples of a microbatch. **Raises:** `ArgumentError`.
+
+    **Arguments:** `inner`: how many devices each replica is of.
+    """
+    samples = _samples(program)
+    for stage, count in enumerate(replicas):
+        parts = count * inner
+        if samples % parts:
+            beside = f" ({count} for each of {inner} along other axes)" if inner > 1 else ""
+            raise ArgumentError(
+                f"stages={tuple(replicas)}: stage {stage} has {parts} devices{beside}, which do not divide the "
+                f"{samples} samples of a microbatch: choose a batch size of which a microbatch has a multiple of "
+                f"{parts}, other microbatches, or other numbers of devices"
+            )
 
 
 def with_stages(plan: Plan, planned: PlannedPipeline) -> Plan:
@@ -194,13 +250,22 @@ def _wide_bytes(spec: Any) -> int:
     return math.prod(spec.shape) * np.dtype(jnp.promote_types(spec.dtype, jnp.float32)).itemsize
 
 
-def _cut(program: Program, setting: Setting, devices: Devices, num_stages: int) -> CutLoss:
-    pipeline, room = setting.pipeline, devices.memory_bytes
-    a_device = -(-num_stages // devices.size)
+def _cut(
+    program: Program,
+    setting: Setting,
+    devices: Devices,
+    counts: tuple[int, int],
+    shares: Shares | None,
+    clock: Clock,
+) -> CutLoss:
+    """Cuts the loss. **Arguments:** `counts`: of stages, and of places of the schedule. `shares`: devices of these."""
+    pipeline, room, (num_stages, num_places) = setting.pipeline, devices.memory_bytes, counts
+    a_device = -(-num_stages // num_places)
+    links = [devices.within] * (devices.inner > 1 or shares is None) + [devices.along] * (shares is not None)
     pricing = Pricing(
         setting.microbatches,
         devices.between,
-        devices.within,
+        min(links, key=lambda one: one.bytes_per_second),
         memory_bytes=math.inf if room is None else room / a_device,
         bytes_per_parameter=setting.bytes_per_parameter,
         recompute=None if room is not None and not pipeline.recompute else pipeline.recompute,
@@ -213,7 +278,8 @@ def _cut(program: Program, setting: Setting, devices: Devices, num_stages: int) 
             None if pipeline.cuts else num_stages,
             pricing=pricing,
             cuts=pipeline.cuts,
-            clock=measured() if setting.is_measured else counted(),
+            num_devices=shares,
+            clock=clock,
             frozen=setting.frozen,
             mixes_samples=pipeline.mixes_samples,
         )
@@ -221,11 +287,12 @@ def _cut(program: Program, setting: Setting, devices: Devices, num_stages: int) 
 
 def _with_sums(costs: Costs, found: CutLoss, devices: Devices, sums_per_update: int) -> Costs:
     """Returns costs with what the devices of a stage take to sum gradients: once an update, or with each microbatch."""
-    if devices.inner == 1:
+    if devices.inner == max(found.replicas) == 1:
         return costs
-    others = (devices.inner - 1) / devices.inner
-    trained = _parameter_bytes(found, trained=True)
-    sums = [devices.within.seconds(2 * size * others, 2) if size else 0.0 for size in trained]
+    sums: list[float] = []
+    for size, replicas in zip(_parameter_bytes(found, trained=True), found.replicas, strict=True):
+        ways = [(devices.within, devices.inner), (devices.along, replicas)]
+        sums.append(sum(link.seconds(2 * size * (n - 1) / n, 2) for link, n in ways if size and n > 1))
     if sums_per_update == 1:
         return replace(costs, update_seconds=tuple(sums))
     pairs = zip(costs.weight_seconds, sums, strict=True)
@@ -238,8 +305,8 @@ def _parameter_bytes(found: CutLoss, *, trained: bool = False) -> list[int]:
     return [sum(leaf.num_bytes for leaf in leaves if not (trained and leaf.frozen)) for leaves in own]
 
 
-def _check_memory(schedule: Schedule, costs: Costs, held: Sequence[int], memory_bytes: int | None) -> None:
-    simulation = simulate(schedule.computing(), costs)
+def _check_memory(simulation: Simulation, held: Sequence[int], memory_bytes: int | None) -> None:
+    schedule = simulation.schedule
     for device in range(schedule.num_devices if memory_bytes is not None else 0):
         own = sum(size for size, home in zip(held, schedule.device_of_stage, strict=True) if home == device)
         peak = simulation.peak_bytes(device)
@@ -253,6 +320,13 @@ def _check_memory(schedule: Schedule, costs: Costs, held: Sequence[int], memory_
 
 def _is_halved(schedule: Schedule) -> bool:
     return any(one.kind is Kind.INPUT for one in schedule.operations())
+
+
+def _sending(schedule: Schedule, costs: Costs) -> Schedule:
+    """Returns a schedule with transfers."""
+    if schedule.num_devices == 1 or any(one.is_transfer for one in schedule.operations()):
+        return schedule
+    return with_transfers(schedule, costs)
 
 
 def _samples(program: Program) -> int:
@@ -300,5 +374,6 @@ def _planned(
         begins = "with the loss" if border is None else str(border)
         number = None if border is None else (border.at, border.iteration)
         device = schedule.device_of_stage[at]
-        stages.append(PlannedStage(device, begins, number, found.recompute[at], of_stage, parts[at]))
+        replicas = found.replicas[at]
+        stages.append(PlannedStage(device, begins, number, found.recompute[at], of_stage, parts[at], replicas))
     return tuple(stages)

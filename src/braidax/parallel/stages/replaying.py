@@ -9,7 +9,7 @@ from braidax.program import Border, Chain, Program, Stage
 
 from .balance import StageCost
 from .cut import CutLoss
-from .planning import PlannedStages, Setting, parts_of, plan_stages
+from .planning import PlannedStages, Setting, check_rows, parts_of, plan_stages
 from .running.sending.agreement import Agreement
 from .schedules import with_transfers
 from .segments import Seconds
@@ -39,24 +39,27 @@ def replay_stages(planned: PlannedPipeline, setting: Setting) -> PlannedStages:
             f"it that axis, or plan anew"
         )
     told = {
-        "num_devices": (schedule.num_devices, setting.mesh.shape[setting.axis]),
-        "num_microbatches": (schedule.num_microbatches, setting.microbatches),
         "num_stages": (schedule.num_stages, len(planned.stages)),
+        "num_devices": (planned.num_devices, setting.mesh.shape[setting.axis]),
+        "num_microbatches": (schedule.num_microbatches, setting.microbatches),
         "inner_devices": (planned.inner_devices, setting.inner),
     }
     for name, (of_plan, of_step) in told.items():
         if of_plan != of_step:
             raise ArgumentError(f"plan's pipeline has {name}={of_plan}, and the step {of_step}: plan anew")
-    borders, stages = _cut(planned, program, setting.frozen)
-    recompute, inner = tuple(one.recompute for one in planned.stages), planned.inner_devices
-    each = [one.costs for one in planned.stages]
+    replicas = tuple(one.replicas for one in planned.stages)
+    check_rows(program, planned.inner_devices, replicas)
+    (borders, stages), each = _cut(planned, program, setting.frozen), [one.costs for one in planned.stages]
+    parts = [planned.inner_devices * count for count in replicas]
     seconds = tuple(
-        Seconds(one.forward_seconds * inner, one.input_seconds * inner, one.weight_seconds * inner) for one in each
+        Seconds(one.forward_seconds * n, one.input_seconds * n, one.weight_seconds * n)
+        for one, n in zip(each, parts, strict=True)
     )
-    whole = zip(seconds, each, strict=True)
-    costs = tuple(StageCost(own.total / inner, one.held_bytes + one.activation_bytes) for own, one in whole)
-    left = tuple(one.activation_bytes * inner for one in each)
-    found = CutLoss(stages, borders, (1,) * len(stages), recompute, seconds, costs, left, (0,) * len(stages))
+    whole = zip(seconds, each, parts, strict=True)
+    costs = tuple(StageCost(own.total / n, one.held_bytes + one.activation_bytes) for own, one, n in whole)
+    left = tuple(one.activation_bytes * n for one, n in zip(each, parts, strict=True))
+    recompute = tuple(one.recompute for one in planned.stages)
+    found = CutLoss(stages, borders, replicas, recompute, seconds, costs, left, (0,) * len(stages))
     if schedule.num_devices > 1 and not any(one.is_transfer for one in schedule.operations()):
         schedule = with_transfers(schedule, planned.costs)
     return PlannedStages(found, schedule, planned)

@@ -23,6 +23,7 @@ from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
 from braidax.parallel.plan.strategy import Strategy
 from braidax.program import Stage, find_dims_in_pieces, find_meetings, find_sites, named_leaves
 
+from .running.home import axes_of
 from .running.owning.ownership import Ownership, Piece
 
 _PARAMS = 0
@@ -46,9 +47,10 @@ class PlacedStage(NamedTuple):
 class Placing:
     """Lets strategies place the variables of each stage, on its own devices.
 
-    **Fields:** `strategies`: by axis, without that of stages. `batch_axes`: over which samples are divided. `params`:
-    specs of all, and the `optimizer`. `microbatches`: of how many an update consists. `compiler_options`: for the
-    programs of stages, as of `jax.jit`. `frozen`: leaves of `params`, by number, that are not trained.
+    **Fields:** `strategies`: by axis, without that of stages. `batch_axes`: over which samples are divided; that of the
+    stages among them if some of these are on several places, which has no strategy. `params`: specs of all, and the
+    `optimizer`. `microbatches`: of how many an update consists. `compiler_options`: for the programs of stages, as of
+    `jax.jit`. `frozen`: leaves of `params`, by number, that are not trained.
     """
 
     strategies: Mapping[str, Strategy]
@@ -72,7 +74,8 @@ class Placing:
         **Raises:** `ArgumentError` naming a variable that cannot lie as it is told.
         """
         divided = {BATCH: 0, _INCOMING: [*incoming_dims]}
-        model = self._model(stage, divided, math.prod(mesh.shape[axis] for axis in self.batch_axes))
+        axes = axes_of(mesh, self.batch_axes)
+        model = self._model(stage, divided, axes, math.prod(mesh.shape[axis] for axis in axes))
         strategies = {axis: _fitting(one, model) for axis, one in self.strategies.items()}
         plan = make_plan(mesh, strategies, model)
         pieces = {name: read for (name, _), read in zip(_params(stage), ownership.reads[number], strict=True)}
@@ -84,12 +87,12 @@ class Placing:
         }
         plan = replace(plan, variables=tuple(_kept_whole(one, still) for one in plan.variables))
         layouts = layouts_of(plan)
-        program = dense_passes(stage.program, layouts, mesh, self.batch_axes, divided)
+        program = dense_passes(stage.program, layouts, mesh, axes, divided)
         reads = ownership.reads[number]
         own = {read.piece: layout for read, layout in zip(reads, layouts, strict=True) if layout.axes}
-        return PlacedStage(replace(stage, program=program), own, plan)
+        return PlacedStage(replace(stage, program=program), own, _on_axes(plan, [*self.strategies]))
 
-    def _model(self, stage: Stage, divided: Mapping[int, Any], num_parts: int) -> Model:
+    def _model(self, stage: Stage, divided: Mapping[int, Any], axes: tuple[str, ...], num_parts: int) -> Model:
         program, variables = stage.program, {f"{_ROOT}/{name}": spec for name, spec in _params(stage)}
         paths = [*variables]
 
@@ -108,7 +111,7 @@ class Placing:
             variables,
             num_parts,
             self.microbatches,
-            self.batch_axes,
+            axes,
             find_sites=sites,
             find_met=lambda: find_meetings(program, {site.path for site in find_sites(program)}, divided),
             find_dims=partial(find_dims_in_pieces, program),
@@ -117,6 +120,20 @@ class Placing:
             find_state_bytes=of_pieces,
             frozen=frozenset(f"{_ROOT}/{leaf.name}" for leaf in stage.leaves if leaf.frozen),
         )
+
+
+def _on_axes(plan: Plan, names: Sequence[str]) -> Plan:
+    """Returns what a plan says of some axes."""
+    own = [at for at, axis in enumerate(plan.axes) if axis.name in names]
+    others = tuple(f"{axis.name}: " for axis in plan.axes if axis.name not in names)
+
+    def kept(variable: PlannedVariable) -> PlannedVariable:
+        reasons = [one for one in variable.why.split("; ") if not one.startswith(others)]
+        return replace(variable, placements=tuple(variable.placements[at] for at in own), why="; ".join(reasons))
+
+    if len(own) == len(plan.axes):
+        return plan
+    return replace(plan, axes=tuple(plan.axes[at] for at in own), variables=tuple(map(kept, plan.variables)))
 
 
 def merged(plan: Plan, stages_axis: str, plans: Sequence[Plan]) -> Plan:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from braidax.parallel.plan.costs.machine import Link
@@ -65,14 +66,15 @@ class Compared:
     for either pass of each piece, and gradients scattered, under these passes: as far as the link says that is hidden.
     What was measured of so many samples counts in proportion for others.
 
-    **Arguments:** `costs`: of the schedule's operations; their transfers are those of `border_bytes`, of each stage but
-    the last. `held_bytes`: of each stage beside activations. `on`: gives the schedule for other numbers of devices,
-    None where there is none. `num_samples`: of the batch.
+    **Arguments:** `costs`: of the schedule's operations, with links of some devices. `replicas`: on how many places
+    along the axis each stage is. `held_bytes`: of each stage beside activations. `on`: gives the schedule for other
+    numbers of devices, with one a stage or with several stages on each; None where there is none. `num_samples`: of the
+    batch.
     """
 
     schedule: Schedule
-    costs: Costs
-    border_bytes: tuple[float, ...]
+    costs: Callable[[Devices], Costs]
+    replicas: tuple[int, ...]
     held_bytes: tuple[int, ...]
     loss: WholeLoss
     devices: Devices
@@ -95,8 +97,7 @@ class Compared:
 
     def pipeline(self, devices: Devices) -> Alternative:
         """Returns what the pipeline takes, on as many devices as it has stages on; links may be others."""
-        transfers = tuple(devices.between.seconds(size) for size in self.border_bytes)
-        found = simulate(self.schedule, replace(self.costs, transfer_seconds=transfers))
+        found = simulate(self.schedule, self.costs(devices))
         return self._alternative(self.schedule, found.makespan_seconds, self.held_bytes, found.peak_bytes)
 
     def others(self, devices: Devices, room: float) -> tuple[Alternative, ...]:
@@ -240,21 +241,27 @@ class Compared:
         return pipeline.seconds <= min(others, default=math.inf)
 
     def _on_stages(self, count: int) -> Costs:
-        costs, borders = self.costs, self.border_bytes
-        border = sum(borders) / len(borders) if borders else 0.0
+        costs, replicas = self.costs(self.devices), self.replicas
+        sent = [one * min(both) for one, both in zip(costs.transfer_seconds, pairwise(replicas), strict=True)]
         return Costs(
-            self._evenly(costs.forward_seconds, count),
-            self._evenly(costs.input_seconds, count),
-            self._evenly(costs.weight_seconds, count),
-            (self.devices.between.seconds(border),) * (count - 1),
-            tuple(math.ceil(one) for one in self._evenly(costs.activation_bytes, count)),
-            None if costs.kept_bytes is None else tuple(map(math.ceil, self._evenly(costs.kept_bytes, count))),
+            self._evenly(costs.forward_seconds, count, replicas),
+            self._evenly(costs.input_seconds, count, replicas),
+            self._evenly(costs.weight_seconds, count, replicas),
+            (sum(sent) / len(sent) if sent else 0.0,) * (count - 1),
+            tuple(math.ceil(one) for one in self._evenly(costs.activation_bytes, count, replicas)),
+            None
+            if costs.kept_bytes is None
+            else tuple(math.ceil(one) for one in self._evenly(costs.kept_bytes, count, replicas)),
         )
 
-    def _evenly(self, values: Sequence[float], count: int) -> tuple[float, ...]:
-        """Returns values that add up to the same, the last of them as much larger than the mean as now the largest."""
-        total = sum(values)
-        last = min(max(values) * len(values) / count, total)
+    def _evenly(self, values: Sequence[float], count: int, replicas: Sequence[int] = ()) -> tuple[float, ...]:
+        """Returns values that add up to the same, the last of them as much larger than the mean as now the largest.
+
+        **Arguments:** `replicas`: how many there are of each value; by default one.
+        """
+        replicas = replicas or (1,) * len(values)
+        total = sum(value * times for value, times in zip(values, replicas, strict=True))
+        last = min(max(values) * sum(replicas) / count, total)
         return (*((total - last) / max(count - 1, 1),) * (count - 1), last)
 
 

@@ -40,7 +40,8 @@ def untied(params: Any, batch: Any, key: Any) -> Any:
 
 
 def numbers(mesh_of: str, schedule: str) -> list[float]:
-    """Trains on host arrays, then on those of a loader; "none": on one device, with no stages.
+    """Trains on host arrays, then on those of a loader; "none": on one device, with no stages; "1,3": in stages of so
+    many devices.
 
     By a schedule that does not flush there are no weights that two stages read, and no norm of all gradients.
     """
@@ -52,7 +53,10 @@ def numbers(mesh_of: str, schedule: str) -> list[float]:
     flushes = schedule not in ("PipeDream", "PipeDream, vertical sync", "2BW")
     clip = [optax.clip_by_global_norm(0.1)] * flushes
     source, tx = bx.open(batch), optax.chain(*clip, optax.adamw(1e-2))
-    stages = bx.parallel.Pipeline(schedule, clock="counted") if mesh_of != "none" else bx.DataParallel()
+    replicas = tuple(map(int, mesh_of.split(","))) if mesh_of[0].isdigit() else None
+    stages: Any = bx.DataParallel()
+    if mesh_of != "none":
+        stages = bx.parallel.Pipeline(schedule, stages=replicas, clock="counted")
     mesh, strategies = {
         "none": lambda: (jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), {"data": stages}),
         "stages here": lambda: (jax.make_mesh((4,), ("stage",), devices=jax.local_devices()[:4]), {"stage": stages}),
@@ -61,7 +65,7 @@ def numbers(mesh_of: str, schedule: str) -> list[float]:
         "stages apart": lambda: (jax.make_mesh((2, 2), ("stage", "data")), _beside(stages)),
         "sharded, samples apart": lambda: (jax.make_mesh((2, 2), ("data", "stage")), _sharded(stages)),
         "sharded, stages apart": lambda: (jax.make_mesh((2, 2), ("stage", "data")), _sharded(stages)),
-    }[mesh_of]()
+    }["stages" if replicas else mesh_of]()
     loss = loss_fn if flushes else untied
     step = bx.parallelize(
         loss, tx, mesh, strategies, init=init, batch=source.batch_spec(SAMPLES), microbatches=4,

@@ -45,6 +45,8 @@ def launched(module: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPa
         pytest.param("sharded, stages apart", "1F1B", marks=pytest.mark.slow),
         pytest.param("sharded, stages apart", "ZB-V", marks=pytest.mark.slow),
         pytest.param("sharded, samples apart", "ZB-H1", marks=pytest.mark.slow),
+        pytest.param("2,1,1", "1F1B", marks=pytest.mark.slow),
+        pytest.param("1,2,1", "ZB-H1", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one_device(mesh: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,9 @@ class PlannedPart:
 class PlannedStage:
     """A stage.
 
-    **Fields:** `device`: its place along the axis. `begins`: where in the loss; `border`: the same by number, of an
-    equation and of an iteration. `recompute`: whether it runs again on the way back. `variables`: that it reads.
+    **Fields:** `device`: its place in the schedule, and along the axis if all stages before have one. `begins`: where
+    in the loss; `border`: the same by number, of an equation and of an iteration. `recompute`: whether it runs again on
+    the way back. `variables`: that it reads. `replicas`: how many places along the axis it is on, which divide samples.
     """
 
     device: int
@@ -59,6 +61,7 @@ class PlannedStage:
     recompute: bool
     costs: StageCosts
     variables: tuple[PlannedPart, ...]
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,18 @@ class PlannedPipeline:
         return cls(**{**_with_tuples(tree), **made})
 
     @property
+    def places(self) -> tuple[range, ...]:
+        """Of each device of the schedule where it is along the axis: at several places if its stage has replicas."""
+        counts = {stage.device: stage.replicas for stage in self.stages}
+        ends = [*accumulate(counts[device] for device in sorted(counts))]
+        return tuple(range(begin, end) for begin, end in pairwise((0, *ends)))
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are along the axis."""
+        return self.places[-1].stop
+
+    @property
     def costs(self) -> "Costs":
         """What operations take."""
         from braidax.parallel.stages.schedules import Costs
@@ -149,20 +164,23 @@ class PlannedPipeline:
         """As of `Plan.timeline`."""
         from braidax.parallel.stages.schedules import stacked_html, timeline
 
+        devices = [f"device{'s' * (len(one) > 1)} {_numbers(one)}" for one in self.places]
         panels: dict[str, Any] = {"planned": self.evenly(), "simulated": self.simulated()}
         if measured is not None:
             panels["measured"] = measured
         if path is not None:
             sent = [stage.costs.sent_bytes for stage in self.stages]
             told = {f"{name}{_TOLD[name]}": one for name, one in panels.items()}
-            page = stacked_html(told, title=self.short, sent_bytes=sent)
+            page = stacked_html(told, title=self.short, sent_bytes=sent, devices=devices)
             Path(path).write_text(page, encoding="utf-8")
-        return "\n\n".join(f"{name}: {timeline(one, width=width)}" for name, one in panels.items())
+        return "\n\n".join(f"{name}: {timeline(one, width=width, devices=devices)}" for name, one in panels.items())
 
     @property
     def short(self) -> str:
         """Stages and schedule in a few words."""
-        return f"{len(self.stages)} stages along {self.axis}, {self.schedule.name}"
+        counts = [str(len(one)) for one in self.places]
+        on = "" if {*counts} == {"1"} else f" on {', '.join(counts[:-1])} and {counts[-1]} devices"
+        return f"{len(self.stages)} stages along {self.axis}{on}, {self.schedule.name}"
 
     def lines(self) -> list[str]:
         """Returns the text of a plan: a line a stage, the schedule, and the verdict."""
@@ -176,7 +194,7 @@ class PlannedPipeline:
             sizes = (costs.activation_bytes, costs.held_bytes)
             begins = stage.begins + (", again on the way back" if stage.recompute else "")
             cells = (*map(in_time, seconds), *(scaled(size, "B") for size in sizes))
-            rows.append((str(at), str(stage.device), *cells, begins))
+            rows.append((str(at), _numbers(self.places[stage.device]), *cells, begins))
         bubbles = ", ".join(f"{100 * one:.0f}" for one in schedule.bubbles)
         peaks = ", ".join(scaled(one, "B") for one in schedule.peak_bytes)
         bound = "" if schedule.bound_seconds is None else f" (none is shorter than {in_time(schedule.bound_seconds)})"
@@ -211,6 +229,10 @@ _TOLD = {
     "simulated": ": with what each stage takes",
     "measured": ": as devices did it",
 }
+
+
+def _numbers(places: range) -> str:
+    return str(places[0]) if len(places) == 1 else f"{places[0]}–{places[-1]}"
 
 
 def _stage_from(tree: dict[str, Any]) -> PlannedStage:

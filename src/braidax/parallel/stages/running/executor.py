@@ -95,7 +95,7 @@ class Pipelined:
         self.plans: list[Plan] = []
         for at, (stage, home) in enumerate(zip(stages, self.homes, strict=True)):
             again = bool(recompute) and recompute[at]
-            if placing is not None and home.is_divided:
+            if placing is not None and placing.strategies and home.is_divided:
                 stage, own, plan = placing.place(at, stage, self.ownership, home.mesh, dims)
                 self.layouts.update({(at, piece): layout for piece, layout in own.items()})
                 self.plans.append(plan)

@@ -15,7 +15,8 @@ from braidax.parallel.plan.layout import Layout
 from braidax.program import automatic, compile_on
 
 from .sending.absent import AbsentProgram, absent
-from .sending.route import Route
+from .sending.relay import Relay
+from .sending.route import Route, Way
 from .sending.sockets import Sockets
 
 
@@ -26,8 +27,8 @@ class Home:
     On a single device programs and transfers are dispatched without a mesh, in a third of the time. Of devices that are
     all of other processes programs run there, and give arrays here that are absent.
 
-    **Arguments:** `mesh`: of these devices alone. `batch_axes`: of this mesh, over which samples are divided.
-    `sockets`: to other processes, where any has a stage. `compiler_options`: as of `jax.jit`.
+    **Arguments:** `mesh`: of these devices alone. `batch_axes`: over which samples are divided, of those that this mesh
+    has. `sockets`: to other processes, where any has a stage. `compiler_options`: as of `jax.jit`.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class Home:
         *,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.mesh, self.batch_axes, self._sockets = mesh, batch_axes, sockets
+        self.mesh, self.batch_axes, self._sockets = mesh, axes_of(mesh, batch_axes), sockets
+        self._ways: dict[Any, Way] = {}
         self._compiler_options = None if not compiler_options else dict(compiler_options)
         self.is_here = any(one.process_index == jax.process_index() for one in mesh.devices.flat)
         self._device: Any = mesh.devices.flat[0] if mesh.size == 1 else None
@@ -53,6 +55,16 @@ class Home:
     def is_divided(self) -> bool:
         """Whether there is more than one device."""
         return self._device is None
+
+    @property
+    def samples(self) -> NamedSharding:
+        """How samples lie that a loader brings here."""
+        return NamedSharding(self.mesh, PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec())
+
+    @property
+    def all_samples(self) -> NamedSharding:
+        """How samples lie there of which devices cannot have equal parts."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def along(self, shape: Sequence[int], dim: int | None) -> Sharding:
         """Returns how an array lies that has samples along a dim, or none."""
@@ -100,13 +112,40 @@ class Home:
         # What nobody has committed to a device would be compiled for anew.
         return found if self._device is None else jax.device_put(found, self._device)
 
-    def route(self, source: "Home", specs: Sequence[Any], shardings: Sequence[Sharding]) -> Route:
-        """Returns the way from another home to this one. **Arguments:** `specs`: of arrays. `shardings`: here."""
-        return Route(source, self, specs, shardings, self._sockets)
+    def route(
+        self, source: "Home", specs: Sequence[Any], shardings: Sequence[Sharding], lie: Sequence[Sharding]
+    ) -> Way:
+        """Returns a way from another home to this one, on which things may be sent while others are under way.
+
+        **Arguments:** `specs`: of arrays. `shardings`: here. `lie`: how they do there.
+        """
+        return self._way(source, specs, shardings, lie, 0 if self._sockets is None else self._sockets.channel())
+
+    def _way(
+        self,
+        source: "Home",
+        specs: Sequence[Any],
+        shardings: Sequence[Sharding],
+        lie: Sequence[Sharding],
+        channel: int = 0,
+    ) -> Way:
+        if source.mesh.size == self.mesh.size:
+            return Route(source, self, specs, shardings, self._sockets, channel)
+        return Relay(self, specs, lie, shardings, self._sockets, channel)
 
     def bring(self, arrays: Sequence[Any], source: "Home", shardings: Sequence[Sharding]) -> Sequence[Any]:
         """Brings arrays here from another home. **Arguments:** `shardings`: of this home."""
-        return arrays if source is self or not arrays else self.route(source, arrays, shardings).move(arrays)
+        if source is self or not arrays:
+            return arrays
+        lie = [one.sharding for one in arrays]
+        if source.mesh.size == self.mesh.size:
+            return self._way(source, arrays, shardings, lie).move(arrays)
+        # What takes arrays apart is compiled once.
+        specs = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
+        form = (source, specs, tuple(shardings), tuple(lie))
+        if form not in self._ways:
+            self._ways[form] = self._way(source, specs, shardings, lie)
+        return self._ways[form].move(arrays)
 
 
 def without_mesh() -> AbstractContextManager[Any]:
@@ -114,13 +153,26 @@ def without_mesh() -> AbstractContextManager[Any]:
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
-def sub_meshes(mesh: Mesh, axis: str) -> list[Mesh]:
-    """Returns the meshes of the other axes, one for each place along an axis."""
+def axes_of(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns those axes that a mesh has."""
+    return tuple(one for one in axes if one in mesh.axis_names)
+
+
+def sub_meshes(mesh: Mesh, axis: str, replicas: Sequence[int] | None = None) -> list[Mesh]:
+    """Returns the meshes of consecutive places along an axis.
+
+    They have the other axes; the axis itself is one of theirs where there are several places, or no other axis.
+
+    **Arguments:** `replicas`: how many places each mesh is of; by default one.
+    """
     at = mesh.axis_names.index(axis)
-    names = [name for name in mesh.axis_names if name != axis] or [axis]
-    kinds = [kind for kind, name in zip(mesh.axis_types, mesh.axis_names, strict=True) if name in names]
     found: list[Mesh] = []
-    for number in range(mesh.devices.shape[at]):
-        devices = mesh.devices.take(number, at) if mesh.devices.ndim > 1 else mesh.devices[number : number + 1]
+    begin = 0
+    for count in (1,) * mesh.devices.shape[at] if replicas is None else replicas:
+        names = [name for name in mesh.axis_names if name != axis or count > 1] or [axis]
+        kinds = [kind for kind, name in zip(mesh.axis_types, mesh.axis_names, strict=True) if name in names]
+        devices = mesh.devices.take(range(begin, begin + count), at)
+        devices = devices if axis in names else devices.squeeze(at)
         found.append(Mesh(devices, names, axis_types=tuple(kinds)))
+        begin += count
     return found

@@ -8,7 +8,7 @@ import jax
 from braidax.parallel.stages.passes import is_float
 from braidax.parallel.stages.schedules import Kind, Operation
 
-from .sending.route import Route
+from .sending.route import Way
 from .stage_programs import StagePrograms
 from .updating.under_way import Updating
 
@@ -22,8 +22,8 @@ _MOST_AHEAD = 8
 class Ways(NamedTuple):
     """The ways between two neighboring stages. **Fields:** `is_none`: they lie at one home, where all is there."""
 
-    forward: Route
-    backward: Route
+    forward: Way
+    backward: Way
     is_none: bool
 
     @classmethod
@@ -32,8 +32,8 @@ class Ways(NamedTuple):
         incoming = other.stage.incoming
         gradients = [spec for spec in incoming if is_float(spec)]
         return cls(
-            other.home.route(one.home, incoming, other.incoming_shardings),
-            one.home.route(other.home, gradients, one.gradient_shardings),
+            other.home.route(one.home, incoming, other.incoming_shardings, one.ran_shardings.outgoing),
+            one.home.route(other.home, gradients, one.gradient_shardings, other.sent_shardings),
             one.home is other.home,
         )
 

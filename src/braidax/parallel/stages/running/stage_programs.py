@@ -150,7 +150,7 @@ class StagePrograms:
     def _compile(self) -> None:
         home, whole, of_sums = self.home, self.flat_on, self.sums_on
         moved = tuple(self.incoming_shardings[at] for at in self._moved)
-        sent = tuple(self.incoming_shardings[at] for at in self._floats)
+        sent = self.sent_shardings
         others = tuple(self.incoming_shardings[at] for at in self._others)
         ins = (of_sums, moved, others, whole, self.given_shardings, self.ran_shardings.kept, self.gradient_shardings)
         self.forward = home.compile(
@@ -164,6 +164,11 @@ class StagePrograms:
     def parted(self, incoming: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns those of incoming values that the way back needs: of floats, and others."""
         return tuple(incoming[at] for at in self._moved), tuple(incoming[at] for at in self._others)
+
+    @property
+    def sent_shardings(self) -> tuple[Any, ...]:
+        """Of the gradients that go back."""
+        return tuple(self.incoming_shardings[at] for at in self._floats)
 
     @property
     def sends_back(self) -> bool:
@@ -192,8 +197,7 @@ class StagePrograms:
             self._taken, self._stored, self._added, params, given, incoming, kept, gradients, self._kept, self._moved,
             self._others, dims, shardings, self.flat_on, self.sums_on, self.in_parts,
         )  # fmt: skip
-        sent = [self.incoming_shardings[at] for at in self._floats]
-        return StageHalves(self._halved, self.home, buffers, sent)
+        return StageHalves(self._halved, self.home, buffers, self.sent_shardings)
 
     def inputs(
         self,

@@ -46,11 +46,13 @@ class StagedReadings:
             program = self._loss.trace(*given, train=False) if fn is None else fn.trace(*given)
             with without_mesh():
                 forward = Forward(program, run.homes, run.ownership, run.layouts, run.carried)
-            whole, axes = NamedSharding(self._mesh, PartitionSpec()), self._batch_axes
+            whole = NamedSharding(self._mesh, PartitionSpec())
             pairs = zip(jax.tree.leaves(program.out_specs), forward.results_lie, strict=True)
             lie = [whole if spec.shape == () else on for spec, on in pairs]
-            spec = PartitionSpec(axes) if axes else PartitionSpec()
-            goes = [NamedSharding(home.mesh, spec) for home in forward.batch_homes]
+            goes = [
+                home.samples if spec.shape[0] % home.num_parts == 0 else home.all_samples
+                for home, spec in zip(forward.batch_homes, jax.tree.leaves(specs), strict=True)
+            ]
             self._made[form] = StagedReading(
                 forward, jax.tree.unflatten(jax.tree.structure(specs), goes), forward.structure.unflatten(lie)
             )

@@ -26,6 +26,34 @@ class Ends(Protocol):
         ...
 
 
+@runtime_checkable
+class Way(Protocol):
+    """How arrays get from one stage to another."""
+
+    @property
+    def receives(self) -> bool:
+        """Whether anything comes from other processes."""
+        ...
+
+    def send(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+        """Sends arrays, which nobody may give up before they are received.
+
+        **Returns:** them at the other stage, if all comes from this process; else None.
+        """
+        ...
+
+    def receive(self) -> tuple[Any, ...]:
+        """Returns arrays at the other stage, of which this process is one: what was sent first and not yet received."""
+        ...
+
+    def move(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Sends and receives at once, whatever is done with the arrays afterwards.
+
+        **Returns:** what is at the other stage, absent where this process has none.
+        """
+        ...
+
+
 @final
 class Route:
     """The way of some arrays from stage to stage, each shard from a device to the one at its place there.
@@ -33,12 +61,19 @@ class Route:
     All processes of either stage send, and then receive, in one order for each two of them.
 
     **Arguments:** `source`, `to`: with as many devices. `specs`: of the arrays. `shardings`: that they have at `to`,
-    and alike at `source`.
+    and alike at `source`. `channel`: of the sockets, on which nothing is sent or received in another order.
     """
 
     def __init__(
-        self, source: Ends, to: Ends, specs: Sequence[Any], shardings: Sequence[Sharding], sockets: Sockets | None
+        self,
+        source: Ends,
+        to: Ends,
+        specs: Sequence[Any],
+        shardings: Sequence[Sharding],
+        sockets: Sockets | None,
+        channel: int = 0,
     ) -> None:
+        self._channel = channel
         self._specs, self._shardings, self._to, self._sockets = specs, tuple(shardings), to, sockets
         own = jax.process_index()
         pairs = list(zip(source.mesh.devices.flat, to.mesh.devices.flat, strict=True))
@@ -81,8 +116,11 @@ class Route:
             return jax.device_put(tuple(arrays), on)
         for process, devices in self._outward.items():
             assert self._sockets is not None, "there are other processes"
-            self._sockets.send(process, [_shard(one, device) for device in devices for one in arrays])
-        within = {other: jax.device_put([_shard(array, one) for array in arrays], other) for one, other in self._within}
+            shards = [shard_on(one, device) for device in devices for one in arrays]
+            self._sockets.send(process, shards, self._channel)
+        within = {
+            other: jax.device_put([shard_on(array, one) for array in arrays], other) for one, other in self._within
+        }
         if self._inward:
             self._kept.append(within)
             return None
@@ -95,7 +133,7 @@ class Route:
         found = self._kept.pop(0) if self._kept else {}
         for process, devices in self._inward.items():
             assert self._sockets is not None, "there are other processes"
-            arrays, count = self._sockets.receive(process, self._wanted[process]), len(self._specs)
+            arrays, count = self._sockets.receive(process, self._wanted[process], self._channel), len(self._specs)
             for at, device in enumerate(devices):
                 found[device] = arrays[at * count : (at + 1) * count]
         return self._joined(found)
@@ -122,7 +160,8 @@ class Route:
         )
 
 
-def _shard(array: Any, device: Any) -> Any:
+def shard_on(array: Any, device: Any) -> Any:
+    """Returns the shard of an array on a device of this process."""
     shards = array.addressable_shards
     if len(shards) == 1:
         return shards[0].data

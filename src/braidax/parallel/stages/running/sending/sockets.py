@@ -1,5 +1,6 @@
 """Arrays from process to process over sockets, beside what the devices compute."""
 
+import itertools
 import socket
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from braidax.connections.hosts import LOOPBACK, host_addresses, host_id
 
 from .agreement import WAIT_SECONDS, Agreement
 
-_PER_PROCESS = 1 << 40
+_PER_CHANNEL, _PER_PROCESS = 1 << 32, 1 << 44
 _ANSWER_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
 
 
@@ -23,7 +24,7 @@ class Sockets:
     """Connections of this process with others.
 
     Nothing waits: an array that is sent may still be computed, one that is received may still be under way. Two
-    processes have to send and receive in one order.
+    processes have to send and receive in one order on each channel.
 
     **Arguments:** `agreement`: of the processes that take part. `wait_seconds`: for each array.
 
@@ -32,7 +33,8 @@ class Sockets:
 
     def __init__(self, agreement: Agreement, *, wait_seconds: float = WAIT_SECONDS) -> None:
         self._process, self._wait = jax.process_index(), timedelta(seconds=wait_seconds)
-        self._sent, self._received = Counter[int](), Counter[int]()
+        self._sent, self._received = Counter[int](), Counter[tuple[int, int]]()
+        self._channels = itertools.count(1)
         hosts = agreement.exchanged(host_id())
         here = LOOPBACK if len({*hosts.values()}) == 1 else host_addresses()[0]
         place = f"[{here}]:0" if ":" in here else f"{here}:0"
@@ -52,18 +54,24 @@ class Sockets:
                 return found
             time.sleep(_PAUSE_SECONDS)
 
-    def send(self, process: int, arrays: Sequence[jax.Array]) -> None:
+    def channel(self) -> int:
+        """Returns a new one, alike on all processes, which ask for them in one order; 0 is for all else."""
+        return next(self._channels)
+
+    def send(self, process: int, arrays: Sequence[jax.Array], channel: int = 0) -> None:
         """Sends arrays, which nobody may give up before they are received.
 
         **Arguments:** `arrays`: each on one device of this process.
         """
-        self._sent[process] += 1
-        self._server.await_pull(process * _PER_PROCESS + self._sent[process], [*arrays])
+        place = process * _PER_PROCESS + channel * _PER_CHANNEL
+        self._sent[place] += 1
+        self._server.await_pull(place + self._sent[place], [*arrays])
 
-    def receive(self, process: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def receive(self, process: int, specs: Sequence[jax.ShapeDtypeStruct], channel: int = 0) -> list[jax.Array]:
         """Returns what a process sends. **Arguments:** `specs`: with the sharding of one device of this process."""
-        self._received[process] += 1
-        number = self._process * _PER_PROCESS + self._received[process]
+        place = process, self._process * _PER_PROCESS + channel * _PER_CHANNEL
+        self._received[place] += 1
+        number = place[1] + self._received[place]
         found: list[jax.Array] = self._connections[process].pull(number, [*specs], datetime.now() + self._wait)
         return found
 

@@ -57,20 +57,22 @@ def to_html(simulation: Simulation) -> str:
     return _page(schedule.name, summary, lanes, schedule.num_devices * _EACH + 10)
 
 
-def stacked_html(panels: Mapping[str, Simulation], *, title: str, sent_bytes: Sequence[int] = ()) -> str:
+def stacked_html(
+    panels: Mapping[str, Simulation], *, title: str, sent_bytes: Sequence[int] = (), devices: Sequence[str] = ()
+) -> str:
     """Returns a page like that of `to_html` with several simulations one below the other, on one scale of time.
 
     Transfers are drawn where lists have none, too: each from when what it sends is made.
 
     **Arguments:** `panels`: by what is written above them. `title`: of the page. `sent_bytes`: from each stage to the
-    next one, for a microbatch.
+    next one, for a microbatch. `devices`: what each is called; by default "device 0" and so on.
     """
     longest = max((one.makespan_seconds for one in panels.values()), default=0.0)
     scale, top, parts = _WIDTH / (longest or 1.0), 5, list[str]()
     for name, simulation in panels.items():
         heading = f"{name}: {simulation.makespan_seconds:.4g} s"
         parts.append(f'<text class="panel" x="4" y="{top + 13}">{escape(heading)}</text>')
-        parts += _lanes(with_sends(simulation), top + _HEADING, scale, sent_bytes)
+        parts += _lanes(with_sends(simulation), top + _HEADING, scale, sent_bytes, devices)
         bottom = top + _HEADING + simulation.schedule.num_devices * _EACH
         parts += _ticks(bottom, longest, scale)
         top = bottom + _AXIS
@@ -112,15 +114,20 @@ def _ticks(top: int, seconds: float, scale: float) -> list[str]:
     return parts
 
 
-def _lanes(simulation: Simulation, top: int, scale: float, sent_bytes: Sequence[int]) -> list[str]:
-    count = simulation.schedule.num_devices
-    return [part for at in range(count) for part in _lane(simulation, at, top + at * _EACH, scale, sent_bytes)]
+def _lanes(
+    simulation: Simulation, top: int, scale: float, sent_bytes: Sequence[int], devices: Sequence[str] = ()
+) -> list[str]:
+    names = devices or [f"device {at}" for at in range(simulation.schedule.num_devices)]
+    lanes = (_lane(simulation, at, top + at * _EACH, scale, sent_bytes, name) for at, name in enumerate(names))
+    return [part for lane in lanes for part in lane]
 
 
-def _lane(simulation: Simulation, device: int, top: int, scale: float, sent_bytes: Sequence[int]) -> list[str]:
+def _lane(
+    simulation: Simulation, device: int, top: int, scale: float, sent_bytes: Sequence[int], name: str
+) -> list[str]:
     stages = [stage for stage, home in enumerate(simulation.schedule.device_of_stage) if home == device]
     parts = [
-        f'<text x="4" y="{top + 14}">device {device}</text>',
+        f'<text x="4" y="{top + 14}">{escape(name)}</text>',
         f'<text x="4" y="{top + 28}">idle {simulation.bubble(device):.1%}</text>',
     ]
     transfers = [each for each in simulation.timed[device] if each.operation.is_transfer]

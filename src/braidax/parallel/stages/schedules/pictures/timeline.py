@@ -1,24 +1,27 @@
 """A simulated schedule as text: a line a device, columns of time."""
 
+from collections.abc import Sequence
+
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.schedules.simulate import Simulation, Timed
 
 _MIN_WIDTH = 20
 
 
-def timeline(simulation: Simulation, *, width: int = 100) -> str:
+def timeline(simulation: Simulation, *, width: int = 100, devices: Sequence[str] = ()) -> str:
     """Draws what each device does when, how much of the step it is idle, and the most activations it holds.
 
     An operation is its kind and microbatch, as far as there is room, and `─` while it lasts; `·` is idle. A second
     stage of a device is written in small letters, a third in capitals again. Sends and receives are not drawn.
 
-    **Arguments:** `width`: how many columns the step takes. **Raises:** `ArgumentError` for fewer than 20.
+    **Arguments:** `width`: how many columns the step takes. `devices`: what each is called; by default "device 0" and
+    so on. **Raises:** `ArgumentError` for fewer than 20.
     """
     if width < _MIN_WIDTH:
         raise ArgumentError(f"width={width} is below {_MIN_WIDTH} columns")
     schedule, makespan = simulation.schedule, simulation.makespan_seconds
     scale = width / makespan if makespan else 0.0
-    names = [f"device {device}" for device in range(schedule.num_devices)]
+    names = devices or [f"device {device}" for device in range(schedule.num_devices)]
     room = max(map(len, names))
     lines = [
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, {makespan:.4g} s; "
