@@ -355,10 +355,8 @@ def make_pipelined(
     else:
         found, schedule, _ = replay_stages(plan.pipeline, setting)
     if frozen and not schedule.is_flushed:
-        raise ArgumentError(
-            f"trainable is given, and schedule {schedule.name!r} does not flush, which is not run yet: take one "
-            f"that flushes, such as 1F1B"
-        )
+        why = f"trainable is given, and schedule {schedule.name!r} does not flush, which is not run yet"
+        raise ArgumentError(f"{why}: take one that flushes, such as 1F1B")
     program = traced(plan.microbatches)
     replicas = found.replicas if max(found.replicas) > 1 else None  # of places, with one stage each
     over = axes if replicas is None else tuple(name for name in mesh.axis_names if name in (axis, *axes))
