@@ -39,5 +39,5 @@ def _drawn(spec: Any) -> Any:
     if is_float(spec):
         return jnp.asarray(np.random.default_rng(0).normal(size=spec.shape) * 0.1, spec.dtype)
     if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
-        return jax.random.key(0)
+        return jnp.broadcast_to(jax.random.key(0), spec.shape)
     return jnp.zeros(spec.shape, spec.dtype)
