@@ -78,7 +78,7 @@ FULL = Scale(
     microbatches=16,
     few_microbatches=4,
     turns=9,
-    warmup=5,
+    warmup=3,
 )
 QUICK = Scale(
     programs={"GPT": (lambda: gpt_program(_kept(64, 64, 2, 8, 2)), 1.0, (2,))},
