@@ -15,7 +15,7 @@ import jax
 from benchmarks.harness import Report, say, take_turns
 from benchmarks.pipedream.timed_stage import TimedStage
 from braidax.parallel.stages.balance import Priced, Pricing, balance
-from braidax.parallel.stages.cut import cut
+from braidax.parallel.stages.cut import cut, remembered
 from braidax.parallel.stages.segments import Seconds, Segment, measured, segments_of
 from braidax.program import Chain, Program, Stage
 
@@ -36,8 +36,8 @@ class Cuts:
         self._program, self._looks = program, looks
         self._chain = Chain(program)
         self._borders = self._chain.borders()
-        self._clock, self._known = measured(), dict[str, Seconds]()
-        self._segments = segments_of(self._chain.stages(self._borders), self._remembered)
+        self._clock = remembered(measured())
+        self._segments = segments_of(self._chain.stages(self._borders), self._clock)
         self._timed: dict[str, TimedStage] = {}
         self._seen: dict[str, float] = {}
         self._stages: dict[Bounds, tuple[Stage, ...]] = {}
@@ -49,7 +49,7 @@ class Cuts:
 
     def automatic(self, num_stages: int) -> Bounds:
         """Returns the cut that ours makes."""
-        found = cut(self._program, num_stages, pricing=_PRICING, clock=self._remembered, mixes_samples=True)
+        found = cut(self._program, num_stages, pricing=_PRICING, clock=self._clock, mixes_samples=True)
         return 0, *(self._borders.index(one) + 1 for one in found.borders), self.num_segments
 
     def by(self, weigh: Callable[[Segment], float], num_stages: int) -> Bounds:
@@ -106,13 +106,6 @@ class Cuts:
         if bounds not in self._stages:
             self._stages[bounds] = self._chain.stages([self._borders[at - 1] for at in bounds[1:-1]])
         return self._stages[bounds]
-
-    def _remembered(self, stage: Stage, params: int) -> Seconds:
-        """Measures as a step does, but what is cut into several numbers of stages once."""
-        key = stage.told()
-        if key not in self._known:
-            self._known[key] = self._clock(stage, params)
-        return self._known[key]
 
     def _compiled(self, stage: Stage) -> TimedStage:
         key = stage.told()

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh
 
-from braidax.parallel.compute.accumulate import wide, wide_zeros
+from braidax.parallel.compute.accumulate import wide_zeros
 from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
+from braidax.parallel.stages.segments import added, drawn
 from braidax.program import Stage
 from braidax.program.cutting.loop_sums import adding_in_loops
 
@@ -20,11 +20,11 @@ class TimedStage:
 
     def __init__(self, stage: Stage) -> None:
         halved = Halved(passes := Passes(stage))
-        *taken, incoming = jax.tree.map(_drawn, stage.program.in_specs)
+        *taken, incoming = drawn(stage.program.in_specs)
 
         def backward(sums: list[Any], *given: Any) -> Any:
             sent, own = halved.backward(*given)
-            return [total + wide(one) for total, one in zip(sums, jax.tree.leaves(own), strict=True)], sent
+            return added(sums, own), sent
 
         self._forward = jax.jit(passes.forward)
         self._backward = jax.jit(adding_in_loops(backward, mesh=AbstractMesh((), ())), donate_argnums=0)
@@ -40,11 +40,3 @@ class TimedStage:
         jax.block_until_ready(self._forward(*self._given))
         self._sums, _ = jax.block_until_ready(self._backward(self._sums, *self._back))
         return time.perf_counter() - start
-
-
-def _drawn(spec: Any) -> Any:
-    if is_float(spec):
-        return jnp.asarray(np.random.default_rng(0).normal(size=spec.shape) * 0.1, spec.dtype)
-    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0), spec.shape)
-    return jnp.zeros(spec.shape, spec.dtype)

@@ -341,6 +341,9 @@ def make_pipelined(
     inner = {name: one for name, one in strategies.items() if name != axis}
     _check_inside(inner, plan)
     axes, frozen = batch_axes(mesh, strategies), training.frozen_leaves
+    if frozen and not pipeline.is_flushed:
+        why = f"trainable is given, and schedule {pipeline.name!r} does not flush, which is not run yet"
+        raise ArgumentError(f"{why}: take one that flushes, such as 1F1B")
     per = bytes_per_parameter(born.out_specs.params, optimizer, training.moved)
     processes = {device.process_index for device in mesh.devices.flat}
     agreement = Agreement([*processes]) if len(processes) > 1 else None
@@ -354,9 +357,6 @@ def make_pipelined(
         plan = with_stages(plan, planned)
     else:
         found, schedule, _ = replay_stages(plan.pipeline, setting)
-    if frozen and not schedule.is_flushed:
-        why = f"trainable is given, and schedule {schedule.name!r} does not flush, which is not run yet"
-        raise ArgumentError(f"{why}: take one that flushes, such as 1F1B")
     program = traced(plan.microbatches)
     replicas = found.replicas if max(found.replicas) > 1 else None  # of places, with one stage each
     over = axes if replicas is None else tuple(name for name in mesh.axis_names if name in (axis, *axes))

@@ -38,7 +38,7 @@ def costs_of_cut(
     )
 
 
-def bytes_between_halves(found: CutLoss, *, params: int = 0) -> tuple[int, ...]:
+def bytes_between_halves(found: CutLoss) -> tuple[int, ...]:
     """Returns of each stage what is held of a microbatch between the gradient of its inputs and that of its weights.
 
     It may be more than the forward pass has left: operands and cotangents of products. Stages that compute the same
@@ -49,7 +49,7 @@ def bytes_between_halves(found: CutLoss, *, params: int = 0) -> tuple[int, ...]:
     for stage, again in zip(found.stages, found.recompute, strict=True):
         key = stage.told(), again
         if key not in known:
-            known[key] = Halved(Passes(stage, params=params, recompute=again)).kept_bytes
+            known[key] = Halved(Passes(stage, recompute=again)).kept_bytes
         sizes.append(known[key])
     return tuple(sizes)
 

@@ -42,7 +42,9 @@ _MADE: Mapping[str, Callable[[int, int], Schedule]] = {
 _INTERLEAVED = "Interleaved1F1B"
 _SEARCHED = "searched"
 _NAMES = [*_MADE, _INTERLEAVED, _SEARCHED]
-_ONE_EACH = ("GPipe", "1F1B", "ZB-H1", _SEARCHED, "PipeDream", "PipeDream, vertical sync", "2BW")
+_STALE = ("PipeDream", "PipeDream, vertical sync", "2BW")
+"""Schedules that do not flush."""
+_ONE_EACH = ("GPipe", "1F1B", "ZB-H1", _SEARCHED, *_STALE)
 """Schedules of one stage a device, or of one on several devices."""
 _PLANNED = "planned"
 
@@ -118,6 +120,16 @@ class Pipeline:
         return dict.fromkeys(model.variables, choice)
 
     @property
+    def name(self) -> str:
+        """Of the schedule."""
+        return self.schedule if isinstance(self.schedule, str) else self.schedule.name
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether no gradient is applied to other weights than it was computed with."""
+        return self.schedule.is_flushed if isinstance(self.schedule, Schedule) else self.schedule not in _STALE
+
+    @property
     def searches(self) -> bool:
         """Whether the schedule is searched for, once it is known what the stages take."""
         return self.schedule == _SEARCHED
@@ -177,7 +189,7 @@ class Pipeline:
 
     def on(self, num_devices: int, num_microbatches: int) -> Schedule | None:
         """Returns the schedule of the same name on other devices; None where none has such a name there."""
-        name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
+        name = self.name
         try:
             if name == _INTERLEAVED:
                 return interleaved(num_devices, num_microbatches, 2)

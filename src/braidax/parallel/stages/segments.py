@@ -98,7 +98,7 @@ def measured(*, num_runs: int = 5) -> Clock:
         halved = Halved(passes := Passes(stage, params=params))
         *taken, incoming = drawn(stage.program.in_specs)
         forward, inputs = jax.jit(passes.forward), jax.jit(halved.inputs)
-        adding = adding_in_loops(lambda sums, given: _added(sums, halved.weights(*given)), mesh=AbstractMesh((), ()))
+        adding = adding_in_loops(lambda sums, given: added(sums, halved.weights(*given)), mesh=AbstractMesh((), ()))
         weights = jax.jit(adding, donate_argnums=0)
         made = forward(taken, incoming)
         back = [taken, incoming, made.kept, [jnp.ones_like(one) for one in made.outgoing if is_float(one)]]
@@ -120,7 +120,8 @@ def measured(*, num_runs: int = 5) -> Clock:
     return clock
 
 
-def _added(sums: Sequence[Any], gradients: Any) -> list[Any]:
+def added(sums: Sequence[Any], gradients: Any) -> list[Any]:
+    """Returns sums with the leaves of gradients added to them."""
     return [total + wide(one) for total, one in zip(sums, jax.tree.leaves(gradients), strict=True)]
 
 

@@ -26,9 +26,10 @@ from .part import closed_part, spec_of_aval
 
 
 class _Sum(NamedTuple):
-    """What a loop is to add: which of its results, to which input, and what is then the sum."""
+    """What a loop is to add: which of its results, behind which casts, to which input, and what is then the sum."""
 
     stack: Var
+    casts: tuple[Var, ...]
     given: Var
     total: Var
 
@@ -51,15 +52,12 @@ def sums_in_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a jaxpr of the same values in which stacks that are only added to inputs are added in their loops."""
     jaxpr = closed.jaxpr
     found = _sums(jaxpr)
-    gone, equations = {one.total for own in found.values() for one in own}, list[JaxprEqn]()
-    stacks = {one.stack for own in found.values() for one in own}
-    for at, equation in enumerate(jaxpr.eqns):
-        if at in found:
-            equations.append(_adding(equation, found[at]))
-        elif equation.outvars[:1] and (equation.outvars[0] in gone or _casts(equation, stacks)):
-            continue
-        else:
-            equations.append(equation)
+    gone = {var for own in found.values() for one in own for var in (*one.casts, one.total)}
+    equations = [
+        _adding(equation, found[at]) if at in found else equation
+        for at, equation in enumerate(jaxpr.eqns)
+        if not any(one in gone for one in equation.outvars)
+    ]
     return ClosedJaxpr(jaxpr.replace(eqns=equations), closed.consts)
 
 
@@ -75,31 +73,26 @@ def _sums(jaxpr: Jaxpr) -> dict[int, list[_Sum]]:
         for given, term in (equation.invars, equation.invars[::-1]):
             if isinstance(given, Constant) or given not in inputs or readers[given] != 1:
                 continue
-            stack = _stack_of(term, made, jaxpr.eqns, readers)
-            if stack is not None and aval_of(stack).shape == aval_of(given).shape:
-                found.setdefault(made[stack], []).append(_Sum(stack, given, equation.outvars[0]))
+            chain = _stacked(term, made, jaxpr.eqns, readers)
+            if chain and aval_of(chain[-1]).shape == aval_of(given).shape:
+                *casts, stack = chain
+                found.setdefault(made[stack], []).append(_Sum(stack, tuple(casts), given, equation.outvars[0]))
                 break
     return found
 
 
-def _stack_of(term: Any, made: Mapping[Var, int], equations: Sequence[JaxprEqn], readers: Counter[Var]) -> Var | None:
-    """Returns the result that a loop stacks of which a term is made, if nobody else reads it."""
+def _stacked(term: Any, made: Mapping[Var, int], equations: Sequence[JaxprEqn], readers: Counter[Var]) -> list[Var]:
+    """Returns a term, what its casts are of, and last the result that a loop stacks; nothing if others read any."""
+    chain: list[Var] = []
     while not isinstance(term, Constant) and term in made and readers[term] == 1:
         equation = equations[made[term]]
+        chain.append(term)
         if is_loop(equation):
-            return term if equation.outvars.index(term) >= equation.params["num_carry"] else None
+            return chain if equation.outvars.index(term) >= equation.params["num_carry"] else []
         if equation.primitive is not convert_element_type_p:
-            return None
+            return []
         (term,) = equation.invars
-    return None
-
-
-def _casts(equation: JaxprEqn, stacks: set[Var]) -> bool:
-    """Whether an equation is a cast of such a stack; adds it to them."""
-    if equation.primitive is not convert_element_type_p or equation.invars[0] not in stacks:
-        return False
-    stacks.add(equation.outvars[0])
-    return True
+    return []
 
 
 def _adding(equation: JaxprEqn, sums: Sequence[_Sum]) -> JaxprEqn:

@@ -10,6 +10,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.errors import ArgumentError
+from braidax.parallel import pipelined_step
 from tests.parallel.models import refused, specs
 from tests.parallel.stages.running.cases import Case, looped, mlp
 from tests.parallel.stages.running.test_pipelined_step import init_of, make
@@ -98,6 +99,7 @@ def test_layers_of_a_loop_with_frozen_ones(options: Any) -> None:
     same_training(coded(), ["params/head", "params/layers/up"], "ZB-H1", **options)
 
 
-def test_schedules_that_do_not_flush_are_refused() -> None:
+def test_schedules_that_do_not_flush_are_refused_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(pipelined_step, "agreed_stages")
     with refused(ArgumentError, "trainable is given, and schedule 'PipeDream' does not flush, which is not run yet"):
         make(looped(), {"pipe": bx.Pipeline("PipeDream", clock="counted")}, optimizer=optax.sgd(0.1), trainable=ALONE)

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import pytest
+from jax.extend.core import Literal
+from jax.extend.core.primitives import scan_p
 
 from braidax.parallel.stages.running import flat
 from braidax.parallel.stages.running.executor import Pipelined
@@ -78,3 +80,30 @@ def test_on_several_devices_a_stage(recompute: tuple[bool, ...]) -> None:
     halves = run.stage_programs[1].halves
     assert {one.spec for one in halves.handed_shardings} <= {jax.P("data"), jax.P(None, "data")}
     assert jax.P(None, "data") in {one.spec for one in halves.handed_shardings}  # stacked by a loop
+
+
+def test_sums_of_scanned_layers_are_added_to_in_the_loop_that_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "SMALL_BYTES", 0)  # each has a buffer of its own
+    case = looped(4)
+    run = pipelined(case, zero_bubble_h1(2, 4))
+    carried: dict[int, set[tuple[int, ...]]] = {}
+
+    def watch_sums(owner: Any, name: str, stage: int) -> None:
+        program = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            jaxpr = program.trace(*args).jaxpr.jaxpr
+            loops = [one for one in jaxpr.eqns if one.primitive is scan_p]
+            read = {atom for one in loops for atom in one.invars if not isinstance(atom, Literal)}
+            carried[stage] = {one.aval.shape for one in jaxpr.invars[: len(args[0])] if one in read}
+            return program(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watch_sums(run.stage_programs[0], "backward", 0)
+    watch_sums(run.stage_programs[1].halves, "_to_weights", 1)
+    check(run, case, case.expected(4))
+    for stage, own in enumerate(run.stage_programs):
+        layers = {spec.shape for spec in own.sums.specs if len(spec.shape) == 3}
+        assert layers
+        assert layers <= carried[stage]

@@ -16,7 +16,7 @@ from braidax.program import automatic, compile_on
 
 from .sending.absent import AbsentProgram, absent
 from .sending.relay import Relay
-from .sending.route import Route, Way
+from .sending.route import Route, Way, move
 from .sending.sockets import Sockets
 
 
@@ -137,15 +137,14 @@ class Home:
         """Brings arrays here from another home. **Arguments:** `shardings`: of this home."""
         if source is self or not arrays:
             return arrays
-        lie = [one.sharding for one in arrays]
-        if source.mesh.size == self.mesh.size:
-            return self._way(source, arrays, shardings, lie).move(arrays)
-        # What takes arrays apart is compiled once.
-        specs = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays)
+        specs, lie = (
+            tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays),
+            [one.sharding for one in arrays],
+        )
         form = (source, specs, tuple(shardings), tuple(lie))
         if form not in self._ways:
             self._ways[form] = self._way(source, specs, shardings, lie)
-        return self._ways[form].move(arrays)
+        return move(self._ways[form], arrays, shardings)
 
 
 def without_mesh() -> AbstractContextManager[Any]:

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from .absent import absent
-from .route import Ends, shard_on
+from .route import Ends, joined, shard_on
 from .sockets import Sockets
 
 Box = tuple[tuple[int, int], ...]
@@ -75,6 +74,11 @@ class Relay:
         self._kept: list[dict[int, Any]] = []
 
     @property
+    def sends(self) -> bool:
+        """As of `Way`."""
+        return bool(self._outward)
+
+    @property
     def receives(self) -> bool:
         """As of `Way`."""
         return bool(self._inward)
@@ -107,23 +111,8 @@ class Relay:
             found.update(zip(own, self._sockets.receive(process, wanted, self._channel), strict=True))
         return self._joined(found)
 
-    def move(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """As of `Way`."""
-        found = self.send([jnp.copy(one) for one in arrays] if self._outward else arrays)
-        if found is None and self._inward:
-            found = self.receive()
-        if found is None:
-            found = tuple(absent(spec, on) for spec, on in zip(self._specs, self._shardings, strict=True))
-        return found
-
     def _joined(self, found: dict[int, Any]) -> tuple[Any, ...]:
-        shards = [join(found) for join in self._join]
-        if self._is_one:
-            return tuple(shards[0])
-        return tuple(
-            jax.make_array_from_single_device_arrays(spec.shape, on, [own[at] for own in shards])
-            for at, (spec, on) in enumerate(zip(self._specs, self._shardings, strict=True))
-        )
+        return joined(self._specs, self._shardings, [join(found) for join in self._join], is_one=self._is_one)
 
 
 def _pieces(array: int, shape: Sequence[int], lie: Sharding, on: Sharding, device: Any) -> list[Piece]:

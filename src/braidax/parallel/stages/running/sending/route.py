@@ -31,6 +31,11 @@ class Way(Protocol):
     """How arrays get from one stage to another."""
 
     @property
+    def sends(self) -> bool:
+        """Whether anything goes to other processes."""
+        ...
+
+    @property
     def receives(self) -> bool:
         """Whether anything comes from other processes."""
         ...
@@ -44,13 +49,6 @@ class Way(Protocol):
 
     def receive(self) -> tuple[Any, ...]:
         """Returns arrays at the other stage, of which this process is one: what was sent first and not yet received."""
-        ...
-
-    def move(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """Sends and receives at once, whatever is done with the arrays afterwards.
-
-        **Returns:** what is at the other stage, absent where this process has none.
-        """
         ...
 
 
@@ -100,15 +98,17 @@ class Route:
         self._kept: list[dict[Any, list[Any]]] = []
 
     @property
+    def sends(self) -> bool:
+        """As of `Way`."""
+        return bool(self._outward)
+
+    @property
     def receives(self) -> bool:
-        """Whether anything comes from other processes."""
+        """As of `Way`."""
         return bool(self._inward)
 
     def send(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Sends arrays, which nobody may give up before they are received.
-
-        **Returns:** them at the other stage, if all comes from this process; else None.
-        """
+        """As of `Way`."""
         if not arrays:
             return ()
         if self._is_within:
@@ -127,7 +127,7 @@ class Route:
         return self._joined(within) if within else None
 
     def receive(self) -> tuple[Any, ...]:
-        """Returns arrays at the other stage, of which this process is one: what was sent first and not yet received."""
+        """As of `Way`."""
         if not self._specs:
             return ()
         found = self._kept.pop(0) if self._kept else {}
@@ -138,26 +138,35 @@ class Route:
                 found[device] = arrays[at * count : (at + 1) * count]
         return self._joined(found)
 
-    def move(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """Sends and receives at once, whatever is done with the arrays afterwards.
-
-        **Returns:** what is at the other stage, absent where this process has none.
-        """
-        found = self.send([jnp.copy(one) for one in arrays] if self._outward else arrays)
-        if found is None and self._inward:
-            found = self.receive()
-        if found is None:
-            found = tuple(absent(spec, on) for spec, on in zip(self._specs, self._shardings, strict=True))
-        return found
-
     def _joined(self, found: dict[Any, list[Any]]) -> tuple[Any, ...]:
-        if self._device is not None:
-            (arrays,) = found.values()
-            return tuple(arrays)
-        return tuple(
-            jax.make_array_from_single_device_arrays(spec.shape, on, [shards[at] for shards in found.values()])
-            for at, (spec, on) in enumerate(zip(self._specs, self._shardings, strict=True))
-        )
+        return joined(self._specs, self._shardings, [*found.values()], is_one=self._device is not None)
+
+
+def move(way: Way, arrays: Sequence[Any], shardings: Sequence[Sharding]) -> tuple[Any, ...]:
+    """Sends and receives at once, whatever is done with the arrays afterwards.
+
+    **Arguments:** `shardings`: at the other stage.
+
+    **Returns:** what is there, absent where this process has none.
+    """
+    found = way.send([jnp.copy(one) for one in arrays] if way.sends else arrays)
+    if found is None and way.receives:
+        found = way.receive()
+    if found is None:
+        found = tuple(absent(one, on) for one, on in zip(arrays, shardings, strict=True))
+    return found
+
+
+def joined(
+    specs: Sequence[Any], shardings: Sequence[Sharding], shards: Sequence[Sequence[Any]], *, is_one: bool
+) -> tuple[Any, ...]:
+    """Returns arrays of their shards. **Arguments:** `shards`: of each device. `is_one`: whether there is one only."""
+    if is_one:
+        return tuple(shards[0])
+    return tuple(
+        jax.make_array_from_single_device_arrays(spec.shape, on, [own[at] for own in shards])
+        for at, (spec, on) in enumerate(zip(specs, shardings, strict=True))
+    )
 
 
 def shard_on(array: Any, device: Any) -> Any:
