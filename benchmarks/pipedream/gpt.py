@@ -14,7 +14,7 @@ RATE = 0.1
 
 def init(shape: Shape) -> Callable[[jax.Array], Any]:
     """Returns what makes the first parameters, the same for every key."""
-    return lambda _: shape.init(jax.random.key(0))
+    return lambda _: apart(shape.init(jax.random.key(0)))
 
 
 def spec(shape: Shape) -> dict[str, Any]:
@@ -32,25 +32,32 @@ def samples(shape: Shape, seed: int) -> dict[str, np.ndarray]:
 def loss(shape: Shape, marked: Callable[[Any], Any] = lambda x: x) -> Callable[..., Any]:
     """Returns the loss of parameters and a batch.
 
-    **Arguments:** `marked`: is given what goes from one stack of layers to the next, for who cuts by markers.
+    **Arguments:** `marked`: is given what goes into the second half of the layers, for who cuts by markers.
     """
 
     def run(params: Any, batch: Any) -> jax.Array:
         x = params["wte"][batch["ids"]] + params["wpe"]
-        stacks = params["layers"]
-        for number, stack in enumerate(stacks if isinstance(stacks, tuple) else (stacks,)):
-            x = marked(x) if number else x
-            x, _ = jax.lax.scan(shape.kept(lambda x, w: shape.layer(x, w)), x, stack)
+        for number, w in enumerate(params["layers"]):
+            x = marked(x) if number == shape.layers // 2 else x
+            x, _ = shape.kept(shape.layer)(x, w)
         return shape.head(x, params["last"], params["head"], batch["labels"])
 
     return run
 
 
-def in_stacks(params: Any, num_stacks: int) -> Any:
-    """Returns parameters with as many stacks of layers, one a stage."""
-    layers = params["layers"]
-    each = len(layers["up"]) // num_stacks
-    stacks = tuple(
-        {name: leaf[at * each : (at + 1) * each] for name, leaf in layers.items()} for at in range(num_stacks)
-    )
-    return {**params, "layers": stacks}
+def scanned(shape: Shape) -> Callable[..., Any]:
+    """Returns the same loss of stacked layers, as `Shape.init` makes them."""
+
+    def run(params: Any, batch: Any) -> jax.Array:
+        x = params["wte"][batch["ids"]] + params["wpe"]
+        x, _ = jax.lax.scan(shape.kept(shape.layer), x, params["layers"])
+        return shape.head(x, params["last"], params["head"], batch["labels"])
+
+    return run
+
+
+def apart(params: Any) -> Any:
+    """Returns parameters in which each layer has its own, as torch's have."""
+    stacked = params["layers"]
+    layers = tuple({name: leaf[at] for name, leaf in stacked.items()} for at in range(len(stacked["up"])))
+    return {**params, "layers": layers}

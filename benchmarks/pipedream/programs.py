@@ -16,7 +16,7 @@ def gpt_program(shape: Shape) -> Program:
     """Returns the loss of one microbatch, `(params, variables, key, batch)`."""
 
     def loss(params: Any, variables: Any, key: Any, batch: Any) -> Any:
-        return gpt.loss(shape)(params, batch), {}
+        return gpt.scanned(shape)(params, batch), {}
 
     key = jax.eval_shape(jax.random.key, 0)
     return trace(loss, jax.eval_shape(shape.init, key), {}, key, gpt.spec(shape))

@@ -47,9 +47,8 @@ def begin(place: Place, shape: Shape, schedule: str, microbatches: int, params: 
     run = mpmd.sxjit(loss, mesh=mesh, schedule=made, batch_argnums=1)
     given = [{"ids": np.asarray(one), "labels": np.asarray(one)} for one in batches]
     one, other = jax.devices()
-    params = gpt.in_stacks(params, 2)
-    first, second = params.pop("layers")
     homes = {name: one if name in ("wte", "wpe") else other for name in params}
-    on = {name: jax.device_put(leaf, homes[name]) for name, leaf in params.items()}
-    on["layers"] = jax.device_put(first, one), jax.device_put(second, other)
+    layers = gpt.apart(params)["layers"]
+    on: dict[str, Any] = {name: jax.device_put(leaf, homes[name]) for name, leaf in params.items() if name != "layers"}
+    on["layers"] = tuple(jax.device_put(w, (one, other)[2 * at // len(layers)]) for at, w in enumerate(layers))
     return SpectraX(mpmd.sxvalue_and_grad(run), on, given, gpt.RATE)

@@ -12,7 +12,7 @@ from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.parallel.stages.segments import added, drawn
 from braidax.program import Stage
-from braidax.program.cutting.loop_sums import adding_in_loops
+from braidax.program.halving.loop_sums import adding_in_loops
 
 
 class TimedStage:

@@ -38,8 +38,6 @@ from .cutting.chain import StageLeaf as StageLeaf
 from .cutting.following import FollowingPart as FollowingPart
 from .cutting.following import Lies as Lies
 from .cutting.following import following as following
-from .cutting.halves import Halves as Halves
-from .cutting.halves import halves as halves
 from .cutting.iterations import split_scan as split_scan
 from .cutting.mixing import Mixing as Mixing
 from .cutting.mixing import find_mixing as find_mixing

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from braidax.program import bytes_of, halves, trace
+from braidax.program import bytes_of, trace
+from braidax.program.halving.halves import halves
 
 from .passes import Passes, is_float
 

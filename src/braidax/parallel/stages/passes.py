@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from braidax.program import Stage, bytes_of, inputs_of, trace
+from braidax.program import Stage, bytes_of, trace
+from braidax.program.halving.halves import halves
 
 
 class Made(NamedTuple):
@@ -20,11 +21,12 @@ class Made(NamedTuple):
 
 @final
 class Passes:
-    """Pure functions of a stage.
+    """Pure functions of a stage: both halves of its traced value and gradient.
 
-    What the forward pass keeps is neither one of its inputs, which the backward pass is given again, nor made of
-    parameters alone, such as their casts: these it makes again. With nothing kept it runs the stage again. Both are to
-    be jitted: what is not needed is computed otherwise.
+    What the forward pass keeps are the values of fewest bytes from which the backward pass is computed without another
+    product; operations that cost little are repeated for that. It is neither one of the stage's inputs, which the
+    backward pass is given again, nor made of parameters alone, such as their casts. With nothing kept the backward
+    pass runs the stage again.
 
     **Arguments:** `params`: the number of the argument of the loss that is trained. `recompute`: whether nothing is
     kept. `mesh`: as of `trace`.
@@ -39,33 +41,31 @@ class Passes:
         self.trained = [at for at, leaf in enumerate(own) if not leaf.frozen]
         """Which of the leaves of its parameters have a gradient."""
         self._floats = [at for at, one in enumerate(incoming) if is_float(one)]
-        self._own: list[int] | None = None
-        self._leaves: list[int] = []
-        self._held: list[int] = []
-        program = trace(lambda *given: self._traced(*given)[0], tuple(taken), incoming, mesh=mesh)
-        made: Made = program.out_specs
-        before, count = (len(jax.tree.leaves(one)) for one in (tuple(taken[:params]), taken[params]))
-        trained, first = {*range(before, before + count)}, len(made.outgoing) + len(made.results)
-        used = [inputs_of(program.closed, first + at) for at in range(len(made.kept))]
-        kept = [at for at, inputs in enumerate(used) if not inputs <= trained]
-        self._own = [self._leaves[at] for at in kept]
-        self._made = made._replace(kept=[made.kept[at] for at in kept])
+        self._outputs = [*stage.program.out_specs[0], *stage.program.out_specs[1]]
+        self._pulled = [at for at, one in enumerate(self._outputs) if is_float(one)]
+        gradients = tuple(self._outputs[at] for at in self._pulled)
+        program = trace(self._both, tuple(taken), incoming, gradients, mesh=mesh)
+        count = len(jax.tree.leaves(taken))
+        late = range(count + len(incoming), count + len(incoming) + len(gradients))
+        self._halves = halves(program, len(self._outputs), free=range(count), late=late)
+        self._read = [at - count for at in self._halves.second_inputs if count <= at < late.start]
 
     @property
     def kept_bytes(self) -> int:
         """Of what is held from the forward to the backward pass of a microbatch: what comes in, and what is kept."""
         held = [self.stage.incoming[at] for at in self.held]
-        return sum(bytes_of(one) for one in (*held, *([] if self.recompute else self._made.kept)))
+        return sum(bytes_of(one) for one in (*held, *([] if self.recompute else self._halves.handed)))
 
     @property
     def held(self) -> list[int]:
         """Which incoming values the backward pass needs; what it is given in place of others counts for nothing."""
-        return [*range(len(self.stage.incoming))] if self.recompute else self._held
+        return [*range(len(self.stage.incoming))] if self.recompute else self._read
 
     def forward(self, taken: Sequence[Any], incoming: Sequence[Any]) -> Made:
         """Runs the stage. **Arguments:** `taken`: what it has of the arguments of the loss."""
-        made, _ = self._traced(taken, incoming)
-        return made if not self.recompute else made._replace(kept=[])
+        made, kept = self._halves.run_first([*jax.tree.leaves(taken), *incoming])
+        count = len(self.stage.outgoing)
+        return Made(tuple(made[:count]), tuple(made[count:]), [] if self.recompute else kept)
 
     def backward(
         self, taken: Sequence[Any], incoming: Sequence[Any], kept: Sequence[Any], outgoing: Sequence[Any], results: Any
@@ -78,50 +78,42 @@ class Passes:
         **Returns:** the gradients of its parameters, None for what is frozen, and of its incoming values, None for what
         is no float.
         """
-        _, pull = self._traced(taken, incoming, None if self.recompute else kept)
-        specs = [one for one in (*self._made.outgoing, *self._made.results) if is_float(one)]
-        pairs = zip((*self._made.outgoing, *self._made.results), (*outgoing, *results), strict=True)
-        given = [one for spec, one in pairs if is_float(spec)]
-        whole = [jnp.zeros(*_form(spec)) if one is None else one for spec, one in zip(specs, given, strict=True)]
-        own, moved = pull(whole)
+        given = [(*outgoing, *results)[at] for at in self._pulled]
+        pairs = zip((self._outputs[at] for at in self._pulled), given, strict=True)
+        gradients = [jnp.zeros(spec.shape, spec.dtype) if one is None else one for spec, one in pairs]
+        inputs = [*jax.tree.leaves(taken), *incoming, *gradients]
+        if self.recompute:
+            found = self._halves.run_both(inputs)[len(self._outputs) :]
+        else:
+            found = self._halves.run_second(inputs, kept)
         sent: list[Any] = [None] * len(incoming)
-        for at, one in zip(self._floats, moved, strict=True):
+        for at, one in zip(self._floats, found, strict=False):
             sent[at] = one
+        own = dict(zip(self.trained, found[len(self._floats) :], strict=True))
         structure = jax.tree.structure(taken[self.params])
         return structure.unflatten([own.get(at) for at in range(structure.num_leaves)]), sent
 
-    def _traced(self, taken: Sequence[Any], incoming: Sequence[Any], kept: Sequence[Any] | None = None) -> Any:
-        """Returns `Made`, and the function that pulls gradients back: of this run, or of the one that has kept some."""
-
+    def _both(self, taken: Sequence[Any], incoming: Sequence[Any], gradients: Sequence[Any]) -> Any:
+        """Returns what the stage gives, and the gradients of incoming floats and of what is trained."""
         params, structure = jax.tree.flatten(taken[self.params])
 
-        def run(own: dict[int, Any], moved: Sequence[Any]) -> Any:
-            args, given = list(taken), list(incoming)
-            args[self.params] = structure.unflatten([own.get(at, leaf) for at, leaf in enumerate(params)])
+        def run(own: Sequence[Any], moved: Sequence[Any]) -> Any:
+            args, given, leaves = list(taken), list(incoming), list(params)
+            for at, one in zip(self.trained, own, strict=True):
+                leaves[at] = one
             for at, one in zip(self._floats, moved, strict=True):
                 given[at] = one
+            args[self.params] = structure.unflatten(leaves)
             outgoing, results = self.stage.program(*args, tuple(given))
-            return [one for one in (*outgoing, *results) if is_float(one)], (outgoing, results)
+            outputs = [*outgoing, *results]
+            return [outputs[at] for at in self._pulled], outputs
 
-        own, moved = {at: params[at] for at in self.trained}, [incoming[at] for at in self._floats]
-        _, pull, (outgoing, results) = jax.vjp(run, own, moved, has_aux=True)
-        inputs = {id(one) for one in jax.tree.leaves((taken, incoming))}
-        leaves, structure = jax.tree.flatten(pull)
-        saved = self._own
-        if saved is None:
-            saved = self._leaves = [at for at, leaf in enumerate(leaves) if id(leaf) not in inputs]
-            self._held = [at for at, one in enumerate(incoming) if any(one is leaf for leaf in leaves)]
-        if kept is not None:
-            for at, one in zip(saved, kept, strict=True):
-                leaves[at] = one
-            pull = structure.unflatten(leaves)
-        return Made(outgoing, results, [leaves[at] for at in saved]), pull
+        own, moved = [params[at] for at in self.trained], [incoming[at] for at in self._floats]
+        _, pull, outputs = jax.vjp(run, own, moved, has_aux=True)
+        of_own, of_moved = pull([*gradients])
+        return outputs, of_moved, of_own
 
 
 def is_float(value: Any) -> bool:
     """Whether something has a gradient."""
     return jnp.issubdtype(value.dtype, jnp.inexact)
-
-
-def _form(spec: Any) -> tuple[Any, Any]:
-    return spec.shape, spec.dtype

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from braidax.parallel.compute.accumulate import wide, wide_zeros
 from braidax.program import Stage, bytes_of, cost_of
-from braidax.program.cutting.loop_sums import adding_in_loops
+from braidax.program.halving.loop_sums import adding_in_loops
 
 from .halved import Halved
 from .passes import Passes, is_float

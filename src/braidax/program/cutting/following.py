@@ -11,11 +11,11 @@ from jax.extend.core.primitives import scan_p
 
 from braidax.errors import ArgumentError
 from braidax.program.bodies import aval_of, has_references
+from braidax.program.halving.loop_parts import LoopParts
 from braidax.program.lines import line_of
 from braidax.program.trace import Program
 
 from .iterations import with_scans_split
-from .loop_parts import LoopParts
 from .order import find_free, in_order
 from .part import Rows, is_cast, needed, part_of, rows_taken, variables
 

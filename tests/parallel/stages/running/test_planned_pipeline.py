@@ -76,7 +76,7 @@ def test_it_prints_stages_and_where_variables_lie(looped_step: Any) -> None:
     assert max(map(len, text.splitlines())) <= 120
     assert re.search(r"^    1 +1 .* before iteration \d of .*cases.py:\d+$", text, re.MULTILINE)
     assert re.search(
-        r"^schedule      1F1B: \d.*s a batch; idle \d+, \d+ %; activations at most 1.15 kB, 272 B\.$", text, re.M
+        r"^schedule      1F1B: \d.*s a batch; idle \d+, \d+ %; activations at most 768 B, 208 B\.$", text, re.M
     )
     assert re.search(r"^verdict       (pipeline|data parallel|fully sharded): ", text, re.MULTILINE)
     assert re.search(r"^params/head .* stage 1 ", text, re.MULTILINE)
@@ -100,7 +100,6 @@ def check_what_is_held(step: Any) -> None:
     one, other = (stage.costs for stage in step.plan.pipeline.stages)
     halves = step._work.run.stage_programs[1].halves
     assert (one.kept_bytes, other.kept_bytes) == (one.activation_bytes + one.sent_bytes, halves.kept_bytes)
-    assert other.kept_bytes < other.activation_bytes
     first, second = 2 * one.activation_bytes + one.sent_bytes, other.activation_bytes + other.kept_bytes
     assert step.plan.pipeline.schedule.peak_bytes == (first, second)
     room = one.held_bytes + first - 1
@@ -174,7 +173,7 @@ def test_links_and_memory_are_those_of_a_machine() -> None:
 
 
 def test_what_does_not_fit_into_memory_is_refused_or_runs_again() -> None:
-    case = looped(8, width=8, samples=32)
+    case = looped(8, width=8, samples=128)
     roomy = planned(case).plan.pipeline
     peaks = zip(roomy.stages, roomy.schedule.peak_bytes, strict=True)
     room = max(stage.costs.held_bytes + peak for stage, peak in peaks) * 7 // 10

@@ -67,7 +67,7 @@ def test_what_is_handed_on_lies_where_what_was_kept_did(monkeypatch: pytest.Monk
     check(run, case, case.expected(4))
     (kept, left), *others = seen
     layer = (1, 4, 4)
-    assert kept == [(layer, False), (layer, True), (layer, False)]  # what a derivative lay in has cotangents now
+    assert kept == [(layer, True), (layer, False)]  # what a product lay in has cotangents now
     assert left == [layer, layer]  # these, and the input of the product
     assert others == [(kept, left)] * 3
 

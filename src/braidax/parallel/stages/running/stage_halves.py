@@ -7,7 +7,7 @@ import jax
 
 from braidax.parallel.stages.halved import Halved
 from braidax.program import batch_dims_of_results, trace
-from braidax.program.cutting.loop_sums import adding_in_loops
+from braidax.program.halving.loop_sums import adding_in_loops
 from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat

@@ -12,7 +12,7 @@ from braidax.parallel.plan.layout import Layout
 from braidax.parallel.stages.halved import Halved
 from braidax.parallel.stages.passes import Passes, is_float
 from braidax.program import Stage, batch_dims_of_results, trace
-from braidax.program.cutting.loop_sums import adding_in_loops
+from braidax.program.halving.loop_sums import adding_in_loops
 from braidax.program.putting_off.parts import left_in_parts
 
 from .flat import Flat

@@ -10,8 +10,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from braidax.program import trace
-from braidax.program.cutting.opened import written_out
-from braidax.program.cutting.turned import products_turned
+from braidax.program.halving.opened import written_out
+from braidax.program.halving.turned import products_turned
 from tests.program.cutting.models import draw
 
 X, Y = draw(3, 5, 4), draw(3, 5, 6, seed=1)
@@ -37,9 +37,9 @@ SAMPLES = (((0, 1), (0, 1)), ((), ()))
 
 def test_a_product_is_computed_in_the_order_that_is_wanted() -> None:
     kinds, jaxpr = turned(lambda x, y: product(y, x, SAMPLES, precision=("highest", "default")).T, X, Y)
-    assert kinds == {"dot_general": 1}
-    (one,) = jaxpr.eqns
-    assert one.invars == jaxpr.invars
+    assert kinds == {"dot_general": 1, "reshape": 2}  # over rows: XLA for CPUs does not copy these turned
+    *_, one = jaxpr.eqns
+    assert [atom.aval.shape for atom in one.invars] == [(15, 4), (15, 6)]
     assert [str(at) for at in one.params["precision"]] == ["DEFAULT", "HIGHEST"]
     numbers = (((1,), (1,)), ((), ()))
     kinds, _ = turned(lambda x, y: product(y, x, numbers).transpose(2, 3, 0, 1), X, draw(2, 5, 3, seed=2))

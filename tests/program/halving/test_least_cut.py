@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from braidax.program.cutting.least_cut import least_cut
+from braidax.program.halving.least_cut import least_cut
 
 CHAIN = [("a", "b"), ("b", "c"), ("c", "d")]
 

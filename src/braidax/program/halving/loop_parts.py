@@ -8,8 +8,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from braidax.program.bodies import aval_of
-
-from .part import closed_part
+from braidax.program.cutting.part import closed_part
 
 
 class Operand(NamedTuple):

@@ -18,11 +18,11 @@ from jax.extend.core.primitives import add_p, convert_element_type_p
 from jax.sharding import AbstractMesh
 
 from braidax.program.bodies import aval_of
+from braidax.program.cutting.part import closed_part
 from braidax.program.trace import trace
 
 from .loop_parts import LoopParts
-from .opened import is_loop
-from .part import closed_part, spec_of_aval
+from .opened import is_loop, written
 
 
 class _Sum(NamedTuple):
@@ -102,11 +102,11 @@ def _adding(equation: JaxprEqn, sums: Sequence[_Sum]) -> JaxprEqn:
     step = ShapedArray((), np.dtype(np.int32))
     at, following = Var(step), Var(step)
     equations = list(parts.body.eqns)
-    equations += _written(lambda one: one + np.int32(-1 if is_reverse else 1), [at], [following])
+    equations += written(lambda one: one + np.int32(-1 if is_reverse else 1), [at], [following])
     held, added = [Var(aval_of(one.given)) for one in sums], [Var(aval_of(one.given)) for one in sums]
     for one, old, new in zip(sums, held, added, strict=True):
         term = parts.body.outvars[equation.outvars.index(one.stack)]
-        equations += _written(_added_at, [old, at, term], [new])
+        equations += written(_added_at, [old, at, term], [new])
     gone = {one.stack for one in sums}
     stacks = [at for at in range(count, len(equation.outvars)) if equation.outvars[at] not in gone]
     inputs = [*(one.inner for one in (*parts.consts, *parts.carries)), at, *held, *(one.inner for one in parts.slices)]
@@ -130,16 +130,3 @@ def _added_at(total: Any, at: Any, term: Any) -> Any:
     begin = (at, *(np.int32(0),) * (total.ndim - 1))
     old = lax.dynamic_slice(total, begin, (1, *total.shape[1:]), allow_negative_indices=False)
     return lax.dynamic_update_slice(total, old + term.astype(total.dtype)[None], begin, allow_negative_indices=False)
-
-
-def _written(fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Var]) -> list[JaxprEqn]:
-    """Returns the equations of a function of operands that give results."""
-    jaxpr = jax.make_jaxpr(fn)(*(spec_of_aval(aval_of(one)) for one in operands)).jaxpr
-    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    names.update(zip(jaxpr.outvars, results, strict=True))
-    found: list[JaxprEqn] = []
-    for one in jaxpr.eqns:
-        names.update({var: Var(aval_of(var)) for var in one.outvars if var not in names})
-        inputs = [atom if isinstance(atom, Constant) else names[atom] for atom in one.invars]
-        found.append(one.replace(invars=inputs, outvars=[names[var] for var in one.outvars]))
-    return found

@@ -11,7 +11,8 @@ import pytest
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p, scan_p
 
-from braidax.program import Halves, Program, bodies, bytes_of, cost_of, halves, trace
+from braidax.program import Program, bodies, bytes_of, cost_of, trace
+from braidax.program.halving.halves import Halves, halves
 from braidax.program.prune import prune
 from tests.program.cutting.models import draw
 
@@ -222,13 +223,14 @@ def test_halves_give_the_same_with_each_product_once(name: str) -> None:
     assert left + sum(map(bytes_of, own.handed)) == case.held_bytes
 
 
-def test_the_second_half_of_a_loop_is_its_products_alone() -> None:
+def test_the_second_half_of_a_loop_is_its_products_and_what_costs_little() -> None:
     case = CASES["gpt"]
     own = halved(case).halves
     (loop,) = [one for one in own.second.jaxpr.eqns if one.primitive is scan_p]
     kinds = Counter(one.primitive.name for one in loop.params["jaxpr"].eqns)
     assert kinds["dot_general"] == 5  # one, two, three, four and four.T
-    assert kinds.keys() <= {"dot_general", "transpose", "add_any"}
+    assert kinds["tanh"] == kinds["integer_pow"] == 1  # of what a product reads: it is made again
+    assert kinds.keys() <= {"dot_general", "transpose", "add_any", "tanh", "integer_pow", "mul", "add"}
     assert kinds["transpose"] <= 1  # of a weight that is read turned: others are products in their order
     assert loop.params["num_carry"] == 0
     first = [one for one in own.first.jaxpr.eqns if one.primitive is scan_p]
@@ -264,12 +266,51 @@ def test_cheap_operations_are_repeated_and_others_are_not() -> None:
     assert names.count("convert_element_type") == 1
 
     def other(x: Any, y: Any) -> Any:
-        h = jnp.sin(x)
-        return h.sum(), h @ y
+        h, d = jnp.sin(x), jax.lax.digamma(x)
+        return h.sum() + d.sum(), h @ y + d @ y
 
     own = halves(trace(other, *args), 1)
     assert [(one.shape, one.dtype) for one in own.handed] == [((4, 4), jnp.bfloat16)]
-    assert "sin" not in str(own.second)
+    assert "sin" in str(own.second)
+    assert "digamma" not in str(own.second)
+
+
+def test_what_comes_late_is_read_by_the_second_half_alone() -> None:
+    def whole(x: Any, w: Any, back: Any) -> Any:
+        y, pull = jax.vjp(lambda x, w: jnp.tanh(x @ w) * 2, x, w)
+        jax.debug.print("seen {}", y.sum())
+        of_x, of_w = pull(back)
+        jax.debug.print("back {}", of_w.sum())
+        return y, of_x, of_w
+
+    args = draw(4, 4), draw(4, 4, seed=1), draw(4, 4, seed=2)
+    own = halves(trace(whole, *args), 1, free=(1,), late=(2,))
+    assert own.first_inputs == (0, 1)
+    assert 2 in own.second_inputs
+    assert [one.shape for one in own.handed] == [(4, 4)]  # x @ w, or its tanh
+    (y,), handed = own.run_first(args)
+    for one, other in zip([y, *own.run_second(args, handed)], whole(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    assert [sum(bool(one.effects) for one in half.jaxpr.eqns) for half in (own.first, own.second)] == [1, 1]
+
+
+def test_what_a_loop_makes_is_made_in_the_loop_that_reads_it() -> None:
+    def whole(x: Any, ws: Any, back: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.sin(jnp.tanh(x @ w)), None
+
+        y, pull = jax.vjp(lambda x, ws: jax.lax.scan(layer, x, ws)[0], x, ws)
+        return y, *pull(back)
+
+    args = draw(4, 4), draw(3, 4, 4, seed=1), draw(4, 4, seed=2)
+    own = halves(trace(whole, *args), 1, free=(1,), late=(2,))
+    (loop,) = [one for one in own.second.jaxpr.eqns if one.primitive is scan_p]
+    assert loop.params["reverse"]
+    assert "tanh" in str(loop.params["jaxpr"])
+    assert sorted(one.shape for one in own.handed) == [(3, 4, 4)] * 2  # what comes in, and x @ w or its tanh
+    (y,), handed = own.run_first(args)
+    for one, other in zip([y, *own.run_second(args, handed)], whole(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
 def test_effects_stay_single() -> None:

@@ -14,14 +14,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.extend.core import Literal as Constant
 
 from braidax.program.bodies import aval_of
+from braidax.program.cutting.part import closed_part, spec_of_aval, variables
 from braidax.program.prune import prune
 from braidax.program.trace import Program
 
-from .alive import alive
+from .alive import alive, made_of
 from .crossing import Crossing
 from .loop_parts import LoopParts, Operand, stacked, with_parts
+from .merged import loops_merged
 from .opened import BARRIER, is_loop, written_out
-from .part import closed_part, spec_of_aval, variables
 from .turned import products_turned
 
 
@@ -60,13 +61,15 @@ class Halves:
         return list(jaxpr_as_fun(self.second)(*(inputs[at] for at in self.second_inputs), *handed))
 
 
-def halves(program: Program, num_first: int, *, free: Collection[int] = ()) -> Halves:
+def halves(program: Program, num_first: int, *, free: Collection[int] = (), late: Collection[int] = ()) -> Halves:
     """Divides a program into what its first outputs need, and the rest.
 
-    Nothing that costs much is computed twice. What cannot be divided, such as a `while`, is where it is needed first.
+    Nothing that costs much is computed twice. What cannot be divided, such as a `while`, is where it is needed first,
+    and so is what has effects.
 
     **Arguments:** `num_first`: how many outputs the first half gives. `free`: inputs that are there for both in any
-    case; others cost their bytes where the second half reads them.
+    case; others cost their bytes where the second half reads them. `late`: inputs that the first half does not read,
+    and that are there for the second.
     """
     pruned, _ = prune(
         program.closed, [True] * len(program.closed.jaxpr.outvars), [False] * len(program.closed.in_avals)
@@ -74,34 +77,52 @@ def halves(program: Program, num_first: int, *, free: Collection[int] = ()) -> H
     closed = written_out(pruned)
     jaxpr = products_turned(closed.jaxpr)
     firsts, others = jaxpr.outvars[:num_first], jaxpr.outvars[num_first:]
-    crossing = Crossing(alive(jaxpr, firsts, effects=True))
-    crossing.begin(jaxpr, free)
+    effects = _Effects.of(jaxpr, [jaxpr.invars[at] for at in late])
+    crossing = Crossing(alive(jaxpr, firsts, effects=effects.first))
+    crossing.begin(jaxpr, free, late)
     crossing.add(jaxpr, 1)
     held = crossing.found(others)
-    cut = _Cutting(held, alive(jaxpr, firsts, also=held, effects=True), alive(jaxpr, others, stops=held))
+    first = alive(jaxpr, firsts, also=held, effects=effects.first)
+    cut = _Cutting(held, first, alive(jaxpr, others, stops=held, effects=effects.second), effects)
     before, given = cut.first(jaxpr)
     behind, wanted = cut.second(jaxpr), cut.named(others)
     reads = _reads(before, firsts), _reads(behind, wanted)
     handed = [one for one in given if one in reads[1] and one not in {*jaxpr.invars}]
-    early, late = (tuple(at for at, one in enumerate(jaxpr.invars) if one in own) for own in reads)
-    inputs = [[jaxpr.invars[at] for at in own] for own in (early, late)]
+    early, later = (tuple(at for at, one in enumerate(jaxpr.invars) if one in own) for own in reads)
+    inputs = [[jaxpr.invars[at] for at in own] for own in (early, later)]
     first = closed_part(jaxpr, closed.consts, inputs[0], [*firsts, *handed], before)
     second = closed_part(jaxpr, closed.consts, [*inputs[1], *handed], wanted, behind)
-    return Halves(ClosedJaxpr(jaxpr, closed.consts), first, second, early, late, num_first)
+    second = ClosedJaxpr(loops_merged(second.jaxpr), second.consts)
+    return Halves(ClosedJaxpr(jaxpr, closed.consts), first, second, early, later, num_first)
 
 
 def _reads(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> set[Var]:
     return variables(outputs) | variables(atom for one in equations for atom in one.invars)
 
 
+@dataclass(frozen=True)
+class _Effects:
+    """The ids of equations that have effects, of both halves: the second has those that read what it alone has."""
+
+    first: frozenset[int]
+    second: frozenset[int]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, late: Sequence[Var]) -> "_Effects":
+        """Returns those of a jaxpr. **Arguments:** `late`: which inputs the second half alone has."""
+        every, behind = [one for one in jaxpr.eqns if one.effects], made_of(jaxpr, late)
+        second = frozenset(id(one) for one in every if variables(one.invars) & behind)
+        return cls(frozenset(map(id, every)) - second, second)
+
+
 class _Cutting:
     """Makes the equations of both halves.
 
-    **Arguments:** `held`: what goes over. `first`, `second`: what the halves compute or read.
+    **Arguments:** `held`: what goes over. `first`, `second`: what the halves compute or read. `effects`: of both.
     """
 
-    def __init__(self, held: set[Var], first: set[Var], second: set[Var]) -> None:
-        self._held, self._first, self._second = held, first, second
+    def __init__(self, held: set[Var], first: set[Var], second: set[Var], effects: _Effects) -> None:
+        self._held, self._first, self._second, self._effects = held, first, second, effects
         self._stacks: dict[Var, Var] = {}
         self._same: dict[Var, Any] = {}
 
@@ -112,7 +133,7 @@ class _Cutting:
             if is_loop(equation):
                 made, more = self._first_loop(LoopParts.of(equation))
                 given += more
-            elif any(one in self._first for one in equation.outvars) or equation.effects:
+            elif any(one in self._first for one in equation.outvars) or id(equation) in self._effects.first:
                 made = equation if equation.primitive is not BARRIER else self._barrier(equation)
             else:
                 continue
@@ -128,7 +149,9 @@ class _Cutting:
             if equation.primitive is BARRIER:
                 pairs = zip(equation.outvars, equation.invars, strict=True)
                 self._same.update((one, atom) for one, atom in pairs if one not in self._held)
-            elif not any(one in self._second and one not in self._held for one in equation.outvars):
+            elif id(equation) not in self._effects.second and not any(
+                one in self._second and one not in self._held for one in equation.outvars
+            ):
                 continue
             elif is_loop(equation):
                 equations.append(self._second_loop(LoopParts.of(equation)))

@@ -5,9 +5,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from braidax.program.cutting.part import variables
+
 from .loop_parts import LoopParts
 from .opened import BARRIER, is_loop
-from .part import variables
 
 
 def alive(
@@ -16,12 +17,12 @@ def alive(
     *,
     also: Collection[Var] = frozenset(),
     stops: Collection[Var] = frozenset(),
-    effects: bool = False,
+    effects: Collection[int] = (),
 ) -> set[Var]:
     """Returns the variables, also of loops, that some outputs are computed from.
 
-    **Arguments:** `also`: others that are wanted, in whatever loop. `stops`: what is given. `effects`: whether
-    equations with effects stay in any case.
+    **Arguments:** `also`: others that are wanted, in whatever loop. `stops`: what is given. `effects`: the ids of
+    equations that stay in any case.
     """
     found = {*also}
 
@@ -34,7 +35,7 @@ def alive(
                     loop(LoopParts.of(equation), wants)
             elif equation.primitive is BARRIER:
                 found.update(variables(atom for atom, want in zip(equation.invars, wants, strict=True) if want))
-            elif any(wants) or (effects and equation.effects):
+            elif any(wants) or id(equation) in effects:
                 found.update(variables(equation.invars))
 
     def loop(parts: LoopParts, wants: Sequence[bool]) -> None:
@@ -53,6 +54,15 @@ def alive(
         found.update(variables(one.outer for one in taken if one.inner in found and one.inner not in stops))
 
     visit(jaxpr, variables(outputs))
+    return found
+
+
+def made_of(jaxpr: Jaxpr, inputs: Collection[Var]) -> set[Var]:
+    """Returns the variables, not those within loops, that are computed from some inputs."""
+    found = {*inputs}
+    for equation in jaxpr.eqns:
+        if variables(equation.invars) & found:
+            found.update(equation.outvars)
     return found
 
 

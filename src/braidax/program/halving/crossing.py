@@ -9,12 +9,12 @@ from jax.lax import split_p
 
 from braidax.program.bodies import aval_of
 from braidax.program.costs import bytes_of
+from braidax.program.cutting.part import variables
 from braidax.program.kinds import ARGUMENTS, ARITHMETIC, CUMULATIVE, MOVING, REDUCTIONS, TRANSCENDENTAL
 
 from .least_cut import least_cut
 from .loop_parts import LoopParts
 from .opened import BARRIER, is_loop
-from .part import variables
 
 _VIEWS: frozenset[Any] = frozenset(
     {
@@ -22,8 +22,15 @@ _VIEWS: frozenset[Any] = frozenset(
         primitives.transpose_p, primitives.copy_p, BARRIER,
     }
 )  # fmt: skip
+_DEAR: frozenset[Any] = frozenset(
+    {
+        primitives.bessel_i0e_p, primitives.bessel_i1e_p, primitives.digamma_p, primitives.igamma_p,
+        primitives.igammac_p, primitives.lgamma_p, primitives.polygamma_p, primitives.regularized_incomplete_beta_p,
+    }
+)  # fmt: skip
 _REPEATED = (
     ARITHMETIC
+    | TRANSCENDENTAL - _DEAR
     | MOVING
     | _VIEWS
     | {primitives.concatenate_p, primitives.iota_p, primitives.pad_p, primitives.slice_p, split_p}
@@ -50,12 +57,14 @@ class Crossing:
         self._sources, self._sinks, self._late = set[Var](), set[Var](), set[Var]()
         self._written = set[Var]()
 
-    def begin(self, jaxpr: Jaxpr, free: Collection[int]) -> None:
-        """Adds the inputs of the program."""
+    def begin(self, jaxpr: Jaxpr, free: Collection[int], late: Collection[int]) -> None:
+        """Adds the inputs of the program. **Arguments:** `free`: that both halves have; `late`: the second alone."""
         self._sizes.update(dict.fromkeys(jaxpr.constvars))
         for at, one in enumerate(jaxpr.invars):
-            self._sizes[one] = None if at in free else bytes_of(aval_of(one)) * _INPUT
-            if at not in free:
+            self._sizes[one] = None if at in free or at in late else bytes_of(aval_of(one)) * _INPUT
+            if at in late:
+                self._late.add(one)
+            elif at not in free:
                 self._sources.add(one)
 
     def found(self, outputs: Sequence[Any]) -> set[Var]:
@@ -79,7 +88,7 @@ class Crossing:
             if equation.primitive is BARRIER:
                 for atom, one in zip(equation.invars, outputs, strict=True):
                     self._lead(atom, one)
-            elif equation.effects or (made and equation.primitive not in _REPEATED):
+            elif not inputs & self._late and (equation.effects or (made and equation.primitive not in _REPEATED)):
                 self._sources.update(outputs)
             elif not _is_cheap(equation) or inputs & self._late:
                 self._sinks |= inputs

@@ -1,6 +1,6 @@
 """A jaxpr written out: jitted functions and rematerialized ones in place, variables that no two loops share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,8 @@ from jax.extend.core.primitives import closed_call_p, jit_p, remat_p, scan_p
 from jax.lax import optimization_barrier, optimization_barrier_p
 
 from braidax.program.bodies import aval_of, bodies, has_references
+from braidax.program.cutting.part import spec_of_aval
 from braidax.program.inline import is_specified
-
-from .part import spec_of_aval
 
 BARRIER = optimization_barrier_p
 """Its results are its operands."""
@@ -25,6 +24,19 @@ def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
     held back by a barrier, as JAX does it.
     """
     return _copied(closed.jaxpr, closed.consts)
+
+
+def written(fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Var]) -> list[JaxprEqn]:
+    """Returns the equations of a function of operands that give results."""
+    jaxpr = jax.make_jaxpr(fn)(*(spec_of_aval(aval_of(one)) for one in operands)).jaxpr
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    names.update(zip(jaxpr.outvars, results, strict=True))
+    found: list[JaxprEqn] = []
+    for one in jaxpr.eqns:
+        names.update({var: Var(aval_of(var)) for var in one.outvars if var not in names})
+        inputs = [atom if isinstance(atom, Constant) else names[atom] for atom in one.invars]
+        found.append(one.replace(invars=inputs, outvars=[names[var] for var in one.outvars]))
+    return found
 
 
 def is_loop(equation: JaxprEqn) -> bool:

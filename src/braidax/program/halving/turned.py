@@ -14,7 +14,7 @@ from jax.extend.core.primitives import dot_general_p, transpose_p
 
 from braidax.program.bodies import aval_of
 
-from .opened import is_loop
+from .opened import is_loop, written
 
 
 def products_turned(jaxpr: Jaxpr) -> Jaxpr:
@@ -39,7 +39,28 @@ def products_turned(jaxpr: Jaxpr) -> Jaxpr:
                 turned.add(id(product))
                 equation = _other_way_round(product).replace(outvars=equation.outvars)
         equations.append(equation)
-    return jaxpr.replace(eqns=[one for one in equations if id(one) not in turned])
+    kept = [one for one in equations if id(one) not in turned]
+    return jaxpr.replace(eqns=[one for equation in kept for one in _flat(equation)])
+
+
+def _flat(equation: JaxprEqn) -> list[JaxprEqn]:
+    """Returns a product that sums over its operands' first dims as one over rows."""
+    if equation.primitive is not dot_general_p or any(isinstance(one, Constant) for one in equation.invars):
+        return [equation]
+    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    leading = tuple(range(len(contracted)))
+    if batched or len(leading) < 2 or equation.params["dimension_numbers"][0] != (leading, leading):
+        return [equation]
+    count = len(leading)
+
+    def rows(one: Any) -> Any:
+        return one.reshape(-1, *one.shape[count:])
+
+    def product(one: Any, other: Any) -> Any:
+        changed = {**equation.params, "dimension_numbers": (((0,), (0,)), ((), ()))}
+        return dot_general_p.bind(rows(one), rows(other), **changed)
+
+    return written(product, equation.invars, equation.outvars)
 
 
 def _turns(equation: JaxprEqn, product: JaxprEqn) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core.primitives import add_p, scan_p
 from jax.sharding import AbstractMesh
 
-from braidax.program.cutting.loop_sums import adding_in_loops
+from braidax.program.halving.loop_sums import adding_in_loops
 
 ANYWHERE = AbstractMesh((), ())
 
