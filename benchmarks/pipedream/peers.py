@@ -47,9 +47,9 @@ def ours(schedule: str) -> str:
 
 
 def our_systems(shape: Shape, schedules: tuple[str, ...], microbatches: int) -> dict[str, System]:
-    """Returns ours: alone on one core, by data parallelism, and by schedules."""
+    """Returns ours: alone on one core, as one stage; by data parallelism; and by schedules."""
     cores = two_cores()
-    alone = {ONE: System(_OURS, (shape, "samples", microbatches), cores[1:])}
+    alone = {ONE: System(_OURS, (shape, "1F1B", microbatches), cores[1:])}
     half = max(microbatches // 2, 1)  # each process has half of the samples, in microbatches that are as large
     return alone | {DIVIDED: System(_OURS, (shape, "samples", half), cores)} | pipelines(shape, schedules, microbatches)
 
