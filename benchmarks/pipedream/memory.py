@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 import braidax as bx
 from benchmarks.harness import Report, say
 from benchmarks.pipedream.searches import NAMED
-from braidax.parallel.stages.passes import Passes
 from braidax.parallel.stages.schedules import Schedule, peak_formula
+from braidax.program import Stage
 
 HELD, FORMULA, PLANNED = "held at once", "formula", "by the list, with what W needs"
 _WIDER = 32  # what a layer keeps for the way back is many times what it sends, as that of a transformer is
@@ -25,9 +25,9 @@ def memory(
     """Claims that no device holds more bytes of activations at once than its schedule's formula says.
 
     What is held is counted behind every program that is dispatched: all arrays on the device but those that were there
-    before the first one. A formula counts a microbatch as all that its forward pass has left, until its gradients are
-    made. Beside it stands what a plan says: the same list, of which a microbatch counts between `I` and `W` as what
-    the products of `W` need.
+    before the first one. A formula counts a microbatch as all that differentiation keeps of it, until its gradients are
+    made: what `jax.vjp` does. Ours keeps less behind a forward pass. Beside it stands what a plan says: the same list,
+    of which a microbatch counts between `I` and `W` as what the products of `W` need.
     """
     worst = 0.0
     for name in schedules:
@@ -81,13 +81,28 @@ def _peaks(schedule: Schedule, width: int, samples: int) -> tuple[list[int], lis
     for programs in step._work.run.stage_programs:
         found.watch(programs)
     step.update(state, batch)
-    each = [Passes(stage).kept_bytes for stage in step.cut.stages]
+    each = [_kept_by_vjp(stage) for stage in step.cut.stages]
     own = [
         [each[stage] for stage, home in enumerate(schedule.device_of_stage) if home == at] for at in range(len(devices))
     ]
     counts = [peak_formula(schedule, at) for at in range(len(devices))]
     formula = [float(count * max(one)) for count, one in zip(counts, own, strict=True)]
     return [found.peak(one) for one in devices], formula, step.plan.pipeline.schedule.peak_bytes
+
+
+def _kept_by_vjp(stage: Stage) -> int:
+    """Returns the bytes that `jax.vjp` keeps of a microbatch, but for weights: those of a stage of one layer."""
+    (params, _, _, batch), incoming = stage.program.in_specs[:-1], stage.program.in_specs[-1]
+    moved = [jnp.zeros(one.shape, one.dtype) for one in incoming]
+
+    def run(params: Any, moved: Sequence[Any]) -> Any:
+        return stage.program(params, {}, None, batch, tuple(moved))
+
+    batch = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), batch)
+    weights = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), params)
+    kept = jax.tree.leaves(jax.vjp(run, weights, moved)[1])
+    shapes = {one.shape for one in jax.tree.leaves(weights)}
+    return sum(one.nbytes for one in kept if one.shape not in shapes)
 
 
 class _Held:

@@ -3,6 +3,7 @@
 from itertools import combinations, pairwise
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,9 +11,9 @@ from braidax.errors import ArgumentError
 from braidax.parallel.stages.balance import Priced, Pricing, Span
 from braidax.parallel.stages.cut import CutLoss, cut
 from braidax.parallel.stages.segments import Seconds, counted, measured, segments_of
-from braidax.program import Chain, Stage
+from braidax.program import Chain, Stage, trace
 from tests.parallel.models import refused
-from tests.program.cutting.models import gpt, layers, residual
+from tests.program.cutting.models import draw, gpt, layers, residual
 
 CASES = {"layers": layers(9), "gpt": gpt(8), "residual": residual()}
 
@@ -38,6 +39,22 @@ def test_the_slowest_stage_is_that_of_the_best_cut(name: str, num_stages: int) -
     slowest = max(one.seconds.total for one in own)
     assert slowest == pytest.approx(found.slowest_seconds)
     assert slowest <= 1.02 * best
+
+
+def test_what_the_first_stage_reads_of_a_batch_is_not_what_another_is_sent() -> None:
+    """Both compute the same, and no gradient goes back to a batch."""
+
+    def loss(params: Any, variables: Any, key: Any, batch: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(layer, batch, params)[0].sum(), {}
+
+    chain = Chain(trace(loss, draw(4, 3, 3), {}, jax.random.key(0), draw(2, 3)))
+    borders = [one for one in chain.borders() if one.iteration]
+    first, second, third, _ = chain.stages(borders)
+    assert first.told() != second.told() == third.told()
+    assert [one.seconds.inputs > 0 for one in segments_of((first, second, third), counted())] == [False, True, True]
 
 
 def test_segments_tell_parameters_and_bytes_and_equal_ones_are_timed_once() -> None:

@@ -92,7 +92,8 @@ class Stage:
     def told(self) -> str:
         """Returns what the stage computes, as text: the same for two that differ in the values of inputs only.
 
-        What goes through it as it is counts for nothing.
+        What goes through it as it is counts for nothing; what is sent to it is another thing than what it has of an
+        argument of the loss, since gradients go back to it.
         """
         jaxpr = self.program.closed.jaxpr
         read = variables(atom for one in jaxpr.eqns for atom in one.invars)
@@ -102,7 +103,9 @@ class Stage:
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )  # fmt: skip
         still = [at for at, leaf in enumerate(self.leaves) if leaf.frozen]
-        return _SLICED.sub("", str(own)) + (f" without gradients of {still}" if still else "")
+        of = [*(leaf.argument for leaf in self.leaves), *("sent" for _ in self.incoming)]
+        origins = [name for one, name in zip(jaxpr.invars, of, strict=True) if one in read]
+        return f"{_SLICED.sub('', str(own))} of {origins}" + (f" without gradients of {still}" if still else "")
 
     def take(self, *args: Any) -> tuple[Any, ...]:
         """Returns of arguments of the loss what the stage reads, in the form in which it takes it."""
