@@ -56,12 +56,15 @@ def test_any_absence_equals_dense_steps(name: str) -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["momentum", "nesterov", "adam", "adamw", "lion"])
 def test_narrow_numbers_round_as_dense_steps_do(name: str, dtype: Any) -> None:
-    """What is rounded in each of the steps cannot be summed up: they are taken one by one. XLA fuses them otherwise."""
+    """What is rounded in each of the steps cannot be summed up: they are taken one by one.
+
+    XLA fuses them otherwise, and where a CPU computes in bfloat16 itself rounds some of them at other places.
+    """
     got, expected = away({**IN_ONE, **ONE_BY_ONE}[name], (0, 3, 40), dtype=dtype, scale=1.0)
-    eps = float(jnp.finfo(dtype).eps)
+    some = 4 * float(jnp.finfo(dtype).eps)
     for one, other in zip(got, expected, strict=True):
         assert one.dtype == dtype
-        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=eps, atol=eps)
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=some, atol=some)
 
 
 def away(optimizer: optax.GradientTransformation, absences: Any, *, dtype: Any = jnp.float32, scale: float = 0) -> Any:
