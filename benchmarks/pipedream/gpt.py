@@ -35,22 +35,23 @@ def loss(shape: Shape, marked: Callable[[Any], Any] = lambda x: x) -> Callable[.
     **Arguments:** `marked`: is given what goes into the second half of the layers, for who cuts by markers.
     """
 
-    def run(params: Any, batch: Any) -> jax.Array:
-        x = params["wte"][batch["ids"]] + params["wpe"]
-        for number, w in enumerate(params["layers"]):
+    def through(x: jax.Array, layers: Any) -> jax.Array:
+        for number, w in enumerate(layers):
             x = marked(x) if number == shape.layers // 2 else x
             x, _ = shape.kept(shape.layer)(x, w)
-        return shape.head(x, params["last"], params["head"], batch["labels"])
+        return x
 
-    return run
+    return _loss(shape, through)
 
 
 def scanned(shape: Shape) -> Callable[..., Any]:
     """Returns the same loss of stacked layers, as `Shape.init` makes them."""
+    return _loss(shape, lambda x, layers: jax.lax.scan(shape.kept(shape.layer), x, layers)[0])
 
+
+def _loss(shape: Shape, through: Callable[[jax.Array, Any], jax.Array]) -> Callable[..., Any]:
     def run(params: Any, batch: Any) -> jax.Array:
-        x = params["wte"][batch["ids"]] + params["wpe"]
-        x, _ = jax.lax.scan(shape.kept(shape.layer), x, params["layers"])
+        x = through(params["wte"][batch["ids"]] + params["wpe"], params["layers"])
         return shape.head(x, params["last"], params["head"], batch["labels"])
 
     return run

@@ -12,6 +12,7 @@ import braidax as bx
 from benchmarks.harness import Report, say
 from benchmarks.pipedream.searches import NAMED
 from braidax.parallel.stages.schedules import Schedule, peak_formula
+from braidax.parallel.stages.segments import drawn
 from braidax.program import Stage
 
 HELD, FORMULA, PLANNED = "held at once", "formula", "by the list, with what W needs"
@@ -92,17 +93,10 @@ def _peaks(schedule: Schedule, width: int, samples: int) -> tuple[list[int], lis
 
 def _kept_by_vjp(stage: Stage) -> int:
     """Returns the bytes that `jax.vjp` keeps of a microbatch, but for weights: those of a stage of one layer."""
-    (params, _, _, batch), incoming = stage.program.in_specs[:-1], stage.program.in_specs[-1]
-    moved = [jnp.zeros(one.shape, one.dtype) for one in incoming]
-
-    def run(params: Any, moved: Sequence[Any]) -> Any:
-        return stage.program(params, {}, None, batch, tuple(moved))
-
-    batch = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), batch)
-    weights = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), params)
-    kept = jax.tree.leaves(jax.vjp(run, weights, moved)[1])
-    shapes = {one.shape for one in jax.tree.leaves(weights)}
-    return sum(one.nbytes for one in kept if one.shape not in shapes)
+    params, *given, incoming = drawn(stage.program.in_specs)
+    _, pull = jax.vjp(lambda params, moved: stage.program(params, *given, moved), params, incoming)
+    shapes = {one.shape for one in jax.tree.leaves(params)}
+    return sum(one.nbytes for one in jax.tree.leaves(pull) if one.shape not in shapes)
 
 
 class _Held:

@@ -294,6 +294,13 @@ def test_what_comes_late_is_read_by_the_second_half_alone() -> None:
     assert [sum(bool(one.effects) for one in half.jaxpr.eqns) for half in (own.first, own.second)] == [1, 1]
 
 
+def test_what_is_made_of_what_comes_late_does_not_go_over_though_it_is_small() -> None:
+    args = draw(4, 4), draw(4, 4, seed=1), draw(4, 4, seed=2)
+    own = halves(trace(lambda x, w, back: (h := x @ w, (h * back).sum(1) @ w), *args), 1, free=(1,), late=(2,))
+    assert own.first_inputs == (0, 1)
+    assert [one.shape for one in own.handed] == [(4, 4)]
+
+
 def test_what_a_loop_makes_is_made_in_the_loop_that_reads_it() -> None:
     def whole(x: Any, ws: Any, back: Any) -> Any:
         def layer(x: Any, w: Any) -> Any:

@@ -38,7 +38,7 @@ class Halved:
     def __init__(self, passes: Passes, *, loss: int = 0, mesh: AbstractMesh | None = None) -> None:
         self._passes, stage = passes, passes.stage
         *taken, incoming = stage.program.in_specs
-        kept = trace(passes.forward, tuple(taken), incoming, mesh=mesh).out_specs.kept
+        kept = passes.kept
         outgoing = tuple(one for one in stage.outgoing if is_float(one))
         is_loss = [number == loss for number in stage.results]
         self._floats = [at for at, one in enumerate(incoming) if is_float(one)]

@@ -51,10 +51,14 @@ class Passes:
         self._read = [at - count for at in self._halves.second_inputs if count <= at < late.start]
 
     @property
+    def kept(self) -> list[Any]:
+        """Shapes and dtypes of what the forward pass keeps."""
+        return [] if self.recompute else self._halves.handed
+
+    @property
     def kept_bytes(self) -> int:
         """Of what is held from the forward to the backward pass of a microbatch: what comes in, and what is kept."""
-        held = [self.stage.incoming[at] for at in self.held]
-        return sum(bytes_of(one) for one in (*held, *([] if self.recompute else self._halves.handed)))
+        return sum(bytes_of(one) for one in (*(self.stage.incoming[at] for at in self.held), *self.kept))
 
     @property
     def held(self) -> list[int]:
@@ -78,18 +82,18 @@ class Passes:
         **Returns:** the gradients of its parameters, None for what is frozen, and of its incoming values, None for what
         is no float.
         """
-        given = [(*outgoing, *results)[at] for at in self._pulled]
-        pairs = zip((self._outputs[at] for at in self._pulled), given, strict=True)
+        given = (*outgoing, *results)
+        pairs = [(self._outputs[at], given[at]) for at in self._pulled]
         gradients = [jnp.zeros(spec.shape, spec.dtype) if one is None else one for spec, one in pairs]
         inputs = [*jax.tree.leaves(taken), *incoming, *gradients]
         if self.recompute:
             found = self._halves.run_both(inputs)[len(self._outputs) :]
         else:
             found = self._halves.run_second(inputs, kept)
-        sent: list[Any] = [None] * len(incoming)
-        for at, one in zip(self._floats, found, strict=False):
+        sent, count = list[Any]([None] * len(incoming)), len(self._floats)
+        for at, one in zip(self._floats, found[:count], strict=True):
             sent[at] = one
-        own = dict(zip(self.trained, found[len(self._floats) :], strict=True))
+        own = dict(zip(self.trained, found[count:], strict=True))
         structure = jax.tree.structure(taken[self.params])
         return structure.unflatten([own.get(at) for at in range(structure.num_leaves)]), sent
 

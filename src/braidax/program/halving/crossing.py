@@ -82,15 +82,15 @@ class Crossing:
                 self._loop(LoopParts.of(equation), times)
                 continue
             inputs, outputs = variables(equation.invars), equation.outvars
-            made = any(one in self._first for one in outputs)
+            made, is_late = any(one in self._first for one in outputs), bool(inputs & self._late)
             for one in outputs:
                 self._sizes[one] = self._size(one, times, equation.primitive in _VIEWS)
             if equation.primitive is BARRIER:
                 for atom, one in zip(equation.invars, outputs, strict=True):
                     self._lead(atom, one)
-            elif not inputs & self._late and (equation.effects or (made and equation.primitive not in _REPEATED)):
+            elif not is_late and (equation.effects or (made and equation.primitive not in _REPEATED)):
                 self._sources.update(outputs)
-            elif not _is_cheap(equation) or inputs & self._late:
+            elif is_late or not _is_cheap(equation):
                 self._sinks |= inputs
                 self._late.update(outputs)
             else:

@@ -1,11 +1,12 @@
 """Loops that only make what another loop goes over: each of their steps is computed in the step that reads it."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Constant
+
+from braidax.program.cutting.part import variables
 
 from .loop_parts import LoopParts, with_parts
 from .opened import is_loop
@@ -44,20 +45,15 @@ def _only_reader(equations: Sequence[JaxprEqn], at: int, outputs: Sequence[Any])
     if not is_loop(loop) or loop.params["num_carry"] or loop.params["jaxpr"].consts:
         return None
     made = {*loop.outvars}
-    if any(one in made for one in outputs if not isinstance(one, Constant)):
+    readers = [number for number, one in enumerate(equations) if variables(one.invars) & made]
+    if len(readers) != 1 or variables(outputs) & made:
         return None
-    readers = Counter(
-        number for number, one in enumerate(equations) for atom in one.invars
-        if not isinstance(atom, Constant) and atom in made
-    )  # fmt: skip
-    if len(readers) != 1:
-        return None
-    ((reader, times),) = readers.items()
+    (reader,) = readers
     if not is_loop(equations[reader]) or equations[reader].params["jaxpr"].consts:
         return None
     parts = LoopParts.of(equations[reader])
-    gone_over = sum(not isinstance(one.outer, Constant) and one.outer in made for one in parts.slices)
-    return reader if gone_over == times and parts.length == loop.params["length"] else None
+    otherwise = variables(one.outer for one in (*parts.consts, *parts.carries))
+    return None if otherwise & made or parts.length != loop.params["length"] else reader
 
 
 def _merged(makes: LoopParts, reads: LoopParts) -> JaxprEqn:
@@ -72,14 +68,11 @@ def _merged(makes: LoopParts, reads: LoopParts) -> JaxprEqn:
 
     own = [one.replace(invars=[named(atom) for atom in one.invars]) for one in reads.body.eqns]
     count = len(reads.carries)
-    stacks = [(outer, named(one)) for outer, one in _pairs(reads)[count:]]
+    pairs = zip(reads.equation.outvars[count:], reads.body.outvars[count:], strict=True)
+    stacks = [(outer, named(one)) for outer, one in pairs]
     operands = (
         [*reads.consts, *makes.consts],
         [one._replace(result=named(one.result)) for one in reads.carries],
         [*(one for one in reads.slices if one.inner not in here), *makes.slices],
     )
     return with_parts(reads, operands, stacks, [*makes.body.eqns, *own])
-
-
-def _pairs(parts: LoopParts) -> list[tuple[Var, Any]]:
-    return list(zip(parts.equation.outvars, parts.body.outvars, strict=True))

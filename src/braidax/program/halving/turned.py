@@ -5,9 +5,11 @@ one dim that is summed over a compiler sees that this is a product of turned ope
 sequences, XLA for CPUs turns all of the result: for 256 × 1024 numbers that took 4.7 ms instead of 3.0.
 """
 
+import math
 from collections import Counter
 from typing import Any
 
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import dot_general_p, transpose_p
@@ -40,27 +42,28 @@ def products_turned(jaxpr: Jaxpr) -> Jaxpr:
                 equation = _other_way_round(product).replace(outvars=equation.outvars)
         equations.append(equation)
     kept = [one for one in equations if id(one) not in turned]
-    return jaxpr.replace(eqns=[one for equation in kept for one in _flat(equation)])
+    return jaxpr.replace(eqns=[one for equation in kept for one in _over_rows(equation)])
 
 
-def _flat(equation: JaxprEqn) -> list[JaxprEqn]:
-    """Returns a product that sums over its operands' first dims as one over rows."""
-    if equation.primitive is not dot_general_p or any(isinstance(one, Constant) for one in equation.invars):
+def _over_rows(equation: JaxprEqn) -> list[JaxprEqn]:
+    """Returns a product that sums over several first dims of its operands as one over rows: of one dim.
+
+    XLA for CPUs copies operands turned where there are several, together with all that fusion brings before them.
+    """
+    if equation.primitive is not dot_general_p or equation.params["out_sharding"] is not None:
         return [equation]
-    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    (contracted, others), (batched, _) = equation.params["dimension_numbers"]
     leading = tuple(range(len(contracted)))
-    if batched or len(leading) < 2 or equation.params["dimension_numbers"][0] != (leading, leading):
+    if batched or len(leading) < 2 or tuple(contracted) != leading or tuple(others) != leading:
         return [equation]
-    count = len(leading)
-
-    def rows(one: Any) -> Any:
-        return one.reshape(-1, *one.shape[count:])
-
-    def product(one: Any, other: Any) -> Any:
-        changed = {**equation.params, "dimension_numbers": (((0,), (0,)), ((), ()))}
-        return dot_general_p.bind(rows(one), rows(other), **changed)
-
-    return written(product, equation.invars, equation.outvars)
+    found, rows = list[JaxprEqn](), list[Any]()
+    for atom in equation.invars:
+        aval = aval_of(atom)
+        shape = (math.prod(aval.shape[: len(leading)]), *aval.shape[len(leading) :])
+        rows.append(Var(ShapedArray(shape, aval.dtype, aval.weak_type)))
+        found += written(lambda one, shape=shape: one.reshape(shape), [atom], rows[-1:])
+    changed = {**equation.params, "dimension_numbers": (((0,), (0,)), ((), ()))}
+    return [*found, equation.replace(invars=rows, params=changed)]
 
 
 def _turns(equation: JaxprEqn, product: JaxprEqn) -> bool:

@@ -100,6 +100,7 @@ def check_what_is_held(step: Any) -> None:
     one, other = (stage.costs for stage in step.plan.pipeline.stages)
     halves = step._work.run.stage_programs[1].halves
     assert (one.kept_bytes, other.kept_bytes) == (one.activation_bytes + one.sent_bytes, halves.kept_bytes)
+    assert other.kept_bytes <= other.activation_bytes
     first, second = 2 * one.activation_bytes + one.sent_bytes, other.activation_bytes + other.kept_bytes
     assert step.plan.pipeline.schedule.peak_bytes == (first, second)
     room = one.held_bytes + first - 1

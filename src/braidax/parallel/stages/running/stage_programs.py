@@ -103,8 +103,7 @@ class StagePrograms:
         self.given_shardings = tuple(home.along(s.shape, dim) for s, dim in zip(specs, dims_of_given, strict=True))
         pairs = zip(stage.incoming, incoming_dims, strict=True)
         self.incoming_shardings = tuple(home.along(spec.shape, dim) for spec, dim in pairs)
-        *taken, incoming = stage.program.in_specs
-        kept = trace(self._passes.forward, taken, incoming, mesh=home.traced_on).out_specs.kept
+        kept = self._passes.kept
         self._kept = Flat(kept, small_bytes=0)
         divided = {1: dims_of_given, 2: list(incoming_dims)}
         traced = trace(self._forward, [*self.flat_specs], tuple(specs), stage.incoming, mesh=home.traced_on)
