@@ -101,5 +101,6 @@ def test_layers_of_a_loop_with_frozen_ones(options: Any) -> None:
 
 def test_schedules_that_do_not_flush_are_refused_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(pipelined_step, "agreed_stages")
+    model, pipeline = looped(), bx.Pipeline("PipeDream", clock="counted")
     with refused(ArgumentError, "trainable is given, and schedule 'PipeDream' does not flush, which is not run yet"):
-        make(looped(), {"pipe": bx.Pipeline("PipeDream", clock="counted")}, optimizer=optax.sgd(0.1), trainable=ALONE)
+        make(model, {"pipe": pipeline}, optimizer=optax.sgd(0.1), trainable=ALONE)
