@@ -14,7 +14,7 @@ import jax
 
 from benchmarks.harness import Report, arguments, run, say
 from benchmarks.harness.gpt2 import Shape
-from benchmarks.pipedream import cuts, dispatch, memory, peers, planning, searches, steps
+from benchmarks.pipedream import bubble, cuts, dispatch, memory, peers, planning, searches, steps
 from benchmarks.pipedream.programs import bert_program, gpt_program, resnet_program
 from braidax.program import Program
 from braidax.tasks.bert_model import Sizes
@@ -77,7 +77,7 @@ FULL = Scale(
     trained=_kept(256, 256, 8, 64, 2 * 16),  # bytes: so light a head that who cuts by hand is balanced
     microbatches=16,
     few_microbatches=4,
-    turns=9,
+    turns=7,
     warmup=3,
 )
 QUICK = Scale(
@@ -158,7 +158,7 @@ def _steps(report: Report, scale: Scale, spectrax: Path) -> None:
 def _bubble(report: Report, scale: Scale, _: Path) -> None:
     count = scale.few_microbatches
     shape = _kept(*_sizes(scale.trained), scale.trained.batch * count // scale.microbatches)
-    steps.bubbles(report, shape, microbatches=count, rounds=scale.turns, warmup=scale.warmup)
+    bubble.bubbles(report, shape, bubble.SCHEDULES, microbatches=count, rounds=scale.turns, warmup=scale.warmup)
 
 
 def _sizes(shape: Shape) -> tuple[int, int, int, int]:

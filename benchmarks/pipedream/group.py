@@ -30,11 +30,10 @@ class Place(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A step of one process. **Fields:** `loss`: where it is known. `busy`: seconds in which the process computed."""
+    """A step of one process. **Fields:** `loss`: where it is known."""
 
     seconds: float
     loss: float | None
-    busy: float = 0.0
 
 
 class Failed(Exception):

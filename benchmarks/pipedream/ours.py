@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 import optax
@@ -12,59 +13,58 @@ import braidax as bx
 from benchmarks.harness.gpt2 import Shape
 from benchmarks.pipedream import gpt
 from benchmarks.pipedream.group import Place, Taken
-from braidax.parallel.stages.segments import Seconds, measured
-from braidax.program import bytes_of
+from braidax.parallel.stages.schedules import Costs, Timed
+from braidax.spans import Trace
 
 SAMPLES = "samples"
 """In place of a schedule: processes divide the samples."""
 
 
-class Costs(NamedTuple):
-    """What one process has measured of its stage. **Fields:** `transfer`: seconds, of what goes to the other one."""
-
-    stage: Seconds
-    transfer: float
-
-
 class Ours:
     """A step of ours, and its state."""
 
-    def __init__(self, step: Any, shape: Shape, rank: int) -> None:
-        self._step, self._rank = step, rank
+    def __init__(self, step: Any, shape: Shape) -> None:
+        self._step = step
         self._batches = itertools.cycle([_placed(shape, step, seed) for seed in range(2)])
         self._state = step.init(jax.random.key(0))
 
     def step(self) -> Taken:
         """Takes the next step."""
         batch = next(self._batches)
-        start, begun = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         self._state, metrics = self._step.update(self._state, batch)
         jax.block_until_ready((self._state, metrics))
-        busy, seconds, loss = time.process_time() - begun, time.perf_counter() - start, metrics["loss"]
-        return Taken(seconds, float(loss.addressable_data(0)) if loss.addressable_shards else None, busy)
+        seconds, loss = time.perf_counter() - start, metrics["loss"]
+        return Taken(seconds, float(loss.addressable_data(0)) if loss.addressable_shards else None)
 
-    def costs(self) -> Costs:
-        """Measures this process's stage, while the other one measures its own, and the link between them."""
-        cut = self._step.cut
-        link = bx.parallel.measure_machine(self._step.mesh, num_runs=5).permutes["stage"]
-        num_bytes = sum(map(bytes_of, cut.stages[1].incoming))
-        stage = measured(num_runs=10)(cut.stages[self._rank], 0)
-        return Costs(stage, link.seconds(num_bytes, 1))
+    def operations(self) -> list[Timed]:
+        """Returns when this process's operations of a step began and ended, in `time.perf_counter` seconds."""
+        trace = Trace()
+        found = self._step.measure(self._state, next(self._batches), trace=trace)
+        own = [each for timed in found.timed for each in timed]
+        begun = trace.spans[0].start - own[0].start
+        return [replace(each, start=begun + each.start, end=begun + each.end) for each in own]
+
+    def planned(self) -> Costs:
+        """Returns what the plan says that stages take."""
+        return self._step.plan.pipeline.costs
 
     def cut(self) -> str:
         """Tells where the loss is cut, in one line."""
         return ", ".join(map(str, self._step.cut.borders))
 
 
-def begin(place: Place, shape: Shape, way: str, microbatches: int) -> Ours:
-    """Makes the step. **Arguments:** `way`: a schedule's name, or `SAMPLES`."""
+def begin(
+    place: Place, shape: Shape, way: str, microbatches: int, clock: Literal["measured", "counted"] = "measured"
+) -> Ours:
+    """Makes the step. **Arguments:** `way`: a schedule's name, or `SAMPLES`. `clock`: of stages, to cut by."""
     jax.config.update("jax_num_cpu_devices", 1)
     if place.size > 1:
         address = f"127.0.0.1:{place.port}"
         jax.distributed.initialize(address, place.size, place.rank, cluster_detection_method="deactivate")
     axis = "data" if way == SAMPLES else "stage"
     mesh = jax.make_mesh((place.size,), (axis,), axis_types=(AxisType.Auto,))
-    strategy = bx.DataParallel() if way == SAMPLES else bx.parallel.Pipeline(way)
+    strategy = bx.DataParallel() if way == SAMPLES else bx.parallel.Pipeline(way, clock=clock)
     step = bx.parallelize(
         gpt.loss(shape),
         optax.sgd(gpt.RATE),
@@ -74,7 +74,7 @@ def begin(place: Place, shape: Shape, way: str, microbatches: int) -> Ours:
         batch=gpt.spec(shape),
         microbatches=microbatches,
     )
-    return Ours(step, shape, place.rank)
+    return Ours(step, shape)
 
 
 def _placed(shape: Shape, step: Any, seed: int) -> Any:

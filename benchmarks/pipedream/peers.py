@@ -1,6 +1,8 @@
 """The systems that take steps of one GPT on the same two cores: ours in some ways, torch's schedules, SpectraX."""
 
 import os
+from collections.abc import Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ _TORCH_SCHEDULES = (
     ("interleaved zero bubble", False),
     ("ZBV", False),
 )
-_SPECTRAX_SCHEDULES = ("GPipe", "1F1B", "ZB-H1")
+_SPECTRAX_SCHEDULES = ("GPipe", "1F1B")
 
 
 class System(NamedTuple):
@@ -46,17 +48,19 @@ def ours(schedule: str) -> str:
     return f"ours, {schedule}"
 
 
-def our_systems(shape: Shape, schedules: tuple[str, ...], microbatches: int) -> dict[str, System]:
+def our_systems(shape: Shape, schedules: Sequence[str], microbatches: int) -> dict[str, System]:
     """Returns ours: alone on one core, as one stage; by data parallelism; and by schedules."""
     cores = two_cores()
-    alone = {ONE: System(_OURS, (shape, "1F1B", microbatches), cores[1:])}
+    alone = {ONE: System(_OURS, (shape, "1F1B", microbatches, "counted"), cores[1:])}
     half = max(microbatches // 2, 1)  # each process has half of the samples, in microbatches that are as large
     return alone | {DIVIDED: System(_OURS, (shape, "samples", half), cores)} | pipelines(shape, schedules, microbatches)
 
 
-def pipelines(shape: Shape, schedules: tuple[str, ...], microbatches: int) -> dict[str, System]:
-    """Returns ours by schedules alone."""
-    return {ours(name): System(_OURS, (shape, name, microbatches), two_cores()) for name in schedules}
+def pipelines(shape: Shape, schedules: Sequence[str], microbatches: int) -> dict[str, System]:
+    """Returns ours by schedules alone: the first one is cut by measured seconds, others by counted ones."""
+    cores, clocks = two_cores(), chain(["measured"], repeat("counted"))
+    pairs = zip(schedules, clocks, strict=False)
+    return {ours(name): System(_OURS, (shape, name, microbatches, clock), cores) for name, clock in pairs}
 
 
 def peers(shape: Shape, microbatches: int, spectrax: Path, *, few: bool) -> dict[str, System]:

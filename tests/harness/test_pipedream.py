@@ -2,17 +2,18 @@
 
 import argparse
 import os
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.harness import Report
 from benchmarks.harness.gpt2 import Shape
-from benchmarks.pipedream import searches, steps
+from benchmarks.pipedream import bubble, searches
 from benchmarks.pipedream.cuts import Cuts
-from benchmarks.pipedream.group import Failed, Taken, group
+from benchmarks.pipedream.group import Failed, group
 from benchmarks.pipedream.programs import gpt_program
 from benchmarks.pipedream.searches import joined
-from braidax.parallel.stages.schedules import Costs
+from braidax.parallel.stages.schedules import Costs, simulate
 
 TOLD = "tests.harness.told"
 
@@ -33,9 +34,18 @@ def test_processes_are_bound_and_asked_and_tell_why_not() -> None:
         pass
 
 
-def test_what_waits_is_what_does_not_compute() -> None:
-    taken = [Taken(1.0, None, 0.5), Taken(0.9, 2.0, 0.9)]
-    assert steps._waited(taken) == pytest.approx(1 - 1.4 / 2)
+def test_what_waits_is_what_does_not_compute_from_the_first_to_the_last_operation() -> None:
+    """Of costs that are known: those that are found again give the same simulation."""
+    schedule = searches.NAMED["ZB-H1"](2, 4)
+    known = Costs((1.0, 1.5), (0.0, 1.0), (2.0, 1.0), (0.25,), (1, 1))
+    simulation = simulate(schedule, known)
+    operations = [replace(one, start=one.start + 7, end=one.end + 7) for own in simulation.timed for one in own]
+    assert bubble.waiting(operations) == pytest.approx(sum(map(simulation.bubble, range(2))) / 2)
+    assert bubble.costs(schedule, operations) == known
+    whole = simulate(searches.NAMED["1F1B"](2, 4), known)
+    found = bubble.costs(whole.schedule, [one for own in whole.timed for one in own])
+    assert found.input_seconds == (2.0, 2.0)
+    assert found.weight_seconds == (0.0, 0.0)
 
 
 def test_stages_are_joined_with_their_transfers() -> None:

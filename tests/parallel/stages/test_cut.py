@@ -9,7 +9,7 @@ import pytest
 
 from braidax.errors import ArgumentError
 from braidax.parallel.stages.balance import Priced, Pricing, Span
-from braidax.parallel.stages.cut import CutLoss, cut
+from braidax.parallel.stages.cut import CutLoss, cut, remembered
 from braidax.parallel.stages.segments import Seconds, counted, measured, segments_of
 from braidax.program import Chain, Stage, trace
 from tests.parallel.models import refused
@@ -57,18 +57,20 @@ def test_what_the_first_stage_reads_of_a_batch_is_not_what_another_is_sent() -> 
     assert [one.seconds.inputs > 0 for one in segments_of((first, second, third), counted())] == [False, True, True]
 
 
-def test_segments_tell_parameters_and_bytes_and_equal_ones_are_timed_once() -> None:
-    chain, calls = Chain(gpt(8).traced()), list[Stage]()
+def test_segments_tell_parameters_and_bytes_and_equal_ones_are_timed_as_one_at_two_moments() -> None:
+    chain, calls = Chain(gpt(8).traced()), list[str]()
 
     def clock(stage: Stage, params: int) -> Seconds:
-        calls.append(stage)
-        return Seconds(1.0, 1.0, 1.0)
+        calls.append(stage.told())
+        return Seconds(1.0, 3.0, 1.0) if calls.count(calls[-1]) == 1 else Seconds(2.0, 2.0, 2.0)
 
     borders = [one for one in chain.borders() if one.iteration] + [chain.borders()[0]]
     segments = segments_of(chain.stages(borders), clock)
     assert len(segments) == 9
-    assert len(calls) <= 4
-    assert len({one.told() for one in calls}) == len(calls)
+    first, second = calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    assert first == second
+    assert len(first) == len({*first}) <= 4
+    assert {one.seconds for one in segments} == {Seconds(1.0, 2.0, 1.0)}
     sizes = {"scale": 8, "qkv": 8 * 24, "out": 64, "up": 128, "down": 128}
     assert segments[3].leaves == {(f"layers/{name}", (2, 3)): 4 * size for name, size in sizes.items()}
     assert segments[3].incoming_bytes == segments[3].float_bytes == 4 * 5 * 8 * 2 + 2 * 2
@@ -98,6 +100,13 @@ def test_stages_that_take_longer_than_their_segments_are_corrected() -> None:
     assert [len(stage.leaves) for stage in found.stages] == [3, 7]  # one layer and x, three layers and y
     assert [one.forward for one in found.seconds] == [1.0, 3.0]
     assert found.slowest_seconds == 3.0
+
+
+def test_a_stage_is_looked_at_twice_and_the_shorter_time_is_remembered() -> None:
+    (stage,) = Chain(layers(1).traced()).stages(())
+    times = iter([Seconds(1.0, 3.0, 1.0), Seconds(2.0, 2.0, 2.0)])
+    clock = remembered(lambda stage, params: next(times))
+    assert [clock(stage, 0) for _ in range(3)] == [Seconds(1.0, 3.0, 1.0), *[Seconds(1.0, 2.0, 1.0)] * 2]
 
 
 def test_measured_seconds_of_the_passes() -> None:

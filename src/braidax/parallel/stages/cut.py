@@ -11,6 +11,7 @@ from .balance import Priced, Pricing, Shares, Span, StageCost, balance
 from .segments import Clock, Seconds, Segment, counted, measured, segments_of
 
 _MOST_ROUNDS = 6
+_LOOKS = 2  # at the seconds of a stage
 _AS_EXPECTED = 1.02  # times what segments said
 
 
@@ -125,14 +126,14 @@ def _named(chain: Chain, cuts: Sequence[str]) -> tuple[Border, ...]:
 
 
 def remembered(clock: Clock) -> Clock:
-    """Returns a clock that times once what computes the same."""
-    known = dict[str, Seconds]()
+    """Returns a clock that times twice what computes the same, and then knows the shorter time."""
+    known = dict[str, list[Seconds]]()
 
     def seconds(stage: Stage, params: int) -> Seconds:
-        key = stage.told()
-        if key not in known:
-            known[key] = clock(stage, params)
-        return known[key]
+        own = known.setdefault(stage.told(), [])
+        if len(own) < _LOOKS:
+            own.append(clock(stage, params))
+        return Seconds(*map(min, zip(*own, strict=True)))
 
     return seconds
 

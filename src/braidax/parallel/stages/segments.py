@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +52,19 @@ Clock = Callable[[Stage, int], Seconds]
 
 
 def segments_of(stages: Sequence[Stage], clock: Clock, *, params: int = 0) -> tuple[Segment, ...]:
-    """Returns what stages cost; those that compute the same, such as the iterations of a loop, are timed once.
+    """Returns what stages cost; those that compute the same, such as the iterations of a loop, are timed as one.
+
+    All are timed, and then all once more, and the shorter time counts: what else a machine does lasts for a while.
 
     **Arguments:** `clock`: `measured` or `counted`. `params`: the number of the argument that is trained.
     """
-    known = dict[str, tuple[Seconds, int]]()
+    alike = {stage.told(): stage for stage in stages}
+    rounds = [{key: clock(stage, params) for key, stage in alike.items()} for _ in range(2)]
+    kept = {key: Passes(stage, params=params).kept_bytes for key, stage in alike.items()}
     found: list[Segment] = []
     for stage in stages:
         key = stage.told()
-        if key not in known:
-            known[key] = clock(stage, params), Passes(stage, params=params).kept_bytes
-        seconds, kept_bytes = known[key]
+        seconds, kept_bytes = Seconds(*map(min, zip(*(one[key] for one in rounds), strict=True))), kept[key]
         leaves = {(leaf.name, leaf.rows): leaf.num_bytes for leaf in stage.leaves if leaf.argument == params}
         incoming = [(bytes_of(one), is_float(one)) for one in stage.incoming]
         floats = sum(size for size, moved in incoming if moved)
@@ -94,30 +96,48 @@ def measured(*, num_runs: int = 5) -> Clock:
     machine does only adds.
     """
 
+    timers = dict[tuple[str, int], _Timer]()
+
     def clock(stage: Stage, params: int) -> Seconds:
-        halved = Halved(passes := Passes(stage, params=params))
-        *taken, incoming = drawn(stage.program.in_specs)
-        forward, inputs = jax.jit(passes.forward), jax.jit(halved.inputs)
-        adding = adding_in_loops(lambda sums, given: added(sums, halved.weights(*given)), mesh=AbstractMesh((), ()))
-        weights = jax.jit(adding, donate_argnums=0)
-        made = forward(taken, incoming)
-        back = [taken, incoming, made.kept, [jnp.ones_like(one) for one in made.outgoing if is_float(one)]]
-        handed = inputs(*back)[1]
-        held = [
-            [one if at in own else None for at, one in enumerate(part)]
-            for own, part in zip(halved.left, back[1:], strict=True)
-        ]
-        own = jax.tree.leaves(taken[params])
-        sums = [wide_zeros(own[at]) for at in passes.trained]
-        found: list[list[float]] = [[], [], []]
-        for _ in range(num_runs + 1):
-            found[0].append(_timed(forward, taken, incoming)[0])
-            found[1].append(_timed(inputs, *back)[0] if any(map(is_float, incoming)) else 0.0)
-            seconds, sums = _timed(weights, sums, [taken, *held, handed]) if sums else (0.0, sums)
-            found[2].append(seconds)
-        return Seconds(*(min(each[1:]) for each in found))  # the first run compiles
+        key = stage.told(), params
+        if key not in timers:
+            timers[key] = _Timer(stage, params)
+        return timers[key].seconds(num_runs)
 
     return clock
+
+
+@final
+class _Timer:
+    """The passes of a stage, compiled once."""
+
+    def __init__(self, stage: Stage, params: int) -> None:
+        self._stage, self._params = stage, params
+        self._halved = halved = Halved(passes := Passes(stage, params=params))
+        self._trained = passes.trained
+        adding = adding_in_loops(lambda sums, given: added(sums, halved.weights(*given)), mesh=AbstractMesh((), ()))
+        self._forward, self._inputs = jax.jit(passes.forward), jax.jit(halved.inputs)
+        self._weights = jax.jit(adding, donate_argnums=0)
+
+    def seconds(self, num_runs: int) -> Seconds:
+        """Runs the passes, once more than it times them; values are given up behind that."""
+        *taken, incoming = drawn(self._stage.program.in_specs)
+        made = self._forward(taken, incoming)
+        back = [taken, incoming, made.kept, [jnp.ones_like(one) for one in made.outgoing if is_float(one)]]
+        handed = self._inputs(*back)[1]
+        held = [
+            [one if at in own else None for at, one in enumerate(part)]
+            for own, part in zip(self._halved.left, back[1:], strict=True)
+        ]
+        own = jax.tree.leaves(taken[self._params])
+        sums = [wide_zeros(own[at]) for at in self._trained]
+        found: list[list[float]] = [[], [], []]
+        for _ in range(num_runs + 1):
+            found[0].append(_timed(self._forward, taken, incoming)[0])
+            found[1].append(_timed(self._inputs, *back)[0] if any(map(is_float, incoming)) else 0.0)
+            seconds, sums = _timed(self._weights, sums, [taken, *held, handed]) if sums else (0.0, sums)
+            found[2].append(seconds)
+        return Seconds(*(min(each[1:]) for each in found))
 
 
 def added(sums: Sequence[Any], gradients: Any) -> list[Any]:

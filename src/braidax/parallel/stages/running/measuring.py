@@ -16,6 +16,7 @@ from braidax.spans import Span, Trace
 from .executor import Pipelined
 
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+_RECEIVING = (Kind.RECV_F, Kind.RECV_B)
 _EVERY, _MEASURED = 100, 4
 """Of so many updates the fourth is measured."""
 
@@ -100,41 +101,41 @@ class Measuring:
 
     What is waited for is a number that is taken of an output when it is dispatched: later operations take over the
     memory of the outputs themselves. An operation began when it was dispatched, the one before it on its device had
-    ended, and all that it needed; so a transfer is in nobody's time. Threads only wait.
+    ended, and all that it needed was there; what comes from other processes has threads of its own. So a transfer is in
+    nobody's time. Threads only wait.
 
-    **Arguments:** `costs`: of what lives on devices meanwhile.
+    **Arguments:** `schedule`: with transfers. `costs`: of what lives on devices meanwhile.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule, self._costs = schedule.computing(), costs
+        self._needs, self._made = Dependencies(schedule), Dependencies(self._schedule)
         # Where weights are flushed, updates are not in what is measured.
         self._kinds = _COMPUTING if schedule.is_flushed else (*_COMPUTING, Kind.UPDATE)
-        self._waiting: list[ThreadPoolExecutor] = []
+        self._waiting: dict[tuple[int, bool], ThreadPoolExecutor] = {}
         self._noted: dict[Operation, tuple[float, Future[float]]] = {}
         self.begun = 0.0
 
     def begin(self) -> Callable[[Operation, Any], None]:
         """Returns what is called with each operation that is dispatched, and its outputs."""
-        self._waiting = [ThreadPoolExecutor(1, f"braidax-measure-{at}") for at in range(self._schedule.num_devices)]
-        self._noted, self.begun = {}, time.perf_counter()
+        self._waiting, self._noted, self.begun = {}, {}, time.perf_counter()
         return self._note
 
     def wait(self) -> None:
         """Waits until all is noted."""
-        for one in self._waiting:
+        for one in self._waiting.values():
             one.shutdown()
 
     def timed(self) -> Simulation:
         """Returns all that this process has done, in time. **Raises:** what devices have raised."""
         ends = {operation: done.result() for operation, (_, done) in self._noted.items()}
-        dependencies = Dependencies(self._schedule)
         timed: list[tuple[Timed, ...]] = []
-        here = {self._schedule.device_of_stage[one.stage] for one in self._noted}
+        here = {self._schedule.device_of_stage[one.stage] for one in self._noted if one.kind in self._kinds}
         for device, operations in enumerate(self._schedule.lists):
             own, before = list[Timed](), 0.0
             operations = operations if device in here else ()
             for operation in (one for one in operations if one.kind in self._kinds):
-                needs = [ends[one] for one in dependencies.of(operation) if one in ends]
+                needs = [ends[one] for one in (*self._needs.of(operation), *self._made.of(operation)) if one in ends]
                 dispatched = self._noted[operation][0] if operation in self._noted else 0.0
                 start = max(before, dispatched, *needs)
                 before = ends[operation] = max(ends.get(operation, 0.0), start)  # what gives nothing takes no time
@@ -143,13 +144,15 @@ class Measuring:
         return Simulation(self._schedule, self._costs, tuple(timed))
 
     def _note(self, operation: Operation, outputs: Any) -> None:
-        if operation.kind not in self._kinds:
+        if operation.kind not in (*self._kinds, *_RECEIVING):
             return
         dispatched = time.perf_counter() - self.begun
         arrays = [one for one in jax.tree.leaves(outputs) if isinstance(one, jax.Array) and one.size]
         tokens = [_taking()(min(arrays, key=lambda one: one.size).addressable_shards[0].data)] if arrays else []
-        device = self._schedule.device_of_stage[operation.stage]
-        self._noted[operation] = dispatched, self._waiting[device].submit(self._wait, tokens)
+        place = self._schedule.device_of_stage[operation.stage], operation.kind in _RECEIVING
+        if place not in self._waiting:
+            self._waiting[place] = ThreadPoolExecutor(1, "braidax-measure")
+        self._noted[operation] = dispatched, self._waiting[place].submit(self._wait, tokens)
 
     def _wait(self, tokens: Any) -> float:
         jax.block_until_ready(tokens)

@@ -122,7 +122,7 @@ class Run:
     def _receive_forward(self, stage: int, each: int) -> None:
         way = self._ways[stage - 1].forward
         if way.receives:
-            self._incoming[stage, each] = way.receive()
+            self._incoming[stage, each] = self._observed(way.receive())
 
     def _send_backward(self, stage: int, each: int) -> None:
         to = stage - 1, each
@@ -133,7 +133,7 @@ class Run:
     def _receive_backward(self, stage: int, each: int) -> None:
         way = self._ways[stage].backward
         if way.receives:
-            self._gradients[stage, each] = way.receive()
+            self._gradients[stage, each] = self._observed(way.receive())
 
     def _backward(self, stage: int, each: int) -> None:
         own, at = self._programs[stage], (stage, each)
@@ -176,10 +176,14 @@ class Run:
 
     def _wait(self, own: StagePrograms, stage: int, outputs: Any) -> None:
         """Waits, with several CPU devices, when a stage is too far behind."""
-        if self.observe is not None and self._now is not None:
-            self.observe(self._now, outputs)
+        self._observed(outputs)
         if own.home.is_bounded:
             self._ahead[stage] += 1
             if self._ahead[stage] == _MOST_AHEAD:
                 self._ahead[stage] = 0
                 jax.block_until_ready(outputs)
+
+    def _observed(self, outputs: Any) -> Any:
+        if self.observe is not None and self._now is not None:
+            self.observe(self._now, outputs)
+        return outputs
