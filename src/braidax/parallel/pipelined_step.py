@@ -20,10 +20,10 @@ from .given.asking import Asking
 from .given.initial import traced_loss
 from .given.loss import Loss
 from .plan.batch import batch_axes
-from .plan.plan import Plan, layouts_of
+from .plan.plan import Plan
 from .plan.replanning import changes, tables_in
 from .plan.rotated import RotatedTensorParallel
-from .plan.strategies import DataParallel, FullySharded
+from .plan.strategies import DataParallel, FullySharded, Hybrid
 from .plan.strategy import Strategy, stages_axis
 from .plan.tensor import TensorParallel
 from .stages.cut import CutLoss
@@ -42,7 +42,7 @@ from .stages.stage_layouts import Placing, merged
 from .state import Origin, State, Way
 from .wrapped import Wrapped
 
-_INSIDE = (DataParallel, FullySharded, RotatedTensorParallel, TensorParallel)
+_INSIDE = (DataParallel, FullySharded, Hybrid, RotatedTensorParallel, TensorParallel)
 """What other axes may be for."""
 
 
@@ -339,7 +339,7 @@ def make_pipelined(
     pipeline = strategies[axis]
     assert isinstance(pipeline, Pipeline), "it is the strategy of that axis"
     inner = {name: one for name, one in strategies.items() if name != axis}
-    _check_inside(inner, plan)
+    _check_inside(inner)
     axes, frozen = batch_axes(mesh, strategies), training.frozen_leaves
     if frozen and not pipeline.is_flushed:
         why = f"trainable is given, and schedule {pipeline.name!r} does not flush, which is not run yet"
@@ -348,7 +348,7 @@ def make_pipelined(
     processes = {device.process_index for device in mesh.devices.flat}
     agreement = Agreement([*processes]) if len(processes) > 1 else None
     given = plan
-    once = all(isinstance(one, DataParallel) for one in inner.values())
+    once = all(isinstance(one.dense if isinstance(one, Hybrid) else one, DataParallel) for one in inner.values())
     setting = Setting(
         pipeline, traced, mesh, axis, axes, plan.microbatches, per, 1 if once else plan.microbatches, frozen
     )
@@ -374,19 +374,17 @@ def make_pipelined(
     return PipelinedStep(work, training.loss, batch, mesh, plan, found, axes)
 
 
-def _check_inside(inner: Mapping[str, Strategy], plan: Plan) -> None:
+def _check_inside(inner: Mapping[str, Strategy]) -> None:
     """Checks what other axes are for. **Raises:** `ArgumentError`."""
-    for axis, strategy in inner.items():
-        if not isinstance(strategy, _INSIDE):
+    for axis, one in inner.items():
+        if not isinstance(one, _INSIDE):
             raise ArgumentError(
-                f"strategies[{axis!r}] is {strategy!r}, which is not run inside of stages yet: beside a Pipeline "
+                f"strategies[{axis!r}] is {one!r}, which is not run inside of stages yet: beside a Pipeline "
                 f"expected one of {', '.join(one.__name__ for one in _INSIDE)}"
             )
-    for one, layout in zip(plan.variables, layouts_of(plan), strict=True):
-        if layout.by_rows:
-            raise ArgumentError(
-                f"{one.path} would lie by rows, which are not exchanged inside of stages yet: leave the override out"
-            )
+        if isinstance(one, Hybrid) and (one.row_optimizers or one.out_of_range == "raise"):
+            given = "row_optimizers" if one.row_optimizers else 'out_of_range="raise"'
+            raise ArgumentError(f"strategies[{axis!r}] has {given}, which stages do not have yet: leave it out")
 
 
 def _check_placements(given: Plan, made: Plan) -> None:

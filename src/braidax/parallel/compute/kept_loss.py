@@ -89,7 +89,7 @@ class KeptLoss:
         (value, values), (gradients, of_rows, of_parts) = wanted(moved, rows, parts)
         if self._tables is None or pulled is None:
             return _Found([value, *values], gradients, of_parts, None)
-        gradients |= self._tables.gradients(pulled, of_rows)
+        gradients |= self._tables.gradients(pulled.routes, of_rows)
         wrong = pulled.out_of_range if self._counts else None
         return _Found([value, *values], gradients, of_parts, wrong)
 

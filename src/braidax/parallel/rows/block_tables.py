@@ -83,12 +83,12 @@ class BlockTables:
         pulled = self._packing.pull(moved, stored, dict.fromkeys(places, _NOTHING))
         return PulledRows(pulled.rows, pulled.routes, pulled.out_of_range)
 
-    def gradients(self, pulled: PulledRows, of_rows: Sequence[jax.Array]) -> dict[int, jax.Array]:
+    def gradients(self, routes: Sequence[Route], of_rows: Sequence[jax.Array]) -> dict[int, jax.Array]:
         """Returns the gradients of tables, by number, each device with those of its rows.
 
-        **Arguments:** `of_rows`: of each lookup.
+        **Arguments:** `routes`: by which the rows were pulled. `of_rows`: gradients of each lookup's.
         """
-        trips = self._packing.push(pulled.routes, of_rows)
+        trips = self._packing.push(routes, of_rows)
         zeros = {table.name: _zeros(table) for table in self._tables}
         made, _ = self._packing.update(trips, zeros, dict.fromkeys(zeros, _NOTHING))
         return {leaf: _shaped(made[table.name], table) for leaf, table in zip(self.leaves, self._tables, strict=True)}

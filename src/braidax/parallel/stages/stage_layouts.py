@@ -16,11 +16,13 @@ from braidax.parallel.compute.metrics import BATCH
 from braidax.parallel.dense.passes import dense_passes
 from braidax.parallel.plan.footprint import state_bytes
 from braidax.parallel.plan.layout import Layout
-from braidax.parallel.plan.model import Model
+from braidax.parallel.plan.model import Model, RowWork
 from braidax.parallel.plan.placements import Replicated
 from braidax.parallel.plan.plan import Plan, PlannedVariable, layouts_of, make_plan
 from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
 from braidax.parallel.plan.strategy import Strategy
+from braidax.parallel.rows.loss_with_tables import loss_with_tables
+from braidax.parallel.rows.reads import LATE, row_reads
 from braidax.program import Stage, find_dims_in_pieces, find_meetings, find_sites, named_leaves
 
 from .running.home import axes_of
@@ -85,9 +87,20 @@ class Placing:
             for name, read in pieces.items()
             if readers[read[:2]] > 1 or read.owner != number or read.rows is not None
         }
+        pairs = zip(plan.variables, layouts_of(plan), strict=True)
+        still |= {
+            one.path: f"{lies.num_parts(0)} devices do not divide its {one.shape[0]:,} rows: whole"
+            for one, lies in pairs
+            if lies.by_rows and lies.padding[0] and one.path not in still
+        }
         plan = replace(plan, variables=tuple(_kept_whole(one, still) for one in plan.variables))
-        layouts = layouts_of(plan)
-        program = dense_passes(stage.program, layouts, mesh, axes, divided)
+        layouts, program = layouts_of(plan), stage.program
+        tables = {at: plan.variables[at] for at, lies in enumerate(layouts) if lies.by_rows}
+        if tables:
+            program = loss_with_tables(program, tables, divided, mesh, plan)
+        used = [Layout.whole(lies.shape) if at in tables else lies for at, lies in enumerate(layouts)]
+        program = dense_passes(program, used, mesh, axes, divided)
+        layouts = [replace(lies, by_rows=False) for lies in layouts]  # consecutive rows
         reads = ownership.reads[number]
         own = {read.piece: layout for read, layout in zip(reads, layouts, strict=True) if layout.axes}
         return PlacedStage(replace(stage, program=program), own, _on_axes(plan, [*self.strategies]))
@@ -102,6 +115,10 @@ class Placing:
                 found[paths[site.value.entry.leaf]].append(site)
             return {path: tuple(one) for path, one in found.items()}
 
+        reads = row_reads(program, microbatches=self.microbatches, divided=divided)
+        frozen = frozenset(f"{_ROOT}/{leaf.name}" for leaf in stage.leaves if leaf.frozen)
+        uses = {f"{_ROOT}/{one.name}": one for one in reads.uses}
+
         def of_pieces() -> dict[str, int]:
             whole, found = dict(named_leaves(self.params, _ROOT)), state_bytes(self.optimizer, self.params, _ROOT)
             own = {path: found[path] * spec.size // max(whole[path].size, 1) for path, spec in variables.items()}
@@ -112,13 +129,16 @@ class Placing:
             num_parts,
             self.microbatches,
             axes,
+            find_uses=lambda: {path: one for path, one in uses.items() if path not in frozen},
             find_sites=sites,
             find_met=lambda: find_meetings(program, {site.path for site in find_sites(program)}, divided),
             find_dims=partial(find_dims_in_pieces, program),
             find_rotated=lambda cuts, axis: rotated_uses(program, paths, cuts, axis, divided, num_parts),
             find_experts=lambda: expert_uses(program, paths, divided, num_parts),
+            no_rows=lambda path: "" if path.removeprefix(f"{_ROOT}/") in reads.sparse else LATE,
+            row_work=lambda path: RowWork(reads.shared.get(path.removeprefix(f"{_ROOT}/"), 0)),
             find_state_bytes=of_pieces,
-            frozen=frozenset(f"{_ROOT}/{leaf.name}" for leaf in stage.leaves if leaf.frozen),
+            frozen=frozen,
         )
 
 

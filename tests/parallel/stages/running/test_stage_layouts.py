@@ -220,10 +220,6 @@ def test_gradients_are_summed_over_devices_once_an_update(
 
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "hybrid": (
-        bx.Hybrid(), r"strategies\['data'\] is Hybrid\(\), which is not run inside of stages yet: beside a Pipeline "
-        "expected one of DataParallel, FullySharded, RotatedTensorParallel, TensorParallel",
-    ),
     "nothing": (bx.FullySharded({"params/none": bx.Replicated()}), "overrides.'params/none'. names no variable"),
     "taken apart": (bx.FullySharded({"params/layers/w": bx.Gathered(0)}), "asks for dim 0 of params/layers/w, which a"),
 }  # fmt: skip
@@ -234,14 +230,3 @@ def test_what_is_not_run_inside_is_refused(name: str) -> None:
     strategy, words = REFUSED[name]
     with refused(ArgumentError, words):
         inside(looped(), strategy, optimizer=BY_ROWS)
-
-
-def test_rows_of_a_table_are_refused() -> None:
-    def loss(params: Any, batch: Any, variables: Any) -> Any:
-        x = params["table"][batch["ids"]]
-        return ((jnp.tanh(x @ params["w"])).sum(-1) ** 2).mean(), {"variables": variables}
-
-    params = {"table": jnp.ones((64, 4)), "w": jnp.ones((4, 4))}
-    case = Case(loss, params, {}, {"ids": jnp.zeros(16, jnp.int32)})
-    with refused(ArgumentError, "params/table would lie by rows, which are not exchanged inside of stages yet"):
-        inside(case, bx.DataParallel({"params/table": bx.Rows()}), optimizer=optax.sgd(0.1))
