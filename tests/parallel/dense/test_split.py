@@ -49,7 +49,8 @@ def placed(step: bx.Step, axis: int = 1) -> dict[str, str]:
     ],
 )
 def test_it_trains_as_on_one_device(model: str, mesh: str, strategies: str) -> None:
-    assert_as_on_one_device(make_step(MODELS[model], STRATEGIES[strategies], mesh), MODELS[model])
+    # Adam divides by the gradient's size: of a small one it moves what the order of a sum has left.
+    assert_as_on_one_device(make_step(MODELS[model], STRATEGIES[strategies], mesh), MODELS[model], atol=2e-5)
 
 
 def test_a_table_by_rows_and_by_columns() -> None:
