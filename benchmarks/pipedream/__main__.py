@@ -158,7 +158,7 @@ def _steps(report: Report, scale: Scale, spectrax: Path) -> None:
 def _bubble(report: Report, scale: Scale, _: Path) -> None:
     count = scale.few_microbatches
     shape = _kept(*_sizes(scale.trained), scale.trained.batch * count // scale.microbatches)
-    bubble.bubbles(report, shape, bubble.SCHEDULES, microbatches=count, rounds=scale.turns, warmup=scale.warmup)
+    bubble.bubbles(report, shape, microbatches=count, rounds=scale.turns, warmup=scale.warmup)
 
 
 def _sizes(shape: Shape) -> tuple[int, int, int, int]:

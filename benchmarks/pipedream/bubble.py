@@ -14,16 +14,14 @@ from braidax.parallel.stages.schedules.dependencies import Dependencies
 
 METRIC = "devices that wait"
 FORMULA, PREDICTED, SIMULATED, MEASURED = "all stages alike", "predicted", "simulated", "measured"
-SCHEDULES = ("1F1B", "GPipe", "ZB-H1")
+_SCHEDULES = ("1F1B", "GPipe", "ZB-H1")
 _NUM_DEVICES = 2
 
 
-def bubbles(
-    report: Report, shape: Shape, schedules: Sequence[str], *, microbatches: int, rounds: int, warmup: int
-) -> None:
+def bubbles(report: Report, shape: Shape, *, microbatches: int, rounds: int, warmup: int) -> None:
     """Claims that devices wait as long as a simulation says, of what operations took in the same step."""
     case, apart = f"bubble, {microbatches} microbatches", list[float]()
-    with running(report, case, peers.pipelines(shape, tuple(schedules), microbatches)) as found:
+    with running(report, case, peers.pipelines(shape, _SCHEDULES, microbatches)) as found:
         warmed(found, warmup)
         cuts = {name: one.ask("cut")[0] for name, one in found.items()}
         if len({*cuts.values()}) > 1:

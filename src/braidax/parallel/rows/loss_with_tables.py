@@ -37,9 +37,10 @@ def loss_with_tables(
     tables = BlockTables(in_lists, variables, dims, mesh, plan, "as jax")
 
     def pull(stored: Sequence[Any], given: Sequence[Any]) -> tuple[Any, Any]:
-        of_table = dict(zip(tables.leaves, stored, strict=True))
-        unread = {at: jnp.zeros(spec.shape, spec.dtype) for at, spec in enumerate(specs) if at not in of_table}
-        pulled = tables.pull([(of_table | unread)[at] for at in range(len(specs))], given)
+        weights = [jnp.zeros(spec.shape, spec.dtype) for spec in specs]  # no ids depend on those that are no tables
+        for at, one in zip(tables.leaves, stored, strict=True):
+            weights[at] = one
+        pulled = tables.pull(weights, given)
         return pulled.rows, pulled.routes
 
     @jax.custom_vjp

@@ -8,7 +8,7 @@ from braidax.parallel.plan.costs.machine import in_time, scaled
 from braidax.program import Border, Chain, Program, Stage, find_mixing
 
 from .balance import Priced, Pricing, Shares, Span, StageCost, balance
-from .segments import Clock, Seconds, Segment, counted, measured, segments_of
+from .segments import Clock, Seconds, Segment, counted, measured, segments_of, shortest
 
 _MOST_ROUNDS = 6
 _LOOKS = 2  # at the seconds of a stage
@@ -133,7 +133,7 @@ def remembered(clock: Clock) -> Clock:
         own = known.setdefault(stage.told(), [])
         if len(own) < _LOOKS:
             own.append(clock(stage, params))
-        return Seconds(*map(min, zip(*own, strict=True)))
+        return shortest(own)
 
     return seconds
 

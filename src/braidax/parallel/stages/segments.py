@@ -58,18 +58,23 @@ def segments_of(stages: Sequence[Stage], clock: Clock, *, params: int = 0) -> tu
 
     **Arguments:** `clock`: `measured` or `counted`. `params`: the number of the argument that is trained.
     """
-    alike = {stage.told(): stage for stage in stages}
+    keys = [stage.told() for stage in stages]
+    alike = dict(zip(keys, stages, strict=True))
     rounds = [{key: clock(stage, params) for key, stage in alike.items()} for _ in range(2)]
     kept = {key: Passes(stage, params=params).kept_bytes for key, stage in alike.items()}
     found: list[Segment] = []
-    for stage in stages:
-        key = stage.told()
-        seconds, kept_bytes = Seconds(*map(min, zip(*(one[key] for one in rounds), strict=True))), kept[key]
+    for key, stage in zip(keys, stages, strict=True):
+        seconds = shortest([one[key] for one in rounds])
         leaves = {(leaf.name, leaf.rows): leaf.num_bytes for leaf in stage.leaves if leaf.argument == params}
         incoming = [(bytes_of(one), is_float(one)) for one in stage.incoming]
         floats = sum(size for size, moved in incoming if moved)
-        found.append(Segment(seconds, kept_bytes, sum(size for size, _ in incoming), floats, leaves))
+        found.append(Segment(seconds, kept[key], sum(size for size, _ in incoming), floats, leaves))
     return tuple(found)
+
+
+def shortest(looks: Sequence[Seconds]) -> Seconds:
+    """Returns the shortest time of each pass."""
+    return Seconds(*map(min, zip(*looks, strict=True)))
 
 
 def counted(*, flops_per_second: float = 1e9, bytes_per_second: float = 1e9) -> Clock:

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from braidax.parallel.plan.ring_uses import expert_uses, rotated_uses
 from braidax.parallel.plan.strategy import Strategy
 from braidax.parallel.rows.loss_with_tables import loss_with_tables
 from braidax.parallel.rows.reads import LATE, row_reads
-from braidax.program import Stage, find_dims_in_pieces, find_meetings, find_sites, named_leaves
+from braidax.program import LeafUses, Stage, find_dims_in_pieces, find_meetings, find_sites, named_leaves
 
 from .running.home import axes_of
 from .running.owning.ownership import Ownership, Piece
@@ -115,9 +115,12 @@ class Placing:
                 found[paths[site.value.entry.leaf]].append(site)
             return {path: tuple(one) for path, one in found.items()}
 
-        reads = row_reads(program, microbatches=self.microbatches, divided=divided)
+        reads = cache(lambda: row_reads(program, microbatches=self.microbatches, divided=divided))
         frozen = frozenset(f"{_ROOT}/{leaf.name}" for leaf in stage.leaves if leaf.frozen)
-        uses = {f"{_ROOT}/{one.name}": one for one in reads.uses}
+
+        def uses() -> dict[str, LeafUses]:
+            named = {f"{_ROOT}/{one.name}": one for one in reads().uses}
+            return {path: one for path, one in named.items() if path not in frozen}
 
         def of_pieces() -> dict[str, int]:
             whole, found = dict(named_leaves(self.params, _ROOT)), state_bytes(self.optimizer, self.params, _ROOT)
@@ -129,14 +132,14 @@ class Placing:
             num_parts,
             self.microbatches,
             axes,
-            find_uses=lambda: {path: one for path, one in uses.items() if path not in frozen},
+            find_uses=uses,
             find_sites=sites,
             find_met=lambda: find_meetings(program, {site.path for site in find_sites(program)}, divided),
             find_dims=partial(find_dims_in_pieces, program),
             find_rotated=lambda cuts, axis: rotated_uses(program, paths, cuts, axis, divided, num_parts),
             find_experts=lambda: expert_uses(program, paths, divided, num_parts),
-            no_rows=lambda path: "" if path.removeprefix(f"{_ROOT}/") in reads.sparse else LATE,
-            row_work=lambda path: RowWork(reads.shared.get(path.removeprefix(f"{_ROOT}/"), 0)),
+            no_rows=lambda path: "" if path.removeprefix(f"{_ROOT}/") in reads().sparse else LATE,
+            row_work=lambda path: RowWork(reads().shared.get(path.removeprefix(f"{_ROOT}/"), 0)),
             find_state_bytes=of_pieces,
             frozen=frozen,
         )

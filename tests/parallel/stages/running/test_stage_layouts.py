@@ -219,7 +219,20 @@ def test_gradients_are_summed_over_devices_once_an_update(
     assert not any(name in text for text in texts.values() for name in ("all-gather", "reduce-scatter", "all-to-all"))
 
 
+class Own:
+    """A strategy of a user's own, which leaves all whole."""
+
+    splits_batch, place = True, bx.DataParallel().place
+
+    def __repr__(self) -> str:
+        return "Own()"
+
+
 REFUSED: Mapping[str, tuple[Any, str]] = {
+    "own": (
+        Own(), r"strategies\['data'\] is Own\(\), which is not run inside of stages yet: beside a Pipeline "
+        "expected one of DataParallel, FullySharded, Hybrid, RotatedTensorParallel, TensorParallel",
+    ),
     "nothing": (bx.FullySharded({"params/none": bx.Replicated()}), "overrides.'params/none'. names no variable"),
     "taken apart": (bx.FullySharded({"params/layers/w": bx.Gathered(0)}), "asks for dim 0 of params/layers/w, which a"),
 }  # fmt: skip

@@ -72,6 +72,29 @@ def test_rows_are_exchanged_and_train_as_on_one_device(schedule: str, dense: Any
     assert again.plan == step.plan
 
 
+BESIDE: dict[str, tuple[tuple[int, ...], Any, Any]] = {
+    "first on two places": ((3, 2), {"stages": (2, 1)}, {}),
+    "last on two places": ((3, 2), {"stages": (1, 2)}, {}),
+    "again": ((2, 2), {"recompute": True}, {}),
+    "over two axes": ((2, 2, 2), {}, {"model": bx.Hybrid(TABLES)}),
+    "split": ((2, 2, 2), {}, {"model": bx.TensorParallel(min_bytes=0)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_rows_beside_other_ways_to_divide_a_stage(name: str) -> None:
+    shape, options, others = BESIDE[name]
+    pipeline = bx.Pipeline("ZB-H1", clock="counted", **options)
+    strategies = {"pipe": pipeline, "data": bx.Hybrid(TABLES), **others}
+    case = tabled(48)
+    step = make(case, strategies, shape, optimizer=CLIPPED)
+    same_updates(case, step, optimizer=CLIPPED)
+    told = {one.path: [*map(str, one.placements)] for one in step.plan.variables}
+    assert "rows" in told["params/words"]
+    assert "rows" in told["params/tags"]
+
+
 @pytest.mark.parametrize("strategy", [bx.Hybrid(TABLES), bx.DataParallel()], ids=["hybrid", "whole"])
 def test_a_table_by_rows_is_in_no_collective(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, compiled = list[str](), Home.compile

@@ -130,7 +130,7 @@ class Measuring:
         """Returns all that this process has done, in time. **Raises:** what devices have raised."""
         ends = {operation: done.result() for operation, (_, done) in self._noted.items()}
         timed: list[tuple[Timed, ...]] = []
-        here = {self._schedule.device_of_stage[one.stage] for one in self._noted if one.kind in self._kinds}
+        here = {self._schedule.device_of_stage[one.stage] for one in self._noted}
         for device, operations in enumerate(self._schedule.lists):
             own, before = list[Timed](), 0.0
             operations = operations if device in here else ()
