@@ -158,16 +158,46 @@ class Communicator:
         """
         return self._run("reduce", self._group.reduce, array, operation, root, num_bytes=_num_bytes(array))
 
-    def all_reduce(self, array: Any, operation: np.ufunc = np.add) -> NDArray[Any]:
-        """Returns the reduction of all ranks' arrays, the same bits on every rank. **Arguments:** as `reduce`."""
-        return self._run("all_reduce", self._group.all_reduce, array, operation, num_bytes=_num_bytes(array))
+    def all_reduce(
+        self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        """Returns the reduction of all ranks' arrays, the same bits on every rank.
 
-    def reduce_scatter(self, array: Any, operation: np.ufunc = np.add) -> NDArray[Any]:
+        **Arguments:** as `reduce`. `out`: is filled and returned, an array of the same shape and dtype, or `array`
+        itself; a new one by default, whose pages cost about as much as their transfer.
+        """
+        return self._run("all_reduce", self._group.all_reduce, array, operation, out, num_bytes=_num_bytes(array))
+
+    def reduce_scatter(
+        self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
         """Returns this rank's block of the reduction of all ranks' arrays.
 
-        **Arguments:** `array`: `[size · n, …]`; the block is `[n, …]`. The others as for `reduce`.
+        **Arguments:** `array`: `[size · n, …]`; the block is `[n, …]`. The others as for `all_reduce`.
         """
-        return self._run("reduce_scatter", self._group.reduce_scatter, array, operation, num_bytes=_num_bytes(array))
+        num_bytes = _num_bytes(array)
+        return self._run("reduce_scatter", self._group.reduce_scatter, array, operation, out, num_bytes=num_bytes)
+
+    def all_to_all_into(self, array: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
+        """Gives each rank its block of an array, and fills another one with what the others have for this one.
+
+        **Arguments:** `array`: `[size · n, …]`, of which rank `i` gets block `i`; the same shape and dtype on all
+        ranks. `out`: of the same shape and dtype, with memory of its own; block `i` is what came from rank `i`.
+
+        **Returns:** `out`. **Raises:** as `reduce`.
+        """
+        num_bytes = _num_bytes(array)
+        return self._run("all_to_all_into", self._group.all_to_all_into, array, out, num_bytes=num_bytes)
+
+    def all_gather_into(self, array: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
+        """Fills an array with the arrays of all ranks, in their order.
+
+        **Arguments:** `array`: the same shape and dtype on all ranks. `out`: `[size, *array.shape]`, of the same dtype.
+
+        **Returns:** `out`. **Raises:** as `reduce`.
+        """
+        num_bytes = _num_bytes(array)
+        return self._run("all_gather_into", self._group.all_gather_into, array, out, num_bytes=num_bytes)
 
     def all_to_all(self, parts: Sequence[Value]) -> list[Value]:
         """Returns what every rank has for this one, in their order; parts may differ in kind and size.

@@ -9,10 +9,8 @@ from typing import Any, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm.messages import bytes_of
 from braidax.comm.progress import Progress
-from braidax.comm.transports.transport import Buffer, Operation
-from braidax.errors import CommError
+from braidax.comm.transports.transport import Buffer, Operation, disagreeing, of_another_length
 
 T = TypeVar("T")
 Steps = Generator[Sequence[Operation], None, T]
@@ -69,34 +67,14 @@ class GroupMessages:
         """Begins to receive the second message of a value."""
         return self.progress.receive(self.ranks[peer], self._body_tag(number), buffer)
 
-    def send_array(self, peer: int, array: NDArray[Any]) -> Operation:
-        """Begins to send the bytes of a contiguous array."""
-        return self.send(peer, bytes_of(array))
-
-    def receive_array(self, peer: int, array: NDArray[Any]) -> Operation:
-        """Begins to receive into a contiguous array, whole: see `check_whole`."""
-        return self.receive(peer, bytes_of(array))
-
     def check_whole(self, operation: Operation, array: NDArray[Any]) -> None:
         """Raises `CommError` when what has been received does not fill the array."""
-        if operation.num_bytes != array.nbytes and operation.error is None:
-            raise CommError(
-                f"{self.progress.world.describe(operation.peer)} sent {operation.num_bytes:,} bytes where "
-                f"{array.nbytes:,} were expected; do all ranks call the same operations in the same order, with the "
-                "same shapes and dtypes?"
-            )
+        self.check_length(operation, array.nbytes)
 
-    def among(self, members: Sequence[int]) -> "GroupMessages":
-        """Returns the messages of some members only, this rank among them, by their ranks in this group."""
-        return GroupMessages(
-            self.progress,
-            [self.ranks[member] for member in members],
-            members.index(self.rank),
-            self.tag,
-            [self.hosts[member] for member in members],
-            self.brings,
-            self.unheard,
-        )
+    def check_length(self, operation: Operation, num_bytes: int) -> None:
+        """Raises `CommError` when a message is not as long as was expected."""
+        if operation.num_bytes != num_bytes and operation.error is None:
+            raise of_another_length(self.progress.world, operation.peer, operation.num_bytes, num_bytes)
 
     def check_brings(self, operation: Operation, place: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Compares what a member brings, as its message says first, with what this one does.
@@ -107,12 +85,7 @@ class GroupMessages:
         """
         theirs = bytes(place.data[: min(operation.num_bytes, HEAD_BYTES)])
         if theirs != self.brings:
-            world = self.progress.world
-            raise CommError(
-                f"{world.describe(operation.peer)} brings {_words(theirs)} to a collective, "
-                f"{world.describe(world.rank)} {_words(self.brings)}; expected the same of all ranks: call the same "
-                "operations in the same order, with the same shapes and dtypes"
-            )
+            raise disagreeing(self.progress.world, operation.peer, theirs, self.brings)
         return place[HEAD_BYTES : operation.num_bytes]
 
     def _body_tag(self, number: int) -> int:
@@ -139,10 +112,6 @@ def head_of(operation: str) -> bytes:
     return words.ljust(HEAD_BYTES, b"\0")
 
 
-def _words(head: bytes) -> str:
-    return head.rstrip(b"\0").decode("utf-8", "replace") or "nothing"
-
-
 def interleaved(parts: Sequence[Steps[Any]]) -> Steps[list[Any]]:
     """Runs algorithms side by side, each step of all of them at once, and returns their results in order."""
     results: list[Any] = [None] * len(parts)
@@ -158,8 +127,3 @@ def interleaved(parts: Sequence[Steps[Any]]) -> Steps[list[Any]]:
         if operations:
             yield operations
     return results
-
-
-def scratch(like: NDArray[Any], num_elements: int) -> NDArray[Any]:
-    """Returns memory for some elements of an array's dtype."""
-    return np.empty(num_elements, like.dtype)

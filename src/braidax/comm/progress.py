@@ -40,7 +40,8 @@ class Progress:
     **Arguments:** `transport`, `watch`: connected; this owns both from now on. `world`: what they connect.
     `spin_seconds`: how long a caller that waits keeps a core before it sleeps.
 
-    **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`: see `Transport`.
+    **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`, `schedules`: see
+    `Transport`.
     `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
     """
 
@@ -50,6 +51,7 @@ class Progress:
         self.world = world
         self._transport = transport
         self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
+        self.schedules = transport.schedules
         self._watch = watch
         self.takes_arrays = transport.takes_arrays
         self._spin_seconds = spin_seconds
@@ -81,6 +83,11 @@ class Progress:
     def receive(self, peer: int, tag: int, buffer: Buffer) -> Operation:
         """Begins to receive. **Arguments, Returns:** see `Transport.receive`. **Raises:** the failure, if any."""
         return self._begin(self._begin_receive, peer, tag, buffer)
+
+    def run(self, peer: int, tag: int, data: Any) -> Operation:
+        """Begins to run a schedule. **Arguments, Returns:** see `Schedules.run`. **Raises:** the failure, if any."""
+        assert self.schedules is not None
+        return self._begin(self.schedules.run, peer, tag, data)
 
     def wait(self, operations: Sequence[Operation], deadline: float) -> None:
         """Returns when all operations have ended. **Arguments:** `deadline`: `time.monotonic` seconds.

@@ -53,13 +53,25 @@ class Starting:
         """Begins `Communicator.reduce`."""
         return self._begin("reduce", self._group.reduce, array, operation, root)
 
-    def all_reduce(self, array: Any, operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+    def all_reduce(
+        self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
+    ) -> Request[NDArray[Any]]:
         """Begins `Communicator.all_reduce`."""
-        return self._begin("all_reduce", self._group.all_reduce, array, operation)
+        return self._begin("all_reduce", self._group.all_reduce, array, operation, out)
 
-    def reduce_scatter(self, array: Any, operation: np.ufunc = np.add) -> Request[NDArray[Any]]:
+    def reduce_scatter(
+        self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
+    ) -> Request[NDArray[Any]]:
         """Begins `Communicator.reduce_scatter`."""
-        return self._begin("reduce_scatter", self._group.reduce_scatter, array, operation)
+        return self._begin("reduce_scatter", self._group.reduce_scatter, array, operation, out)
+
+    def all_to_all_into(self, array: NDArray[Any], out: NDArray[Any]) -> Request[NDArray[Any]]:
+        """Begins `Communicator.all_to_all_into`."""
+        return self._begin("all_to_all_into", self._group.all_to_all_into, array, out)
+
+    def all_gather_into(self, array: NDArray[Any], out: NDArray[Any]) -> Request[NDArray[Any]]:
+        """Begins `Communicator.all_gather_into`."""
+        return self._begin("all_gather_into", self._group.all_gather_into, array, out)
 
     def all_to_all(self, parts: Sequence[Value]) -> Request[list[Value]]:
         """Begins `Communicator.all_to_all`."""

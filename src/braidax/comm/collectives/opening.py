@@ -15,13 +15,12 @@ from typing import TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.comm.collectives.schedule import OPENING_BYTES
 from braidax.comm.group_messages import HEAD_BYTES, GroupMessages, Steps
 from braidax.comm.transports.transport import Buffer, Operation
 
 T = TypeVar("T")
 
-OPENING_BYTES = 1 << 14
-"""What may follow in the first message between two members; so that it fits, whichever collective the other calls."""
 MAX_UNHEARD = 16
 """Collectives by which a member that only sends is ahead of the one before it."""
 

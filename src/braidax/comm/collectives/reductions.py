@@ -1,283 +1,352 @@
-"""Algorithms that reduce arrays: trees for small ones, rings for large ones, two levels where there are several hosts.
+"""Schedules that reduce arrays: exchanges for small ones, blocks for large ones, two levels where there are several hosts.
 
 All members get the same bits: every element is reduced in one order, once, or in the mirrored order of a commutative
 operation.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from braidax.comm.collectives.opening import OPENING_BYTES, Opening, headed, opened, place_of
-from braidax.comm.group_messages import GroupMessages, Steps, scratch
-from braidax.comm.messages import bytes_of
-from braidax.comm.transports.transport import Operation
+from braidax.comm.collectives.schedule import OPENING_BYTES, OUT, OWN, Part, Planning, Schedule
 
 _SMALL_BYTES = OPENING_BYTES  # up to here rounds count, beyond it bytes
-_PAIRWISE_BYTES = 1 << 20  # of a reduce_scatter whose blocks are exchanged directly
-_PIECE_BYTES = 1 << 19  # of a ring: one is reduced while the next ones are on their way
-_AHEAD = 4  # pieces that are received into memory of their own
+_PIECE_BYTES = 1 << 19  # of a block: one is reduced while the next ones are on their way
+_AHEAD = 4  # pieces of a member that are received into memory of their own
+_DIRECT_MEMBERS = 8  # up to here all exchange with all; beyond it blocks travel around a ring
 
 
-def all_reduce(messages: GroupMessages, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
-    """Returns the reduction of all members' arrays on every member."""
-    own = _flat(array)
-    if messages.size == 2 and own.nbytes <= _SMALL_BYTES:
-        return (yield from _exchange(messages, own, operation)).reshape(array.shape)
-    groups = _by_host(messages)
-    if 1 < len(groups) < messages.size:
-        result = yield from opened(messages, _two_levels(messages, own, operation, groups))
+@final
+@dataclass(frozen=True)
+class Members:
+    """Some members of the group, which reduce among themselves.
+
+    **Fields:** `ranks`: of them in the group. `place`: of this member among them.
+    """
+
+    ranks: Sequence[int]
+    place: int
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def at(self, distance: int) -> int:
+        """Returns the rank of the member so far behind this one, around."""
+        return self.ranks[(self.place + distance) % len(self.ranks)]
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks of the other ones, the next one first."""
+        return [self.at(distance) for distance in range(1, len(self.ranks))]
+
+
+def all_reduce(rank: int, hosts: Sequence[int], num_bytes: int, element_bytes: int) -> Schedule:
+    """Returns the schedule that leaves the reduction of all members' arrays on every member.
+
+    **Arguments:** `hosts`: a number for each member's host. `num_bytes`: of the array. `element_bytes`: of an element.
+    """
+    size = len(hosts)
+    own, out = Part(OWN, 0, num_bytes), Part(OUT, 0, num_bytes)
+    if size == 2 and num_bytes <= _SMALL_BYTES:
+        return _exchange(rank, own, out)
+    plan = Planning(rank, size)
+    groups = _by_host(hosts)
+    everybody = Members(range(size), rank)
+    if 1 < len(groups) < size:
+        _two_levels(plan, groups, own, out, element_bytes)
     else:
-        result = yield from opened(messages, _flat_all_reduce(messages, own, operation))
-    return result.reshape(np.shape(array))
+        _all_reduce(plan, everybody, own, out, element_bytes)
+    return plan.done()
 
 
-def reduce(messages: GroupMessages, array: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
-    """Returns the reduction of all members' arrays on the root, an empty array elsewhere."""
-    own = _flat(array)
-    if messages.size > 1 and own.nbytes <= _SMALL_BYTES:
-        result = yield from _reduce_small(messages, own, operation, root)
+def reduce_scatter(rank: int, size: int, num_bytes: int, element_bytes: int) -> Schedule:
+    """Returns the schedule that leaves this member's block, of `size` equal ones, of the reduction of all arrays.
+
+    **Arguments:** as for `all_reduce`.
+    """
+    plan = Planning(rank, size)
+    own, everybody = Part(OWN, 0, num_bytes), Members(range(size), rank)
+    block = Part(OUT, 0, num_bytes // size)
+    if size == 1:
+        plan.copy(block, own)
+    elif size <= _DIRECT_MEMBERS:
+        _scatter_directly(plan, everybody, own, block, element_bytes)
     else:
-        result = yield from opened(messages, _reduce(messages, own, operation, root))
-    return result.reshape(np.shape(array)) if messages.rank == root else np.empty(0, own.dtype)
+        sums = plan.scratch(num_bytes)
+        _scatter_around(plan, everybody, own, sums, element_bytes)
+        plan.copy(block, _blocks(sums, size, element_bytes)[rank])
+    return plan.done()
 
 
-def reduce_scatter(messages: GroupMessages, array: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
-    """Returns this member's block, of `size` equal ones along dim 0, of the reduction of all members' arrays."""
-    own = _flat(array)
-    bounds = _bounds(own.size, messages.size)
-    begin, end = bounds[messages.rank], bounds[messages.rank + 1]
-    if own.nbytes <= _PAIRWISE_BYTES or messages.size == 1:
-        block = own[begin:end].copy()
-        yield from opened(messages, _pairwise_reduce_scatter(messages, own, block, operation, bounds))
+def reduce(rank: int, size: int, num_bytes: int, element_bytes: int, root: int) -> Schedule:
+    """Returns the schedule that leaves the reduction of large arrays on the root; `OUT` is empty elsewhere.
+
+    **Arguments:** as for `all_reduce`. `root`: a rank.
+    """
+    plan = Planning(rank, size)
+    own, everybody = Part(OWN, 0, num_bytes), Members(range(size), rank)
+    sums = Part(OUT, 0, num_bytes) if rank == root else plan.scratch(num_bytes)
+    if size == 1:
+        plan.copy(sums, own)
+    _scatter(plan, everybody, own, sums, element_bytes)
+    blocks = _blocks(sums, size, element_bytes)
+    if rank == root:
+        plan.wait(*plan.greet([], everybody.others))
+        plan.wait(*(plan.receive(peer, blocks[peer]) for peer in everybody.others if blocks[peer].num_bytes))
     else:
-        result = np.empty_like(own)
-        yield from opened(messages, _ring_reduce_scatter(messages, own, result, operation, bounds))
-        block = result[begin:end].copy()
-    return block.reshape(len(array) // messages.size, *array.shape[1:])
+        plan.wait(*plan.greet([root], []))
+        if blocks[rank].num_bytes:
+            plan.send(root, blocks[rank])
+    return plan.done()
 
 
-def _exchange(messages: GroupMessages, own: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
+def _exchange(rank: int, own: Part, out: Part) -> Schedule:
     """Reduces a small array with the only other member, in one message each way."""
-    opening = Opening(messages, [bytes_of(own)])
-    other = (yield from opening.heard()).view(own.dtype)
-    result = np.empty_like(own)
-    first, second = (own, other) if messages.rank == 0 else (other, own)  # so that both get the same bits
-    operation(first, second, out=result)
-    yield [opening.sent]
-    return result
+    plan = Planning(rank, 2, carried=own, expected_bytes=own.num_bytes)
+    other = plan.hear()
+    plan.wait(plan.opening_sent)
+    first, second = (own, other) if rank == 0 else (other, own)  # so that both get the same bits
+    plan.reduce(out, first, second)
+    return plan.done()
 
 
-def _flat_all_reduce(messages: GroupMessages, own: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
-    if own.nbytes <= _SMALL_BYTES or messages.size == 1:
-        return (yield from _recursive_doubling(messages, own, operation))
-    result, bounds = np.empty_like(own), _bounds(own.size, messages.size)
-    yield from _ring_reduce_scatter(messages, own, result, operation, bounds)
-    yield from _ring_all_gather(messages, result, bounds)
-    return result
+def _all_reduce(plan: Planning, members: Members, own: Part, out: Part, element_bytes: int) -> None:
+    if own.num_bytes <= _SMALL_BYTES or len(members) == 1:
+        plan.copy(out, own)
+        _double(plan, members, out)
+    elif len(members) <= _DIRECT_MEMBERS:
+        blocks = _blocks(out, len(members), element_bytes)
 
+        def pass_on(piece: Part) -> None:
+            for peer in members.others:
+                plan.send(peer, piece)
 
-def _reduce_small(messages: GroupMessages, own: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
-    """Reduces up a tree. The leaves only send; of two members, what they send goes with their openings."""
-    if (messages.rank - root) % 2 == 0 and messages.size > 2:
-        return (yield from opened(messages, _tree_reduce(messages, own, operation, root)))
-    if messages.size > 2:
-        opening = Opening(messages)
-        yield from _tree_reduce(messages, own, operation, root)
+        _scatter_directly(plan, members, own, blocks[members.place], element_bytes, pass_on)
+        arriving = [
+            plan.receive(members.ranks[place], piece)
+            for place, block in enumerate(blocks)
+            for piece in _pieces(block, element_bytes)
+            if place != members.place
+        ]
+        plan.wait(*arriving)
     else:
-        opening = Opening(messages, [] if messages.rank == root else [bytes_of(own)])
-    if messages.rank != root:
-        yield from opening.later()
-        return own
-    result = np.empty_like(own)
-    operation(own, (yield from opening.heard()).view(own.dtype), out=result)
-    yield [opening.sent]
-    return result
+        _scatter_around(plan, members, own, out, element_bytes)
+        _gather_around(plan, members, out, element_bytes)
 
 
-def _reduce(messages: GroupMessages, own: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
-    if own.nbytes <= _SMALL_BYTES or messages.size == 1:
-        return (yield from _tree_reduce(messages, own, operation, root))
-    result, bounds = np.empty_like(own), _bounds(own.size, messages.size)
-    yield from _ring_reduce_scatter(messages, own, result, operation, bounds)
-    yield from _collect(messages, result, bounds, root)
-    return result
-
-
-def _two_levels(
-    messages: GroupMessages, own: NDArray[Any], operation: np.ufunc, groups: Sequence[Sequence[int]]
-) -> Steps[NDArray[Any]]:
+def _two_levels(plan: Planning, groups: Sequence[Sequence[int]], own: Part, out: Part, element_bytes: int) -> None:
     """Reduces inside hosts first, so that what crosses between them is as little as can be.
 
     With equally many members on all hosts, each reduces a share of its host's with its counterparts on the others.
     Otherwise the first of each host does it for all.
     """
-    mine = next(group for group in groups if messages.rank in group)
-    inside = messages.among(mine)
-    if len({len(group) for group in groups}) == 1 and own.nbytes > _SMALL_BYTES:
-        result, bounds = np.empty_like(own), _bounds(own.size, len(mine))
-        yield from opened(inside, _ring_reduce_scatter(inside, own, result, operation, bounds))
-        share = result[bounds[inside.rank] : bounds[inside.rank + 1]]
-        across = messages.among([group[inside.rank] for group in groups])
-        share[:] = yield from opened(across, _flat_all_reduce(across, share, operation))
-        yield from _ring_all_gather(inside, result, bounds)
-        return result
-    result = yield from _tree_reduce(inside, own, operation, 0)
-    if inside.rank == 0:
-        across = messages.among([group[0] for group in groups])
-        result = yield from opened(across, _flat_all_reduce(across, result, operation))
-    return (yield from _tree_broadcast(inside, result))
+    mine = next(group for group in groups if plan.rank in group)
+    inside = Members(mine, mine.index(plan.rank))
+    place_of_host = groups.index(mine)
+    if len({len(group) for group in groups}) == 1 and own.num_bytes > _SMALL_BYTES:
+        _scatter(plan, inside, own, out, element_bytes)
+        share = _blocks(out, len(inside), element_bytes)[inside.place]
+        across = Members([group[inside.place] for group in groups], place_of_host)
+        _all_reduce(plan, across, share, share, element_bytes)
+        _gather_around(plan, inside, out, element_bytes)
+        return
+    plan.copy(out, own)
+    _up(plan, inside, out)
+    if inside.place == 0:
+        across = Members([group[0] for group in groups], place_of_host)
+        _all_reduce(plan, across, out, out, element_bytes)
+    _down(plan, inside, out)
 
 
-def _recursive_doubling(messages: GroupMessages, own: NDArray[Any], operation: np.ufunc) -> Steps[NDArray[Any]]:
-    """Exchanges with partners at doubling distances; members beyond the largest power of two lend theirs to others."""
-    core = 1 << (messages.size.bit_length() - 1)
-    extra = messages.size - core
-    message, flat = headed(messages, own)
-    if messages.rank >= core:
-        yield [messages.send(messages.rank - core, message.data)]
-        return (yield from _received(messages, messages.rank - core, own)).copy()
-    if messages.rank < extra:
-        incoming = yield from _received(messages, messages.rank + core, own)
-        operation(flat, incoming, out=flat)
+def _double(plan: Planning, members: Members, flat: Part) -> None:
+    """Exchanges small arrays with partners at doubling distances.
+
+    Members beyond the largest power of two lend theirs to others.
+    """
+    place, size = members.place, len(members)
+    core = 1 << (size.bit_length() - 1)
+    extra = size - core
+    if place >= core:
+        lender = members.ranks[place - core]
+        plan.send_headed(lender, flat)
+        plan.copy(flat, _heard(plan, lender, flat))
+        return
+    if place < extra:
+        plan.reduce(flat, flat, _heard(plan, members.ranks[place + core], flat))
     distance = 1
     while distance < core:
-        partner = messages.rank ^ distance
-        incoming = yield from _received(messages, partner, own, messages.send(partner, message.data))
-        # The lower rank's operand comes first on both sides, so that both get the same bits.
-        first, second = (flat, incoming) if messages.rank < partner else (incoming, flat)
-        operation(first, second, out=flat)
+        partner = place ^ distance
+        sent = plan.send_headed(members.ranks[partner], flat)
+        incoming = _heard(plan, members.ranks[partner], flat)
+        plan.wait(sent)
+        # The lower one's operand comes first on both sides, so that both get the same bits.
+        first, second = (flat, incoming) if place < partner else (incoming, flat)
+        plan.reduce(flat, first, second)
         distance *= 2
-    if messages.rank < extra:
-        yield [messages.send(messages.rank + core, message.data)]
-    return flat
+    if place < extra:
+        plan.send_headed(members.ranks[place + core], flat)
 
 
-def _tree_reduce(messages: GroupMessages, own: NDArray[Any], operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
-    place = (messages.rank - root) % messages.size
-    message, flat = headed(messages, own)
+def _up(plan: Planning, members: Members, flat: Part) -> None:
+    """Reduces to the first member by a tree."""
     distance = 1
-    while distance < messages.size:
-        if place & distance:
-            yield [messages.send((place - distance + root) % messages.size, message.data)]
-            break
-        if place + distance < messages.size:
-            incoming = yield from _received(messages, (place + distance + root) % messages.size, own)
-            operation(flat, incoming, out=flat)
+    while distance < len(members):
+        if members.place & distance:
+            _send(plan, members.ranks[members.place - distance], flat)
+            return
+        if members.place + distance < len(members):
+            plan.reduce(flat, flat, _received(plan, members.ranks[members.place + distance], flat))
         distance *= 2
-    return flat
 
 
-def _tree_broadcast(messages: GroupMessages, own: NDArray[Any]) -> Steps[NDArray[Any]]:
-    """Returns the array of member 0."""
-    distance = 1 << (messages.size - 1).bit_length()
+def _down(plan: Planning, members: Members, flat: Part) -> None:
+    """Brings the array of the first member to all by a tree."""
+    distance = 1 << (len(members) - 1).bit_length()
     while distance > 1:
         distance //= 2
-        if messages.rank % (2 * distance) == distance:
-            own = (yield from _received(messages, messages.rank - distance, own)).copy()
-        elif messages.rank % (2 * distance) == 0 and messages.rank + distance < messages.size:
-            yield [messages.send(messages.rank + distance, headed(messages, own)[0].data)]
-    return own
+        if members.place % (2 * distance) == distance:
+            plan.copy(flat, _received(plan, members.ranks[members.place - distance], flat))
+        elif members.place % (2 * distance) == 0 and members.place + distance < len(members):
+            _send(plan, members.ranks[members.place + distance], flat)
 
 
-def _received(
-    messages: GroupMessages, peer: int, like: NDArray[Any], sent: Operation | None = None
-) -> Steps[NDArray[Any]]:
-    """Returns an array of a member that brings the same. **Arguments:** `sent`: what else is waited for."""
-    place = place_of(messages, like.nbytes)
-    received = messages.receive(peer, place.data)
-    yield [received] if sent is None else [received, sent]
-    return messages.check_brings(received, place).view(like.dtype)
+def _heard(plan: Planning, peer: int, like: Part) -> Part:
+    ticket, incoming = plan.receive_headed(peer, like.num_bytes)
+    plan.wait(ticket)
+    return incoming
 
 
-def _ring_reduce_scatter(
-    messages: GroupMessages, own: NDArray[Any], result: NDArray[Any], operation: np.ufunc, bounds: Sequence[int]
-) -> Steps[None]:
-    """Leaves block `rank` of the result on each member: blocks travel once around, and each member adds its own.
+def _send(plan: Planning, peer: int, flat: Part) -> None:
+    if flat.num_bytes <= OPENING_BYTES:
+        plan.wait(plan.send_headed(peer, flat))
+    else:
+        plan.wait(plan.send_headed(peer), plan.send(peer, flat))
 
-    The other blocks of the result hold what is not whole yet. `own` is read only, unless it is the result as well.
+
+def _received(plan: Planning, peer: int, like: Part) -> Part:
+    if like.num_bytes <= OPENING_BYTES:
+        return _heard(plan, peer, like)
+    head, _ = plan.receive_headed(peer)
+    incoming = plan.scratch(like.num_bytes)
+    plan.wait(head, plan.receive(peer, incoming))
+    return incoming
+
+
+def _scatter(plan: Planning, members: Members, own: Part, out: Part, element_bytes: int) -> None:
+    """Leaves its block of the reduction on each member; the other blocks of `out` hold what is not whole."""
+    if len(members) <= _DIRECT_MEMBERS:
+        block = _blocks(out, len(members), element_bytes)[members.place]
+        _scatter_directly(plan, members, own, block, element_bytes)
+    else:
+        _scatter_around(plan, members, own, out, element_bytes)
+
+
+def _scatter_directly(
+    plan: Planning,
+    members: Members,
+    own: Part,
+    block: Part,
+    element_bytes: int,
+    reduced: Callable[[Part], None] = lambda piece: None,
+) -> None:
+    """Sends to each member its block, and reduces what comes for this one's.
+
+    **Arguments:** `block`: of the result. `reduced`: is called with each piece of it, once it is reduced.
     """
-    after, before = (messages.rank + 1) % messages.size, (messages.rank - 1) % messages.size
-    places = [scratch(own, _PIECE_BYTES // own.itemsize + 1) for _ in range(_AHEAD)]
-    for step in range(messages.size - 1):
-        outgoing = _pieces(result if step else own, bounds, (messages.rank - step - 1) % messages.size)
-        block = (messages.rank - step - 2) % messages.size
-        mine, sums = _pieces(own, bounds, block), _pieces(result, bounds, block)
-        receives = deque(
-            messages.receive_array(before, place[: piece.size]) for place, piece in zip(places, mine, strict=False)
-        )
-        sends = [messages.send_array(after, piece) for piece in outgoing]
-        for index, (piece, total) in enumerate(zip(mine, sums, strict=True)):
-            place = places[index % _AHEAD][: piece.size]
-            received = receives.popleft()
-            yield [received]
-            messages.check_whole(received, place)
-            operation(place, piece, out=total)
+    blocks = _blocks(own, len(members), element_bytes)
+    sources = members.others
+    heads = plan.greet(sources, sources)
+    sums, mine = _pieces(block, element_bytes), _pieces(blocks[members.place], element_bytes)
+    room = max((piece.num_bytes for piece in mine), default=0)
+    slots = [[plan.scratch(room) for _ in sources] for _ in range(min(_AHEAD, len(mine)))]
+
+    def begin(index: int) -> list[int]:
+        length = mine[index].num_bytes
+        rooms = zip(sources, slots[index % _AHEAD], strict=True)
+        return [plan.receive(source, slot.part(0, length)) for source, slot in rooms]
+
+    coming = deque(begin(index) for index in range(len(slots)))
+    outgoing = [_pieces(blocks[(members.place + distance) % len(members)], element_bytes) for distance in _distances(members)]
+    for number in range(max(map(len, outgoing), default=0)):
+        for peer, pieces in zip(sources, outgoing, strict=True):
+            if number < len(pieces):
+                plan.send(peer, pieces[number])
+    plan.wait(*heads)
+    for index, (total, piece) in enumerate(zip(sums, mine, strict=True)):
+        for ticket, slot in zip(coming.popleft(), slots[index % _AHEAD], strict=True):
+            plan.wait(ticket)
+            plan.reduce(total, piece, slot.part(0, piece.num_bytes))
+            piece = total
+        if index + _AHEAD < len(mine):
+            coming.append(begin(index + _AHEAD))
+        reduced(total)
+
+
+def _scatter_around(plan: Planning, members: Members, own: Part, out: Part, element_bytes: int) -> None:
+    """Lets blocks travel once around, to each of which every member adds its own."""
+    size, place = len(members), members.place
+    own_blocks, sums = _blocks(own, size, element_bytes), _blocks(out, size, element_bytes)
+    after, before = members.at(1), members.at(-1)
+    heads = plan.greet([after], [before])
+    slots = [plan.scratch(_piece_bytes(element_bytes)) for _ in range(_AHEAD)]
+    for piece in _pieces(own_blocks[(place - 1) % size], element_bytes):
+        plan.send(after, piece)
+    for step in range(size - 1):
+        number = (place - step - 2) % size
+        mine, totals = _pieces(own_blocks[number], element_bytes), _pieces(sums[number], element_bytes)
+        rooms = [slots[index % _AHEAD].part(0, piece.num_bytes) for index, piece in enumerate(mine)]
+        coming = deque(plan.receive(before, room) for room in rooms[:_AHEAD])
+        plan.wait(*(heads if step == 0 else ()))
+        for index, (total, piece, room) in enumerate(zip(totals, mine, rooms, strict=True)):
+            plan.wait(coming.popleft())
+            plan.reduce(total, room, piece)
             if index + _AHEAD < len(mine):
-                receives.append(messages.receive_array(before, place[: mine[index + _AHEAD].size]))
-        yield sends
+                coming.append(plan.receive(before, rooms[index + _AHEAD]))
+            if step < size - 2:
+                plan.send(after, total)
 
 
-def _ring_all_gather(messages: GroupMessages, flat: NDArray[Any], bounds: Sequence[int]) -> Steps[None]:
-    after, before = (messages.rank + 1) % messages.size, (messages.rank - 1) % messages.size
-    for step in range(messages.size - 1):
-        outgoing = _pieces(flat, bounds, (messages.rank - step) % messages.size)
-        places = _pieces(flat, bounds, (messages.rank - step - 1) % messages.size)
-        receives = [messages.receive_array(before, place) for place in places]
-        yield [*receives, *(messages.send_array(after, piece) for piece in outgoing)]
-        for received, place in zip(receives, places, strict=True):
-            messages.check_whole(received, place)
+def _gather_around(plan: Planning, members: Members, out: Part, element_bytes: int) -> None:
+    """Lets each member's own block travel once around, so that all have all."""
+    size, place = len(members), members.place
+    blocks = _blocks(out, size, element_bytes)
+    after, before = members.at(1), members.at(-1)
+    plan.wait(*plan.greet([after], [before]))
+    for piece in _pieces(blocks[place], element_bytes):
+        plan.send(after, piece)
+    for step in range(size - 1):
+        pieces = _pieces(blocks[(place - step - 1) % size], element_bytes)
+        coming = [plan.receive(before, piece) for piece in pieces]
+        for ticket, piece in zip(coming, pieces, strict=True):
+            plan.wait(ticket)
+            if step < size - 2:
+                plan.send(after, piece)
 
 
-def _pairwise_reduce_scatter(
-    messages: GroupMessages, own: NDArray[Any], block: NDArray[Any], operation: np.ufunc, bounds: Sequence[int]
-) -> Steps[None]:
-    """Adds to a member's block what the others have for it."""
-    peers = [peer for peer in range(messages.size) if peer != messages.rank]
-    places = {peer: place_of(messages, block.nbytes) for peer in peers}
-    receives = [messages.receive(peer, places[peer].data) for peer in peers]
-    brings = memoryview(messages.brings)
-    sends = [messages.send(peer, brings, bytes_of(own[bounds[peer] : bounds[peer + 1]])) for peer in peers]
-    for received, peer in zip(receives, peers, strict=True):
-        yield [received]
-        operation(block, messages.check_brings(received, places[peer]).view(own.dtype), out=block)
-    yield sends
+def _distances(members: Members) -> range:
+    return range(1, len(members))
 
 
-def _collect(messages: GroupMessages, flat: NDArray[Any], bounds: Sequence[int], root: int) -> Steps[None]:
-    """Brings every member's block to the root."""
-    if messages.rank != root:
-        yield [messages.send_array(root, flat[bounds[messages.rank] : bounds[messages.rank + 1]])]
-        return
-    peers = [peer for peer in range(messages.size) if peer != root]
-    places = [flat[bounds[peer] : bounds[peer + 1]] for peer in peers]
-    receives = [messages.receive_array(peer, place) for peer, place in zip(peers, places, strict=True)]
-    yield receives
-    for received, place in zip(receives, places, strict=True):
-        messages.check_whole(received, place)
-
-
-def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    """Returns the elements in row-major order: the array's own memory where it is contiguous."""
-    return np.ascontiguousarray(array).reshape(-1)
-
-
-def _by_host(messages: GroupMessages) -> list[list[int]]:
+def _by_host(hosts: Sequence[int]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
-    for member, host in enumerate(messages.hosts):
+    for member, host in enumerate(hosts):
         groups.setdefault(host, []).append(member)
     return list(groups.values())
 
 
-def _bounds(num_elements: int, num_blocks: int) -> list[int]:
-    return [num_elements * block // num_blocks for block in range(num_blocks + 1)]
+def _blocks(part: Part, num_blocks: int, element_bytes: int) -> list[Part]:
+    """Divides elements among blocks, as evenly as can be."""
+    num_elements = part.num_bytes // element_bytes
+    bounds = [num_elements * block // num_blocks * element_bytes for block in range(num_blocks + 1)]
+    return [part.part(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def _pieces(flat: NDArray[Any], bounds: Sequence[int], block: int) -> list[NDArray[Any]]:
-    """Returns a block in pieces, at least one, the same ones on every member."""
-    part = flat[bounds[block] : bounds[block + 1]]
-    length = max(1, _PIECE_BYTES // flat.itemsize)
-    return [part[start : start + length] for start in range(0, max(1, part.size), length)]
+def _pieces(block: Part, element_bytes: int) -> list[Part]:
+    """Returns a block in pieces, the same ones on every member; none of an empty block."""
+    length = _piece_bytes(element_bytes)
+    return [block.part(start, min(start + length, block.num_bytes)) for start in range(0, block.num_bytes, length)]
+
+
+def _piece_bytes(element_bytes: int) -> int:
+    return max(1, _PIECE_BYTES // element_bytes) * element_bytes

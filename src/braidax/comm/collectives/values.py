@@ -16,22 +16,6 @@ _PIECE_BYTES = 1 << 19  # of a pipeline
 _LENGTH_BYTES = 4  # of a block that travels with others
 
 
-def barrier(messages: GroupMessages) -> Steps[None]:
-    """Returns when all members have come: dissemination, log2(size) rounds (Hensgen, Finkel and Manber 1988)."""
-    if messages.size == 1:
-        return
-    opening = Opening(messages)
-    yield from opening.heard()
-    distance = 2
-    while distance < messages.size:
-        place = place_of(messages)
-        received = messages.receive((messages.rank - distance) % messages.size, place.data)
-        yield [messages.send((messages.rank + distance) % messages.size, memoryview(messages.brings)), received]
-        messages.check_brings(received, place)
-        distance *= 2
-    yield [opening.sent]
-
-
 def send(messages: GroupMessages, peer: int, value: Value) -> Steps[None]:
     """Sends a value to a member."""
     yield _begin_send(messages, peer, _packed(messages, value))

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import Any, Protocol, final
 
 from braidax.connections.world import World
 from braidax.errors import CommError
@@ -42,6 +42,29 @@ class Operation:
         self.finish()
 
 
+class Schedules(Protocol):
+    """Runs schedules of collectives (`braidax.comm.collectives.schedule`) without the GIL."""
+
+    def compile(
+        self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str
+    ) -> object | None:
+        """Returns what `run` takes in place of a schedule; None for an operation or a dtype that it does not know.
+
+        **Arguments:** `rows`: see `Schedule.rows`. `sizes`: bytes of the three places. `operation`: the name of a
+        ufunc, empty for none. `dtype`: as NumPy writes it, such as `f4`.
+        """
+        ...
+
+    def run(self, peer: int, tag: int, data: tuple[object, bytes, Any, Any], operation: Operation) -> None:
+        """Begins to run a schedule.
+
+        **Arguments:** `peer`: of this rank. `tag`: of all messages. `data`: what was compiled, what this rank brings,
+        and its arrays `own` and `out`, which must not change until the end. `operation`: is finished at the end; its
+        `peer` is whoever is waited for.
+        """
+        ...
+
+
 class Transport(ABC):
     """Moves messages between the ranks of one world.
 
@@ -61,6 +84,9 @@ class Transport(ABC):
 
     takes_arrays: bool = False
     """Whether `send` and `receive` take any C-contiguous buffer as it is, which saves the making of a view."""
+
+    schedules: "Schedules | None" = None
+    """What runs whole schedules without the GIL, where the transport has that."""
 
     nap_seconds: float | None = None
     """Events that do not show at `fileno` are looked for after so long; None where all of them show."""
@@ -128,3 +154,23 @@ def too_long(world: World, peer: int, num_bytes: int, capacity: int) -> CommErro
         f"{world.describe(peer)} sent {num_bytes:,} bytes where at most {capacity:,} were expected; "
         "do all ranks call the same operations in the same order, with the same shapes and dtypes?"
     )
+
+
+def of_another_length(world: World, peer: int, num_bytes: int, expected_bytes: int) -> CommError:
+    """Returns the error of a message that does not fill the memory it was to be received into."""
+    return CommError(
+        f"{world.describe(peer)} sent {num_bytes:,} bytes where {expected_bytes:,} were expected; do all ranks call the "
+        "same operations in the same order, with the same shapes and dtypes?"
+    )
+
+
+def disagreeing(world: World, peer: int, theirs: bytes, ours: bytes) -> CommError:
+    """Returns the error of a collective to which a peer brings something else. **Arguments:** the heads of both."""
+    return CommError(
+        f"{world.describe(peer)} brings {_words(theirs)} to a collective, {world.describe(world.rank)} {_words(ours)}; "
+        "expected the same of all ranks: call the same operations in the same order, with the same shapes and dtypes"
+    )
+
+
+def _words(head: bytes) -> str:
+    return head.rstrip(b"\0").decode("utf-8", "replace") or "nothing"

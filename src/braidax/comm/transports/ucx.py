@@ -8,15 +8,23 @@ import select
 import struct
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import final
+from typing import Any, final
 
-from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, too_long
+from braidax.comm.transports.transport import (
+    MAX_TAG,
+    Buffer,
+    Operation,
+    Transport,
+    disagreeing,
+    of_another_length,
+    too_long,
+)
 from braidax.comm.transports.unreached import other_secret, other_world
 from braidax.connections.world import World
 from braidax.errors import (
@@ -110,6 +118,7 @@ class UcxTransport(Transport):
         self.receive = self._worker.receive
         self.poll = self._worker.poll
         self.arm = self._worker.arm
+        self.schedules = UcxSchedules(binding.Schedule, self._worker.run)
 
     @property
     def address(self) -> bytes:
@@ -118,7 +127,7 @@ class UcxTransport(Transport):
     def connect(self, world: World, *, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
         addresses = tuple(_raw_address(world, rank, self.library) for rank in range(world.size))
-        reasons = self._worker.connect(world.rank, addresses, partial(_fail, world))
+        reasons = self._worker.connect(world.rank, addresses, partial(_fail, world), partial(_disagree, world))
         for rank, reason in enumerate(reasons):
             if reason:
                 raise HandshakeError(
@@ -179,6 +188,34 @@ class UcxTransport(Transport):
                 readable.poll(max(1.0, seconds * 1000))
         for rank in peers:
             _check_hello(world, rank, bytes(places[rank]))
+
+
+@final
+@dataclass(frozen=True)
+class UcxSchedules:
+    """Runs schedules in the binding. **Fields:** `make`: its `Schedule`. `run`: of its worker; see `Schedules`."""
+
+    make: Callable[..., object]
+    run: Callable[[int, int, tuple[object, bytes, Any, Any], Operation], None]
+
+    def compile(
+        self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str
+    ) -> object | None:
+        """See `Schedules.compile`."""
+        try:
+            return self.make(rows, sizes, num_tickets, operation, dtype)
+        except LookupError:
+            return None
+
+
+def _disagree(
+    world: World, operation: Operation, peer: int, theirs: bytes, ours: bytes, num_bytes: int, expected_bytes: int
+) -> None:
+    """Ends a run of a schedule in which a peer sent something else."""
+    if theirs and theirs != ours:
+        operation.fail(disagreeing(world, peer, theirs, ours))
+    else:
+        operation.fail(of_another_length(world, peer, num_bytes, expected_bytes))
 
 
 def _fail(

@@ -45,9 +45,11 @@
 UCX_FUNCTIONS(DECLARE)
 
 static void *library; /* UCX, once loaded; stays until the process ends, as UCX's own threads demand */
-static PyObject *finish_name, *ready_name, *done_name, *num_bytes_name;
+static PyObject *finish_name, *ready_name, *done_name, *num_bytes_name, *peer_name;
 
 typedef struct Worker Worker;
+typedef struct Run Run;   /* see ucx_schedules.h */
+typedef struct Step Step;
 
 typedef struct Request { /* a send or receive that UCX has not ended, or that Python does not know to have ended */
     struct Request *previous, *next, *next_ended;
@@ -57,6 +59,8 @@ typedef struct Request { /* a send or receive that UCX has not ended, or that Py
     ucp_dt_iov_t *parts;
     Py_ssize_t num_views;
     Worker *worker;
+    Run *run;         /* that it belongs to; it has no operation and no views then */
+    const Step *step; /* of that run */
     void *handle; /* UCX's, while it has not ended */
     unsigned peer;
     int is_send, is_large, has_ended, is_unchecked, is_kept;
@@ -78,7 +82,8 @@ struct Worker {
     uint64_t rank;
     unsigned num_peers;
     Peer *peers;
-    PyObject *address, *failed;
+    PyObject *address, *failed, *disagreed;
+    Run *running, *over, *left_over; /* the last ones have failed, and UCX may know their memory still */
     Request *pending, *ended, **ended_end, *freed;
     size_t num_freed;
     size_t num_unended, num_sends, num_large; /* with UCX: all, sends, those whose copies take time */
@@ -114,6 +119,8 @@ static Request *new_request(Worker *self, PyObject *operation, unsigned peer, in
     request->num_views = 0;
     request->parts = NULL;
     request->worker = self;
+    request->run = NULL;
+    request->step = NULL;
     request->handle = NULL;
     request->peer = peer;
     request->is_send = is_send;
@@ -145,6 +152,7 @@ static void count(Worker *self, Request *request, int change) {
 static void link_pending(Worker *self, Request *request) {
     for (Py_ssize_t i = 0; i < request->num_views; i++) request->is_large |= request->views[i].len > LARGE_BYTES;
     count(self, request, 1);
+    request->previous = NULL;
     request->next = self->pending;
     if (self->pending) self->pending->previous = request;
     self->pending = request;
@@ -203,17 +211,25 @@ static int tell(Worker *self, Request *request) {
 
 /* A large message is copied out of the memory of its sender, whatever lies there by then: a sender that gives up says so
  * before it lets go of that memory. So what was received is a message only if nothing of the kind has come since. */
+static void check(Worker *self, Request *request) {
+    request->is_unchecked = 0;
+    ucp_tag_recv_info_t info;
+    uint64_t tag = (uint64_t)request->peer << TAG_BITS | GIVEN_UP_TAG;
+    if (ucp_tag_probe_nb(self->worker, tag, UINT64_MAX, 0, &info)) request->status = UCS_ERR_CONNECTION_RESET;
+}
+
+static void look(Worker *self) {
+    for (int round = 0; round < LOOK_ROUNDS && ucp_worker_progress(self->worker); round++) continue;
+}
+
 static void check_received(Worker *self) { /* the GIL may not be held */
     Request **end = self->ended_end;
-    for (int round = 0; round < LOOK_ROUNDS && ucp_worker_progress(self->worker); round++) continue;
+    look(self);
     for (Request **next = &self->ended; next != end; next = &(*next)->next_ended) {
         Request *request = *next;
         if (!request->is_unchecked) continue;
-        request->is_unchecked = 0;
         self->num_unchecked--;
-        ucp_tag_recv_info_t info;
-        uint64_t tag = (uint64_t)request->peer << TAG_BITS | GIVEN_UP_TAG;
-        if (ucp_tag_probe_nb(self->worker, tag, UINT64_MAX, 0, &info)) request->status = UCS_ERR_CONNECTION_RESET;
+        check(self, request);
     }
 }
 
@@ -228,14 +244,21 @@ static int tell_ended(Worker *self) {
     return 0;
 }
 
+static void end_of_run(Request *request);
+
 static void ended(Request *request, ucs_status_t status) { /* the GIL may not be held */
     Worker *self = request->worker;
     Peer *peer = &self->peers[request->peer];
-    ucp_request_free(request->handle);
+    if (request->handle) ucp_request_free(request->handle);
     request->handle = NULL;
     request->status = status == UCS_ERR_CANCELED && peer->is_lost ? peer->status : status;
     request->has_ended = 1;
     count(self, request, -1);
+    if (request->run) {
+        unlink_pending(self, request);
+        end_of_run(request);
+        return;
+    }
     *self->ended_end = request;
     self->ended_end = &request->next_ended;
 }
@@ -250,7 +273,7 @@ static void on_received(void *handle, ucs_status_t status, const ucp_tag_recv_in
     request->handle = handle;
     request->num_bytes = status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED ? info->length : 0;
     request->is_unchecked = status == UCS_OK && info->length > request->worker->inside_bytes;
-    request->worker->num_unchecked += (size_t)request->is_unchecked;
+    if (!request->run) request->worker->num_unchecked += (size_t)request->is_unchecked;
     ended(request, status);
 }
 
@@ -410,12 +433,31 @@ static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssi
 
 /* Progress */
 
-static int has_news(Worker *self) { return self->ended || self->has_newly_lost; }
+#include "ucx_schedules.h"
+
+static PyObject *worker_run(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    unsigned peer; /* whom errors name until it waits for somebody */
+    uint64_t tag;
+    if (!parse_peer(self, arguments, count, &peer, &tag)) return NULL;
+    Run *run = new_run(self, tag, arguments[2], arguments[3]);
+    if (!run) return NULL;
+    begin_run(self, run);
+    if (tell_over(self) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static int has_news(Worker *self) { return self->ended || self->over || self->has_newly_lost; }
+
+static unsigned progress(Worker *self) {
+    unsigned moved = ucp_worker_progress(self->worker);
+    if (self->running) advance_all(self);
+    return moved;
+}
 
 static void spin(Worker *self, double seconds) { /* without the GIL */
     double begin = seconds > 0 ? now() : 0;
     for (int round = 1; !has_news(self); round++) {
-        unsigned moved = ucp_worker_progress(self->worker);
+        unsigned moved = progress(self);
         if (seconds > 0 ? round % ROUNDS_PER_LOOK : moved && round < MAX_ROUNDS) continue;
         double passed = seconds > 0 ? now() - begin : 0;
         if (passed >= seconds) break;
@@ -431,7 +473,8 @@ static PyObject *worker_poll(Worker *self, PyObject *argument) {
     double seconds = PyFloat_AsDouble(argument);
     if (seconds == -1 && PyErr_Occurred()) return NULL;
     if (!self->num_large)
-        for (int round = 0; round < ROUNDS_WITH_GIL && !has_news(self); round++) ucp_worker_progress(self->worker);
+        for (int round = 0; round < ROUNDS_WITH_GIL && !has_news(self); round++) progress(self);
+    if (self->running && seconds > 0 && seconds < RUN_SECONDS) seconds = RUN_SECONDS;
     if (self->num_large && seconds > 0 && seconds < LARGE_SECONDS) seconds = LARGE_SECONDS;
     if (!has_news(self) && (self->num_large || seconds > 0)) {
         self->is_busy = 1;
@@ -442,13 +485,15 @@ static PyObject *worker_poll(Worker *self, PyObject *argument) {
         self->is_busy = 0;
     }
     if (self->has_newly_lost) cancel_lost(self);
-    if (tell_ended(self) < 0) return NULL;
+    if (tell_ended(self) < 0 || tell_over(self) < 0 || tell_waiting(self) < 0) return NULL;
     Py_RETURN_NONE;
 }
 
 static PyObject *worker_arm(Worker *self, PyObject *unused) {
     (void)unused;
     if (!usable(self)) return NULL;
+    for (Run *run = self->running; run; run = run->next)
+        if (can_go_on(run)) Py_RETURN_FALSE;
     return PyBool_FromLong(!has_news(self) && ucp_worker_arm(self->worker) == UCS_OK);
 }
 
@@ -456,14 +501,16 @@ static PyObject *worker_arm(Worker *self, PyObject *unused) {
 
 static PyObject *worker_connect(Worker *self, PyObject *arguments) {
     unsigned long long rank;
-    PyObject *addresses, *failed;
-    if (!usable(self) || !PyArg_ParseTuple(arguments, "KO!O", &rank, &PyTuple_Type, &addresses, &failed)) return NULL;
+    PyObject *addresses, *failed, *disagreed;
+    if (!usable(self) || !PyArg_ParseTuple(arguments, "KO!OO", &rank, &PyTuple_Type, &addresses, &failed, &disagreed)) return NULL;
     Py_ssize_t size = PyTuple_Size(addresses);
     if (self->peers || rank >= (unsigned long long)size || size >= (Py_ssize_t)1 << (64 - TAG_BITS))
         return PyErr_Format(PyExc_ValueError, "cannot connect to %zd peers", size);
     if (!(self->peers = calloc((size_t)size, sizeof *self->peers))) return PyErr_NoMemory();
     Py_INCREF(failed);
+    Py_INCREF(disagreed);
     self->failed = failed;
+    self->disagreed = disagreed;
     self->rank = rank;
     self->num_peers = (unsigned)size;
     PyObject *reasons = PyList_New(0);
@@ -586,8 +633,11 @@ static void worker_end(Worker *self, double seconds) {
     Request *request;
     while ((request = self->pending)) {
         self->pending = request->next;
-        if (!request->is_kept) free_request(self, request);
+        if (!request->is_kept && !request->run) free_request(self, request);
     }
+    free_runs(&self->running);
+    free_runs(&self->over);
+    free_runs(&self->left_over);
     self->ended = NULL;
     self->ended_end = &self->ended;
     while ((request = self->freed)) {
@@ -599,6 +649,7 @@ static void worker_end(Worker *self, double seconds) {
     free(self->peers);
     self->peers = NULL;
     Py_CLEAR(self->failed);
+    Py_CLEAR(self->disagreed);
 }
 
 static PyObject *worker_close(Worker *self, PyObject *argument) {
@@ -703,6 +754,7 @@ static PyMethodDef worker_methods[] = {
     {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
     {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
+    {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},
     {"arm", (PyCFunction)worker_arm, METH_NOARGS, NULL},
     {"transports", (PyCFunction)worker_transports, METH_O, NULL},
@@ -762,12 +814,16 @@ static struct PyModuleDef module_definition = {
 PyMODINIT_FUNC PyInit_ucx_binding(void) {
     PyObject *module = PyModule_Create(&module_definition);
     if (!module) return NULL;
-    PyObject *type = PyType_FromSpec(&worker_spec);
+    PyObject *type = PyType_FromSpec(&worker_spec), *schedule = PyType_FromSpec(&schedule_spec);
+    schedule_type = (PyTypeObject *)schedule; /* stays with the module, which stays */
     finish_name = PyUnicode_InternFromString("finish");
     ready_name = PyUnicode_InternFromString("ready");
     done_name = PyUnicode_InternFromString("done");
     num_bytes_name = PyUnicode_InternFromString("num_bytes");
-    if (!type || !finish_name || !ready_name || !done_name || !num_bytes_name || PyModule_AddObjectRef(module, "Worker", type) < 0) Py_CLEAR(module);
+    peer_name = PyUnicode_InternFromString("peer");
+    if (!type || !schedule || !finish_name || !ready_name || !done_name || !num_bytes_name || !peer_name ||
+        PyModule_AddObjectRef(module, "Worker", type) < 0 || PyModule_AddObjectRef(module, "Schedule", schedule) < 0)
+        Py_CLEAR(module);
     Py_XDECREF(type);
     return module;
 }

@@ -1,11 +1,19 @@
 """The binding of UCX in C: a thin layer that knows ranks and operations, with none of UCX's types."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from braidax.comm.transports.transport import Buffer, Operation
 
 def load(path: str, /) -> tuple[str, int, int, int]:
     """Loads UCX, once a process, and returns the path of libucp and its version. Raises `OSError`."""
+
+class Schedule:
+    """A schedule that a worker can run. Raises `LookupError` for a reduction that has no loop here."""
+
+    def __init__(
+        self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str, /
+    ) -> None: ...
 
 class Worker:
     """A worker of UCX with a context of its own. Raises `OSError`; one caller at a time."""
@@ -14,15 +22,22 @@ class Worker:
 
     def __init__(self, settings: tuple[tuple[str, str], ...], /) -> None: ...
     def connect(
-        self, rank: int, addresses: tuple[bytes, ...], failed: Callable[[Operation, int, str, bool, int, int], None], /
+        self,
+        rank: int,
+        addresses: tuple[bytes, ...],
+        failed: Callable[[Operation, int, str, bool, int, int], None],
+        disagreed: Callable[[Operation, int, bytes, bytes, int, int], None],
+        /,
     ) -> list[str]:
         """Makes the endpoints, and returns for each why it cannot be made, or nothing.
 
-        `failed` is called with operation, peer, reason, whether the peer is lost, lengths of message and buffer.
+        `failed` is called with operation, peer, reason, whether the peer is lost, lengths of message and buffer;
+        `disagreed` with operation, peer, the heads of its message and of ours, and the lengths of both.
         """
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation, /) -> None: ...
     def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation, /) -> None: ...
+    def run(self, peer: int, tag: int, data: tuple[object, bytes, Any, Any], operation: Operation, /) -> None: ...
     def poll(self, spin_seconds: float, /) -> None: ...
     def arm(self) -> bool: ...
     def fileno(self) -> int: ...
