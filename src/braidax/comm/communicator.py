@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.comm.collectives.arrays import NOTHING
 from braidax.comm.collectives.opening import hear
 from braidax.comm.group import Group
 from braidax.comm.group_messages import MAX_GROUPS, Steps
@@ -66,6 +67,7 @@ class Communicator:
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
+        self._again = group.arrays.again
         self._counters = counters
         counters.groups.append(group)
 
@@ -133,7 +135,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
-        self._run("barrier", self._group.barrier)
+        self._combine("barrier", self._group.arrays.barrier, (), NOTHING, None, None)
 
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Value:
         """Returns the root's value on every rank; what others give is not looked at."""
@@ -166,7 +168,8 @@ class Communicator:
         **Arguments:** as `reduce`. `out`: is filled and returned, an array of the same shape and dtype, or `array`
         itself; a new one by default, whose pages cost about as much as their transfer.
         """
-        return self._run("all_reduce", self._group.all_reduce, array, operation, out, num_bytes=_num_bytes(array))
+        begin = self._group.arrays.all_reduce
+        return self._combine("all_reduce", begin, (array, operation, out), array, operation, out)
 
     def reduce_scatter(
         self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
@@ -175,8 +178,8 @@ class Communicator:
 
         **Arguments:** `array`: `[size · n, …]`; the block is `[n, …]`. The others as for `all_reduce`.
         """
-        num_bytes = _num_bytes(array)
-        return self._run("reduce_scatter", self._group.reduce_scatter, array, operation, out, num_bytes=num_bytes)
+        begin = self._group.arrays.reduce_scatter
+        return self._combine("reduce_scatter", begin, (array, operation, out), array, operation, out)
 
     def all_to_all_into(self, array: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
         """Gives each rank its block of an array, and fills another one with what the others have for this one.
@@ -186,8 +189,8 @@ class Communicator:
 
         **Returns:** `out`. **Raises:** as `reduce`.
         """
-        num_bytes = _num_bytes(array)
-        return self._run("all_to_all_into", self._group.all_to_all_into, array, out, num_bytes=num_bytes)
+        begin = self._group.arrays.all_to_all_into
+        return self._combine("all_to_all_into", begin, (array, out), array, None, out)
 
     def all_gather_into(self, array: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
         """Fills an array with the arrays of all ranks, in their order.
@@ -196,8 +199,8 @@ class Communicator:
 
         **Returns:** `out`. **Raises:** as `reduce`.
         """
-        num_bytes = _num_bytes(array)
-        return self._run("all_gather_into", self._group.all_gather_into, array, out, num_bytes=num_bytes)
+        begin = self._group.arrays.all_gather_into
+        return self._combine("all_gather_into", begin, (array, out), array, None, out)
 
     def all_to_all(self, parts: Sequence[Value]) -> list[Value]:
         """Returns what every rank has for this one, in their order; parts may differ in kind and size.
@@ -287,6 +290,24 @@ class Communicator:
         except BaseException as error:
             self._group.failed(name, error, self.timeout_seconds)
             raise
+
+    def _combine(
+        self, name: str, begin: Callable[..., Steps[T]], arguments: tuple[Any, ...], array: Any, reduction: Any, out: Any
+    ) -> T:
+        """Runs a collective of arrays here, in fewer steps where it has come before."""
+        start = time.perf_counter()
+        try:
+            begun = self._again(name, reduction, array, out)
+            if begun is not None:
+                operation, result = begun
+                if not operation.done or operation.error is not None:
+                    self._wait(operation)
+                self.trace.note("comm", name, start, array.nbytes)
+                return result
+        except BaseException as error:
+            self._group.failed(name, error, self.timeout_seconds)
+            raise
+        return self._run(name, begin, *arguments, num_bytes=_num_bytes(array))
 
     def _split(self, color: int, key: int) -> "Communicator":
         mine = np.array([color, key, self._counters.num_groups], np.int64)

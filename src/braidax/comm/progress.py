@@ -42,7 +42,8 @@ class Progress:
 
     **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`, `schedules`: see
     `Transport`.
-    `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
+    `send_now`, `receive_now`, `run_now`: as `send`, `receive` and `run`, but move it along at once, for who has nothing
+    else to do; the last one is None where the transport runs no schedules.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
@@ -68,6 +69,7 @@ class Progress:
         self._numbers = itertools.count()
         self.send_now = partial(self._begin_now, self._begin_send)
         self.receive_now = partial(self._begin_now, self._begin_receive)
+        self.run_now = None if transport.schedules is None else partial(self._begin_now, transport.schedules.run)
         self._left_at = 0.0  # when the latest rank left
         self._nap, self._wake_thread = Nap(transport.fileno()), Bell()
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
@@ -274,7 +276,7 @@ class Progress:
                     self._break(error)
                     raise
                 if done:
-                    self._leader = 0
+                    self._leader, self._hurried = 0, True
                     self._hand_over()
                     break
                 self._check_left(operations)

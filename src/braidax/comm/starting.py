@@ -35,7 +35,7 @@ class Starting:
 
     def barrier(self) -> Request[None]:
         """Begins `Communicator.barrier`."""
-        return self._begin("barrier", self._group.barrier)
+        return self._begin("barrier", self._group.arrays.barrier)
 
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Request[Value]:
         """Begins `Communicator.broadcast`."""
@@ -57,21 +57,21 @@ class Starting:
         self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
     ) -> Request[NDArray[Any]]:
         """Begins `Communicator.all_reduce`."""
-        return self._begin("all_reduce", self._group.all_reduce, array, operation, out)
+        return self._begin("all_reduce", self._group.arrays.all_reduce, array, operation, out)
 
     def reduce_scatter(
         self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
     ) -> Request[NDArray[Any]]:
         """Begins `Communicator.reduce_scatter`."""
-        return self._begin("reduce_scatter", self._group.reduce_scatter, array, operation, out)
+        return self._begin("reduce_scatter", self._group.arrays.reduce_scatter, array, operation, out)
 
     def all_to_all_into(self, array: NDArray[Any], out: NDArray[Any]) -> Request[NDArray[Any]]:
         """Begins `Communicator.all_to_all_into`."""
-        return self._begin("all_to_all_into", self._group.all_to_all_into, array, out)
+        return self._begin("all_to_all_into", self._group.arrays.all_to_all_into, array, out)
 
     def all_gather_into(self, array: NDArray[Any], out: NDArray[Any]) -> Request[NDArray[Any]]:
         """Begins `Communicator.all_gather_into`."""
-        return self._begin("all_gather_into", self._group.all_gather_into, array, out)
+        return self._begin("all_gather_into", self._group.arrays.all_gather_into, array, out)
 
     def all_to_all(self, parts: Sequence[Value]) -> Request[list[Value]]:
         """Begins `Communicator.all_to_all`."""

@@ -347,6 +347,10 @@ static int hold_places(Run *run, PyObject *own, PyObject *out) {
     const Schedule *schedule = run->schedule;
     if (PyObject_GetBuffer(own, &run->own, PyBUF_SIMPLE) < 0) return -1;
     if (PyObject_GetBuffer(out, &run->out, PyBUF_WRITABLE) < 0) return -1;
+    const char *own_begin = run->own.buf, *out_begin = run->out.buf;
+    int overlaps = run->own.len && run->out.len && own_begin < out_begin + run->out.len && out_begin < own_begin + run->own.len;
+    if (overlaps && (own_begin != out_begin || run->own.len != run->out.len || !schedule->reduction))
+        return PyErr_SetString(PyExc_ValueError, "the arrays share memory"), -1;
     if (run->own.len != schedule->sizes[OWN] || run->out.len != schedule->sizes[OUT] || !is_aligned(&run->own, schedule) ||
         !is_aligned(&run->out, schedule))
         return PyErr_SetString(PyExc_ValueError, "these are not the arrays of the schedule"), -1;

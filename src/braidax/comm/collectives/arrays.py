@@ -1,0 +1,258 @@
+"""The collectives of arrays: what they take is checked, and the schedules that run them are made once."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, cast, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm.collectives import exchanges, reductions, trees
+from braidax.comm.collectives.calls import Calls
+from braidax.comm.collectives.running import Runnable, run
+from braidax.comm.collectives.schedule import OPENING_BYTES, Kind, Schedule
+from braidax.comm.group_messages import Steps, head_of
+from braidax.comm.transports.transport import Operation
+from braidax.errors import ArgumentError
+
+_MAX_SCHEDULES = 256  # that a group remembers
+NOTHING = np.empty(0, np.uint8)
+"""What a barrier takes and fills."""
+
+
+class What(NamedTuple):
+    """Which schedule is meant.
+
+    **Fields:** `name`: of the collective. `num_bytes`, `dtype`: of the operand. `reduction`, `root`: where it has some.
+    """
+
+    name: str
+    num_bytes: int
+    dtype: np.dtype[Any]
+    reduction: np.ufunc = np.add
+    root: int = 0
+
+
+@final
+@dataclass(frozen=True)
+class Ready:
+    """What a collective is run with when it comes again. **Fields:** `shape`, `dtype`: of its result."""
+
+    compiled: object
+    head: bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@final
+class Arrays:
+    """The collectives of arrays of a group. Its methods are those of `Communicator`. **Arguments:** `calls`."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._size = len(calls.ranks)
+        self._me = calls.ranks[calls.rank]
+        self._runnable = lru_cache(_MAX_SCHEDULES)(self._made)
+        self._ready: dict[tuple[Any, ...], Ready] = {}
+
+    def again(self, name: str, reduction: Any, array: Any, out: Any) -> tuple[Operation, NDArray[Any]] | None:
+        """Begins a collective that has come before with such arrays, in the fewest steps.
+
+        **Returns:** the operation and its result; None where it has not, or `out` does not fit, or not all is known of
+        the member before: it then has to be checked first.
+        """
+        try:
+            ready = self._ready[name, reduction, array.dtype, array.shape]
+        except (AttributeError, KeyError, TypeError):
+            return None
+        if out is None:
+            out = np.empty(ready.shape, ready.dtype)
+        elif type(out) is not np.ndarray or out.shape != ready.shape or out.dtype != ready.dtype:
+            return None
+        run_now = self._calls.progress.run_now
+        if self._calls.unheard or run_now is None or type(array) is not np.ndarray:
+            return None
+        try:
+            begun = run_now(self._me, self._calls.next_tag, (ready.compiled, ready.head, array, out))
+        except (TypeError, ValueError, BufferError):  # of memory that is not as it should be
+            return None
+        self._calls.begin()
+        return begun, out
+
+    def barrier(self) -> Steps[None]:
+        """Returns the algorithm of `Communicator.barrier`."""
+        yield from self._run("barrier", None, NOTHING, NOTHING, "barrier")
+
+    def reduce(self, array: Any, operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
+        """Returns the algorithm of `Communicator.reduce`."""
+        own = _operand(array)
+        head = _head_of_reduction(f"reduce to root {root}", operation, own.dtype, own.shape)
+        if self._size > 1 and own.nbytes <= OPENING_BYTES:
+            return trees.reduce_small(self._calls.next(head), own, operation, root)
+        out = np.empty_like(own) if self._calls.rank == root else np.empty(0, own.dtype)
+        what = What("reduce", own.nbytes, own.dtype, operation, root)
+        return _returning(out, run(self._calls.next(head), self._runnable(what), own, out))
+
+    def all_reduce(self, array: Any, operation: np.ufunc, out: Any) -> Steps[NDArray[Any]]:
+        """Returns the algorithm of `Communicator.all_reduce`."""
+        own = _operand(array)
+        head = _head_of_reduction("all_reduce", operation, own.dtype, own.shape)
+        out = np.empty_like(own) if out is None else _checked(out, own, own.shape)
+        return self._run("all_reduce", operation, own, out, head)
+
+    def reduce_scatter(self, array: Any, operation: np.ufunc, out: Any) -> Steps[NDArray[Any]]:
+        """Returns the algorithm of `Communicator.reduce_scatter`."""
+        own = _operand(array)
+        head = _head_of_reduction("reduce_scatter", operation, own.dtype, own.shape)
+        shape = (self._block_length(own), *own.shape[1:])
+        out = np.empty(shape, own.dtype) if out is None else _checked(out, own, shape, in_place="never")
+        return self._run("reduce_scatter", operation, own, out, head)
+
+    def all_to_all_into(self, array: Any, out: Any) -> Steps[NDArray[Any]]:
+        """Returns the algorithm of `Communicator.all_to_all_into`."""
+        own = _moved(array)
+        self._block_length(own)
+        out = _checked(out, own, own.shape, in_place="never")
+        return self._run("all_to_all_into", None, own, out, f"all_to_all_into of {own.dtype}{list(own.shape)}")
+
+    def all_gather_into(self, array: Any, out: Any) -> Steps[NDArray[Any]]:
+        """Returns the algorithm of `Communicator.all_gather_into`."""
+        own = _moved(array)
+        out = _checked(out, own, (self._size, *own.shape), in_place="never")
+        return self._run("all_gather_into", None, own, out, f"all_gather_into of {own.dtype}{list(own.shape)}")
+
+    def _run(
+        self, name: str, reduction: np.ufunc | None, own: NDArray[Any], out: NDArray[Any], head: bytes | str
+    ) -> Steps[NDArray[Any]]:
+        head = _head(head) if isinstance(head, str) else head
+        runnable = self._runnable(What(name, own.nbytes, own.dtype, reduction or np.add))
+        if runnable.compiled is not None:
+            if len(self._ready) >= _MAX_SCHEDULES:
+                self._ready.clear()
+            self._ready[name, reduction, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)
+        return _returning(out, run(self._calls.next(head), runnable, own, out))
+
+    def _made(self, what: What) -> Runnable:
+        """Returns a schedule of this member, as what the transport runs if it can."""
+        schedule = _schedule(what, self._calls.rank, self._calls.hosts)
+        schedules, compiled = self._calls.progress.schedules, None
+        reduces = any(step.kind is Kind.REDUCE for step in schedule.steps)
+        if schedules is not None and self._size > 1 and (what.dtype.isnative or not reduces):
+            compiled = schedules.compile(
+                schedule.rows(self._calls.ranks).tobytes(),
+                (what.num_bytes, _out_bytes(what, self._calls.rank, self._size), schedule.scratch_bytes),
+                schedule.num_tickets,
+                what.reduction.__name__ if reduces else "",
+                f"{what.dtype.kind}{what.dtype.itemsize}",
+            )
+        return Runnable(schedule, compiled, what.reduction, what.dtype)
+
+    def _block_length(self, own: NDArray[Any]) -> int:
+        """Returns the length of dim 0 of a member's block. **Raises:** `ArgumentError` where members share unequally."""
+        if not own.ndim or len(own) % self._size:
+            raise ArgumentError(
+                f"array= has shape {own.shape}: expected dim 0 to be a multiple of the {self._size} ranks; pad it"
+            )
+        return len(own) // self._size
+
+
+def _returning(out: NDArray[Any], steps: Steps[None]) -> Steps[NDArray[Any]]:
+    yield from steps
+    return out
+
+
+def _operand(array: Any) -> NDArray[Any]:
+    try:
+        return np.require(array, requirements="CA")
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"array= is a {type(array).__name__} of which NumPy makes no array: {error}; expected numbers"
+        ) from error
+
+
+def _moved(array: Any) -> NDArray[Any]:
+    own = _operand(array)
+    if own.dtype.hasobject:
+        raise ArgumentError(f"array= has dtype={own.dtype}: expected numbers or bytes; Python objects do not travel")
+    return own
+
+
+def _checked(
+    out: Any, own: NDArray[Any], shape: tuple[int, ...], *, in_place: Literal["whole", "never"] = "whole"
+) -> NDArray[Any]:
+    """Returns the array that a collective fills. **Arguments:** `in_place`: whether it may be the operand itself.
+
+    **Raises:** `ArgumentError` for one of another shape or dtype than the operand's, that is not writable and
+    contiguous, or whose memory is in part the operand's.
+    """
+    dtype = own.dtype
+    if not isinstance(out, np.ndarray):
+        raise ArgumentError(f"out= is a {type(out).__name__}: expected a NumPy array of dtype={dtype}, shape={shape}")
+    array = cast("NDArray[Any]", out)
+    flags = array.flags
+    if array.shape != shape or array.dtype != dtype or not (flags.c_contiguous and flags.writeable and flags.aligned):
+        raise ArgumentError(
+            f"out= has dtype={array.dtype}, shape={array.shape}: expected dtype={dtype}, shape={shape}, writable and "
+            "contiguous, such as numpy.empty makes it"
+        )
+    if np.may_share_memory(array, own):
+        is_whole = array.ctypes.data == own.ctypes.data and array.nbytes == own.nbytes
+        if in_place == "never" or not is_whole:
+            expected = "memory of its own" if in_place == "never" else "memory of its own, or array= itself"
+            raise ArgumentError(f"out= shares memory with array=: expected {expected}")
+    return array
+
+
+_head = lru_cache(1024)(head_of)
+
+
+@lru_cache(1024)
+def _head_of_reduction(name: str, operation: np.ufunc, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Returns what a rank brings. **Raises:** `ArgumentError` for an operation or a dtype that cannot be reduced."""
+    if operation.nin != 2 or operation.nout != 1:
+        raise ArgumentError(
+            f"operation={operation.__name__}: expected a ufunc of two operands and one result, such as numpy.add"
+        )
+    if dtype.hasobject:
+        raise ArgumentError(f"array= has dtype={dtype}: expected numbers; Python objects do not travel")
+    try:
+        result = operation.resolve_dtypes((dtype, dtype, None))[2]
+    except TypeError as error:
+        raise ArgumentError(
+            f"array= has dtype={dtype}: expected one that operation={operation.__name__} takes ({error})"
+        ) from error
+    if not np.can_cast(result, dtype, "safe"):
+        raise ArgumentError(
+            f"array= has dtype={dtype}, of which operation={operation.__name__} makes {result}: expected one that it "
+            "makes the same of; convert the array first"
+        )
+    return head_of(f"{name}({operation.__name__}) of {dtype}{list(shape)}")
+
+
+def _schedule(what: What, rank: int, hosts: tuple[int, ...]) -> Schedule:
+    size, element_bytes = len(hosts), max(1, what.dtype.itemsize)
+    match what.name:
+        case "all_reduce":
+            return reductions.all_reduce(rank, hosts, what.num_bytes, element_bytes)
+        case "reduce_scatter":
+            return reductions.reduce_scatter(rank, size, what.num_bytes, element_bytes)
+        case "reduce":
+            return reductions.reduce(rank, size, what.num_bytes, element_bytes, what.root)
+        case "all_to_all_into":
+            return exchanges.all_to_all(rank, size, what.num_bytes // size)
+        case "all_gather_into":
+            return exchanges.all_gather(rank, size, what.num_bytes)
+        case _:
+            return exchanges.barrier(rank, size)
+
+
+def _out_bytes(what: What, rank: int, size: int) -> int:
+    match what.name:
+        case "reduce_scatter":
+            return what.num_bytes // size
+        case "reduce":
+            return what.num_bytes if rank == what.root else 0
+        case "all_gather_into":
+            return what.num_bytes * size
+        case _:
+            return what.num_bytes

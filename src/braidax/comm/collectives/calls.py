@@ -1,0 +1,48 @@
+"""`Calls`: the collectives of one group, which all members call in the same order, and so number alike."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, final
+
+from braidax.comm.group_messages import MAX_NUMBER, GroupMessages
+from braidax.comm.progress import Progress
+
+
+@final
+class Calls:
+    """Numbers the collectives of a group.
+
+    **Arguments, Fields:** as of `GroupMessages`. `first_tag`: of its collectives, without their numbers.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        ranks: Sequence[int],
+        rank: int,
+        hosts: Sequence[int],
+        first_tag: int,
+        unheard: deque[Any],
+    ) -> None:
+        self.progress = progress
+        self.ranks = ranks
+        self.rank = rank
+        self.hosts = tuple(hosts)
+        self.unheard = unheard
+        self._first_tag = first_tag
+        self._count = 0
+
+    @property
+    def next_tag(self) -> int:
+        """The tag of the collective that comes next."""
+        return self._first_tag | (self._count + 1) & MAX_NUMBER
+
+    def begin(self) -> None:
+        """Counts a collective that has begun under `next_tag`."""
+        self._count = (self._count + 1) & MAX_NUMBER
+
+    def next(self, head: bytes) -> GroupMessages:
+        """Returns the messages of the collective that comes next. **Arguments:** `head`: what this rank brings to it."""
+        self.begin()
+        tag = self._first_tag | self._count
+        return GroupMessages(self.progress, self.ranks, self.rank, tag, self.hosts, head, self.unheard)
