@@ -9,7 +9,7 @@ import contextlib
 import json
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, final
 from braidax.errors import ArgumentError
 
 _MAX_SPANS = 20_000  # about 5 MB
-_NOTHING = (0, 0.0, 0)
 
 
 class Span(NamedTuple):
@@ -45,6 +44,15 @@ class LaneTotal:
     num_bytes: int = 0
 
 
+class _Total:
+    """A `LaneTotal` that grows."""
+
+    __slots__ = ("num_bytes", "num_spans", "seconds")
+
+    def __init__(self) -> None:
+        self.num_spans, self.seconds, self.num_bytes = 0, 0.0, 0
+
+
 class Trace:
     """Collects spans from any number of threads.
 
@@ -56,29 +64,35 @@ class Trace:
         if max_spans < 0:
             raise ArgumentError(f"max_spans={max_spans!r}: expected how many spans to keep, 0 or more")
         self._spans: deque[tuple[str, str, str, float, float, int]] = deque(maxlen=max_spans)
-        self._totals: dict[str, tuple[int, float, int]] = {}
+        self._totals: defaultdict[str, _Total] = defaultdict(_Total)
         self._lock = threading.Lock()
+        self._of_thread = threading.local()  # its name, which takes long to ask for
 
     def record(self, span: Span, *, inner_seconds: float = 0.0) -> None:
         """Adds a finished span, of which `inner_seconds` were spent in spans inside it."""
-        with self._lock:
-            self._spans.append(span)
-            number, seconds, num_bytes = self._totals.get(span.lane, _NOTHING)
-            seconds += span.seconds - inner_seconds
-            self._totals[span.lane] = (number + 1, seconds, num_bytes + span.num_bytes)
+        self._add(span, span.seconds - inner_seconds)
 
     def note(self, lane: str, name: str, start: float, num_bytes: int) -> None:
         """Adds what began at `start` (`time.perf_counter`) and ends now on this thread; as `timed`, and quicker."""
-        seconds, thread = time.perf_counter() - start, threading.current_thread().name
-        with self._lock:  # and no Span yet, which takes as long as all of this
-            self._spans.append((lane, name, thread, start, seconds, num_bytes))
-            number, total, moved = self._totals.get(lane, _NOTHING)
-            self._totals[lane] = (number + 1, total + seconds, moved + num_bytes)
+        seconds = time.perf_counter() - start
+        try:
+            thread = self._of_thread.name
+        except AttributeError:
+            thread = self._of_thread.name = threading.current_thread().name
+        self._add((lane, name, thread, start, seconds, num_bytes), seconds)  # a Span takes as long as all of this
 
     def totals(self) -> dict[str, LaneTotal]:
         """Returns the total of every lane that has recorded anything."""
         with self._lock:
-            return {lane: LaneTotal(*total) for lane, total in self._totals.items()}
+            return {lane: LaneTotal(each.num_spans, each.seconds, each.num_bytes) for lane, each in self._totals.items()}
+
+    def _add(self, span: tuple[str, str, str, float, float, int], seconds: float) -> None:
+        with self._lock:
+            self._spans.append(span)
+            total = self._totals[span[0]]
+            total.num_spans += 1
+            total.seconds += seconds
+            total.num_bytes += span[5]
 
     @property
     def spans(self) -> list[Span]:

@@ -23,6 +23,7 @@ from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace
 
 T = TypeVar("T")
+_Array: type = np.ndarray
 _CLOSE_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
 
@@ -67,7 +68,7 @@ class Communicator:
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
-        self._again = group.arrays.again
+        self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run
         self._counters = counters
         counters.groups.append(group)
 
@@ -135,7 +136,8 @@ class Communicator:
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
-        self._combine("barrier", self._group.arrays.barrier, (), NOTHING, None, None)
+        if self._again("barrier", None, NOTHING, NOTHING) is None:
+            self._run("barrier", self._group.arrays.barrier)
 
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Value:
         """Returns the root's value on every rank; what others give is not looked at."""
@@ -168,8 +170,11 @@ class Communicator:
         **Arguments:** as `reduce`. `out`: is filled and returned, an array of the same shape and dtype, or `array`
         itself; a new one by default, whose pages cost about as much as their transfer.
         """
-        begin = self._group.arrays.all_reduce
-        return self._combine("all_reduce", begin, (array, operation, out), array, operation, out)
+        result = self._again("all_reduce", operation, array, out)
+        if result is None:
+            begin = self._group.arrays.all_reduce
+            return self._run("all_reduce", begin, array, operation, out, num_bytes=_num_bytes(array))
+        return result
 
     def reduce_scatter(
         self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
@@ -178,8 +183,11 @@ class Communicator:
 
         **Arguments:** `array`: `[size · n, …]`; the block is `[n, …]`. The others as for `all_reduce`.
         """
-        begin = self._group.arrays.reduce_scatter
-        return self._combine("reduce_scatter", begin, (array, operation, out), array, operation, out)
+        result = self._again("reduce_scatter", operation, array, out)
+        if result is None:
+            begin = self._group.arrays.reduce_scatter
+            return self._run("reduce_scatter", begin, array, operation, out, num_bytes=_num_bytes(array))
+        return result
 
     def all_to_all_into(self, array: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
         """Gives each rank its block of an array, and fills another one with what the others have for this one.
@@ -189,8 +197,11 @@ class Communicator:
 
         **Returns:** `out`. **Raises:** as `reduce`.
         """
-        begin = self._group.arrays.all_to_all_into
-        return self._combine("all_to_all_into", begin, (array, out), array, None, out)
+        result = self._again("all_to_all_into", None, array, out)
+        if result is None:
+            begin = self._group.arrays.all_to_all_into
+            return self._run("all_to_all_into", begin, array, out, num_bytes=_num_bytes(array))
+        return result
 
     def all_gather_into(self, array: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
         """Fills an array with the arrays of all ranks, in their order.
@@ -199,8 +210,11 @@ class Communicator:
 
         **Returns:** `out`. **Raises:** as `reduce`.
         """
-        begin = self._group.arrays.all_gather_into
-        return self._combine("all_gather_into", begin, (array, out), array, None, out)
+        result = self._again("all_gather_into", None, array, out)
+        if result is None:
+            begin = self._group.arrays.all_gather_into
+            return self._run("all_gather_into", begin, array, out, num_bytes=_num_bytes(array))
+        return result
 
     def all_to_all(self, parts: Sequence[Value]) -> list[Value]:
         """Returns what every rank has for this one, in their order; parts may differ in kind and size.
@@ -291,23 +305,36 @@ class Communicator:
             self._group.failed(name, error, self.timeout_seconds)
             raise
 
-    def _combine(
-        self, name: str, begin: Callable[..., Steps[T]], arguments: tuple[Any, ...], array: Any, reduction: Any, out: Any
-    ) -> T:
-        """Runs a collective of arrays here, in fewer steps where it has come before."""
+    def _again(self, name: str, reduction: Any, array: Any, out: Any) -> Any:
+        """Runs a collective that has come before with such arrays, in the fewest steps.
+
+        **Returns:** its result; None, and nothing has begun, where no such one has come or something has to be checked.
+        """
         start = time.perf_counter()
+        if type(array) is not _Array or self._group.unheard:
+            return None
+        ready = self._ready.get((name, reduction, array.dtype, array.shape))
+        if ready is None:
+            return None
+        compiled, head, shape, dtype = ready
+        if out is None:
+            out = np.empty(shape, dtype)
+        elif type(out) is not _Array or out.shape != shape or out.dtype != dtype:
+            return None
+        calls = self._calls
         try:
-            begun = self._again(name, reduction, array, out)
-            if begun is not None:
-                operation, result = begun
-                if not operation.done or operation.error is not None:
-                    self._wait(operation)
-                self.trace.note("comm", name, start, array.nbytes)
-                return result
+            try:
+                operation = self._run_schedule(calls.next_tag, compiled, head, array, out, "now")
+            except (TypeError, ValueError, BufferError):  # of memory that is not as it should be
+                return None
+            calls.begin()
+            if operation is not None:
+                self._wait(operation)
         except BaseException as error:
             self._group.failed(name, error, self.timeout_seconds)
             raise
-        return self._run(name, begin, *arguments, num_bytes=_num_bytes(array))
+        self.trace.note("comm", name, start, array.nbytes)
+        return out
 
     def _split(self, color: int, key: int) -> "Communicator":
         mine = np.array([color, key, self._counters.num_groups], np.int64)

@@ -38,7 +38,7 @@ class Group:
     **Arguments:** `progress`: moves the messages. `number`: of the group in the world. `ranks`: of the members in the
     world, by rank in the group. `rank`: in the group. `hosts`: a number for each member's host.
 
-    **Fields:** `arrays`: its collectives of arrays. `unheard`: what the member before brought to collectives in which
+    **Fields:** `calls`: its collectives. `arrays`: those of arrays. `unheard`: what the member before brought to collectives in which
     this rank only sent.
     """
 
@@ -52,8 +52,8 @@ class Group:
         self.size = len(ranks)
         self.hosts = hosts
         self.unheard: deque[Opening] = deque()
-        self._calls = Calls(progress, ranks, rank, hosts, tag_of(number, COLLECTIVE, 0), self.unheard)
-        self.arrays = Arrays(self._calls)
+        self.calls = Calls(progress, ranks, rank, hosts, tag_of(number, COLLECTIVE, 0), self.unheard)
+        self.arrays = Arrays(self.calls)
         self._under = lru_cache(256)(partial(GroupMessages, progress, ranks, rank, hosts=hosts))  # a tag
 
     def send(self, value: Value, dest: int, tag: int) -> Steps[None]:
@@ -67,16 +67,16 @@ class Group:
     def broadcast(self, value: Value, root: int) -> Steps[Value]:
         """Returns the algorithm of `Communicator.broadcast`."""
         self.check_rank(root, "root")
-        return values.broadcast(self._calls.next(_head(f"broadcast from root {root}")), value, root)
+        return values.broadcast(self.calls.next(_head(f"broadcast from root {root}")), value, root)
 
     def gather(self, value: Value, root: int) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.gather`."""
         self.check_rank(root, "root")
-        return values.gather(self._calls.next(_head(f"gather to root {root}")), value, root)
+        return values.gather(self.calls.next(_head(f"gather to root {root}")), value, root)
 
     def all_gather(self, value: Value) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.all_gather`."""
-        return values.all_gather(self._calls.next(_head("all_gather")), value)
+        return values.all_gather(self.calls.next(_head("all_gather")), value)
 
     def reduce(self, array: Any, operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.reduce`."""
@@ -87,7 +87,7 @@ class Group:
         """Returns the algorithm of `Communicator.all_to_all`."""
         if len(parts) != self.size:
             raise ArgumentError(f"parts= has {len(parts)} values: expected one for each of the {self.size} ranks")
-        return values.all_to_all(self._calls.next(_head("all_to_all")), parts)
+        return values.all_to_all(self.calls.next(_head("all_to_all")), parts)
 
     def failed(self, name: str, error: BaseException, timeout_seconds: float) -> None:
         """Ends the epoch, unless what an operation failed of harms nobody else.

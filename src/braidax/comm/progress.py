@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, Literal, final
 
 from braidax.comm.callbacks import Callbacks
 from braidax.comm.condition import Condition
@@ -42,8 +42,7 @@ class Progress:
 
     **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`, `schedules`: see
     `Transport`.
-    `send_now`, `receive_now`, `run_now`: as `send`, `receive` and `run`, but move it along at once, for who has nothing
-    else to do; the last one is None where the transport runs no schedules.
+    `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
@@ -53,6 +52,7 @@ class Progress:
         self._transport = transport
         self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
         self.schedules = transport.schedules
+        self._begin_run: Callable[..., Operation | None] = getattr(transport.schedules, "run", _no_schedules)
         self._watch = watch
         self.takes_arrays = transport.takes_arrays
         self._spin_seconds = spin_seconds
@@ -69,7 +69,6 @@ class Progress:
         self._numbers = itertools.count()
         self.send_now = partial(self._begin_now, self._begin_send)
         self.receive_now = partial(self._begin_now, self._begin_receive)
-        self.run_now = None if transport.schedules is None else partial(self._begin_now, transport.schedules.run)
         self._left_at = 0.0  # when the latest rank left
         self._nap, self._wake_thread = Nap(transport.fileno()), Bell()
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
@@ -86,10 +85,37 @@ class Progress:
         """Begins to receive. **Arguments, Returns:** see `Transport.receive`. **Raises:** the failure, if any."""
         return self._begin(self._begin_receive, peer, tag, buffer)
 
-    def run(self, peer: int, tag: int, data: Any) -> Operation:
-        """Begins to run a schedule. **Arguments, Returns:** see `Schedules.run`. **Raises:** the failure, if any."""
-        assert self.schedules is not None
-        return self._begin(self.schedules.run, peer, tag, data)
+    def run(
+        self, tag: int, compiled: object, head: bytes, own: Any, out: Any, begin: Literal["now", "later"] = "later"
+    ) -> Operation | None:
+        """Begins to run a schedule. **Arguments, Returns:** see `Schedules.run`. `begin`: moves it along at `"now"`.
+
+        **Raises:** the failure, if there is one; what `Schedules.run` raises.
+        """
+        ready = self._callbacks.ready
+        called: Sequence[Callable[[], None]] = ()
+        self._lock.acquire()  # and not `with`: a tenth of a small collective
+        try:
+            if self.failure is not None:
+                raise again(self.failure)
+            is_alone = begin == "now" and not self._leader
+            operation = self._begin_run(tag, compiled, head, own, out, self._spin_seconds if is_alone else -1.0)
+            if begin == "now":
+                self._hurried = True
+            if ready or self._followers:
+                called = self._ended()
+            if self._sleeping:
+                self._nap.ring()
+        except (TypeError, ValueError, BufferError):  # of arrays that are not as they should be
+            raise
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            self._lock.release()
+        if called:
+            self._call(called)
+        return operation
 
     def wait(self, operations: Sequence[Operation], deadline: float) -> None:
         """Returns when all operations have ended. **Arguments:** `deadline`: `time.monotonic` seconds.
@@ -407,3 +433,7 @@ class Progress:
         sleeps = self._transport.arm() and not called
         pause = self._watch.pause_seconds
         return called, min(pause, self._transport.nap_seconds or pause) if sleeps else 0.0
+
+
+def _no_schedules(*_: Any) -> None:
+    raise AssertionError("this transport runs no schedules")

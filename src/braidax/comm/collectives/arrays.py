@@ -1,6 +1,5 @@
 """The collectives of arrays: what they take is checked, and the schedules that run them are made once."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast, final
 
@@ -12,7 +11,6 @@ from braidax.comm.collectives.calls import Calls
 from braidax.comm.collectives.running import Runnable, run
 from braidax.comm.collectives.schedule import OPENING_BYTES, Kind, Schedule
 from braidax.comm.group_messages import Steps, head_of
-from braidax.comm.transports.transport import Operation
 from braidax.errors import ArgumentError
 
 _MAX_SCHEDULES = 256  # that a group remembers
@@ -33,9 +31,7 @@ class What(NamedTuple):
     root: int = 0
 
 
-@final
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """What a collective is run with when it comes again. **Fields:** `shape`, `dtype`: of its result."""
 
     compiled: object
@@ -46,38 +42,19 @@ class Ready:
 
 @final
 class Arrays:
-    """The collectives of arrays of a group. Its methods are those of `Communicator`. **Arguments:** `calls`."""
+    """The collectives of arrays of a group. Its methods are those of `Communicator`.
+
+    **Arguments:** `calls`: of the group.
+
+    **Fields:** `ready`: what collectives that have come before are run with where the transport runs schedules, by name,
+    reduction, and dtype and shape of the array.
+    """
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._size = len(calls.ranks)
-        self._me = calls.ranks[calls.rank]
         self._runnable = lru_cache(_MAX_SCHEDULES)(self._made)
-        self._ready: dict[tuple[Any, ...], Ready] = {}
-
-    def again(self, name: str, reduction: Any, array: Any, out: Any) -> tuple[Operation, NDArray[Any]] | None:
-        """Begins a collective that has come before with such arrays, in the fewest steps.
-
-        **Returns:** the operation and its result; None where it has not, or `out` does not fit, or not all is known of
-        the member before: it then has to be checked first.
-        """
-        try:
-            ready = self._ready[name, reduction, array.dtype, array.shape]
-        except (AttributeError, KeyError, TypeError):
-            return None
-        if out is None:
-            out = np.empty(ready.shape, ready.dtype)
-        elif type(out) is not np.ndarray or out.shape != ready.shape or out.dtype != ready.dtype:
-            return None
-        run_now = self._calls.progress.run_now
-        if self._calls.unheard or run_now is None or type(array) is not np.ndarray:
-            return None
-        try:
-            begun = run_now(self._me, self._calls.next_tag, (ready.compiled, ready.head, array, out))
-        except (TypeError, ValueError, BufferError):  # of memory that is not as it should be
-            return None
-        self._calls.begin()
-        return begun, out
+        self.ready: dict[tuple[Any, ...], Ready] = {}
 
     def barrier(self) -> Steps[None]:
         """Returns the algorithm of `Communicator.barrier`."""
@@ -127,9 +104,9 @@ class Arrays:
         head = _head(head) if isinstance(head, str) else head
         runnable = self._runnable(What(name, own.nbytes, own.dtype, reduction or np.add))
         if runnable.compiled is not None:
-            if len(self._ready) >= _MAX_SCHEDULES:
-                self._ready.clear()
-            self._ready[name, reduction, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)
+            if len(self.ready) >= _MAX_SCHEDULES:
+                self.ready.clear()
+            self.ready[name, reduction, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)
         return _returning(out, run(self._calls.next(head), runnable, own, out))
 
     def _made(self, what: What) -> Runnable:

@@ -34,8 +34,8 @@ def run(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: NDA
     if messages.unheard:
         yield from hear(messages.unheard)
     if runnable.compiled is not None:
-        me = messages.ranks[messages.rank]
-        yield [messages.progress.run(me, messages.tag, (runnable.compiled, messages.brings, own, out))]
+        operation = messages.progress.run(messages.tag, runnable.compiled, messages.brings, own, out)
+        yield [] if operation is None else [operation]
     else:
         yield from _run_here(messages, runnable, own, out)
 

@@ -55,12 +55,17 @@ class Schedules(Protocol):
         """
         ...
 
-    def run(self, peer: int, tag: int, data: tuple[object, bytes, Any, Any], operation: Operation) -> None:
+    def run(
+        self, tag: int, compiled: object, head: bytes, own: Any, out: Any, spin_seconds: float
+    ) -> Operation | None:
         """Begins to run a schedule.
 
-        **Arguments:** `peer`: of this rank. `tag`: of all messages. `data`: what was compiled, what this rank brings,
-        and its arrays `own` and `out`, which must not change until the end. `operation`: is finished at the end; its
-        `peer` is whoever is waited for.
+        **Arguments:** `tag`: of all messages. `head`: what this rank brings. `own`, `out`: its arrays, which must not
+        change until the end. `spin_seconds`: moves it along at once, for up to so long; -1 for not at all.
+
+        **Returns:** None when it has ended well, otherwise the operation that ends with it. Its `peer` is whoever is
+        waited for. **Raises:** `ValueError`, `TypeError`, `BufferError` for arrays that are not those of the schedule:
+        nothing has begun then.
         """
         ...
 

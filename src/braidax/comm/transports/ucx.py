@@ -127,7 +127,9 @@ class UcxTransport(Transport):
     def connect(self, world: World, *, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
         addresses = tuple(_raw_address(world, rank, self.library) for rank in range(world.size))
-        reasons = self._worker.connect(world.rank, addresses, partial(_fail, world), partial(_disagree, world))
+        is_crowded = world.hosts.count(world.hosts[world.rank]) > (os.cpu_count() or 1)
+        told = partial(_fail, world), partial(_disagree, world)
+        reasons = self._worker.connect(world.rank, addresses, *told, Operation, is_crowded)
         for rank, reason in enumerate(reasons):
             if reason:
                 raise HandshakeError(
@@ -191,19 +193,19 @@ class UcxTransport(Transport):
 
 
 @final
-@dataclass(frozen=True)
 class UcxSchedules:
-    """Runs schedules in the binding. **Fields:** `make`: its `Schedule`. `run`: of its worker; see `Schedules`."""
+    """Runs schedules in the binding; see `Schedules`. **Arguments:** `make`: its `Schedule`. `run`: of its worker."""
 
-    make: Callable[..., object]
-    run: Callable[[int, int, tuple[object, bytes, Any, Any], Operation], None]
+    def __init__(self, make: Callable[..., object], run: Callable[..., Operation | None]) -> None:
+        self._make = make
+        self.run = run  # a call of its own would be a tenth of a small collective
 
     def compile(
         self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str
     ) -> object | None:
         """See `Schedules.compile`."""
         try:
-            return self.make(rows, sizes, num_tickets, operation, dtype)
+            return self._make(rows, sizes, num_tickets, operation, dtype)
         except LookupError:
             return None
 

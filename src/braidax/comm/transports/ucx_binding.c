@@ -20,6 +20,7 @@
 #define GIVEN_UP_TAG (((uint64_t)1 << 44) + 1) /* above those of messages; the one before is that of greetings */
 #define ROUNDS_WITH_GIL 8        /* of progress: a microsecond, shorter than waiting for the GIL may take */
 #define ROUNDS_PER_LOOK 32       /* at the clock */
+#define ROUNDS_WHEN_CROWDED 4    /* the same where ranks are more than cores: another one has to run on this one */
 #define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
 #define MAX_ROUNDS 4096          /* of progress without an end, when nobody asked to spin */
 #if defined(__x86_64__)
@@ -78,11 +79,11 @@ typedef struct {
 struct Worker {
     PyObject_HEAD
     void *context, *worker;
-    int descriptor, is_busy, has_newly_lost, is_abandoned;
+    int descriptor, is_busy, has_newly_lost, is_abandoned, is_crowded;
     uint64_t rank;
     unsigned num_peers;
     Peer *peers;
-    PyObject *address, *failed, *disagreed;
+    PyObject *address, *failed, *disagreed, *operation_type;
     Run *running, *over, *left_over; /* the last ones have failed, and UCX may know their memory still */
     Request *pending, *ended, **ended_end, *freed;
     size_t num_freed;
@@ -435,17 +436,6 @@ static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssi
 
 #include "ucx_schedules.h"
 
-static PyObject *worker_run(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
-    unsigned peer; /* whom errors name until it waits for somebody */
-    uint64_t tag;
-    if (!parse_peer(self, arguments, count, &peer, &tag)) return NULL;
-    Run *run = new_run(self, tag, arguments[2], arguments[3]);
-    if (!run) return NULL;
-    begin_run(self, run);
-    if (tell_over(self) < 0) return NULL;
-    Py_RETURN_NONE;
-}
-
 static int has_news(Worker *self) { return self->ended || self->over || self->has_newly_lost; }
 
 static unsigned progress(Worker *self) {
@@ -455,23 +445,25 @@ static unsigned progress(Worker *self) {
 }
 
 static void spin(Worker *self, double seconds) { /* without the GIL */
+    int rounds_per_look = self->is_crowded ? ROUNDS_WHEN_CROWDED : ROUNDS_PER_LOOK;
     double begin = seconds > 0 ? now() : 0;
     for (int round = 1; !has_news(self); round++) {
         unsigned moved = progress(self);
-        if (seconds > 0 ? round % ROUNDS_PER_LOOK : moved && round < MAX_ROUNDS) continue;
+        if (seconds > 0 ? round % rounds_per_look : moved && round < MAX_ROUNDS) continue;
         double passed = seconds > 0 ? now() - begin : 0;
         if (passed >= seconds) break;
-        if (passed > YIELD_SECONDS && !moved) {
+        if (moved) continue;
+        if (self->is_crowded) {
+            sched_yield();
+        } else if (passed > YIELD_SECONDS) {
             sched_yield();
             for (int turn = 0; turn < TURNS_AT_REST; turn++) REST();
         }
     }
 }
 
-static PyObject *worker_poll(Worker *self, PyObject *argument) {
-    if (!usable(self)) return NULL;
-    double seconds = PyFloat_AsDouble(argument);
-    if (seconds == -1 && PyErr_Occurred()) return NULL;
+/* Polls as long as it spins, and tells what has ended. */
+static int poll_for(Worker *self, double seconds) {
     if (!self->num_large)
         for (int round = 0; round < ROUNDS_WITH_GIL && !has_news(self); round++) progress(self);
     if (self->running && seconds > 0 && seconds < RUN_SECONDS) seconds = RUN_SECONDS;
@@ -485,7 +477,37 @@ static PyObject *worker_poll(Worker *self, PyObject *argument) {
         self->is_busy = 0;
     }
     if (self->has_newly_lost) cancel_lost(self);
-    if (tell_ended(self) < 0 || tell_over(self) < 0 || tell_waiting(self) < 0) return NULL;
+    return tell_ended(self) < 0 || tell_over(self) < 0 || tell_waiting(self) < 0 ? -1 : 0;
+}
+
+static PyObject *worker_poll(Worker *self, PyObject *argument) {
+    if (!usable(self)) return NULL;
+    double seconds = PyFloat_AsDouble(argument);
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    if (poll_for(self, seconds) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Runs a schedule, and makes an operation of it only when it fails or takes longer than the spinning. */
+static PyObject *worker_run(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (!usable(self)) return NULL;
+    if (count != 6) return PyErr_SetString(PyExc_TypeError, "expected 6 arguments"), NULL;
+    uint64_t tag = PyLong_AsUnsignedLongLong(arguments[0]);
+    double seconds = PyFloat_AsDouble(arguments[5]);
+    if (PyErr_Occurred()) return NULL;
+    if (tag >> TAG_BITS) return PyErr_SetString(PyExc_ValueError, "no such tag"), NULL;
+    Run *run = new_run(self, tag, arguments + 1);
+    if (!run) return NULL;
+    Caller caller = {.is_over = 0};
+    run->caller = &caller;
+    begin_run(self, run);
+    int failed = tell_over(self);
+    if (!failed && !caller.is_over && seconds >= 0) failed = poll_for(self, seconds);
+    if (!failed && !caller.is_over) failed = make_operation(self, run, &caller) < 0 || tell_waiting(self) < 0;
+    if (!caller.is_over) run->caller = NULL;
+    if (failed) Py_CLEAR(caller.operation);
+    if (failed) return NULL;
+    if (caller.operation) return caller.operation;
     Py_RETURN_NONE;
 }
 
@@ -501,17 +523,22 @@ static PyObject *worker_arm(Worker *self, PyObject *unused) {
 
 static PyObject *worker_connect(Worker *self, PyObject *arguments) {
     unsigned long long rank;
-    PyObject *addresses, *failed, *disagreed;
-    if (!usable(self) || !PyArg_ParseTuple(arguments, "KO!OO", &rank, &PyTuple_Type, &addresses, &failed, &disagreed)) return NULL;
+    int is_crowded;
+    PyObject *addresses, *failed, *disagreed, *operation_type;
+    if (!usable(self) || !PyArg_ParseTuple(arguments, "KO!OOOp", &rank, &PyTuple_Type, &addresses, &failed, &disagreed,
+                                           &operation_type, &is_crowded)) return NULL;
     Py_ssize_t size = PyTuple_Size(addresses);
     if (self->peers || rank >= (unsigned long long)size || size >= (Py_ssize_t)1 << (64 - TAG_BITS))
         return PyErr_Format(PyExc_ValueError, "cannot connect to %zd peers", size);
     if (!(self->peers = calloc((size_t)size, sizeof *self->peers))) return PyErr_NoMemory();
     Py_INCREF(failed);
     Py_INCREF(disagreed);
+    Py_INCREF(operation_type);
     self->failed = failed;
     self->disagreed = disagreed;
+    self->operation_type = operation_type;
     self->rank = rank;
+    self->is_crowded = is_crowded;
     self->num_peers = (unsigned)size;
     PyObject *reasons = PyList_New(0);
     for (Py_ssize_t i = 0; reasons && i < size; i++) {
@@ -650,6 +677,7 @@ static void worker_end(Worker *self, double seconds) {
     self->peers = NULL;
     Py_CLEAR(self->failed);
     Py_CLEAR(self->disagreed);
+    Py_CLEAR(self->operation_type);
 }
 
 static PyObject *worker_close(Worker *self, PyObject *argument) {

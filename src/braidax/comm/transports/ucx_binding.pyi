@@ -27,17 +27,29 @@ class Worker:
         addresses: tuple[bytes, ...],
         failed: Callable[[Operation, int, str, bool, int, int], None],
         disagreed: Callable[[Operation, int, bytes, bytes, int, int], None],
+        operation_type: type[Operation],
+        is_crowded: bool,
         /,
     ) -> list[str]:
         """Makes the endpoints, and returns for each why it cannot be made, or nothing.
 
         `failed` is called with operation, peer, reason, whether the peer is lost, lengths of message and buffer;
         `disagreed` with operation, peer, the heads of its message and of ours, and the lengths of both.
+        `is_crowded`: whether this host has more ranks than cores.
         """
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation, /) -> None: ...
     def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation, /) -> None: ...
-    def run(self, peer: int, tag: int, data: tuple[object, bytes, Any, Any], operation: Operation, /) -> None: ...
+    def run(
+        self,
+        tag: int,
+        compiled: Schedule,
+        head: bytes,
+        own: Any,
+        out: Any,
+        spin_seconds: float,
+        /,
+    ) -> Operation | None: ...
     def poll(self, spin_seconds: float, /) -> None: ...
     def arm(self) -> bool: ...
     def fileno(self) -> int: ...

@@ -33,6 +33,11 @@ typedef struct {
     const NamedReduction *reduction;
 } Schedule;
 
+typedef struct { /* whoever waits for a run, without an operation unless that fails or takes long */
+    PyObject *operation;
+    int is_over;
+} Caller;
+
 struct Run {
     Run *next;
     Worker *worker;
@@ -46,6 +51,7 @@ struct Run {
     size_t num_open;   /* requests that UCX has not ended */
     Request *failed;   /* the first request that has */
     int is_large, is_told;
+    Caller *caller;     /* that waits for it; there is no operation as long as one does */
     unsigned waits_for; /* the peer that Python was told of last */
     ucp_dt_iov_t *parts; /* two for each request */
     Request requests[];  /* one for each ticket */
@@ -283,8 +289,18 @@ static Request *cause_of(Run *run) {
     return run->failed;
 }
 
+/* Makes the operation of a run that began without one. */
+static int make_operation(Worker *self, Run *run, Caller *caller) {
+    run->operation = PyObject_CallFunction(self->operation_type, "K", (unsigned long long)self->rank);
+    run->caller = NULL;
+    caller->operation = run->operation;
+    Py_XINCREF(caller->operation);
+    return run->operation ? 0 : -1;
+}
+
 static int tell_failed(Worker *self, Run *run) {
     Request *request = cause_of(run);
+    const Step *step = request->step;
     PyObject *result;
     if (request->status != UCS_OK) {
         Peer *peer = &self->peers[request->peer];
@@ -292,17 +308,28 @@ static int tell_failed(Worker *self, Run *run) {
         result = PyObject_CallFunction(self->failed, "OIsOnn", run->operation, request->peer,
                                        ucs_status_string(request->status), peer->is_lost ? Py_True : Py_False,
                                        (Py_ssize_t)request->num_bytes,
-                                       (Py_ssize_t)(request->step->capacity ? request->step->capacity : request->step->num_bytes));
+                                       (Py_ssize_t)(step->capacity ? step->capacity : step->num_bytes));
     } else {
-        const char *theirs = request->step->capacity ? at(run, &request->step->to) : "";
-        Py_ssize_t num_bytes = request->step->capacity ? (Py_ssize_t)request->num_bytes : 0;
+        const char *theirs = step->capacity ? at(run, &step->to) : "";
+        Py_ssize_t num_bytes = step->capacity ? (Py_ssize_t)request->num_bytes : 0;
         result = PyObject_CallFunction(self->disagreed, "OIy#y#nn", run->operation, request->peer, theirs,
                                        num_bytes < HEAD_BYTES ? num_bytes : HEAD_BYTES, run->head, (Py_ssize_t)HEAD_BYTES,
                                        (Py_ssize_t)request->num_bytes,
-                                       (Py_ssize_t)request->step->num_bytes + (request->step->capacity ? HEAD_BYTES : 0));
+                                       (Py_ssize_t)step->num_bytes + (step->capacity ? HEAD_BYTES : 0));
     }
     Py_XDECREF(result);
     return result ? 0 : -1;
+}
+
+static int tell_end(Worker *self, Run *run) {
+    Caller *caller = run->caller;
+    if (caller) {
+        caller->is_over = 1;
+        if (!run->failed) return 0;
+        if (make_operation(self, run, caller) < 0) return -1;
+    }
+    if (!run->operation) return 0; /* its caller has been told of something worse */
+    return run->failed ? tell_failed(self, run) : finish(run->operation, 0);
 }
 
 /* Tells Python of the runs that are over. */
@@ -310,7 +337,7 @@ static int tell_over(Worker *self) {
     for (Run *run; (run = self->over);) {
         self->over = run->next;
         self->num_large -= (size_t)run->is_large;
-        int failed = run->failed ? tell_failed(self, run) : finish(run->operation, 0);
+        int failed = tell_end(self, run);
         if (run->num_open) { /* it has failed: its memory stays until the worker closes */
             run->next = self->left_over;
             self->left_over = run;
@@ -328,7 +355,7 @@ static int tell_waiting(Worker *self) {
         const Step *step = &run->schedule->steps[run->position];
         if (run->position >= run->schedule->num_steps || step->kind != WAIT) continue;
         unsigned peer = run->requests[step->ticket].peer;
-        if (run->is_told && run->waits_for == peer) continue;
+        if (!run->operation || (run->is_told && run->waits_for == peer)) continue;
         PyObject *number = PyLong_FromUnsignedLong(peer);
         int failed = !number || PyObject_SetAttr(run->operation, peer_name, number) < 0;
         Py_XDECREF(number);
@@ -371,11 +398,12 @@ static void begin_run(Worker *self, Run *run) {
     if (!run->is_large) advance_all(self); /* else whoever polls does, without the GIL */
 }
 
-static Run *new_run(Worker *self, uint64_t tag, PyObject *data, PyObject *operation) {
-    PyObject *schedule_object, *head, *own, *out;
-    if (!PyArg_ParseTuple(data, "O!O!OO", schedule_type, &schedule_object, &PyBytes_Type, &head, &own, &out)) return NULL;
+/* **Arguments:** schedule, head, own, out. */
+static Run *new_run(Worker *self, uint64_t tag, PyObject *const *arguments) {
+    PyObject *schedule_object = arguments[0], *head = arguments[1];
+    if (!PyObject_TypeCheck(schedule_object, schedule_type) || !PyBytes_Check(head) || PyBytes_Size(head) != HEAD_BYTES)
+        return PyErr_SetString(PyExc_ValueError, "no schedule, or no head"), NULL;
     Schedule *schedule = (Schedule *)schedule_object;
-    if (PyBytes_Size(head) != HEAD_BYTES) return PyErr_SetString(PyExc_ValueError, "no head"), NULL;
     if (schedule->max_peer >= (int64_t)self->num_peers) return PyErr_SetString(PyExc_ValueError, "no such peer"), NULL;
     size_t num_bytes = sizeof(Run) + schedule->num_tickets * (sizeof(Request) + 2 * sizeof(ucp_dt_iov_t));
     Run *run = calloc(1, num_bytes);
@@ -384,8 +412,7 @@ static Run *new_run(Worker *self, uint64_t tag, PyObject *data, PyObject *operat
     run->worker = self;
     run->schedule = schedule;
     run->tag = tag;
-    run->operation = operation, run->schedule_object = schedule_object, run->head_object = head;
-    Py_INCREF(operation);
+    run->schedule_object = schedule_object, run->head_object = head;
     Py_INCREF(schedule_object);
     Py_INCREF(head);
     run->head = PyBytes_AsString(head);
@@ -393,7 +420,7 @@ static Run *new_run(Worker *self, uint64_t tag, PyObject *data, PyObject *operat
         run->requests[i].worker = self;
         run->requests[i].run = run;
     }
-    if (hold_places(run, own, out) < 0) return free_run(run), NULL;
+    if (hold_places(run, arguments[2], arguments[3]) < 0) return free_run(run), NULL;
     return run;
 }
 
