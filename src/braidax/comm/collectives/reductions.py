@@ -5,7 +5,7 @@ operation.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -117,19 +117,7 @@ def _all_reduce(plan: Planning, members: Members, own: Part, out: Part, element_
         _double(plan, members, out)
     elif len(members) <= _DIRECT_MEMBERS:
         blocks = _blocks(out, len(members), element_bytes)
-
-        def pass_on(piece: Part) -> None:
-            for peer in members.others:
-                plan.send(peer, piece)
-
-        _scatter_directly(plan, members, own, blocks[members.place], element_bytes, pass_on)
-        arriving = [
-            plan.receive(members.ranks[place], piece)
-            for place, block in enumerate(blocks)
-            for piece in _pieces(block, element_bytes)
-            if place != members.place
-        ]
-        plan.wait(*arriving)
+        _scatter_directly(plan, members, own, blocks[members.place], element_bytes, gathered=blocks)
     else:
         _scatter_around(plan, members, own, out, element_bytes)
         _gather_around(plan, members, out, element_bytes)
@@ -248,39 +236,53 @@ def _scatter_directly(
     own: Part,
     block: Part,
     element_bytes: int,
-    reduced: Callable[[Part], None] = lambda piece: None,
+    gathered: Sequence[Part] = (),
 ) -> None:
-    """Sends to each member its block, and reduces what comes for this one's.
+    """Sends to each member its block, piece by piece, and reduces what comes for this one's.
 
-    **Arguments:** `block`: of the result. `reduced`: is called with each piece of it, once it is reduced.
+    No member sends far ahead of what the others receive, so that little comes before it is asked for. Between two
+    members, messages go in the order of the loop on both sides.
+
+    **Arguments:** `block`: of the result. `gathered`: the blocks of all members, if all are to have them: each piece is
+    sent on once it is reduced.
     """
-    blocks = _blocks(own, len(members), element_bytes)
-    sources = members.others
-    heads = plan.greet(sources, sources)
-    sums, mine = _pieces(block, element_bytes), _pieces(blocks[members.place], element_bytes)
+    others, place = members.others, members.place
+    blocks = [_pieces(each, element_bytes) for each in _blocks(own, len(members), element_bytes)]
+    mine, sums = blocks[place], _pieces(block, element_bytes)
+    results = [_pieces(each, element_bytes) for each in gathered] or [[]] * len(members)
+    heads = plan.greet(others, others)
     room = max((piece.num_bytes for piece in mine), default=0)
-    slots = [[plan.scratch(room) for _ in sources] for _ in range(min(_AHEAD, len(mine)))]
+    slots = [[plan.scratch(room) for _ in others] for _ in range(min(_AHEAD, len(mine)))]
+    coming: dict[int, list[tuple[int, Part]]] = {}
+    arriving: list[int] = []
+    places = [(place + distance) % len(members) for distance in range(1, len(members))]
 
-    def begin(index: int) -> list[int]:
-        length = mine[index].num_bytes
-        rooms = zip(sources, slots[index % _AHEAD], strict=True)
-        return [plan.receive(source, slot.part(0, length)) for source, slot in rooms]
+    def exchange(index: int) -> None:
+        """Begins to send to all a piece of theirs, and to receive from all one of this member's."""
+        for peer, theirs in zip(others, places, strict=True):
+            if index < len(blocks[theirs]):
+                plan.send(peer, blocks[theirs][index])
+        if index < len(mine):
+            rooms = [slot.part(0, mine[index].num_bytes) for slot in slots[index % _AHEAD]]
+            coming[index] = [(plan.receive(peer, slot), slot) for peer, slot in zip(others, rooms, strict=True)]
 
-    coming = deque(begin(index) for index in range(len(slots)))
-    outgoing = [_pieces(blocks[(members.place + distance) % len(members)], element_bytes) for distance in _distances(members)]
-    for number in range(max(map(len, outgoing), default=0)):
-        for peer, pieces in zip(sources, outgoing, strict=True):
-            if number < len(pieces):
-                plan.send(peer, pieces[number])
+    for index in range(_AHEAD):
+        exchange(index)
     plan.wait(*heads)
-    for index, (total, piece) in enumerate(zip(sums, mine, strict=True)):
-        for ticket, slot in zip(coming.popleft(), slots[index % _AHEAD], strict=True):
-            plan.wait(ticket)
-            plan.reduce(total, piece, slot.part(0, piece.num_bytes))
-            piece = total
-        if index + _AHEAD < len(mine):
-            coming.append(begin(index + _AHEAD))
-        reduced(total)
+    for index in range(max(map(len, blocks))):
+        if index < len(mine):
+            piece = mine[index]
+            for ticket, slot in coming.pop(index):
+                plan.wait(ticket)
+                plan.reduce(sums[index], piece, slot)
+                piece = sums[index]
+        for peer, theirs in zip(others, places, strict=True):
+            if index < len(results[place]):
+                plan.send(peer, sums[index])
+            if index < len(results[theirs]):
+                arriving.append(plan.receive(peer, results[theirs][index]))
+        exchange(index + _AHEAD)
+    plan.wait(*arriving)
 
 
 def _scatter_around(plan: Planning, members: Members, own: Part, out: Part, element_bytes: int) -> None:
@@ -290,8 +292,10 @@ def _scatter_around(plan: Planning, members: Members, own: Part, out: Part, elem
     after, before = members.at(1), members.at(-1)
     heads = plan.greet([after], [before])
     slots = [plan.scratch(_piece_bytes(element_bytes)) for _ in range(_AHEAD)]
-    for piece in _pieces(own_blocks[(place - 1) % size], element_bytes):
-        plan.send(after, piece)
+    waiting: deque[Part] = deque()
+    first = deque(_pieces(own_blocks[(place - 1) % size], element_bytes))
+    for _ in range(min(_AHEAD, len(first))):
+        plan.send(after, first.popleft())
     for step in range(size - 1):
         number = (place - step - 2) % size
         mine, totals = _pieces(own_blocks[number], element_bytes), _pieces(sums[number], element_bytes)
@@ -303,8 +307,15 @@ def _scatter_around(plan: Planning, members: Members, own: Part, out: Part, elem
             plan.reduce(total, room, piece)
             if index + _AHEAD < len(mine):
                 coming.append(plan.receive(before, rooms[index + _AHEAD]))
-            if step < size - 2:
-                plan.send(after, total)
+            if first:  # the pieces of the first block go no further ahead than those of others
+                plan.send(after, first.popleft())
+            waiting.append(total)
+            while waiting and not first and step < size - 2:
+                plan.send(after, waiting.popleft())
+        while first:
+            plan.send(after, first.popleft())
+        while waiting and step < size - 2:
+            plan.send(after, waiting.popleft())
 
 
 def _gather_around(plan: Planning, members: Members, out: Part, element_bytes: int) -> None:
@@ -322,10 +333,6 @@ def _gather_around(plan: Planning, members: Members, out: Part, element_bytes: i
             plan.wait(ticket)
             if step < size - 2:
                 plan.send(after, piece)
-
-
-def _distances(members: Members) -> range:
-    return range(1, len(members))
 
 
 def _by_host(hosts: Sequence[int]) -> list[list[int]]:
