@@ -84,7 +84,9 @@ class Trace:
     def totals(self) -> dict[str, LaneTotal]:
         """Returns the total of every lane that has recorded anything."""
         with self._lock:
-            return {lane: LaneTotal(each.num_spans, each.seconds, each.num_bytes) for lane, each in self._totals.items()}
+            return {
+                lane: LaneTotal(each.num_spans, each.seconds, each.num_bytes) for lane, each in self._totals.items()
+            }
 
     def _add(self, span: tuple[str, str, str, float, float, int], seconds: float) -> None:
         with self._lock:

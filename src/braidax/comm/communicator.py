@@ -162,9 +162,7 @@ class Communicator:
         """
         return self._run("reduce", self._group.reduce, array, operation, root, num_bytes=_num_bytes(array))
 
-    def all_reduce(
-        self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
+    def all_reduce(self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Returns the reduction of all ranks' arrays, the same bits on every rank.
 
         **Arguments:** as `reduce`. `out`: is filled and returned, an array of the same shape and dtype, or `array`

@@ -13,7 +13,7 @@ from braidax.comm.collectives.schedule import OPENING_BYTES, OUT, OWN, Part, Pla
 
 _SMALL_BYTES = OPENING_BYTES  # up to here rounds count, beyond it bytes
 _PIECE_BYTES = 1 << 19  # of a block: one is reduced while the next ones are on their way
-_AHEAD = 4  # pieces of a member that are received into memory of their own
+_AHEAD = 2  # pieces of a member that are received into memory of their own
 _DIRECT_MEMBERS = 8  # up to here all exchange with all; beyond it blocks travel around a ring
 
 

@@ -55,9 +55,7 @@ class Schedules(Protocol):
         """
         ...
 
-    def run(
-        self, tag: int, compiled: object, head: bytes, own: Any, out: Any, spin_seconds: float
-    ) -> Operation | None:
+    def run(self, tag: int, compiled: object, head: bytes, own: Any, out: Any, spin_seconds: float) -> Operation | None:
         """Begins to run a schedule.
 
         **Arguments:** `tag`: of all messages. `head`: what this rank brings. `own`, `out`: its arrays, which must not
