@@ -91,9 +91,29 @@ def _reductions(comm: Communicator, count: int) -> None:
     blocks = np.stack([mine + rank for rank in range(comm.size)])
     _same(comm.reduce_scatter(blocks)[0], np.arange(count) * factor + comm.size * comm.rank)
     _same(mine, before)
+    for _ in range(2):  # the second time in fewer steps
+        _into(comm, count, factor)
     # Floating-point sums are the same bits on all ranks, whatever they are.
     random = np.random.default_rng(comm.rank).normal(size=count).astype(np.float32)
     assert len({found.tobytes() for found in comm.all_gather(comm.all_reduce(random))}) == 1
+
+
+def _into(comm: Communicator, count: int, factor: float) -> None:
+    """Collectives that fill an array, which may be the operand where every rank gets the whole of it."""
+    mine = _mine(comm.rank, count)
+    blocks = np.stack([mine + rank for rank in range(comm.size)])
+    for out in (np.full(count, np.nan), mine):
+        assert comm.all_reduce(mine, out=out) is out
+        _same(out, np.arange(count) * factor)
+    part = np.full((1, count), np.nan)
+    assert comm.reduce_scatter(blocks, out=part) is part
+    _same(part[0], np.arange(count) * factor + comm.size * comm.rank)
+    mine, out = _mine(comm.rank, count), np.full((comm.size, count), np.nan)
+    assert comm.all_to_all_into(blocks, out) is out
+    _same(out, np.stack([_mine(rank, count) + comm.rank for rank in range(comm.size)]))
+    out[:] = np.nan
+    assert comm.all_gather_into(mine, out) is out
+    _same(out, np.stack([_mine(rank, count) for rank in range(comm.size)]))
 
 
 def _kinds(comm: Communicator) -> None:
@@ -142,9 +162,15 @@ def _started(comm: Communicator) -> None:
     requests = [comm.start.all_reduce(_mine(comm.rank, count)) for count in COUNTS]
     gathering = comm.start.all_gather(np.array([comm.rank]))
     blocks = comm.start.reduce_scatter(np.ones((comm.size, 4)))
+    whole, swapped = np.empty((comm.size, 9)), np.empty((comm.size, 7))
+    filling = comm.start.all_gather_into(_mine(comm.rank, 9), whole)
+    swapping = comm.start.all_to_all_into(np.full((comm.size, 7), float(comm.rank)), swapped)
     exchange = comm.start.all_to_all([np.array([comm.rank, rank]) for rank in range(comm.size)])
     told = comm.start.broadcast(np.arange(50_000) if comm.rank == 0 else b"")
     coming = comm.start.barrier()
+    _same(filling.wait(), np.stack([_mine(rank, 9) for rank in range(comm.size)]))
+    assert swapping.wait() is swapped
+    _same(swapped[:, 3], np.arange(comm.size, dtype=np.float64))
     assert [found.tolist() for found in exchange.wait()] == [[rank, comm.rank] for rank in range(comm.size)]
     for count, request in reversed(list(zip(COUNTS, requests, strict=True))):
         _same(request.wait(), np.arange(count) * (comm.size * (comm.size + 1) / 2))

@@ -95,7 +95,18 @@ def shape_of(draw: random.Random, comm: Communicator) -> tuple[int, ...]:
 def call(comm: Communicator, draw: random.Random, key: str, begin: bool) -> Callable[[], None]:
     """Does or begins a collective. **Returns:** what ends it, and compares it with NumPy."""
     kind = draw.choice(
-        ["barrier", "broadcast", "gather", "all_gather", "all_to_all", "reduce", "all_reduce", "reduce_scatter"]
+        [
+            "barrier",
+            "broadcast",
+            "gather",
+            "all_gather",
+            "all_to_all",
+            "reduce",
+            "all_reduce",
+            "reduce_scatter",
+            "all_to_all_into",
+            "all_gather_into",
+        ]
     )
     dtype, shape, operation = draw.choice(DTYPES), shape_of(draw, comm), draw.choice(REDUCTIONS)
     root = draw.randrange(comm.size)
@@ -109,8 +120,12 @@ def call(comm: Communicator, draw: random.Random, key: str, begin: bool) -> Call
         "gather": (mine,),
         "all_gather": (mine,),
         "all_to_all": (parts,),
+        "all_to_all_into": (np.stack(parts), np.empty((comm.size, *shape), dtype)),
+        "all_gather_into": (mine, np.empty((comm.size, *shape), dtype)),
     }
-    options = {"root": root} if kind in ("broadcast", "gather", "reduce") else {}
+    options: dict[str, Any] = {"root": root} if kind in ("broadcast", "gather", "reduce") else {}
+    if kind == "all_reduce" and draw.random() < 0.5:
+        options = {"out": mine if draw.random() < 0.5 else np.empty_like(mine)}
     doer = getattr(comm.start if begin else comm, kind)
     result = doer(*arguments.get(kind, (mine, operation)), **options)
 
@@ -118,12 +133,12 @@ def call(comm: Communicator, draw: random.Random, key: str, begin: bool) -> Call
         found = result.wait() if begin else result
         if kind == "broadcast":
             same(found, all_of[root])
-        elif kind in ("gather", "all_gather"):
-            expected = all_of if kind == "all_gather" or comm.rank == root else []
+        elif kind in ("gather", "all_gather", "all_gather_into"):
+            expected = all_of if kind != "gather" or comm.rank == root else []
             assert len(found) == len(expected)
             for one, other in zip(found, expected, strict=True):
                 same(one, other)
-        elif kind == "all_to_all":
+        elif kind in ("all_to_all", "all_to_all_into"):
             for rank, one in enumerate(found):
                 same(one, data(f"{key} {comm.rank}", rank, dtype, shape))
         elif kind == "reduce":

@@ -38,8 +38,8 @@ class Group:
     **Arguments:** `progress`: moves the messages. `number`: of the group in the world. `ranks`: of the members in the
     world, by rank in the group. `rank`: in the group. `hosts`: a number for each member's host.
 
-    **Fields:** `calls`: its collectives. `arrays`: those of arrays. `unheard`: what the member before brought to collectives in which
-    this rank only sent.
+    **Fields:** `calls`: its collectives. `arrays`: those of arrays. `unheard`: what the member before brought to
+    collectives in which this rank only sent.
     """
 
     def __init__(

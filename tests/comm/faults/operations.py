@@ -42,6 +42,19 @@ def reduce_scatter(comm: Communicator, draw: random.Random) -> None:
     _check(comm.reduce_scatter(whole), expected)
 
 
+def all_reduce_in_place(comm: Communicator, draw: random.Random) -> None:
+    array = _array(comm, draw)
+    expected = comm.size * array + _excess(comm)
+    _check(comm.all_reduce(array, out=array), expected)
+
+
+def all_to_all_into(comm: Communicator, draw: random.Random) -> None:
+    block = _array(comm, draw)
+    blocks = np.stack([block + 3 * rank for rank in range(comm.size)])
+    expected = np.stack([block - comm.rank + rank + 3 * comm.rank for rank in range(comm.size)])
+    _check(comm.all_to_all_into(blocks, np.empty_like(blocks)), expected)
+
+
 def all_gather(comm: Communicator, draw: random.Random) -> None:
     array = _array(comm, draw)
     for rank, gathered in enumerate(comm.all_gather(array)):
@@ -92,6 +105,8 @@ OPERATIONS: list[Operation] = [
     barrier,
     all_reduce,
     all_reduce_beside_work,
+    all_reduce_in_place,
+    all_to_all_into,
     reduce,
     reduce_scatter,
     all_gather,

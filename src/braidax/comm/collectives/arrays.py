@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from braidax.comm.collectives import exchanges, reductions, trees
 from braidax.comm.collectives.calls import Calls
 from braidax.comm.collectives.running import Runnable, run
-from braidax.comm.collectives.schedule import OPENING_BYTES, Kind, Schedule
+from braidax.comm.collectives.schedule import OPENING_BYTES, Schedule
 from braidax.comm.group_messages import Steps, head_of
 from braidax.errors import ArgumentError
 
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _MAX_SCHEDULES = 256  # that a group remembers
 NOTHING = np.empty(0, np.uint8)
 """What a barrier takes and fills."""
@@ -46,8 +47,8 @@ class Arrays:
 
     **Arguments:** `calls`: of the group.
 
-    **Fields:** `ready`: what collectives that have come before are run with where the transport runs schedules, by name,
-    reduction, and dtype and shape of the array.
+    **Fields:** `ready`: where the transport runs schedules, what collectives that have come before are run with, by
+    name, reduction, and dtype and shape of the array.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -113,7 +114,7 @@ class Arrays:
         """Returns a schedule of this member, as what the transport runs if it can."""
         schedule = _schedule(what, self._calls.rank, self._calls.hosts)
         schedules, compiled = self._calls.progress.schedules, None
-        reduces = any(step.kind is Kind.REDUCE for step in schedule.steps)
+        reduces = what.name in _REDUCTIONS
         if schedules is not None and self._size > 1 and (what.dtype.isnative or not reduces):
             compiled = schedules.compile(
                 schedule.rows(self._calls.ranks).tobytes(),
@@ -125,7 +126,7 @@ class Arrays:
         return Runnable(schedule, compiled, what.reduction, what.dtype)
 
     def _block_length(self, own: NDArray[Any]) -> int:
-        """Returns the length of dim 0 of a member's block. **Raises:** `ArgumentError` where members share unequally."""
+        """Returns the length of dim 0 of a member's block. **Raises:** `ArgumentError` where blocks are not equal."""
         if not own.ndim or len(own) % self._size:
             raise ArgumentError(
                 f"array= has shape {own.shape}: expected dim 0 to be a multiple of the {self._size} ranks; pad it"
@@ -140,7 +141,7 @@ def _returning(out: NDArray[Any], steps: Steps[None]) -> Steps[NDArray[Any]]:
 
 def _operand(array: Any) -> NDArray[Any]:
     try:
-        return np.require(array, requirements="CA")
+        return np.require(array, requirements=["C", "A", "E"])
     except (ValueError, TypeError) as error:
         raise ArgumentError(
             f"array= is a {type(array).__name__} of which NumPy makes no array: {error}; expected numbers"

@@ -42,7 +42,7 @@ class Calls:
         self._count = (self._count + 1) & MAX_NUMBER
 
     def next(self, head: bytes) -> GroupMessages:
-        """Returns the messages of the collective that comes next. **Arguments:** `head`: what this rank brings to it."""
+        """Returns the messages of the next collective. **Arguments:** `head`: what this rank brings to it."""
         self.begin()
         tag = self._first_tag | self._count
         return GroupMessages(self.progress, self.ranks, self.rank, tag, self.hosts, head, self.unheard)

@@ -6,7 +6,7 @@ _DIRECT_MEMBERS = 8  # up to here each sends to all; beyond it what is gathered 
 
 
 def barrier(rank: int, size: int) -> Schedule:
-    """Returns the schedule that ends when all members have come: log2(size) rounds (Hensgen, Finkel and Manber 1988)."""
+    """Returns the schedule that ends when all have come: log2(size) rounds (Hensgen, Finkel and Manber 1988)."""
     plan = Planning(rank, size)
     if size > 1:
         plan.hear()

@@ -1,4 +1,4 @@
-"""Schedules that reduce arrays: exchanges for small ones, blocks for large ones, two levels where there are several hosts.
+"""Schedules that reduce arrays: exchanges for small ones, blocks for large ones, two levels for several hosts.
 
 All members get the same bits: every element is reduced in one order, once, or in the mirrored order of a commutative
 operation.
@@ -7,6 +7,7 @@ operation.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 from braidax.comm.collectives.schedule import OPENING_BYTES, OUT, OWN, Part, Planning, Schedule
@@ -292,10 +293,9 @@ def _scatter_around(plan: Planning, members: Members, own: Part, out: Part, elem
     after, before = members.at(1), members.at(-1)
     heads = plan.greet([after], [before])
     slots = [plan.scratch(_piece_bytes(element_bytes)) for _ in range(_AHEAD)]
-    waiting: deque[Part] = deque()
-    first = deque(_pieces(own_blocks[(place - 1) % size], element_bytes))
-    for _ in range(min(_AHEAD, len(first))):
-        plan.send(after, first.popleft())
+    outgoing = deque(_pieces(own_blocks[(place - 1) % size], element_bytes))
+    for _ in range(min(_AHEAD, len(outgoing))):
+        plan.send(after, outgoing.popleft())
     for step in range(size - 1):
         number = (place - step - 2) % size
         mine, totals = _pieces(own_blocks[number], element_bytes), _pieces(sums[number], element_bytes)
@@ -307,15 +307,12 @@ def _scatter_around(plan: Planning, members: Members, own: Part, out: Part, elem
             plan.reduce(total, room, piece)
             if index + _AHEAD < len(mine):
                 coming.append(plan.receive(before, rooms[index + _AHEAD]))
-            if first:  # the pieces of the first block go no further ahead than those of others
-                plan.send(after, first.popleft())
-            waiting.append(total)
-            while waiting and not first and step < size - 2:
-                plan.send(after, waiting.popleft())
-        while first:
-            plan.send(after, first.popleft())
-        while waiting and step < size - 2:
-            plan.send(after, waiting.popleft())
+            if step < size - 2:
+                outgoing.append(total)
+            if outgoing:  # one for each that has come: so nobody is far ahead
+                plan.send(after, outgoing.popleft())
+    while outgoing:
+        plan.send(after, outgoing.popleft())
 
 
 def _gather_around(plan: Planning, members: Members, out: Part, element_bytes: int) -> None:
@@ -324,15 +321,20 @@ def _gather_around(plan: Planning, members: Members, out: Part, element_bytes: i
     blocks = _blocks(out, size, element_bytes)
     after, before = members.at(1), members.at(-1)
     plan.wait(*plan.greet([after], [before]))
-    for piece in _pieces(blocks[place], element_bytes):
-        plan.send(after, piece)
+    outgoing = deque(_pieces(blocks[place], element_bytes))
+    for _ in range(min(_AHEAD, len(outgoing))):
+        plan.send(after, outgoing.popleft())
     for step in range(size - 1):
         pieces = _pieces(blocks[(place - step - 1) % size], element_bytes)
         coming = [plan.receive(before, piece) for piece in pieces]
         for ticket, piece in zip(coming, pieces, strict=True):
             plan.wait(ticket)
             if step < size - 2:
-                plan.send(after, piece)
+                outgoing.append(piece)
+            if outgoing:
+                plan.send(after, outgoing.popleft())
+    while outgoing:
+        plan.send(after, outgoing.popleft())
 
 
 def _by_host(hosts: Sequence[int]) -> list[list[int]]:
@@ -346,7 +348,7 @@ def _blocks(part: Part, num_blocks: int, element_bytes: int) -> list[Part]:
     """Divides elements among blocks, as evenly as can be."""
     num_elements = part.num_bytes // element_bytes
     bounds = [num_elements * block // num_blocks * element_bytes for block in range(num_blocks + 1)]
-    return [part.part(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [part.part(begin, end) for begin, end in pairwise(bounds)]
 
 
 def _pieces(block: Part, element_bytes: int) -> list[Part]:

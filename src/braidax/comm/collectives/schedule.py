@@ -181,7 +181,7 @@ class Planning:
         return self._message(Kind.RECEIVE, peer, what, room), what
 
     def greet(self, told: Sequence[int], heard: Sequence[int]) -> list[int]:
-        """Tells members what this one brings, and hears others, where that was not done. **Returns:** what to wait for."""
+        """Tells members what this one brings, and hears others, where that was not done. **Returns:** the tickets."""
         tickets = [self.receive_headed(peer)[0] for peer in heard if peer not in self._heard]
         tickets += [self.send_headed(peer) for peer in told if peer not in self._told]
         return tickets

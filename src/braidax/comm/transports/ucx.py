@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, final
+from typing import final
 
 from braidax.comm.transports.transport import (
     MAX_TAG,

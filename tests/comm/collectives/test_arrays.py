@@ -1,0 +1,208 @@
+"""Collectives of arrays: what they refuse, and that what C computes is what NumPy does."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from braidax.comm import Communicator
+from braidax.errors import ArgumentError, CommError
+from tests.comm.ranks import outcomes, results
+
+DTYPES = [
+    np.dtype(f"{kind}{size}")
+    for kind, sizes in {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (4, 8)}.items()
+    for size in sizes
+]
+OTHER_DTYPES = [
+    np.dtype(np.float16),
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(">f4"),
+    np.dtype(bool),
+    np.dtype(np.complex64),
+]
+
+
+def _drawn(dtype: np.dtype[Any], rank: int, count: int) -> Any:
+    draw = np.random.default_rng(rank)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return draw.integers(info.min, info.max, count, dtype=dtype, endpoint=True)
+    found = draw.normal(size=count).astype(dtype)
+    if dtype.kind == "f" and count > 8:
+        found[[rank, 3]] = np.nan, np.inf
+        found[5] = -0.0 if rank else 0.0
+    return found
+
+
+@pytest.mark.parametrize("transport", ["in-process", "ucx"])
+@pytest.mark.parametrize("dtype", [*DTYPES, *OTHER_DTYPES], ids=str)
+def test_reductions_are_those_of_numpy(dtype: np.dtype[Any], transport: str) -> None:
+    operations = [np.add, np.multiply, np.maximum, np.minimum, np.hypot]
+    if dtype.kind == "b":
+        operations = [np.logical_or, np.add, np.maximum]
+    elif dtype.kind == "c":
+        operations = operations[:2]
+    elif dtype.kind in "iu":
+        operations = [*operations[:4], np.bitwise_xor]
+
+    def reduced(comm: Communicator) -> list[Any]:
+        with np.errstate(all="ignore"):
+            return [
+                comm.all_reduce(_drawn(dtype, comm.rank, count), each) for count in (1, 67, 9000) for each in operations
+            ]
+
+    found = results(2, reduced, transport=transport)
+    with np.errstate(all="ignore"):
+        expected = [
+            each(_drawn(dtype, 0, count), _drawn(dtype, 1, count)) for count in (1, 67, 9000) for each in operations
+        ]
+    for rank in range(2):
+        for one, other in zip(found[rank], expected, strict=True):
+            assert one.dtype == dtype
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("transport", ["in-process", "ucx"])
+def test_memory_of_any_kind_is_reduced(transport: str) -> None:
+    """Also what C cannot run: views with gaps, misaligned arrays, lists, and subclasses; and that again and again."""
+
+    def reduced(comm: Communicator) -> None:
+        spaced = np.arange(20.0)[::2]
+        misaligned = np.frombuffer(bytearray(8 * 10 + 1), np.uint8)[1:].view(np.float64)
+        assert not misaligned.flags.aligned
+        misaligned[:] = np.arange(10)
+        operands: list[Any] = [spaced, misaligned, list(range(10)), np.ma.masked_array(np.arange(10.0))]
+        for _ in range(3):
+            for operand in operands:
+                np.testing.assert_array_equal(comm.all_reduce(operand), 3 * np.asarray(operand))
+
+    results(3, reduced, transport=transport)
+
+
+def _read_only(shape: Any) -> Any:
+    array = np.empty(shape)
+    array.flags.writeable = False
+    return array
+
+
+_SHARED = np.zeros(12)
+REFUSED: dict[str, tuple[Callable[[Communicator], Any], str]] = {
+    "dtype of out": (
+        lambda comm: comm.all_reduce(np.ones(4), out=np.empty(4, np.float32)),
+        r"out= has dtype=float32, shape=\(4,\): expected dtype=float64, shape=\(4,\)",
+    ),
+    "shape of out": (
+        lambda comm: comm.all_reduce(np.ones(4), out=np.empty((2, 2))),
+        r"out= has dtype=float64, shape=\(2, 2\): expected dtype=float64, shape=\(4,\)",
+    ),
+    "read only": (lambda comm: comm.all_reduce(np.ones(4), out=_read_only(4)), "out= has .* writable and contiguous"),
+    "gaps": (lambda comm: comm.all_reduce(np.ones(4), out=np.empty(8)[::2]), "out= has .* writable and contiguous"),
+    "overlap": (
+        lambda comm: comm.all_reduce(_SHARED[:8], out=_SHARED[4:]),
+        "out= shares memory with array=: expected memory of its own, or array= itself",
+    ),
+    "block of out": (
+        lambda comm: comm.reduce_scatter(np.ones((comm.size, 3)), out=np.empty((comm.size, 3))),
+        r"out= has dtype=float64, shape=\(2, 3\): expected dtype=float64, shape=\(1, 3\)",
+    ),
+    "exchange in place": (
+        lambda comm: comm.all_to_all_into(_SHARED, _SHARED),
+        "out= shares memory with array=: expected memory of its own$",
+    ),
+    "exchange of unequal blocks": (
+        lambda comm: comm.all_to_all_into(np.ones(3), np.empty(3)),
+        r"array= has shape \(3,\): expected dim 0 to be a multiple of the 2 ranks",
+    ),
+    "objects": (
+        lambda comm: comm.all_gather_into(np.array([{}]), np.empty((2, 1), object)),
+        "array= has dtype=object: expected numbers or bytes",
+    ),
+    "gathered shape": (
+        lambda comm: comm.all_gather_into(np.ones(3), np.empty(6)),
+        r"out= has dtype=float64, shape=\(6,\): expected dtype=float64, shape=\(2, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_on_both_ranks_ends_the_epoch_with_its_words(case: str) -> None:
+    call, words = REFUSED[case]
+
+    def refused(comm: Communicator) -> None:
+        for good in (np.ones(4), np.ones(12), _SHARED[:8]):
+            comm.all_reduce(good)  # so that the same operand has come before
+        with pytest.raises(ArgumentError, match=words):
+            call(comm)
+
+    for found in outcomes(2, refused, transport="ucx"):
+        assert found is None or isinstance(found, CommError), found
+
+
+def test_what_is_no_array_is_not_filled() -> None:
+    def refused(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match="out= is a bytearray: expected a NumPy array of dtype=float64, shape="):
+            comm._group.arrays.all_reduce(np.ones(4), np.add, bytearray(32))
+
+    results(1, refused)
+
+
+def test_a_rank_that_fills_an_array_and_one_that_does_not_work_with_each_other() -> None:
+    def reduced(comm: Communicator) -> list[Any]:
+        out = np.empty(5, np.int64) if comm.rank else None
+        return [comm.all_reduce(np.full(5, comm.rank + number), out=out).tolist() for number in range(3)]
+
+    expected = [[1.0 + 2 * number] * 5 for number in range(3)]
+    assert (
+        results(2, lambda comm: [np.asarray(each, np.float64).tolist() for each in reduced(comm)], transport="ucx")
+        == [expected] * 2
+    )
+
+
+def test_the_same_collective_again_gets_results_of_its_own() -> None:
+    def reduced(comm: Communicator) -> None:
+        found = [comm.all_reduce(np.full(1000, float(number))) for number in range(20)]
+        for number, each in enumerate(found):
+            assert np.all(each == 2 * number)
+        assert len({each.ctypes.data for each in found}) == len(found)
+
+    for transport in ("in-process", "ucx"):
+        results(2, reduced, transport=transport)
+
+
+def test_many_shapes_do_not_pile_up() -> None:
+    """A group remembers some schedules, and makes the others anew."""
+
+    def reduced(comm: Communicator) -> int:
+        for count in range(1, 700):
+            np.testing.assert_array_equal(comm.all_reduce(np.full(count, 1, np.int16)), 2)
+        return len(comm._group.arrays.ready)
+
+    assert max(results(2, reduced, transport="ucx")) <= 256
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_reducing_by_an_operation_of_ones_own(count: int) -> None:
+    larger = np.frompyfunc(max, 2, 1)
+
+    def reduced(comm: Communicator) -> Any:
+        with pytest.raises(ArgumentError, match="expected one that"):
+            comm.all_reduce(np.ones(count), larger)
+
+    for found in outcomes(2, reduced, transport="ucx"):
+        assert found is None or isinstance(found, CommError)
+
+
+def test_sums_of_many_ranks_have_the_same_bits_everywhere() -> None:
+    def reduced(comm: Communicator) -> list[bytes]:
+        draw = np.random.default_rng(comm.rank)
+        return [
+            comm.all_reduce(draw.normal(size=count).astype(np.float32)).tobytes()
+            for count in (7, 3000, 40_000, 400_000)
+        ]
+
+    found = results(5, reduced, transport="ucx")
+    assert functools.reduce(lambda one, other: one if one == other else [], found) == found[0]
