@@ -11,7 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from benchmarks.comm.comparing import MIB, OBJECT_WAYS, WAYS, claim_messages, claim_ways, named, present
+from benchmarks.comm.comparing import (
+    MIB,
+    OBJECT_WAYS,
+    WAYS,
+    claim_collectives,
+    claim_messages,
+    claim_ways,
+    named,
+    present,
+)
 from benchmarks.comm.objects import DASK, RAY_FAR, RAY_NEAR, Transfer, dask_transfers, ray_transfers
 from benchmarks.comm.starting import LAUNCHERS, LOCAL, starts
 from benchmarks.comm.worlds import DEFAULT, GLOO, MPI, TAKING_TURNS, TCP, UCX, UCX_TCP, World, Worlds
@@ -68,6 +77,8 @@ def main() -> int:
             for name in chosen:
                 if name in CASES:
                     CASES[name](report, scale, worlds)
+    if {"all_to_all", "all_reduce"} <= set(chosen):
+        claim_collectives(report, ("all_to_all", "all_reduce"), scale.sizes, _TIME, few=options.quick)
     for name in chosen:
         if name in ALONE:
             ALONE[name](report, scale)

@@ -71,6 +71,18 @@ def claim_messages(report: Report, case: str, claim: str, metric: str, sizes: Se
                 report.against(name, case, metric, ours=way.ours, peers=way.peers, at=lines, at_least=target(way))
 
 
+def claim_collectives(report: Report, loops: Sequence[str], num_ranks: Sequence[int], metric: str, few: bool) -> None:
+    """Claims that collectives of ours that fill an array are about as fast as the peers', over TCP and shared memory.
+
+    **Arguments:** `few`: whether few sizes are measured: then the larger ones are those that are.
+    """
+    cases = [f"{loop}, {size} ranks" for loop in loops for size in num_ranks]
+    compared = [(case, *way) for case in cases for way in ((TCP, (GLOO,)), (UCX, (MPI,)))]
+    sizes = ["1 MiB"] if few else ["8 KiB", "1 MiB", "64 MiB"]
+    report.against_everywhere("collectives", compared, metric, at=sizes, at_least=0.9)
+    report.against_everywhere("collectives_small", compared, metric, at=["8 B"], at_least=0.4)
+
+
 def claim_ways(report: Report, case: str, claim: str, metric: str, ways: Sequence[Way]) -> None:
     """Claims for each way that ours is as fast as the best peer, at all sizes."""
     for way in ways:

@@ -1,9 +1,9 @@
 """Our communicator as an endpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ class Ours(Endpoint):
     def receiver(self, array: NDArray[np.uint8], peer: int) -> Operation:
         return partial(self._comm.recv_buffer, array, peer)
 
-    def all_to_all(self, parts: NDArray[np.uint8]) -> Callable[[], Sequence[Any]]:
+    def all_to_all(self, parts: NDArray[np.uint8]) -> Callable[[], NDArray[np.uint8]]:
         return partial(self._comm.all_to_all_into, parts, np.empty_like(parts))
 
     def all_reduce(self, array: NDArray[np.float32]) -> Callable[[], NDArray[np.float32]]:

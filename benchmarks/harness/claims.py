@@ -113,6 +113,26 @@ def against_best(name: str, ours: Sequence[Row], peers: Sequence[Sequence[Row]],
     return replace(claim, value=worst.ratio, low=worst.low, high=worst.high, holds=worst.ratio >= at_least)
 
 
+def worst_of(name: str, parts: Sequence[Claim]) -> Claim:
+    """Returns one claim of several with the same target: it holds where all do, and says in which case it holds least.
+
+    **Arguments:** `parts`: at least one; those without a value say why there is none.
+    """
+    measured = [part for part in parts if part.value is not None]
+    if not measured:
+        return replace(parts[0], name=name)
+    worst = min(measured, key=lambda part: part.worst.ratio)
+    lines = tuple(
+        replace(line, at=f"{part.case}, {line.at}, {part.ours}") for part in measured for line in part.comparisons
+    )
+    without = tuple(
+        dict.fromkeys(
+            peer for part in parts for peer in (part.without or [part.why] if part.value is None else part.without)
+        )
+    )
+    return replace(worst, name=name, case="", ours="ours", comparisons=lines, without=without)
+
+
 def limit(name: str, values: Sequence[float], *, at_least: float | None = None, at_most: float | None = None) -> Claim:
     """Claims that the median of some values is not below, or not above, a number."""
     value = statistics.median(values)

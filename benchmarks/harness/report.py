@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.claims import Claim, against_best, limit
+from benchmarks.harness.claims import Claim, against_best, limit, worst_of
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.machine import described, num_cores, summary
 from benchmarks.harness.rows import Row
@@ -76,15 +76,24 @@ class Report:
 
         **Raises:** `ValueError` if ours has no figures, or a peer has neither figures nor a reason why there are none.
         """
-        mine = [row for row in self.rows if (row.case, row.system, row.metric) == (case, ours, metric)]
-        lines = [row for row in mine if at is None or row.at in at]
-        if not mine and (why := self._why_missing(case, ours)):
-            self.not_measured(claim, f">= {at_least:g}", f"{ours}: {why}")
-            return self.claims[-1]
-        if not lines or {row.at for row in lines} != set(at or [row.at for row in mine]):
-            raise ValueError(f"{claim}: {ours} has no {metric!r} in {case!r} at {at or 'any line'}")
-        theirs = [[self._figures(claim, row, peer) for peer in peers] for row in lines]
-        self.claims.append(against_best(claim, lines, theirs, at_least=at_least))
+        self.claims.append(self._against(claim, case, metric, ours, peers, at, at_least))
+        return self.claims[-1]
+
+    def against_everywhere(
+        self,
+        claim: str,
+        compared: Sequence[tuple[str, str, Sequence[str]]],
+        metric: str,
+        *,
+        at: Sequence[str],
+        at_least: float,
+    ) -> Claim:
+        """Claims the same of several cases, or systems of ours, at once: it counts by the worst line of all.
+
+        **Arguments:** `compared`: case, ours, and its peers. The others, and **Raises:** as of `against`.
+        """
+        parts = [self._against(claim, case, metric, ours, peers, at, at_least) for case, ours, peers in compared]
+        self.claims.append(worst_of(claim, parts))
         return self.claims[-1]
 
     def at_least(self, claim: str, value: float | Sequence[float], target: float) -> None:
@@ -116,6 +125,25 @@ class Report:
         if fallen and self._quick:
             say(f"not judged, as --quick measures too little: {', '.join(fallen)}")
         return FALLEN if fallen and not self._quick else 0
+
+    def _against(
+        self,
+        claim: str,
+        case: str,
+        metric: str,
+        ours: str,
+        peers: Sequence[str],
+        at: Sequence[str] | None,
+        at_least: float,
+    ) -> Claim:
+        mine = [row for row in self.rows if (row.case, row.system, row.metric) == (case, ours, metric)]
+        lines = [row for row in mine if at is None or row.at in at]
+        if not mine and (why := self._why_missing(case, ours)):
+            return Claim(claim, None, None, None, f">= {at_least:g}", None, why=f"{ours}: {why}")
+        if not lines or {row.at for row in lines} != set(at or [row.at for row in mine]):
+            raise ValueError(f"{claim}: {ours} has no {metric!r} in {case!r} at {at or 'any line'}")
+        theirs = [[self._figures(claim, row, peer) for peer in peers] for row in lines]
+        return against_best(claim, lines, theirs, at_least=at_least)
 
     def _why_missing(self, case: str, system: str) -> str:
         return next((row.missing for row in self.rows if (row.case, row.system) == (case, system) and row.missing), "")

@@ -47,6 +47,23 @@ def test_a_claim_about_lines_counts_by_the_worst_and_keeps_all() -> None:
     assert chosen.value == 2
 
 
+def test_a_claim_about_several_cases_counts_by_the_worst_line_of_all() -> None:
+    found = _report()
+    for case, ours, gloo in (("2 ranks", 1, 2), ("4 ranks", 4, 3)):
+        for at, factor in (("8 B", 1), ("1 MiB", 10), ("1 GiB", 1000)):
+            found.add(case, "tcp", "time", "us", [factor * ours], at=at)
+            found.add(case, "gloo", "time", "us", [factor * gloo], at=at)
+    found.add("2 ranks", "ucx", "time", "us", [1], at="8 B")
+    found.add("2 ranks", "ucx", "time", "us", [1], at="1 MiB")
+    found.missing("2 ranks", "mpi4py", "no mpirun")
+    compared = [("2 ranks", "tcp", ["gloo"]), ("4 ranks", "tcp", ["gloo"]), ("2 ranks", "ucx", ["mpi4py"])]
+    claim = found.against_everywhere("all", compared, "time", at=["8 B", "1 MiB"], at_least=0.9)
+    assert (claim.value, claim.holds, claim.worst.at) == (0.75, False, "4 ranks, 8 B, tcp")
+    assert len(claim.comparisons) == 4
+    assert claim.without == ("mpi4py",)
+    assert found.claims == [claim]
+
+
 def test_a_peer_that_was_stopped_early_counts_in_the_rounds_in_which_it_ran() -> None:
     found = _report()
     found.add("texts", "ours", "throughput", "samples/s", [4, 4, 400])

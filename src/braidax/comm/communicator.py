@@ -2,7 +2,7 @@
 
 import hmac
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar, cast, final
@@ -10,20 +10,19 @@ from typing import Any, TypeVar, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.comm.calling import Calling, num_bytes_of
 from braidax.comm.collectives.arrays import NOTHING
 from braidax.comm.collectives.opening import hear
 from braidax.comm.group import Group
-from braidax.comm.group_messages import MAX_GROUPS, Steps
+from braidax.comm.group_messages import MAX_GROUPS
 from braidax.comm.messages import Value, bytes_of
 from braidax.comm.request import run
 from braidax.comm.starting import Starting
-from braidax.comm.transports.transport import Operation
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace
 
 T = TypeVar("T")
-_Array: type = np.ndarray
 _CLOSE_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
 
@@ -60,7 +59,7 @@ class Communicator:
         self.size = group.size
         self.hosts = tuple(group.progress.world.hosts[rank] for rank in group.ranks)
         self.timeout_seconds = timeout_seconds
-        self.trace = Trace()
+        self._calling = Calling(group, lambda: self.timeout_seconds)
         self.start = Starting(group, lambda: self.timeout_seconds)
         self._group = group
         self._first_tag = group.buffer_tag(0)
@@ -68,9 +67,17 @@ class Communicator:
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
-        self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run
         self._counters = counters
         counters.groups.append(group)
+
+    @property
+    def trace(self) -> Trace:
+        """Gets a span for each call; another one may be set."""
+        return self._calling.trace
+
+    @trace.setter
+    def trace(self, trace: Trace) -> None:
+        self._calling.trace = trace
 
     def send(self, value: Value, dest: int, *, tag: int = 0) -> None:
         """Sends a value to a rank; returns when the value may be changed, which may be before it is received.
@@ -79,11 +86,11 @@ class Communicator:
 
         **Raises:** `ArgumentError` for what is no value, rank or tag; `PeerLost`, `Aborted`, `WaitTimeout`.
         """
-        self._run("send", self._group.send, value, dest, tag, num_bytes=_num_bytes(value))
+        self._calling.run("send", self._group.send, value, dest, tag, num_bytes=num_bytes_of(value))
 
     def recv(self, source: int, *, tag: int = 0) -> Value:
         """Receives the next value that a rank sent under a tag. **Arguments, Raises:** as `send`."""
-        return self._run("recv", self._group.recv, source, tag)
+        return self._calling.run("recv", self._group.recv, source, tag)
 
     def send_buffer(self, buffer: Any, dest: int, *, tag: int = 0) -> None:
         """Sends bytes as they are, for a `recv_buffer` that knows how many come at most; the quickest way.
@@ -105,7 +112,7 @@ class Communicator:
             except (TypeError, ValueError, BufferError):
                 operation = self._send_now(peer, number, (_flat(buffer),))
             if not operation.done or operation.error is not None:
-                self._wait(operation)
+                self._calling.wait(operation)
         except BaseException as error:
             self._group.failed("send_buffer", error, self.timeout_seconds)
             raise
@@ -128,7 +135,7 @@ class Communicator:
             except (TypeError, ValueError, BufferError):
                 operation = self._receive_now(peer, number, _flat(buffer))
             if not operation.done or operation.error is not None:
-                self._wait(operation)
+                self._calling.wait(operation)
         except BaseException as error:
             self._group.failed("recv_buffer", error, self.timeout_seconds)
             raise
@@ -136,20 +143,20 @@ class Communicator:
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
-        if self._again("barrier", None, NOTHING, NOTHING) is None:
-            self._run("barrier", self._group.arrays.barrier)
+        if self._calling.again("barrier", None, NOTHING, NOTHING) is None:
+            self._calling.run("barrier", self._group.arrays.barrier)
 
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Value:
         """Returns the root's value on every rank; what others give is not looked at."""
-        return self._run("broadcast", self._group.broadcast, value, root)
+        return self._calling.run("broadcast", self._group.broadcast, value, root)
 
     def gather(self, value: Value, *, root: int = 0) -> list[Value]:
         """Returns the values of all ranks in their order on the root, an empty list elsewhere."""
-        return self._run("gather", self._group.gather, value, root, num_bytes=_num_bytes(value))
+        return self._calling.run("gather", self._group.gather, value, root, num_bytes=num_bytes_of(value))
 
     def all_gather(self, value: Value) -> list[Value]:
         """Returns the values of all ranks in their order; they may differ in kind and size."""
-        return self._run("all_gather", self._group.all_gather, value, num_bytes=_num_bytes(value))
+        return self._calling.run("all_gather", self._group.all_gather, value, num_bytes=num_bytes_of(value))
 
     def reduce(self, array: Any, operation: np.ufunc = np.add, *, root: int = 0) -> NDArray[Any]:
         """Returns the reduction of all ranks' arrays on the root, an empty array elsewhere.
@@ -160,7 +167,7 @@ class Communicator:
         **Raises:** `ArgumentError` for what cannot be reduced; `CommError` or `Aborted` naming both, on all ranks, when
         two of them do not bring the same; `PeerLost`, `WaitTimeout`.
         """
-        return self._run("reduce", self._group.reduce, array, operation, root, num_bytes=_num_bytes(array))
+        return self._calling.run("reduce", self._group.reduce, array, operation, root, num_bytes=num_bytes_of(array))
 
     def all_reduce(self, array: Any, operation: np.ufunc = np.add, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Returns the reduction of all ranks' arrays, the same bits on every rank.
@@ -168,10 +175,10 @@ class Communicator:
         **Arguments:** as `reduce`. `out`: is filled and returned, an array of the same shape and dtype, or `array`
         itself; a new one by default, whose pages cost about as much as their transfer.
         """
-        result = self._again("all_reduce", operation, array, out)
+        result = self._calling.again("all_reduce", operation, array, out)
         if result is None:
             begin = self._group.arrays.all_reduce
-            return self._run("all_reduce", begin, array, operation, out, num_bytes=_num_bytes(array))
+            return self._calling.run("all_reduce", begin, array, operation, out, num_bytes=num_bytes_of(array))
         return result
 
     def reduce_scatter(
@@ -181,10 +188,10 @@ class Communicator:
 
         **Arguments:** `array`: `[size · n, …]`; the block is `[n, …]`. The others as for `all_reduce`.
         """
-        result = self._again("reduce_scatter", operation, array, out)
+        result = self._calling.again("reduce_scatter", operation, array, out)
         if result is None:
             begin = self._group.arrays.reduce_scatter
-            return self._run("reduce_scatter", begin, array, operation, out, num_bytes=_num_bytes(array))
+            return self._calling.run("reduce_scatter", begin, array, operation, out, num_bytes=num_bytes_of(array))
         return result
 
     def all_to_all_into(self, array: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
@@ -195,10 +202,10 @@ class Communicator:
 
         **Returns:** `out`. **Raises:** as `reduce`.
         """
-        result = self._again("all_to_all_into", None, array, out)
+        result = self._calling.again("all_to_all_into", None, array, out)
         if result is None:
             begin = self._group.arrays.all_to_all_into
-            return self._run("all_to_all_into", begin, array, out, num_bytes=_num_bytes(array))
+            return self._calling.run("all_to_all_into", begin, array, out, num_bytes=num_bytes_of(array))
         return result
 
     def all_gather_into(self, array: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
@@ -208,10 +215,10 @@ class Communicator:
 
         **Returns:** `out`. **Raises:** as `reduce`.
         """
-        result = self._again("all_gather_into", None, array, out)
+        result = self._calling.again("all_gather_into", None, array, out)
         if result is None:
             begin = self._group.arrays.all_gather_into
-            return self._run("all_gather_into", begin, array, out, num_bytes=_num_bytes(array))
+            return self._calling.run("all_gather_into", begin, array, out, num_bytes=num_bytes_of(array))
         return result
 
     def all_to_all(self, parts: Sequence[Value]) -> list[Value]:
@@ -219,7 +226,7 @@ class Communicator:
 
         **Arguments:** `parts`: one value for each rank.
         """
-        return self._run("all_to_all", self._group.all_to_all, parts, num_bytes=_num_bytes(parts))
+        return self._calling.run("all_to_all", self._group.all_to_all, parts, num_bytes=num_bytes_of(parts))
 
     def split(self, color: int, *, key: int = 0) -> "Communicator":
         """Returns the group of the ranks that gave the same color, ordered by key and then by rank.
@@ -294,46 +301,6 @@ class Communicator:
         finally:
             self.close()
 
-    def _run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
-        """Runs an algorithm here. **Arguments:** `begin`: returns it, given the arguments."""
-        try:
-            with self.trace.timed("comm", name, num_bytes=num_bytes):
-                return run(self._progress, begin(*arguments), time.monotonic() + self.timeout_seconds)
-        except BaseException as error:
-            self._group.failed(name, error, self.timeout_seconds)
-            raise
-
-    def _again(self, name: str, reduction: Any, array: Any, out: Any) -> Any:
-        """Runs a collective that has come before with such arrays, in the fewest steps.
-
-        **Returns:** its result; None, and nothing has begun, where no such one has come or something has to be checked.
-        """
-        start = time.perf_counter()
-        if type(array) is not _Array or self._group.unheard:
-            return None
-        ready = self._ready.get((name, reduction, array.dtype, array.shape))
-        if ready is None:
-            return None
-        compiled, head, shape, dtype = ready
-        if out is None:
-            out = np.empty(shape, dtype)
-        elif type(out) is not _Array or out.shape != shape or out.dtype != dtype:
-            return None
-        calls = self._calls
-        try:
-            try:
-                operation = self._run_schedule(calls.next_tag, compiled, head, array, out, "now")
-            except (TypeError, ValueError, BufferError):  # of memory that is not as it should be
-                return None
-            calls.begin()
-            if operation is not None:
-                self._wait(operation)
-        except BaseException as error:
-            self._group.failed(name, error, self.timeout_seconds)
-            raise
-        self.trace.note("comm", name, start, array.nbytes)
-        return out
-
     def _split(self, color: int, key: int) -> "Communicator":
         mine = np.array([color, key, self._counters.num_groups], np.int64)
         rows = np.stack(self.all_gather(mine))
@@ -360,9 +327,6 @@ class Communicator:
         self._group.check_rank(peer, name)
         return self._peers[peer], self._group.buffer_tag(tag)
 
-    def _wait(self, operation: Operation) -> None:
-        self._progress.wait((operation,), time.monotonic() + self.timeout_seconds)
-
 
 def _flat(buffer: Any) -> memoryview:
     """Returns the bytes of an array that `memoryview` cannot cast: empty, or of a dtype that it does not know."""
@@ -371,10 +335,3 @@ def _flat(buffer: Any) -> memoryview:
     raise ArgumentError(
         f"buffer= is a {type(buffer).__name__}: expected a contiguous NumPy array or buffer of bytes; copy it first"
     )
-
-
-def _num_bytes(value: Value) -> int:
-    """Returns the bytes of a value, for its span; what is no value raises elsewhere."""
-    if isinstance(value, list | tuple):
-        return sum(_num_bytes(part) for part in cast("Sequence[Any]", value))
-    return int(getattr(value, "nbytes", 0)) or (len(value) if isinstance(value, bytes | bytearray) else 0)

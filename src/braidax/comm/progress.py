@@ -92,18 +92,14 @@ class Progress:
 
         **Raises:** the failure, if there is one; what `Schedules.run` raises.
         """
-        ready = self._callbacks.ready
-        called: Sequence[Callable[[], None]] = ()
         self._lock.acquire()  # and not `with`: a tenth of a small collective
         try:
             if self.failure is not None:
                 raise again(self.failure)
-            is_alone = begin == "now" and not self._leader
-            operation = self._begin_run(tag, compiled, head, own, out, self._spin_seconds if is_alone else -1.0)
-            if begin == "now":
-                self._hurried = True
-            if ready or self._followers:
-                called = self._ended()
+            spins = self._spin_seconds if begin == "now" and not self._leader else -1.0
+            operation = self._begin_run(tag, compiled, head, own, out, spins)
+            self._hurried |= begin == "now"
+            called = self._ended() if self._callbacks.ready or self._followers else ()
             if self._sleeping:
                 self._nap.ring()
         except (TypeError, ValueError, BufferError):  # of arrays that are not as they should be

@@ -52,7 +52,8 @@ def _direct(
         plan = Planning(rank, size)
         plan.copy(out[rank], own[rank])
         return plan.done()
-    plan = Planning(rank, size, sent[after] if is_small else NOTHING, received[before].num_bytes if is_small else 0)
+    carried, expected_bytes = (sent[after], received[before].num_bytes) if is_small else (NOTHING, 0)
+    plan = Planning(rank, size, carried=carried, expected_bytes=expected_bytes)
     if not is_small:
         heads = plan.greet(list(sent), list(received))
         arriving = [plan.receive(peer, part) for peer, part in received.items()]
@@ -75,7 +76,7 @@ def _direct(
 
 def _bruck(rank: int, size: int, block_bytes: int, own: Part, out: list[Part]) -> Schedule:
     """Doubles what each member has, in every round from one that is twice as far before it."""
-    plan = Planning(rank, size, own, block_bytes)
+    plan = Planning(rank, size, carried=own, expected_bytes=block_bytes)
     gathered = plan.scratch(size * block_bytes)  # from this member's own one backward in rank
     blocks = [gathered.part(index * block_bytes, (index + 1) * block_bytes) for index in range(size)]
     plan.copy(blocks[0], own)

@@ -9,9 +9,8 @@ collective. It arrives in scratch memory, and nothing of it is used before that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from typing import NamedTuple, final
 
 import numpy as np
@@ -78,11 +77,6 @@ class Schedule:
     num_tickets: int
     scratch_bytes: int
 
-    @cached_property
-    def peers(self) -> frozenset[int]:
-        """The members that it exchanges messages with."""
-        return frozenset(step.peer for step in self.steps if step.kind in (Kind.SEND, Kind.RECEIVE))
-
     def rows(self, ranks: Sequence[int]) -> NDArray[np.int64]:
         """Returns the steps as numbers. **Arguments:** `ranks`: of the members in the world, by rank in the group.
 
@@ -109,7 +103,6 @@ class Schedule:
 
 
 @final
-@dataclass
 class Planning:
     """A schedule that is being made, of one member.
 
@@ -119,45 +112,39 @@ class Planning:
     **Arguments:** `rank`, `size`: of the member and of the group. `carried`: what the first message to the next member
     carries, up to `OPENING_BYTES`. `expected_bytes`: what that of the member before carries.
 
-    **Fields:** `carried_here`: what that of the member before carries, once it was heard. `opening_sent`: the ticket of
-    the first message to the next member.
+    **Fields:** `opening_sent`: the ticket of the first message to the next member.
     """
 
-    rank: int
-    size: int
-    carried: Part = NOTHING
-    expected_bytes: int = 0
-    steps: list[Step] = field(default_factory=list[Step])
-    num_tickets: int = 0
-    scratch_bytes: int = 0
-    carried_here: Part = NOTHING
-    opening_sent: int = 0
-    _opening: int = 0
-    _has_heard: bool = False
-    _told: set[int] = field(default_factory=set[int])
-    _heard: set[int] = field(default_factory=set[int])
-
-    def __post_init__(self) -> None:
-        if self.size > 1:
-            before = (self.rank - 1) % self.size
-            self._opening, self.carried_here = self.receive_headed(before, self.expected_bytes)
-            self.opening_sent = self.send_headed((self.rank + 1) % self.size, self.carried)
+    def __init__(self, rank: int, size: int, *, carried: Part = NOTHING, expected_bytes: int = 0) -> None:
+        self.rank = rank
+        self.size = size
+        self.opening_sent = 0
+        self._steps: list[Step] = []
+        self._num_tickets = 0
+        self._scratch_bytes = 0
+        self._told: set[int] = set()
+        self._heard: set[int] = set()
+        self._has_heard = size == 1
+        self._opening, self._carried_here = 0, NOTHING
+        if size > 1:
+            self._opening, self._carried_here = self.receive_headed((rank - 1) % size, expected_bytes)
+            self.opening_sent = self.send_headed((rank + 1) % size, carried)
 
     def done(self) -> Schedule:
         """Returns the schedule, which ends when all its messages have."""
-        waited = {step.ticket for step in self.steps if step.kind is Kind.WAIT}
-        self.wait(*(ticket for ticket in range(self.num_tickets) if ticket not in waited))
-        return Schedule(tuple(self.steps), self.num_tickets, self.scratch_bytes)
+        waited = {step.ticket for step in self._steps if step.kind is Kind.WAIT}
+        self.wait(*(ticket for ticket in range(self._num_tickets) if ticket not in waited))
+        return Schedule(tuple(self._steps), self._num_tickets, self._scratch_bytes)
 
     def hear(self) -> Part:
         """Waits for what the member before brings. **Returns:** what its message carries."""
         self.wait()
-        return self.carried_here
+        return self._carried_here
 
     def scratch(self, num_bytes: int) -> Part:
         """Returns scratch memory that nothing else uses."""
-        begin = self.scratch_bytes
-        self.scratch_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        begin = self._scratch_bytes
+        self._scratch_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return Part(SCRATCH, begin, num_bytes)
 
     def send(self, peer: int, what: Part) -> int:
@@ -191,23 +178,23 @@ class Planning:
 
         What comes of members that do not bring the same, such as a message that is too long, is so explained by that.
         """
-        if self.size > 1 and not self._has_heard:
+        if not self._has_heard:
             self._has_heard = True
             tickets = (self._opening, *tickets)
-        self.steps += [Step(Kind.WAIT, ticket=ticket) for ticket in tickets]
+        self._steps += [Step(Kind.WAIT, ticket=ticket) for ticket in tickets]
 
     def reduce(self, to: Part, first: Part, second: Part) -> None:
         """Reduces elements; `to` may be an operand."""
         if to.num_bytes:
-            self.steps.append(Step(Kind.REDUCE, to=to, first=first, second=second))
+            self._steps.append(Step(Kind.REDUCE, to=to, first=first, second=second))
 
     def copy(self, to: Part, what: Part) -> None:
         """Copies bytes."""
         if to.num_bytes and to != what:
-            self.steps.append(Step(Kind.COPY, to=to, first=what))
+            self._steps.append(Step(Kind.COPY, to=to, first=what))
 
     def _message(self, kind: Kind, peer: int, to: Part, room: Part | None = None) -> int:
-        ticket = self.num_tickets
-        self.num_tickets += 1
-        self.steps.append(Step(kind, peer, ticket, to, room))
+        ticket = self._num_tickets
+        self._num_tickets += 1
+        self._steps.append(Step(kind, peer, ticket, to, room))
         return ticket

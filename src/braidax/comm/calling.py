@@ -1,0 +1,84 @@
+"""`Calling`: runs the operations of a group on the caller's thread, and notes how long they took."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast, final
+
+import numpy as np
+
+from braidax.comm.group import Group
+from braidax.comm.group_messages import Steps
+from braidax.comm.messages import Value
+from braidax.comm.request import run
+from braidax.comm.transports.transport import Operation
+from braidax.spans import Trace
+
+T = TypeVar("T")
+_Array: type = np.ndarray  # found quicker than an attribute of NumPy
+
+
+@final
+class Calling:
+    """Runs operations and waits for them. What they raise ends the epoch, where others would wait in vain.
+
+    **Arguments:** `group`: of the communicator. `limit`: returns its `timeout_seconds`.
+
+    **Fields:** `trace`: gets a span for each call.
+    """
+
+    def __init__(self, group: Group, limit: Callable[[], float]) -> None:
+        self.trace = Trace()
+        self._group = group
+        self._limit = limit
+        self._progress = group.progress
+        self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run
+
+    def run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
+        """Runs an algorithm. **Arguments:** `begin`: returns it, given the arguments. `num_bytes`: for the span."""
+        try:
+            with self.trace.timed("comm", name, num_bytes=num_bytes):
+                return run(self._progress, begin(*arguments), time.monotonic() + self._limit())
+        except BaseException as error:
+            self._group.failed(name, error, self._limit())
+            raise
+
+    def again(self, name: str, reduction: Any, array: Any, out: Any) -> Any:
+        """Runs a collective that has come before with such arrays, in the fewest steps.
+
+        **Returns:** its result; None, and nothing has begun, where no such one has come or something has to be checked.
+        """
+        start = time.perf_counter()
+        if type(array) is not _Array or self._group.unheard:
+            return None
+        ready = self._ready.get((name, reduction, array.dtype, array.shape))
+        if ready is None:
+            return None
+        compiled, head, shape, dtype = ready
+        if out is None:
+            out = np.empty(shape, dtype)
+        elif type(out) is not _Array or out.shape != shape or out.dtype != dtype:
+            return None
+        try:
+            try:
+                operation = self._run_schedule(self._calls.next_tag, compiled, head, array, out, "now")
+            except (TypeError, ValueError, BufferError):  # of memory that is not as it should be
+                return None
+            self._calls.begin()
+            if operation is not None:
+                self.wait(operation)
+        except BaseException as error:
+            self._group.failed(name, error, self._limit())
+            raise
+        self.trace.note("comm", name, start, array.nbytes)
+        return out
+
+    def wait(self, operation: Operation) -> None:
+        """Waits for an operation up to the limit. **Raises:** as `Progress.wait`."""
+        self._progress.wait((operation,), time.monotonic() + self._limit())
+
+
+def num_bytes_of(value: Value) -> int:
+    """Returns the bytes of a value, for its span; what is no value raises elsewhere."""
+    if isinstance(value, list | tuple):
+        return sum(num_bytes_of(part) for part in cast("Sequence[Any]", value))
+    return int(getattr(value, "nbytes", 0)) or (len(value) if isinstance(value, bytes | bytearray) else 0)
