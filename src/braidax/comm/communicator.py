@@ -1,8 +1,9 @@
 """`Communicator`: messages between the ranks of a job, on the host."""
 
 import hmac
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar, cast, final
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.collectives.opening import hear
+from braidax.comm.exchange.stream import Exchange, Window
 from braidax.comm.group import Group
 from braidax.comm.group_messages import MAX_GROUPS, Steps
 from braidax.comm.messages import Value, bytes_of
@@ -175,6 +177,37 @@ class Communicator:
         **Arguments:** `parts`: one value for each rank.
         """
         return self._run("all_to_all", self._group.all_to_all, parts, num_bytes=_num_bytes(parts))
+
+    def exchange(
+        self,
+        parts: Iterable[tuple[int, Sequence[Any]]],
+        *,
+        chunk_bytes: int = 1 << 20,
+        window_bytes: int = 64 << 20,
+        spill: str | os.PathLike[str] | None = None,
+    ) -> Exchange:
+        """Streams lists of buffers between all ranks, in bounded memory: an iterator over what comes.
+
+        Called by all ranks; each iterates to the end, which comes when all have ended and have what was sent to them.
+        What comes from one rank is in the order in which that sent it. Nothing moves but while the next item is asked
+        for, and a little ahead of that.
+
+        An item's buffers begin at multiples of 64 bytes. They are valid until the next item is asked for; what was
+        made of them without a copy (`np.frombuffer`, `pyarrow.py_buffer`) stays valid, and takes a part of the window
+        as long as it lives.
+
+        **Arguments:** `parts`: pairs of a rank and the buffers for it, drawn as far as there is room for them; they
+        must not be changed before the stream has ended. `chunk_bytes`, `window_bytes`: of a message, and of all that
+        this rank keeps in memory for the stream; the same on all ranks. An item must fit in what the window has for a
+        pair of ranks, its `size`-th part less a sixteenth. `spill`: a folder of a local disk, where what there is no
+        room for waits in a file without a name, so that `parts` can go on; without it, `parts` wait.
+
+        **Raises:** while iterating, whatever `parts` raise; `ArgumentError` for an item that is too large;
+        `WaitTimeout` naming a rank that does not ask for its items; `CommError` for a disk that is full; `PeerLost`,
+        `Aborted`. All of these, and an iteration that is left before its end, end the epoch.
+        """
+        window = Window(chunk_bytes, window_bytes, spill)
+        return Exchange(self._group, parts, window, limit=lambda: self.timeout_seconds, trace=self.trace)
 
     def split(self, color: int, *, key: int = 0) -> "Communicator":
         """Returns the group of the ranks that gave the same color, ordered by key and then by rank.

@@ -107,6 +107,10 @@ class Group:
             raise ArgumentError(f"parts= has {len(parts)} values: expected one for each of the {self.size} ranks")
         return values.all_to_all(self._next(_head("all_to_all")), parts)
 
+    def stream(self, chunk_bytes: int, window_bytes: int) -> GroupMessages:
+        """Returns the messages with which a stream begins; their number is that of the stream."""
+        return self._next(_head(f"exchange of chunks of {chunk_bytes:,} bytes in windows of {window_bytes:,}"))
+
     def failed(self, name: str, error: BaseException, timeout_seconds: float) -> None:
         """Ends the epoch, unless what an operation failed of harms nobody else.
 

@@ -11,6 +11,7 @@ import logging
 import selectors
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, final
@@ -64,6 +65,7 @@ class Progress:
         self._released = False  # whether the transport is closed
         self._callbacks = Callbacks()
         self._numbers = itertools.count()
+        self._asides: deque[Notice] = deque()  # of finalizers
         self.send_now = partial(self._begin_now, self._begin_send)
         self.receive_now = partial(self._begin_now, self._begin_receive)
         self._left_at = 0.0  # when the latest rank left
@@ -129,6 +131,11 @@ class Progress:
         """Ends the epoch for all ranks, unless it has ended. **Returns:** the failure."""
         with self._lock:
             return self._end_epoch(notice)
+
+    def fail_later(self, notice: Notice) -> None:
+        """Lets the thread end the epoch soon: for a finalizer, which may run while this thread has the lock."""
+        self._asides.append(notice)
+        self._wake_thread.ring()
 
     def close(self, *, timeout_seconds: float) -> None:
         """Delivers what was sent, says goodbye, and ends the thread; later calls raise. A second call does nothing."""
@@ -375,6 +382,8 @@ class Progress:
     def _hear(self, selector: selectors.BaseSelector) -> None:
         if self._released:
             return
+        while self._asides:
+            self._end_epoch(self._asides.popleft())
         for notice in self._watch.look(selector):
             if notice.kind in LEAVING:
                 self._left_at = time.monotonic()
