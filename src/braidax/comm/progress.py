@@ -43,11 +43,13 @@ class Progress:
 
     **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`: see `Transport`.
     `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
+    `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
         self.failure: CommError | None = None
         self.told = False
+        self.hurried = False
         self.world = world
         self._transport = transport
         self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
@@ -59,7 +61,6 @@ class Progress:
         self._listeners = Condition(self._lock)  # those that wait for what the watch says, or for the end
         self._leader = 0  # the thread of the caller that moves messages, if one does
         self._sleeping = False  # whether that caller sleeps
-        self._hurried = False  # whether a caller moved messages lately
         self._is_new = False  # whether that caller began to do so since the thread looked
         self._resting = False  # whether the thread sleeps until the caller has ended
         self._released = False  # whether the transport is closed
@@ -186,7 +187,7 @@ class Progress:
                 raise again(self.failure)
             try:
                 begin(peer, tag, data, operation)
-                self._hurried = True
+                self.hurried = True
                 if operation.done and not ready:
                     return operation
                 if not self._leader:  # saves a short wait the change of leaders
@@ -393,8 +394,8 @@ class Progress:
 
     def _serve(self, selector: selectors.BaseSelector) -> tuple[list[Callable[[], None]], float]:
         """Moves messages if no caller does. **Returns:** what is to be called, and how long to sleep then."""
-        if self._leader or (self._hurried and not self._callbacks):
-            self._hurried = False
+        if self._leader or (self.hurried and not self._callbacks):
+            self.hurried = False
             self._resting, self._is_new = bool(self._leader) and not self._is_new, False
             with contextlib.suppress(KeyError):
                 selector.unregister(self._transport.fileno())

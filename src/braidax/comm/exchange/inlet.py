@@ -79,11 +79,9 @@ class Inlet:
         """Returns the operations any of which lets this go on."""
         return [self._receives[0]] if self._receives else []
 
-    def move(self) -> bool:
-        """Takes what is here. **Returns:** whether that was anything. **Raises:** `CommError` for what cannot be."""
+    def move(self) -> None:
+        """Takes what is here. **Raises:** `CommError` for what cannot be."""
         receives = self._receives
-        if not receives or not receives[0].done:
-            return False
         while receives and receives[0].done:
             operation = receives.popleft()
             if operation.error is not None:
@@ -97,7 +95,6 @@ class Inlet:
                 ) from None
             if not self._is_ending:
                 self._post()
-        return True
 
     def give_back(self) -> None:
         """Gives back what nobody looks at any more: some chunks at a time, since a message tells of it."""

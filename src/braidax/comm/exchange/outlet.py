@@ -56,7 +56,6 @@ class Outlet:
         self._geometry = geometry
         self._spill = spill
         self._open: list[Sequence[Buffer]] = []
-        self._num_open_buffers = 0
         self._chunks: deque[_Chunk] = deque()
         self._num_in_memory = 0
         self._flights: deque[_Flight] = deque()
@@ -84,25 +83,22 @@ class Outlet:
 
     def add(self, buffers: Sequence[Buffer]) -> None:
         """Takes an item, which may wait for others that share its chunk: see `flush`."""
-        num_bytes = item_bytes(buffers)
+        num_bytes = table_bytes(len(buffers)) + item_bytes(buffers)  # more than its share of a table
         room = self._geometry.chunk_bytes
-        if table_bytes(len(buffers)) + num_bytes > room // 4:
+        if num_bytes > room // 4:
             self.flush()
             self._put([buffers])
             return
-        num_buffers = self._num_open_buffers + len(buffers)
-        if table_bytes(num_buffers, len(self._open) + 1) + self.open_bytes + num_bytes > room:
+        if self.open_bytes + num_bytes > room:
             self.flush()
-            num_buffers = len(buffers)
         self._open.append(buffers)
-        self._num_open_buffers = num_buffers
         self.open_bytes += num_bytes
 
     def flush(self) -> None:
         """Lets small items wait no longer for others."""
         if self._open:
             items, self._open = self._open, []
-            self.open_bytes = self._num_open_buffers = 0
+            self.open_bytes = 0
             self._put(items)
 
     def _put(self, items: Sequence[Sequence[Buffer]]) -> None:

@@ -88,6 +88,8 @@ class Exchange(Iterator[Item]):
         self._given: list[Buffer] = []  # to the caller, until the next item
         self._own: deque[list[Buffer]] = deque()  # from this rank to itself
         self._flight_bytes = 0
+        self._draw_bytes = max(geometry.chunk_bytes, geometry.flight_bytes // 2)  # before others have their turn
+        self._is_sent = False  # whether all this rank sends has arrived
         self._spill = None if window.spill is None else SpillFile(window.spill, geometry.chunk_bytes)
         self._inlets: list[Inlet] = []
         self._outlets: dict[int, Outlet] = {}
@@ -166,31 +168,37 @@ class Exchange(Iterator[Item]):
         self._given = []
         while True:
             self._progress.check()
+            self._progress.hurried = True
+            if self._is_sent and self._ready:  # as much as is here, before others are looked at
+                return self._take_ready()
             is_drawn = self._draw()
-            is_moved = self._move()
+            self._move()
             if self._own:
                 return self._hand_over(self._group.rank, self._own.popleft())
             if self._ready:
-                first = self._ready[0]
-                buffers = first.take()
-                if not first.items:
-                    self._ready.popleft()
-                return self._hand_over(first.source, buffers)
-            if not is_drawn and not is_moved:
+                return self._take_ready()
+            if not is_drawn:
                 if self._finish():
                     raise StopIteration
                 self._wait()
             elif self._spill is not None:
                 self._wait(0.0)
 
+    def _take_ready(self) -> Item:
+        first = self._ready[0]
+        buffers = first.take()
+        if not first.items:
+            self._ready.popleft()
+        return self._hand_over(first.source, buffers)
+
     def _hand_over(self, source: int, buffers: list[Buffer]) -> Item:
         self._given = list(buffers)
         return source, buffers
 
     def _draw(self) -> bool:
-        """Draws from what this rank sends about a chunk, or as much as there is room for. **Returns:** if anything."""
+        """Draws from what this rank sends, some chunks or as far as there is room. **Returns:** whether anything."""
         num_bytes = 0
-        while self._parts is not None and num_bytes < self._geometry.chunk_bytes and not self._is_blocked():
+        while self._parts is not None and num_bytes < self._draw_bytes and not self._is_blocked():
             began = time.monotonic()
             try:
                 given = next(self._parts)
@@ -234,33 +242,32 @@ class Exchange(Iterator[Item]):
         return num_bytes
 
     def _flush(self) -> None:
+        """Lets no item wait longer for others."""
         for outlet in self._outlets.values():
-            outlet.flush()
-            self._flight_bytes = outlet.move(self._flight_bytes)
+            if outlet.open_bytes:
+                outlet.flush()
+                self._flight_bytes = outlet.move(self._flight_bytes)
 
-    def _move(self) -> bool:
-        """Moves what can be moved. **Returns:** whether anything came."""
-        is_moved = False
+    def _move(self) -> None:
+        """Moves what can be moved."""
         for inlet in self._inlets:
             inlet.give_back()
-            is_moved |= inlet.move()
-        for outlet in self._outlets.values():
-            self._flight_bytes = outlet.move(self._flight_bytes)
-        return is_moved
+            inlet.move()
+        if not self._is_sent:
+            for outlet in self._outlets.values():
+                self._flight_bytes = outlet.move(self._flight_bytes)
 
     def _finish(self) -> bool:
         """Ends what has nothing more to send. **Returns:** whether all is over, here and on the way."""
         self._flush()
-        if self._parts is None:
+        if self._parts is None and not self._is_sent:
             for outlet in self._outlets.values():
                 outlet.end()
-        is_sent = self._parts is None and all(outlet.is_delivered for outlet in self._outlets.values())
-        return is_sent and all(inlet.is_ended for inlet in self._inlets)
+            self._is_sent = all(outlet.is_delivered for outlet in self._outlets.values())
+        return self._is_sent and all(inlet.is_ended for inlet in self._inlets)
 
     def _wait(self, seconds: float | None = None) -> None:
         """Waits until something moves. **Arguments:** `seconds`: for so long only; the limit if None."""
-        if self._move() or self._finish():
-            return
         if seconds is None and self._parts is not None and not self._is_blocked():
             return  # there is room again to draw
         operations: list[Operation] = []
