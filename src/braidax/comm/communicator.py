@@ -17,10 +17,12 @@ from braidax.comm.group import Group
 from braidax.comm.group_messages import MAX_GROUPS, Steps
 from braidax.comm.messages import Value, bytes_of
 from braidax.comm.request import run
+from braidax.comm.serving.asking import Asking
+from braidax.comm.serving.server import Handler, Requests, Server
 from braidax.comm.starting import Starting
 from braidax.comm.transports.transport import Operation
 from braidax.comm.watch import Notice
-from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
+from braidax.errors import ArgumentError, CommError, PeerLost, RemoteError, WaitTimeout
 from braidax.spans import Trace
 
 T = TypeVar("T")
@@ -68,6 +70,7 @@ class Communicator:
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
+        self._asking, self._requests = Asking(group), Requests(group)
         self._counters = counters
         counters.groups.append(group)
 
@@ -208,6 +211,42 @@ class Communicator:
         """
         window = Window(chunk_bytes, window_bytes, spill)
         return Exchange(self._group, parts, window, limit=lambda: self.timeout_seconds, trace=self.trace)
+
+    def ask(self, rank: int, value: Value, *, timeout_seconds: float | None = None) -> Value:
+        """Returns what a rank answers, which serves: see `serve`. Any thread may ask, several at a time.
+
+        **Arguments:** `rank`: another one. `value`: as for `send`. `timeout_seconds`: the limit; that of the
+        communicator by default.
+
+        **Raises:** `RemoteError` with the traceback of the handler when that raises; `WaitTimeout` when no answer comes,
+        which does not end the epoch: the answer is dropped when it comes; `ArgumentError`; `PeerLost`, `Aborted`.
+        """
+        try:
+            with self.trace.timed("comm", "ask", num_bytes=_num_bytes(value)):
+                return self._asking.ask(
+                    rank, value, self.timeout_seconds if timeout_seconds is None else timeout_seconds
+                )
+        except (RemoteError, WaitTimeout):
+            raise
+        except BaseException as error:
+            self._group.failed("ask", error, self.timeout_seconds)
+            raise
+
+    def end_asking(self) -> None:
+        """Tells all other ranks that this one asks no more, for those who serve and `wait`. Closing does so, too."""
+        self._asking.end()
+
+    def serve(self, handler: Handler) -> Server:
+        """Answers what other ranks `ask`, inside a `with` block, on a thread of its own.
+
+        `with comm.serve(handler) as server: server.wait()` does nothing else, until all others ask no more.
+
+        **Arguments:** `handler`: called with the rank that asks and the value, returns the answer. It is called for one
+        request at a time, those of one rank in their order, all ranks in turn. What it raises is raised by who asks.
+
+        **Raises:** `CommError` where this rank serves already.
+        """
+        return Server(self._requests, handler, lambda: self.timeout_seconds)
 
     def split(self, color: int, *, key: int = 0) -> "Communicator":
         """Returns the group of the ranks that gave the same color, ordered by key and then by rank.

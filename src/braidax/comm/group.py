@@ -26,7 +26,7 @@ from braidax.comm.waiting import words_of
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 
-_BETWEEN_TWO = ("send", "recv", "send_buffer", "recv_buffer")
+_BETWEEN_TWO = ("send", "recv", "send_buffer", "recv_buffer", "ask")
 
 
 @final

@@ -12,7 +12,7 @@ import ctypes
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -144,26 +144,28 @@ def _rounded_up(num_bytes: int) -> int:
 class Unpacking:
     """A value that arrives: made of its first message, then given the rest.
 
-    **Arguments:** `first`: the first message, nothing else.
+    **Arguments:** `first`: the first message, nothing else. `make`: memory of so many bytes for the second one.
 
-    **Fields:** `first`. `rest`: memory for the second message, None without one. `number`: of the second message.
+    **Fields:** `first`. `rest`: memory for the second message, None without one; may be put here later, with the message
+    in it. `num_rest`: its bytes. `number`: of the second message.
 
     **Raises:** `CommError` for what is no first message of a value.
     """
 
-    def __init__(self, first: NDArray[np.uint8]) -> None:
+    def __init__(self, first: NDArray[np.uint8], make: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
         if len(first) < _LENGTHS.size:
             raise _no_value(f"one of {len(first)} bytes")
         self._head_bytes, self._body_bytes, self.number = _LENGTHS.unpack_from(first.data)
         self.first = first
         room = FIRST_BYTES - _LENGTHS.size - self._head_bytes
         num_rest = 0 if room >= self._body_bytes else self._body_bytes + (self._head_bytes if room < 0 else 0)
+        self.num_rest = num_rest
         self._has_head = room >= 0
         inside = (self._head_bytes if self._has_head else 0) + (0 if num_rest else self._body_bytes)
         if len(first) != _LENGTHS.size + inside:
             raise _no_value(f"{len(first)} bytes that announce {_LENGTHS.size + inside:,}")
         try:
-            self.rest = empty(num_rest) if num_rest else None
+            self.rest = (make or empty)(num_rest) if num_rest else None
         except (MemoryError, ValueError, OverflowError) as error:
             raise CommError(
                 f"a message announces {num_rest:,} bytes, for which this process has no memory ({error}); send less at "

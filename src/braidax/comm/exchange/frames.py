@@ -49,14 +49,12 @@ class Geometry:
         return self.chunk_bytes * self.num_chunks
 
 
-def table_bytes(num_buffers: int, num_items: int = 1) -> int:
-    """Returns where the buffers of a frame begin."""
-    return rounded_up(_FIXED.size + _WORD_BYTES * (num_items + num_buffers))
-
-
 def item_bytes(buffers: Sequence[Buffer]) -> int:
-    """Returns the bytes of an item's buffers with the gaps between them."""
-    return sum(rounded_up(len(buffer)) for buffer in buffers)
+    """Returns the bytes of a frame of one item."""
+    num_bytes = rounded_up(_FIXED.size + _WORD_BYTES * (1 + len(buffers)))
+    for buffer in buffers:
+        num_bytes += rounded_up(len(buffer))
+    return num_bytes
 
 
 def frame_of(items: Sequence[Sequence[Buffer]]) -> tuple[list[Buffer], int]:
@@ -78,8 +76,10 @@ def frame_of(items: Sequence[Sequence[Buffer]]) -> tuple[list[Buffer], int]:
     return [memoryview(table), *parts], num_bytes
 
 
-def cut(parts: Sequence[Buffer], chunk_bytes: int) -> list[list[Buffer]]:
-    """Returns the parts of each chunk of a frame."""
+def cut(parts: list[Buffer], num_bytes: int, chunk_bytes: int) -> list[list[Buffer]]:
+    """Returns the parts of each chunk of a frame of so many bytes."""
+    if num_bytes <= chunk_bytes and len(parts) <= _MAX_PARTS:
+        return [parts]
     chunks: list[list[Buffer]] = [[]]
     room = chunk_bytes
     for part in parts:
@@ -114,7 +114,7 @@ def items_of(memory: NDArray[np.uint8]) -> list[Spans]:
     position = _FIXED.size + _WORD_BYTES * num_words
     if position > len(memory):
         raise ValueError(f"its table has {num_words:,} words in {len(memory):,} bytes")
-    words: list[int] = memory[_FIXED.size : position].view(np.uint64).tolist()
+    words = struct.unpack_from(f"<{num_words}Q", memory.data, _FIXED.size)
     items: list[Spans] = []
     index = 0
     while index < num_words:

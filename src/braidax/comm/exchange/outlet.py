@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from braidax.comm.exchange.frames import ENDED, SKIPPED, Geometry, cut, frame_of, item_bytes, table_bytes
+from braidax.comm.exchange.frames import ENDED, SKIPPED, Geometry, cut, frame_of
 from braidax.comm.exchange.spilling import SpillFile
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Buffer, Operation
@@ -81,9 +81,11 @@ class Outlet:
         """Whether nothing waits to be sent."""
         return not self._chunks and not self._open
 
-    def add(self, buffers: Sequence[Buffer]) -> None:
-        """Takes an item, which may wait for others that share its chunk: see `flush`."""
-        num_bytes = table_bytes(len(buffers)) + item_bytes(buffers)  # more than its share of a table
+    def add(self, buffers: Sequence[Buffer], num_bytes: int) -> None:
+        """Takes an item, which may wait for others that share its chunk: see `flush`.
+
+        **Arguments:** `num_bytes`: of a frame with this item alone.
+        """
         room = self._geometry.chunk_bytes
         if num_bytes > room // 4:
             self.flush()
@@ -102,11 +104,14 @@ class Outlet:
             self._put(items)
 
     def _put(self, items: Sequence[Sequence[Buffer]]) -> None:
-        parts, _ = frame_of(items)
-        chunks = cut(parts, self._geometry.chunk_bytes)
+        parts, num_bytes = frame_of(items)
+        chunks = cut(parts, num_bytes, self._geometry.chunk_bytes)
+        self._num_in_memory += len(chunks)
+        if len(chunks) == 1:
+            self._chunks.append(_Chunk(chunks[0], num_bytes, 1))
+            return
         for index, chunk in enumerate(chunks):
             self._chunks.append(_Chunk(chunk, sum(map(len, chunk)), 0 if index else len(chunks)))
-        self._num_in_memory += len(chunks)
 
     def move(self, flight_bytes: int) -> int:
         """Sends what can be sent now. **Arguments:** `flight_bytes`: that the transport has of all outlets.
@@ -160,7 +165,7 @@ class Outlet:
         self._send(parts, chunk.num_bytes, memory)
 
     def _send(self, parts: Sequence[Buffer], num_bytes: int, memory: Buffer | None = None) -> None:
-        operation = self._progress.send_now(self.peer, self._tag, parts)
+        operation = self._progress.send(self.peer, self._tag, parts)
         self._flights.append(_Flight(operation, num_bytes, memory))
         self.flight_bytes += num_bytes
 

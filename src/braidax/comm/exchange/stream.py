@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from braidax.comm.collectives.values import barrier
-from braidax.comm.exchange.frames import Geometry, item_bytes, rounded_up, table_bytes
+from braidax.comm.exchange.frames import Geometry, item_bytes, rounded_up
 from braidax.comm.exchange.inlet import Arrived, Inlet
 from braidax.comm.exchange.outlet import Outlet
 from braidax.comm.exchange.spilling import SpillFile
@@ -31,6 +31,7 @@ Item = tuple[int, list[memoryview]]
 
 _LEAST_CHUNK_BYTES = 1 << 10
 _MAX_AHEAD = 16  # receives that are posted ahead of each source
+_FLIGHT_BYTES = 1 << 21  # that the transport has at once: more than keeps it busy would have to be asked for over TCP
 _SLOW_SECONDS = 1e-3  # of a producer, behind which what it gave waits for nothing more
 _LOOK_SECONDS = 0.05  # how often a full window is looked at, that only the caller can free
 _TABLE_BYTES = 1 << 12  # of a chunk, so that an item of `chunk_bytes` fits in one
@@ -54,15 +55,16 @@ class Window:
     def geometry(self, size: int) -> Geometry:
         """Returns what becomes of it for so many ranks. **Raises:** `ArgumentError` for a window that is too small."""
         chunk_bytes = rounded_up(self.chunk_bytes + max(256, min(_TABLE_BYTES, self.chunk_bytes // 16)))
-        flight_bytes = self.window_bytes // 16
-        num_chunks = (self.window_bytes - flight_bytes) // size // chunk_bytes
+        num_chunks = self.window_bytes // 16 * 15 // size // chunk_bytes
         if num_chunks < 2:
             least = -(-2 * chunk_bytes * size * 16 // 15) + 16
             raise ArgumentError(
                 f"window_bytes={self.window_bytes:,}: expected room for two chunks of each of {size} ranks, "
                 f"{least:,} bytes for chunk_bytes={self.chunk_bytes:,}; raise the former, or lower the latter"
             )
-        return Geometry(chunk_bytes, num_chunks, min(num_chunks, _MAX_AHEAD), flight_bytes)
+        return Geometry(
+            chunk_bytes, num_chunks, min(num_chunks, _MAX_AHEAD), min(self.window_bytes // 16, _FLIGHT_BYTES)
+        )
 
 
 @final
@@ -223,7 +225,7 @@ class Exchange(Iterator[Item]):
             ) from None
         self._group.check_rank(dest, "parts' rank")
         _, buffers = parts_of(value, "parts")
-        num_bytes = table_bytes(len(buffers)) + item_bytes(buffers)
+        num_bytes = item_bytes(buffers)
         if num_bytes > self._geometry.pair_bytes:
             window = self._window
             raise ArgumentError(
@@ -235,7 +237,7 @@ class Exchange(Iterator[Item]):
             self._own.append(_copies(buffers))
             return num_bytes
         outlet = self._outlets[int(dest)]
-        outlet.add(buffers)
+        outlet.add(buffers, num_bytes)
         self._flight_bytes = outlet.move(self._flight_bytes)
         if sum(other.open_bytes for other in self._outlets.values()) > self._geometry.flight_bytes:
             self._flush()
