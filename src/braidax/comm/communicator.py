@@ -218,8 +218,9 @@ class Communicator:
         **Arguments:** `rank`: another one. `value`: as for `send`. `timeout_seconds`: the limit; that of the
         communicator by default.
 
-        **Raises:** `RemoteError` with the traceback of the handler when that raises; `WaitTimeout` when no answer comes,
-        which does not end the epoch: the answer is dropped when it comes; `ArgumentError`; `PeerLost`, `Aborted`.
+        **Raises:** `RemoteError` with the traceback of the handler when that raises; `WaitTimeout` when no answer
+        comes, which does not end the epoch, and the answer is dropped when it comes; `ArgumentError`; `PeerLost`,
+        `Aborted`.
         """
         try:
             with self.trace.timed("comm", "ask", num_bytes=_num_bytes(value)):

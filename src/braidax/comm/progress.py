@@ -11,7 +11,6 @@ import logging
 import selectors
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, final
@@ -30,7 +29,6 @@ _FOLLOW_SECONDS = 0.025  # how often the thread looks whether callers still move
 _VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
 _LEADER_SECONDS = 1.0  # which a caller that moves messages has to hear that they are closed
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
-_THREAD_NAME = "braidax-comm"
 _logger = logging.getLogger(__name__)
 
 
@@ -44,6 +42,7 @@ class Progress:
     **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`: see `Transport`.
     `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
+    `number`: returns a number that this rank has given nothing else.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
@@ -65,13 +64,12 @@ class Progress:
         self._resting = False  # whether the thread sleeps until the caller has ended
         self._released = False  # whether the transport is closed
         self._callbacks = Callbacks()
-        self._numbers = itertools.count()
-        self._asides: deque[Notice] = deque()  # of finalizers
+        self.number = partial(next, itertools.count())
         self.send_now = partial(self._begin_now, self._begin_send)
         self.receive_now = partial(self._begin_now, self._begin_receive)
         self._left_at = 0.0  # when the latest rank left
         self._nap, self._wake_thread = Nap(transport.fileno()), Bell()
-        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="braidax-comm", daemon=True)
 
     def start(self) -> None:
         """Starts the thread. It ends by `close`, which is due from now on."""
@@ -116,17 +114,11 @@ class Progress:
     def end(self, operation: Operation, error: CommError | None = None) -> None:
         """Ends an operation that is none of the transport's, and wakes who waits for it."""
         with self._lock:
-            if error is None:
-                operation.finish()
-            else:
-                operation.fail(error)
+            operation.error = error
+            operation.finish()
             self._followers.notify_all()
             if self._sleeping:
                 self._nap.ring()
-
-    def number(self) -> int:
-        """Returns a number that this rank has given nothing else."""
-        return next(self._numbers)
 
     def fail(self, notice: Notice) -> CommError:
         """Ends the epoch for all ranks, unless it has ended. **Returns:** the failure."""
@@ -135,7 +127,7 @@ class Progress:
 
     def fail_later(self, notice: Notice) -> None:
         """Lets the thread end the epoch soon: for a finalizer, which may run while this thread has the lock."""
-        self._asides.append(notice)
+        self._watch.tell_later(notice)
         self._wake_thread.ring()
 
     def close(self, *, timeout_seconds: float) -> None:
@@ -383,8 +375,6 @@ class Progress:
     def _hear(self, selector: selectors.BaseSelector) -> None:
         if self._released:
             return
-        while self._asides:
-            self._end_epoch(self._asides.popleft())
         for notice in self._watch.look(selector):
             if notice.kind in LEAVING:
                 self._left_at = time.monotonic()

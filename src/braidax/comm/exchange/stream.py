@@ -310,8 +310,8 @@ class Exchange(Iterator[Item]):
         full = [outlet.peer for outlet in self._outlets.values() if not outlet.is_sent]
         if full:
             return WaitTimeout(
-                f"{me} waited up to the limit for {', '.join(map(world.describe, full[:8]))} to take items of a stream, "
-                "as its window is full; expected it to ask for the next one: does it still iterate over "
+                f"{me} waited up to the limit for {', '.join(map(world.describe, full[:8]))} to take items of a "
+                "stream, as its window is full; expected it to ask for the next one: does it still iterate over "
                 "comm.exchange(…)? If it is only slow, raise timeout_seconds="
             )
         peers = [outlet.peer for outlet in self._outlets.values() if not outlet.is_delivered]

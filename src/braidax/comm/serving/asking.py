@@ -6,15 +6,17 @@ from collections import Counter
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from braidax.comm.group import Group
 from braidax.comm.group_messages import ANSWER as ANSWERS
 from braidax.comm.group_messages import ASK, BODY, MAX_NUMBER, Steps, tag_of
-from braidax.comm.messages import Value, pack
+from braidax.comm.messages import Parcel, Value, pack
 from braidax.comm.serving.conversation import (
     ANSWER,
     DONE,
     GO,
+    HEADER,
     PLACE_BYTES,
     RAISED,
     REQUEST,
@@ -24,8 +26,11 @@ from braidax.comm.serving.conversation import (
     unexpected,
     word_of,
 )
+from braidax.comm.serving.small import decoded, encoded
+from braidax.comm.transports.transport import Operation
 from braidax.errors import ArgumentError, RemoteError, WaitTimeout
 
+_ANSWERED = HEADER.pack(ANSWER, 0)
 _MAX_UNANSWERED = 64  # of requests to a rank that nobody waits for any more
 
 
@@ -36,6 +41,8 @@ class Asking:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._progress = group.progress
+        self._tag = tag_of(group.number, ASK, 0)
+        self._places: list[NDArray[np.uint8]] = []  # for words, to be used again
         self._lock = threading.Lock()  # guards what follows
         self._unanswered: Counter[int] = Counter()
 
@@ -44,13 +51,23 @@ class Asking:
         self._check(rank, timeout_seconds)
         number = self._progress.number() & MAX_NUMBER
         group = self._group.number
-        talk = Talk(
-            self._progress, self._group.ranks[rank], tag_of(group, BODY, number), tag_of(group, ANSWERS, number)
-        )
+        peer = self._group.ranks[rank]
+        talk = Talk(self._progress, peer, tag_of(group, BODY, number), tag_of(group, ANSWERS, number))
+        parcel = None
+        if (first := encoded(value)) is None:
+            parcel = pack(value)
+            first = b"".join(parcel.first)
+        deadline = time.monotonic() + timeout_seconds
+        place = self._places.pop() if self._places else np.empty(PLACE_BYTES, np.uint8)
+        self._progress.send_now(peer, self._tag, (memoryview(HEADER.pack(REQUEST, number) + first),))
+        heard = talk.hear(place)
+        if heard.done and heard.error is None:  # as most small ones are
+            message = place.data[: heard.num_bytes].tobytes()
+            if message[: HEADER.size] == _ANSWERED and (answer := decoded(message[HEADER.size :])) is not None:
+                self._places.append(place)
+                return answer[0]
         try:
-            return run_until(
-                self._progress, talk, self._steps(talk, rank, number, value), time.monotonic() + timeout_seconds
-            )
+            return run_until(self._progress, talk, self._steps(talk, rank, parcel, heard, place), deadline)
         except WaitTimeout:
             raise self._late(rank, timeout_seconds) from None
 
@@ -58,21 +75,15 @@ class Asking:
         """Tells all other ranks that this one asks no more."""
         for rank in range(self._group.size):
             if rank != self._group.rank:
-                self._talk_to(rank).say(DONE)
+                self._progress.send_now(self._group.ranks[rank], self._tag, (memoryview(HEADER.pack(DONE, 0)),))
 
-    def _talk_to(self, rank: int) -> Talk:
-        tag = tag_of(self._group.number, ASK, 0)
-        return Talk(self._progress, self._group.ranks[rank], tag, tag)
-
-    def _steps(self, talk: Talk, rank: int, number: int, value: Value) -> Steps[Value]:
-        parcel = pack(value)
-        place = np.empty(PLACE_BYTES, np.uint8)
-        self._talk_to(rank).say(REQUEST, number, parcel.first)
+    def _steps(
+        self, talk: Talk, rank: int, parcel: Parcel | None, heard: Operation, place: NDArray[np.uint8]
+    ) -> Steps[Value]:
         try:
-            heard = talk.hear(place)
             yield [heard]
             kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
-            if kind == GO and parcel.rest:
+            if kind == GO and parcel is not None and parcel.rest:
                 yield from talk.send_rest(parcel)
                 if talk.is_given_up:
                     return []
@@ -99,8 +110,8 @@ class Asking:
             raise ArgumentError(f"timeout_seconds={timeout_seconds!r}: expected seconds > 0")
         if self._unanswered[rank] >= _MAX_UNANSWERED:
             raise WaitTimeout(
-                f"{self._name(rank)} has left {_MAX_UNANSWERED} requests of this rank without an answer, each up to its "
-                "limit; expected it to serve: with comm.serve(handler)"
+                f"{self._name(rank)} has left {_MAX_UNANSWERED} requests of this rank without an answer, each up to "
+                "its limit; expected it to serve: with comm.serve(handler)"
             )
 
     def _late(self, rank: int, timeout_seconds: float) -> WaitTimeout:

@@ -2,8 +2,8 @@
 
 The request comes under one tag for all, with a number that its sender has given to nothing else; what follows has that
 number in its tag. A value that does not fit in its first message follows in pieces, once the other side says that it
-takes them: so a rank keeps no more than one large value, whoever asks. Who has given up sends empty pieces, or says that
-it wants none. Pieces are sent from copies, so that nothing is read of a value any more when its owner has given up.
+takes them: so a rank keeps no more than one large value, whoever asks. Who has given up sends empty pieces, or says
+that it wants none. Pieces are sent from copies, so that nothing is read of a value any more once its owner gave up.
 """
 
 import mmap
@@ -29,8 +29,9 @@ T = TypeVar("T")
 REQUEST, DONE, GO, DROP, ANSWER, RAISED = range(6)
 """Kinds: a request; no more of them; yes and no to the pieces of a value; an answer, and what a handler raised."""
 
-_HEADER = struct.Struct("<QQ")  # kind, number
-PLACE_BYTES = _HEADER.size + FIRST_BYTES
+HEADER = struct.Struct("<QQ")
+"""What a word begins with: its kind, and the number of the request where that is new."""
+PLACE_BYTES = HEADER.size + FIRST_BYTES
 _PIECE_BYTES = 1 << 20
 _NUM_AHEAD = 4  # pieces under way
 
@@ -51,9 +52,9 @@ class Talk:
         self.peer = peer
         self._sends, self._receives = sends, receives
 
-    def say(self, kind: int, number: int = 0, first: Sequence[Buffer] = ()) -> None:
+    def say(self, kind: int, number: int = 0, first: Sequence[Buffer | bytes] = ()) -> None:
         """Sends a word, or the first message of a value."""
-        message = b"".join((_HEADER.pack(kind, number), *first))
+        message = b"".join((HEADER.pack(kind, number), *first))
         self.progress.send_now(self.peer, self._sends, (memoryview(message),))
 
     def hear(self, place: NDArray[np.uint8]) -> Operation:
@@ -120,15 +121,15 @@ class Talk:
 
 def word_of(world: World, peer: int, message: NDArray[np.uint8]) -> tuple[int, int]:
     """Returns the kind and the number of a message. **Raises:** `CommError` for one that cannot be."""
-    if len(message) < _HEADER.size:
+    if len(message) < HEADER.size:
         raise unexpected(world, peer, f"a word of {len(message)} bytes")
-    kind, number = _HEADER.unpack_from(message.data)
+    kind, number = HEADER.unpack_from(message.data)
     return kind, number
 
 
 def arriving_of(message: NDArray[np.uint8]) -> Unpacking:
     """Returns the value of a message, as far as it is here; there is memory for no more. **Raises:** `CommError`."""
-    return Unpacking(message[_HEADER.size :], make=lambda num_bytes: empty(0))
+    return Unpacking(message[HEADER.size :], make=lambda num_bytes: empty(0))
 
 
 def unexpected(world: World, peer: int, what: str) -> CommError:
@@ -147,6 +148,7 @@ def run_until(progress: Progress, talk: Talk, steps: Steps[T], deadline: float) 
     operations: Sequence[Operation] = ()
     try:
         while True:
+            progress.hurried = True
             operations = next(steps)
             progress.wait(operations, deadline)
     except StopIteration as stop:
@@ -203,8 +205,8 @@ class _Growing:
             self._memory = _mapped(num_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise CommError(
-                f"a message announces {self._most:,} bytes, and this process has no memory for {num_bytes:,} ({error}); "
-                "ask with less at once"
+                f"a message announces {self._most:,} bytes, and this process has no memory for {num_bytes:,} ({error}"
+                "); ask with less at once"
             ) from error
         if before is not None:
             self._memory[: len(before)] = before[:]

@@ -1,5 +1,6 @@
 """Those who serve."""
 
+import contextlib
 import threading
 import time
 import traceback
@@ -19,6 +20,7 @@ from braidax.comm.serving.conversation import (
     ANSWER,
     DONE,
     GO,
+    HEADER,
     PLACE_BYTES,
     RAISED,
     REQUEST,
@@ -28,9 +30,10 @@ from braidax.comm.serving.conversation import (
     unexpected,
     word_of,
 )
+from braidax.comm.serving.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
-from braidax.comm.waiting import AnyOf, again, words_of
-from braidax.errors import ArgumentError, BraidaxError, CommError, PeerLost, WaitTimeout
+from braidax.comm.waiting import AnyOf, words_of
+from braidax.errors import BraidaxError, CommError, PeerLost, WaitTimeout
 
 Handler = Callable[[int, Value], Value]
 """Returns the answer to the value that a rank asks with."""
@@ -139,7 +142,8 @@ class Server:
 
         May be called again, for those who go on asking and say so once more.
 
-        **Arguments:** `timeout_seconds`: the limit of the time in which nobody asks; that of the communicator by default.
+        **Arguments:** `timeout_seconds`: the limit of the time in which nobody asks; that of the communicator by
+        default.
 
         **Raises:** `WaitTimeout` naming the ranks that may still ask, after which the server goes on; what ended the
         epoch.
@@ -165,8 +169,8 @@ class Server:
         self._thread.join(self._limit())
         if self._thread.is_alive():
             raise WaitTimeout(
-                f"handler={self._handler!r} has not returned within {self._limit():g} s; expected it to: let it end, or "
-                "raise comm.timeout_seconds"
+                f"handler={self._handler!r} has not returned within {self._limit():g} s; expected it to: let it end, "
+                "or raise comm.timeout_seconds"
             )
 
     def _is_over(self) -> bool:
@@ -176,9 +180,9 @@ class Server:
         world = self._progress.world
         ranks = [world.describe(self._group.ranks[rank]) for rank in self._requests.missing()]
         return WaitTimeout(
-            f"{world.describe(world.rank)} served {', '.join(ranks[:8])} up to the limit of {limit:g} s in which nobody "
-            "asked; expected a request, or the word that there are no more: call comm.end_asking() there, or raise "
-            "timeout_seconds="
+            f"{world.describe(world.rank)} served {', '.join(ranks[:8])} up to the limit of {limit:g} s in which "
+            "nobody asked; expected a request, or the word that there are no more: call comm.end_asking() there, or "
+            "raise timeout_seconds="
         )
 
     def _run(self) -> None:
@@ -200,12 +204,11 @@ class Server:
         rank = requests.next()
         try:
             if rank is None:
-                try:
+                with contextlib.suppress(WaitTimeout):  # nobody asks
+                    self._progress.hurried = True
                     self._progress.wait(
                         AnyOf((*requests.waited_for(), self._stopped)), time.monotonic() + self._limit()
                     )
-                except WaitTimeout:
-                    pass  # nobody asks
                 return
             message = requests.take(rank)
         except PeerLost as error:
@@ -230,28 +233,38 @@ class Server:
             raise unexpected(self._progress.world, peer, f"a word of kind {kind}")
         group = self._group.number
         talk = Talk(self._progress, peer, tag_of(group, ANSWERS, number), tag_of(group, BODY, number))
-        try:
-            run_until(self._progress, talk, self._steps(talk, rank, message), time.monotonic() + self._limit())
-        except WaitTimeout:
-            pass  # it does not take its answer: others do
+        small = decoded(message.data[HEADER.size :].tobytes())
+        if small is None:
+            steps = self._steps(talk, rank, message)
+        elif (reply := self._reply(talk, rank, small[0])) is not None:
+            steps = self._rest(talk, reply)
+        else:
+            return
+        with contextlib.suppress(WaitTimeout):  # it does not take its answer: others do
+            run_until(self._progress, talk, steps, time.monotonic() + self._limit())
 
     def _steps(self, talk: Talk, rank: int, message: Any) -> Steps[None]:
         value = yield from talk.value(arriving_of(message))
-        if talk.is_given_up:
-            return
-        kind, parcel = self._handled(rank, value)
-        talk.say(kind, first=parcel.first)
-        if parcel.rest:
-            place = np.empty(PLACE_BYTES, np.uint8)
-            heard = talk.hear(place)
-            yield [heard]
-            kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
-            if kind == GO:
-                yield from talk.send_rest(parcel)
+        if not talk.is_given_up and (reply := self._reply(talk, rank, value)) is not None:
+            yield from self._rest(talk, reply)
 
-    def _handled(self, rank: int, value: Value) -> tuple[int, Parcel]:
+    def _reply(self, talk: Talk, rank: int, value: Value) -> Parcel | None:
+        """Answers a value. **Returns:** what is yet to follow, if anything."""
         try:
-            return ANSWER, pack(self._handler(rank, value))
+            kind, answer = ANSWER, self._handler(rank, value)
+            first = encoded(answer)
+            parcel = pack(answer) if first is None else None
         except BaseException as error:  # noqa: BLE001 (that of one request: the asker raises it, the server lives)
             text = f"{words_of(error)}\n\nThe traceback of its handler:\n\n{''.join(traceback.format_exception(error))}"
-            return RAISED, pack(text.encode("utf-8", "backslashreplace"))
+            kind, first, parcel = RAISED, None, pack(text.encode("utf-8", "backslashreplace"))
+        talk.say(kind, first=parcel.first if parcel is not None else (first or b"",))
+        return parcel if parcel is not None and parcel.rest else None
+
+    def _rest(self, talk: Talk, parcel: Parcel) -> Steps[None]:
+        """Sends the rest of an answer, if it is wanted."""
+        place = np.empty(PLACE_BYTES, np.uint8)
+        heard = talk.hear(place)
+        yield [heard]
+        kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
+        if kind == GO:
+            yield from talk.send_rest(parcel)
