@@ -15,6 +15,7 @@ BraidaxError
 │   ├── HandshakeError              a peer does not fit: its version, world size, transport or secret
 │   ├── PeerLost                    a peer died, froze, was cut off or left while it was waited for
 │   └── Aborted                     a rank ended the epoch on purpose
+├── RemoteError                     a handler raised in the rank that was asked
 ├── GangError                       a gang of processes cannot be started or used
 │   └── RankFailed                  a function raised in a rank, or the rank's process ended
 ├── WaitTimeout (TimeoutError)      a wait on the host passed its limit
@@ -100,6 +101,20 @@ class PeerLost(CommError):
 
 class Aborted(CommError):
     """A rank ended the epoch on purpose; the message says which, and why."""
+
+
+class RemoteError(BraidaxError):
+    """A handler raised in the rank that was asked; the message has its traceback.
+
+    **Fields:** `rank`: that was asked.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class GangError(BraidaxError):

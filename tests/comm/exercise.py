@@ -5,15 +5,22 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from braidax.comm import Communicator, FileStore, connect
 from braidax.comm.environment import rank_from_environment
+from braidax.errors import RemoteError
+from tests.comm.streaming import Drawn, take_part
 
 COUNTS = (0, 1, 7, 1000, 3000, 100_000)  # of float64: nothing, inline, a body of its own, pipelines and rings
 
@@ -27,6 +34,8 @@ def exercise(comm: Communicator, counts: Sequence[int] = COUNTS) -> str:
     _kinds(comm)
     _groups(comm)
     _started(comm)
+    _streams(comm)
+    _requests(comm)
     comm.barrier()
     return "exercised"
 
@@ -180,6 +189,43 @@ def _started(comm: Communicator) -> None:
     _same(blocks.wait(), np.full((1, 4), float(comm.size)))
     _same(told.wait(), np.arange(50_000))
     coming.wait()
+
+
+def _streams(comm: Communicator) -> None:
+    for turn, chunk_bytes in enumerate((1 << 10, 1 << 12, 1 << 16)):
+        window_bytes = chunk_bytes * comm.size * 8
+        largest = window_bytes // 16 * 15 // comm.size // 2
+        drawn = Drawn(f"exercise {turn}", 30, largest, chunk_bytes, window_bytes)
+        take_part(comm, drawn)
+        take_part(comm, replace(drawn, spill=Path(tempfile.gettempdir())))
+    group = comm.split(comm.rank % 2)
+    take_part(group, Drawn(f"group {comm.rank % 2}", 20, 1 << 13, 1 << 11, (1 << 15) * group.size))
+    assert list(comm.exchange([])) == []
+
+
+def _requests(comm: Communicator) -> None:
+    """All serve, and all ask all others, several at a time."""
+
+    def answer(source: int, value: Any) -> Any:
+        if isinstance(value, memoryview):
+            raise KeyError(bytes(value).decode())
+        return list(value) if isinstance(value, list) else value * (comm.rank + 1)
+
+    def ask(rank: int) -> None:
+        for count in (*COUNTS, 400_000):
+            _same(comm.ask(rank, _mine(comm.rank, count)), _mine(comm.rank, count) * (rank + 1))
+        parts = [b"ab", b"", bytes(range(200)) * 10_000]
+        assert [bytes(part) for part in comm.ask(rank, parts)] == parts
+        with pytest.raises(RemoteError, match="KeyError: 'no such'") as caught:
+            comm.ask(rank, b"no such")
+        assert caught.value.rank == rank
+        assert "raise KeyError" in str(caught.value)
+
+    with comm.serve(answer) as server:
+        with ThreadPoolExecutor(3) as executor:
+            list(executor.map(ask, [rank for rank in range(comm.size) if rank != comm.rank]))
+        comm.end_asking()
+        server.wait()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from braidax.comm.group import Group
 from braidax.comm.group_messages import Steps
 from braidax.comm.messages import Value
 from braidax.comm.request import run
+from braidax.comm.serving.asking import Asking
 from braidax.comm.transports.transport import Operation
+from braidax.errors import RemoteError, WaitTimeout
 from braidax.spans import Trace
 
 T = TypeVar("T")
@@ -71,6 +73,17 @@ class Calling:
             raise
         self.trace.note("comm", name, start, array.nbytes)
         return out
+
+    def ask(self, asking: Asking, rank: int, value: Value, limit: float) -> Value:
+        """Asks a rank; what harms nobody else does not end the epoch. **Arguments:** as of `Asking.ask`."""
+        try:
+            with self.trace.timed("comm", "ask", num_bytes=num_bytes_of(value)):
+                return asking.ask(rank, value, limit)
+        except (RemoteError, WaitTimeout):
+            raise
+        except BaseException as error:
+            self._group.failed("ask", error, self._limit())
+            raise
 
     def wait(self, operation: Operation) -> None:
         """Waits for an operation up to the limit. **Raises:** as `Progress.wait`."""

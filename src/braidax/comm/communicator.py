@@ -1,8 +1,9 @@
 """`Communicator`: messages between the ranks of a job, on the host."""
 
 import hmac
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar, cast, final
@@ -13,10 +14,13 @@ from numpy.typing import NDArray
 from braidax.comm.calling import Calling, num_bytes_of
 from braidax.comm.collectives.arrays import NOTHING
 from braidax.comm.collectives.opening import hear
+from braidax.comm.exchange.stream import Exchange, Window
 from braidax.comm.group import Group
 from braidax.comm.group_messages import MAX_GROUPS
 from braidax.comm.messages import Value, bytes_of
 from braidax.comm.request import run
+from braidax.comm.serving.asking import Asking
+from braidax.comm.serving.server import Handler, Requests, Server
 from braidax.comm.starting import Starting
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
@@ -67,6 +71,7 @@ class Communicator:
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
+        self._asking, self._requests = Asking(group), Requests(group)
         self._counters = counters
         counters.groups.append(group)
 
@@ -227,6 +232,66 @@ class Communicator:
         **Arguments:** `parts`: one value for each rank.
         """
         return self._calling.run("all_to_all", self._group.all_to_all, parts, num_bytes=num_bytes_of(parts))
+
+    def exchange(
+        self,
+        parts: Iterable[tuple[int, Sequence[Any]]],
+        *,
+        chunk_bytes: int = 1 << 20,
+        window_bytes: int = 64 << 20,
+        spill: str | os.PathLike[str] | None = None,
+    ) -> Exchange:
+        """Streams lists of buffers between all ranks, in bounded memory: an iterator over what comes.
+
+        Called by all ranks; each iterates to the end, which comes when all have ended and have what was sent to them.
+        What comes from one rank is in the order in which that sent it. Nothing moves but while the next item is asked
+        for, and a little ahead of that.
+
+        An item's buffers begin at multiples of 64 bytes. They are valid until the next item is asked for; what was
+        made of them without a copy (`np.frombuffer`, `pyarrow.py_buffer`) stays valid, and takes a part of the window
+        as long as it lives.
+
+        **Arguments:** `parts`: pairs of a rank and the buffers for it, drawn as far as there is room for them; they
+        must not be changed before the stream has ended. `chunk_bytes`, `window_bytes`: of a message, and of all that
+        this rank keeps in memory for the stream; the same on all ranks. An item must fit in what the window has for a
+        pair of ranks, its `size`-th part less a sixteenth. `spill`: a folder of a local disk, where what there is no
+        room for waits in a file without a name, so that `parts` can go on; without it, `parts` wait.
+
+        **Raises:** while iterating, whatever `parts` raise; `ArgumentError` for an item that is too large;
+        `WaitTimeout` naming a rank that does not ask for its items; `CommError` for a disk that is full; `PeerLost`,
+        `Aborted`. All of these, and an iteration that is left before its end, end the epoch.
+        """
+        window = Window(chunk_bytes, window_bytes, spill)
+        return Exchange(self._group, parts, window, limit=lambda: self.timeout_seconds, trace=self.trace)
+
+    def ask(self, rank: int, value: Value, *, timeout_seconds: float | None = None) -> Value:
+        """Returns what a rank answers, which serves: see `serve`. Any thread may ask, several at a time.
+
+        **Arguments:** `rank`: another one. `value`: as for `send`. `timeout_seconds`: the limit; that of the
+        communicator by default.
+
+        **Raises:** `RemoteError` with the traceback of the handler when that raises; `WaitTimeout` when no answer
+        comes, which does not end the epoch, and the answer is dropped when it comes; `ArgumentError`; `PeerLost`,
+        `Aborted`.
+        """
+        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        return self._calling.ask(self._asking, rank, value, limit)
+
+    def end_asking(self) -> None:
+        """Tells all other ranks that this one asks no more, for those who serve and `wait`. Closing does so, too."""
+        self._asking.end()
+
+    def serve(self, handler: Handler) -> Server:
+        """Answers what other ranks `ask`, inside a `with` block, on a thread of its own.
+
+        `with comm.serve(handler) as server: server.wait()` does nothing else, until all others ask no more.
+
+        **Arguments:** `handler`: called with the rank that asks and the value, returns the answer. It is called for one
+        request at a time, those of one rank in their order, all ranks in turn. What it raises is raised by who asks.
+
+        **Raises:** `CommError` where this rank serves already.
+        """
+        return Server(self._requests, handler, lambda: self.timeout_seconds)
 
     def split(self, color: int, *, key: int = 0) -> "Communicator":
         """Returns the group of the ranks that gave the same color, ordered by key and then by rank.

@@ -28,7 +28,7 @@ from braidax.comm.waiting import words_of
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 
-_BETWEEN_TWO = ("send", "recv", "send_buffer", "recv_buffer")
+_BETWEEN_TWO = ("send", "recv", "send_buffer", "recv_buffer", "ask")
 
 
 @final
@@ -88,6 +88,10 @@ class Group:
         if len(parts) != self.size:
             raise ArgumentError(f"parts= has {len(parts)} values: expected one for each of the {self.size} ranks")
         return values.all_to_all(self.calls.next(_head("all_to_all")), parts)
+
+    def stream(self, chunk_bytes: int, window_bytes: int) -> GroupMessages:
+        """Returns the messages with which a stream begins; their number is that of the stream."""
+        return self.calls.next(_head(f"exchange of chunks of {chunk_bytes:,} bytes in windows of {window_bytes:,}"))
 
     def failed(self, name: str, error: BaseException, timeout_seconds: float) -> None:
         """Ends the epoch, unless what an operation failed of harms nobody else.

@@ -16,14 +16,15 @@ T = TypeVar("T")
 Steps = Generator[Sequence[Operation], None, T]
 """An algorithm: it begins operations, yields those that must have ended before it goes on, and returns its result."""
 
-POINT_TO_POINT, COLLECTIVE, BODY, BUFFER = range(4)
-"""Kinds of messages: first ones of values, those of collectives, second ones of values, and those of `send_buffer`."""
+POINT_TO_POINT, COLLECTIVE, BODY, BUFFER, STREAM, CREDIT, ASK, ANSWER = range(8)
+"""Kinds of messages: first ones of values, those of collectives, second ones of values, those of `send_buffer`; of a
+stream, and of its credits; of those who ask, and who answer."""
 MAX_NUMBER = (1 << 30) - 1
-MAX_GROUPS = 1 << 12
+MAX_GROUPS = 1 << 11
 HEAD_BYTES = 128
 """Of what a member says it brings to a collective."""
 
-_KIND_BITS = 32  # the lower ones of a tag: kind and number
+_KIND_BITS = 33  # the lower ones of a tag: kind and number
 
 
 @final
@@ -95,8 +96,8 @@ class GroupMessages:
 def tag_of(group: int, kind: int, number: int) -> int:
     """Returns the tag of a message: what keeps groups, point-to-point messages and collectives apart.
 
-    **Arguments:** `group`: below `MAX_GROUPS`. `kind`: `POINT_TO_POINT` or `COLLECTIVE`. `number`: the user's tag, or
-    which collective of its group this is; up to `MAX_NUMBER`.
+    **Arguments:** `group`: below `MAX_GROUPS`. `kind`: `POINT_TO_POINT` or another one. `number`: the user's tag,
+    or which collective of its group this is; up to `MAX_NUMBER`.
     """
     return group << _KIND_BITS | kind << 30 | number
 

@@ -12,7 +12,7 @@ import ctypes
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -31,7 +31,8 @@ FIRST_BYTES = 1 << 13
 ALIGNMENT = 64
 """Bytes: as Arrow wants its buffers, and vector instructions theirs."""
 
-_LENGTHS = struct.Struct("<QQQ")  # of head and body; the number of the second message
+LENGTHS = struct.Struct("<QQQ")
+"""What a first message begins with: the lengths of head and body; the number of the second message."""
 _SHORT_BYTES = 256  # of heads that are remembered
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
@@ -81,7 +82,7 @@ def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
                 f"{name}= has dtype={array.dtype}: expected numbers or bytes; Python objects do not travel"
             )
         buffer = bytes_of(array)
-        return _head_of_array(array.dtype, array.shape), [buffer]
+        return head_of_array(array.dtype, array.shape), [buffer]
     if isinstance(value, list | tuple):
         listed = [_buffer(part, f"{name}[{index}]") for index, part in enumerate(cast("Sequence[Any]", value))]
         return Head(tuple(map(len, listed)), "buffers"), listed
@@ -90,7 +91,8 @@ def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
 
 
 @lru_cache(1024)
-def _head_of_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Head:
+def head_of_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Head:
+    """Returns what an array is."""
     return Head((math.prod(shape) * dtype.itemsize,), "array", _dtype_name(dtype), shape)
 
 
@@ -117,9 +119,9 @@ def pack(value: Value, number: int = 0) -> Parcel:
     head, parts = parts_of(value)
     about = head.about
     num_bytes = head.begins[-1]
-    lengths = _LENGTHS.pack(len(about), num_bytes, number)
+    lengths = LENGTHS.pack(len(about), num_bytes, number)
     body = _spaced(parts)
-    room = FIRST_BYTES - _LENGTHS.size - len(about)
+    room = FIRST_BYTES - LENGTHS.size - len(about)
     if room >= num_bytes:
         return Parcel([memoryview(lengths + about), *body], [], number)
     if room >= 0:
@@ -144,26 +146,28 @@ def _rounded_up(num_bytes: int) -> int:
 class Unpacking:
     """A value that arrives: made of its first message, then given the rest.
 
-    **Arguments:** `first`: the first message, nothing else.
+    **Arguments:** `first`: the first message, nothing else. `make`: memory of so many bytes for the second one.
 
-    **Fields:** `first`. `rest`: memory for the second message, None without one. `number`: of the second message.
+    **Fields:** `first`. `rest`: memory for the second message, None without one; may be put here later, with the
+    message in it. `num_rest`: its bytes. `number`: of the second message.
 
     **Raises:** `CommError` for what is no first message of a value.
     """
 
-    def __init__(self, first: NDArray[np.uint8]) -> None:
-        if len(first) < _LENGTHS.size:
+    def __init__(self, first: NDArray[np.uint8], make: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
+        if len(first) < LENGTHS.size:
             raise _no_value(f"one of {len(first)} bytes")
-        self._head_bytes, self._body_bytes, self.number = _LENGTHS.unpack_from(first.data)
+        self._head_bytes, self._body_bytes, self.number = LENGTHS.unpack_from(first.data)
         self.first = first
-        room = FIRST_BYTES - _LENGTHS.size - self._head_bytes
+        room = FIRST_BYTES - LENGTHS.size - self._head_bytes
         num_rest = 0 if room >= self._body_bytes else self._body_bytes + (self._head_bytes if room < 0 else 0)
+        self.num_rest = num_rest
         self._has_head = room >= 0
         inside = (self._head_bytes if self._has_head else 0) + (0 if num_rest else self._body_bytes)
-        if len(first) != _LENGTHS.size + inside:
-            raise _no_value(f"{len(first)} bytes that announce {_LENGTHS.size + inside:,}")
+        if len(first) != LENGTHS.size + inside:
+            raise _no_value(f"{len(first)} bytes that announce {LENGTHS.size + inside:,}")
         try:
-            self.rest = empty(num_rest) if num_rest else None
+            self.rest = (make or empty)(num_rest) if num_rest else None
         except (MemoryError, ValueError, OverflowError) as error:
             raise CommError(
                 f"a message announces {num_rest:,} bytes, for which this process has no memory ({error}); send less at "
@@ -172,7 +176,7 @@ class Unpacking:
 
     def value(self) -> Value:
         """Returns the value, once the rest is there. **Raises:** as `value_of`."""
-        start = _LENGTHS.size
+        start = LENGTHS.size
         about = self.first[start:] if self._has_head or self.rest is None else self.rest
         head = _head(about[: self._head_bytes], self._body_bytes)
         if self.rest is not None:
@@ -181,7 +185,8 @@ class Unpacking:
 
 
 @lru_cache(1024)
-def _parsed(about: bytes) -> Head:
+def parsed(about: bytes) -> Head:
+    """Returns the head of which `about` stands in a message. **Raises:** `ValueError`, `TypeError` where it is none."""
     form, dtype, shape, lengths = json.loads(about.decode())  # of bytes it would guess the encoding
     return Head(tuple(lengths), form, dtype, tuple(shape))
 
@@ -190,7 +195,7 @@ def _head(data: NDArray[np.uint8], num_bytes: int) -> Head:
     """Returns the head of a body of so many bytes."""
     about = data.tobytes()
     try:
-        head = _parsed(about) if len(about) <= _SHORT_BYTES else _parsed.__wrapped__(about)
+        head = parsed(about) if len(about) <= _SHORT_BYTES else parsed.__wrapped__(about)
         fits = head.begins[-1] == num_bytes and all(length >= 0 for length in head.lengths)
     except (ValueError, TypeError) as error:
         raise _no_value(f"a head of {len(data):,} bytes that says nothing ({error})") from error

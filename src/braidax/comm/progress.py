@@ -29,7 +29,6 @@ _FOLLOW_SECONDS = 0.025  # how often the thread looks whether callers still move
 _VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
 _LEADER_SECONDS = 1.0  # which a caller that moves messages has to hear that they are closed
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
-_THREAD_NAME = "braidax-comm"
 _logger = logging.getLogger(__name__)
 
 
@@ -43,11 +42,14 @@ class Progress:
     **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`, `schedules`: see
     `Transport`.
     `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
+    `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
+    `number`: returns a number that this rank has given nothing else.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
         self.failure: CommError | None = None
         self.told = False
+        self.hurried = False
         self.world = world
         self._transport = transport
         self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
@@ -61,17 +63,16 @@ class Progress:
         self._listeners = Condition(self._lock)  # those that wait for what the watch says, or for the end
         self._leader = 0  # the thread of the caller that moves messages, if one does
         self._sleeping = False  # whether that caller sleeps
-        self._hurried = False  # whether a caller moved messages lately
         self._is_new = False  # whether that caller began to do so since the thread looked
         self._resting = False  # whether the thread sleeps until the caller has ended
         self._released = False  # whether the transport is closed
         self._callbacks = Callbacks()
-        self._numbers = itertools.count()
+        self.number = partial(next, itertools.count())
         self.send_now = partial(self._begin_now, self._begin_send)
         self.receive_now = partial(self._begin_now, self._begin_receive)
         self._left_at = 0.0  # when the latest rank left
         self._nap, self._wake_thread = Nap(transport.fileno()), Bell()
-        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="braidax-comm", daemon=True)
 
     def start(self) -> None:
         """Starts the thread. It ends by `close`, which is due from now on."""
@@ -98,7 +99,7 @@ class Progress:
                 raise again(self.failure)
             spins = self._spin_seconds if begin == "now" and not self._leader else -1.0
             operation = self._begin_run(tag, compiled, head, own, out, spins)
-            self._hurried |= begin == "now"
+            self.hurried |= begin == "now"
             called = self._ended() if self._callbacks.ready or self._followers else ()
             if self._sleeping:
                 self._nap.ring()
@@ -144,22 +145,21 @@ class Progress:
     def end(self, operation: Operation, error: CommError | None = None) -> None:
         """Ends an operation that is none of the transport's, and wakes who waits for it."""
         with self._lock:
-            if error is None:
-                operation.finish()
-            else:
-                operation.fail(error)
+            operation.error = error
+            operation.finish()
             self._followers.notify_all()
             if self._sleeping:
                 self._nap.ring()
-
-    def number(self) -> int:
-        """Returns a number that this rank has given nothing else."""
-        return next(self._numbers)
 
     def fail(self, notice: Notice) -> CommError:
         """Ends the epoch for all ranks, unless it has ended. **Returns:** the failure."""
         with self._lock:
             return self._end_epoch(notice)
+
+    def fail_later(self, notice: Notice) -> None:
+        """Lets the thread end the epoch soon: for a finalizer, which may run while this thread has the lock."""
+        self._watch.tell_later(notice)
+        self._wake_thread.ring()
 
     def close(self, *, timeout_seconds: float) -> None:
         """Delivers what was sent, says goodbye, and ends the thread; later calls raise. A second call does nothing."""
@@ -210,7 +210,7 @@ class Progress:
                 raise again(self.failure)
             try:
                 begin(peer, tag, data, operation)
-                self._hurried = True
+                self.hurried = True
                 if operation.done and not ready:
                     return operation
                 if not self._leader:  # saves a short wait the change of leaders
@@ -298,7 +298,7 @@ class Progress:
                     self._break(error)
                     raise
                 if done:
-                    self._leader, self._hurried = 0, True
+                    self._leader, self.hurried = 0, True
                     self._hand_over()
                     break
                 self._check_left(operations)
@@ -415,8 +415,8 @@ class Progress:
 
     def _serve(self, selector: selectors.BaseSelector) -> tuple[list[Callable[[], None]], float]:
         """Moves messages if no caller does. **Returns:** what is to be called, and how long to sleep then."""
-        if self._leader or (self._hurried and not self._callbacks):
-            self._hurried = False
+        if self._leader or (self.hurried and not self._callbacks):
+            self.hurried = False
             self._resting, self._is_new = bool(self._leader) and not self._is_new, False
             with contextlib.suppress(KeyError):
                 selector.unregister(self._transport.fileno())

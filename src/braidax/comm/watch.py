@@ -9,6 +9,7 @@ import json
 import selectors
 import socket
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Literal, final
 
@@ -72,6 +73,7 @@ class Watch:
         self._listener = Listener(tls=tls)
         self._neighbors: list[_Neighbor] = []
         self._told: set[tuple[str, int]] = set()
+        self._asides: deque[Notice] = deque()
         self._looked = self._beaten = time.monotonic()
         self._world = World(0, (b"",), ("",), b"")
 
@@ -132,6 +134,9 @@ class Watch:
                 if len(neighbor.unsent) < _MAX_UNSENT_BYTES:
                     neighbor.write(_BEAT)
         new: list[Notice] = []
+        while self._asides:
+            new.append(self._asides.popleft())
+            self.tell(new[-1])
         for neighbor in list(self._neighbors):
             for notice in neighbor.read(now):
                 if (notice.kind, notice.rank) not in self._told:
@@ -161,6 +166,10 @@ class Watch:
         data = json.dumps({**asdict(notice), "reason": notice.reason[:_MAX_REASON]}).encode()
         for neighbor in self._neighbors:
             neighbor.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+    def tell_later(self, notice: Notice) -> None:
+        """Lets `look` tell it, and return it as new. Unlike all else here, any thread may call this at any time."""
+        self._asides.append(notice)
 
     def leave(self, kind: Literal["leaving", "left"]) -> None:
         """Tells that this rank ends on purpose: before it delivers what it sent, and after that."""

@@ -10,7 +10,7 @@ from braidax.comm.collectives import exchanges, reductions, trees
 from braidax.comm.collectives.calls import Calls
 from braidax.comm.collectives.running import Runnable, run
 from braidax.comm.collectives.schedule import OPENING_BYTES, Schedule
-from braidax.comm.group_messages import Steps, head_of
+from braidax.comm.group_messages import GroupMessages, Steps, head_of
 from braidax.errors import ArgumentError
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -60,6 +60,10 @@ class Arrays:
     def barrier(self) -> Steps[None]:
         """Returns the algorithm of `Communicator.barrier`."""
         yield from self._run("barrier", None, NOTHING, NOTHING, "barrier")
+
+    def meet(self, messages: GroupMessages) -> Steps[None]:
+        """Returns the algorithm that ends when all members have come to what these messages belong to."""
+        return run(messages, self._runnable(What("barrier", 0, NOTHING.dtype)), NOTHING, NOTHING)
 
     def reduce(self, array: Any, operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.reduce`."""

@@ -1,0 +1,1 @@
+"""`Communicator.exchange`: streams between all ranks, in bounded memory."""

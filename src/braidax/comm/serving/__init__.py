@@ -1,0 +1,1 @@
+"""`Communicator.ask` and `serve`: requests of any rank, and answers."""

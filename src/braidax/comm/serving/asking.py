@@ -1,0 +1,127 @@
+"""Those who ask."""
+
+import threading
+import time
+from collections import Counter
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm.group import Group
+from braidax.comm.group_messages import ANSWER as ANSWERS
+from braidax.comm.group_messages import ASK, BODY, MAX_NUMBER, Steps, tag_of
+from braidax.comm.messages import Parcel, Value, pack
+from braidax.comm.serving.conversation import (
+    ANSWER,
+    DONE,
+    GO,
+    HEADER,
+    PLACE_BYTES,
+    RAISED,
+    REQUEST,
+    Talk,
+    arriving_of,
+    run_until,
+    unexpected,
+    word_of,
+)
+from braidax.comm.serving.small import decoded, encoded
+from braidax.comm.transports.transport import Operation
+from braidax.errors import ArgumentError, RemoteError, WaitTimeout
+
+_ANSWERED = HEADER.pack(ANSWER, 0)
+_MAX_UNANSWERED = 64  # of requests to a rank that nobody waits for any more
+
+
+@final
+class Asking:
+    """Asks the ranks of a group; any thread may. **Arguments:** `group`: of the communicator."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._progress = group.progress
+        self._tag = tag_of(group.number, ASK, 0)
+        self._places: list[NDArray[np.uint8]] = []  # for words, to be used again
+        self._lock = threading.Lock()  # guards what follows
+        self._unanswered: Counter[int] = Counter()
+
+    def ask(self, rank: int, value: Value, timeout_seconds: float) -> Value:
+        """Returns the answer of a rank. **Arguments, Raises:** see `Communicator.ask`."""
+        self._check(rank, timeout_seconds)
+        number = self._progress.number() & MAX_NUMBER
+        group = self._group.number
+        peer = self._group.ranks[rank]
+        talk = Talk(self._progress, peer, tag_of(group, BODY, number), tag_of(group, ANSWERS, number))
+        parcel = None
+        if (first := encoded(value)) is None:
+            parcel = pack(value)
+            first = b"".join(parcel.first)
+        deadline = time.monotonic() + timeout_seconds
+        place = self._places.pop() if self._places else np.empty(PLACE_BYTES, np.uint8)
+        self._progress.send_now(peer, self._tag, (memoryview(HEADER.pack(REQUEST, number) + first),))
+        heard = talk.hear(place)
+        if heard.done and heard.error is None:  # as most small ones are
+            message = place.data[: heard.num_bytes].tobytes()
+            if message[: HEADER.size] == _ANSWERED and (answer := decoded(message[HEADER.size :])) is not None:
+                self._places.append(place)
+                return answer[0]
+        try:
+            return run_until(self._progress, talk, self._steps(talk, rank, parcel, heard, place), deadline)
+        except WaitTimeout:
+            raise self._late(rank, timeout_seconds) from None
+
+    def end(self) -> None:
+        """Tells all other ranks that this one asks no more."""
+        for rank in range(self._group.size):
+            if rank != self._group.rank:
+                self._progress.send_now(self._group.ranks[rank], self._tag, (memoryview(HEADER.pack(DONE, 0)),))
+
+    def _steps(
+        self, talk: Talk, rank: int, parcel: Parcel | None, heard: Operation, place: NDArray[np.uint8]
+    ) -> Steps[Value]:
+        try:
+            yield [heard]
+            kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
+            if kind == GO and parcel is not None and parcel.rest:
+                yield from talk.send_rest(parcel)
+                if talk.is_given_up:
+                    return []
+                heard = talk.hear(place)
+                yield [heard]
+                kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
+            if kind not in (ANSWER, RAISED):
+                raise unexpected(self._progress.world, talk.peer, f"a word of kind {kind}")
+            answer = yield from talk.value(arriving_of(place[: heard.num_bytes]))
+        finally:
+            if talk.is_given_up:
+                with self._lock:
+                    self._unanswered[rank] -= 1
+        if kind == RAISED and not talk.is_given_up:
+            world = self._progress.world
+            raise RemoteError(f"{world.describe(talk.peer)} could not answer: {bytes(answer).decode()}", rank)
+        return answer
+
+    def _check(self, rank: Any, timeout_seconds: float) -> None:
+        self._group.check_rank(rank, "rank")
+        if rank == self._group.rank:
+            raise ArgumentError(f"rank={rank!r}: expected another rank than this one; call the handler itself")
+        if not timeout_seconds > 0:
+            raise ArgumentError(f"timeout_seconds={timeout_seconds!r}: expected seconds > 0")
+        if self._unanswered[rank] >= _MAX_UNANSWERED:
+            raise WaitTimeout(
+                f"{self._name(rank)} has left {_MAX_UNANSWERED} requests of this rank without an answer, each up to "
+                "its limit; expected it to serve: with comm.serve(handler)"
+            )
+
+    def _late(self, rank: int, timeout_seconds: float) -> WaitTimeout:
+        with self._lock:
+            self._unanswered[rank] += 1
+        return WaitTimeout(
+            f"{self._name(rank)} did not answer within {timeout_seconds:g} s; expected it to serve: with "
+            "comm.serve(handler). If its handler is only slow, raise timeout_seconds=. Whether it has done what it was "
+            "asked for is not known; its answer will be dropped"
+        )
+
+    def _name(self, rank: int) -> str:
+        return self._progress.world.describe(self._group.ranks[rank])
