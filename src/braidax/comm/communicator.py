@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,13 @@ from braidax.comm.collectives.opening import hear
 from braidax.comm.exchange.stream import Exchange, Window
 from braidax.comm.group import Group
 from braidax.comm.group_messages import MAX_GROUPS
-from braidax.comm.messages import Value, bytes_of
+from braidax.comm.messages import Value, flat_bytes
 from braidax.comm.request import run
 from braidax.comm.serving.asking import Asking
 from braidax.comm.serving.server import Handler, Requests, Server
 from braidax.comm.starting import Starting
 from braidax.comm.watch import Notice
-from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
+from braidax.errors import CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class Communicator:
                     peer, number, (buffer if self._takes_arrays else memoryview(buffer).cast("B"),)
                 )
             except (TypeError, ValueError, BufferError):
-                operation = self._send_now(peer, number, (_flat(buffer),))
+                operation = self._send_now(peer, number, (flat_bytes(buffer),))
             if not operation.done or operation.error is not None:
                 self._calling.wait(operation)
         except BaseException as error:
@@ -138,7 +138,7 @@ class Communicator:
                     peer, number, buffer if self._takes_arrays else memoryview(buffer).cast("B")
                 )
             except (TypeError, ValueError, BufferError):
-                operation = self._receive_now(peer, number, _flat(buffer))
+                operation = self._receive_now(peer, number, flat_bytes(buffer))
             if not operation.done or operation.error is not None:
                 self._calling.wait(operation)
         except BaseException as error:
@@ -391,12 +391,3 @@ class Communicator:
     def _checked(self, peer: int, name: str, tag: int) -> tuple[int, int]:
         self._group.check_rank(peer, name)
         return self._peers[peer], self._group.buffer_tag(tag)
-
-
-def _flat(buffer: Any) -> memoryview:
-    """Returns the bytes of an array that `memoryview` cannot cast: empty, or of a dtype that it does not know."""
-    if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
-        return bytes_of(cast("NDArray[Any]", buffer))
-    raise ArgumentError(
-        f"buffer= is a {type(buffer).__name__}: expected a contiguous NumPy array or buffer of bytes; copy it first"
-    )

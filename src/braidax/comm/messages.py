@@ -102,6 +102,15 @@ def bytes_of(array: NDArray[Any]) -> Buffer:
     return flat.view(np.uint8).data if flat.size else memoryview(bytearray())
 
 
+def flat_bytes(buffer: Any) -> Buffer:
+    """Returns the bytes of an array that `memoryview` cannot cast: empty, or of a dtype that it does not know."""
+    if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+        return bytes_of(cast("NDArray[Any]", buffer))
+    raise ArgumentError(
+        f"buffer= is a {type(buffer).__name__}: expected a contiguous NumPy array or buffer of bytes; copy it first"
+    )
+
+
 @dataclass(frozen=True)
 class Parcel:
     """A value on its way.

@@ -43,7 +43,7 @@ class Progress:
     `Transport`.
     `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
-    `number`: returns a number that this rank has given nothing else.
+    `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs.
     """
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
@@ -54,8 +54,9 @@ class Progress:
         self._transport = transport
         self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
         self.schedules = transport.schedules
-        self._begin_run: Callable[..., Operation | None] = getattr(transport.schedules, "run", _no_schedules)
+        self._begin_run: Any = None if transport.schedules is None else transport.schedules.run
         self._watch = watch
+        self.left: Collection[int] = watch.left
         self.takes_arrays = transport.takes_arrays
         self._spin_seconds = spin_seconds
         self._lock = threading.Lock()  # guards the transport, the watch and all below
@@ -175,11 +176,6 @@ class Progress:
             except BaseException:  # an interrupt: what is left takes no time
                 self._give_up()
                 raise
-
-    @property
-    def left(self) -> Collection[int]:
-        """The ranks that have closed their communicators."""
-        return self._watch.left
 
     def check(self) -> None:
         """Raises the failure, if there is one."""
@@ -429,7 +425,3 @@ class Progress:
         sleeps = self._transport.arm() and not called
         pause = self._watch.pause_seconds
         return called, min(pause, self._transport.nap_seconds or pause) if sleeps else 0.0
-
-
-def _no_schedules(*_: Any) -> None:
-    raise AssertionError("this transport runs no schedules")

@@ -39,7 +39,7 @@ def all_gather(rank: int, size: int, block_bytes: int) -> Schedule:
         return _direct(rank, size, dict.fromkeys(others, own), arriving, [own] * size, out)
     if size * block_bytes <= OPENING_BYTES:
         return _bruck(rank, size, block_bytes, own, out)
-    return _around(rank, size, own, out)
+    return _ring(rank, size, own, out)
 
 
 def _direct(
@@ -96,7 +96,7 @@ def _bruck(rank: int, size: int, block_bytes: int, own: Part, out: list[Part]) -
     return plan.done()
 
 
-def _around(rank: int, size: int, own: Part, out: list[Part]) -> Schedule:
+def _ring(rank: int, size: int, own: Part, out: list[Part]) -> Schedule:
     plan = Planning(rank, size)
     after, before = (rank + 1) % size, (rank - 1) % size
     plan.send(after, own)

@@ -75,7 +75,7 @@ def reduce_scatter(rank: int, size: int, num_bytes: int, element_bytes: int) -> 
         _scatter_directly(plan, everybody, own, block, element_bytes)
     else:
         sums = plan.scratch(num_bytes)
-        _scatter_around(plan, everybody, own, sums, element_bytes)
+        _ring_scatter(plan, everybody, own, sums, element_bytes)
         plan.copy(block, _blocks(sums, size, element_bytes)[rank])
     return plan.done()
 
@@ -120,8 +120,8 @@ def _all_reduce(plan: Planning, members: Members, own: Part, out: Part, element_
         blocks = _blocks(out, len(members), element_bytes)
         _scatter_directly(plan, members, own, blocks[members.place], element_bytes, gathered=blocks)
     else:
-        _scatter_around(plan, members, own, out, element_bytes)
-        _gather_around(plan, members, out, element_bytes)
+        _ring_scatter(plan, members, own, out, element_bytes)
+        _ring_gather(plan, members, out, element_bytes)
 
 
 def _two_levels(plan: Planning, groups: Sequence[Sequence[int]], own: Part, out: Part, element_bytes: int) -> None:
@@ -138,7 +138,7 @@ def _two_levels(plan: Planning, groups: Sequence[Sequence[int]], own: Part, out:
         share = _blocks(out, len(inside), element_bytes)[inside.place]
         across = Members([group[inside.place] for group in groups], place_of_host)
         _all_reduce(plan, across, share, share, element_bytes)
-        _gather_around(plan, inside, out, element_bytes)
+        _ring_gather(plan, inside, out, element_bytes)
         return
     plan.copy(out, own)
     _up(plan, inside, out)
@@ -228,7 +228,7 @@ def _scatter(plan: Planning, members: Members, own: Part, out: Part, element_byt
         block = _blocks(out, len(members), element_bytes)[members.place]
         _scatter_directly(plan, members, own, block, element_bytes)
     else:
-        _scatter_around(plan, members, own, out, element_bytes)
+        _ring_scatter(plan, members, own, out, element_bytes)
 
 
 def _scatter_directly(
@@ -286,7 +286,7 @@ def _scatter_directly(
     plan.wait(*arriving)
 
 
-def _scatter_around(plan: Planning, members: Members, own: Part, out: Part, element_bytes: int) -> None:
+def _ring_scatter(plan: Planning, members: Members, own: Part, out: Part, element_bytes: int) -> None:
     """Lets blocks travel once around, to each of which every member adds its own."""
     size, place = len(members), members.place
     own_blocks, sums = _blocks(own, size, element_bytes), _blocks(out, size, element_bytes)
@@ -315,7 +315,7 @@ def _scatter_around(plan: Planning, members: Members, own: Part, out: Part, elem
         plan.send(after, outgoing.popleft())
 
 
-def _gather_around(plan: Planning, members: Members, out: Part, element_bytes: int) -> None:
+def _ring_gather(plan: Planning, members: Members, out: Part, element_bytes: int) -> None:
     """Lets each member's own block travel once around, so that all have all."""
     size, place = len(members), members.place
     blocks = _blocks(out, size, element_bytes)
