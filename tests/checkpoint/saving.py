@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braidax.checkpoint import folders, ownership, persist, restoring, snapshot
-from braidax.checkpoint.boxes import whole
-from braidax.checkpoint.manifest import About
+from braidax.checkpoint.format import folders, loading
+from braidax.checkpoint.format.manifest import About
+from braidax.checkpoint.format.reading import Reader, read_content
+from braidax.checkpoint.format.writing import Checksums, checksums_of, write
+from braidax.checkpoint.places import persist
 from braidax.checkpoint.processes import alone
-from braidax.checkpoint.reading import Reader, read_content
-from braidax.checkpoint.snapshot import Snapshot, hold
-from braidax.checkpoint.writing import Checksums, checksums_of, write
+from braidax.checkpoint.snapshot import hold as snapshot
+from braidax.checkpoint.snapshot import ownership
+from braidax.checkpoint.snapshot.boxes import whole
+from braidax.checkpoint.snapshot.hold import Snapshot, hold
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +93,7 @@ def part_of(copied: Snapshot) -> persist.Part:
 def load(folder: Path, like: Any) -> Any:
     """Restores a checkpoint into the form of `like`."""
     content = read_content(folder)
-    return restoring.load(content, like, restoring.match(content, like))
+    return loading.load(content, like, loading.match(content, like))
 
 
 def read_all(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import braidax as bx
-from braidax.checkpoint import Archive, bucket, restore
+from braidax.checkpoint import Archive, restore
+from braidax.checkpoint.places import object_store as bucket
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from tests.bucket_server import BucketServer, Request, serving_bucket
 from tests.checkpoint.saving import bits, names

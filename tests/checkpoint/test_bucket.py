@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from braidax.checkpoint import bucket
-from braidax.checkpoint.bucket import Bucket, Kept
+from braidax.checkpoint.places import object_store as bucket
+from braidax.checkpoint.places.object_store import Bucket, Kept
 from braidax.errors import ArgumentError, CheckpointError
 from tests.bucket_server import BucketServer, Request, serving_bucket, without_credentials
 from tests.google_storage import STRANGER

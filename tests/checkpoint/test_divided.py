@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from braidax.checkpoint import Every, Peers, TrueShapes, export_orbax, restore, restore_orbax, restore_safetensors
-from braidax.checkpoint.reading import Reader
+from braidax.checkpoint.format.reading import Reader
 from braidax.errors import CheckpointError
 from tests.checkpoint.saving import Longer, Tables, commit, commit_as_many, load, read_all
 from tests.checkpoint.test_peers import alone

@@ -13,8 +13,8 @@ import pytest
 
 import braidax as bx
 from braidax.checkpoint import Peers, Tier
-from braidax.checkpoint.lockstep import Lockstep, Messages
-from braidax.checkpoint.neighbors import place_of
+from braidax.checkpoint.places.holdings import place_of
+from braidax.checkpoint.places.lockstep import Lockstep, Messages
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CheckpointError
 from tests.checkpoint.saving import bits, names

@@ -15,11 +15,12 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import Checkpointer, Every, copied, folders, restore
-from braidax.checkpoint import restoring as restoring_module
-from braidax.checkpoint.manifest import data_file, manifest_file
+from braidax.checkpoint import Checkpointer, Every, copied, restore
+from braidax.checkpoint.format import folders, loading
+from braidax.checkpoint.format.manifest import data_file, manifest_file
+from braidax.checkpoint.format.reading import Reader, read_manifest
+from braidax.checkpoint.places import restoring as restoring_module
 from braidax.checkpoint.processes import Processes
-from braidax.checkpoint.reading import Reader, read_manifest
 from braidax.comm import Communicator
 from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
 from braidax.gang import LocalGang
@@ -102,7 +103,7 @@ def restoring(comm: Communicator, folder: Path) -> str:
             super().__exit__(*arguments)
             reads.append(self.num_bytes)
 
-    restoring_module.Reader = Counted
+    loading.Reader = Counted
     like = tree("otherwise", {name: np.zeros_like(value) for name, value in whole().items()}) | own(9)
     wanted = tree("otherwise", whole())
     with Checkpointer(folder, Every(2), timeout_seconds=SECONDS) as saver:

@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import braidax as bx
-from braidax.checkpoint import Archive, Messages, Peers, Tiers, neighbors
-from braidax.checkpoint.manifest import data_file, manifest_file
+from braidax.checkpoint import Archive, Messages, Peers, Tiers
+from braidax.checkpoint.format.manifest import data_file, manifest_file
+from braidax.checkpoint.places import holdings as neighbors
 from braidax.comm import Communicator
 from braidax.errors import BraidaxError, RankFailed, WaitTimeout
 from braidax.gang import LocalGang

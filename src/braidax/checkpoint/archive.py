@@ -10,16 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, final
 
-from braidax.checkpoint import folders
 from braidax.checkpoint.background_job import BackgroundJob
-from braidax.checkpoint.bucket import Bucket, Kept
 from braidax.checkpoint.checkpointer import Checkpointer
-from braidax.checkpoint.fetching import fetch
-from braidax.checkpoint.interval import Interval, Spacing, check_interval
-from braidax.checkpoint.manifest import manifest_file
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.manifest import manifest_file
+from braidax.checkpoint.format.reading import read_manifest
+from braidax.checkpoint.interval.spacing import Interval, Spacing, check_interval
+from braidax.checkpoint.places.fetching import fetch
+from braidax.checkpoint.places.object_store import Bucket, Kept
+from braidax.checkpoint.places.restoring import NothingValid
 from braidax.checkpoint.processes import all_processes
-from braidax.checkpoint.reading import read_manifest
-from braidax.checkpoint.restoring import NothingValid
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from braidax.spans import span
 

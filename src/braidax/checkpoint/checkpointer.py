@@ -12,16 +12,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from braidax.checkpoint import folders, persist, restoring
 from braidax.checkpoint.background_job import outcome
-from braidax.checkpoint.copies import prepared
-from braidax.checkpoint.interval import Interval, Spacing, check_interval
-from braidax.checkpoint.persist import Order, Part, number_of
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.writing import checksums_of
+from braidax.checkpoint.interval.spacing import Interval, Spacing, check_interval
+from braidax.checkpoint.places import persist, restoring
+from braidax.checkpoint.places.persist import Order, Part, number_of
+from braidax.checkpoint.places.restoring import Skipped
+from braidax.checkpoint.places.retention import Retention
 from braidax.checkpoint.processes import Processes, all_processes
-from braidax.checkpoint.restoring import Skipped
-from braidax.checkpoint.retention import Retention
-from braidax.checkpoint.snapshot import Held, Memory, Snapshot, hold
-from braidax.checkpoint.writing import checksums_of
+from braidax.checkpoint.snapshot.copies import prepared
+from braidax.checkpoint.snapshot.hold import Held, Memory, Snapshot, hold
 from braidax.errors import ArgumentError, CheckpointError, ProcessFailed, WaitTimeout
 from braidax.spans import Trace, span
 

@@ -16,18 +16,19 @@ from typing import Any, final
 
 import jax
 
-from braidax.checkpoint import folders, neighbors
 from braidax.checkpoint.background_job import BackgroundJob
-from braidax.checkpoint.copies import prepared
-from braidax.checkpoint.interval import Interval, Spacing, check_interval
-from braidax.checkpoint.leaves import put_outside, with_outside
-from braidax.checkpoint.lockstep import Messages
-from braidax.checkpoint.manifest import About, data_file, manifest_file
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.manifest import About, data_file, manifest_file
+from braidax.checkpoint.format.writing import Checksums, checksums_of, write
+from braidax.checkpoint.interval.spacing import Interval, Spacing, check_interval
+from braidax.checkpoint.places import holdings as neighbors
+from braidax.checkpoint.places.lockstep import Messages
+from braidax.checkpoint.places.restoring import NothingValid
+from braidax.checkpoint.places.retention import Retention
 from braidax.checkpoint.processes import all_processes
-from braidax.checkpoint.restoring import NothingValid
-from braidax.checkpoint.retention import Retention
-from braidax.checkpoint.snapshot import Held, Memory, Snapshot, hold
-from braidax.checkpoint.writing import Checksums, checksums_of, write
+from braidax.checkpoint.snapshot.copies import prepared
+from braidax.checkpoint.snapshot.hold import Held, Memory, Snapshot, hold
+from braidax.checkpoint.snapshot.leaves import put_outside, with_outside
 from braidax.errors import ArgumentError, BraidaxError, CheckpointError, WaitTimeout
 from braidax.spans import Trace, span
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 from jax.errors import JaxRuntimeError
 
-from braidax.checkpoint.adaptive_messages import Announcements
+from braidax.checkpoint.interval.adaptive_messages import Announcements
 from braidax.errors import CheckpointError, WaitTimeout
 from braidax.program.coordination import CoordinationClient, coordination_client
 

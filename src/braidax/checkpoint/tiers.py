@@ -6,8 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, final, runtime_checkable
 
-from braidax.checkpoint.leaves import put_outside, with_outside
-from braidax.checkpoint.restoring import NothingValid
+from braidax.checkpoint.places.restoring import NothingValid
+from braidax.checkpoint.snapshot.leaves import put_outside, with_outside
 from braidax.errors import ArgumentError, BraidaxError
 
 _logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from braidax.checkpoint.boxes import (
+from braidax.checkpoint.format.padding import Conversion
+from braidax.checkpoint.snapshot.boxes import (
     Box,
     blocks,
     box_of,
@@ -22,8 +23,7 @@ from braidax.checkpoint.boxes import (
     whole,
     within,
 )
-from braidax.checkpoint.leaves import Part
-from braidax.checkpoint.padding import Conversion
+from braidax.checkpoint.snapshot.leaves import Part
 
 # JAX leaves some of itself unannotated.
 _jax: Any = jax

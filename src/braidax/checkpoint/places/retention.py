@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from braidax.checkpoint import folders
-from braidax.checkpoint.manifest import About, OtherFormat, is_own_header, part_of_manifest
-from braidax.checkpoint.reading import read_manifest
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.manifest import About, OtherFormat, is_own_header, part_of_manifest
+from braidax.checkpoint.format.reading import read_manifest
 from braidax.errors import CheckpointError
 
 _HEADER_BYTES = 64

@@ -12,12 +12,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from braidax.checkpoint.boxes import Box, extents
-from braidax.checkpoint.leaves import Leaf, leaves_of, parts_of, saved_leaves
-from braidax.checkpoint.manifest import Entry, stored_as
-from braidax.checkpoint.placing import Read, placed
-from braidax.checkpoint.reading import Content
-from braidax.checkpoint.restoring import match, matching
+from braidax.checkpoint.format.loading import match, matching
+from braidax.checkpoint.format.manifest import Entry, stored_as
+from braidax.checkpoint.format.placing import Read, placed
+from braidax.checkpoint.format.reading import Content
+from braidax.checkpoint.snapshot.boxes import Box, extents
+from braidax.checkpoint.snapshot.leaves import Leaf, leaves_of, parts_of, saved_leaves
 from braidax.errors import CheckpointError
 
 # JAX leaves some of itself unannotated.

@@ -27,7 +27,7 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from braidax.checkpoint.manifest import is_name_of_file
+from braidax.checkpoint.format.manifest import is_name_of_file
 from braidax.errors import CheckpointError
 
 LOCK_FILE = ".lock"

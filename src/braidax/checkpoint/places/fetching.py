@@ -5,11 +5,11 @@ import json
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from braidax.checkpoint import folders
-from braidax.checkpoint.bucket import Bucket, Kept
-from braidax.checkpoint.manifest import data_file, manifest_file
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.manifest import data_file, manifest_file
+from braidax.checkpoint.format.reading import opened, read_content, read_manifest
+from braidax.checkpoint.places.object_store import Bucket, Kept
 from braidax.checkpoint.processes import Processes
-from braidax.checkpoint.reading import opened, read_content, read_manifest
 from braidax.errors import CheckpointError
 
 

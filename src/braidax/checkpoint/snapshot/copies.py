@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from braidax.checkpoint.staging import is_out_of_memory
+from braidax.checkpoint.snapshot.staging import is_out_of_memory
 
 _logger = logging.getLogger(__name__)
 

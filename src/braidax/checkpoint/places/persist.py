@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from braidax.checkpoint import folders
-from braidax.checkpoint.manifest import About
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.manifest import About
+from braidax.checkpoint.format.writing import Checksums, write
 from braidax.checkpoint.processes import Processes
-from braidax.checkpoint.snapshot import Snapshot
-from braidax.checkpoint.writing import Checksums, write
+from braidax.checkpoint.snapshot.hold import Snapshot
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 
 _FINE = "fine "

@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from braidax.checkpoint import folders
-from braidax.checkpoint.lockstep import Lockstep, Messages
-from braidax.checkpoint.manifest import Manifest, OtherFormat, data_file, manifest_file, part_of_manifest
-from braidax.checkpoint.reading import File, content_of, opened, read_manifest
-from braidax.checkpoint.restoring import Mismatch, load, planned
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.loading import Mismatch, load, planned
+from braidax.checkpoint.format.manifest import Manifest, OtherFormat, data_file, manifest_file, part_of_manifest
+from braidax.checkpoint.format.reading import File, content_of, opened, read_manifest
+from braidax.checkpoint.places.lockstep import Lockstep, Messages
 from braidax.errors import CheckpointError
 
 _BLOCK_BYTES = 16 * 2**20  # that are sent at a time

@@ -18,8 +18,8 @@ from typing import Any, cast
 import numpy as np
 import xxhash
 
-from braidax.checkpoint import folders
-from braidax.checkpoint.manifest import (
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.manifest import (
     CHUNK_BYTES,
     PAGE_BYTES,
     About,
@@ -30,7 +30,7 @@ from braidax.checkpoint.manifest import (
     manifest_file,
     safetensors_header,
 )
-from braidax.checkpoint.snapshot import Piece, Snapshot
+from braidax.checkpoint.snapshot.hold import Piece, Snapshot
 
 Checksums = list[tuple[str, ...]]
 """Of the chunks of each piece of a snapshot."""

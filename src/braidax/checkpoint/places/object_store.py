@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from braidax.checkpoint.manifest import is_name_of_file, manifest_file
+from braidax.checkpoint.format.manifest import is_name_of_file, manifest_file
 from braidax.errors import ArgumentError, CheckpointError
 from braidax.objects import Opener, address, first_line, lacks_bucket, lacks_credentials, status_of
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, final, runtime_checkable
 
-from braidax.checkpoint.adaptive_messages import Announcements
+from braidax.checkpoint.interval.adaptive_messages import Announcements
 from braidax.errors import ArgumentError
 
 Bound = Literal["probe", "persist", "lost work", "overhead", "failures", "set"]

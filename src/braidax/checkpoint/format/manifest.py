@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import xxhash
 
-from braidax.checkpoint.leaves import Leaf
+from braidax.checkpoint.snapshot.leaves import Leaf
 from braidax.errors import CheckpointError
 
 CHUNK_BYTES = 4 * 2**20

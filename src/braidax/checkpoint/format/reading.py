@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from braidax.checkpoint.boxes import Box, blocks, extents, halves, overlap, volume, within
-from braidax.checkpoint.manifest import DataFile, Entry, Manifest, Tensor, data_file, manifest_file
-from braidax.checkpoint.padding import Conversion
-from braidax.checkpoint.writing import bytes_of
+from braidax.checkpoint.format.manifest import DataFile, Entry, Manifest, Tensor, data_file, manifest_file
+from braidax.checkpoint.format.padding import Conversion
+from braidax.checkpoint.format.writing import bytes_of
+from braidax.checkpoint.snapshot.boxes import Box, blocks, extents, halves, overlap, volume, within
 from braidax.errors import CheckpointError
 
 _BLOCK_BYTES = 16 * 2**20  # of what is read at a time where only some of it is needed

@@ -11,9 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from braidax.checkpoint import folders
-from braidax.checkpoint.boxes import Box, whole, within
-from braidax.checkpoint.leaves import (
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.loading import Want, load, match, planned
+from braidax.checkpoint.format.manifest import Entry, manifest_file
+from braidax.checkpoint.format.placing import placed, sharding_of
+from braidax.checkpoint.format.reading import Content, read_content
+from braidax.checkpoint.places.restoring import restore
+from braidax.checkpoint.snapshot.boxes import Box, whole, within
+from braidax.checkpoint.snapshot.leaves import (
     Leaf,
     describe,
     key_data_spec,
@@ -23,10 +28,6 @@ from braidax.checkpoint.leaves import (
     saved_leaves,
     true_shapes,
 )
-from braidax.checkpoint.manifest import Entry, manifest_file
-from braidax.checkpoint.placing import placed, sharding_of
-from braidax.checkpoint.reading import Content, read_content
-from braidax.checkpoint.restoring import Want, load, match, planned, restore
 from braidax.errors import ArgumentError, CheckpointError, import_extra
 
 # JAX leaves some of itself unannotated.

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from braidax.checkpoint.boxes import Box, box_of, joined, overlap, split, volume, whole
+from braidax.checkpoint.snapshot.boxes import Box, box_of, joined, overlap, split, volume, whole
 
 SMALL_BYTES = 1 << 16
 """What is smaller than this is not cut."""

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from braidax.checkpoint import staging
-from braidax.checkpoint.boxes import Box, box_of, extents, joined, moved, overlap, volume, whole, within
-from braidax.checkpoint.leaves import (
+from braidax.checkpoint.format.manifest import PAGE_BYTES, Entry, stored_as
+from braidax.checkpoint.format.padding import check_stored
+from braidax.checkpoint.snapshot import staging
+from braidax.checkpoint.snapshot.boxes import Box, box_of, extents, joined, moved, overlap, volume, whole, within
+from braidax.checkpoint.snapshot.leaves import (
     Leaf,
     Part,
     describe,
@@ -31,10 +33,8 @@ from braidax.checkpoint.leaves import (
     true_shapes,
     with_outside,
 )
-from braidax.checkpoint.manifest import PAGE_BYTES, Entry, stored_as
-from braidax.checkpoint.ownership import Placed, Shares, ownership
-from braidax.checkpoint.padding import check_stored
-from braidax.checkpoint.staging import Copy, Cut
+from braidax.checkpoint.snapshot.ownership import Placed, Shares, ownership
+from braidax.checkpoint.snapshot.staging import Copy, Cut
 from braidax.errors import CheckpointError
 
 

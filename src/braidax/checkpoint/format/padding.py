@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.checkpoint.boxes import Box
-from braidax.checkpoint.manifest import Entry
+from braidax.checkpoint.format.manifest import Entry
+from braidax.checkpoint.snapshot.boxes import Box
 from braidax.errors import CheckpointError
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from braidax.checkpoint.leaves import leaves_of, saved_leaves
-from braidax.checkpoint.manifest import Entry
+from braidax.checkpoint.format.manifest import Entry
+from braidax.checkpoint.snapshot.leaves import leaves_of, saved_leaves
 
 # JAX leaves some of itself unannotated.
 _jax: Any = jax

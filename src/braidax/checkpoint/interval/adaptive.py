@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from braidax.checkpoint.adaptive_cost import Costs, Estimate
-from braidax.checkpoint.adaptive_messages import Announcements
-from braidax.checkpoint.interval import Bound, Spacing, Verdict
+from braidax.checkpoint.interval.adaptive_cost import Costs, Estimate
+from braidax.checkpoint.interval.adaptive_messages import Announcements
+from braidax.checkpoint.interval.spacing import Bound, Spacing, Verdict
 from braidax.errors import ArgumentError
 
 _PROBE_STEPS = 8  # in peace before the first checkpoint, with which its steps are compared
