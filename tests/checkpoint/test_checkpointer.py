@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import Checkpointer, Every, Skipped, checkpointer, restore
+from braidax.checkpoint import Checkpointer, Every, Skipped, restore, under_way
 from braidax.checkpoint.format import reading
 from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.checkpoint.places import persist
@@ -510,7 +510,7 @@ def test_a_closed_checkpointer_refuses(tmp_path: Path) -> None:
 
 def test_there_is_a_thread_only_while_a_checkpoint_is_under_way(tmp_path: Path) -> None:
     def threads() -> int:
-        return sum(thread.name.startswith(checkpointer.THREAD_NAME) for thread in threading.enumerate())
+        return sum(thread.name.startswith(under_way.THREAD_NAME) for thread in threading.enumerate())
 
     saver = Checkpointer(tmp_path, Every(1))
     assert threads() == 0

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import Checkpointer, Every, copied, restore
+from braidax.checkpoint.boards import CoordinationBoard
 from braidax.checkpoint.format import folders, loading
 from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.checkpoint.format.reading import Reader, read_manifest
@@ -247,7 +248,8 @@ class Silent:
 
 
 def test_one_that_leaves_waits_for_nobody() -> None:
-    processes = Processes(Silent(), 0, 2, SECONDS)  # pyright: ignore[reportArgumentType]
+    board = CoordinationBoard(Silent(), 0)  # pyright: ignore[reportArgumentType]
+    processes = Processes(board, 0, 2, SECONDS)
     leaving = threading.Timer(0.05, lambda: processes.leave("process 1 has ended"))
     leaving.start()
     begun = time.monotonic()

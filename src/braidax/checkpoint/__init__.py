@@ -8,36 +8,38 @@ from braidax.checkpoint.format.replanned import Replanned
 from braidax.checkpoint.interval.adaptive import Adaptive
 from braidax.checkpoint.interval.preempt import Preemption
 from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, Verdict
+from braidax.checkpoint.places.folder import Folder
+from braidax.checkpoint.places.place import Place
 from braidax.checkpoint.places.restoring import Restored, Skipped, restore
+from braidax.checkpoint.saver import Saver
 from braidax.checkpoint.snapshot.leaves import Outside, PaddedRows, TrueShapes
-from braidax.checkpoint.tiers import Saver, Tier, Tiers
 
 if TYPE_CHECKING:
-    from braidax.checkpoint.archive import Archive
     from braidax.checkpoint.format.orbax import export_orbax, restore_orbax
     from braidax.checkpoint.format.safetensors import restore_safetensors
-    from braidax.checkpoint.peers import Peers
-    from braidax.checkpoint.places.lockstep import Messages
+    from braidax.checkpoint.messages import Messages
+    from braidax.checkpoint.places.bucket import Bucket
+    from braidax.checkpoint.places.neighbors import Neighbors
     from braidax.checkpoint.snapshot.copies import copied
 
 __all__ = [
     "Adaptive",
-    "Archive",
+    "Bucket",
     "Checkpointer",
     "Every",
+    "Folder",
     "Interval",
     "Messages",
+    "Neighbors",
     "Outside",
     "PaddedRows",
-    "Peers",
+    "Place",
     "Preemption",
     "Replanned",
     "Restored",
     "Saver",
     "Skipped",
     "Spacing",
-    "Tier",
-    "Tiers",
     "TrueShapes",
     "Verdict",
     "copied",
@@ -49,9 +51,9 @@ __all__ = [
 
 # What most runs do not need is imported at its first use.
 _HOMES = {
-    "Archive": "archive",
-    "Messages": "places.lockstep",
-    "Peers": "peers",
+    "Bucket": "places.bucket",
+    "Messages": "messages",
+    "Neighbors": "places.neighbors",
     "copied": "snapshot.copies",
     "export_orbax": "format.orbax",
     "restore_orbax": "format.orbax",

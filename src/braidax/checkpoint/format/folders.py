@@ -105,14 +105,20 @@ def check_occupied(root: Path, token: str) -> None:
 
 def checkpoints(root: Path) -> list[Found]:
     """Returns the checkpoints in a folder, newest first, without looking inside."""
-    matches = [(_FINISHED.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]
-    return sorted((Found(int(m[1]), int(m[2] or 0), path) for m, path in matches if m), reverse=True)
+    listed = [found_at(path) for path in root.iterdir() if path.is_dir()]
+    return sorted((found for found in listed if found is not None), reverse=True)
+
+
+def found_at(path: Path) -> Found | None:
+    """Returns what the name of a folder says, None if it is not that of a checkpoint."""
+    match = _FINISHED.fullmatch(path.name)
+    return None if match is None else Found(int(match[1]), int(match[2] or 0), path)
 
 
 def misnamed(path: Path, step: int) -> str:
     """Returns why a checkpoint of a step is not where it belongs, empty if it is."""
-    name = _FINISHED.fullmatch(path.name)
-    if name is not None and int(name[1]) == step:
+    found = found_at(path)
+    if found is not None and found.step == step:
         return ""
     return (
         f"{path}: holds the checkpoint of step {step}, as its manifest says: it is a copy, or was renamed; to restore "

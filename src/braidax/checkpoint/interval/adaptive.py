@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from braidax.checkpoint.interval.adaptive_cost import Costs, Estimate
-from braidax.checkpoint.interval.adaptive_messages import Announcements
+from braidax.checkpoint.interval.adaptive_messages import Announcing
 from braidax.checkpoint.interval.spacing import Bound, Spacing, Verdict
 from braidax.errors import ArgumentError
 
@@ -60,7 +60,7 @@ class Adaptive:
         self,
         num_updates: int,
         *,
-        announcements: Announcements | None = None,
+        announcements: Announcing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Spacing:
         """Returns what spaces the checkpoints of one run, as of `Interval.start`."""
@@ -113,7 +113,7 @@ class Adapting:
         options: Adaptive,
         num_updates: int,
         *,
-        announcements: Announcements | None = None,
+        announcements: Announcing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.paused = False
@@ -230,7 +230,7 @@ class Following:
     **Arguments:** as of `Interval.start`. **Fields:** as of `Spacing`; they are set on process 0.
     """
 
-    def __init__(self, num_updates: int, announcements: Announcements) -> None:
+    def __init__(self, num_updates: int, announcements: Announcing) -> None:
         self._announcements = announcements
         self._heard = _Announced(
             num_updates + _LEAD_UPDATES, [], _LEAD_UPDATES, asdict(Verdict(_PROBE_UPDATES, "probe"))
@@ -261,7 +261,7 @@ class Following:
         return Verdict(**self._heard.verdict)
 
     def due(self, num_updates: int) -> bool:
-        """As of `Spacing.due`. **Raises:** as `Announcements.wait`, where this process is ahead of process 0."""
+        """As of `Spacing.due`. **Raises:** as `Announcing.wait`, where this process is ahead of process 0."""
         if num_updates > self._heard.until - self._heard.lead // 2:
             for message in self._announcements.hear():
                 self._take(message)

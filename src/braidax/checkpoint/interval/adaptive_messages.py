@@ -1,8 +1,8 @@
-"""What process 0 tells the others of when checkpoints are due, through JAX's coordination service."""
+"""What process 0 tells the others of when checkpoints are due."""
 
 import math
 import time
-from typing import NoReturn, final
+from typing import NoReturn, Protocol, final, runtime_checkable
 
 from jax.errors import JaxRuntimeError
 
@@ -13,9 +13,28 @@ _MAX_MESSAGES = 16  # that are kept for those that lag behind
 _SLICE_SECONDS = 0.1  # of a wait inside JAX, which Ctrl-C cannot end
 
 
+@runtime_checkable
+class Announcing(Protocol):
+    """Messages from process 0 to all others, in order. **Fields:** `process`: this one."""
+
+    process: int
+
+    def tell(self, message: bytes) -> None:
+        """Sends a message, on process 0, and does not wait. **Raises:** `CheckpointError` where that cannot be."""
+        ...
+
+    def hear(self) -> list[bytes]:
+        """Returns messages that have come since the last call, and does not wait. **Raises:** as `tell`."""
+        ...
+
+    def wait(self) -> bytes:
+        """Waits for the next message. **Raises:** as `tell`; `WaitTimeout` at the limit."""
+        ...
+
+
 @final
 class Announcements:
-    """Messages from process 0 to all others, in order. A call that does not wait takes about as long as a ping.
+    """Such messages, through JAX's coordination service. A call that does not wait takes about as long as a ping.
 
     **Arguments:** `client`: of this process. `prefix`: of the keys, the same on all processes and used once.
     `process`: this one. `timeout_seconds`: the limit of `wait`.

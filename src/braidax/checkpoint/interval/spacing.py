@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, final, runtime_checkable
 
-from braidax.checkpoint.interval.adaptive_messages import Announcements
+from braidax.checkpoint.interval.adaptive_messages import Announcing
 from braidax.errors import ArgumentError
 
 Bound = Literal["probe", "persist", "lost work", "overhead", "failures", "set"]
@@ -104,7 +104,7 @@ class Interval(Protocol):
         self,
         num_updates: int,
         *,
-        announcements: Announcements | None = None,
+        announcements: Announcing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Spacing:
         """Returns what spaces the checkpoints of one run.
@@ -135,7 +135,7 @@ class Every:
         self,
         num_updates: int,
         *,
-        announcements: Announcements | None = None,
+        announcements: Announcing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Spacing:
         """Returns what spaces the checkpoints of one run, as of `Interval.start`."""

@@ -1,4 +1,4 @@
-"""From a bucket to the disk: a checkpoint comes whole and verified, or not at all."""
+"""From a store to the disk: a checkpoint comes whole and verified, or not at all."""
 
 import contextlib
 import json
@@ -8,12 +8,12 @@ from pathlib import Path
 from braidax.checkpoint.format import folders
 from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.checkpoint.format.reading import opened, read_content, read_manifest
-from braidax.checkpoint.places.object_store import Bucket, Kept
+from braidax.checkpoint.places.object_store import Kept, ObjectStore
 from braidax.checkpoint.processes import Processes
 from braidax.errors import CheckpointError
 
 
-def fetch(kept: Kept, bucket: Bucket, root: Path, processes: Processes, name: str) -> str:
+def fetch(kept: Kept, store: ObjectStore, root: Path, processes: Processes, name: str) -> str:
     """Brings a checkpoint to the disk, together with all processes, each of which fetches and verifies its share.
 
     **Arguments:** `kept`: the checkpoint. `root`: the folder of the run on the disk. `name`: of the messages about it,
@@ -25,8 +25,8 @@ def fetch(kept: Kept, bucket: Bucket, root: Path, processes: Processes, name: st
     unfinished: list[Path] = []
 
     def begin() -> str:
-        sizes = bucket.files(kept)
-        with _explained(root, kept, bucket):
+        sizes = store.files(kept)
+        with _explained(root, kept, store):
             unfinished.append(folders.begin(root, kept.step))
         return json.dumps([unfinished[0].name, sizes])
 
@@ -40,7 +40,7 @@ def fetch(kept: Kept, bucket: Bucket, root: Path, processes: Processes, name: st
             return json.dumps({"reason": str(error)})
         if step != kept.step:
             return json.dumps({"reason": f"its manifest says step {step}: it is a copy of another, or was renamed"})
-        with _explained(root, kept, bucket):
+        with _explained(root, kept, store):
             folders.finish(unfinished[0], kept.step)
         unfinished.clear()
         return "{}"
@@ -49,7 +49,7 @@ def fetch(kept: Kept, bucket: Bucket, root: Path, processes: Processes, name: st
         told = json.loads(processes.lead(f"{name}/begin", begin))
         num_parts = sum(file.endswith(".safetensors") for file in told[1])
         mine = range(processes.index, num_parts, processes.count)
-        said = {} if not mine else _receive(kept, bucket, root / told[0], told[1], mine)
+        said = {} if not mine else _receive(kept, store, root / told[0], told[1], mine)
         verdict = json.loads(processes.conclude(name, json.dumps(said), end))
     finally:
         for path in unfinished:
@@ -59,15 +59,15 @@ def fetch(kept: Kept, bucket: Bucket, root: Path, processes: Processes, name: st
     return verdict.get("reason", "")
 
 
-def _receive(kept: Kept, bucket: Bucket, folder: Path, sizes: Mapping[str, int], parts: range) -> dict[str, str]:
+def _receive(kept: Kept, store: ObjectStore, folder: Path, sizes: Mapping[str, int], parts: range) -> dict[str, str]:
     """Fetches and verifies parts of a checkpoint. **Returns:** what went wrong, if anything did."""
     try:
         for part in parts:
             for name in (manifest_file(part), data_file(part)):
                 if name not in sizes:
-                    return {"reason": f"{bucket.url}/{kept.name}/{name} is not there"}
-                with _explained(folder.parent, kept, bucket):
-                    bucket.download(kept, name, sizes[name], folder / name)
+                    return {"reason": f"{store.url}/{kept.name}/{name} is not there"}
+                with _explained(folder.parent, kept, store):
+                    store.download(kept, name, sizes[name], folder / name)
     except CheckpointError as error:
         return {"failure": str(error)}
     try:
@@ -81,10 +81,10 @@ def _receive(kept: Kept, bucket: Bucket, folder: Path, sizes: Mapping[str, int],
 
 
 @contextlib.contextmanager
-def _explained(root: Path, kept: Kept, bucket: Bucket) -> Generator[None]:
+def _explained(root: Path, kept: Kept, store: ObjectStore) -> Generator[None]:
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{root}: {kept.name} of {bucket.url} cannot be written here: {error}; make room or mend the disk"
+            f"{root}: {kept.name} of {store.url} cannot be written here: {error}; make room or mend the disk"
         ) from error

@@ -1,37 +1,23 @@
-"""What processes keep of one another's checkpoints: who for whom, how it gets there, and how it comes back."""
+"""What processes keep of one another's checkpoints: who has what, and how it comes back."""
 
 import contextlib
 import functools
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from braidax.checkpoint.format import folders
 from braidax.checkpoint.format.loading import Mismatch, load, planned
 from braidax.checkpoint.format.manifest import Manifest, OtherFormat, data_file, manifest_file, part_of_manifest
 from braidax.checkpoint.format.reading import File, content_of, opened, read_manifest
-from braidax.checkpoint.places.lockstep import Lockstep, Messages
+from braidax.checkpoint.messages import Messages
+from braidax.checkpoint.places.lockstep import Lockstep
 from braidax.errors import CheckpointError
 
-_BLOCK_BYTES = 16 * 2**20  # that are sent at a time
 _logger = logging.getLogger(__name__)
-
-
-class Place(NamedTuple):
-    """Where a process stands among the others.
-
-    **Fields:** `slot`: its number among the `num_slots` processes of its host. `dest`: who keeps a copy of its part,
-    on another host where that can be. `source`: whose part it keeps.
-    """
-
-    slot: int
-    num_slots: int
-    dest: int
-    source: int
 
 
 class Whole(NamedTuple):
@@ -45,58 +31,6 @@ class Whole(NamedTuple):
     revision: int
     token: str
     holders: tuple[tuple[int, ...], ...]
-
-
-def place_of(rank: int, hosts: Sequence[Any]) -> Place:
-    """Returns the place of a process. **Arguments:** `hosts`: of all processes, by rank."""
-    size = len(hosts)
-    first = {host: hosts.index(host) for host in hosts}
-    order = sorted(range(size), key=lambda each: (first[hosts[each]], each))
-    distance = max(Counter(hosts).values())  # as many further on, nobody is on the same host, if that can be
-    distance = 1 if distance == size else distance
-    here = order.index(rank)
-    mine = [each for each in order if hosts[each] == hosts[rank]]
-    dest, source = order[(here + distance) % size], order[(here - distance) % size]
-    return Place(mine.index(rank), len(mine), dest, source)
-
-
-def pass_on(messages: Messages, place: Place, folder: Path, sizes: Sequence[tuple[int, int]]) -> Exception | None:
-    """Sends the files of this process to its neighbor, and stores those of the other neighbor beside them, durably.
-
-    **Arguments:** `folder`: with the files. `sizes`: bytes of arrays and manifest, of all processes.
-
-    **Returns:** what went wrong here; all processes get through nevertheless.
-    """
-    failure: Exception | None = None
-    for number, name_of in enumerate((data_file, manifest_file)):
-        with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = []
-            try:
-                files.append(stack.enter_context((folder / name_of(messages.rank)).open("rb")))
-                files.append(stack.enter_context((folder / name_of(place.source)).open("xb")))
-            except OSError as error:
-                failure = error
-            for _ in range(0, max(size[number] for size in sizes), _BLOCK_BYTES):
-                parts: list[bytes] = [b""] * messages.size
-                try:
-                    parts[place.dest] = files[0].read(_BLOCK_BYTES) if failure is None else b""
-                except OSError as error:
-                    failure = error
-                block = messages.all_to_all(parts)[place.source]
-                try:
-                    if failure is None:
-                        files[1].write(block)
-                        files[1].flush()
-                except OSError as error:
-                    failure = error
-            if failure is None and files[1].tell() != sizes[place.source][number]:
-                failure = CheckpointError(f"{folder}: process {place.source} sent less than it said")
-            try:
-                if failure is None:
-                    os.fsync(files[1].fileno())
-            except OSError as error:
-                failure = error
-    return failure
 
 
 class Holdings:

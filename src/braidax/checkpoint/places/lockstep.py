@@ -2,44 +2,12 @@
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
+
+from braidax.checkpoint.messages import Messages
 
 _WISH = struct.Struct("<QQQ")  # the file, where to begin, how many bytes
 _DONE = b"done"
-
-
-@runtime_checkable
-class Messages(Protocol):
-    """Host messages among the processes of a job; `braidax.comm.Communicator` is one.
-
-    All processes call the same operations in the same order. A value is a buffer of bytes. A wait that takes longer
-    than `timeout_seconds`, which may be set, and the loss of a process are errors.
-    """
-
-    timeout_seconds: float
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        ...
-
-    @property
-    def hosts(self) -> Sequence[Any]:
-        """The host of each process, in their order: equal for processes on the same one."""
-        ...
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values of all processes in their order."""
-        ...
-
-    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns what every process has for this one, in their order. **Arguments:** `parts`: one for each process."""
-        ...
 
 
 @final

@@ -42,7 +42,7 @@ class Kept(NamedTuple):
     name: str
 
 
-class Bucket:
+class ObjectStore:
     """The checkpoints of a run in a bucket.
 
     **Arguments:** `url`: `s3://bucket/folder` or `gs://bucket/folder`. `client`: what obstore's `S3Store` or `GCSStore`

@@ -7,7 +7,6 @@ so; when all have, process 0 gives the folder its name, and tells what came of i
 import importlib.metadata
 import json
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,40 +15,13 @@ import numpy as np
 
 from braidax.checkpoint.format import folders
 from braidax.checkpoint.format.manifest import About
-from braidax.checkpoint.format.writing import Checksums, write
+from braidax.checkpoint.format.writing import write
+from braidax.checkpoint.places.place import Order, Part
 from braidax.checkpoint.processes import Processes
-from braidax.checkpoint.snapshot.hold import Snapshot
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 
 _FINE = "fine "
 _Result = TypeVar("_Result")
-
-
-class Order(NamedTuple):
-    """What is to be written.
-
-    **Fields:** `root`: the folder of the run. `step`: how many updates the tree has seen. `name`: of the messages about
-    it, the same on all processes, used once. `metric`: of the tree, as process 0 sees it: a number to be had when it is
-    asked for. `limit_bytes_per_second`: how fast at most.
-    """
-
-    root: Path
-    step: int
-    name: str
-    metric: Callable[[], float | None]
-    limit_bytes_per_second: float | None = None
-
-    @property
-    def folder(self) -> Path:
-        """What the checkpoint is called, if it is the first one of this step."""
-        return self.root / f"step-{self.step:08d}"
-
-
-class Part(NamedTuple):
-    """What this process writes, when it is there. **Fields:** `owned`: the copy. `checksums`: of it."""
-
-    owned: "Future[Snapshot]"
-    checksums: "Future[Checksums]"
 
 
 def number_of(metric: Any) -> Callable[[], float | None]:
@@ -104,89 +76,106 @@ def occupy(root: Path, processes: Processes) -> tuple[folders.Lock | None, str]:
     return locks[0] if locks else None, told["earlier"]
 
 
-def commit(order: Order, part: Part, processes: Processes) -> Path:
+def commit(root: Path, order: Order, part: Part, processes: Processes) -> Path:
     """Writes a checkpoint together with all processes; when this returns it is durable.
 
-    **Arguments:** `order`: the same on all. `part`: what this process writes.
+    **Arguments:** `root`: the folder of the run. `order`: the same on all. `part`: what this process writes.
 
     **Returns:** the folder of the checkpoint.
 
     **Raises:** `CheckpointError` naming the process that failed, `WaitTimeout` naming one that says nothing; then
     nothing of it is left.
     """
-    if processes.index:
-        return _follow(order, part, processes)
-    unfinished: list[Path] = []
-
-    def start() -> str:
-        unfinished.append(_named(order, processes, lambda: folders.begin(order.root, order.step)))
-        return unfinished[0].name
-
-    def end() -> str:
-        said, mine = _say(order, unfinished[0], part, processes)
-        _judge(order, processes.hear(order.name, said), mine)
-        processes.check(order.name)
-        return _named(order, processes, lambda: folders.finish(unfinished[0], order.step)).name
-
-    try:
-        processes.lead(f"{order.name}/begin", start)
-        return order.root / processes.lead(order.name, end)
-    except BaseException:
-        if unfinished:
-            folders.discard(unfinished[0])
-        raise
+    work = _Work(root, order, part, processes)
+    return work.follow() if processes.index else work.lead()
 
 
-def _follow(order: Order, part: Part, processes: Processes) -> Path:
-    unfinished = order.root / processes.follow(f"{order.name}/begin")
-    said, error = _say(order, unfinished, part, processes)
-    processes.say(order.name, said)
-    if error is not None:
-        raise error
-    return order.root / processes.follow(order.name)
+class _Work(NamedTuple):
+    """What `commit` does. **Fields:** as its arguments."""
 
+    root: Path
+    order: Order
+    part: Part
+    processes: Processes
 
-def _say(order: Order, unfinished: Path, part: Part, processes: Processes) -> tuple[str, BaseException | None]:
-    """Writes this process's part. **Returns:** what it says of that, and the error if there was one."""
-    try:
-        snapshot = part.owned.result()
-        metric = None if processes.index else order.metric()
-        token = folders.token_of(unfinished)
-        about = About(order.step, token, processes.count, metric, importlib.metadata.version("braidax"))
-        limit = order.limit_bytes_per_second
+    @property
+    def folder(self) -> Path:
+        """What the checkpoint is called, if it is the first one of this step."""
+        return self.root / f"step-{self.order.step:08d}"
 
-        def act() -> None:
-            process = processes.index
-            write(unfinished, snapshot, part.checksums, about, process=process, limit_bytes_per_second=limit)
+    def lead(self) -> Path:
+        """Does it on process 0."""
+        order, processes = self.order, self.processes
+        unfinished: list[Path] = []
 
-        _named(order, processes, act)
-    except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
-        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}", error
-    return _FINE + snapshot.digest, None
+        def start() -> str:
+            unfinished.append(self._named(lambda: folders.begin(self.root, order.step)))
+            return unfinished[0].name
 
+        def end() -> str:
+            said, mine = self._say(unfinished[0])
+            self._judge(processes.hear(order.name, said), mine)
+            processes.check(order.name)
+            return self._named(lambda: folders.finish(unfinished[0], order.step)).name
 
-def _judge(order: Order, said: dict[int, str], mine: BaseException | None) -> None:
-    if mine is not None:
-        raise mine
-    for process, words in said.items():
-        if not words.startswith(_FINE):
-            raise CheckpointError(f"{order.folder}: process {process} could not save its part: {words}")
-        if words != said[0]:
-            raise CheckpointError(
-                f"{order.folder}: process {process} saves another tree than process 0: expected the same paths, "
-                "shapes, dtypes and shardings on all; give every process the same tree. Earlier checkpoints are "
-                "untouched"
-            )
-
-
-def _named(order: Order, processes: Processes, act: Callable[[], _Result]) -> _Result:
-    try:
-        return act()
-    except OSError as error:
-        if isinstance(error, WaitTimeout):
+        try:
+            processes.lead(f"{order.name}/begin", start)
+            return self.root / processes.lead(order.name, end)
+        except BaseException:
+            if unfinished:
+                folders.discard(unfinished[0])
             raise
-        who = f" by process {processes.index}" if processes.count > 1 else ""
-        raise CheckpointError(
-            f"{order.folder}: the checkpoint could not be written{who}: {error}; make room or mend the disk. "
-            "Earlier checkpoints are untouched"
-        ) from error
+
+    def follow(self) -> Path:
+        """Does it on the others."""
+        order, processes = self.order, self.processes
+        unfinished = self.root / processes.follow(f"{order.name}/begin")
+        said, error = self._say(unfinished)
+        processes.say(order.name, said)
+        if error is not None:
+            raise error
+        return self.root / processes.follow(order.name)
+
+    def _say(self, unfinished: Path) -> tuple[str, BaseException | None]:
+        """Writes this process's part. **Returns:** what it says of that, and the error if there was one."""
+        order, part, processes = self.order, self.part, self.processes
+        try:
+            snapshot = part.owned.result()
+            metric = None if processes.index else order.metric()
+            token = folders.token_of(unfinished)
+            about = About(order.step, token, processes.count, metric, importlib.metadata.version("braidax"))
+            limit = order.limit_bytes_per_second
+
+            def act() -> None:
+                process = processes.index
+                write(unfinished, snapshot, part.checksums, about, process=process, limit_bytes_per_second=limit)
+
+            self._named(act)
+        except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
+            return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}", error
+        return _FINE + snapshot.digest, None
+
+    def _judge(self, said: dict[int, str], mine: BaseException | None) -> None:
+        if mine is not None:
+            raise mine
+        for process, words in said.items():
+            if not words.startswith(_FINE):
+                raise CheckpointError(f"{self.folder}: process {process} could not save its part: {words}")
+            if words != said[0]:
+                raise CheckpointError(
+                    f"{self.folder}: process {process} saves another tree than process 0: expected the same paths, "
+                    "shapes, dtypes and shardings on all; give every process the same tree. Earlier checkpoints are "
+                    "untouched"
+                )
+
+    def _named(self, act: Callable[[], _Result]) -> _Result:
+        try:
+            return act()
+        except OSError as error:
+            if isinstance(error, WaitTimeout):
+                raise
+            who = f" by process {self.processes.index}" if self.processes.count > 1 else ""
+            raise CheckpointError(
+                f"{self.folder}: the checkpoint could not be written{who}: {error}; make room or mend the disk. "
+                "Earlier checkpoints are untouched"
+            ) from error

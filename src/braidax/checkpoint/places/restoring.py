@@ -74,12 +74,12 @@ def restore(
 
 
 def newest(
-    root: Path, like: Any, only: Sequence[str] | None, processes: Processes, name: str
+    root: Path, like: Any, only: Sequence[str] | None, processes: Processes, name: str, above: int = -1
 ) -> tuple[Restored | None, list[Skipped]]:
     """Restores the newest checkpoint that verifies on all processes, and lists newer ones that do not.
 
     **Arguments:** `root`: the folder of the run. `like`, `only`: as `Checkpointer.restore` takes them. `name`: of the
-    messages about it, the same on all processes, used once.
+    messages about it, the same on all processes, used once. `above`: only those count that have seen more updates.
 
     **Returns:** what was restored, None when there is nothing valid; and what was skipped.
 
@@ -90,7 +90,10 @@ def newest(
         inside = with_outside(like)
         saved_leaves(inside)  # what it says of itself has to be true, else no checkpoint would seem valid
     for attempt in range(_ATTEMPTS):
-        listed = processes.lead(f"{name}/{attempt}", lambda: json.dumps([each.path.name for each in listed_in(root)]))
+        listed = processes.lead(
+            f"{name}/{attempt}",
+            lambda: json.dumps([each.path.name for each in listed_in(root) if each.step > above]),
+        )
         paths = [root / path for path in json.loads(listed)]
         known = {each.path for each in skipped}
         for number, path in enumerate(path for path in paths if path not in known):
@@ -186,6 +189,15 @@ def listed_in(root: Path) -> list[folders.Found]:
         return folders.checkpoints(root)
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read: {error}; give the folder of a run") from error
+
+
+def newest_step(root: Path, processes: Processes, name: str) -> int | None:
+    """Returns how many updates the newest checkpoint has seen, whether or not it verifies; None without one.
+
+    **Arguments:** as of `newest`.
+    """
+    steps = processes.lead(name, lambda: json.dumps([each.step for each in listed_in(root)]))
+    return max(json.loads(steps), default=None)
 
 
 def _is_far(leaf: Any) -> bool:

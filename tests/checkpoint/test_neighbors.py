@@ -1,5 +1,7 @@
 """Parts of checkpoints on two hosts each: who is whose neighbor, who reads what from whom, and one process alone."""
 
+import itertools
+import queue
 import shutil
 import threading
 from collections.abc import Sequence
@@ -12,9 +14,11 @@ import numpy as np
 import pytest
 
 import braidax as bx
-from braidax.checkpoint import Peers, Tier
-from braidax.checkpoint.places.holdings import place_of
-from braidax.checkpoint.places.lockstep import Lockstep, Messages
+from braidax.checkpoint import Messages, Neighbors
+from braidax.checkpoint.format.manifest import data_file, manifest_file
+from braidax.checkpoint.places import passing
+from braidax.checkpoint.places.lockstep import Lockstep
+from braidax.checkpoint.places.passing import seat_of
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CheckpointError
 from tests.checkpoint.saving import bits, names
@@ -35,6 +39,12 @@ class Together:
     def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
         return [each[self.rank] for each in self._exchange(parts)]
 
+    def send(self, value: Any, dest: int, *, tag: int = 0) -> None:
+        raise AssertionError("whoever is alone has no neighbor")
+
+    def recv(self, source: int, *, tag: int = 0) -> Any:
+        raise AssertionError("whoever is alone has no neighbor")
+
     def _exchange(self, parts: Sequence[Any]) -> list[Any]:
         self._barrier.wait(SECONDS)
         self._shared[self.rank] = parts
@@ -46,9 +56,13 @@ def alone() -> Together:
     return Together(0, 1, [None], threading.Barrier(1))
 
 
+def saving(folder: Path, every: int = 1) -> bx.Checkpointer:
+    return bx.Checkpointer(Neighbors(folder, alone()), bx.Every(every))
+
+
 def test_the_protocol_is_what_a_communicator_has() -> None:
     assert isinstance(alone(), Messages)
-    for name in ("all_gather", "all_to_all"):
+    for name in ("send", "recv", "all_gather", "all_to_all"):
         assert callable(getattr(Communicator, name))
 
 
@@ -66,12 +80,25 @@ def test_the_protocol_is_what_a_communicator_has() -> None:
     ],
 )
 def test_the_neighbor_is_on_another_host_where_there_is_one(hosts: str, dests: list[int]) -> None:
-    places = [place_of(rank, hosts) for rank in range(len(hosts))]
-    assert [place.dest for place in places] == dests
-    assert [places[place.dest].source for place in places] == list(range(len(hosts)))
+    seats = [seat_of(rank, hosts) for rank in range(len(hosts))]
+    assert [seat.dest for seat in seats] == dests
+    assert [seats[seat.dest].source for seat in seats] == list(range(len(hosts)))
     for host in set(hosts):
-        mine = [place for place, each in zip(places, hosts, strict=True) if each == host]
-        assert [(place.slot, place.num_slots) for place in mine] == [(n, len(mine)) for n in range(len(mine))]
+        mine = [seat for seat, each in zip(seats, hosts, strict=True) if each == host]
+        assert [(seat.slot, seat.num_slots) for seat in mine] == [(n, len(mine)) for n in range(len(mine))]
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aaaaa", "aabb", "aabbcc", "aab", "abcdefg", "aabbccdd"])
+def test_of_those_that_sit_in_a_ring_some_receive_first(hosts: str) -> None:
+    seats = [seat_of(rank, hosts) for rank in range(len(hosts))]
+    for rank, seat in enumerate(seats):
+        ring, at = [seat.sends_first], seat.dest
+        while at != rank:
+            ring.append(seats[at].sends_first)
+            at = seats[at].dest
+        assert set(ring) == {True, False}
+        # Wherever a send ends when it is received, a block travels in two turns, or in three where they are odd.
+        assert sum(one == other for one, other in zip(ring, [*ring[1:], ring[0]], strict=True)) == len(ring) % 2
 
 
 def test_each_reads_as_much_as_it_needs_and_answers_the_others() -> None:
@@ -99,6 +126,61 @@ def test_each_reads_as_much_as_it_needs_and_answers_the_others() -> None:
         assert content == files[(rank + 1 + number % 2) % 3][number * 90 : number * 90 + 100]
 
 
+class Met(Together):
+    """Messages among threads, whose sends end when they are received; what is sent is counted."""
+
+    def __init__(self, rank: int, size: int, shared: list[Any], barrier: threading.Barrier, links: Any) -> None:
+        super().__init__(rank, size, shared, barrier)
+        self.num_bytes = 0
+        self._links = links
+
+    def send(self, value: Any, dest: int, *, tag: int = 0) -> None:
+        self.num_bytes += len(value)
+        sent, received = self._links[self.rank, dest]
+        sent.put(value)
+        assert received.get(timeout=SECONDS) == "received"
+
+    def recv(self, source: int, *, tag: int = 0) -> Any:
+        sent, received = self._links[source, self.rank]
+        value = sent.get(timeout=SECONDS)
+        received.put("received")
+        return value
+
+    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
+        raise AssertionError("a part goes to one neighbor, and to nobody else")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_a_part_goes_to_one_neighbor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(passing, "_BLOCK_BYTES", 1000)
+    barrier, shared = threading.Barrier(size), [None] * size
+    links = {pair: (queue.Queue(), queue.Queue()) for pair in itertools.product(range(size), repeat=2)}
+    sizes = [(10_000 * (1 + 3 * rank % 4) + rank, 900 * rank) for rank in range(size)]
+    ranks = [Met(rank, size, shared, barrier, links) for rank in range(size)]
+    failures: list[Exception | None] = []
+
+    def run(rank: int) -> None:
+        seat = passing.seat_of(rank, ranks[rank].hosts)
+        failures.append(passing.pass_on(ranks[rank], seat, tmp_path / str(rank), sizes))
+
+    for rank in range(size):
+        (tmp_path / str(rank)).mkdir()
+        for name, num_bytes in zip((data_file, manifest_file), sizes[rank], strict=True):
+            (tmp_path / str(rank) / name(rank)).write_bytes(np.random.default_rng(rank).bytes(num_bytes))
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert failures == [None] * size
+    assert [messages.num_bytes for messages in ranks] == [sum(each) for each in sizes]
+    for rank, messages in enumerate(ranks):
+        source = passing.seat_of(rank, messages.hosts).source
+        for name in (data_file, manifest_file):
+            mine, theirs = tmp_path / str(rank) / name(source), tmp_path / str(source) / name(source)
+            assert mine.read_bytes() == theirs.read_bytes()
+
+
 def small(number: int) -> dict[str, Any]:
     return {"w": jnp.arange(12.0) * number, "key": jax.random.key(number), "epoch": number}
 
@@ -108,8 +190,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_a_process_alone_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    with Peers(tmp_path, bx.Every(2), alone()) as saver:
-        assert isinstance(saver, Tier)
+    with saving(tmp_path, 2) as saver:
         assert saver.newest() is None
         like = small(9)
         assert saver.restore(like) is like
@@ -122,7 +203,7 @@ def test_a_process_alone_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
         assert saver.num_updates == 5
     assert names(tmp_path) == ["slot-0"]
     assert names(tmp_path / "slot-0") == ["step-00000004"]
-    with Peers(tmp_path, bx.Every(2), alone()) as saver:
+    with saving(tmp_path, 2) as saver:
         assert saver.newest() == 4
         assert same(saver.restore(small(9)), small(0) | {"w": jnp.arange(12.0) * 0 + 4, "epoch": 4})
         assert saver.num_updates == 4
@@ -130,23 +211,25 @@ def test_a_process_alone_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
         saver.timeout_seconds = 3.0
         assert saver.timeout_seconds == 3.0
     assert names(tmp_path / "slot-0") == ["step-00000004-1"]
-    with pytest.raises(CheckpointError, match="these Peers are closed; make new ones"):
+    with pytest.raises(CheckpointError, match="this Checkpointer is closed; make a new one"):
         saver.update(small(1))
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="messages= has rank 1 of 2, but this is process 0 of 1 of JAX: expected"):
-        Peers(tmp_path, bx.Every(1), Together(1, 2, [None, None], threading.Barrier(2)))
-    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+    with pytest.raises(ArgumentError, match="messages= has rank 1 of 2, but this is process 0 of 1 that save together"):
+        bx.Checkpointer(Neighbors(tmp_path, Together(1, 2, [None, None], threading.Barrier(2))), bx.Every(1))
+    with saving(tmp_path) as saver:
         saver.save(small(1))
         words = r"process 0 could not open its folder: path='.*slot-0': process \d+ on .* saves its checkpoints here"
         with pytest.raises(CheckpointError, match=words):
-            Peers(tmp_path, bx.Every(1), alone())
-        with pytest.raises(CheckpointError, match=r"process 0 could not copy its part: leaf 'w' is of type str"):
+            saving(tmp_path)
+        with pytest.raises(CheckpointError, match=r"leaf 'w' is of type str"):
             saver.save({"w": "text"})
         saver.update(small(2))
-    with Peers(tmp_path, bx.Every(1), alone()) as saver:
-        with pytest.raises(CheckpointError, match="has checkpoints of an earlier run, which a new one would replace"):
+    with saving(tmp_path) as saver:
+        with pytest.raises(
+            CheckpointError, match="has checkpoints of an earlier run, the newest step-00000001, which a new"
+        ):
             saver.update(small(1))
         with pytest.raises(CheckpointError, match=r"leaf 'more' .* is in `like`, but not in the checkpoint"):
             saver.restore(small(1) | {"more": 1})
@@ -160,7 +243,7 @@ def test_only_what_is_due_is_prepared_and_that_is_what_is_saved(tmp_path: Path) 
         prepared.append(float(tree["x"]))
         return {"x": tree["x"] + 100}
 
-    with Peers(tmp_path, bx.Every(3), alone(), prepare=prepare) as saver:
+    with bx.Checkpointer(Neighbors(tmp_path, alone()), bx.Every(3), prepare=prepare) as saver:
         for number in range(1, 8):
             saver.update({"x": jnp.float32(number)})
         saver.save({"x": jnp.float32(8)})
@@ -169,7 +252,7 @@ def test_only_what_is_due_is_prepared_and_that_is_what_is_saved(tmp_path: Path) 
 
 
 def test_folders_of_processes_that_are_no_more_go_but_not_those_of_others(tmp_path: Path) -> None:
-    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+    with saving(tmp_path) as saver:
         saver.save(small(1))
     shutil.copytree(tmp_path / "slot-0", tmp_path / "slot-1")
     shutil.copytree(tmp_path / "slot-0", tmp_path / "slot-2")
@@ -178,7 +261,7 @@ def test_folders_of_processes_that_are_no_more_go_but_not_those_of_others(tmp_pa
     for name in ("slot-4", "slot-b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "coins.txt").write_text("of a casino")
-    with Peers(tmp_path, bx.Every(1), alone()) as saver, bx.Checkpointer(tmp_path / "slot-3", bx.Every(1)):
+    with saving(tmp_path) as saver, bx.Checkpointer(tmp_path / "slot-3", bx.Every(1)):
         assert same(saver.restore(small(0)), small(1))
         saver.save(small(2))
     assert names(tmp_path) == ["slot-0", "slot-2", "slot-3", "slot-4", "slot-b"]
@@ -188,11 +271,11 @@ def test_folders_of_processes_that_are_no_more_go_but_not_those_of_others(tmp_pa
 
 
 def test_a_copy_under_another_name_is_not_restored_and_stays(tmp_path: Path) -> None:
-    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+    with saving(tmp_path) as saver:
         for number in (1, 2):
             saver.update(small(number))
     shutil.copytree(tmp_path / "slot-0" / "step-00000002", tmp_path / "slot-0" / "step-00000099")
-    with Peers(tmp_path, bx.Every(1), alone()) as saver:
+    with saving(tmp_path) as saver:
         assert same(saver.restore(small(0)), small(2))
         assert saver.num_updates == 2
         assert saver.save(small(3)).name == "step-00000002-1"

@@ -15,12 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import braidax as bx
-from braidax.checkpoint import Archive, Messages, Peers, Tiers
+from braidax.checkpoint import Bucket, Folder, Messages, Neighbors
 from braidax.checkpoint.format.manifest import data_file, manifest_file
-from braidax.checkpoint.places import holdings as neighbors
+from braidax.checkpoint.places import passing
 from braidax.comm import Communicator
 from braidax.errors import BraidaxError, RankFailed, WaitTimeout
 from braidax.gang import LocalGang
+from braidax.spans import Trace
 from tests.bucket_server import serving_bucket
 from tests.checkpoint.saving import names
 from tests.checkpoint.test_several_processes import own, tree, whole
@@ -30,11 +31,15 @@ from tests.data.jax_gang import RUN_SECONDS, jax_gang
 SECONDS = 30.0
 
 
+def neighbors(folder: Path, comm: Communicator, every: int = 2) -> bx.Checkpointer:
+    return bx.Checkpointer(Neighbors(folder, comm), bx.Every(every), timeout_seconds=SECONDS)
+
+
 def saving(comm: Communicator, folder: Path, num_updates: int = 3) -> str:
     """Saves what `tree` gives at update 2, donated at once; its parts travel in several blocks."""
     comm.timeout_seconds = SECONDS
-    neighbors._BLOCK_BYTES = 50_000
-    with Peers(folder, bx.Every(2), comm) as saver:
+    passing._BLOCK_BYTES = 50_000
+    with neighbors(folder, comm) as saver:
         assert saver.restore(0) == 0
         step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state), donate_argnums=0)
         state = tree("saved", whole())
@@ -52,7 +57,7 @@ def restoring(comm: Communicator, folder: Path, kind: str) -> str:
     comm.timeout_seconds = SECONDS
     like = tree(kind, {name: np.zeros_like(value) for name, value in whole().items()}) | own(9)
     wanted = tree(kind, whole())
-    with Peers(folder, bx.Every(2), comm) as saver:
+    with neighbors(folder, comm) as saver:
         assert saver.newest() == 2
         got = saver.restore(like)
         assert saver.num_updates == 2
@@ -88,7 +93,7 @@ def test_a_host_that_was_replaced_gets_its_parts_from_its_neighbors(
 
 def restored(comm: Communicator, folder: Path) -> str:
     comm.timeout_seconds = SECONDS
-    with Peers(folder, bx.Every(2), comm) as saver:
+    with neighbors(folder, comm) as saver:
         saver.restore(tree("saved", whole()) | own(0))
         return str(saver.num_updates)
 
@@ -124,7 +129,7 @@ def failing(comm: Communicator, folder: Path, who: int) -> str:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with Peers(folder, bx.Every(1), comm) as saver:
+    with neighbors(folder, comm, 1) as saver:
         for number in (1, 2, 3):
             state = a_tree(number)
             saver.num_updates = number
@@ -169,7 +174,7 @@ def recorded(comm: Communicator, folder: Path) -> str:
         events.append(("removed", path.name))
         unlink(path, missing_ok)
 
-    with Peers(folder, bx.Every(1), comm) as saver:
+    with neighbors(folder, comm, 1) as saver:
         saver.save(a_tree(1))
         saver.num_updates = 2
         with pytest.MonkeyPatch.context() as patch:
@@ -200,21 +205,21 @@ def missing(comm: Communicator, folder: Path) -> str:
     """Process 1 waits no longer at the second update, whose checkpoint process 0 begins."""
     comm.timeout_seconds = SECONDS
     found: list[str] = []
-    with Peers(folder, bx.Every(1), comm) as saver:
-        settle = saver._job.settle
+    with neighbors(folder, comm, 1) as saver:
+        settle = saver._settle
 
-        def late(timeout_seconds: float) -> Exception | None:
-            assert settle(timeout_seconds) is None
+        def late() -> Exception | None:
+            assert settle() is None
             raise WaitTimeout("it took too long")
 
         for number in (1, 2, 3):
-            saver._job.settle = late if comm.rank and number == 2 else settle
+            saver._settle = late if comm.rank and number == 2 else settle
             try:
                 saver.update(a_tree(number))
             except BraidaxError as error:
                 found.append(f"{number}: {error}")
         saver.close()
-    with Peers(folder, bx.Every(1), comm) as saver:
+    with neighbors(folder, comm, 1) as saver:
         got = saver.restore(a_tree(0))["x"].addressable_data(0)
         found.append(f"{saver.num_updates} {np.unique(got)} {names(folder / f'slot-{comm.rank}')}")
     return json.dumps(found)
@@ -231,7 +236,7 @@ def test_processes_that_parted_in_one_checkpoint_meet_in_the_next(tmp_path: Path
 
 def parting(comm: Communicator, folder: Path) -> str:
     comm.timeout_seconds = SECONDS
-    with Peers(folder, bx.Every(1), comm) as saver:
+    with neighbors(folder, comm, 1) as saver:
         saver.num_updates = 1
         saver.save(a_tree(1))
         saver.num_updates = 2 + comm.rank
@@ -252,15 +257,15 @@ def dying(comm: Communicator, folder: Path, who: int) -> None:
     """Saves at updates 2 and 4; one process is killed while the second goes to its neighbor."""
     comm = comm.split(0)
     comm.timeout_seconds = SECONDS
-    pass_on = neighbors.pass_on
+    pass_on = passing.pass_on
 
-    def kill(messages: Messages, place: Any, folder: Path, sizes: Any) -> Any:
+    def kill(messages: Messages, seat: Any, folder: Path, sizes: Any) -> Any:
         if folder.name.startswith(".step-00000004") and comm.rank == who:
             os.kill(os.getpid(), signal.SIGKILL)
-        return pass_on(messages, place, folder, sizes)
+        return pass_on(messages, seat, folder, sizes)
 
-    neighbors.pass_on = kill
-    saver = Peers(folder, bx.Every(2), comm)
+    passing.pass_on = kill
+    saver = neighbors(folder, comm)
     later = {name: np.zeros_like(value) for name, value in whole().items()}
     for number in range(1, 5):
         saver.update(tree("saved", whole() if number < 3 else later) | own(comm.rank))
@@ -275,11 +280,10 @@ def test_a_killed_process_is_replaced_and_all_go_on_from_the_last_whole_one(tmp_
     assert told(two, restoring, tmp_path, "saved") == ["step-00000002-1", "step-00000002"]
 
 
-def tiers(comm: Communicator, folder: Path, num_updates: int) -> str:
+def both(comm: Communicator, folder: Path, num_updates: int) -> str:
     comm.timeout_seconds = SECONDS
-    memory = Peers(folder / "memory", bx.Every(2), comm)
-    disk = bx.Checkpointer(folder / "disk", bx.Every(3), timeout_seconds=SECONDS)
-    with Tiers(memory, disk) as saver:
+    places = [Neighbors(folder / "memory", comm), Folder(folder / "disk", every=3)]
+    with bx.Checkpointer(places, bx.Every(1), timeout_seconds=SECONDS) as saver:
         devices = Mesh(np.array(jax.devices()), ("a",))
         state = {"x": jax.device_put(jnp.zeros((8, 64)), NamedSharding(devices, P("a")))}
         state = saver.restore(state)
@@ -287,22 +291,71 @@ def tiers(comm: Communicator, folder: Path, num_updates: int) -> str:
         for _ in range(num_updates):
             state = {"x": state["x"] + 1.0}
             saver.update(state)
-    return f"{first} {[tier.num_updates for tier in saver.tiers]}"
+    return f"{first} {saver.num_updates}"
 
 
-def test_peers_are_a_tier(tmp_path: Path, two: LocalGang) -> None:
-    assert told(two, tiers, tmp_path, 4) == ["(0, 0.0) [4, 4]"] * 2
+def test_the_newest_comes_from_neighbors_or_from_the_disk(tmp_path: Path, two: LocalGang) -> None:
+    assert told(two, both, tmp_path, 4) == ["(0, 0.0) 4"] * 2
+    assert names(tmp_path / "disk") == ["step-00000001", "step-00000003"]
     shutil.rmtree(tmp_path / "memory" / "slot-0")
-    assert told(two, tiers, tmp_path, 0) == ["(4, 4.0) [4, 4]"] * 2
+    assert told(two, both, tmp_path, 0) == ["(4, 4.0) 4"] * 2
     shutil.rmtree(tmp_path / "memory")
-    assert told(two, tiers, tmp_path, 1) == ["(3, 3.0) [4, 4]"] * 2
+    assert told(two, both, tmp_path, 1) == ["(3, 3.0) 4"] * 2
+
+
+def refused(comm: Communicator, folder: Path) -> str:
+    """Process 1 has a leaf that nobody can save; all go on together."""
+    comm.timeout_seconds = SECONDS
+    found: list[str] = []
+    places = [Neighbors(folder / "memory", comm), Folder(folder / "disk")]
+    with bx.Checkpointer(places, bx.Every(1), timeout_seconds=SECONDS) as saver:
+        for number in (1, 2, 3):
+            state = a_tree(number) | ({"text": "text"} if comm.rank and number == 2 else {})
+            for call in (lambda state=state: saver.update(state), saver.newest):
+                try:
+                    call()
+                except BraidaxError as error:
+                    found.append(f"{number}: {error}")
+        found.append(str(saver.newest()))
+    return json.dumps(found)
+
+
+def test_what_one_process_cannot_save_all_hear_of_at_once_in_every_place(tmp_path: Path, two: LocalGang) -> None:
+    first, second = (json.loads(words) for words in told(two, refused, tmp_path))
+    why = f"{tmp_path}/memory: process 1 could not copy its part: CheckpointError: leaf 'text' is of type str: expected"
+    assert second[0].startswith("2: leaf 'text' is of type str: expected a jax.Array")
+    assert second[1].startswith(f"2: process 0 takes no part in it any more: {why}")
+    assert first[0].startswith(f"2: {why}")
+    assert first[1:] == second[2:] == ["3"]
+    assert names(tmp_path / "disk") == ["step-00000001", "step-00000003"]
+
+
+def counting(comm: Communicator, folder: Path) -> str:
+    """Saves once, and tells what went over the wire for that."""
+    comm.timeout_seconds = SECONDS
+    with neighbors(folder, comm, 1) as saver:
+        comm.trace = Trace()
+        saver.save(tree("saved", whole()) | own(comm.rank))
+        spans = [(span.name, span.num_bytes) for span in comm.trace.spans]
+    files = [folder / f"slot-{comm.rank}" / "step-00000000" / name(comm.rank) for name in (data_file, manifest_file)]
+    sent = sum(num_bytes for name, num_bytes in spans if name == "send")
+    more = sum(num_bytes for name, num_bytes in spans if name != "send")
+    return json.dumps([sorted({name for name, _ in spans}), sent, sum(path.stat().st_size for path in files), more])
+
+
+def test_one_copy_of_each_part_crosses_the_wire(tmp_path: Path, four: LocalGang) -> None:
+    for words in told(four, counting, tmp_path):
+        calls, num_sent, num_bytes, num_more = json.loads(words)
+        assert calls == ["all_gather", "recv", "send"]
+        assert num_sent == num_bytes > 50_000
+        assert num_more < 2_000  # what they tell each other
 
 
 def archiving(comm: Communicator, folder: Path, client: dict[str, Any]) -> str:
     """Restores, from the store where the disk has nothing, and saves."""
     like = tree("otherwise", {name: np.zeros_like(value) for name, value in whole().items()}) | own(9)
-    of = bx.Checkpointer(folder, bx.Every(1), timeout_seconds=SECONDS)
-    with Archive(of, "s3://bucket/run", bx.Every(2), client=client) as saver:
+    places = [Folder(folder), Bucket("s3://bucket/run", every=2, client=client)]
+    with bx.Checkpointer(places, bx.Every(1), timeout_seconds=SECONDS) as saver:
         got = saver.restore(like)
         first = saver.num_updates, int(np.sum(got["rows"].addressable_data(0) != 0) > 0)
         for _ in range(2):
@@ -314,7 +367,8 @@ def test_processes_share_an_upload_and_a_download(tmp_path: Path, two: LocalGang
     with serving_bucket() as server:
         assert told(two, archiving, tmp_path / "one", server.client) == ["(0, 0)"] * 2
         assert server.uploads()[-1] == "manifest.json"
-        assert sorted(server.uploads()) == sorted(name(part) for part in (0, 1) for name in (data_file, manifest_file))
+        files = [name(part) for part in (0, 1) for name in (data_file, manifest_file)]
+        assert sorted(server.uploads()) == sorted(2 * files)
         assert told(two, archiving, tmp_path / "two", server.client) == ["(2, 1)"] * 2
     first, second = tmp_path / "one" / "step-00000002", tmp_path / "two" / "step-00000002"
     for name in names(first):
