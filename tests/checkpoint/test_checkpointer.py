@@ -527,13 +527,19 @@ def test_there_is_a_thread_only_while_a_checkpoint_is_under_way(tmp_path: Path) 
         ({"keep": 0}, "keep=0: expected a whole number >= 1"),
         ({"keep_every": 0}, "keep_every=0: expected a whole number >= 1, or None"),
         ({"keep_best": -1}, "keep_best=-1: expected a whole number >= 0"),
-        ({"limit_bytes_per_second": 0.0}, "limit_bytes_per_second=0.0: expected bytes > 0, or None"),
         ({"timeout_seconds": 0.0}, "timeout_seconds=0.0: expected"),
     ],
 )
 def test_arguments_that_cannot_work(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Checkpointer(tmp_path, Every(1), **arguments)
+
+
+def test_a_limit_is_a_number_of_bytes(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        with pytest.raises(ArgumentError, match=r"limit_bytes_per_second=0.0: expected bytes > 0, or None"):
+            saver.limit_bytes_per_second = 0.0
+        assert saver.limit_bytes_per_second is None
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -376,7 +376,8 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
         bx.Checkpointer([], bx.Every(1))
     with pytest.raises(ArgumentError, match=r"places= have every=\[2, 3\]: expected one that takes all checkpoints"):
         bx.Checkpointer([Folder(tmp_path, every=2), Folder(tmp_path / "b", every=3)], bx.Every(1))
-    for given in ({"keep": 3}, {"keep_every": 5}, {"keep_best": 1}):
+    options: list[dict[str, Any]] = [{"keep": 3}, {"keep_every": 5}, {"keep_best": 1}]
+    for given in options:
         with pytest.raises(ArgumentError, match=r"keep=.*, keep_every=.*, keep_best=.*: expected them of a path alone"):
             bx.Checkpointer([Folder(tmp_path)], bx.Every(1), **given)
     assert list(tmp_path.iterdir()) == []

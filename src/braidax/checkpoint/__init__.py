@@ -12,6 +12,7 @@ from braidax.checkpoint.places.folder import Folder
 from braidax.checkpoint.places.place import Place
 from braidax.checkpoint.places.restoring import Restored, Skipped, restore
 from braidax.checkpoint.saver import Saver
+from braidax.checkpoint.snapshot.host_shard import HostShard
 from braidax.checkpoint.snapshot.leaves import Outside, PaddedRows, TrueShapes
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "Checkpointer",
     "Every",
     "Folder",
+    "HostShard",
     "Interval",
     "Messages",
     "Neighbors",

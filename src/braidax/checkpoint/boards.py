@@ -95,29 +95,23 @@ class CoordinationBoard:
 class MessageBoard:
     """A board whose words are messages, from process 0 to each other one and from them to it.
 
-    What is read under a key is the first message that has it; those before it nobody has asked for, and they go.
     A wait has the limit of the messages, not that of `read`.
 
-    **Arguments:** `messages`: of this process. `tags`: of the boards that follow, the first for this one.
+    **Arguments:** `messages`: of this process. `tags`: of the boards that follow, the first ones for this.
     """
 
     def __init__(self, messages: Messages, tags: "Iterator[int] | None" = None) -> None:
         self._messages = messages
         self._tags = itertools.count(_FIRST_TAG) if tags is None else tags
-        self._tag = next(self._tags)
+        self._words, self._ahead = (_Line(messages, next(self._tags)) for _ in range(2))
 
     def write(self, key: str, value: bytes) -> None:
         """As of `Board`."""
-        word = json.dumps(key).encode() + b"\0" + value
-        for process in [0] if self._messages.rank else range(1, self._messages.size):
-            self._messages.send(word, process, tag=self._tag)
+        self._words.write(key, value)
 
     def read(self, key: str, source: int, seconds: float) -> bytes:
         """As of `Board`."""
-        while True:
-            found, _, value = bytes(self._messages.recv(source, tag=self._tag)).partition(b"\0")
-            if json.loads(found) == key:
-                return value
+        return self._words.read(key, source)
 
     def forget(self, name: str) -> None:
         """Does nothing: what was read is gone."""
@@ -128,33 +122,54 @@ class MessageBoard:
 
     def announcements(self, name: str, timeout_seconds: float) -> "AnnouncedByMessage":
         """As of `Board`."""
-        return AnnouncedByMessage(self.another(), name, self._messages.rank)
+        return AnnouncedByMessage(self._ahead, name, self._messages.rank)
+
+
+class _Line:
+    """Messages of one tag, each with a key."""
+
+    def __init__(self, messages: Messages, tag: int) -> None:
+        self._messages = messages
+        self._tag = tag
+
+    def write(self, key: str, value: bytes) -> None:
+        """Sends a value from process 0 to all others, or from another one to it."""
+        word = json.dumps(key).encode() + b"\0" + value
+        for process in [0] if self._messages.rank else range(1, self._messages.size):
+            self._messages.send(word, process, tag=self._tag)
+
+    def read(self, key: str, source: int) -> bytes:
+        """Waits for the first message of a key; those before it nobody has asked for, and they go."""
+        while True:
+            found, _, value = bytes(self._messages.recv(source, tag=self._tag)).partition(b"\0")
+            if json.loads(found) == key:
+                return value
 
 
 @final
 class AnnouncedByMessage:
     """Messages from process 0 to all others, in order; they are not seen before somebody waits for them.
 
-    **Arguments:** `board`: for these alone. `name`: theirs, used once. `process`: this one.
+    **Arguments:** `line`: what they come by. `name`: theirs, used once. `process`: this one.
     """
 
-    def __init__(self, board: MessageBoard, name: str, process: int) -> None:
+    def __init__(self, line: _Line, name: str, process: int) -> None:
         self.process = process
-        self._board = board
+        self._line = line
         self._name = name
         self._num_messages = 0
 
     def tell(self, message: bytes) -> None:
         """As of `Announcing`."""
-        self._board.write(self._key(), message)
+        self._line.write(self._key(), message)
 
     def hear(self) -> list[bytes]:
-        """Returns nothing: who has come to where he needs a message waits for it, and it came long ago."""
+        """Returns nothing: whoever comes to where it needs a message waits for it, and it came long ago."""
         return []
 
     def wait(self) -> bytes:
         """As of `Announcing`."""
-        return self._board.read(self._key(), 0, 0.0)
+        return self._line.read(self._key(), 0)
 
     def _key(self) -> str:
         self._num_messages += 1

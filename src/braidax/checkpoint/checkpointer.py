@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, check_interval
+from braidax.checkpoint.messages import Messages
 from braidax.checkpoint.places.persist import number_of
 from braidax.checkpoint.places.place import OpenPlace, Order, Place
 from braidax.checkpoint.places.restoring import Skipped
 from braidax.checkpoint.places.several import Several, first_of, given_places, withdraw
-from braidax.checkpoint.processes import all_processes
+from braidax.checkpoint.processes import all_processes, processes_of
 from braidax.checkpoint.snapshot.copies import prepared
 from braidax.checkpoint.snapshot.hold import Memory, hold
 from braidax.checkpoint.snapshot.leaves import put_outside, saved_leaves, with_outside
@@ -38,14 +39,16 @@ class Checkpointer:
 
     In a job of several processes of JAX all of them make one, and call the same methods of it with the same trees.
     Each writes what it owns; a checkpoint exists once all have, and fails on all if one fails. NumPy arrays and Python
-    numbers are those of process 0.
+    numbers are those of process 0; of a `HostShard` each process writes what it has. With `processes` others than
+    JAX's take part as well, servers say: their trees have nothing but their `HostShard`s.
 
     **Arguments:** `places`: the path of a folder, or from the quickest to the most lasting `Neighbors`, `Folder`s and
     `Bucket`s, one of which takes all. `interval`: when a checkpoint is due, such as `Every(100)` or `Adaptive()`.
-    `keep`, `keep_every`, `keep_best`: as of `Folder`, for a path alone; 3 are kept by default.
-    `limit_bytes_per_second`: how fast each process writes to a folder at most; may be set at any time.
-    `timeout_seconds`: the limit of every wait. `prepare`: makes, of a tree whose checkpoint is due, the one that is
-    read, if the devices have memory for it: `copied`, for a step that is one jitted function.
+    `keep`, `keep_every`, `keep_best`: as of `Folder`, for a path alone; 3 are kept by default. `timeout_seconds`: the
+    limit of every wait. `prepare`: makes, of a tree whose checkpoint is due, the one that is
+    read, if the devices have memory for it: `copied`, for a step that is one jitted function. `processes`: a
+    communicator of all that save together, in place of JAX's own; the first ranks are JAX's processes, by their
+    indices, and its `timeout_seconds` limit the waits for others.
 
     `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan. `while_waiting`, if set,
     is called every few seconds of a wait, and when a checkpoint has failed; it may raise `ProcessFailed`, as a step's
@@ -62,18 +65,16 @@ class Checkpointer:
         keep: int | None = None,
         keep_every: int | None = None,
         keep_best: int = 0,
-        limit_bytes_per_second: float | None = None,
         timeout_seconds: float = 600.0,
         prepare: Callable[[Any], Any] | None = None,
+        processes: Messages | None = None,
     ) -> None:
         check_interval(interval)
         given = given_places(places, keep, keep_every, keep_best)
-        if limit_bytes_per_second is not None and not limit_bytes_per_second > 0:
-            raise ArgumentError(f"limit_bytes_per_second={limit_bytes_per_second!r}: expected bytes > 0, or None")
         if not timeout_seconds > 0:
             raise ArgumentError(f"timeout_seconds={timeout_seconds!r}: expected seconds > 0")
         self.interval = interval
-        self.limit_bytes_per_second = limit_bytes_per_second
+        self._limit_bytes_per_second: float | None = None
         self.trace = Trace()
         self.notes: dict[str, str] = {}
         self.while_waiting: Callable[[], object] | None = None
@@ -87,7 +88,8 @@ class Checkpointer:
         self._num_due = 0  # where that can be said, those before the last restore included
         self._is_first = True  # since the last restore
         self._num_attempts: Counter[int] = Counter()  # to save a step, since the last restore
-        self._processes = all_processes(timeout_seconds)
+        found = all_processes(timeout_seconds) if processes is None else processes_of(processes, timeout_seconds)
+        self._processes = found
         self._places = Several(given, self._processes)
 
     @property
@@ -99,6 +101,17 @@ class Checkpointer:
     def skipped(self) -> list[Skipped]:
         """The checkpoints that the last `restore` found invalid."""
         return self._places.skipped
+
+    @property
+    def limit_bytes_per_second(self) -> float | None:
+        """How fast each process writes to a folder at most, None for as fast as it can; may be set at any time."""
+        return self._limit_bytes_per_second
+
+    @limit_bytes_per_second.setter
+    def limit_bytes_per_second(self, limit: float | None) -> None:
+        if limit is not None and not limit > 0:
+            raise ArgumentError(f"limit_bytes_per_second={limit!r}: expected bytes > 0, or None")
+        self._limit_bytes_per_second = limit
 
     @property
     def timeout_seconds(self) -> float:

@@ -32,7 +32,7 @@ class Messages(Protocol):
         ...
 
     def send(self, value: Any, dest: int, *, tag: int = 0) -> None:
-        """Sends a value to a process; returns when the value may be changed."""
+        """Sends a value to a process; returns when the value may be changed, of a few KiB at once."""
         ...
 
     def recv(self, source: int, *, tag: int = 0) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-from braidax.checkpoint.boards import Board, CoordinationBoard
+from braidax.checkpoint.boards import Board, CoordinationBoard, MessageBoard
 from braidax.checkpoint.interval.adaptive_messages import Announcing
-from braidax.errors import CheckpointError, WaitTimeout
+from braidax.checkpoint.messages import Messages
+from braidax.errors import ArgumentError, BraidaxError, CheckpointError, WaitTimeout
 from braidax.program.coordination import coordination_client
 
 _SLICE_SECONDS = 0.2  # of a wait inside JAX, which Ctrl-C cannot end
@@ -162,7 +163,7 @@ class Processes:
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(CheckpointError):  # where nobody can be told, nobody waits
+            with contextlib.suppress(BraidaxError):  # where nobody can be told, nobody waits
                 self.withdraw(name, _said(error))
             raise
 
@@ -198,12 +199,27 @@ class Processes:
 
 
 def all_processes(timeout_seconds: float) -> Processes:
-    """Returns all processes of the job."""
+    """Returns all processes of JAX."""
     client = coordination_client()
     if client is None or jax.process_count() == 1:
         return alone(timeout_seconds)
     index = jax.process_index()
     return Processes(CoordinationBoard(client, index), index, jax.process_count(), timeout_seconds)
+
+
+def processes_of(messages: Messages, timeout_seconds: float) -> Processes:
+    """Returns the processes that send one another messages, which need not be JAX's.
+
+    **Raises:** `ArgumentError` where those of JAX have other ranks than their indices.
+    """
+    rank, size = messages.rank, messages.size
+    if jax.distributed.is_initialized() and (jax.process_index() != rank or jax.process_count() > size):
+        raise ArgumentError(
+            f"processes= has rank {rank} of {size}, but this is process {jax.process_index()} of "
+            f"{jax.process_count()} of JAX: expected the processes of JAX to have the ranks of their indices, and "
+            "others the ranks that follow; connect them in that order"
+        )
+    return alone(timeout_seconds) if size == 1 else Processes(MessageBoard(messages), rank, size, timeout_seconds)
 
 
 def alone(timeout_seconds: float) -> Processes:

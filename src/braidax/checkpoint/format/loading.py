@@ -1,19 +1,21 @@
 """From files back to devices: a checkpoint in the structure, dtypes and shardings of a tree that is there."""
 
+import glob
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from braidax.checkpoint.format.manifest import Entry
 from braidax.checkpoint.format.padding import Conversion, conversion
-from braidax.checkpoint.format.placing import from_row, lengthened, on_devices, sharding_of, weakly_typed
+from braidax.checkpoint.format.placing import from_row, lengthened, on_devices, shard_of, sharding_of, weakly_typed
 from braidax.checkpoint.format.reading import Content, OpenFile, Reader
 from braidax.checkpoint.format.replanned import Way, way_from
 from braidax.checkpoint.snapshot.boxes import Box, whole
+from braidax.checkpoint.snapshot.host_shard import HostShard
 from braidax.checkpoint.snapshot.leaves import (
     Part,
     describe,
@@ -101,12 +103,31 @@ def match(
     return wants
 
 
-def planned(content: Content, like: Any, only: Sequence[str] | None = None) -> tuple[Way, dict[str, Want]]:
+def spoken_of(like: Any, process: int) -> Literal["all", "shards"]:
+    """Says whether a process restores a tree, or only its own parts of host arrays, beside others that do."""
+    leaves = saved_leaves(like).values()
+    return "shards" if process and leaves and all(isinstance(leaf, HostShard) for leaf in leaves) else "all"
+
+
+def planned(
+    content: Content, like: Any, only: Sequence[str] | None = None, *, of: Literal["all", "shards"] = "all"
+) -> tuple[Way, dict[str, Want]]:
     """Returns the form in which a tree was saved, and what to restore of that, as `match` does.
+
+    **Arguments:** `of`: as `spoken_of` says; leaves of the checkpoint that are not in `like` are then others'.
 
     **Raises:** as `match`; `CheckpointError` in one line where a plan has changed and there is no way back.
     """
     only = (only,) if isinstance(only, str) else only
+    if of == "shards":
+        own = saved_leaves(like)
+        only = [glob.escape(path) for path in own if only is None or any(fnmatchcase(path, each) for each in only)]
+        missing = [path for path in own if glob.escape(path) in only and path not in content.entries]
+        if missing:
+            raise Mismatch(
+                f"{content.folder}: leaf {missing[0]!r} ({describe(missing[0], own[missing[0]])}) is in `like`, but "
+                "not in the checkpoint: restore with the tree of the run that saved it"
+            )
     matching(saved_leaves(like), only, "in `like`")
     way = way_from(content.entries, content.manifests[0].notes, like, only)
     if isinstance(way, str):
@@ -154,6 +175,8 @@ def _load_leaf(reader: Reader, want: Want, part: Part) -> Any:
     read = read if like.shape == true_shape else lengthened(read, (*true_shape, *of_key), dtype)
     if isinstance(like, np.ndarray):
         return read(whole(shape))
+    if isinstance(like, HostShard):
+        return shard_of(read, like)
     if isinstance(like, np.generic):
         return read(whole(shape))[()]
     sharding = sharding_of(like)

@@ -23,6 +23,7 @@ from braidax.checkpoint.snapshot.boxes import (
     whole,
     within,
 )
+from braidax.checkpoint.snapshot.host_shard import HostShard
 from braidax.checkpoint.snapshot.leaves import Part
 
 # JAX leaves some of itself unannotated.
@@ -37,7 +38,7 @@ def placed(read: Read, part: Part, how: Conversion | None) -> Any:
     """Reads an array, or rows of it, to where another one is.
 
     **Arguments:** `read`: on each process it is asked for what its devices need. `part`: where to: of the same dtype a
-    NumPy array or scalar, a `jax.Array` or a `jax.ShapeDtypeStruct`. `how`: if its rows move.
+    NumPy array or scalar, a `HostShard`, a `jax.Array` or a `jax.ShapeDtypeStruct`. `how`: if its rows move.
 
     **Returns:** what that is, on its devices.
     """
@@ -47,6 +48,8 @@ def placed(read: Read, part: Part, how: Conversion | None) -> Any:
     read = read if part.shape == like.shape else lengthened(read, part.shape, dtype)
     if isinstance(like, np.ndarray):
         return read(everything)
+    if isinstance(like, HostShard):
+        return shard_of(read, like)
     if isinstance(like, np.generic):
         return read(everything)[()]
     sharding = sharding_of(like)
@@ -54,6 +57,11 @@ def placed(read: Read, part: Part, how: Conversion | None) -> Any:
         return on_devices(read, like.shape, dtype, sharding)
     array = read(everything)
     return _jax.device_put(weakly_typed(array) if like.weak_type else array, sharding)
+
+
+def shard_of(read: Read, like: HostShard) -> HostShard:
+    """Reads what this process has of a host array."""
+    return like.filled(np.empty_like(like.value) if like.is_empty else read(like.box))
 
 
 def on_devices(read: Read, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any) -> jax.Array:

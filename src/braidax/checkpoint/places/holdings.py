@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braidax.checkpoint.format import folders
-from braidax.checkpoint.format.loading import Mismatch, load, planned
+from braidax.checkpoint.format.loading import Mismatch, load, planned, spoken_of
 from braidax.checkpoint.format.manifest import Manifest, OtherFormat, data_file, manifest_file, part_of_manifest
 from braidax.checkpoint.format.reading import File, content_of, opened, read_manifest
 from braidax.checkpoint.messages import Messages
@@ -114,7 +114,7 @@ class Holdings:
             try:
                 parsed = [Manifest.from_json(text, name=str(where)) for text in manifests]
                 content = content_of(where, parsed)
-                way, wants = planned(content, like, only)
+                way, wants = planned(content, like, only, of=spoken_of(like, rank))
                 found.append((load(content, way.like, wants, open_file), way.back))
             except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
                 said = _said(error)

@@ -23,6 +23,7 @@ from braidax.checkpoint.places.holdings import Holdings
 from braidax.checkpoint.places.place import OpenPlace, Order, Part, Returned, check_every
 from braidax.checkpoint.places.restoring import NothingValid, Skipped
 from braidax.checkpoint.places.retention import Retention
+from braidax.checkpoint.places.same_tree import Said, check_same
 from braidax.checkpoint.processes import Processes
 from braidax.checkpoint.snapshot.hold import Snapshot
 from braidax.errors import ArgumentError, BraidaxError, CheckpointError
@@ -209,8 +210,8 @@ class OpenNeighbors:
         """Saves a checkpoint together with all processes."""
         step, copied = order.step, list[Snapshot]()
         failure = _failure_of(lambda: copied.append(part.owned.result()))
-        digest, token = "" if failure is not None else copied[0].digest, secrets.token_hex(8)
-        said = self._agree(failure, "copy its part", step=step, digest=digest, token=token)
+        own = None if failure is not None else Said.of(copied[0], self._messages.rank)
+        said = self._agree(failure, "copy its part", step=step, tree=own, token=secrets.token_hex(8))
         for process, each in enumerate(said):
             if each["step"] != step:
                 raise CheckpointError(
@@ -218,12 +219,8 @@ class OpenNeighbors:
                     f"{step}: expected all processes to call `update` after the same steps. Earlier checkpoints are "
                     "untouched"
                 )
-            if each["digest"] != said[0]["digest"]:
-                raise CheckpointError(
-                    f"{self.where}: process {process} saves another tree than process 0: expected the same paths, "
-                    "shapes, dtypes and shardings on all; give every process the same tree. Earlier checkpoints are "
-                    "untouched"
-                )
+        trees = {process: Said.from_json(each["tree"]) for process, each in enumerate(said)}
+        check_same(f"{self.where}/step-{step:08d}", trees)
         about = About(step, said[0]["token"], self._messages.size, None, importlib.metadata.version("braidax"))
         staged: list[Path] = []
         try:

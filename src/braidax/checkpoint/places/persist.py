@@ -17,6 +17,7 @@ from braidax.checkpoint.format import folders
 from braidax.checkpoint.format.manifest import About
 from braidax.checkpoint.format.writing import write
 from braidax.checkpoint.places.place import Order, Part
+from braidax.checkpoint.places.same_tree import Said, check_same
 from braidax.checkpoint.processes import Processes
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 
@@ -153,7 +154,7 @@ class _Work(NamedTuple):
             self._named(act)
         except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
             return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}", error
-        return _FINE + snapshot.digest, None
+        return _FINE + json.dumps(Said.of(snapshot, processes.index)), None
 
     def _judge(self, said: dict[int, str], mine: BaseException | None) -> None:
         if mine is not None:
@@ -161,12 +162,10 @@ class _Work(NamedTuple):
         for process, words in said.items():
             if not words.startswith(_FINE):
                 raise CheckpointError(f"{self.folder}: process {process} could not save its part: {words}")
-            if words != said[0]:
-                raise CheckpointError(
-                    f"{self.folder}: process {process} saves another tree than process 0: expected the same paths, "
-                    "shapes, dtypes and shardings on all; give every process the same tree. Earlier checkpoints are "
-                    "untouched"
-                )
+        check_same(
+            str(self.folder),
+            {process: Said.from_json(json.loads(words.removeprefix(_FINE))) for process, words in said.items()},
+        )
 
     def _named(self, act: Callable[[], _Result]) -> _Result:
         try:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from braidax.checkpoint.format import folders
-from braidax.checkpoint.format.loading import Mismatch, load, planned
+from braidax.checkpoint.format.loading import Mismatch, load, planned, spoken_of
 from braidax.checkpoint.format.manifest import OtherFormat
 from braidax.checkpoint.format.reading import Content, read_content
 from braidax.checkpoint.processes import Processes, all_processes, alone
@@ -129,7 +129,7 @@ def _attempt(
         content = read_content(path)
         if words := folders.misnamed(path, content.step):
             raise CheckpointError(words)
-        way, wants = planned(content, like, only)
+        way, wants = planned(content, like, only, of=spoken_of(like, processes.index))
         found = load(content, way.like, wants), content, way.back
     except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
         gone = not path.exists()

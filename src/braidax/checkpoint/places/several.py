@@ -112,7 +112,7 @@ class Several:
 def withdraw(places: Iterable[OpenPlace], name: str, step: int, reason: str) -> None:
     """Ends the others' wait for this process. **Arguments:** as of `OpenPlace.withdraw`."""
     for place in places:
-        with contextlib.suppress(CheckpointError):  # where nobody can be told, nobody waits
+        with contextlib.suppress(BraidaxError):  # where nobody can be told, nobody waits
             place.withdraw(name, step, reason)
 
 

@@ -21,6 +21,7 @@ from braidax.checkpoint.format.manifest import PAGE_BYTES, Entry, stored_as
 from braidax.checkpoint.format.padding import check_stored
 from braidax.checkpoint.snapshot import staging
 from braidax.checkpoint.snapshot.boxes import Box, box_of, extents, joined, moved, overlap, volume, whole, within
+from braidax.checkpoint.snapshot.host_shard import HostShard
 from braidax.checkpoint.snapshot.leaves import (
     Leaf,
     Part,
@@ -57,7 +58,7 @@ class Snapshot:
 
     **Arguments:** `entries`: all leaves, in the order of the tree. `pieces`: in the order of the file. `memory`: their
     bytes, one behind the other. `digest`: of the tree and of who writes what; the same on all processes.
-    `notes`: texts that are kept with it.
+    `notes`: texts that are kept with it. `shards`: which parts it has of host arrays that lie in parts on several.
     """
 
     entries: tuple[Entry, ...]
@@ -65,6 +66,7 @@ class Snapshot:
     memory: np.ndarray
     digest: str
     notes: Mapping[str, str]
+    shards: tuple[tuple[Leaf, Box], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -117,9 +119,9 @@ def hold(
     pinned host memory are started and not waited for, up to 32 GiB of them: what goes before is copied at once, and so
     are NumPy arrays, which anybody may write to.
 
-    **Arguments:** `tree`: a PyTree of `jax.Array`, NumPy arrays and Python numbers. `memory`: to copy to; that of an
-    earlier snapshot is overwritten. `process`: this one, of `num_processes` that call this with the same tree.
-    `notes`: as of `Snapshot`.
+    **Arguments:** `tree`: a PyTree of `jax.Array`, `HostShard`, NumPy arrays and Python numbers. `memory`: to copy to;
+    that of an earlier snapshot is overwritten. `process`: this one, of `num_processes` that call this with the same
+    tree. `notes`: as of `Snapshot`.
 
     **Returns:** the held tree. **Raises:** `CheckpointError` naming the leaf that cannot be in a checkpoint.
     """
@@ -131,14 +133,15 @@ def hold(
     parts = {leaf.path: parts_of(values[leaf.path], leaf.shape) for leaf in leaves}
     pairs = [(entry, part) for entry in entries for part in parts[entry.leaf.path]]
     shares, digest = _shares(tuple(leaves), tuple(_placed(entry, part, num_processes) for entry, part in pairs))
-    owned = iter([share.get(process, []) for share in shares])
+    owned = iter([_owned(part, share, process) for share, (_, part) in zip(shares, pairs, strict=True)])
     boxes = [_in_array([(part, next(owned)) for part in parts[entry.leaf.path]]) for entry in entries]
     pieces, content = _lay_out(entries, boxes, memory or Memory())
     by_path: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_path.setdefault(piece.path, []).append(piece)
     cuts = [cut for path, own in by_path.items() for part in parts[path] for cut in _cuts(part, own)]
-    return Held(Snapshot(entries, pieces, content, digest, dict(notes)), staging.stage(cuts))
+    shards = tuple((leaf, value.box) for leaf in leaves if isinstance(value := values[leaf.path], HostShard))
+    return Held(Snapshot(entries, pieces, content, digest, dict(notes), shards), staging.stage(cuts))
 
 
 def _entries(leaves: Sequence[Leaf], values: Sequence[Any], num_rows: dict[str, int]) -> tuple[Entry, ...]:
@@ -164,6 +167,13 @@ def _entries(leaves: Sequence[Leaf], values: Sequence[Any], num_rows: dict[str, 
             entries.append(Entry(leaf, leaf.dtype, leaf.shape, padded_rows=num_rows.get(leaf.path)))
     check_stored(entries, num_rows)
     return tuple(entries)
+
+
+def _owned(part: Part, share: Mapping[int, list[Box]], process: int) -> list[Box]:
+    """Returns what a process writes of a part; of a host array that lies in parts on several what it has."""
+    if isinstance(part.value, HostShard):
+        return [] if part.value.is_empty else [part.value.box]
+    return share.get(process, [])
 
 
 def _placed(entry: Entry, part: Part, num_processes: int) -> Placed:
@@ -223,6 +233,8 @@ def _cuts(part: Part, pieces: Sequence[Piece]) -> list[Cut]:
         data = {shard.device: shard.data for shard in value.addressable_shards}
         for device, index in indices.items():
             sources.setdefault(moved(box_of(index or (), value.shape), part.first), data[device])
+    elif isinstance(value, HostShard):
+        sources[value.box] = value.value
     else:
         sources[moved(whole(part.shape), part.first)] = np.asarray(value)
     cuts: list[Cut] = []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from braidax.checkpoint.snapshot.host_shard import HostShard
 from braidax.errors import CheckpointError
 
 Kind = Literal["array", "key", "bool", "int", "float"]
@@ -132,6 +133,8 @@ def saved_leaves(tree: Any) -> dict[str, Any]:
 
 def _divided(path: str, shapes: Mapping[str, tuple[int, ...]], leaves: Mapping[str, Any]) -> Divided:
     parts: list[Part] = []
+    for name, leaf in leaves.items():
+        _check_undivided(name, leaf)
     described = [describe(name, leaf, true_shape=shapes.get(name)) for name, leaf in leaves.items()]
     first = 0
     for leaf, value in zip(described, leaves.values(), strict=True):
@@ -219,6 +222,7 @@ def describe(path: str, leaf: Any, *, true_shape: tuple[int, ...] | None = None)
     """
     if true_shape is not None:
         found = describe(path, leaf)
+        _check_undivided(path, leaf)
         if found.kind != "array" or not _is_within(true_shape, found.shape):
             raise CheckpointError(
                 f"true_shapes says that leaf {path!r} is {list(true_shape)} without padding, but it is {found}: "
@@ -232,7 +236,7 @@ def describe(path: str, leaf: Any, *, true_shape: tuple[int, ...] | None = None)
         )
     if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
         return Leaf(path, "bool" if isinstance(leaf, bool) else "int" if isinstance(leaf, int) else "float")
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | Divided):
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | HostShard | Divided):
         array: Any = cast(Any, leaf)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return Leaf(path, "key", str(array.dtype), tuple(array.shape))
@@ -247,6 +251,13 @@ def describe(path: str, leaf: Any, *, true_shape: tuple[int, ...] | None = None)
         f"leaf {path!r} is of type {type(leaf).__name__}: expected a jax.Array, a NumPy array or a Python number; "
         "convert it, or leave it out of the tree"
     )
+
+
+def _check_undivided(path: str, leaf: Any) -> None:
+    if isinstance(leaf, HostShard):
+        raise CheckpointError(
+            f"true_shapes speaks of leaf {path!r}, a HostShard: expected an array; its own shape is the true one"
+        )
 
 
 def key_data_spec(keys: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
