@@ -123,8 +123,8 @@ def test_two_owners_become_one_and_three_bit_for_bit(tmp_path: Path, gang: Local
 
 
 def test_who_measures_tells_the_servers_when_a_checkpoint_is_due(tmp_path: Path, gang: LocalGang) -> None:
-    assert told(gang, measured, tmp_path) == ["60"] * 4
-    assert len(names(tmp_path)) > 3
+    assert told(gang, measured, tmp_path) == ["300"] * 4
+    assert len(names(tmp_path)) > 2
     step = int(names(tmp_path)[-1][5:])
     assert read_all(tmp_path / names(tmp_path)[-1])["table"].tobytes() == rows(step).tobytes()
 
@@ -133,7 +133,7 @@ def measured(comm: Communicator, folder: Path) -> str:
     comm.timeout_seconds = SECONDS
     interval = bx.Adaptive(max_lost_seconds=1e-9)
     with bx.Checkpointer(Folder(folder, keep=99), interval, timeout_seconds=SECONDS, processes=comm) as saver:
-        for number in range(1, 61):
+        for number in range(1, 301):
             saver.update(state_of(comm, number))
             comm.barrier()
     return str(saver.num_updates)
@@ -237,14 +237,18 @@ def dying(comm: Communicator, folder: Path, who: int) -> None:
             saver.update(state_of(comm, number))
 
 
+# The last one that the gang runs.
 def test_a_server_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, gang: LocalGang) -> None:
-    with pytest.raises(RankFailed, match="rank 2"), LocalGang(4, environment={"JAX_PLATFORMS": "cpu"}) as mortal:
-        mortal.run(dying, tmp_path, 2, timeout_seconds=RUN_SECONDS)
+    with pytest.raises(RankFailed, match="rank 2"):
+        gang.run(dying, tmp_path, 2, timeout_seconds=RUN_SECONDS)
     assert names(tmp_path)[-1] == "step-00000001"
-    assert read_all(tmp_path / "step-00000001")["table"].tobytes() == rows(1).tobytes()
-    words = told(gang, saved, tmp_path, 3)
-    assert words[:3] == ["1 5"] * 3
-    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000004"]
+    like = {"table": np.zeros(SHAPE, np.float32), "counts": np.zeros(7, np.int64), "w": jnp.zeros(9), "epoch": 0}
+    with bx.Checkpointer(tmp_path, bx.Every(1)) as saver:
+        assert names(tmp_path) == ["step-00000001"]  # the rest is gone
+        found = saver.restore(like)
+        saver.update(found)
+    assert found["table"].tobytes() == rows(1).tobytes()
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 # One process.
@@ -293,9 +297,7 @@ def test_of_true_shapes_a_shard_knows_nothing(tmp_path: Path) -> None:
     part = shard(rows(1), 0, ROWS)
     with bx.Checkpointer(tmp_path, bx.Every(1)) as saver:
         for tree in (Longer({"x": part}, {"arrays/x": (9, 5)}), Longer({"x": (part, part)}, {"arrays/x": (2002, 5)})):
-            with pytest.raises(
-                CheckpointError, match=r"true_shapes speaks of leaf 'arrays/x.*', a HostShard: expected"
-            ):
+            with pytest.raises(CheckpointError, match=r"true_shapes speaks of leaf 'arrays/x.*', a HostShard"):
                 saver.save(tree)
 
 
