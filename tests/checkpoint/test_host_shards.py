@@ -14,9 +14,9 @@ import pytest
 
 import braidax as bx
 from braidax.checkpoint import Folder, HostShard, Neighbors, restore
-from braidax.checkpoint.boards import MessageBoard
 from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.checkpoint.format.reading import read_manifest
+from braidax.checkpoint.messages import MessageChannel
 from braidax.checkpoint.places import persist
 from braidax.checkpoint.places.same_tree import Said, check_same
 from braidax.comm import Communicator
@@ -124,15 +124,19 @@ def test_two_owners_become_one_and_three_bit_for_bit(tmp_path: Path, gang: Local
 
 def test_who_measures_tells_the_servers_when_a_checkpoint_is_due(tmp_path: Path, gang: LocalGang) -> None:
     assert told(gang, measured, tmp_path) == ["300"] * 4
-    assert len(names(tmp_path)) > 2
-    step = int(names(tmp_path)[-1][5:])
-    assert read_all(tmp_path / names(tmp_path)[-1])["table"].tobytes() == rows(step).tobytes()
+    found = names(tmp_path / "run")
+    assert len(found) > 2
+    assert read_all(tmp_path / "run" / found[-1])["table"].tobytes() == rows(int(found[-1][5:])).tobytes()
 
 
 def measured(comm: Communicator, folder: Path) -> str:
+    """Saves after what a run over the same messages has left unread: when its first checkpoints are due."""
     comm.timeout_seconds = SECONDS
     interval = bx.Adaptive(max_lost_seconds=1e-9)
-    with bx.Checkpointer(Folder(folder, keep=99), interval, timeout_seconds=SECONDS, processes=comm) as saver:
+    with bx.Checkpointer(folder / "before", interval, timeout_seconds=SECONDS, processes=comm) as saver:
+        saver.update(state_of(comm, 1))
+    places = Folder(folder / "run", keep=99)
+    with bx.Checkpointer(places, interval, timeout_seconds=SECONDS, processes=comm) as saver:
         for number in range(1, 301):
             saver.update(state_of(comm, number))
             comm.barrier()
@@ -330,8 +334,10 @@ def test_words_that_nobody_asked_for_go(tmp_path: Path) -> None:
         def all_to_all(self, parts: Any) -> list[Any]:
             raise AssertionError
 
-    board = MessageBoard(Line())
+    line = Line()
+    MessageChannel(line, b"before").write("new", b"0")
+    channel = MessageChannel(line, b"now")
     for key, value in (("old", b"1"), ("new", b"2"), ("new", b"3"), ("next", b"\0")):
-        board.write(key, value)
-    assert board.read("new", 0, 1.0) == b"2"  # the first word counts
-    assert board.read("next", 0, 1.0) == b"\0"
+        channel.write(key, value)
+    assert channel.read("new", 0, 1.0) == b"2"  # the first word counts
+    assert channel.read("next", 0, 1.0) == b"\0"

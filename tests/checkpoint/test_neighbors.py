@@ -18,7 +18,7 @@ from braidax.checkpoint import Messages, Neighbors
 from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.checkpoint.places import passing
 from braidax.checkpoint.places.lockstep import Lockstep
-from braidax.checkpoint.places.passing import seat_of
+from braidax.checkpoint.places.passing import position_of
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError, CheckpointError
 from tests.checkpoint.saving import bits, names
@@ -80,22 +80,22 @@ def test_the_protocol_is_what_a_communicator_has() -> None:
     ],
 )
 def test_the_neighbor_is_on_another_host_where_there_is_one(hosts: str, dests: list[int]) -> None:
-    seats = [seat_of(rank, hosts) for rank in range(len(hosts))]
-    assert [seat.dest for seat in seats] == dests
-    assert [seats[seat.dest].source for seat in seats] == list(range(len(hosts)))
+    positions = [position_of(rank, hosts) for rank in range(len(hosts))]
+    assert [position.dest for position in positions] == dests
+    assert [positions[position.dest].source for position in positions] == list(range(len(hosts)))
     for host in set(hosts):
-        mine = [seat for seat, each in zip(seats, hosts, strict=True) if each == host]
-        assert [(seat.slot, seat.num_slots) for seat in mine] == [(n, len(mine)) for n in range(len(mine))]
+        mine = [position for position, each in zip(positions, hosts, strict=True) if each == host]
+        assert [(position.slot, position.num_slots) for position in mine] == [(n, len(mine)) for n in range(len(mine))]
 
 
 @pytest.mark.parametrize("hosts", ["ab", "abc", "aaaaa", "aabb", "aabbcc", "aab", "abcdefg", "aabbccdd"])
 def test_of_those_that_sit_in_a_ring_some_receive_first(hosts: str) -> None:
-    seats = [seat_of(rank, hosts) for rank in range(len(hosts))]
-    for rank, seat in enumerate(seats):
-        ring, at = [seat.sends_first], seat.dest
+    positions = [position_of(rank, hosts) for rank in range(len(hosts))]
+    for rank, position in enumerate(positions):
+        ring, at = [position.sends_first], position.dest
         while at != rank:
-            ring.append(seats[at].sends_first)
-            at = seats[at].dest
+            ring.append(positions[at].sends_first)
+            at = positions[at].dest
         assert set(ring) == {True, False}
         # Wherever a send ends when it is received, a block travels in two turns, or in three where they are odd.
         assert sum(one == other for one, other in zip(ring, [*ring[1:], ring[0]], strict=True)) == len(ring) % 2
@@ -160,8 +160,8 @@ def test_a_part_goes_to_one_neighbor_once(tmp_path: Path, monkeypatch: pytest.Mo
     failures: list[Exception | None] = []
 
     def run(rank: int) -> None:
-        seat = passing.seat_of(rank, ranks[rank].hosts)
-        failures.append(passing.pass_on(ranks[rank], seat, tmp_path / str(rank), sizes))
+        position = passing.position_of(rank, ranks[rank].hosts)
+        failures.append(passing.pass_on(ranks[rank], position, tmp_path / str(rank), sizes))
 
     for rank in range(size):
         (tmp_path / str(rank)).mkdir()
@@ -175,7 +175,7 @@ def test_a_part_goes_to_one_neighbor_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert failures == [None] * size
     assert [messages.num_bytes for messages in ranks] == [sum(each) for each in sizes]
     for rank, messages in enumerate(ranks):
-        source = passing.seat_of(rank, messages.hosts).source
+        source = passing.position_of(rank, messages.hosts).source
         for name in (data_file, manifest_file):
             mine, theirs = tmp_path / str(rank) / name(source), tmp_path / str(source) / name(source)
             assert mine.read_bytes() == theirs.read_bytes()

@@ -1,4 +1,4 @@
-"""Several processes save in several places: what is lost with one place comes back from another, bit for bit."""
+"""OpenPlaces processes save in several places: what is lost with one place comes back from another, bit for bit."""
 
 import json
 import os
@@ -259,10 +259,10 @@ def dying(comm: Communicator, folder: Path, who: int) -> None:
     comm.timeout_seconds = SECONDS
     pass_on = passing.pass_on
 
-    def kill(messages: Messages, seat: Any, folder: Path, sizes: Any) -> Any:
+    def kill(messages: Messages, position: Any, folder: Path, sizes: Any) -> Any:
         if folder.name.startswith(".step-00000004") and comm.rank == who:
             os.kill(os.getpid(), signal.SIGKILL)
-        return pass_on(messages, seat, folder, sizes)
+        return pass_on(messages, position, folder, sizes)
 
     passing.pass_on = kill
     saver = neighbors(folder, comm)

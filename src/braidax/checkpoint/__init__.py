@@ -3,24 +3,22 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from braidax.checkpoint.checkpointer import Checkpointer
-from braidax.checkpoint.format.replanned import Replanned
+from braidax.checkpoint.checkpointer import Checkpointer, Saver
 from braidax.checkpoint.interval.adaptive import Adaptive
 from braidax.checkpoint.interval.preempt import Preemption
 from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, Verdict
 from braidax.checkpoint.places.folder import Folder
-from braidax.checkpoint.places.place import Place
-from braidax.checkpoint.places.restoring import Restored, Skipped, restore
-from braidax.checkpoint.saver import Saver
-from braidax.checkpoint.snapshot.host_shard import HostShard
-from braidax.checkpoint.snapshot.leaves import Outside, PaddedRows, TrueShapes
+from braidax.checkpoint.places.place import Place, Skipped
+from braidax.checkpoint.snapshot.leaves import HostShard, Outside, PaddedRows, TrueShapes
 
 if TYPE_CHECKING:
     from braidax.checkpoint.format.orbax import export_orbax, restore_orbax
+    from braidax.checkpoint.format.replanned import Replanned
     from braidax.checkpoint.format.safetensors import restore_safetensors
     from braidax.checkpoint.messages import Messages
     from braidax.checkpoint.places.bucket import Bucket
     from braidax.checkpoint.places.neighbors import Neighbors
+    from braidax.checkpoint.places.restoring import Restored, restore
     from braidax.checkpoint.snapshot.copies import copied
 
 __all__ = [
@@ -56,6 +54,9 @@ _HOMES = {
     "Bucket": "places.bucket",
     "Messages": "messages",
     "Neighbors": "places.neighbors",
+    "Replanned": "format.replanned",
+    "Restored": "places.restoring",
+    "restore": "places.restoring",
     "copied": "snapshot.copies",
     "export_orbax": "format.orbax",
     "restore_orbax": "format.orbax",

@@ -7,21 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, check_interval
-from braidax.checkpoint.messages import Messages
+from braidax.checkpoint.places.open_places import OpenPlaces, first_of, given_places, withdraw
 from braidax.checkpoint.places.persist import number_of
-from braidax.checkpoint.places.place import OpenPlace, Order, Place
-from braidax.checkpoint.places.restoring import Skipped
-from braidax.checkpoint.places.several import Several, first_of, given_places, withdraw
-from braidax.checkpoint.processes import all_processes, processes_of
-from braidax.checkpoint.snapshot.copies import prepared
+from braidax.checkpoint.places.place import OpenPlace, Order, Place, Skipped
+from braidax.checkpoint.processes import Processes, all_processes
 from braidax.checkpoint.snapshot.hold import Memory, hold
 from braidax.checkpoint.snapshot.leaves import put_outside, saved_leaves, with_outside
+from braidax.checkpoint.snapshot.staging import prepared
 from braidax.checkpoint.under_way import UnderWay
 from braidax.errors import ArgumentError, CheckpointError, ProcessFailed, WaitTimeout
 from braidax.spans import Trace
+
+if TYPE_CHECKING:
+    from braidax.checkpoint.messages import Messages
 
 
 class Checkpointer:
@@ -32,8 +33,8 @@ class Checkpointer:
     next steps). One checkpoint is under way at a time: when the next is due before that, `update` waits. What fails in
     the background is raised by the next call of any method; a place that fails does not keep the others from theirs.
 
-    A place takes each `every`-th checkpoint that is due, the first one of a run in any case; with `Every(n)`, those at
-    multiples of `n · every` updates, so that an interruption moves none.
+    A place takes one in `every` of the checkpoints that are due, and the first one after each start or `restore` in any
+    case; with `Every(n)`, those at multiples of `n · every` updates, so that an interruption moves none.
 
     There is a thread only while a checkpoint is under way. A program that ends without `close` still finishes it.
 
@@ -45,10 +46,10 @@ class Checkpointer:
     **Arguments:** `places`: the path of a folder, or from the quickest to the most lasting `Neighbors`, `Folder`s and
     `Bucket`s, one of which takes all. `interval`: when a checkpoint is due, such as `Every(100)` or `Adaptive()`.
     `keep`, `keep_every`, `keep_best`: as of `Folder`, for a path alone; 3 are kept by default. `timeout_seconds`: the
-    limit of every wait. `prepare`: makes, of a tree whose checkpoint is due, the one that is
-    read, if the devices have memory for it: `copied`, for a step that is one jitted function. `processes`: a
-    communicator of all that save together, in place of JAX's own; the first ranks are JAX's processes, by their
-    indices, and its `timeout_seconds` limit the waits for others.
+    limit of every wait. `prepare`: makes, of a tree whose checkpoint is due, the one that is read, if the devices have
+    memory for it: `copied`, for a step that is one jitted function. `processes`: a communicator of all that save
+    together, in place of JAX's own service; the first ranks are JAX's processes, by their indices, and its
+    `timeout_seconds` limit the waits for others.
 
     `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan. `while_waiting`, if set,
     is called every few seconds of a wait, and when a checkpoint has failed; it may raise `ProcessFailed`, as a step's
@@ -67,7 +68,7 @@ class Checkpointer:
         keep_best: int = 0,
         timeout_seconds: float = 600.0,
         prepare: Callable[[Any], Any] | None = None,
-        processes: Messages | None = None,
+        processes: "Messages | None" = None,
     ) -> None:
         check_interval(interval)
         given = given_places(places, keep, keep_every, keep_best)
@@ -88,9 +89,8 @@ class Checkpointer:
         self._num_due = 0  # where that can be said, those before the last restore included
         self._is_first = True  # since the last restore
         self._num_attempts: Counter[int] = Counter()  # to save a step, since the last restore
-        found = all_processes(timeout_seconds) if processes is None else processes_of(processes, timeout_seconds)
-        self._processes = found
-        self._places = Several(given, self._processes)
+        self._processes = _processes_of(processes, timeout_seconds)
+        self._places = OpenPlaces(given, self._processes)
 
     @property
     def path(self) -> Path:
@@ -243,7 +243,7 @@ class Checkpointer:
         """
         self._closed = True
         failure = self._settle()  # what still goes on keeps its places
-        failure = first_of([failure, self._places.close(self._settle_behind)])
+        failure = first_of([failure, self._places.close(self._settle_jobs)])
         if failure is not None:
             raise failure
 
@@ -273,7 +273,7 @@ class Checkpointer:
         """Waits for what is under way; what goes wrong with that on one process is raised on all at once."""
         with self._processes.agreeing(f"{name}/begun"):
             self._check_open()
-            failure = first_of([self._settle(), self._settle_behind(self._places.all)])
+            failure = first_of([self._settle(), self._settle_jobs(self._places.all)])
             if failure is not None:
                 raise failure
 
@@ -297,8 +297,8 @@ class Checkpointer:
     def _heard(self) -> Exception | None:
         """Returns what went wrong with what is over, once."""
         is_over = self._pending is not None and self._pending.committed.done()
-        over = [place for place in self._places.all if place.behind is not None and place.behind.is_over]
-        return first_of([self._settle() if is_over else None, self._settle_behind(over)])
+        over = [place for place in self._places.all if place.job is not None and place.job.is_over]
+        return first_of([self._settle() if is_over else None, self._settle_jobs(over)])
 
     def _next_name(self) -> str:
         """Returns the name of the messages about the next checkpoint, the same on all processes and used once."""
@@ -312,7 +312,7 @@ class Checkpointer:
         """
         pending = self._pending
         try:
-            return first_of([self._settle(), self._settle_behind(places)])
+            return first_of([self._settle(), self._settle_jobs(places)])
         except WaitTimeout as late:
             if pending is not None:
                 self._withdraw(pending, str(late))
@@ -332,7 +332,58 @@ class Checkpointer:
             self._spacing.ended()
         return failure
 
-    def _settle_behind(self, places: Iterable[OpenPlace]) -> Exception | None:
-        """Waits for what goes on behind the checkpoints of places, and returns what went wrong with it."""
-        jobs = [place.behind for place in places if place.behind is not None]
+    def _settle_jobs(self, places: Iterable[OpenPlace]) -> Exception | None:
+        """Waits for what goes on when places have persisted, and returns what went wrong with it."""
+        jobs = [place.job for place in places if place.job is not None]
         return first_of([job.settle(self.timeout_seconds, self.while_waiting) for job in jobs])
+
+
+def _processes_of(messages: "Messages | None", timeout_seconds: float) -> Processes:
+    if messages is None:
+        return all_processes(timeout_seconds)
+    from braidax.checkpoint.messages import processes_of
+
+    return processes_of(messages, timeout_seconds)
+
+
+@runtime_checkable
+class Saver(Protocol):
+    """What a training loop needs to save its state; `Checkpointer` is one.
+
+    **Fields:** `notes`: as of `Checkpointer`.
+    """
+
+    notes: dict[str, str]
+
+    @property
+    def num_updates(self) -> int:
+        """How many updates the state has seen."""
+        ...
+
+    @property
+    def timeout_seconds(self) -> float:
+        """The limit of every wait; it may be set."""
+        ...
+
+    @timeout_seconds.setter
+    def timeout_seconds(self, seconds: float) -> None: ...
+
+    def update(self, tree: Any, *, metric: Any = None) -> None:
+        """As `Checkpointer.update`."""
+        ...
+
+    def save(self, tree: Any, *, metric: Any = None) -> Path:
+        """As `Checkpointer.save`."""
+        ...
+
+    def wait(self) -> None:
+        """As `Checkpointer.wait`."""
+        ...
+
+    def restore(self, like: Any, *, only: Sequence[str] | None = None) -> Any:
+        """As `Checkpointer.restore`."""
+        ...
+
+    def close(self) -> None:
+        """As `Checkpointer.close`."""
+        ...

@@ -5,21 +5,97 @@ may wait here, within a limit; no device is involved.
 """
 
 import contextlib
+import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, final, runtime_checkable
 
 import jax
+from jax.errors import JaxRuntimeError
 
-from braidax.checkpoint.boards import Board, CoordinationBoard, MessageBoard
-from braidax.checkpoint.interval.adaptive_messages import Announcing
-from braidax.checkpoint.messages import Messages
-from braidax.errors import ArgumentError, BraidaxError, CheckpointError, WaitTimeout
-from braidax.program.coordination import coordination_client
+from braidax.checkpoint.interval.adaptive_messages import Announcements, Announcing
+from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
+from braidax.program.coordination import CoordinationClient, coordination_client
 
+_NUMBERS = itertools.count()  # of channels, which all processes make in the same order
 _SLICE_SECONDS = 0.2  # of a wait inside JAX, which Ctrl-C cannot end
+
+
+@runtime_checkable
+class Channel(Protocol):
+    """Words by key. Process 0 writes for all others, and they write for process 0."""
+
+    def write(self, key: str, value: bytes) -> None:
+        """Leaves a word, and does not wait; the first one of a key counts. **Raises:** `CheckpointError`."""
+        ...
+
+    def read(self, key: str, source: int, seconds: float) -> bytes:
+        """Returns the word that a process left. **Raises:** `TimeoutError` after some seconds; `CheckpointError`."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Takes the words away whose keys begin with a name: all have read them."""
+        ...
+
+    def another(self) -> "Channel":
+        """Returns a channel of the same processes for other words; all call this in the same order."""
+        ...
+
+    def announcements(self, name: str, timeout_seconds: float) -> Announcing:
+        """Returns how process 0 tells the others things ahead. **Arguments:** `name`: is used once."""
+        ...
+
+
+@final
+class CoordinationChannel:
+    """A channel in JAX's coordination service.
+
+    **Arguments:** `client`: of this process. `process`: its index.
+    """
+
+    def __init__(self, client: CoordinationClient, process: int) -> None:
+        self._client = client
+        self._process = process
+        self._prefix = f"braidax/checkpoint/{next(_NUMBERS)}"
+
+    def write(self, key: str, value: bytes) -> None:
+        """As of `Channel`."""
+        try:
+            self._client.key_value_set_bytes(f"{self._prefix}/{key}", value)
+        except JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise self._lost(error) from error
+
+    def read(self, key: str, source: int, seconds: float) -> bytes:
+        """As of `Channel`."""
+        try:
+            return self._client.blocking_key_value_get_bytes(f"{self._prefix}/{key}", math.ceil(1000 * seconds))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise TimeoutError from error
+            raise self._lost(error) from error
+
+    def forget(self, name: str) -> None:
+        """As of `Channel`."""
+        self._client.key_value_delete(f"{self._prefix}/{name}/")
+
+    def another(self) -> "CoordinationChannel":
+        """As of `Channel`."""
+        return CoordinationChannel(self._client, self._process)
+
+    def announcements(self, name: str, timeout_seconds: float) -> Announcements:
+        """As of `Channel`."""
+        prefix = f"{self._prefix}/{name}"
+        return Announcements(self._client, prefix, process=self._process, timeout_seconds=timeout_seconds)
+
+    def _lost(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"process {self._process} cannot talk to JAX's coordination service any more "
+            f"({str(error).strip().splitlines()[0]}): process 0, or another one, has ended; its log says why"
+        )
 
 
 @dataclass
@@ -32,23 +108,23 @@ class _Left:
 class Processes:
     """The processes that save together; of one alone, all waits are over at once.
 
-    **Arguments:** `board`: of this process, None where it is alone. `index`: of this one, of `count`.
+    **Arguments:** `channel`: of this process, None where it is alone. `index`: of this one, of `count`.
     `timeout_seconds`: the limit of every wait.
     """
 
-    def __init__(self, board: Board | None, index: int, count: int, timeout_seconds: float) -> None:
+    def __init__(self, channel: Channel | None, index: int, count: int, timeout_seconds: float) -> None:
         self.index = index
         self.count = count
         self.timeout_seconds = timeout_seconds
-        self._board = board
+        self._channel = channel
         self._over: str | None = None
         self._withdrawn: dict[str, str] = {}
         self._left = _Left()
 
     def another(self) -> "Processes":
         """Returns the same processes, for messages of their own; all call this in the same order."""
-        board = None if self._board is None else self._board.another()
-        found = Processes(board, self.index, self.count, self.timeout_seconds)
+        channel = None if self._channel is None else self._channel.another()
+        found = Processes(channel, self.index, self.count, self.timeout_seconds)
         found._left = self._left
         return found
 
@@ -75,7 +151,7 @@ class Processes:
 
         What it has said of that before stands. On process 0 nothing can come of it any more.
         """
-        if self._board is None:
+        if self._channel is None:
             return
         if self.index:
             self.say(name, reason)
@@ -138,8 +214,8 @@ class Processes:
                 "same order; its log says what it did. If it is only slow, raise the limit"
             )
         # Whoever speaks here has left the message before, whose keys can go.
-        if self._board is not None and self._over is not None:
-            self._board.forget(self._over)
+        if self._channel is not None and self._over is not None:
+            self._channel.forget(self._over)
         self._over = name
         return found
 
@@ -177,20 +253,20 @@ class Processes:
 
     def announcements(self, name: str) -> Announcing | None:
         """Returns how process 0 tells the others things ahead, None where there are none. `name`: is used once."""
-        return None if self._board is None else self._board.announcements(name, self.timeout_seconds)
+        return None if self._channel is None else self._channel.announcements(name, self.timeout_seconds)
 
     def _set(self, key: str, value: bytes) -> None:
-        if self._board is not None:
-            self._board.write(key, value)
+        if self._channel is not None:
+            self._channel.write(key, value)
 
     def _get(self, key: str, source: int, deadline: float) -> bytes | None:
-        assert self._board is not None
+        assert self._channel is not None
         while True:
             if self._left.reason is not None:
                 raise CheckpointError(self._left.reason)
             left = max(0.001, deadline - time.monotonic())
             try:
-                return self._board.read(key, source, min(left, _SLICE_SECONDS))
+                return self._channel.read(key, source, min(left, _SLICE_SECONDS))
             except TimeoutError as error:
                 if isinstance(error, WaitTimeout):
                     raise
@@ -204,22 +280,7 @@ def all_processes(timeout_seconds: float) -> Processes:
     if client is None or jax.process_count() == 1:
         return alone(timeout_seconds)
     index = jax.process_index()
-    return Processes(CoordinationBoard(client, index), index, jax.process_count(), timeout_seconds)
-
-
-def processes_of(messages: Messages, timeout_seconds: float) -> Processes:
-    """Returns the processes that send one another messages, which need not be JAX's.
-
-    **Raises:** `ArgumentError` where those of JAX have other ranks than their indices.
-    """
-    rank, size = messages.rank, messages.size
-    if jax.distributed.is_initialized() and (jax.process_index() != rank or jax.process_count() > size):
-        raise ArgumentError(
-            f"processes= has rank {rank} of {size}, but this is process {jax.process_index()} of "
-            f"{jax.process_count()} of JAX: expected the processes of JAX to have the ranks of their indices, and "
-            "others the ranks that follow; connect them in that order"
-        )
-    return alone(timeout_seconds) if size == 1 else Processes(MessageBoard(messages), rank, size, timeout_seconds)
+    return Processes(CoordinationChannel(client, index), index, jax.process_count(), timeout_seconds)
 
 
 def alone(timeout_seconds: float) -> Processes:

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from braidax.checkpoint.background_job import outcome
 from braidax.checkpoint.format.writing import checksums_of
+from braidax.checkpoint.places.open_places import first_of
 from braidax.checkpoint.places.place import OpenPlace, Order, Part
-from braidax.checkpoint.places.several import first_of
 from braidax.checkpoint.snapshot.hold import Held, Snapshot
 from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
 from braidax.spans import Trace, span

@@ -15,8 +15,8 @@ from braidax.checkpoint.format.placing import from_row, lengthened, on_devices, 
 from braidax.checkpoint.format.reading import Content, OpenFile, Reader
 from braidax.checkpoint.format.replanned import Way, way_from
 from braidax.checkpoint.snapshot.boxes import Box, whole
-from braidax.checkpoint.snapshot.host_shard import HostShard
 from braidax.checkpoint.snapshot.leaves import (
+    HostShard,
     Part,
     describe,
     leaves_of,

@@ -23,8 +23,7 @@ from braidax.checkpoint.snapshot.boxes import (
     whole,
     within,
 )
-from braidax.checkpoint.snapshot.host_shard import HostShard
-from braidax.checkpoint.snapshot.leaves import Part
+from braidax.checkpoint.snapshot.leaves import HostShard, Part
 
 # JAX leaves some of itself unannotated.
 _jax: Any = jax

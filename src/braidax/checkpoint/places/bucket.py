@@ -15,8 +15,7 @@ from braidax.checkpoint.format.reading import read_manifest
 from braidax.checkpoint.places.fetching import fetch
 from braidax.checkpoint.places.folder import OpenFolder
 from braidax.checkpoint.places.object_store import Kept, ObjectStore
-from braidax.checkpoint.places.place import OpenPlace, Order, Part, Returned, check_every
-from braidax.checkpoint.places.restoring import NothingValid, Skipped
+from braidax.checkpoint.places.place import NothingValid, OpenPlace, Order, Part, Returned, Skipped, check_every
 from braidax.checkpoint.processes import Processes
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from braidax.spans import span
@@ -82,7 +81,7 @@ class OpenBucket:
 
     def __init__(self, given: Bucket, folder: OpenFolder, processes: Processes) -> None:
         self.skipped: list[Skipped] = []
-        self.behind: BackgroundJob | None = BackgroundJob(THREAD_NAME)
+        self.job: BackgroundJob | None = BackgroundJob(THREAD_NAME)
         self._folder = folder
         self._keep = given.keep
         self._store = ObjectStore(given.url, given.client or {}, timeout_seconds=processes.timeout_seconds)
@@ -102,10 +101,10 @@ class OpenBucket:
 
     def begin(self, order: Order) -> None:
         """As of `OpenPlace`: the upload begins to wait for the folder."""
-        assert self.behind is not None
+        assert self.job is not None
         self._name, self._staged = order.name, Future()
         work = _Upload(order, self._staged, self._keep, self._obsolete, self._store, self._folder, self._processes)
-        self.behind.begin(f"{self.where}: uploading a checkpoint", work.run)
+        self.job.begin(f"{self.where}: uploading a checkpoint", work.run)
 
     def persist(self, part: Part, order: Order) -> Path | None:
         """Keeps what is now in the folder for the upload, which goes on behind.
@@ -122,8 +121,8 @@ class OpenBucket:
 
     def withdraw(self, name: str, step: int, reason: str) -> None:
         """As of `OpenPlace`; the upload under way is meant as well."""
-        assert self.behind is not None
-        if self.behind.is_busy and self._name != name:
+        assert self.job is not None
+        if self.job.is_busy and self._name != name:
             self._processes.withdraw(self._name, reason)
         self._processes.withdraw(name, reason)
 

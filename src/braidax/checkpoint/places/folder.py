@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, final
 
 from braidax.checkpoint.background_job import BackgroundJob
-from braidax.checkpoint.places import persist, restoring
-from braidax.checkpoint.places.place import OpenPlace, Order, Part, Returned, check_every
-from braidax.checkpoint.places.restoring import Skipped
+from braidax.checkpoint.places import persist
+from braidax.checkpoint.places.place import OpenPlace, Order, Part, Returned, Skipped, check_every
 from braidax.checkpoint.places.retention import Retention
 from braidax.checkpoint.processes import Processes
 from braidax.errors import ArgumentError
@@ -60,7 +59,7 @@ class OpenFolder:
         self.where = str(self.path)
         self.every = given.every
         self.skipped: list[Skipped] = []
-        self.behind: BackgroundJob | None = None
+        self.job: BackgroundJob | None = None
         self.saved: dict[str, Path] = {}
         self._processes = processes
         self._retention = Retention(given.keep, given.keep_every, given.keep_best)
@@ -90,10 +89,14 @@ class OpenFolder:
 
     def newest(self) -> int | None:
         """As of `OpenPlace`."""
+        from braidax.checkpoint.places import restoring  # which most runs need once, at their start
+
         return restoring.newest_step(self.path, self._processes, self._met("newest"))
 
     def restore(self, like: Any, only: Sequence[str] | None, above: int) -> Returned | None:
         """As of `OpenPlace`. Those that do not verify go with the next durable one."""
+        from braidax.checkpoint.places import restoring
+
         found, self.skipped = restoring.newest(self.path, like, only, self._processes, self._met("restore"), above)
         if found is None:
             if self.skipped and above < 0:
@@ -103,6 +106,8 @@ class OpenFolder:
 
     def go_on(self, num_updates: int) -> None:
         """As of `OpenPlace`."""
+        from braidax.checkpoint.places import restoring
+
         known = {skipped.path for skipped in self.skipped}
         newer = [found.path for found in restoring.listed_in(self.path) if found.step > num_updates]
         self.skipped += [Skipped(path, "a state from elsewhere was newer") for path in newer if path not in known]

@@ -20,8 +20,7 @@ from braidax.checkpoint.format.writing import write
 from braidax.checkpoint.messages import Messages
 from braidax.checkpoint.places import passing
 from braidax.checkpoint.places.holdings import Holdings
-from braidax.checkpoint.places.place import OpenPlace, Order, Part, Returned, check_every
-from braidax.checkpoint.places.restoring import NothingValid, Skipped
+from braidax.checkpoint.places.place import NothingValid, OpenPlace, Order, Part, Returned, Skipped, check_every
 from braidax.checkpoint.places.retention import Retention
 from braidax.checkpoint.places.same_tree import Said, check_same
 from braidax.checkpoint.processes import Processes
@@ -76,12 +75,12 @@ class OpenNeighbors:
 
     def __init__(self, given: Neighbors) -> None:
         self.skipped: list[Skipped] = []
-        self.behind: BackgroundJob | None = BackgroundJob(THREAD_NAME)
+        self.job: BackgroundJob | None = BackgroundJob(THREAD_NAME)
         self._path = Path(given.path).absolute()
         self.where = str(self._path)
         self._messages = given.messages
-        self._seat = passing.seat_of(given.messages.rank, given.messages.hosts)
-        self._root = self._path / f"slot-{self._seat.slot}"
+        self._position = passing.position_of(given.messages.rank, given.messages.hosts)
+        self._root = self._path / f"slot-{self._position.slot}"
         self._retention = Retention(newest=1)
         self._begun = ""
         self._turn = threading.Lock()  # to send messages
@@ -123,14 +122,14 @@ class OpenNeighbors:
         """As of `OpenPlace`; one that has begun goes on, as nobody can leave others alone in its messages."""
         if name == self._begun:
             return
-        assert self.behind is not None
+        assert self.job is not None
         with self._told:
             self._missed.append((step, reason))
             if self._is_telling:
                 return
             self._is_telling = True
-        self.behind.settle(self._messages.timeout_seconds)
-        self.behind.begin(f"{self.where}: telling the others that step {step} is not saved", self._tell_behind)
+        self.job.settle(self._messages.timeout_seconds)
+        self.job.begin(f"{self.where}: telling the others that step {step} is not saved", self._tell_later)
 
     def newest(self) -> int | None:
         """As of `OpenPlace`."""
@@ -160,11 +159,11 @@ class OpenNeighbors:
 
     def _abandoned(self) -> list[Path]:
         """Returns the folders of processes that this host had and has no more, for one of its processes."""
-        if self._seat.slot:
+        if self._position.slot:
             return []
         slots = {int(name[1]): path for path in self._path.iterdir() if (name := _SLOT.fullmatch(path.name))}
         has_had = {slot: path for slot, path in slots.items() if (path / folders.LOCK_FILE).is_file()}
-        return [path for slot, path in sorted(has_had.items()) if slot >= self._seat.num_slots]
+        return [path for slot, path in sorted(has_had.items()) if slot >= self._position.num_slots]
 
     def _restore(self, like: Any, only: Sequence[str] | None, above: int) -> Returned | None:
         holdings = self._holdings()
@@ -191,7 +190,7 @@ class OpenNeighbors:
             )
         return None
 
-    def _tell_behind(self) -> None:
+    def _tell_later(self) -> None:
         with self._turn:
             self._tell_missed()
 
@@ -250,12 +249,12 @@ class OpenNeighbors:
             staged.append(folders.begin(self._root, about.step))
             write(staged[0], part.owned.result(), part.checksums, about, process=rank)
 
-        rank, seat = self._messages.rank, self._seat
+        rank, position = self._messages.rank, self._position
         failure = _failure_of(store)
         paths = [] if failure is not None else [staged[0] / name(rank) for name in (data_file, manifest_file)]
         said = self._agree(failure, "write its part", sizes=[path.stat().st_size for path in paths])
-        if seat.dest != rank:
-            failure = passing.pass_on(self._messages, seat, staged[0], [tuple(each["sizes"]) for each in said])
+        if position.dest != rank:
+            failure = passing.pass_on(self._messages, position, staged[0], [tuple(each["sizes"]) for each in said])
         self._agree(failure, "keep its neighbor's part")
 
     def _agree(self, failure: Exception | None, doing: str, **more: Any) -> list[dict[str, Any]]:

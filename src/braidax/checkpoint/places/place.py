@@ -7,11 +7,21 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from braidax.checkpoint.background_job import BackgroundJob
 from braidax.checkpoint.format.writing import Checksums
-from braidax.checkpoint.places.restoring import Skipped
 from braidax.checkpoint.processes import Processes
 from braidax.checkpoint.snapshot.hold import Snapshot
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, CheckpointError
 from braidax.spans import Trace
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that was not restored: its `path`, and the `reason`."""
+
+    path: Path
+    reason: str
+
+
+class NothingValid(CheckpointError):
+    """There are checkpoints, and none verifies; to callers it is a `CheckpointError` like others."""
 
 
 class Part(NamedTuple):
@@ -69,12 +79,12 @@ class OpenPlace(Protocol):
     """A place while a run goes on. All processes call the same methods in the same order.
 
     **Fields:** `where`: what it is called in errors. `skipped`: checkpoints that the last `restore` found invalid.
-    `behind`: what of a checkpoint goes on when `persist` has returned, None where nothing does.
+    `job`: what of a checkpoint goes on when `persist` has returned, None where nothing does.
     """
 
     where: str
     skipped: list[Skipped]
-    behind: BackgroundJob | None
+    job: BackgroundJob | None
 
     @property
     def earlier(self) -> str:
@@ -82,7 +92,7 @@ class OpenPlace(Protocol):
         ...
 
     def begin(self, order: Order) -> None:
-        """Takes note of a checkpoint that begins, on the loop's thread; nothing is under way `behind`."""
+        """Takes note of a checkpoint that begins, on the loop's thread; its `job` is over."""
         ...
 
     def persist(self, part: Part, order: Order) -> Path | None:

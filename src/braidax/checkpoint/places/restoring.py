@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -14,6 +14,7 @@ from braidax.checkpoint.format import folders
 from braidax.checkpoint.format.loading import Mismatch, load, planned, spoken_of
 from braidax.checkpoint.format.manifest import OtherFormat
 from braidax.checkpoint.format.reading import Content, read_content
+from braidax.checkpoint.places.place import NothingValid, Skipped
 from braidax.checkpoint.processes import Processes, all_processes, alone
 from braidax.checkpoint.snapshot.leaves import (
     put_outside,
@@ -26,13 +27,6 @@ from braidax.errors import CheckpointError
 _jax: Any = jax
 _ATTEMPTS = 4  # to find a checkpoint that is not removed while it is read
 _logger = logging.getLogger(__name__)
-
-
-class Skipped(NamedTuple):
-    """A checkpoint that was not restored: its `path`, and the `reason`."""
-
-    path: Path
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -168,10 +162,6 @@ def _is_out_of_reach(error: BaseException | None) -> bool:
     """Says whether a file may be fine, though it cannot be read now: rights, descriptors, a disk, a network."""
     lost = FileNotFoundError | NotADirectoryError | IsADirectoryError
     return isinstance(error, OSError) and not isinstance(error, lost)
-
-
-class NothingValid(CheckpointError):
-    """There are checkpoints, and none verifies; to callers it is a `CheckpointError` like others."""
 
 
 def nothing_valid(root: Path | str, reasons: Sequence[str]) -> NothingValid:

@@ -1,17 +1,12 @@
 """A copy of a tree on its own devices: what may be saved while a step that donates goes on."""
 
-import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-
-from braidax.checkpoint.snapshot.staging import is_out_of_memory
-
-_logger = logging.getLogger(__name__)
 
 # JAX leaves some of itself unannotated.
 _jax: Any = jax
@@ -41,22 +36,6 @@ def copied(tree: Any) -> Any:
             for number, copy in zip(numbers, _copied(arrays) if place is not None else _moved(arrays), strict=True):
                 leaves[number] = copy
     return jax.tree.unflatten(structure, leaves)
-
-
-def prepared(tree: Any, prepare: Callable[[Any], Any] | None) -> Any:
-    """Returns what `prepare` makes of a tree; where a device has no memory for that, the tree, and says so in the log.
-
-    The snapshot is the same either way: the step that donates the tree waits for it, or leaves its memory alone.
-    """
-    if prepare is None:
-        return tree
-    try:
-        return prepare(tree)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        _logger.warning("a checkpoint is taken of the state itself, as there is no memory for prepare=: %s", error)
-        return tree
 
 
 def _place(array: jax.Array) -> Hashable:

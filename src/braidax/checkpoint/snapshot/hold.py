@@ -21,8 +21,8 @@ from braidax.checkpoint.format.manifest import PAGE_BYTES, Entry, stored_as
 from braidax.checkpoint.format.padding import check_stored
 from braidax.checkpoint.snapshot import staging
 from braidax.checkpoint.snapshot.boxes import Box, box_of, extents, joined, moved, overlap, volume, whole, within
-from braidax.checkpoint.snapshot.host_shard import HostShard
 from braidax.checkpoint.snapshot.leaves import (
+    HostShard,
     Leaf,
     Part,
     describe,

@@ -7,7 +7,7 @@ runtime orders before any later donation. XLA keeps pinned memory for good and a
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,6 +90,22 @@ def copy(part: Copy) -> None:
 def is_out_of_memory(error: Exception) -> bool:
     """Says whether JAX could not allocate: it raises either type, by whether it has called the program before."""
     return isinstance(error, JaxRuntimeError | ValueError) and str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+def prepared(tree: Any, prepare: Callable[[Any], Any] | None) -> Any:
+    """Returns what `prepare` makes of a tree; where a device has no memory for that, the tree, and says so in the log.
+
+    The snapshot is the same either way: the step that donates the tree waits for it, or leaves its memory alone.
+    """
+    if prepare is None:
+        return tree
+    try:
+        return prepare(tree)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _logger.warning("a checkpoint is taken of the state itself, as there is no memory for prepare=: %s", error)
+        return tree
 
 
 def _transfers(cuts: Sequence[Cut]) -> Iterator[list[Cut]]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, cast, final
 
 from braidax.checkpoint.places.folder import Folder
-from braidax.checkpoint.places.place import OpenPlace, Place, Returned
-from braidax.checkpoint.places.restoring import NothingValid, Skipped
+from braidax.checkpoint.places.place import NothingValid, OpenPlace, Place, Returned, Skipped
 from braidax.checkpoint.processes import Processes
 from braidax.errors import ArgumentError, BraidaxError, CheckpointError
 
@@ -18,7 +17,7 @@ _KEPT = 3
 
 
 @final
-class Several:
+class OpenPlaces:
     """The places of a run, open. **Arguments:** `given`: as of `given_places`. `processes`: that save together."""
 
     def __init__(self, given: Sequence[Place], processes: Processes) -> None:
@@ -97,7 +96,7 @@ class Several:
             place.limit(timeout_seconds)
 
     def close(self, settle: "Callable[[Iterable[OpenPlace]], Exception | None]") -> Exception | None:
-        """Gives all free. **Arguments:** `settle`: waits for what goes on behind some. **Returns:** what went wrong."""
+        """Gives all free. **Arguments:** `settle`: waits for the jobs of some. **Returns:** what went wrong."""
         failures: list[Exception | None] = []
         for place in self._places:
             try:
