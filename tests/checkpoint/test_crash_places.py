@@ -43,7 +43,7 @@ def crash(folder: Path, countdowns: range) -> None:
 
 
 def test_kill_in_a_call_of_any_place_loses_no_finished_checkpoint(tmp_path: Path) -> None:
-    crash(tmp_path, range(0, 36, 3))
+    crash(tmp_path, range(2, 38, 6))
 
 
 @pytest.mark.slow
