@@ -54,7 +54,7 @@ class BucketServer:
 
     @property
     def client(self) -> dict[str, Any]:
-        """What an `Archive` or a `Remote` takes to find it."""
+        """What a `Bucket` or a `Remote` takes to find it."""
         if self.scheme == "gs":
             return {"base_url": self.url, "bearer_token": TOKEN}
         return {"endpoint": self.url, "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}

@@ -44,7 +44,7 @@ LONG_FILES = (
     "tests/parallel/dense/test_overlap.py",
     "tests/parallel/dense/test_rotated.py",
     "tests/parallel/rows/test_decorated.py",
-    "tests/checkpoint/test_several_tiers.py",
+    "tests/checkpoint/test_several_places.py",
     "tests/checkpoint/test_crash.py",
     "tests/checkpoint/test_streaming.py",
     "tests/comm/faults/test_faults.py",

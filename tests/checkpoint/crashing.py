@@ -22,9 +22,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import Checkpointer, Every, checkpointer, persist
-from braidax.checkpoint.retention import Retention
-from braidax.checkpoint.snapshot import Held
+from braidax.checkpoint import Checkpointer, Every, checkpointer
+from braidax.checkpoint.places import persist
+from braidax.checkpoint.places.retention import Retention
+from braidax.checkpoint.snapshot.hold import Held
 
 PHASES = ("step", "snapshot", "write", "commit", "cleanup")
 """What a process that saves is busy with, as far as its checkpoint goes."""

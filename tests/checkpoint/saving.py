@@ -12,13 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braidax.checkpoint import folders, ownership, persist, restoring, snapshot
-from braidax.checkpoint.boxes import whole
-from braidax.checkpoint.manifest import About
+from braidax.checkpoint.format import folders, loading
+from braidax.checkpoint.format.manifest import About
+from braidax.checkpoint.format.reading import Reader, read_content
+from braidax.checkpoint.format.writing import Checksums, checksums_of, write
+from braidax.checkpoint.places import persist
+from braidax.checkpoint.places.place import Order, Part
 from braidax.checkpoint.processes import alone
-from braidax.checkpoint.reading import Reader, read_content
-from braidax.checkpoint.snapshot import Snapshot, hold
-from braidax.checkpoint.writing import Checksums, checksums_of, write
+from braidax.checkpoint.snapshot import hold as snapshot
+from braidax.checkpoint.snapshot import ownership
+from braidax.checkpoint.snapshot.boxes import whole
+from braidax.checkpoint.snapshot.hold import Snapshot, hold
+from braidax.spans import Trace
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +53,8 @@ class Longer:
 def commit(root: Path, tree: Any, step: int = 1, metric: float | None = None) -> Path:
     """Saves a tree from this process alone in the folder of a run, which is made; returns that of the checkpoint."""
     root.mkdir(exist_ok=True)
-    return persist.commit(persist.Order(root, step, "save", lambda: metric), part_of(hold(tree).copy()), alone(30.0))
+    order = Order(step, "save", lambda: metric, None, Trace())
+    return persist.commit(root, order, part_of(hold(tree).copy()), alone(30.0))
 
 
 def commit_as_many(root: Path, tree: Any, num_processes: int, step: int = 1) -> Path:
@@ -78,19 +84,19 @@ def devices_shared_by(num_processes: int) -> Generator[None]:
                 each.cache_clear()
 
 
-def part_of(copied: Snapshot) -> persist.Part:
+def part_of(copied: Snapshot) -> Part:
     """Returns a snapshot as `persist` takes it."""
     owned: Future[Snapshot] = Future()
     owned.set_result(copied)
     checksums: Future[Checksums] = Future()
     checksums.set_result(checksums_of(copied))
-    return persist.Part(owned, checksums)
+    return Part(owned, checksums)
 
 
 def load(folder: Path, like: Any) -> Any:
     """Restores a checkpoint into the form of `like`."""
     content = read_content(folder)
-    return restoring.load(content, like, restoring.match(content, like))
+    return loading.load(content, like, loading.match(content, like))
 
 
 def read_all(folder: Path) -> dict[str, Any]:

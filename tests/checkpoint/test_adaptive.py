@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from braidax.checkpoint.adaptive import Adaptive, choose
-from braidax.checkpoint.adaptive_cost import Estimate
-from braidax.checkpoint.interval import Interval, Spacing
+from braidax.checkpoint.interval.adaptive import Adaptive, choose
+from braidax.checkpoint.interval.adaptive_cost import Estimate
+from braidax.checkpoint.interval.spacing import Interval, Spacing
 from braidax.errors import ArgumentError
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 from jax.errors import JaxRuntimeError
 
-from braidax.checkpoint.adaptive import Adapting, Adaptive
-from braidax.checkpoint.adaptive_messages import Announcements
-from braidax.checkpoint.interval import Spacing
+from braidax.checkpoint.interval.adaptive import Adapting, Adaptive
+from braidax.checkpoint.interval.adaptive_messages import Announcements
+from braidax.checkpoint.interval.spacing import Spacing
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 from tests.comm.stores.servers import free_port
 
@@ -19,7 +19,7 @@ LIMIT = 60
 REAL = """
 import sys
 import jax
-from braidax.checkpoint.adaptive_messages import Announcements
+from braidax.checkpoint.interval.adaptive_messages import Announcements
 from braidax.errors import WaitTimeout
 from braidax.program.coordination import coordination_client
 

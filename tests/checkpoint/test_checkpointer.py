@@ -15,9 +15,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import Checkpointer, Every, Skipped, checkpointer, persist, reading, restore
-from braidax.checkpoint.manifest import data_file, manifest_file
-from braidax.checkpoint.snapshot import Held, Snapshot
+from braidax.checkpoint import Checkpointer, Every, Skipped, restore, under_way
+from braidax.checkpoint.format import reading
+from braidax.checkpoint.format.manifest import data_file, manifest_file
+from braidax.checkpoint.places import persist
+from braidax.checkpoint.snapshot.hold import Held, Snapshot
 from braidax.errors import ArgumentError, CheckpointError, ProcessFailed, WaitTimeout
 from braidax.spans import Trace
 from tests.checkpoint.saving import commit, names, read_all
@@ -212,7 +214,7 @@ def test_who_has_ended_is_said_in_place_of_what_a_checkpoint_lacks(
     def ask() -> None:
         raise ProcessFailed("process 1 has ended", 1)
 
-    monkeypatch.setattr("braidax.checkpoint.persist.write", fail)
+    monkeypatch.setattr("braidax.checkpoint.places.persist.write", fail)
     with pytest.raises(ProcessFailed), Checkpointer(tmp_path, Every(1)) as saver:
         saver.while_waiting = ask
         saver.save({"x": 1})
@@ -446,7 +448,7 @@ def test_what_is_removed_while_it_is_read_gives_way_to_what_is_newer(
             shutil.rmtree(folder)
         return read_content(folder)
 
-    monkeypatch.setattr("braidax.checkpoint.restoring.read_content", replaced)
+    monkeypatch.setattr("braidax.checkpoint.places.restoring.read_content", replaced)
     got = restore(tmp_path, {"x": 0})
     assert (got.tree, got.skipped, reads) == ({"x": 2}, (), ["step-00000001", "step-00000002"])
 
@@ -456,7 +458,7 @@ def test_another_format_is_an_error_and_not_skipped(tmp_path: Path, monkeypatch:
         saver.update({"x": 1})
         with monkeypatch.context() as later:
             saver.wait()
-            later.setattr("braidax.checkpoint.manifest._FORMAT", 3)
+            later.setattr("braidax.checkpoint.format.manifest._FORMAT", 3)
             saver.save({"x": 2})
     with Checkpointer(tmp_path, Every(1)) as saver:
         with pytest.raises(
@@ -508,7 +510,7 @@ def test_a_closed_checkpointer_refuses(tmp_path: Path) -> None:
 
 def test_there_is_a_thread_only_while_a_checkpoint_is_under_way(tmp_path: Path) -> None:
     def threads() -> int:
-        return sum(thread.name.startswith(checkpointer.THREAD_NAME) for thread in threading.enumerate())
+        return sum(thread.name.startswith(under_way.THREAD_NAME) for thread in threading.enumerate())
 
     saver = Checkpointer(tmp_path, Every(1))
     assert threads() == 0
@@ -525,13 +527,19 @@ def test_there_is_a_thread_only_while_a_checkpoint_is_under_way(tmp_path: Path) 
         ({"keep": 0}, "keep=0: expected a whole number >= 1"),
         ({"keep_every": 0}, "keep_every=0: expected a whole number >= 1, or None"),
         ({"keep_best": -1}, "keep_best=-1: expected a whole number >= 0"),
-        ({"limit_bytes_per_second": 0.0}, "limit_bytes_per_second=0.0: expected bytes > 0, or None"),
         ({"timeout_seconds": 0.0}, "timeout_seconds=0.0: expected"),
     ],
 )
 def test_arguments_that_cannot_work(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Checkpointer(tmp_path, Every(1), **arguments)
+
+
+def test_a_limit_is_a_number_of_bytes(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Every(1)) as saver:
+        with pytest.raises(ArgumentError, match=r"limit_bytes_per_second=0.0: expected bytes > 0, or None"):
+            saver.limit_bytes_per_second = 0.0
+        assert saver.limit_bytes_per_second is None
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
-from braidax.checkpoint import Every, Peers, TrueShapes, export_orbax, restore, restore_orbax, restore_safetensors
-from braidax.checkpoint.reading import Reader
+from braidax.checkpoint import TrueShapes, export_orbax, restore, restore_orbax, restore_safetensors
+from braidax.checkpoint.format.reading import Reader
 from braidax.errors import CheckpointError
 from tests.checkpoint.saving import Longer, Tables, commit, commit_as_many, load, read_all
-from tests.checkpoint.test_peers import alone
+from tests.checkpoint.test_neighbors import saving
 
 ROWS = np.arange(1, 14 * 5 + 1, dtype=np.float32).reshape(14, 5)
 
@@ -95,9 +95,9 @@ def test_of_each_leaf_its_rows_alone_are_read(tmp_path: Path, monkeypatch: pytes
 
 
 def test_neighbors_have_the_array_as_well(tmp_path: Path) -> None:
-    with Peers(tmp_path, Every(1), alone()) as saver:
+    with saving(tmp_path) as saver:
         saver.save(divided("four"))
-    with Peers(tmp_path, Every(1), alone()) as saver:
+    with saving(tmp_path) as saver:
         same(saver.restore(divided("padded", 0 * ROWS)), divided("padded"))
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from braidax.checkpoint.adaptive import Adaptive
-from braidax.checkpoint.interval import Every, Interval, Spacing, Verdict
+from braidax.checkpoint.interval.adaptive import Adaptive
+from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, Verdict
 from braidax.errors import ArgumentError
 
 

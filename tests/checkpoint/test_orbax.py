@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from braidax.checkpoint import Checkpointer, Every
-from braidax.checkpoint.manifest import data_file
-from braidax.checkpoint.orbax import export_orbax, restore_orbax
+from braidax.checkpoint.format.manifest import data_file
+from braidax.checkpoint.format.orbax import export_orbax, restore_orbax
 from braidax.errors import ArgumentError, CheckpointError, MissingExtra
 from tests.checkpoint.saving import Longer, Tables, bits, commit
 from tests.data.jax_gang import RUN_SECONDS, jax_gang

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import ownership, snapshot
-from braidax.checkpoint.boxes import Box, extents, joined, overlap, split, volume, whole
-from braidax.checkpoint.manifest import data_file, manifest_file
-from braidax.checkpoint.ownership import Placed
-from braidax.checkpoint.reading import read_content
-from braidax.checkpoint.snapshot import hold
+from braidax.checkpoint.format.manifest import data_file, manifest_file
+from braidax.checkpoint.format.reading import read_content
+from braidax.checkpoint.snapshot import hold as snapshot
+from braidax.checkpoint.snapshot import ownership
+from braidax.checkpoint.snapshot.boxes import Box, extents, joined, overlap, split, volume, whole
+from braidax.checkpoint.snapshot.hold import hold
+from braidax.checkpoint.snapshot.ownership import Placed
 from braidax.errors import CheckpointError
 from tests.checkpoint.saving import bits, commit_as_many, devices_shared_by, load, read_all
 

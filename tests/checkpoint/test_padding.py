@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import PaddedRows, TrueShapes, reading, restore_safetensors
-from braidax.checkpoint.leaves import padded_rows
-from braidax.checkpoint.reading import read_manifest
+from braidax.checkpoint import PaddedRows, TrueShapes, restore_safetensors
+from braidax.checkpoint.format import reading
+from braidax.checkpoint.format.reading import read_manifest
+from braidax.checkpoint.snapshot.leaves import padded_rows
 from braidax.errors import CheckpointError
 from tests.checkpoint.saving import Longer, Tables, commit, commit_as_many, load, read_all
 

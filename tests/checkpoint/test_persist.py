@@ -14,11 +14,12 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from braidax.checkpoint import folders, manifest, reading, restore_safetensors
-from braidax.checkpoint.manifest import Manifest, OtherFormat, data_file, manifest_file
-from braidax.checkpoint.reading import Reader, read_content, read_manifest
-from braidax.checkpoint.snapshot import hold
-from braidax.checkpoint.writing import write
+from braidax.checkpoint import restore_safetensors
+from braidax.checkpoint.format import folders, manifest, reading
+from braidax.checkpoint.format.manifest import Manifest, OtherFormat, data_file, manifest_file
+from braidax.checkpoint.format.reading import Reader, read_content, read_manifest
+from braidax.checkpoint.format.writing import write
+from braidax.checkpoint.snapshot.hold import hold
 from braidax.errors import CheckpointError
 from tests.checkpoint.saving import commit, names, part_of, read_all
 
@@ -170,7 +171,7 @@ def test_a_lock_ends_with_its_process_though_a_child_goes_on(tmp_path: Path) -> 
     code = """
 import os, sys
 from pathlib import Path
-from braidax.checkpoint import folders
+from braidax.checkpoint.format import folders
 lock = folders.occupy(Path(sys.argv[1]))
 if os.fork() == 0:
     sys.stdin.read()  # until the test ends
@@ -272,7 +273,7 @@ def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
 
 def test_only_the_chunks_that_are_needed_are_read_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("writing", "reading"):
-        monkeypatch.setattr(f"braidax.checkpoint.{module}.CHUNK_BYTES", 1024, raising=False)
+        monkeypatch.setattr(f"braidax.checkpoint.format.{module}.CHUNK_BYTES", 1024, raising=False)
     monkeypatch.setattr(reading, "_BLOCK_BYTES", 4096)
     want = np.arange(64 * 8 * 16, dtype=np.int32).reshape(64, 8, 16)  # a row is of 512 bytes
     content = read_content(commit(tmp_path, {"x": want}))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from braidax.checkpoint import preempt
-from braidax.checkpoint.preempt import Preemption
+from braidax.checkpoint.interval import preempt
+from braidax.checkpoint.interval.preempt import Preemption
 from braidax.errors import ArgumentError, CheckpointError
 from tests.comm.stores.servers import free_port
 
@@ -19,7 +19,7 @@ LIMIT = 60
 
 ENDED_TWICE = """
 import os, signal
-from braidax.checkpoint.preempt import Preemption
+from braidax.checkpoint.interval.preempt import Preemption
 
 with Preemption() as preemption:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -31,7 +31,7 @@ with Preemption() as preemption:
 RANK = """
 import sys, time
 import jax
-from braidax.checkpoint.preempt import Preemption
+from braidax.checkpoint.interval.preempt import Preemption
 
 rank = int(sys.argv[2])
 jax.distributed.initialize(sys.argv[1], 2, rank)
@@ -48,7 +48,7 @@ sys.stdin.readline()
 OFF = """
 import sys
 import jax
-from braidax.checkpoint.preempt import Preemption
+from braidax.checkpoint.interval.preempt import Preemption
 from braidax.errors import CheckpointError
 
 jax.config.update("jax_enable_preemption_service", False)

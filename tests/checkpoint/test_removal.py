@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from braidax.checkpoint import Checkpointer, Every, folders, restore
-from braidax.checkpoint.manifest import data_file, manifest_file
+from braidax.checkpoint import Checkpointer, Every, restore
+from braidax.checkpoint.format import folders
+from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.errors import CheckpointError
 from tests.checkpoint.saving import commit, names
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braidax.checkpoint import Checkpointer, Every, Peers, Tiers, restore
+from braidax.checkpoint import Checkpointer, Every, Folder, Neighbors, restore
 from braidax.errors import ArgumentError, CheckpointError
 from tests.checkpoint.saving import commit
-from tests.checkpoint.test_peers import alone
+from tests.checkpoint.test_neighbors import alone, saving
 
 
 @jax.tree_util.register_dataclass
@@ -51,11 +51,11 @@ def check(tree: Any) -> None:
     assert (int(tree["state"][0].count), tree["state"][1], tree["epoch"]) == (5, 1, 7)
 
 
-def test_it_comes_back_from_a_folder_from_neighbors_and_from_tiers(tmp_path: Path) -> None:
+def test_it_comes_back_from_a_folder_from_neighbors_and_from_both(tmp_path: Path) -> None:
     for name, make in {
         "disk": lambda path: Checkpointer(path, Every(1)),
-        "memory": lambda path: Peers(path, Every(1), alone()),
-        "tiers": lambda path: Tiers(Peers(path / "1", Every(1), alone()), Checkpointer(path / "2", Every(1))),
+        "memory": saving,
+        "both": lambda path: Checkpointer([Neighbors(path / "1", alone()), Folder(path / "2")], Every(1)),
     }.items():
         with make(tmp_path / name) as saver:
             saver.update(STANDING)
@@ -95,7 +95,7 @@ def test_one_line_says_why_there_is_no_way(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         restore(tmp_path / "a", LYING)
     assert str(caught.value) == f"{tmp_path}/a/step-00000000: it stands, and nobody can turn it"
-    with Peers(tmp_path / "b", Every(1), alone()) as saver:
+    with saving(tmp_path / "b") as saver:
         saver.notes["way"] = "blocked"
         saver.save(STANDING)
         with pytest.raises(CheckpointError, match="it stands, and nobody can turn it"):

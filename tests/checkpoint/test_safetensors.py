@@ -18,8 +18,8 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint.manifest import data_file
-from braidax.checkpoint.safetensors import restore_safetensors
+from braidax.checkpoint.format.manifest import data_file
+from braidax.checkpoint.format.safetensors import restore_safetensors
 from braidax.errors import ArgumentError, CheckpointError
 from tests.checkpoint.saving import Longer, Tables, bits, commit, commit_as_many
 

@@ -1,4 +1,4 @@
-"""Several processes save one tree, and restore it in other numbers: bit for bit, each its part, all or none."""
+"""OpenPlaces processes save one tree, and restore it in other numbers: bit for bit, each its part, all or none."""
 
 import json
 import os
@@ -15,11 +15,12 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import Checkpointer, Every, copied, folders, restore
-from braidax.checkpoint import restoring as restoring_module
-from braidax.checkpoint.manifest import data_file, manifest_file
-from braidax.checkpoint.processes import Processes
-from braidax.checkpoint.reading import Reader, read_manifest
+from braidax.checkpoint import Checkpointer, Every, copied, restore
+from braidax.checkpoint.format import folders, loading
+from braidax.checkpoint.format.manifest import data_file, manifest_file
+from braidax.checkpoint.format.reading import Reader, read_manifest
+from braidax.checkpoint.places import restoring as restoring_module
+from braidax.checkpoint.processes import CoordinationChannel, Processes
 from braidax.comm import Communicator
 from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
 from braidax.gang import LocalGang
@@ -102,7 +103,7 @@ def restoring(comm: Communicator, folder: Path) -> str:
             super().__exit__(*arguments)
             reads.append(self.num_bytes)
 
-    restoring_module.Reader = Counted
+    loading.Reader = Counted
     like = tree("otherwise", {name: np.zeros_like(value) for name, value in whole().items()}) | own(9)
     wanted = tree("otherwise", whole())
     with Checkpointer(folder, Every(2), timeout_seconds=SECONDS) as saver:
@@ -246,7 +247,8 @@ class Silent:
 
 
 def test_one_that_leaves_waits_for_nobody() -> None:
-    processes = Processes(Silent(), 0, 2, SECONDS)  # pyright: ignore[reportArgumentType]
+    board = CoordinationChannel(Silent(), 0)  # pyright: ignore[reportArgumentType]
+    processes = Processes(board, 0, 2, SECONDS)
     leaving = threading.Timer(0.05, lambda: processes.leave("process 1 has ended"))
     leaving.start()
     begun = time.monotonic()
@@ -299,7 +301,7 @@ def test_all_restore_what_verifies_on_all(tmp_path: Path, two: LocalGang) -> Non
         assert "leaf 'more' (a Python int) is in `like`, but not in the checkpoint" in words
 
 
-def late(comm: Communicator, folder: Path, who: int) -> str:
+def late(comm: Communicator, folder: Path, who: int, over: str) -> str:
     """Saves after every update; the disk of one process, which waits for 0.5 s only, hangs in the first checkpoint."""
     released, found = threading.Event(), list[str]()
     fsync = os.fsync
@@ -308,7 +310,8 @@ def late(comm: Communicator, folder: Path, who: int) -> str:
         assert released.wait(SECONDS)
         fsync(descriptor)
 
-    with Checkpointer(folder, Every(1), timeout_seconds=0.5 if comm.rank == who else 600.0) as saver:
+    limit, processes = 0.5 if comm.rank == who else 600.0, comm if over == "messages" else None
+    with Checkpointer(folder, Every(1), timeout_seconds=limit, processes=processes) as saver:
         os.fsync = hang if comm.rank == who else fsync
         begun = time.monotonic()
         try:
@@ -329,9 +332,12 @@ def late(comm: Communicator, folder: Path, who: int) -> str:
     return json.dumps(found)
 
 
+@pytest.mark.parametrize("over", ["service", "messages"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_that_waits_no_longer_ends_the_wait_of_the_others(tmp_path: Path, two: LocalGang, who: int) -> None:
-    said = [json.loads(words) for words in told(two, late, tmp_path, who)]
+def test_one_that_waits_no_longer_ends_the_wait_of_the_others(
+    tmp_path: Path, two: LocalGang, who: int, over: str
+) -> None:
+    said = [json.loads(words) for words in told(two, late, tmp_path, who, over)]
     words = f"{tmp_path}/step-00000001: writing this checkpoint took longer than timeout_seconds=0.5"
     assert said[who][0].startswith(f"2: WaitTimeout: {words}")
     assert said[1 - who][0].startswith("2: CheckpointError: ")

@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from braidax.checkpoint import staging
-from braidax.checkpoint.leaves import Leaf, describe, named_leaves
-from braidax.checkpoint.manifest import PAGE_BYTES
-from braidax.checkpoint.snapshot import Memory, Snapshot, hold
+from braidax.checkpoint.format.manifest import PAGE_BYTES
+from braidax.checkpoint.snapshot import staging
+from braidax.checkpoint.snapshot.hold import Memory, Snapshot, hold
+from braidax.checkpoint.snapshot.leaves import Leaf, describe, named_leaves
 from braidax.errors import CheckpointError
 
 

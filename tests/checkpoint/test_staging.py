@@ -9,9 +9,9 @@ import pytest
 from jax.errors import JaxRuntimeError
 from jax.sharding import SingleDeviceSharding
 
-from braidax.checkpoint import staging
-from braidax.checkpoint.snapshot import hold
-from braidax.checkpoint.staging import Copy, Cut, copy, stage
+from braidax.checkpoint.snapshot import staging
+from braidax.checkpoint.snapshot.hold import hold
+from braidax.checkpoint.snapshot.staging import Copy, Cut, copy, stage
 from tests.checkpoint.donating import save_in_every_way
 
 

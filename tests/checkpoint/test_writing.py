@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from braidax.checkpoint import writing
-from braidax.checkpoint.manifest import PAGE_BYTES, About, data_file, safetensors_header
-from braidax.checkpoint.reading import read_content
-from braidax.checkpoint.snapshot import hold
-from braidax.checkpoint.writing import write
+from braidax.checkpoint.format import writing
+from braidax.checkpoint.format.manifest import PAGE_BYTES, About, data_file, safetensors_header
+from braidax.checkpoint.format.reading import read_content
+from braidax.checkpoint.format.writing import write
+from braidax.checkpoint.snapshot.hold import hold
 from braidax.errors import CheckpointError
 from tests.checkpoint.saving import commit, names, part_of, read_all
 
@@ -192,7 +192,7 @@ def test_a_limit_holds_back_what_the_page_cache_would_take(
 def test_what_was_written_before_headers_had_whole_pages_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("braidax.checkpoint.manifest.PAGE_BYTES", 8)
+    monkeypatch.setattr("braidax.checkpoint.format.manifest.PAGE_BYTES", 8)
     tree = a_tree(5)
     folder = commit(tmp_path, tree)
     (tensor,) = read_content(folder).manifests[0].tensors

@@ -19,8 +19,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import braidax as bx
-from braidax.checkpoint.manifest import data_file, manifest_file
-from braidax.checkpoint.reading import read_manifest
+from braidax.checkpoint.format.manifest import data_file, manifest_file
+from braidax.checkpoint.format.reading import read_manifest
 from braidax.cli import app, inspect_checkpoint
 from braidax.parallel.plan.placements import Replicated
 from braidax.parallel.plan.plan import Plan, PlannedAxis, PlannedVariable

@@ -3,41 +3,43 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from braidax.checkpoint.adaptive import Adaptive
-from braidax.checkpoint.checkpointer import Checkpointer
-from braidax.checkpoint.interval import Every, Interval, Spacing, Verdict
-from braidax.checkpoint.leaves import Outside, PaddedRows, TrueShapes
-from braidax.checkpoint.preempt import Preemption
-from braidax.checkpoint.replanned import Replanned
-from braidax.checkpoint.restoring import Restored, Skipped, restore
-from braidax.checkpoint.tiers import Saver, Tier, Tiers
+from braidax.checkpoint.checkpointer import Checkpointer, Saver
+from braidax.checkpoint.interval.adaptive import Adaptive
+from braidax.checkpoint.interval.preempt import Preemption
+from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, Verdict
+from braidax.checkpoint.places.folder import Folder
+from braidax.checkpoint.places.place import Place, Skipped
+from braidax.checkpoint.snapshot.leaves import HostShard, Outside, PaddedRows, TrueShapes
 
 if TYPE_CHECKING:
-    from braidax.checkpoint.archive import Archive
-    from braidax.checkpoint.copies import copied
-    from braidax.checkpoint.lockstep import Messages
-    from braidax.checkpoint.orbax import export_orbax, restore_orbax
-    from braidax.checkpoint.peers import Peers
-    from braidax.checkpoint.safetensors import restore_safetensors
+    from braidax.checkpoint.format.orbax import export_orbax, restore_orbax
+    from braidax.checkpoint.format.replanned import Replanned
+    from braidax.checkpoint.format.safetensors import restore_safetensors
+    from braidax.checkpoint.messages import Messages
+    from braidax.checkpoint.places.bucket import Bucket
+    from braidax.checkpoint.places.neighbors import Neighbors
+    from braidax.checkpoint.places.restoring import Restored, restore
+    from braidax.checkpoint.snapshot.copies import copied
 
 __all__ = [
     "Adaptive",
-    "Archive",
+    "Bucket",
     "Checkpointer",
     "Every",
+    "Folder",
+    "HostShard",
     "Interval",
     "Messages",
+    "Neighbors",
     "Outside",
     "PaddedRows",
-    "Peers",
+    "Place",
     "Preemption",
     "Replanned",
     "Restored",
     "Saver",
     "Skipped",
     "Spacing",
-    "Tier",
-    "Tiers",
     "TrueShapes",
     "Verdict",
     "copied",
@@ -49,13 +51,16 @@ __all__ = [
 
 # What most runs do not need is imported at its first use.
 _HOMES = {
-    "Archive": "archive",
-    "Messages": "lockstep",
-    "Peers": "peers",
-    "copied": "copies",
-    "export_orbax": "orbax",
-    "restore_orbax": "orbax",
-    "restore_safetensors": "safetensors",
+    "Bucket": "places.bucket",
+    "Messages": "messages",
+    "Neighbors": "places.neighbors",
+    "Replanned": "format.replanned",
+    "Restored": "places.restoring",
+    "restore": "places.restoring",
+    "copied": "snapshot.copies",
+    "export_orbax": "format.orbax",
+    "restore_orbax": "format.orbax",
+    "restore_safetensors": "format.safetensors",
 }
 
 

@@ -66,13 +66,18 @@ class BackgroundJob:
         """Whether there is a job that is over, and nobody has heard how it went."""
         return self._job is not None and self._job.done.done()
 
-    def settle(self, timeout_seconds: float) -> Exception | None:
-        """Waits until the job is over, and returns what went wrong with it. **Raises:** `WaitTimeout`."""
+    def settle(self, timeout_seconds: float, while_waiting: Callable[[], object] | None = None) -> Exception | None:
+        """Waits until the job is over, and returns what went wrong with it.
+
+        **Arguments:** `while_waiting`: as of `outcome`.
+
+        **Raises:** `WaitTimeout`; what `while_waiting` raises.
+        """
         job = self._job
         if job is None:
             return None
         try:
-            error = job.done.exception(timeout_seconds)
+            error = outcome(job.done, timeout_seconds, while_waiting)
         except TimeoutError as late:
             raise WaitTimeout(
                 f"{job.what} took longer than timeout_seconds={timeout_seconds:g}: expected it to end; it still goes "

@@ -1,103 +1,117 @@
-"""`Checkpointer`: checkpoints of a PyTree behind the training step."""
+"""`Checkpointer`: checkpoints of a PyTree behind the training step, in one place or several."""
 
 import contextlib
-import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from braidax.checkpoint import folders, persist, restoring
-from braidax.checkpoint.background_job import outcome
-from braidax.checkpoint.copies import prepared
-from braidax.checkpoint.interval import Interval, Spacing, check_interval
-from braidax.checkpoint.persist import Order, Part, number_of
+from braidax.checkpoint.interval.spacing import Every, Interval, Spacing, check_interval
+from braidax.checkpoint.places.open_places import OpenPlaces, first_of, given_places, withdraw
+from braidax.checkpoint.places.persist import number_of
+from braidax.checkpoint.places.place import OpenPlace, Order, Place, Skipped
 from braidax.checkpoint.processes import Processes, all_processes
-from braidax.checkpoint.restoring import Skipped
-from braidax.checkpoint.retention import Retention
-from braidax.checkpoint.snapshot import Held, Memory, Snapshot, hold
-from braidax.checkpoint.writing import checksums_of
+from braidax.checkpoint.snapshot.hold import Memory, hold
+from braidax.checkpoint.snapshot.leaves import put_outside, saved_leaves, with_outside
+from braidax.checkpoint.snapshot.staging import prepared
+from braidax.checkpoint.under_way import UnderWay
 from braidax.errors import ArgumentError, CheckpointError, ProcessFailed, WaitTimeout
-from braidax.spans import Trace, span
+from braidax.spans import Trace
 
-THREAD_NAME = "braidax-checkpoint"
+if TYPE_CHECKING:
+    from braidax.checkpoint.messages import Messages
 
 
 class Checkpointer:
     """Saves a PyTree every so often, behind the step, and restores the newest checkpoint that is whole.
 
     A checkpoint that is due is a *snapshot* (a copy on the host, made in the background while the next gradients run)
-    and then a *persist* (written, made durable, and only then given its name, behind the next steps). One checkpoint is
-    under way at a time: when the next is due before that, `update` waits. What fails in the background is raised by
-    the next call of any method.
+    and then a *persist* in each place that takes it (written, made durable, and only then given its name, behind the
+    next steps). One checkpoint is under way at a time: when the next is due before that, `update` waits. What fails in
+    the background is raised by the next call of any method; a place that fails does not keep the others from theirs.
+
+    A place takes one in `every` of the checkpoints that are due, and the first one after each start or `restore` in any
+    case; with `Every(n)`, those at multiples of `n · every` updates, so that an interruption moves none.
 
     There is a thread only while a checkpoint is under way. A program that ends without `close` still finishes it.
 
-    In a job of several processes of JAX all of them make one, and call the same methods of it with the same trees; the
-    folder is one that all see. Each writes what it owns; a checkpoint exists once all have, and fails on all if one
-    fails. NumPy arrays and Python numbers are those of process 0.
+    In a job of several processes of JAX all of them make one, and call the same methods of it with the same trees.
+    Each writes what it owns; a checkpoint exists once all have, and fails on all if one fails. NumPy arrays and Python
+    numbers are those of process 0; of a `HostShard` each process writes what it has. With `processes` others than
+    JAX's take part as well, servers say: their trees have nothing but their `HostShard`s.
 
-    **Arguments:** `path`: the folder of the checkpoints of one run, made if missing and locked until `close`.
-    `interval`: when one is due, such as `Every(100)` or `Adaptive()`. `keep`: how many of the newest stay, at least 1;
-    an older one goes when a newer one is durable. `keep_every`: those of steps that are multiples of it stay as well.
-    `keep_best`: how many of those with the lowest `metric` stay as well. `limit_bytes_per_second`: how fast each
-    process writes at most; may be set at any time. `timeout_seconds`: the limit of every wait. `prepare`: makes, of a
-    tree whose checkpoint is due, the one that is read, if the devices have memory for it: `copied`, for a step that is
-    one jitted function.
+    **Arguments:** `places`: the path of a folder, or from the quickest to the most lasting `Neighbors`, `Folder`s and
+    `Bucket`s, one of which takes all. `interval`: when a checkpoint is due, such as `Every(100)` or `Adaptive()`.
+    `keep`, `keep_every`, `keep_best`: as of `Folder`, for a path alone; 3 are kept by default. `timeout_seconds`: the
+    limit of every wait. `prepare`: makes, of a tree whose checkpoint is due, the one that is read, if the devices have
+    memory for it: `copied`, for a step that is one jitted function. `processes`: a communicator of all that save
+    together, in place of JAX's own service; the first ranks are JAX's processes, by their indices, and its
+    `timeout_seconds` limit the waits for others.
 
     `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan. `while_waiting`, if set,
     is called every few seconds of a wait, and when a checkpoint has failed; it may raise `ProcessFailed`, as a step's
     `check_processes` does. A `with` block that this error ends waits for no other process.
 
-    **Raises:** `CheckpointError` when `path` is no folder that this process may write to, or is another run's.
+    **Raises:** `CheckpointError` when a place is none that this process may write to, or is another run's.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        places: str | os.PathLike[str] | Place | Sequence[Place],
         interval: Interval,
         *,
-        keep: int = 3,
+        keep: int | None = None,
         keep_every: int | None = None,
         keep_best: int = 0,
-        limit_bytes_per_second: float | None = None,
         timeout_seconds: float = 600.0,
         prepare: Callable[[Any], Any] | None = None,
+        processes: "Messages | None" = None,
     ) -> None:
         check_interval(interval)
-        if keep < 1:
-            raise ArgumentError(f"keep={keep!r}: expected a whole number >= 1; the newest checkpoint is always kept")
-        if keep_every is not None and keep_every < 1:
-            raise ArgumentError(f"keep_every={keep_every!r}: expected a whole number >= 1, or None")
-        if keep_best < 0:
-            raise ArgumentError(f"keep_best={keep_best!r}: expected a whole number >= 0")
-        if limit_bytes_per_second is not None and not limit_bytes_per_second > 0:
-            raise ArgumentError(f"limit_bytes_per_second={limit_bytes_per_second!r}: expected bytes > 0, or None")
+        given = given_places(places, keep, keep_every, keep_best)
         if not timeout_seconds > 0:
             raise ArgumentError(f"timeout_seconds={timeout_seconds!r}: expected seconds > 0")
-        self.path = Path(path).absolute()
         self.interval = interval
-        self.limit_bytes_per_second = limit_bytes_per_second
+        self._limit_bytes_per_second: float | None = None
         self.trace = Trace()
         self.notes: dict[str, str] = {}
         self.while_waiting: Callable[[], object] | None = None
-        self.skipped: list[Skipped] = []
         self.num_updates = 0
         self._prepare = prepare
-        self._retention = Retention(keep, keep_every, keep_best)
         self._memory = Memory()
-        self._pending: _Pending | None = None
+        self._pending: UnderWay | None = None
         self._spacing: Spacing | None = None
         self._closed = False
         self._num_restored = self._num_listed = 0
+        self._num_due = 0  # where that can be said, those before the last restore included
+        self._is_first = True  # since the last restore
         self._num_attempts: Counter[int] = Counter()  # to save a step, since the last restore
-        self._processes = all_processes(timeout_seconds)
-        self._lock, self._earlier = persist.occupy(self.path, self._processes)
+        self._processes = _processes_of(processes, timeout_seconds)
+        self._places = OpenPlaces(given, self._processes)
+
+    @property
+    def path(self) -> Path:
+        """The folder of the checkpoints, of several places that of the first."""
+        return self._places.path
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """The checkpoints that the last `restore` found invalid."""
+        return self._places.skipped
+
+    @property
+    def limit_bytes_per_second(self) -> float | None:
+        """How fast each process writes to a folder at most, None for as fast as it can; may be set at any time."""
+        return self._limit_bytes_per_second
+
+    @limit_bytes_per_second.setter
+    def limit_bytes_per_second(self, limit: float | None) -> None:
+        if limit is not None and not limit > 0:
+            raise ArgumentError(f"limit_bytes_per_second={limit!r}: expected bytes > 0, or None")
+        self._limit_bytes_per_second = limit
 
     @property
     def timeout_seconds(self) -> float:
@@ -107,6 +121,7 @@ class Checkpointer:
     @timeout_seconds.setter
     def timeout_seconds(self, seconds: float) -> None:
         self._processes.timeout_seconds = seconds
+        self._places.limit(seconds)
 
     @property
     def spacing(self) -> Spacing:
@@ -114,6 +129,7 @@ class Checkpointer:
         if self._spacing is None:
             announcements = self._processes.announcements(f"due-{self._num_restored}")
             self._spacing = self.interval.start(self.num_updates, announcements=announcements)
+            self._num_due = self.num_updates // self.interval.num_updates if isinstance(self.interval, Every) else 0
         return self._spacing
 
     def update(self, tree: Any, *, metric: Any = None) -> None:
@@ -126,35 +142,41 @@ class Checkpointer:
         good it is, lower is better, a number or a scalar array, which nobody waits for here; for `keep_best`.
 
         **Raises:** `CheckpointError` when an earlier checkpoint failed (one that is due is begun nevertheless), a leaf
-        cannot be saved, or the folder has checkpoints of a run that was not restored. `WaitTimeout` when the previous
+        cannot be saved, or a place has checkpoints of a run that was not restored. `WaitTimeout` when the previous
         one takes too long; of several processes no other waits for this one then, and both fail on all.
         """
         self._check_open()
         spacing = self.spacing
         self.num_updates += 1
-        failure = self._failure()
+        failure = self._heard()
         if spacing.due(self.num_updates):
+            self._num_due += 1
+            places = self._places.taking(self._num_due, is_first=self._is_first)
+            self._is_first = False  # whatever becomes of it: the same on all processes
             begun = time.perf_counter()
-            failure = self._make_room() or failure
-            self._begin(tree, metric)
+            failure = self._make_room(places) or failure
+            self._begin(tree, metric, places)
             spacing.began()
             spacing.stalled(time.perf_counter() - begun)
         if failure is not None:
             raise failure
 
     def save(self, tree: Any, *, metric: Any = None) -> Path:
-        """Takes a checkpoint now, whether or not one is due; it is durable when this returns.
+        """Takes a checkpoint now, whether or not one is due, in all places; it is durable when this returns.
+
+        For its upload to a `Bucket`, `close` waits.
 
         **Arguments:** as of `update`.
 
-        **Returns:** the folder of the checkpoint. **Raises:** as `update`.
+        **Returns:** the folder of the checkpoint, in the last place. **Raises:** as `update`.
         """
         self._check_open()
-        failure = self._make_room()
+        self._is_first = False
+        failure = self._make_room(self._places.all)
         if failure is not None:
-            self._processes.withdraw(self._next_name(), str(failure))
+            withdraw(self._places.all, self._next_name(), self.num_updates, str(failure))
             raise failure
-        pending = self._begin(tree, metric)
+        pending = self._begin(tree, metric, self._places.all)
         failure = self._settle()
         if failure is not None:
             raise failure
@@ -170,19 +192,19 @@ class Checkpointer:
         if self._pending is not None:
             begun = time.perf_counter()
             try:
-                failed = self._outcome(self._pending.owned, "copying")
+                failed = self._pending.copied(self.timeout_seconds, self.while_waiting)
             except WaitTimeout as late:
-                self._withdraw(self._pending.name, late)
+                self._withdraw(self._pending, str(late))
                 raise
             if failed is not None:
                 failure = self._settle()
             self.spacing.stalled(time.perf_counter() - begun)
-        failure = failure or self._failure()
+        failure = failure or self._heard()
         if failure is not None:
             raise failure
 
     def restore(self, like: Any, *, only: Sequence[str] | None = None) -> Any:
-        """Restores the newest checkpoint that verifies, and goes on counting updates where it stood.
+        """Restores the newest checkpoint that verifies, of all places, and goes on counting updates where it stood.
 
         Invalid ones are skipped, logged as warnings and listed in `skipped`; the next durable checkpoint replaces them.
         A copy under the name of another step is skipped, too, and stays.
@@ -196,14 +218,14 @@ class Checkpointer:
         """
         name = f"restore-{self._renew()}"
         self._meet(name)
-        found, self.skipped = restoring.newest(self.path, like, only, self._processes, name)
-        if found is None and self.skipped:
-            raise restoring.nothing_valid(self.path, [skipped.reason for skipped in self.skipped])
-        self._earlier = ""
+        with self._processes.agreeing(f"{name}/like"):
+            inside = with_outside(like)  # which gets back what is restored last, and that need not be what is found
+            saved_leaves(inside)  # what it says of itself has to be true, else no checkpoint would seem valid
+        found = self._places.restore(inside, only)
         if found is None:
             return like
         self.num_updates = found.step
-        return found.tree
+        return put_outside(like, found.tree)
 
     def newest(self) -> int | None:
         """Returns how many updates the newest checkpoint here has seen, whether or not it verifies; None without one.
@@ -211,28 +233,8 @@ class Checkpointer:
         **Raises:** as `close`, on all processes when on one.
         """
         self._num_listed += 1
-        name = f"newest-{self._num_listed}"
-        self._meet(name)
-        steps = self._processes.lead(name, lambda: json.dumps([each.step for each in restoring.listed_in(self.path)]))
-        return max(json.loads(steps), default=None)
-
-    def go_on(self, num_updates: int) -> None:
-        """Goes on counting updates from a state that was restored from elsewhere, because it is newer.
-
-        Checkpoints here that say that they are newer still are taken for invalid: the next durable one replaces them.
-        """
-        self._check_open()
-        self._renew()
-        known = {skipped.path for skipped in self.skipped}
-        newer = [found.path for found in restoring.listed_in(self.path) if found.step > num_updates]
-        self.skipped += [Skipped(path, "a state from elsewhere was newer") for path in newer if path not in known]
-        self._earlier = ""
-        self.num_updates = num_updates
-
-    @property
-    def under_way(self) -> "Future[Path] | None":
-        """The folder of the checkpoint under way, to be had once it is durable; None while there is none."""
-        return None if self._pending is None else self._pending.committed
+        self._meet(f"newest-{self._num_listed}")
+        return self._places.newest()
 
     def close(self) -> None:
         """Finishes the checkpoint under way; the checkpointer cannot be used afterwards. A second call does nothing.
@@ -240,9 +242,8 @@ class Checkpointer:
         **Raises:** `CheckpointError` when it failed, `WaitTimeout` at the limit; it then still goes on.
         """
         self._closed = True
-        failure = self._settle()
-        if self._lock is not None:
-            self._lock.close()
+        failure = self._settle()  # what still goes on keeps its places
+        failure = first_of([failure, self._places.close(self._settle_jobs)])
         if failure is not None:
             raise failure
 
@@ -263,131 +264,126 @@ class Checkpointer:
     def _renew(self) -> int:
         """Starts to count and to space anew. **Returns:** how often it did."""
         self._num_restored += 1
+        self._is_first = True
         self._num_attempts.clear()
         self._spacing = None
         return self._num_restored
 
     def _meet(self, name: str) -> None:
-        """Waits for the checkpoint under way; what goes wrong with that on one process is raised on all at once."""
+        """Waits for what is under way; what goes wrong with that on one process is raised on all at once."""
         with self._processes.agreeing(f"{name}/begun"):
             self._check_open()
-            if (failure := self._settle()) is not None:
+            failure = first_of([self._settle(), self._settle_jobs(self._places.all)])
+            if failure is not None:
                 raise failure
 
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"{self.path}: this Checkpointer is closed; make a new one")
 
-    def _begin(self, tree: Any, metric: Any) -> "_Pending":
-        if self._earlier:
-            raise CheckpointError(
-                f"{self.path}: has checkpoints of an earlier run, the newest {self._earlier}, "
-                "which a new one would mix with; call restore(like) first to go on from it, or give another path"
-            )
-        name = self._next_name()
-        processes, retention = self._processes, self._retention
-        order = Order(self.path, self.num_updates, name, number_of(metric), self.limit_bytes_per_second)
+    def _begin(self, tree: Any, metric: Any, places: tuple[OpenPlace, ...]) -> UnderWay:
+        self._places.check_restored()
+        name, processes = self._next_name(), self._processes
         try:
+            order = Order(self.num_updates, name, number_of(metric), self.limit_bytes_per_second, self.trace)
             tree = prepared(tree, self._prepare)
             held = hold(tree, self._memory, process=processes.index, num_processes=processes.count, notes=self.notes)
         except BaseException as error:
-            processes.withdraw(name, f"{type(error).__name__}: {error}")
+            withdraw(places, name, self.num_updates, f"{type(error).__name__}: {error}")
             raise
-        obsolete = [skipped.path for skipped in self.skipped]
-        executor = ThreadPoolExecutor(2, thread_name_prefix=THREAD_NAME)
-        owned = executor.submit(_take, held, self.trace)
-        # While a program ends, nothing more can be submitted.
-        part = Part(owned, executor.submit(lambda: checksums_of(owned.result())))
-        work = _Work(order, processes, retention, obsolete, self._lock)
-        committed = executor.submit(_persist, part, self.trace, work)
-        executor.shutdown(wait=False)
-        self._pending = _Pending(name, order.folder, executor, owned, committed)
+        self._pending = UnderWay(order, held, places)
         return self._pending
 
-    def _failure(self) -> Exception | None:
-        """Returns what went wrong with a checkpoint that is over, once."""
-        return self._settle() if self._pending is not None and self._pending.committed.done() else None
+    def _heard(self) -> Exception | None:
+        """Returns what went wrong with what is over, once."""
+        is_over = self._pending is not None and self._pending.committed.done()
+        over = [place for place in self._places.all if place.job is not None and place.job.is_over]
+        return first_of([self._settle() if is_over else None, self._settle_jobs(over)])
 
     def _next_name(self) -> str:
         """Returns the name of the messages about the next checkpoint, the same on all processes and used once."""
         self._num_attempts[self.num_updates] += 1
         return f"save-{self._num_restored}-{self.num_updates}-{self._num_attempts[self.num_updates]}"
 
-    def _make_room(self) -> Exception | None:
-        """Waits for the checkpoint under way before the next, and returns what went wrong with it.
+    def _make_room(self, places: Iterable[OpenPlace]) -> Exception | None:
+        """Waits for what is under way before the next, and returns what went wrong with it.
 
         Where that takes too long, neither of them keeps other processes waiting for this one.
         """
         pending = self._pending
         try:
-            return self._settle()
+            return first_of([self._settle(), self._settle_jobs(places)])
         except WaitTimeout as late:
-            assert pending is not None
-            for name in (pending.name, self._next_name()):
-                self._withdraw(name, late)
+            if pending is not None:
+                self._withdraw(pending, str(late))
+            withdraw(places, self._next_name(), self.num_updates, str(late))
             raise
 
-    def _withdraw(self, name: str, late: WaitTimeout) -> None:
-        with contextlib.suppress(CheckpointError):  # where nobody can be told, nobody waits
-            self._processes.withdraw(name, str(late))
+    def _withdraw(self, pending: UnderWay, reason: str) -> None:
+        withdraw(pending.places, pending.order.name, pending.order.step, reason)
 
     def _settle(self) -> Exception | None:
         """Waits for the checkpoint under way, and returns what went wrong with it."""
-        pending = self._pending
-        if pending is None:
+        if self._pending is None:
             return None
-        error = self._outcome(pending.committed, "writing")
-        pending.executor.shutdown()
+        failure = self._pending.settle(self.timeout_seconds, self.while_waiting)
         self._pending = None
         if self._spacing is not None:
             self._spacing.ended()
-        if error is None or isinstance(error, CheckpointError | WaitTimeout):
-            return error
-        failure = CheckpointError(
-            f"{pending.folder}: the checkpoint failed: {error!r}; expected arrays whose computation "
-            "succeeded, and memory for a copy of them on the host. Earlier checkpoints are untouched"
-        )
-        failure.__cause__ = error
         return failure
 
-    def _outcome(self, future: "Future[Any]", doing: str) -> BaseException | None:
-        assert self._pending is not None
-        try:
-            return outcome(future, self.timeout_seconds, self.while_waiting)
-        except TimeoutError as error:
-            raise WaitTimeout(
-                f"{self._pending.folder}: {doing} this checkpoint took longer than timeout_seconds="
-                f"{self.timeout_seconds:g}: expected it to end; look at the disk, or raise the limit"
-            ) from error
+    def _settle_jobs(self, places: Iterable[OpenPlace]) -> Exception | None:
+        """Waits for what goes on when places have persisted, and returns what went wrong with it."""
+        jobs = [place.job for place in places if place.job is not None]
+        return first_of([job.settle(self.timeout_seconds, self.while_waiting) for job in jobs])
 
 
-@dataclass(frozen=True)
-class _Pending:
-    name: str  # of the messages about it
-    folder: Path
-    executor: ThreadPoolExecutor
-    owned: "Future[Snapshot]"
-    committed: "Future[Path]"
+def _processes_of(messages: "Messages | None", timeout_seconds: float) -> Processes:
+    if messages is None:
+        return all_processes(timeout_seconds)
+    from braidax.checkpoint.messages import processes_of
+
+    return processes_of(messages, timeout_seconds)
 
 
-@dataclass(frozen=True)
-class _Work:
-    order: Order
-    processes: Processes
-    retention: Retention
-    obsolete: Collection[Path]
-    lock: folders.Lock | None  # which lasts as long as somebody writes
+@runtime_checkable
+class Saver(Protocol):
+    """What a training loop needs to save its state; `Checkpointer` is one.
 
+    **Fields:** `notes`: as of `Checkpointer`.
+    """
 
-def _take(held: Held, trace: Trace) -> Snapshot:
-    with trace.active(), span("checkpoint", "snapshot", num_bytes=held.num_bytes):
-        return held.copy()
+    notes: dict[str, str]
 
+    @property
+    def num_updates(self) -> int:
+        """How many updates the state has seen."""
+        ...
 
-def _persist(part: Part, trace: Trace, work: _Work) -> Path:
-    num_bytes = 0 if part.owned.exception() is not None else part.owned.result().num_bytes
-    with trace.active(), span("checkpoint", "persist", num_bytes=num_bytes):
-        path = persist.commit(work.order, part, work.processes)
-        if work.processes.index == 0:
-            work.retention.apply(work.order.root, work.obsolete)
-        return path
+    @property
+    def timeout_seconds(self) -> float:
+        """The limit of every wait; it may be set."""
+        ...
+
+    @timeout_seconds.setter
+    def timeout_seconds(self, seconds: float) -> None: ...
+
+    def update(self, tree: Any, *, metric: Any = None) -> None:
+        """As `Checkpointer.update`."""
+        ...
+
+    def save(self, tree: Any, *, metric: Any = None) -> Path:
+        """As `Checkpointer.save`."""
+        ...
+
+    def wait(self) -> None:
+        """As `Checkpointer.wait`."""
+        ...
+
+    def restore(self, like: Any, *, only: Sequence[str] | None = None) -> Any:
+        """As `Checkpointer.restore`."""
+        ...
+
+    def close(self) -> None:
+        """As `Checkpointer.close`."""
+        ...

@@ -1,4 +1,4 @@
-"""What the processes that share a folder tell each other: host messages over JAX's coordination service.
+"""What the processes that save together tell each other, over JAX's coordination service or messages of their own.
 
 Process 0 leads: it tells the others what to do, hears from each how that went, and tells what came of it. Any thread
 may wait here, within a limit; no device is involved.
@@ -10,40 +10,123 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
 
 import jax
 from jax.errors import JaxRuntimeError
 
-from braidax.checkpoint.adaptive_messages import Announcements
-from braidax.errors import CheckpointError, WaitTimeout
+from braidax.checkpoint.interval.adaptive_messages import Announcements, Announcing
+from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
 from braidax.program.coordination import CoordinationClient, coordination_client
 
+_NUMBERS = itertools.count()  # of channels, which all processes make in the same order
 _SLICE_SECONDS = 0.2  # of a wait inside JAX, which Ctrl-C cannot end
-_NUMBERS = itertools.count()  # of groups, which all processes make in the same order
-_Result = TypeVar("_Result")
 
 
-class _IsSet(Exception):
-    """A key has a value, which nothing overwrites."""
+@runtime_checkable
+class Channel(Protocol):
+    """Words by key. Process 0 writes for all others, and they write for process 0."""
+
+    def write(self, key: str, value: bytes) -> None:
+        """Leaves a word, and does not wait; the first one of a key counts. **Raises:** `CheckpointError`."""
+        ...
+
+    def read(self, key: str, source: int, seconds: float) -> bytes:
+        """Returns the word that a process left. **Raises:** `TimeoutError` after some seconds; `CheckpointError`."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Takes the words away whose keys begin with a name: all have read them."""
+        ...
+
+    def another(self) -> "Channel":
+        """Returns a channel of the same processes for other words; all call this in the same order."""
+        ...
+
+    def announcements(self, name: str, timeout_seconds: float) -> Announcing:
+        """Returns how process 0 tells the others things ahead. **Arguments:** `name`: is used once."""
+        ...
+
+
+@final
+class CoordinationChannel:
+    """A channel in JAX's coordination service.
+
+    **Arguments:** `client`: of this process. `process`: its index.
+    """
+
+    def __init__(self, client: CoordinationClient, process: int) -> None:
+        self._client = client
+        self._process = process
+        self._prefix = f"braidax/checkpoint/{next(_NUMBERS)}"
+
+    def write(self, key: str, value: bytes) -> None:
+        """As of `Channel`."""
+        try:
+            self._client.key_value_set_bytes(f"{self._prefix}/{key}", value)
+        except JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise self._lost(error) from error
+
+    def read(self, key: str, source: int, seconds: float) -> bytes:
+        """As of `Channel`."""
+        try:
+            return self._client.blocking_key_value_get_bytes(f"{self._prefix}/{key}", math.ceil(1000 * seconds))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise TimeoutError from error
+            raise self._lost(error) from error
+
+    def forget(self, name: str) -> None:
+        """As of `Channel`."""
+        self._client.key_value_delete(f"{self._prefix}/{name}/")
+
+    def another(self) -> "CoordinationChannel":
+        """As of `Channel`."""
+        return CoordinationChannel(self._client, self._process)
+
+    def announcements(self, name: str, timeout_seconds: float) -> Announcements:
+        """As of `Channel`."""
+        prefix = f"{self._prefix}/{name}"
+        return Announcements(self._client, prefix, process=self._process, timeout_seconds=timeout_seconds)
+
+    def _lost(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"process {self._process} cannot talk to JAX's coordination service any more "
+            f"({str(error).strip().splitlines()[0]}): process 0, or another one, has ended; its log says why"
+        )
+
+
+@dataclass
+class _Left:
+    """Why processes wait for nobody any more, None as long as they do."""
+
+    reason: str | None = None
 
 
 class Processes:
-    """The processes that share a folder; of one alone, all waits are over at once.
+    """The processes that save together; of one alone, all waits are over at once.
 
-    **Arguments:** `client`: of this process, None where it is alone. `index`: of this one, of `count`.
+    **Arguments:** `channel`: of this process, None where it is alone. `index`: of this one, of `count`.
     `timeout_seconds`: the limit of every wait.
     """
 
-    def __init__(self, client: CoordinationClient | None, index: int, count: int, timeout_seconds: float) -> None:
+    def __init__(self, channel: Channel | None, index: int, count: int, timeout_seconds: float) -> None:
         self.index = index
         self.count = count
         self.timeout_seconds = timeout_seconds
-        self._client = client
-        self._prefix = f"braidax/checkpoint/{next(_NUMBERS) if client is not None else 0}"
+        self._channel = channel
         self._over: str | None = None
         self._withdrawn: dict[str, str] = {}
-        self._left: str | None = None
+        self._left = _Left()
+
+    def another(self) -> "Processes":
+        """Returns the same processes, for messages of their own; all call this in the same order."""
+        channel = None if self._channel is None else self._channel.another()
+        found = Processes(channel, self.index, self.count, self.timeout_seconds)
+        found._left = self._left
+        return found
 
     def lead(self, name: str, make: Callable[[], str]) -> str:
         """Lets process 0 make a value, and returns it on all.
@@ -68,7 +151,7 @@ class Processes:
 
         What it has said of that before stands. On process 0 nothing can come of it any more.
         """
-        if self._client is None:
+        if self._channel is None:
             return
         if self.index:
             self.say(name, reason)
@@ -78,8 +161,11 @@ class Processes:
             self.tell(each, error=CheckpointError(self._withdrawn[name]))
 
     def leave(self, reason: str) -> None:
-        """Ends all waits of this process, on any thread, by `CheckpointError`: another process will not come."""
-        self._left = reason
+        """Ends all waits of this process, on any thread, by `CheckpointError`: another process will not come.
+
+        Those that were made of these by `another` are meant as well.
+        """
+        self._left.reason = reason
 
     def check(self, name: str) -> None:
         """Raises `CheckpointError` when this process has withdrawn from what goes by a name."""
@@ -93,7 +179,7 @@ class Processes:
 
     def follow(self, name: str) -> str:
         """Returns what process 0 tells; for the others. **Raises:** `CheckpointError`, `WaitTimeout`."""
-        told = self._get(f"{name}/told", time.monotonic() + self.timeout_seconds)
+        told = self._get(f"{name}/told", 0, time.monotonic() + self.timeout_seconds)
         if told is None:
             raise WaitTimeout(
                 f"process {self.index} heard nothing from process 0 for timeout_seconds={self.timeout_seconds:g}: "
@@ -117,7 +203,7 @@ class Processes:
         deadline = time.monotonic() + self.timeout_seconds
         found = {0: own}
         for process in range(1, self.count):
-            value = self._get(f"{name}/said/{process}", deadline)
+            value = self._get(f"{name}/said/{process}", process, deadline)
             if value is not None:
                 found[process] = value.decode()
         missing = [process for process in range(self.count) if process not in found]
@@ -128,8 +214,8 @@ class Processes:
                 "same order; its log says what it did. If it is only slow, raise the limit"
             )
         # Whoever speaks here has left the message before, whose keys can go.
-        if self._client is not None and self._over is not None:
-            self._client.key_value_delete(f"{self._prefix}/{self._over}/")
+        if self._channel is not None and self._over is not None:
+            self._channel.forget(self._over)
         self._over = name
         return found
 
@@ -153,7 +239,7 @@ class Processes:
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(CheckpointError):  # where nobody can be told, nobody waits
+            with contextlib.suppress(BraidaxError):  # where nobody can be told, nobody waits
                 self.withdraw(name, _said(error))
             raise
 
@@ -165,54 +251,36 @@ class Processes:
 
         self.conclude(name, "", judge)
 
-    def announcements(self, name: str) -> Announcements | None:
+    def announcements(self, name: str) -> Announcing | None:
         """Returns how process 0 tells the others things ahead, None where there are none. `name`: is used once."""
-        if self._client is None:
-            return None
-        prefix = f"{self._prefix}/{name}"
-        return Announcements(self._client, prefix, process=self.index, timeout_seconds=self.timeout_seconds)
+        return None if self._channel is None else self._channel.announcements(name, self.timeout_seconds)
 
     def _set(self, key: str, value: bytes) -> None:
-        if self._client is not None:
-            with contextlib.suppress(_IsSet):
-                self._reach(lambda client: client.key_value_set_bytes(f"{self._prefix}/{key}", value))
+        if self._channel is not None:
+            self._channel.write(key, value)
 
-    def _get(self, key: str, deadline: float) -> bytes | None:
+    def _get(self, key: str, source: int, deadline: float) -> bytes | None:
+        assert self._channel is not None
         while True:
-            if self._left is not None:
-                raise CheckpointError(self._left)
+            if self._left.reason is not None:
+                raise CheckpointError(self._left.reason)
             left = max(0.001, deadline - time.monotonic())
-            limit = math.ceil(1000 * min(left, _SLICE_SECONDS))
             try:
-                return self._reach(
-                    lambda client, limit=limit: client.blocking_key_value_get_bytes(f"{self._prefix}/{key}", limit)
-                )
-            except TimeoutError:
+                return self._channel.read(key, source, min(left, _SLICE_SECONDS))
+            except TimeoutError as error:
+                if isinstance(error, WaitTimeout):
+                    raise
                 if time.monotonic() >= deadline:
                     return None
 
-    def _reach(self, ask: Callable[[CoordinationClient], _Result]) -> _Result:
-        assert self._client is not None
-        try:
-            return ask(self._client)
-        except JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                raise TimeoutError from error
-            if "ALREADY_EXISTS" in str(error):
-                raise _IsSet from error
-            reason = str(error).strip().splitlines()[0]
-            raise CheckpointError(
-                f"process {self.index} cannot talk to JAX's coordination service any more ({reason}): process 0, or "
-                "another one, has ended; its log says why"
-            ) from error
-
 
 def all_processes(timeout_seconds: float) -> Processes:
-    """Returns all processes of the job."""
+    """Returns all processes of JAX."""
     client = coordination_client()
     if client is None or jax.process_count() == 1:
         return alone(timeout_seconds)
-    return Processes(client, jax.process_index(), jax.process_count(), timeout_seconds)
+    index = jax.process_index()
+    return Processes(CoordinationChannel(client, index), index, jax.process_count(), timeout_seconds)
 
 
 def alone(timeout_seconds: float) -> Processes:

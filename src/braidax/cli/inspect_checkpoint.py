@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from braidax.checkpoint.boxes import Box, volume, whole
-from braidax.checkpoint.folders import LOCK_FILE, Found, checkpoints, misnamed
-from braidax.checkpoint.manifest import Entry, OtherFormat, data_file, manifest_file
-from braidax.checkpoint.reading import Content, Reader, read_content
+from braidax.checkpoint.format.folders import LOCK_FILE, Found, checkpoints, misnamed
+from braidax.checkpoint.format.manifest import Entry, OtherFormat, data_file, manifest_file
+from braidax.checkpoint.format.reading import Content, Reader, read_content
+from braidax.checkpoint.snapshot.boxes import Box, volume, whole
 from braidax.errors import ArgumentError, CheckpointError
 from braidax.parallel.plan.plan import Plan
 

@@ -11,7 +11,7 @@ import pytest
 
 import braidax.parallel as bx
 from braidax.checkpoint import Checkpointer, Every
-from braidax.checkpoint.reading import read_manifest
+from braidax.checkpoint.format.reading import read_manifest
 from braidax.gang.launch import launch_here
 from braidax.gang.program import Program
 from tests.checkpoint.saving import read_all

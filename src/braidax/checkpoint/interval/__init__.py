@@ -1,0 +1,1 @@
+"""How often checkpoints are taken, and when the last one is."""

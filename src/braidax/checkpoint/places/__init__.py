@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: a folder, a bucket, the memory of neighbors."""
