@@ -3,6 +3,8 @@
 #ifndef BRAIDAX_SCHEDULES_H
 #define BRAIDAX_SCHEDULES_H
 
+#include <stdlib.h>
+
 #include "reductions.h"
 
 #define HEAD_BYTES 128       /* of what a member brings, before the first message to another one */
