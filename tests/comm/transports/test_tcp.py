@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from braidax.comm.transports import tcp
+from braidax.comm.transports import tcp, tcp_worker
 from braidax.comm.transports.schedules import disagree
 from braidax.comm.transports.tcp import TcpTransport
 from braidax.comm.transports.tcp_link import BYE, FRAME, GO, KEEP_BYTES, KIND_SHIFT, OFFER, REST, ROOM, WHOLE
@@ -81,9 +81,9 @@ class Wire:
         num_idle = 0
         while num_idle < 3:
             self.worker.poll(0.0)
-            num_idle = 0 if self._hand_over() else num_idle + 1
+            num_idle = 0 if self.hand_over() else num_idle + 1
 
-    def _hand_over(self) -> int:
+    def hand_over(self) -> int:
         """Gives the kernel what it takes of what is to be said, and returns how much."""
         try:
             count = self.far.send(self.unsaid) if self.unsaid else 0
@@ -256,17 +256,20 @@ def test_frames_in_pieces_are_frames(wire: Wire) -> None:
         assert (operation.error, operation.num_bytes, place) == (None, len(body), body)
 
 
-def test_what_was_read_beyond_a_turn_waits_for_nothing(wire: Wire) -> None:
+def test_what_was_read_beyond_a_turn_waits_for_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn that ended with messages in the stage left them there until the next bytes came."""
-    num_bytes, count = (1 << 16) - 80, 65  # one more than a turn
+    monkeypatch.setattr(tcp_worker, "_TURN_BYTES", 1)  # C's is reached where a socket may hold as much
+    wire.far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * MIB)
+    num_bytes = 4000
+    count = 1 + (4 * MIB) // (num_bytes + FRAME.size)
     places = [wire.receive(1, num_bytes)[0] for _ in range(count)]
     small = [wire.receive(2, 1)[0] for _ in range(50)]
-    message, last = wire.frame(WHOLE, 1, num_bytes, num_bytes) + bytes(num_bytes), wire.frame(WHOLE, 2, 1, 1) + b"."
-    wire.far.settimeout(LIMIT_SECONDS)
-    speaker = threading.Thread(target=wire.far.sendall, args=(message * count + last * 50,))
-    speaker.start()
+    wire.unsaid += (wire.frame(WHOLE, 1, num_bytes, num_bytes) + bytes(num_bytes)) * count
+    wire.unsaid += (wire.frame(WHOLE, 2, 1, 1) + b".") * 50
+    while wire.hand_over():
+        pass
+    wire.settle()
     polled(wire, *places, *small)
-    speaker.join()
 
 
 def outcome(moved_by: str, actions: list[tuple[Any, ...]]) -> list[Any]:
