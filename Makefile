@@ -52,7 +52,7 @@ clean:  ## Remove the environment, build outputs and caches; data, checkpoints a
 	@touch $@
 
 # An install is repeated only when pyproject.toml, or what is compiled while installing, has changed.
-COMPILED := hatch_build.py src/braidax/comm/transports/ucx_binding.c src/braidax/comm/transports/ucx_abi.h
+COMPILED := hatch_build.py $(wildcard src/braidax/comm/transports/*.c src/braidax/comm/transports/*.h)
 
 .venv/stamp-demo: .venv/stamp-python pyproject.toml $(COMPILED)
 	$(INSTALL) --editable '.[tasks]'

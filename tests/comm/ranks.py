@@ -6,16 +6,17 @@ from typing import Any
 
 from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, Store, Tuning, connect
 from braidax.comm.transports.transport import Transport
+from tests.comm.transports.tcps import transport_of
 
 LIMIT_SECONDS = 60.0
 
 
 def transports(name: str, size: int) -> list[str | Transport]:
-    """Returns what each rank gives to `connect`."""
+    """Returns what each rank gives to `connect`. **Arguments:** `name`: see `transport_of`."""
     if name == "in-process":
         hub = Hub()
         return [InProcessTransport(hub) for _ in range(size)]
-    return [name] * size
+    return [transport_of(name, rank) for rank in range(size)]
 
 
 def outcomes(

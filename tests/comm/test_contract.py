@@ -16,6 +16,7 @@ from braidax.comm.stores.redis import RedisStore
 from tests.comm.exercise import exercise
 from tests.comm.ranks import results
 from tests.comm.stores.servers import REDIS_PASSWORD, SECRET, coordination_service, redis_server
+from tests.comm.transports.tcps import TCPS
 from tests.comm.transports.worlds import MPI_SETTINGS
 from tests.laws.tree import ROOT
 
@@ -43,7 +44,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, FOUR, 8])
-@pytest.mark.parametrize("transport", ["in-process", "tcp", "ucx"])
+@pytest.mark.parametrize("transport", ["in-process", *TCPS, "ucx"])
 def test_every_operation(transport: str, size: int) -> None:
     assert results(size, exercise, transport=transport) == ["exercised"] * size
 

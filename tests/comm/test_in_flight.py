@@ -12,8 +12,9 @@ import pytest
 from braidax.comm import Communicator
 from braidax.errors import WaitTimeout
 from tests.comm.ranks import results
+from tests.comm.transports.tcps import TCPS
 
-TRANSPORTS = ["in-process", "tcp", "ucx"]
+TRANSPORTS = ["in-process", *TCPS, "ucx"]
 COUNTS = [3, 5000, 1, 200_000, 2000, 0, 30_000, 1100]  # of float64: with and without a second message
 PROMISED_BYTES = 1 << 22
 
@@ -94,18 +95,9 @@ def test_buffers_and_values_are_not_taken_for_one_another(transport: str) -> Non
     results(2, exchange, transport=transport)
 
 
-def kept_bytes(comm: Communicator) -> int:
-    """Returns what a rank keeps of messages from rank 1 over TCP."""
-    link = comm._progress._transport._links[1]
-    return sum(
-        0 if getattr(item, "buffer", item) is None else len(getattr(item, "buffer", item))
-        for queue in link.kept.values()
-        for item in queue
-    )
-
-
+@pytest.mark.parametrize("transport", TCPS)
 @pytest.mark.parametrize("length", [1 << 12, 1 << 20, 1 << 26])
-def test_what_nobody_asks_for_is_bounded_also_while_something_is_asked_for(length: int) -> None:
+def test_what_nobody_asks_for_is_bounded_also_while_something_is_asked_for(length: int, transport: str) -> None:
     """64 MiB that nobody had asked for were kept where 4 were promised, once any receive was posted."""
     count = min(1200, (1 << 26) // length)
 
@@ -121,7 +113,7 @@ def test_what_nobody_asks_for_is_bounded_also_while_something_is_asked_for(lengt
         assert comm.recv(1, tag=5).tolist() == [0, 1, 2]
         most, until = 0, time.monotonic() + 0.3
         while time.monotonic() < until:
-            most = max(most, kept_bytes(comm))
+            most = max(most, comm._progress._transport.kept_bytes(1))
             with contextlib.suppress(WaitTimeout):
                 asked.wait(0.02)
         for number in range(count):
@@ -129,11 +121,12 @@ def test_what_nobody_asks_for_is_bounded_also_while_something_is_asked_for(lengt
         assert not asked.wait()
         return most
 
-    most, _ = results(2, exchange, transport="tcp")
+    most, _ = results(2, exchange, transport=transport)
     assert 0 < most <= PROMISED_BYTES
 
 
-def test_threads_that_only_send_large_messages_do_not_stop_one_another() -> None:
+@pytest.mark.parametrize("transport", TCPS)
+def test_threads_that_only_send_large_messages_do_not_stop_one_another(transport: str) -> None:
     """Both wait to be asked for a large message while another one, that nobody asks for yet, stands in the way."""
 
     def exchange(comm: Communicator) -> None:
@@ -147,7 +140,7 @@ def test_threads_that_only_send_large_messages_do_not_stop_one_another() -> None
         np.testing.assert_array_equal(comm.recv(peer, tag=1), large)
         unasked.wait()
 
-    results(2, exchange, transport="tcp")
+    results(2, exchange, transport=transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -26,6 +26,7 @@ from braidax.comm.stores.file import FileStore
 from braidax.errors import BraidaxError, PeerLost
 from tests.comm.faults.operations import OPERATIONS
 from tests.comm.relay import RelayedStore
+from tests.comm.transports.tcps import transport_of
 
 _LARGE_BYTES = 1 << 26
 _NEVER = 77  # a tag under which nobody sends
@@ -56,7 +57,7 @@ def live(given: dict[str, Any], folder: str) -> dict[str, Any]:
             store if given["relay"] is None else RelayedStore(store, rank=given["rank"], port=given["relay"]),
             rank=given["rank"],
             size=given["size"],
-            transport=given["transport"],
+            transport=transport_of(given["transport"], given["rank"]),
             job=given["job"],
             epoch=given["epoch"],
             timeout_seconds=given["timeout_seconds"],

@@ -5,18 +5,20 @@ from pathlib import Path
 import pytest
 
 from tests.comm.faults.trials import Fault, run_trials
+from tests.comm.transports.tcps import IN_C, IN_PYTHON, OF_BOTH
 
 FAULTS: list[Fault] = ["kill", "stop", "cut"]
 
 
+@pytest.mark.parametrize("transport", [IN_C, OF_BOTH])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, tmp_path: Path) -> None:
-    assert len(run_trials(fault, range(6), tmp_path, num_crews=2)) == 6
+def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, transport: str, tmp_path: Path) -> None:
+    assert len(run_trials(fault, range(6), tmp_path, num_crews=2, transport=transport)) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+@pytest.mark.parametrize("transport", [IN_C, IN_PYTHON, "ucx"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_so_it_is_in_many_trials(fault: Fault, transport: str, tmp_path: Path) -> None:
     assert len(run_trials(fault, range(1000, 1100), tmp_path, num_crews=3, transport=transport)) == 100

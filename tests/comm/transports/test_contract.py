@@ -12,11 +12,12 @@ from braidax.comm.transports.in_process import Hub, InProcessTransport
 from braidax.comm.transports.named import make_transport
 from braidax.comm.transports.transport import Transport
 from tests.comm.transports import checks
+from tests.comm.transports.tcps import TCPS, transport_of
 from tests.comm.transports.worlds import Check, Rank, run_mpi, run_threads
 
 SIZES = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 CHECKS = (*checks.CONNECTED, *checks.CONNECTING)
-IN_THREADS = ("in-process", "tcp", "ucx")
+IN_THREADS = ("in-process", *TCPS, "ucx")
 
 
 def make(name: str, size: int) -> Sequence[Transport]:
@@ -24,7 +25,8 @@ def make(name: str, size: int) -> Sequence[Transport]:
     if name == "in-process":
         hub = Hub()
         return [InProcessTransport(hub) for _ in range(size)]
-    return [make_transport(name) for _ in range(size)]
+    opened = [transport_of(name, rank) for rank in range(size)]
+    return [make_transport(each) if isinstance(each, str) else each for each in opened]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 
 class Kind(IntEnum):
-    """What a step does; the numbers are those of `ucx_schedules.h`."""
+    """What a step does; the numbers are those of `schedules.h`."""
 
     SEND = 0
     RECEIVE = 1

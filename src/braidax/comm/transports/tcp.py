@@ -1,381 +1,115 @@
 """Messages over TCP sockets: one for each pair of ranks, both ways."""
 
+import importlib
 import os
-import selectors
 import socket
-import ssl
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import final
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, final
 
-from braidax.comm.transports.tcp_link import (
-    BYE,
-    FRAME,
-    GO,
-    KEEP_BYTES,
-    KIND_SHIFT,
-    OFFER,
-    REST,
-    ROOM,
-    STAGE_BYTES,
-    WHOLE,
-    Link,
-    Message,
-    Outgoing,
-    Posted,
-    charge_of,
-)
-from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, too_long
-from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
+from braidax.comm.transports.schedules import BindingSchedules, disagree
+from braidax.comm.transports.tcp_link import lost
+from braidax.comm.transports.tcp_worker import TcpWorker
+from braidax.comm.transports.transport import Buffer, Operation, Transport, too_long
+from braidax.connections.listener import Listener, Tls, linger
 from braidax.connections.world import World
-from braidax.errors import PeerLost
-
-_SMALL_BYTES = 1 << 16  # a message that is kept at once
-_OWED_BYTES = KEEP_BYTES // 2  # of room that is given back in a frame of its own
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-_NOTHING = memoryview(b"")
-_CLOSED = "it closed its communicator"
-_TURN_BYTES = 1 << 22  # read from one peer before others have their turn
 
 
 @final
 class TcpTransport(Transport):
-    """Moves messages over TCP; needs nothing but Python.
+    """Moves messages over TCP; needs nothing but Python, and is quickest where braidax was installed with a C compiler.
 
     Every pair of ranks shares one connection, on which both have proved that they know the world's secret. A message
     that was asked for is read into its place. Of those that were not, up to 4 MiB a peer are kept in memory, when they
     are small or stand in the way of others; the rest waits at the sender, whose `send` ends when it is asked for.
 
     **Arguments:** `interfaces`: addresses of this host that peers on other hosts may use, such as `("10.0.0.5",)`; by
-    default those of all interfaces that are up. `tls`: encrypts the connections.
+    default those of all interfaces that are up. `tls`: encrypts the connections, which Python moves then.
+
+    **Fields:** `moved_by`: what moves the messages, `"C"` or `"Python"`; ranks of both kinds talk to one another.
     """
 
     name = "tcp"
 
     def __init__(self, *, interfaces: Sequence[str] = (), tls: Tls | None = None) -> None:
         self._listener = Listener(interfaces=interfaces, tls=tls)
-        self._buffered: set[Link] = set()  # whose turn ended with bytes that TLS has read, and no selector sees
-        self._selector = selectors.DefaultSelector()
-        self._links: dict[int, Link] = {}
-        self._world = World(0, (self._listener.address,), ("",), b"")
+        self._connections: dict[int, socket.socket] = {}
+        binding = None if tls is not None else _binding()
+        self.moved_by: Literal["C", "Python"] = "Python" if binding is None else "C"
+        if binding is None:
+            self._worker: Any = TcpWorker()
+        else:
+            self._worker = binding.Worker()
+            self.schedules = BindingSchedules(binding.Schedule, self._worker.run)
+            self.takes_arrays = True
+        # A call of our own would be a good part of the time of a small message.
+        self.send = self._worker.send
+        self.receive = self._worker.receive
+        self.poll = self._worker.poll
+        self.arm = self._worker.arm
+        self.fileno = self._worker.fileno
 
     @property
     def address(self) -> bytes:
         return self._listener.address
 
     def connect(self, world: World, *, timeout_seconds: float) -> None:
-        self._world = world
         dialed = set(range(world.rank))
         deadline = time.monotonic() + timeout_seconds
         with self._listener as listener:
-            connections = listener.connect(
+            self._connections = listener.connect(
                 world, purpose=b"tcp", dialed=dialed, accepted=set(range(world.rank + 1, world.size)), deadline=deadline
             )
-        for rank, connection in connections.items():
+        for connection in self._connections.values():
             connection.setblocking(False)
-            self._links[rank] = Link(rank, connection)
-            self._listen(self._links[rank])
-        # Messages to itself are kept until they are received; there is nothing to write to.
-        self._links[world.rank] = Link(world.rank, socket.socket())
+        if self.moved_by == "Python":
+            self._worker.connect(world, self._connections)
+            return
+        descriptors = [-1] * world.size
+        for rank, connection in self._connections.items():
+            descriptors[rank] = connection.fileno()
+        is_crowded = world.hosts.count(world.hosts[world.rank]) > (os.cpu_count() or 1)
+        told = partial(_fail, world), partial(disagree, world)
+        self._worker.connect(world.rank, tuple(descriptors), *told, Operation, is_crowded)
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
-        if peer == self._world.rank:
-            self._send_to_self(tag, buffers, operation)
-            return
-        link = self._links[peer]
-        if (lost := link.lost or link.mute) is not None:
-            operation.fail(lost)
-            return
-        is_idle = not link.outgoing
-        link.put(tag, buffers, operation)
-        if is_idle:
-            self._write(link)
-        if link.paused and link.offered and link.lost is None:
-            self._resume(link)  # what the peer asks for comes behind what nobody asks for here
+        self._worker.send(peer, tag, buffers, operation)
 
     def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation) -> None:
-        link = self._links[peer]
-        if (kept := link.kept.get(tag)) is not None:
-            message = kept.popleft()
-            if not kept:
-                del link.kept[tag]
-            self._match(link, message, buffer, operation)
-            if link.paused and link.asked:
-                self._resume(link)  # the rest comes behind what nobody asks for
-            return
-        if link.lost is not None:
-            operation.fail(link.lost)
-            return
-        link.posted.setdefault(tag, deque()).append(Posted(buffer, operation))
-        if link.paused:
-            self._resume(link)
+        self._worker.receive(peer, tag, buffer, operation)
 
     def poll(self, spin_seconds: float) -> None:
-        for link in list(self._buffered):
-            self._read(link)
-        for key, events in self._ready(spin_seconds):
-            link: Link = key.data
-            if events & selectors.EVENT_WRITE:
-                self._write(link)
-            if events & selectors.EVENT_READ and not link.paused and link.lost is None:
-                self._read(link)
-
-    def _ready(self, spin_seconds: float) -> Sequence[tuple[selectors.SelectorKey, int]]:
-        """Returns the connections of which there is news."""
-        ready = self._selector.select(0)
-        if ready or not spin_seconds or self._buffered:
-            return ready
-        deadline = time.monotonic() + spin_seconds
-        while not ready and time.monotonic() < deadline:
-            _give_way()  # what is waited for may have to run on this core
-            ready = self._selector.select(0)
-        return ready
+        self._worker.poll(spin_seconds)
 
     def arm(self) -> bool:
-        return not self._buffered
+        return self._worker.arm()
 
     def fileno(self) -> int:
-        return self._selector.fileno()  # type: ignore[attr-defined]
+        return self._worker.fileno()
+
+    def kept_bytes(self, peer: int) -> int:
+        """Returns how much is kept of messages from a peer that nobody has asked for."""
+        return self._worker.kept_bytes(peer)
 
     def close(self, *, timeout_seconds: float) -> None:
-        self._listener.close()
         deadline = time.monotonic() + timeout_seconds
-        links = [link for link in self._links.values() if link.lost is None and link.rank != self._world.rank]
+        self._listener.close()
+        left_open = self._worker.close(timeout_seconds)
         if timeout_seconds > 0:
-            for link in links:
-                link.outgoing.append(Outgoing([link.frame(BYE)]))
-                self._write(link)
-            while any(link.outgoing or link.offered for link in links) and (left := deadline - time.monotonic()) > 0:
-                self._selector.select(left)
-                self.poll(0)
-            linger([link.connection for link in links if link.lost is None], deadline)
-        for link in self._links.values():
-            self._drop(link)
-        self._links = {}
-        self._selector.close()
+            linger([self._connections[rank] for rank in left_open], deadline)
+        for connection in self._connections.values():
+            connection.close()
 
-    def _send_to_self(self, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
-        link = self._links[self._world.rank]
-        data = memoryview(bytearray().join(buffers))
-        message = Message(tag, len(data), data)
-        message.received = len(data)
-        operation.finish()
-        self._arrive(link, message)
 
-    def _arrive(self, link: Link, message: Message) -> None:
-        """Gives a message to the oldest receive for it, or keeps it for the next one."""
-        if message.tag not in link.posted:
-            link.kept.setdefault(message.tag, deque()).append(message)
-            return
-        first = link.take_posted(message.tag)
-        self._match(link, message, first.buffer, first.operation)
+def _fail(world: World, operation: Operation, peer: int, how: str, num_bytes: int, capacity: int) -> None:
+    """Ends an operation with an error. **Arguments:** `how`: its peer was lost; empty: a message is too long."""
+    operation.fail(lost(world, peer, how) if how else too_long(world, peer, num_bytes, capacity))
 
-    def _match(self, link: Link, message: Message, buffer: Buffer, operation: Operation) -> None:
-        """Lets a receive have a message, as much of it as is here, and asks for the rest."""
-        if message.num_bytes > len(buffer):
-            operation.fail(too_long(self._world, link.rank, message.num_bytes, len(buffer)))
-            message.buffer = None
-        elif link.lost is not None and not message.is_whole:
-            operation.fail(link.lost)
-            return
-        else:
-            message.move(buffer, operation)
-            if message.is_whole:
-                operation.finish(message.num_bytes)
-        if link.lost is not None:
-            return
-        link.owed += message.charge
-        if message.number is not None:
-            if not message.is_whole:
-                link.asked[message.number] = message
-            self._put_first(link, GO, message.number)
-        elif link.owed >= _OWED_BYTES:
-            self._put_first(link, ROOM)
 
-    def _put_first(self, link: Link, kind: int, number: int = 0) -> None:
-        if link.mute is None:
-            link.put_first(kind, number)
-            if len(link.outgoing) == 1:
-                self._write(link)
-
-    def _write(self, link: Link) -> None:
-        try:
-            while link.outgoing:
-                first = link.outgoing[0]
-                if first.write(link.connection):
-                    link.outgoing.popleft()
-                    if first.operation is not None:
-                        first.operation.finish()
-        except WOULD_BLOCK:
-            pass
-        except OSError as error:
-            self._mute(link, f"the connection to it broke: {error}")
-        if link.lost is None:
-            self._listen(link)
-
-    def _listen(self, link: Link) -> None:
-        """Asks to hear of what can be of use now: of room where something waits, of bytes where they may be read."""
-        wanted = (selectors.EVENT_WRITE if link.outgoing else 0) | (0 if link.paused else selectors.EVENT_READ)
-        if wanted == link.watched:
-            return
-        if not wanted:
-            self._selector.unregister(link.connection)
-        elif not link.watched:
-            self._selector.register(link.connection, wanted, link)
-        else:
-            self._selector.modify(link.connection, wanted, link)
-        link.watched = wanted
-
-    def _resume(self, link: Link) -> None:
-        link.paused = False
-        self._read(link)
-
-    def _read(self, link: Link) -> None:
-        """Reads what has come, but not for ever: others have their turn."""
-        budget, is_drained = _TURN_BYTES, False
-        self._buffered.discard(link)
-        try:
-            while budget > 0 and not link.paused and link.lost is None:
-                if link.message is not None:
-                    budget -= self._read_body(link, link.message)
-                elif link.end - link.begin >= FRAME.size:
-                    self._read_header(link)
-                elif is_drained:
-                    break
-                else:
-                    budget -= self._fill(link)
-                    is_drained = link.end < STAGE_BYTES and not isinstance(link.connection, ssl.SSLSocket)
-        except WOULD_BLOCK:
-            pass
-        except OSError as error:
-            self._lose(link, f"the connection to it broke: {error}")
-        except EOFError:
-            self._lose(link, "its end of the connection was closed")
-        if link.lost is None:
-            self._listen(link)
-            if isinstance(link.connection, ssl.SSLSocket) and link.connection.pending() and not link.paused:
-                self._buffered.add(link)
-
-    def _fill(self, link: Link) -> int:
-        """Reads many small messages at once."""
-        link.stage[: link.end - link.begin] = link.stage[link.begin : link.end]
-        link.begin, link.end = 0, link.end - link.begin
-        count = link.connection.recv_into(link.stage[link.end :])
-        if not count:
-            raise EOFError
-        link.end += count
-        return count
-
-    def _read_header(self, link: Link) -> None:
-        word, num_bytes, inside, number, given = FRAME.unpack_from(link.stage, link.begin)
-        kind, tag = word >> KIND_SHIFT, word & ((1 << KIND_SHIFT) - 1)
-        if kind in (WHOLE, OFFER):
-            is_wanted = tag in link.posted or num_bytes <= _SMALL_BYTES
-            if not (is_wanted or link.posted or link.offered or link.asked):
-                link.paused = True  # until a receive is posted, or the peer has to be heard
-                return
-        link.begin += FRAME.size
-        link.room += given
-        if kind in (WHOLE, OFFER):
-            self._begin_message(link, kind, tag, num_bytes, inside, number)
-        elif kind == REST and number in link.asked:
-            message = link.asked[number]
-            if inside > message.num_bytes - message.received:
-                raise OSError("it sent more of a message than it had announced")
-            link.message, link.missing = message, inside
-        elif kind == GO and number in link.offered:
-            link.put_rest(number)
-            self._write(link)
-        elif kind == BYE:
-            link.left = True
-        elif kind != ROOM:
-            raise OSError(f"it sent a frame of kind {kind} and number {number} that nobody expects")
-
-    def _begin_message(self, link: Link, kind: int, tag: int, num_bytes: int, inside: int, number: int) -> None:
-        charge = charge_of(kind, inside)
-        link.held += charge
-        if link.held > KEEP_BYTES or inside > num_bytes or tag > MAX_TAG or (kind == WHOLE and inside < num_bytes):
-            raise OSError(f"it sent {inside:,} of {num_bytes:,} bytes, for which it was given no room")
-        posted = link.posted.get(tag)
-        has_place = posted is not None and len(posted[0].buffer) >= num_bytes
-        if has_place and kind == WHOLE and inside <= link.end - link.begin:  # a small message
-            self._end_small(link, tag, inside, charge)
-            return
-        buffer = _NOTHING if has_place else memoryview(bytearray(inside))
-        message = Message(tag, num_bytes, buffer, number if kind == OFFER else None, charge)
-        if inside:
-            link.message, link.missing = message, inside
-        self._arrive(link, message)
-
-    def _end_small(self, link: Link, tag: int, num_bytes: int, charge: int) -> None:
-        """Gives a message that has been read whole to the receive that waits for it."""
-        first = link.take_posted(tag)
-        end = link.begin + num_bytes
-        first.buffer[:num_bytes] = link.stage[link.begin : end]
-        link.begin = end
-        link.owed += charge
-        first.operation.finish(num_bytes)
-        if link.owed >= _OWED_BYTES:
-            self._put_first(link, ROOM)
-
-    def _read_body(self, link: Link, message: Message) -> int:
-        staged = min(link.end - link.begin, link.missing)
-        place = message.place(link.missing)
-        if staged:
-            count = min(staged, len(place))
-            place[:count] = link.stage[link.begin : link.begin + count]
-            link.begin += count
-        else:
-            count = link.connection.recv_into(place)
-            if not count:
-                raise EOFError
-        message.received += count
-        link.missing -= count
-        if not link.missing:
-            link.message = None
-            if message.is_whole:
-                if message.number is not None:
-                    link.asked.pop(message.number, None)
-                if message.operation is not None:
-                    message.operation.finish(message.num_bytes)
-        return count
-
-    def _mute(self, link: Link, how: str) -> None:
-        """Ends the sends to a peer that takes no more; what it sent before can still be read."""
-        if not link.paused:
-            self._read(link)  # whether it went on purpose
-        if link.lost is None:
-            link.mute = self._peer_lost(link, _CLOSED if link.left else how)
-            muted = link.unsent()
-            link.outgoing.clear()
-            link.offered.clear()
-            for operation in muted:
-                operation.fail(link.mute)
-
-    def _peer_lost(self, link: Link, how: str) -> PeerLost:
-        return PeerLost(f"{self._world.describe(link.rank)} is lost: {how}", link.rank, self._world.hosts[link.rank])
-
-    def _lose(self, link: Link, how: str) -> None:
-        """Ends all operations with a peer whose connection is gone."""
-        if link.lost is not None:
-            return
-        link.lost = self._peer_lost(link, _CLOSED if link.left else how)
-        waiting = [*link.waiting(), *link.unsent()]
-        self._drop(link)
-        for operation in waiting:
-            operation.fail(link.lost)
-
-    def _drop(self, link: Link) -> None:
-        if link.watched:
-            link.watched = 0  # first: an interrupted close is begun again
-            with suppress(KeyError):  # an interrupt amid `_listen` came behind this
-                self._selector.unregister(link.connection)
-        self._buffered.discard(link)
-        link.connection.close()
-        link.outgoing.clear()
-        link.offered.clear()
-        link.posted.clear()
-        link.asked.clear()
-        link.message = None
+def _binding() -> Any:
+    """Returns the binding in C, or None where braidax was installed without a compiler."""
+    try:
+        return importlib.import_module("braidax.comm.transports.tcp_binding")
+    except ImportError:
+        return None

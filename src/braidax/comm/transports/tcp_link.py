@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from braidax.comm.transports.transport import Buffer, Operation
+from braidax.connections.world import World
 from braidax.errors import PeerLost
 
 STAGE_BYTES = 1 << 16
@@ -27,6 +28,8 @@ FRAME = struct.Struct("<QQQII48x")  # kind and tag; bytes of the message; bytes 
 WHOLE, OFFER, REST, GO, ROOM, BYE = range(6)
 """Kinds: a message; the begin of one; the next part of an offered one, its number being asked for; room; the end."""
 KIND_SHIFT = 56
+
+CLOSED = "it closed its communicator"
 
 _OFFER_BYTES = KEEP_BYTES // 4 * 3  # of an offered message: it fills the time until the receiver asks, others have room
 _LINE_BYTES = 64  # of a cache
@@ -200,6 +203,11 @@ class Link:
         """Returns the operations of sends."""
         found = [outgoing.operation for outgoing in self.outgoing if outgoing.operation is not None]
         return found + [offered.operation for offered in self.offered.values()]
+
+
+def lost(world: World, rank: int, how: str) -> PeerLost:
+    """Returns the error of a peer whose connection is gone."""
+    return PeerLost(f"{world.describe(rank)} is lost: {how}", rank, world.hosts[rank])
 
 
 def charge_of(kind: int, inside: int) -> int:

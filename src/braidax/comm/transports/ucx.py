@@ -8,7 +8,7 @@ import select
 import struct
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import final
 
-from braidax.comm.transports.transport import (
-    MAX_TAG,
-    Buffer,
-    Operation,
-    Transport,
-    disagreeing,
-    of_another_length,
-    too_long,
-)
+from braidax.comm.transports.schedules import BindingSchedules, disagree
+from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, too_long
 from braidax.comm.transports.unreached import other_secret, other_world
 from braidax.connections.world import World
 from braidax.errors import (
@@ -118,7 +111,7 @@ class UcxTransport(Transport):
         self.receive = self._worker.receive
         self.poll = self._worker.poll
         self.arm = self._worker.arm
-        self.schedules = UcxSchedules(binding.Schedule, self._worker.run)
+        self.schedules = BindingSchedules(binding.Schedule, self._worker.run)
 
     @property
     def address(self) -> bytes:
@@ -128,7 +121,7 @@ class UcxTransport(Transport):
         deadline = time.monotonic() + timeout_seconds
         addresses = tuple(_raw_address(world, rank, self.library) for rank in range(world.size))
         is_crowded = world.hosts.count(world.hosts[world.rank]) > (os.cpu_count() or 1)
-        told = partial(_fail, world), partial(_disagree, world)
+        told = partial(_fail, world), partial(disagree, world)
         reasons = self._worker.connect(world.rank, addresses, *told, Operation, is_crowded)
         for rank, reason in enumerate(reasons):
             if reason:
@@ -190,34 +183,6 @@ class UcxTransport(Transport):
                 readable.poll(max(1.0, seconds * 1000))
         for rank in peers:
             _check_hello(world, rank, bytes(places[rank]))
-
-
-@final
-class UcxSchedules:
-    """Runs schedules in the binding; see `Schedules`. **Arguments:** `make`: its `Schedule`. `run`: of its worker."""
-
-    def __init__(self, make: Callable[..., object], run: Callable[..., Operation | None]) -> None:
-        self._make = make
-        self.run = run  # a call of its own would be a tenth of a small collective
-
-    def compile(
-        self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str
-    ) -> object | None:
-        """See `Schedules.compile`."""
-        try:
-            return self._make(rows, sizes, num_tickets, operation, dtype)
-        except LookupError:
-            return None
-
-
-def _disagree(
-    world: World, operation: Operation, peer: int, theirs: bytes, ours: bytes, num_bytes: int, expected_bytes: int
-) -> None:
-    """Ends a run of a schedule in which a peer sent something else."""
-    if theirs and theirs != ours:
-        operation.fail(disagreeing(world, peer, theirs, ours))
-    else:
-        operation.fail(of_another_length(world, peer, num_bytes, expected_bytes))
 
 
 def _fail(

@@ -14,45 +14,32 @@
 #include <string.h>
 #include <time.h>
 
+#define BINDING "ucx_binding"
+#include "operations.h"
+#include "schedules.h"
 #include "ucx_abi.h"
 
 #define TAG_BITS 45              /* the upper bits hold the rank of the sender */
 #define GIVEN_UP_TAG (((uint64_t)1 << 44) + 1) /* above those of messages; the one before is that of greetings */
 #define ROUNDS_WITH_GIL 8        /* of progress: a microsecond, shorter than waiting for the GIL may take */
-#define ROUNDS_PER_LOOK 32       /* at the clock */
-#define ROUNDS_WHEN_CROWDED 4    /* the same where ranks are more than cores: another one has to run on this one */
-#define LARGE_BYTES 32768        /* copying more than that is done without the GIL */
 #define MAX_ROUNDS 4096          /* of progress without an end, when nobody asked to spin */
-#if defined(__x86_64__)
-#define REST() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define REST() __asm__ __volatile__("yield")
-#else
-#define REST() ((void)0)
-#endif
-#define TURNS_AT_REST 100          /* of a core that spins, so that one it shares its units with copies faster */
-#define LARGE_SECONDS 2e-3         /* of spinning at least, while a large message may be on its way: to wake costs more */
-#define YIELD_SECONDS 5e-6       /* of spinning in vain, before others on this core are let in between */
 #define DRAIN_ROUNDS 1000000     /* bounds what a lost peer had sent before */
 #define FORCED_CLOSE_SECONDS 0.5 /* bounds the end of copies that UCX cannot stop */
 #define GIVE_UP_SECONDS 0.1      /* bounds what it takes to say that sends are given up */
 #define INSIDE_BYTES 1024        /* UCX sends so little at once, unless its user says otherwise */
 #define LOOK_ROUNDS 32           /* of progress: they take all that lies in a full queue of shared memory */
 #define IDLE_ROUNDS 1000         /* of progress in vain, besides one a request: nothing is copied any more */
-#define MAX_FREE_REQUESTS 256
 #define MAX_TRANSPORTS 16
 
 #define DECLARE(result, name, parameters) static result(*name) parameters;
 UCX_FUNCTIONS(DECLARE)
 
 static void *library; /* UCX, once loaded; stays until the process ends, as UCX's own threads demand */
-static PyObject *finish_name, *ready_name, *done_name, *num_bytes_name, *peer_name;
 
 typedef struct Worker Worker;
-typedef struct Run Run;   /* see ucx_schedules.h */
-typedef struct Step Step;
 
 typedef struct Request { /* a send or receive that UCX has not ended, or that Python does not know to have ended */
+    Ticket ticket; /* one of a run has no operation and no views */
     struct Request *previous, *next, *next_ended;
     PyObject *operation;
     Py_buffer *views; /* `one`, or allocated together with `parts` */
@@ -60,13 +47,9 @@ typedef struct Request { /* a send or receive that UCX has not ended, or that Py
     ucp_dt_iov_t *parts;
     Py_ssize_t num_views;
     Worker *worker;
-    Run *run;         /* that it belongs to; it has no operation and no views then */
-    const Step *step; /* of that run */
     void *handle; /* UCX's, while it has not ended */
-    unsigned peer;
-    int is_send, is_large, has_ended, is_unchecked, is_kept;
-    ucs_status_t status;
-    size_t num_bytes;
+    int is_large, is_unchecked, is_kept;
+    ucp_dt_iov_t headed[2]; /* of a run */
 } Request;
 
 typedef struct {
@@ -80,23 +63,15 @@ struct Worker {
     PyObject_HEAD
     void *context, *worker;
     int descriptor, is_busy, has_newly_lost, is_abandoned, is_crowded;
-    uint64_t rank;
-    unsigned num_peers;
+    Runs runs;
     Peer *peers;
-    PyObject *address, *failed, *disagreed, *operation_type;
-    Run *running, *over, *left_over; /* the last ones have failed, and UCX may know their memory still */
+    PyObject *address, *failed;
     Request *pending, *ended, **ended_end, *freed;
     size_t num_freed;
-    size_t num_unended, num_sends, num_large; /* with UCX: all, sends, those whose copies take time */
-    size_t num_unchecked;                     /* receives that have ended, see check_received */
-    size_t inside_bytes;                      /* of messages that need no such check */
+    size_t num_unended, num_sends; /* with UCX: all, and sends */
+    size_t num_unchecked;          /* receives that have ended, see check_received */
+    size_t inside_bytes;           /* of messages that need no such check */
 };
-
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 static PyObject *ucx_failed(const char *what, ucs_status_t status) {
     return PyErr_Format(PyExc_OSError, "%s: %s", what, ucs_status_string(status));
@@ -120,13 +95,13 @@ static Request *new_request(Worker *self, PyObject *operation, unsigned peer, in
     request->num_views = 0;
     request->parts = NULL;
     request->worker = self;
-    request->run = NULL;
-    request->step = NULL;
+    request->ticket.run = NULL;
+    request->ticket.step = NULL;
     request->handle = NULL;
-    request->peer = peer;
-    request->is_send = is_send;
-    request->is_large = request->has_ended = request->is_unchecked = request->is_kept = 0;
-    request->num_bytes = 0;
+    request->ticket.peer = peer;
+    request->ticket.is_send = is_send;
+    request->is_large = request->ticket.has_ended = request->is_unchecked = request->is_kept = 0;
+    request->ticket.num_bytes = 0;
     return request;
 }
 
@@ -146,8 +121,8 @@ static void free_request(Worker *self, Request *request) {
 
 static void count(Worker *self, Request *request, int change) {
     self->num_unended += (size_t)change;
-    self->num_sends += (size_t)(request->is_send ? change : 0);
-    self->num_large += (size_t)(request->is_large ? change : 0);
+    self->num_sends += (size_t)(request->ticket.is_send ? change : 0);
+    self->runs.num_large += (size_t)(request->is_large ? change : 0);
 }
 
 static void link_pending(Worker *self, Request *request) {
@@ -170,42 +145,23 @@ static void lose(Worker *self, Peer *peer, ucs_status_t status) {
     peer->is_lost = self->has_newly_lost = 1;
 }
 
-/* Does what Operation.finish does, which costs a call of Python's, unless somebody wants to hear of the end. */
-static int finish(PyObject *operation, size_t num_bytes) {
-    PyObject *ready = PyObject_GetAttr(operation, ready_name), *number = NULL, *result = NULL;
-    int failed = 0;
-    if (ready && (ready != Py_None || num_bytes)) number = PyLong_FromSize_t(num_bytes);
-    if (!ready || ((ready != Py_None || num_bytes) && !number)) {
-        failed = -1;
-    } else if (ready != Py_None) {
-        result = PyObject_CallMethodObjArgs(operation, finish_name, number, NULL);
-        failed = result ? 0 : -1;
-    } else {
-        if (number) failed = PyObject_SetAttr(operation, num_bytes_name, number);
-        if (!failed) failed = PyObject_SetAttr(operation, done_name, Py_True);
-    }
-    Py_XDECREF(ready);
-    Py_XDECREF(number);
+/* Fails an operation, for which an ended request stands. */
+static int tell_error(Worker *self, PyObject *operation, Request *request, size_t capacity) {
+    ucs_status_t status = (ucs_status_t)request->ticket.status;
+    Peer *peer = &self->peers[request->ticket.peer];
+    if (!peer->is_lost && is_loss(status)) lose(self, peer, status); /* not all is told to on_lost */
+    PyObject *result = PyObject_CallFunction(self->failed, "OIsOnn", operation, request->ticket.peer, ucs_status_string(status),
+                                             peer->is_lost ? Py_True : Py_False, (Py_ssize_t)request->ticket.num_bytes,
+                                             (Py_ssize_t)capacity);
     Py_XDECREF(result);
-    return failed;
+    return result ? 0 : -1;
 }
 
 /* Tells Python of an end, and lets go of the request and its buffers. */
 static int tell(Worker *self, Request *request) {
     int failed;
-    if (request->status == UCS_OK) {
-        failed = finish(request->operation, request->is_send ? 0 : request->num_bytes);
-    } else {
-        Peer *peer = &self->peers[request->peer];
-        if (!peer->is_lost && is_loss(request->status)) lose(self, peer, request->status); /* not all is told to on_lost */
-        Py_ssize_t capacity = request->num_views ? request->views[0].len : 0;
-        PyObject *result = PyObject_CallFunction(self->failed, "OIsOnn", request->operation, request->peer,
-                                                 ucs_status_string(request->status),
-                                                 peer->is_lost ? Py_True : Py_False,
-                                                 (Py_ssize_t)request->num_bytes, capacity);
-        failed = result ? 0 : -1;
-        Py_XDECREF(result);
-    }
+    if (!request->ticket.status) failed = finish(request->operation, request->ticket.is_send ? 0 : request->ticket.num_bytes);
+    else failed = tell_error(self, request->operation, request, request->num_views ? (size_t)request->views[0].len : 0);
     free_request(self, request);
     return failed;
 }
@@ -215,8 +171,8 @@ static int tell(Worker *self, Request *request) {
 static void check(Worker *self, Request *request) {
     request->is_unchecked = 0;
     ucp_tag_recv_info_t info;
-    uint64_t tag = (uint64_t)request->peer << TAG_BITS | GIVEN_UP_TAG;
-    if (ucp_tag_probe_nb(self->worker, tag, UINT64_MAX, 0, &info)) request->status = UCS_ERR_CONNECTION_RESET;
+    uint64_t tag = (uint64_t)request->ticket.peer << TAG_BITS | GIVEN_UP_TAG;
+    if (ucp_tag_probe_nb(self->worker, tag, UINT64_MAX, 0, &info)) request->ticket.status = UCS_ERR_CONNECTION_RESET;
 }
 
 static void look(Worker *self) {
@@ -249,13 +205,13 @@ static void end_of_run(Request *request);
 
 static void ended(Request *request, ucs_status_t status) { /* the GIL may not be held */
     Worker *self = request->worker;
-    Peer *peer = &self->peers[request->peer];
+    Peer *peer = &self->peers[request->ticket.peer];
     if (request->handle) ucp_request_free(request->handle);
     request->handle = NULL;
-    request->status = status == UCS_ERR_CANCELED && peer->is_lost ? peer->status : status;
-    request->has_ended = 1;
+    request->ticket.status = status == UCS_ERR_CANCELED && peer->is_lost ? peer->status : status;
+    request->ticket.has_ended = 1;
     count(self, request, -1);
-    if (request->run) {
+    if (request->ticket.run) {
         unlink_pending(self, request);
         end_of_run(request);
         return;
@@ -272,9 +228,9 @@ static void on_sent(void *handle, ucs_status_t status, void *user_data) {
 static void on_received(void *handle, ucs_status_t status, const ucp_tag_recv_info_t *info, void *user_data) {
     Request *request = user_data;
     request->handle = handle;
-    request->num_bytes = status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED ? info->length : 0;
+    request->ticket.num_bytes = status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED ? info->length : 0;
     request->is_unchecked = status == UCS_OK && info->length > request->worker->inside_bytes;
-    if (!request->run) request->worker->num_unchecked += (size_t)request->is_unchecked;
+    if (!request->ticket.run) request->worker->num_unchecked += (size_t)request->is_unchecked;
     ended(request, status);
 }
 
@@ -295,10 +251,10 @@ static void give_up_endpoint(Peer *peer) {
 static void cancel_lost(Worker *self) {
     for (int round = 0; round < DRAIN_ROUNDS && ucp_worker_progress(self->worker); round++) continue;
     self->has_newly_lost = 0;
-    for (unsigned i = 0; i < self->num_peers; i++)
+    for (unsigned i = 0; i < self->runs.num_peers; i++)
         if (self->peers[i].is_lost) give_up_endpoint(&self->peers[i]);
     for (Request *request = self->pending; request; request = request->next)
-        if (!request->is_send && request->handle && self->peers[request->peer].is_lost)
+        if (!request->ticket.is_send && request->handle && self->peers[request->ticket.peer].is_lost)
             ucp_request_cancel(self->worker, request->handle);
 }
 
@@ -319,7 +275,7 @@ static int parse_peer(Worker *self, PyObject *const *arguments, Py_ssize_t count
     unsigned long number = PyLong_AsUnsignedLong(arguments[0]);
     *tag = PyLong_AsUnsignedLongLong(arguments[1]);
     if (PyErr_Occurred()) return 0;
-    if (number >= self->num_peers || *tag >> TAG_BITS) {
+    if (number >= self->runs.num_peers || *tag >> TAG_BITS) {
         PyErr_SetString(PyExc_ValueError, "no such peer or tag");
         return 0;
     }
@@ -367,12 +323,12 @@ end:
 
 /* What UCX made of a request that it was given. */
 static PyObject *begun(Worker *self, Request *request, ucs_status_ptr_t handle) {
-    if (request->has_ended) { /* its callback was called at once */
+    if (request->ticket.has_ended) { /* its callback was called at once */
         if (self->ended == request && tell_ended(self) < 0) return NULL;
     } else if (handle && !is_error(handle)) {
         request->handle = handle;
     } else {
-        request->status = handle ? error_of(handle) : UCS_OK;
+        request->ticket.status = handle ? error_of(handle) : UCS_OK;
         count(self, request, -1);
         unlink_pending(self, request);
         if (tell(self, request) < 0) return NULL;
@@ -402,7 +358,7 @@ static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_
     link_pending(self, request);
     ucs_status_ptr_t handle = (ucs_status_ptr_t)(intptr_t)self->peers[peer].status;
     if (!self->peers[peer].is_lost)
-        handle = ucp_tag_send_nbx(self->peers[peer].endpoint, data, size, self->rank << TAG_BITS | tag, &param);
+        handle = ucp_tag_send_nbx(self->peers[peer].endpoint, data, size, self->runs.rank << TAG_BITS | tag, &param);
     return begun(self, request, handle);
 }
 
@@ -432,15 +388,65 @@ static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssi
     return begun(self, request, handle);
 }
 
+/* Runs of schedules */
+
+#include "runs.h"
+
+static void post(Worker *self, Request *request) {
+    Ticket *ticket = &request->ticket;
+    Run *run = ticket->run;
+    const Step *step = ticket->step;
+    Peer *peer = &self->peers[step->peer];
+    request->worker = self;
+    request->is_large = step->num_bytes > LARGE_BYTES;
+    link_pending(self, request);
+    ucp_request_param_t param;
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
+                         UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+    param.user_data = request;
+    param.datatype = UCP_DATATYPE_CONTIG_BYTE;
+    param.memory_type = UCS_MEMORY_TYPE_HOST;
+    ucs_status_ptr_t handle = (ucs_status_ptr_t)(intptr_t)peer->status;
+    void *data = at(run, &step->to);
+    if (ticket->is_send) {
+        size_t size = (size_t)step->num_bytes;
+        if (step->capacity && !size) {
+            data = (void *)run->head, size = HEAD_BYTES;
+        } else if (step->capacity) {
+            request->headed[0] = (ucp_dt_iov_t){(void *)run->head, HEAD_BYTES};
+            request->headed[1] = (ucp_dt_iov_t){data, size};
+            data = request->headed, size = 2, param.datatype = UCP_DATATYPE_IOV;
+        }
+        param.cb.send = on_sent;
+        if (!peer->is_lost)
+            handle = ucp_tag_send_nbx(peer->endpoint, data, size, self->runs.rank << TAG_BITS | run->tag, &param);
+    } else {
+        param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+        param.cb.recv = on_received;
+        handle = ucp_tag_recv_nbx(self->worker, data, room_of(step), (uint64_t)step->peer << TAG_BITS | run->tag, UINT64_MAX,
+                                  &param);
+        if (peer->is_lost) self->has_newly_lost = 1;
+    }
+    if (ticket->has_ended) return; /* its callback was called at once */
+    if (handle && !is_error(handle)) request->handle = handle;
+    else ended(request, handle ? error_of(handle) : UCS_OK);
+}
+
+static void check_ended(Worker *self, Request *request) {
+    if (!request->is_unchecked) return;
+    look(self);
+    check(self, request);
+}
+
+static int is_known_still(const Request *request) { return request->is_kept; }
+
 /* Progress */
 
-#include "ucx_schedules.h"
-
-static int has_news(Worker *self) { return self->ended || self->over || self->has_newly_lost; }
+static int has_news(Worker *self) { return self->ended || self->runs.over || self->has_newly_lost; }
 
 static unsigned progress(Worker *self) {
     unsigned moved = ucp_worker_progress(self->worker);
-    if (self->running) advance_all(self);
+    if (self->runs.running) advance_all(self);
     return moved;
 }
 
@@ -464,11 +470,11 @@ static void spin(Worker *self, double seconds) { /* without the GIL */
 
 /* Polls as long as it spins, and tells what has ended. */
 static int poll_for(Worker *self, double seconds) {
-    if (!self->num_large)
+    if (!self->runs.num_large)
         for (int round = 0; round < ROUNDS_WITH_GIL && !has_news(self); round++) progress(self);
-    if (self->running && seconds > 0 && seconds < RUN_SECONDS) seconds = RUN_SECONDS;
-    if (self->num_large && seconds > 0 && seconds < LARGE_SECONDS) seconds = LARGE_SECONDS;
-    if (!has_news(self) && (self->num_large || seconds > 0)) {
+    if (self->runs.running && seconds > 0 && seconds < RUN_SECONDS) seconds = RUN_SECONDS;
+    if (self->runs.num_large && seconds > 0 && seconds < LARGE_SECONDS) seconds = LARGE_SECONDS;
+    if (!has_news(self) && (self->runs.num_large || seconds > 0)) {
         self->is_busy = 1;
         Py_BEGIN_ALLOW_THREADS
         spin(self, seconds);
@@ -488,33 +494,10 @@ static PyObject *worker_poll(Worker *self, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
-/* Runs a schedule, and makes an operation of it only when it fails or takes longer than the spinning. */
-static PyObject *worker_run(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
-    if (!usable(self)) return NULL;
-    if (count != 6) return PyErr_SetString(PyExc_TypeError, "expected 6 arguments"), NULL;
-    uint64_t tag = PyLong_AsUnsignedLongLong(arguments[0]);
-    double seconds = PyFloat_AsDouble(arguments[5]);
-    if (PyErr_Occurred()) return NULL;
-    if (tag >> TAG_BITS) return PyErr_SetString(PyExc_ValueError, "no such tag"), NULL;
-    Run *run = new_run(self, tag, arguments + 1);
-    if (!run) return NULL;
-    Caller caller = {.is_over = 0};
-    run->caller = &caller;
-    begin_run(self, run);
-    int failed = tell_over(self);
-    if (!failed && !caller.is_over && seconds >= 0) failed = poll_for(self, seconds);
-    if (!failed && !caller.is_over) failed = make_operation(self, run, &caller) < 0 || tell_waiting(self) < 0;
-    if (!caller.is_over) run->caller = NULL;
-    if (failed) Py_CLEAR(caller.operation);
-    if (failed) return NULL;
-    if (caller.operation) return caller.operation;
-    Py_RETURN_NONE;
-}
-
 static PyObject *worker_arm(Worker *self, PyObject *unused) {
     (void)unused;
     if (!usable(self)) return NULL;
-    for (Run *run = self->running; run; run = run->next)
+    for (Run *run = self->runs.running; run; run = run->next)
         if (can_go_on(run)) Py_RETURN_FALSE;
     return PyBool_FromLong(!has_news(self) && ucp_worker_arm(self->worker) == UCS_OK);
 }
@@ -535,11 +518,11 @@ static PyObject *worker_connect(Worker *self, PyObject *arguments) {
     Py_INCREF(disagreed);
     Py_INCREF(operation_type);
     self->failed = failed;
-    self->disagreed = disagreed;
-    self->operation_type = operation_type;
-    self->rank = rank;
+    self->runs.disagreed = disagreed;
+    self->runs.operation_type = operation_type;
+    self->runs.rank = rank;
     self->is_crowded = is_crowded;
-    self->num_peers = (unsigned)size;
+    self->runs.num_peers = (unsigned)size;
     PyObject *reasons = PyList_New(0);
     for (Py_ssize_t i = 0; reasons && i < size; i++) {
         const char *address = PyBytes_AsString(PyTuple_GetItem(addresses, i));
@@ -568,7 +551,7 @@ static PyObject *worker_connect(Worker *self, PyObject *arguments) {
 static void progress_until(Worker *self, double deadline, ucs_status_ptr_t *handles) {
     for (int round = 1;; round++) {
         unsigned moved = ucp_worker_progress(self->worker), unfinished = 0;
-        for (unsigned i = 0; handles && i < self->num_peers; i++) {
+        for (unsigned i = 0; handles && i < self->runs.num_peers; i++) {
             if (!handles[i]) continue;
             if (is_error(handles[i])) {
                 handles[i] = NULL;
@@ -589,16 +572,16 @@ static void progress_until(Worker *self, double deadline, ucs_status_ptr_t *hand
  * peer cannot be told about: see check_received. */
 static void give_up_sends(Worker *self, double deadline) {
     for (Request *request = self->pending; request; request = request->next)
-        if (request->is_send && !request->has_ended) self->peers[request->peer].is_owed = 1;
-    ucs_status_ptr_t *handles = calloc(self->num_peers + 1, sizeof *handles);
+        if (request->ticket.is_send && !request->ticket.has_ended) self->peers[request->ticket.peer].is_owed = 1;
+    ucs_status_ptr_t *handles = calloc(self->runs.num_peers + 1, sizeof *handles);
     ucp_request_param_t param = {.op_attr_mask = 0};
-    for (unsigned i = 0; handles && i < self->num_peers; i++)
+    for (unsigned i = 0; handles && i < self->runs.num_peers; i++)
         if (self->peers[i].is_owed && self->peers[i].endpoint && !self->peers[i].is_lost)
-            handles[i] = ucp_tag_send_nbx(self->peers[i].endpoint, NULL, 0, self->rank << TAG_BITS | GIVEN_UP_TAG, &param);
+            handles[i] = ucp_tag_send_nbx(self->peers[i].endpoint, NULL, 0, self->runs.rank << TAG_BITS | GIVEN_UP_TAG, &param);
     if (handles) progress_until(self, deadline, handles);
     for (Request *request = self->pending; request; request = request->next)
-        request->is_kept = request->is_send && !request->has_ended && (!handles || handles[request->peer]);
-    for (unsigned i = 0; handles && i < self->num_peers; i++)
+        request->is_kept = request->ticket.is_send && !request->ticket.has_ended && (!handles || handles[request->ticket.peer]);
+    for (unsigned i = 0; handles && i < self->runs.num_peers; i++)
         if (handles[i]) ucp_request_free(handles[i]);
     free(handles);
 }
@@ -620,21 +603,21 @@ static int settle(Worker *self, double deadline) {
 
 static void close_worker(Worker *self, double seconds) { /* without the GIL */
     double deadline = now() + seconds;
-    ucs_status_ptr_t *handles = seconds > 0 ? calloc(self->num_peers + 1, sizeof *handles) : NULL;
+    ucs_status_ptr_t *handles = seconds > 0 ? calloc(self->runs.num_peers + 1, sizeof *handles) : NULL;
     if (handles) {
         ucp_request_param_t param = {.op_attr_mask = 0};
         progress_until(self, deadline, NULL);
-        for (unsigned i = 0; i < self->num_peers; i++)
+        for (unsigned i = 0; i < self->runs.num_peers; i++)
             if (!self->peers[i].is_lost) handles[i] = ucp_ep_flush_nbx(self->peers[i].endpoint, &param);
         progress_until(self, deadline, handles);
-        for (unsigned i = 0; i < self->num_peers; i++)
+        for (unsigned i = 0; i < self->runs.num_peers; i++)
             if (handles[i]) ucp_request_free(handles[i]);
         free(handles);
     }
     if (self->num_sends) give_up_sends(self, now() + GIVE_UP_SECONDS);
     for (Request *request = self->pending; request; request = request->next)
-        if (request->handle && !request->is_send) ucp_request_cancel(self->worker, request->handle);
-    for (unsigned i = 0; i < self->num_peers; i++) give_up_endpoint(&self->peers[i]);
+        if (request->handle && !request->ticket.is_send) ucp_request_cancel(self->worker, request->handle);
+    for (unsigned i = 0; i < self->runs.num_peers; i++) give_up_endpoint(&self->peers[i]);
     self->is_abandoned = !settle(self, now() + FORCED_CLOSE_SECONDS);
     if (self->is_abandoned) return;
     ucp_worker_destroy(self->worker);
@@ -660,11 +643,11 @@ static void worker_end(Worker *self, double seconds) {
     Request *request;
     while ((request = self->pending)) {
         self->pending = request->next;
-        if (!request->is_kept && !request->run) free_request(self, request);
+        if (!request->is_kept && !request->ticket.run) free_request(self, request);
     }
-    free_runs(&self->running);
-    free_runs(&self->over);
-    free_runs(&self->left_over);
+    free_runs(&self->runs.running);
+    free_runs(&self->runs.over);
+    free_runs(&self->runs.left_over);
     self->ended = NULL;
     self->ended_end = &self->ended;
     while ((request = self->freed)) {
@@ -672,12 +655,12 @@ static void worker_end(Worker *self, double seconds) {
         free(request);
     }
     self->num_freed = 0;
-    self->num_peers = 0;
+    self->runs.num_peers = 0;
     free(self->peers);
     self->peers = NULL;
     Py_CLEAR(self->failed);
-    Py_CLEAR(self->disagreed);
-    Py_CLEAR(self->operation_type);
+    Py_CLEAR(self->runs.disagreed);
+    Py_CLEAR(self->runs.operation_type);
 }
 
 static PyObject *worker_close(Worker *self, PyObject *argument) {
@@ -762,7 +745,7 @@ static PyObject *worker_transports(Worker *self, PyObject *argument) {
     unsigned long peer = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred() || !usable(self)) return NULL;
     PyObject *names = PyList_New(0);
-    if (!names || peer >= self->num_peers || !self->peers[peer].endpoint) return names;
+    if (!names || peer >= self->runs.num_peers || !self->peers[peer].endpoint) return names;
     ucp_transport_entry_t entries[MAX_TRANSPORTS] = {{NULL, NULL}};
     ucp_ep_attr_t attributes = {.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS};
     attributes.transports.entries = entries;
@@ -844,12 +827,7 @@ PyMODINIT_FUNC PyInit_ucx_binding(void) {
     if (!module) return NULL;
     PyObject *type = PyType_FromSpec(&worker_spec), *schedule = PyType_FromSpec(&schedule_spec);
     schedule_type = (PyTypeObject *)schedule; /* stays with the module, which stays */
-    finish_name = PyUnicode_InternFromString("finish");
-    ready_name = PyUnicode_InternFromString("ready");
-    done_name = PyUnicode_InternFromString("done");
-    num_bytes_name = PyUnicode_InternFromString("num_bytes");
-    peer_name = PyUnicode_InternFromString("peer");
-    if (!type || !schedule || !finish_name || !ready_name || !done_name || !num_bytes_name || !peer_name ||
+    if (!type || !schedule || make_names() < 0 ||
         PyModule_AddObjectRef(module, "Worker", type) < 0 || PyModule_AddObjectRef(module, "Schedule", schedule) < 0)
         Py_CLEAR(module);
     Py_XDECREF(type);

@@ -1,0 +1,535 @@
+/* Moves messages over TCP for braidax.comm.transports.tcp; tcp_binding.pyi says what Python sees of it.
+ *
+ * A worker has one caller at a time. It moves the frames of its links, most of the time without the GIL; what has ended
+ * then is told to Python by its caller, when that holds the GIL again. The sockets are Python's, which closes them after
+ * the worker. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include <sched.h>
+
+#define BINDING "tcp_binding"
+#include "operations.h"
+#include "schedules.h"
+
+typedef struct Worker Worker;
+
+#include "tcp_link.h"
+#include "tcp_moving.h"
+
+#include "runs.h"
+
+#define MAX_EVENTS 32
+#define ROUNDS_PER_EVENTS 8 /* that read the links on which something is waited for, before all are asked */
+
+/* Requests */
+
+static Request *new_request(Worker *self, PyObject *operation, unsigned peer, int is_send) {
+    Request *request = self->freed;
+    if (request) {
+        self->freed = request->next;
+        self->num_freed--;
+    } else if (!(request = malloc(sizeof *request))) {
+        return (Request *)PyErr_NoMemory();
+    }
+    memset(request, 0, offsetof(Request, frame));
+    request->ticket.peer = peer;
+    request->ticket.is_send = is_send;
+    Py_INCREF(operation);
+    request->operation = operation;
+    request->views = &request->one;
+    request->parts = request->headed;
+    request->next = self->pending;
+    if (self->pending) self->pending->previous = request;
+    self->pending = request;
+    return request;
+}
+
+static void free_request(Worker *self, Request *request) {
+    if (request->previous) request->previous->next = request->next;
+    else self->pending = request->next;
+    if (request->next) request->next->previous = request->previous;
+    for (Py_ssize_t i = 0; i < request->num_views; i++) PyBuffer_Release(&request->views[i]);
+    if (request->views != &request->one) free(request->views);
+    if (request->parts != request->headed) free(request->parts);
+    Py_DECREF(request->operation);
+    if (self->num_freed < MAX_FREE_REQUESTS) {
+        request->next = self->freed;
+        self->freed = request;
+        self->num_freed++;
+    } else {
+        free(request);
+    }
+}
+
+static void note_size(Worker *self, Request *request, size_t num_bytes) {
+    request->is_large = num_bytes > LARGE_BYTES;
+    self->runs.num_large += (size_t)request->is_large;
+}
+
+static int tell_error(Worker *self, PyObject *operation, Request *request, size_t capacity) {
+    const Link *link = &self->links[request->ticket.peer];
+    int status = request->ticket.status;
+    PyObject *result = PyObject_CallFunction(self->failed, "OIsKn", operation, request->ticket.peer,
+                                             status == LOST ? link->lost_words : status == MUTE ? link->mute_words : "",
+                                             (unsigned long long)request->ticket.num_bytes, (Py_ssize_t)capacity);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* Tells Python of what has ended, and lets go of the requests and their buffers. */
+static int tell_ended(Worker *self) {
+    for (Request *request; (request = self->ended);) {
+        if (!(self->ended = request->next_ended)) self->ended_end = &self->ended;
+        int failed = request->ticket.status ? tell_error(self, request->operation, request, request->capacity)
+                                            : finish(request->operation, request->ticket.is_send ? 0 : request->ticket.num_bytes);
+        free_request(self, request);
+        if (failed) return -1;
+    }
+    return 0;
+}
+
+/* Runs of schedules */
+
+static void post(Worker *self, Request *request) {
+    Run *run = request->ticket.run;
+    const Step *step = request->ticket.step;
+    Link *link = &self->links[step->peer];
+    char *data = at(run, &step->to);
+    if (request->ticket.is_send) {
+        request->parts = request->headed;
+        if (step->capacity) request->parts[request->num_parts++] = (struct iovec){(void *)run->head, HEAD_BYTES};
+        request->parts[request->num_parts++] = (struct iovec){data, (size_t)step->num_bytes};
+        request->left = (size_t)step->num_bytes + (step->capacity ? HEAD_BYTES : 0);
+        note_size(self, request, request->left);
+        begin_send(self, link, request, run->tag);
+    } else {
+        request->data = data;
+        request->capacity = room_of(step);
+        note_size(self, request, (size_t)step->num_bytes);
+        begin_receive(self, link, request, run->tag);
+    }
+}
+
+static void check_ended(Worker *self, Request *request) {
+    (void)self;
+    (void)request;
+}
+
+static int is_known_still(const Request *request) {
+    (void)request;
+    return 0;
+}
+
+/* Progress */
+
+static int has_news(Worker *self) { return self->ended || self->runs.over; }
+
+/* Moves what links can move of which there is news. */
+static unsigned move_ready(Worker *self, int milliseconds) {
+    struct epoll_event events[MAX_EVENTS];
+    unsigned moved = 0;
+    int count = epoll_wait(self->selector, events, MAX_EVENTS, milliseconds);
+    for (int i = 0; i < count; i++) {
+        Link *link = events[i].data.ptr;
+        if (link->outgoing && events[i].events & ~(uint32_t)EPOLLIN) {
+            flush(self, link);
+            moved++;
+        }
+        if (events[i].events & ~(uint32_t)EPOLLOUT) moved += read_link(self, link);
+    }
+    return moved;
+}
+
+/* Reads the links on which something is waited for. */
+static unsigned read_hot(Worker *self) {
+    unsigned moved = 0;
+    Link *link;
+    for (Link **place = &self->hot; (link = *place);) {
+        if (link->posted.count || link->asked.count) {
+            place = &link->next_hot;
+            moved += read_link(self, link);
+        } else {
+            *place = link->next_hot;
+            link->is_hot = 0;
+            self->num_hot--;
+        }
+    }
+    return moved;
+}
+
+static unsigned progress(Worker *self) {
+    int is_hot = self->num_hot && self->num_hot <= MAX_HOT && !self->num_blocked;
+    unsigned moved = is_hot && ++self->round % ROUNDS_PER_EVENTS ? read_hot(self) : move_ready(self, 0);
+    if (self->num_broken) settle_broken(self);
+    if (self->runs.running) advance_all(self);
+    return moved;
+}
+
+static void spin(Worker *self, double seconds) { /* without the GIL */
+    int rounds_per_look = self->is_crowded ? 1 : ROUNDS_WHEN_CROWDED;
+    double begin = now();
+    for (int round = 1; !has_news(self); round++) {
+        unsigned moved = progress(self);
+        if (moved || round % rounds_per_look) continue;
+        double passed = now() - begin;
+        if (passed >= seconds) break;
+        if (self->is_crowded || passed > YIELD_SECONDS) sched_yield();
+    }
+}
+
+static int poll_for(Worker *self, double seconds) {
+    if (!self->runs.num_large || seconds <= 0) {
+        if (seconds <= 0) self->round = ROUNDS_PER_EVENTS - 1; /* all are asked */
+        progress(self);
+    }
+    if (self->runs.running && seconds > 0 && seconds < RUN_SECONDS) seconds = RUN_SECONDS;
+    if (self->runs.num_large && seconds > 0 && seconds < LARGE_SECONDS) seconds = LARGE_SECONDS;
+    if (!has_news(self) && seconds > 0) {
+        self->is_busy = 1;
+        Py_BEGIN_ALLOW_THREADS
+        spin(self, seconds);
+        Py_END_ALLOW_THREADS
+        self->is_busy = 0;
+    }
+    return tell_ended(self) < 0 || tell_over(self) < 0 || tell_waiting(self) < 0 ? -1 : 0;
+}
+
+static int usable(Worker *self) {
+    if (self->selector >= 0 && !self->is_busy) return 1;
+    PyErr_SetString(PyExc_RuntimeError, self->is_busy ? "TCP has one caller at a time" : "this rank's TCP is closed");
+    return 0;
+}
+
+static PyObject *worker_poll(Worker *self, PyObject *argument) {
+    if (!usable(self)) return NULL;
+    double seconds = PyFloat_AsDouble(argument);
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    if (poll_for(self, seconds) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *worker_arm(Worker *self, PyObject *unused) {
+    (void)unused;
+    if (!usable(self)) return NULL;
+    for (Run *run = self->runs.running; run; run = run->next)
+        if (can_go_on(run)) Py_RETURN_FALSE;
+    return PyBool_FromLong(!has_news(self) && !self->num_broken);
+}
+
+/* Sending and receiving */
+
+static Link *parse_link(Worker *self, PyObject *const *arguments, Py_ssize_t count, uint64_t *tag) {
+    if (!usable(self)) return NULL;
+    if (count != 4) return PyErr_SetString(PyExc_TypeError, "expected 4 arguments"), NULL;
+    unsigned long number = PyLong_AsUnsignedLong(arguments[0]);
+    *tag = PyLong_AsUnsignedLongLong(arguments[1]);
+    if (PyErr_Occurred()) return NULL;
+    if (number >= self->runs.num_peers || *tag > MAX_TAG)
+        return PyErr_SetString(PyExc_ValueError, "no such peer or tag"), NULL;
+    return &self->links[number];
+}
+
+/* Holds the buffers of a message. */
+static int hold(Request *request, PyObject *buffers) {
+    PyObject *tuple = PySequence_Tuple(buffers); /* itself, when it is one */
+    if (!tuple) return -1;
+    Py_ssize_t size = PyTuple_Size(tuple);
+    int status = -1;
+    if (size > 1) {
+        Py_buffer *views = malloc((size_t)size * sizeof *views);
+        struct iovec *parts = malloc((size_t)size * sizeof *parts);
+        if (!views || !parts) {
+            free(views);
+            free(parts);
+            PyErr_NoMemory();
+            goto end;
+        }
+        request->views = views;
+        request->parts = parts;
+    }
+    for (Py_ssize_t i = 0; i < size; i++) {
+        Py_buffer *view = &request->views[i];
+        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, i), view, PyBUF_SIMPLE) < 0) goto end;
+        request->num_views++;
+        request->parts[i] = (struct iovec){view->buf, (size_t)view->len};
+        request->left += (size_t)view->len;
+    }
+    request->num_parts = (size_t)size;
+    status = 0;
+end:
+    Py_DECREF(tuple);
+    return status;
+}
+
+/* Begins what a request asks for, and tells what has ended. */
+static PyObject *begun(Worker *self, Link *link, Request *request, uint64_t tag, int is_slow) {
+    void (*begin)(Worker *, Link *, Request *, uint64_t) = request->ticket.is_send ? begin_send : begin_receive;
+    if (is_slow) {
+        self->is_busy = 1;
+        Py_BEGIN_ALLOW_THREADS
+        begin(self, link, request, tag);
+        Py_END_ALLOW_THREADS
+        self->is_busy = 0;
+    } else {
+        begin(self, link, request, tag);
+    }
+    if (self->num_broken) settle_broken(self);
+    if (self->ended && tell_ended(self) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint64_t tag;
+    Link *link = parse_link(self, arguments, count, &tag);
+    if (!link) return NULL;
+    Request *request = new_request(self, arguments[3], (unsigned)(link - self->links), 1);
+    if (!request) return NULL;
+    if (hold(request, arguments[2]) < 0) {
+        free_request(self, request);
+        return NULL;
+    }
+    note_size(self, request, request->left);
+    return begun(self, link, request, tag, request->is_large || link->is_paused);
+}
+
+static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint64_t tag;
+    Link *link = parse_link(self, arguments, count, &tag);
+    if (!link) return NULL;
+    Request *request = new_request(self, arguments[3], (unsigned)(link - self->links), 0);
+    if (!request) return NULL;
+    if (PyObject_GetBuffer(arguments[2], &request->one, PyBUF_WRITABLE) < 0) {
+        free_request(self, request);
+        return NULL;
+    }
+    request->num_views = 1;
+    request->data = request->one.buf;
+    request->capacity = (size_t)request->one.len;
+    note_size(self, request, request->capacity);
+    return begun(self, link, request, tag, (request->is_large && link->kept.count) || link->is_paused);
+}
+
+/* Beginning and end */
+
+static int add_link(Worker *self, unsigned rank, PyObject *number) {
+    Link *link = &self->links[rank];
+    long descriptor = PyLong_AsLong(number);
+    if (descriptor == -1 && PyErr_Occurred()) return -1;
+    link->descriptor = (int)descriptor;
+    link->rank = rank;
+    link->room = KEEP_BYTES;
+    link->last = &link->outgoing;
+    if (descriptor >= 0 && !(link->stage = malloc(STAGE_BYTES))) return PyErr_NoMemory(), -1;
+    watch(self, link);
+    if (descriptor >= 0 && !link->watched) return PyErr_SetFromErrno(PyExc_OSError), -1;
+    return 0;
+}
+
+static PyObject *worker_connect(Worker *self, PyObject *arguments) {
+    unsigned long long rank;
+    int is_crowded;
+    PyObject *descriptors, *failed, *disagreed, *operation_type;
+    if (!usable(self) || !PyArg_ParseTuple(arguments, "KO!OOOp", &rank, &PyTuple_Type, &descriptors, &failed, &disagreed,
+                                           &operation_type, &is_crowded)) return NULL;
+    Py_ssize_t size = PyTuple_Size(descriptors);
+    if (self->links || rank >= (unsigned long long)size || size > INT32_MAX)
+        return PyErr_Format(PyExc_ValueError, "cannot connect to %zd peers", size);
+    if (!(self->links = calloc((size_t)size, sizeof *self->links))) return PyErr_NoMemory();
+    Py_INCREF(failed);
+    Py_INCREF(disagreed);
+    Py_INCREF(operation_type);
+    self->failed = failed;
+    self->runs.disagreed = disagreed;
+    self->runs.operation_type = operation_type;
+    self->runs.rank = rank;
+    self->is_crowded = is_crowded;
+    for (Py_ssize_t i = 0; i < size; i++) {
+        if (add_link(self, (unsigned)i, PyTuple_GetItem(descriptors, i)) < 0) return NULL;
+        self->runs.num_peers++;
+    }
+    Py_RETURN_NONE;
+}
+
+static int is_unsent(const Worker *self) {
+    for (unsigned i = 0; i < self->runs.num_peers; i++)
+        if (self->links[i].outgoing || self->links[i].offered.count) return 1;
+    return 0;
+}
+
+static void say_goodbye(Worker *self, Link *link) {
+    Frame *frame = link->descriptor < 0 || link->is_lost || link->is_mute ? NULL : new_frame(self);
+    if (!frame) return;
+    int is_idle = !link->outgoing;
+    frame->request = NULL;
+    head_frame(link, frame, BYE, 0, 0, 0, 0);
+    queue_last(link, frame);
+    if (is_idle) flush(self, link);
+}
+
+static void deliver(Worker *self, double deadline) { /* without the GIL */
+    for (unsigned i = 0; i < self->runs.num_peers; i++) say_goodbye(self, &self->links[i]);
+    for (;;) {
+        if (self->num_broken) settle_broken(self);
+        double left = deadline - now();
+        if (!is_unsent(self) || left <= 0) return;
+        move_ready(self, left > 1000 ? 1000000 : (int)(1000 * left) + 1);
+    }
+}
+
+static void free_link(Worker *self, Link *link) {
+    for (Frame *frame; (frame = link->outgoing);) {
+        link->outgoing = frame->next;
+        if (!frame->request) free_frame(self, frame);
+    }
+    if (link->message && link->message->is_taken && !link->message->is_offered) free_message(self, link->message);
+    for (Item *item; (item = take_any(&link->kept));) free_message(self, OF(Message, item, item));
+    for (Item *item; (item = take_any(&link->asked));) free_message(self, OF(Message, item, item));
+    free_table(&link->offered);
+    free_table(&link->posted);
+    free_table(&link->kept);
+    free_table(&link->asked);
+    free(link->stage);
+}
+
+/* From here on nothing touches the sockets or a buffer. */
+static void worker_end(Worker *self) {
+    if (self->selector >= 0) close(self->selector);
+    self->selector = -1;
+    for (unsigned i = 0; i < self->runs.num_peers; i++) free_link(self, &self->links[i]);
+    self->runs.num_peers = 0;
+    free(self->links);
+    self->links = self->hot = NULL;
+    self->ended = NULL;
+    self->ended_end = &self->ended;
+    while (self->pending) free_request(self, self->pending);
+    free_runs(&self->runs.running);
+    free_runs(&self->runs.over);
+    free_runs(&self->runs.left_over);
+    for (Request *request; (request = self->freed); free(request)) self->freed = request->next;
+    for (Frame *frame; (frame = self->free_frames); free(frame)) self->free_frames = frame->next;
+    for (Message *message; (message = self->free_messages); free(message))
+        self->free_messages = (Message *)message->item.next;
+    self->num_freed = self->num_free_frames = self->num_free_messages = 0;
+    free(self->dropped);
+    self->dropped = NULL;
+    Py_CLEAR(self->failed);
+    Py_CLEAR(self->runs.disagreed);
+    Py_CLEAR(self->runs.operation_type);
+}
+
+static PyObject *worker_close(Worker *self, PyObject *argument) {
+    double seconds = PyFloat_AsDouble(argument);
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    PyObject *ranks = PyList_New(0);
+    if (!ranks || self->selector < 0) return ranks;
+    if (!usable(self)) return Py_DECREF(ranks), NULL;
+    int failed = 0;
+    if (seconds > 0) {
+        self->is_busy = 1;
+        Py_BEGIN_ALLOW_THREADS
+        deliver(self, now() + seconds);
+        Py_END_ALLOW_THREADS
+        self->is_busy = 0;
+        failed = tell_ended(self);
+    }
+    for (unsigned i = 0; !failed && i < self->runs.num_peers; i++) {
+        if (self->links[i].descriptor < 0 || self->links[i].is_lost) continue;
+        PyObject *rank = PyLong_FromUnsignedLong(i);
+        failed = !rank || PyList_Append(ranks, rank) < 0;
+        Py_XDECREF(rank);
+    }
+    if (failed) Py_CLEAR(ranks);
+    worker_end(self);
+    return ranks;
+}
+
+static PyObject *worker_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    if ((keywords && PyDict_Size(keywords)) || PyTuple_Size(arguments))
+        return PyErr_SetString(PyExc_TypeError, "no arguments"), NULL;
+    Worker *self = (Worker *)PyType_GenericAlloc(type, 0); /* all zero */
+    if (!self) return NULL;
+    self->ended_end = &self->ended;
+    self->selector = epoll_create1(EPOLL_CLOEXEC);
+    if (self->selector < 0 || !(self->dropped = malloc(STAGE_BYTES))) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void worker_dealloc(Worker *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject *kind, *value, *traceback;
+    PyErr_Fetch(&kind, &value, &traceback);
+    worker_end(self);
+    PyErr_Restore(kind, value, traceback);
+    PyObject_Free(self);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyObject *worker_fileno(Worker *self, PyObject *unused) {
+    (void)unused;
+    return usable(self) ? PyLong_FromLong(self->selector) : NULL;
+}
+
+/* What is kept of messages from a peer that nobody has asked for. */
+static PyObject *worker_kept_bytes(Worker *self, PyObject *argument) {
+    unsigned long peer = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred() || !usable(self)) return NULL;
+    size_t num_bytes = 0;
+    if (peer >= self->runs.num_peers) return PyErr_SetString(PyExc_ValueError, "no such peer"), NULL;
+    const Link *link = &self->links[peer];
+    for (size_t i = 0; i < link->kept.num_buckets; i++)
+        for (Item *item = link->kept.first[i]; item; item = item->next) {
+            const Message *message = OF(Message, item, item);
+            if (message->charge > ENTRY_BYTES) num_bytes += message->charge - ENTRY_BYTES;
+        }
+    return PyLong_FromSize_t(num_bytes);
+}
+
+static PyMethodDef worker_methods[] = {
+    {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
+    {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
+    {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
+    {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
+    {"poll", (PyCFunction)worker_poll, METH_O, NULL},
+    {"arm", (PyCFunction)worker_arm, METH_NOARGS, NULL},
+    {"fileno", (PyCFunction)worker_fileno, METH_NOARGS, NULL},
+    {"kept_bytes", (PyCFunction)worker_kept_bytes, METH_O, NULL},
+    {"close", (PyCFunction)worker_close, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot worker_slots[] = {
+    {Py_tp_new, worker_new},
+    {Py_tp_dealloc, worker_dealloc},
+    {Py_tp_methods, worker_methods},
+    {0, NULL},
+};
+
+static PyType_Spec worker_spec = {
+    .name = "braidax.comm.transports.tcp_binding.Worker",
+    .basicsize = sizeof(Worker),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = worker_slots,
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "tcp_binding", .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit_tcp_binding(void) {
+    PyObject *module = PyModule_Create(&module_definition);
+    if (!module) return NULL;
+    PyObject *type = PyType_FromSpec(&worker_spec), *schedule = PyType_FromSpec(&schedule_spec);
+    schedule_type = (PyTypeObject *)schedule; /* stays with the module, which stays */
+    if (!type || !schedule || make_names() < 0 || PyModule_AddObjectRef(module, "Worker", type) < 0 ||
+        PyModule_AddObjectRef(module, "Schedule", schedule) < 0)
+        Py_CLEAR(module);
+    Py_XDECREF(type);
+    return module;
+}

@@ -1,0 +1,52 @@
+"""Moves messages over TCP in C: the frames are those of `tcp_link.py`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from braidax.comm.transports.transport import Buffer, Operation
+
+class Schedule:
+    """A schedule that a worker can run. Raises `LookupError` for a reduction that has no loop here."""
+
+    def __init__(
+        self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str, /
+    ) -> None: ...
+
+class Worker:
+    """The links of a rank. Raises `OSError`; one caller at a time."""
+
+    def connect(
+        self,
+        rank: int,
+        descriptors: tuple[int, ...],
+        failed: Callable[[Operation, int, str, int, int], None],
+        disagreed: Callable[[Operation, int, bytes, bytes, int, int], None],
+        operation_type: type[Operation],
+        is_crowded: bool,
+        /,
+    ) -> None:
+        """Begins. `descriptors`: of sockets that do not block and outlive the worker, by rank, -1 for this one.
+
+        `failed` is called with operation, peer, how that was lost (empty for a message that is too long), and the
+        lengths of message and buffer; `disagreed` with operation, peer, the heads of its message and of ours, and the
+        lengths of both. `is_crowded`: whether this host has more ranks than cores.
+        """
+
+    def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation, /) -> None: ...
+    def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation, /) -> None: ...
+    def run(
+        self,
+        tag: int,
+        compiled: Schedule,
+        head: bytes,
+        own: Any,
+        out: Any,
+        spin_seconds: float,
+        /,
+    ) -> Operation | None: ...
+    def poll(self, spin_seconds: float, /) -> None: ...
+    def arm(self) -> bool: ...
+    def fileno(self) -> int: ...
+    def kept_bytes(self, peer: int, /) -> int: ...
+    def close(self, timeout_seconds: float, /) -> list[int]:
+        """Delivers what was sent, and lets go of all buffers. Returns the peers that are not lost."""
