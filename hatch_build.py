@@ -55,7 +55,7 @@ def compiled(root: Path) -> str | None:
     try:
         for name, file in zip(BINDINGS, unfinished.values(), strict=True):
             source = str(root / FOLDER / f"{name}.c")
-            options = ["-std=gnu11", "-O3", "-fPIC", "-shared", f"-I{headers}", source, "-o", str(file), "-ldl"]
+            options = ["-std=gnu11", "-O3", "-fPIC", "-shared", f"-I{headers}", source, "-o", str(file), "-ldl", "-lm"]
             subprocess.run([*compiler, *options], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
         for built, file in unfinished.items():
             file.replace(built)  # a process that has loaded the old one keeps it

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast, final
 
 import numpy as np
 
+from braidax.comm.collectives.running import tell_float_errors
 from braidax.comm.group import Group
 from braidax.comm.group_messages import Steps
 from braidax.comm.messages import Value
@@ -68,6 +69,7 @@ class Calling:
             self._calls.begin()
             if operation is not None:
                 self.wait(operation)
+                tell_float_errors(reduction, dtype, operation.num_bytes)
         except BaseException as error:
             self._group.failed(name, error, self._limit())
             raise

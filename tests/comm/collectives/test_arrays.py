@@ -206,3 +206,31 @@ def test_sums_of_many_ranks_have_the_same_bits_everywhere() -> None:
 
     found = results(5, reduced, transport="ucx")
     assert functools.reduce(lambda one, other: one if one == other else [], found) == found[0]
+
+
+@pytest.mark.parametrize("transport", ["in-process", "tcp", "ucx"])
+def test_an_overflow_is_told_as_numpy_is_told_to(transport: str) -> None:
+    def reduced(comm: Communicator) -> str:
+        largest = np.full(3000, np.finfo(np.float32).max, np.float32)
+        for _ in range(2):  # the second time in fewer steps
+            with np.errstate(over="ignore"):
+                assert np.all(np.isinf(comm.all_reduce(largest)))
+            told: list[str] = []
+            with np.errstate(over="call", call=lambda kind, _, told=told: told.append(kind)):
+                comm.all_reduce(largest)
+            assert told == ["overflow"]
+        with np.errstate(under="ignore"):
+            assert not np.any(comm.all_reduce(np.full(9, 1e-30, np.float32), np.multiply))
+        with np.errstate(invalid="ignore"):
+            assert np.all(np.isnan(comm.all_reduce(np.array([np.inf if comm.rank else -np.inf]))))
+        with np.errstate(all="raise"):
+            assert np.all(comm.all_reduce(np.ones(9)) == 2)
+            assert np.isnan(comm.all_reduce(np.array([np.nan]), np.maximum)[0])
+            comm.barrier()
+            comm.all_reduce(largest, np.multiply)
+        return "no error"
+
+    found = outcomes(2, reduced, transport=transport)
+    assert any(isinstance(each, FloatingPointError) and "overflow" in str(each) for each in found)
+    for each in found:
+        assert isinstance(each, FloatingPointError) or "FloatingPointError" in str(each)

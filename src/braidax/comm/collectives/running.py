@@ -35,9 +35,27 @@ def run(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: NDA
         yield from hear(messages.unheard)
     if runnable.compiled is not None:
         operation = messages.progress.run(messages.tag, runnable.compiled, messages.brings, own, out)
-        yield [] if operation is None else [operation]
+        if operation is not None:
+            yield [operation]
+            tell_float_errors(runnable.reduction, runnable.dtype, operation.num_bytes)
     else:
         yield from _run_here(messages, runnable, own, out)
+
+
+def tell_float_errors(reduction: np.ufunc | None, dtype: np.dtype[Any], errors: int) -> None:
+    """Lets NumPy do what its user wants to be done about errors of a reduction (`numpy.errstate`).
+
+    **Arguments:** `errors`: bits, see `Schedules.run`.
+    """
+    if errors and reduction is not None:
+        info = np.finfo(dtype)
+        for bit, meets, one, other in (
+            (1, reduction, info.max, info.max),
+            (2, np.multiply, info.tiny, info.tiny),
+            (4, np.add, np.inf, -np.inf),
+        ):
+            if errors & bit:
+                meets(dtype.type(one), dtype.type(other))
 
 
 def _run_here(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: NDArray[Any]) -> Steps[None]:

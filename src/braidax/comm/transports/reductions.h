@@ -57,17 +57,18 @@ OF_FLOATS(f64, double)
 typedef struct {
     const char *operation, *dtype; /* NumPy's names: of the ufunc, and `dtype.str` without the order of bytes */
     size_t num_bytes;              /* of an element */
+    int can_overflow;              /* and what else NumPy tells of sums and products of floating-point numbers */
     Reduction reduce;
 } NamedReduction;
 
 #define NAMED_INTEGERS(bits, bytes)                                                                     \
-    {"add", "i" #bytes, bytes, add_##bits}, {"add", "u" #bytes, bytes, add_##bits},                     \
-    {"multiply", "i" #bytes, bytes, multiply_##bits}, {"multiply", "u" #bytes, bytes, multiply_##bits}, \
-    {"maximum", "i" #bytes, bytes, maximum_i##bits}, {"minimum", "i" #bytes, bytes, minimum_i##bits},   \
-    {"maximum", "u" #bytes, bytes, maximum_u##bits}, {"minimum", "u" #bytes, bytes, minimum_u##bits}
+    {"add", "i" #bytes, bytes, 0, add_##bits}, {"add", "u" #bytes, bytes, 0, add_##bits},                     \
+    {"multiply", "i" #bytes, bytes, 0, multiply_##bits}, {"multiply", "u" #bytes, bytes, 0, multiply_##bits}, \
+    {"maximum", "i" #bytes, bytes, 0, maximum_i##bits}, {"minimum", "i" #bytes, bytes, 0, minimum_i##bits},   \
+    {"maximum", "u" #bytes, bytes, 0, maximum_u##bits}, {"minimum", "u" #bytes, bytes, 0, minimum_u##bits}
 #define NAMED_FLOATS(name, dtype, bytes)                                                        \
-    {"add", dtype, bytes, add_##name}, {"multiply", dtype, bytes, multiply_##name},             \
-    {"maximum", dtype, bytes, maximum_##name}, {"minimum", dtype, bytes, minimum_##name}
+    {"add", dtype, bytes, 1, add_##name}, {"multiply", dtype, bytes, 1, multiply_##name},             \
+    {"maximum", dtype, bytes, 0, maximum_##name}, {"minimum", dtype, bytes, 0, minimum_##name}
 
 static const NamedReduction reductions[] = {
     NAMED_INTEGERS(8, 1),  NAMED_INTEGERS(16, 2),          NAMED_INTEGERS(32, 4),

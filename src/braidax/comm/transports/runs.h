@@ -9,13 +9,15 @@
 #ifndef BRAIDAX_RUNS_H
 #define BRAIDAX_RUNS_H
 
+#include <fenv.h>
+
 #include "operations.h"
 #include "schedules.h"
 
 #define RUN_TAG_BITS 44      /* of messages, see MAX_TAG */
 #define RUN_SECONDS 1e-3     /* of spinning at least, with others let in between: to wake costs more than most runs */
 
-typedef struct { /* whoever waits for a run, without an operation unless that fails or takes long */
+typedef struct { /* whoever waits for a run, without an operation unless there is something to tell, or it takes long */
     PyObject *operation;
     int is_over;
 } Caller;
@@ -32,7 +34,7 @@ struct Run {
     size_t position;   /* of the step that is next */
     size_t num_open;   /* requests that have not ended */
     Request *failed;   /* the first request that has */
-    int is_large, is_told;
+    int is_large, is_told, float_errors; /* the last ones are bits, see `reduce` */
     Caller *caller;     /* that waits for it; there is no operation as long as one does */
     unsigned waits_for; /* the peer that Python was told of last */
     Request requests[]; /* one for each ticket */
@@ -83,6 +85,16 @@ static void end_of_run(Request *request) {
     if (request->ticket.status && !run->failed) run->failed = request;
 }
 
+/* Overflows and the like are noted: bit 0 for an overflow, 1 for an underflow, 2 for an invalid operation. */
+static void reduce(Run *run, const Step *step) {
+    const NamedReduction *reduction = run->schedule->reduction;
+    if (reduction->can_overflow) feclearexcept(FE_ALL_EXCEPT);
+    reduction->reduce(at(run, &step->to), at(run, &step->first), at(run, &step->second), (size_t)step->num_bytes);
+    if (!reduction->can_overflow) return;
+    int found = fetestexcept(FE_OVERFLOW | FE_UNDERFLOW | FE_INVALID);
+    run->float_errors |= (found & FE_OVERFLOW ? 1 : 0) | (found & FE_UNDERFLOW ? 2 : 0) | (found & FE_INVALID ? 4 : 0);
+}
+
 /* Goes on with a run; returns whether it is over. */
 static int advance(Worker *self, Run *run) {
     const Schedule *schedule = run->schedule;
@@ -97,9 +109,7 @@ static int advance(Worker *self, Run *run) {
             if (!run->requests[step->ticket].ticket.has_ended) return 0;
             if (!has_come(self, run, step)) run->failed = &run->requests[step->ticket];
             break;
-        case REDUCE:
-            schedule->reduction->reduce(at(run, &step->to), at(run, &step->first), at(run, &step->second), (size_t)step->num_bytes);
-            break;
+        case REDUCE: reduce(run, step); break;
         case COPY: memmove(at(run, &step->to), at(run, &step->first), (size_t)step->num_bytes); break;
         }
     }
@@ -186,11 +196,11 @@ static int tell_end(Worker *self, Run *run) {
     Caller *caller = run->caller;
     if (caller) {
         caller->is_over = 1;
-        if (!run->failed) return 0;
+        if (!run->failed && !run->float_errors) return 0;
         if (make_operation(self, run, caller) < 0) return -1;
     }
     if (!run->operation) return 0; /* its caller has been told of something worse */
-    return run->failed ? tell_failed(self, run) : finish(run->operation, 0);
+    return run->failed ? tell_failed(self, run) : finish(run->operation, (size_t)run->float_errors);
 }
 
 /* Tells Python of the runs that are over. */

@@ -62,7 +62,9 @@ class Schedules(Protocol):
         change until the end. `spin_seconds`: moves it along at once, for up to so long; -1 for not at all.
 
         **Returns:** None when it has ended well, otherwise the operation that ends with it. Its `peer` is whoever is
-        waited for. **Raises:** `ValueError`, `TypeError`, `BufferError` for arrays that are not those of the schedule:
+        waited for; its `num_bytes` are bits, in the end: 1 for an overflow, 2 for an underflow, 4 for an invalid value.
+
+        **Raises:** `ValueError`, `TypeError`, `BufferError` for arrays that are not those of the schedule:
         nothing has begun then.
         """
         ...
