@@ -442,3 +442,18 @@ def test_a_folder_that_is_another_runs_is_refused_by_all(tmp_path: Path, two: Lo
             assert f"process {os.getpid()} on" in words
             assert "saves its checkpoints here: expected one open Checkpointer for a folder" in words
     assert told(two, saved, tmp_path) == ["None"] * 2
+
+
+def turned(comm: Communicator, folder: Path) -> None:
+    """Gives messages whose ranks are not the indices of JAX's processes."""
+    Checkpointer(folder, Every(1), processes=comm.split(0, key=-comm.rank))
+
+
+def test_other_ranks_than_those_of_jax_are_refused(tmp_path: Path, two: LocalGang) -> None:
+    for rank, words in enumerate(told(two, turned, tmp_path)):
+        assert words == (
+            f"ArgumentError: processes= has rank {1 - rank} of 2, but this is process {rank} of 2 of JAX: expected the "
+            "processes of JAX to have the ranks of their indices, and others the ranks that follow; connect them in "
+            "that order"
+        )
+    assert list(tmp_path.iterdir()) == []
