@@ -25,9 +25,9 @@ ANSWER = 0
 class Birth:
     """What a rank is told first. It travels over the socket: nobody else on the machine sees the secret.
 
-    **Fields:** `rank`, `transport`: of the gang. `store`: host, port and secret of its store. `deadline`: until when all
-    must have met first, by `time.monotonic`, which all processes of a machine share. `timeout_seconds`: that each later
-    wait may take. `tuning`: as `connect` takes it.
+    **Fields:** `rank`, `transport`: of the gang. `store`: host, port and secret of its store. `deadline`: until when
+    all must have met first, by `time.monotonic`, which all processes of a machine share. `timeout_seconds`: that each
+    later wait may take. `tuning`: as `connect` takes it.
     """
 
     rank: int

@@ -23,9 +23,9 @@ _Self = TypeVar("_Self", bound="Gang")
 class Gang(ABC):
     """Ranks that call functions with a communicator among them, and stay; a context manager.
 
-    A call that raises fails alone: the ranks go on with all that they keep, and meet anew for the next call. When a rank
-    dies, the others stay: `lost` names it, `replace` brings another process in its place, `restart` a whole new gang.
-    One thread starts, replaces, restarts and stops it; any thread may call the rest.
+    A call that raises fails alone: the ranks go on with all that they keep, and meet anew for the next call. When a
+    rank dies, the others stay: `lost` names it, `replace` brings another process in its place, `restart` a whole new
+    gang. One thread starts, replaces, restarts and stops it; any thread may call the rest.
 
     **Arguments:** `size`: the number of ranks. `job`: the name of the job, without `/`. `timeout_seconds`: how long all
     ranks together may take to start and to meet.
@@ -83,7 +83,7 @@ class Gang(ABC):
     @property
     @final
     def lost(self) -> tuple[int, ...]:
-        """The ranks that have no process any more, as far as that is known: Ray tells it at the next call."""
+        """The ranks that have no process any more, as far as that is known."""
         return () if self._dispatch is None else tuple(sorted(self._dispatch.lost))
 
     @final
@@ -103,9 +103,7 @@ class Gang(ABC):
             self._meet(deadline)
         except WaitTimeout as error:
             self._end(f"{str(error).partition(';')[0]}: call start()")
-            raise WaitTimeout(
-                f"{error}; all ranks were ended: allow more seconds, or see what they wrote"
-            ) from None
+            raise WaitTimeout(f"{error}; all ranks were ended: allow more seconds, or see what they wrote") from None
         except RankFailed as failed:
             self._end(f"rank {failed.rank} failed: call start()")
             raise
@@ -154,10 +152,11 @@ class Gang(ABC):
         as the ranks live. Behind the limit the call is aborted, and ranks that do not come back by that within two
         seconds are ended by force: they are lost.
 
-        **Returns:** the results, in rank order. **Raises:** as `submit`; `RankFailed` naming the rank that failed first,
-        with its traceback as a note and what it raised as the cause; `WaitTimeout` naming the ranks that have not
-        answered; `GangError` when ranks are lost or lack what they should keep; `ArgumentError` for a name that nothing
-        is kept under. Nothing is kept then that was not before.
+        **Returns:** the results, in rank order.
+
+        **Raises:** as `submit`; `RankFailed` naming the rank that failed first, with its traceback as a note and what
+        it raised as the cause; `WaitTimeout` naming the ranks that have not answered; `GangError` when ranks are lost
+        or lack what they should keep; `ArgumentError` for a name that nothing is kept under. Nothing new is kept then.
         """
         future = self.submit(fn, *args, per_rank=per_rank, ranks=ranks, keep=keep)
         return self._result(future, timeout_seconds)
@@ -175,9 +174,9 @@ class Gang(ABC):
         check_name(name)
         if not isinstance(values, list | tuple) or not values:
             raise ArgumentError(
-                f"values= is of type {type(values).__qualname__} and "
-                f"{'empty' if isinstance(values, list | tuple) else 'no list'}; expected a list with a value for each of "
-                f"the {self._size} ranks, or with arrays or tables whose rows are to be divided, such as [table]"
+                f"values= is {'empty' if isinstance(values, list | tuple) else f'a {type(values).__qualname__}'}: "
+                f"expected a list with a value for each of the {self._size} ranks, or with arrays or tables whose rows "
+                "are to be divided, such as [table]"
             )
         mine = values if len(values) == self._size else divided(values, self._size)
         self._result(self._submit("alone", self._all, _itself, (), mine, name), None)
@@ -195,8 +194,14 @@ class Gang(ABC):
 
     @final
     def delete(self, name: str) -> None:
-        """Gives up what the ranks keep under a name. **Raises:** `ArgumentError` for one that is not there."""
-        self._running().delete(name)
+        """Gives up what the ranks keep under a name, when the calls before have ended.
+
+        **Raises:** `ArgumentError` for a name that is not there.
+        """
+        call = Call(Sent("delete", self._all, keep=name), self._interrupted)
+        self._running().submit(call)
+        call.wait(None)
+        call.take()
 
     @final
     def names(self) -> tuple[str, ...]:
@@ -306,7 +311,9 @@ class Gang(ABC):
         own: list[Parcel] = []
         if per_rank is not None:
             if len(per_rank) != len(ranks):
-                raise ArgumentError(f"per_rank= has {len(per_rank)} values; expected one for each of {len(ranks)} ranks")
+                raise ArgumentError(
+                    f"per_rank= has {len(per_rank)} values; expected one for each of {len(ranks)} ranks"
+                )
             for rank, value in zip(ranks, per_rank, strict=True):
                 parcel, more = pack_own(f"per_rank[{rank}]", value, self._job)
                 own.append(parcel)

@@ -204,8 +204,8 @@ class _LocalRanks(Ranks):
                 self._prefixes.pop()
                 self.kill([each for each in ranks if each in self._ranks and self._ranks[each].is_open])
                 raise GangError(
-                    f"the system started no {len(ranks)} processes ({error}); take fewer ranks, or allow more processes "
-                    "and descriptors (ulimit -u, ulimit -n)"
+                    f"the system started no {len(ranks)} processes ({error}); take fewer ranks, or allow more "
+                    "processes and descriptors (ulimit -u, ulimit -n)"
                 ) from error
             here.setblocking(False)
             self._ranks[rank] = _Rank(here, number)

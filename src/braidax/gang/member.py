@@ -30,8 +30,8 @@ class Member:
     """One rank of a gang. One thread uses it, but for `abort`.
 
     **Arguments:** `store`: where the ranks meet; it is closed by `leave`. `rank`: of the gang. `transport`,
-    `timeout_seconds`, `tuning`: as `connect` takes them. `first_deadline`: until when the first meeting must be over, by
-    `time.monotonic`; None for what the gang says.
+    `timeout_seconds`, `tuning`: as `connect` takes them. `first_deadline`: until when the first meeting must be over,
+    by `time.monotonic`; None for what the gang says.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Member:
             self._store.close()
 
     def _give_up_all_but(self, order: Order) -> None:
-        """Gives up what an order does not name: names that are deleted, results that are not kept, epochs that ended."""
+        """Gives up what an order does not name: deleted names, results that are not kept, epochs that ended."""
         made, self._made = self._made, None
         if made is not None and order.kept.get(made[0]) == made[1]:
             self._kept[made[0]] = made[1:]
@@ -174,7 +174,9 @@ class Member:
 
     def _look_up(self, name: str) -> Any:
         if name not in self._kept:
-            raise GangError(f"rank {self._rank} does not keep {name!r}, which the gang believes it does; call restart()")
+            raise GangError(
+                f"rank {self._rank} does not keep {name!r}, which the gang believes it does; call restart()"
+            )
         return self._kept[name][1]
 
     def _failure(self, meeting: Meeting | None, error: BaseException) -> Failure:
@@ -251,8 +253,8 @@ def _packed(result: Any) -> Parcel:
         kind = type(result)
         raise GangError(
             f"the result cannot be sent: it is of type {kind.__module__}.{kind.__qualname__}, and pickling it "
-            f"raised {type(error).__name__}: {error}; return what can be pickled, such as NumPy arrays, or keep it there "
-            "(keep=)"
+            f"raised {type(error).__name__}: {error}; return what can be pickled, such as NumPy arrays, or keep it "
+            "there (keep=)"
         ) from error
 
 

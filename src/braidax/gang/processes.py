@@ -126,9 +126,8 @@ class Processes:
         self._unseen: list[Ending] = []
         self._woken = False
         self._changed = threading.Condition()
-        self._wake_read, self._wake_write = os.pipe()
-        self._news_read, self._news_write = os.pipe()
-        self._pipes = (self._wake_read, self._wake_write, self._news_read, self._news_write)
+        self._pipes = (*os.pipe(), *os.pipe())
+        self._wake_read, self._wake_write, self._news_read, self._news_write = self._pipes
         self._thread: threading.Thread | None = None
         self._write: Writer | None = write
         try:
@@ -151,11 +150,10 @@ class Processes:
     def discard(self, number: int) -> None:
         """Ends a process at once, with whatever it started, and gives up what is held of it."""
         process = self._processes[number]
-        if not process.is_discarded:
-            process.signal(signal.SIGKILL)
-            process.is_discarded = True
-            self._unwatched.append(process)
-            os.write(self._wake_write, _LOOK)
+        process.signal(signal.SIGKILL)
+        process.is_discarded = True
+        self._unwatched.append(process)
+        os.write(self._wake_write, _LOOK)
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when `wait` has something to return."""
@@ -266,9 +264,8 @@ class Processes:
             for descriptor in process.descriptors:
                 selector.register(descriptor, selectors.EVENT_READ, process)
         elif process.ending is not None:
-            for descriptor in process.descriptors:
-                if descriptor in known and known[descriptor].data is process:
-                    selector.unregister(descriptor)
+            for descriptor in [key.fd for key in known.values() if key.data is process]:
+                selector.unregister(descriptor)
             process.close()
         elif process.pidfd not in known:  # it was discarded before it was ever watched
             selector.register(process.pidfd, selectors.EVENT_READ, process)
@@ -381,10 +378,9 @@ class _Process:
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the whole group, as long as its number is its own."""
-        if self.is_discarded:
-            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, number)
+            if not self.is_discarded:
+                os.killpg(self._popen.pid, number)
 
     def close(self) -> None:
         """Kills the group, reaps the process and closes all descriptors. A second call does nothing."""

@@ -15,9 +15,9 @@ from braidax.gang.keeping.kept import listed
 Result = TypeVar("Result")
 _SLICE_SECONDS = 0.5  # of a wait
 
-Kind = Literal["meet", "world", "alone", "sweep"]
-"""What the ranks of a call do: only meet; call a function with their communicator; call one without any; or only give
-up what they need no longer have.
+Kind = Literal["meet", "world", "alone", "delete", "sweep"]
+"""What the ranks of a call do: only meet; call a function with their communicator; call one without any; give up what
+is kept under the name `keep`; or give up whatever they need no longer have.
 """
 
 
@@ -137,8 +137,9 @@ class GangFuture(Generic[Result]):
         **Arguments:** `timeout_seconds`: how long this waits; the call goes on behind the limit. None waits for as long
         as its ranks live.
 
-        **Returns:** the results, in rank order, the same ones each time. **Raises:** as `Gang.run`; `WaitTimeout` naming
-        the ranks that have not answered.
+        **Returns:** the results, in rank order, the same ones each time.
+
+        **Raises:** as `Gang.run`; `WaitTimeout` naming the ranks that have not answered.
         """
         if not self._call.wait(timeout_seconds):
             state = "goes on" if self._call.number else "waits for its ranks to be free, and stays in line"

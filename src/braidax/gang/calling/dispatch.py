@@ -92,7 +92,7 @@ class Dispatch:
             if len(self._waiting) >= MAX_WAITING:
                 raise GangError(
                     f"{len(self._waiting):,} calls wait for their ranks; expected at most {MAX_WAITING:,}: take results "
-                    "before you submit more"
+                    "first"
                 )
             self._waiting.append(call)
         self._ranks.wake()
@@ -102,13 +102,6 @@ class Dispatch:
         with self._lock:
             call.limit_seconds = limit_seconds
             self._late.append(call)
-        self._ranks.wake()
-
-    def delete(self, name: str) -> None:
-        """Forgets a name; the ranks give up what they have. **Raises:** `ArgumentError` for one that is not there."""
-        with self._lock:
-            self.names.delete(name)
-            self._sweep(range(self._size))
         self._ranks.wake()
 
     def free(self, rank: int) -> None:
@@ -167,6 +160,8 @@ class Dispatch:
             return
         sent = call.sent
         assert sent is not None
+        if call.kind == "delete" and not self._narrowed(call):
+            return
         self._last_call += 1
         call.number = self._last_call
         meeting = self._worlds.meeting(call.ranks) if call.kind in ("meet", "world") else None
@@ -179,8 +174,21 @@ class Dispatch:
         call.sent = None
         self._ranks.ask(messages)
 
+    def _narrowed(self, call: Call) -> bool:
+        """Forgets the name of a call that deletes, and says whether ranks are left that are to hear of it."""
+        assert call.keep is not None
+        self.names.delete(call.keep)
+        call.keep, call.ranks = None, tuple(rank for rank in call.ranks if rank not in self.lost)
+        call.owing = set(call.ranks)
+        if not call.ranks:
+            call.finish()
+        return bool(call.ranks)
+
     def _check(self, call: Call) -> None:
         """Checks that a call can begin. A lost rank of which nobody was told is told as if it were lost now."""
+        if call.kind == "delete" and call.keep is not None:
+            self.names.check(call.keep, ())
+            return
         lost = [rank for rank in call.ranks if rank in self.lost]
         if lost:
             new = {rank: self.lost[rank] for rank in lost if rank not in self._told}
@@ -254,7 +262,7 @@ class Dispatch:
         }
 
     def _judge(self, call: Call) -> None:
-        if not call.troubles and not call.owing:
+        if call.kind == "delete" or not (call.troubles or call.owing):  # a rank that is lost meanwhile keeps nothing
             if call.keep is not None:
                 self.names.note(call.keep, call.ranks, call.number)
             call.finish()
@@ -273,17 +281,22 @@ class Dispatch:
         missing = sorted(call.owing)
         if call.late and call.kind != "meet":
             self._end_by_force(missing, "was ended by force: it did not answer in time, nor when the call was aborted")
-            forced = f"{listed(missing)} did not even then and {'were' if len(missing) > 1 else 'was'} ended by force: "
+            were = "were" if len(missing) > 1 else "was"
+            forced = (
+                f"{listed(missing)} did not even then and {were} ended by force: call replace(); " if missing else ""
+            )
             return WaitTimeout(
-                f"{listed(call.late)} of {self._size} did not answer within timeout_seconds={call.limit_seconds:g}, and "
-                f"the call was aborted; {forced + 'call replace(); ' if missing else ''}allow more seconds, or find out "
-                "what they wait for"
+                f"{listed(call.late)} of {self._size} did not answer within timeout_seconds={call.limit_seconds:g}, so "
+                f"the call was aborted; {forced}allow more seconds, or find out what they wait for"
             ), None
         found = first(call.troubles, missing) if call.troubles else None
-        if call.kind == "meet" and missing and (
-            found is None or found.is_consequence or isinstance(found.cause, WaitTimeout)
+        if (
+            call.kind == "meet"
+            and missing
+            and (found is None or found.is_consequence or isinstance(found.cause, WaitTimeout))
         ):
-            return WaitTimeout(f"{listed(missing)} of {self._size} did not start and join the others within "
+            return WaitTimeout(
+                f"{listed(missing)} of {self._size} did not start and join the others within "
                 f"timeout_seconds={call.limit_seconds:g}"
             ), None
         assert found is not None

@@ -4,7 +4,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import Any, cast, final
 
 import cloudpickle
 import numpy as np
@@ -26,7 +26,7 @@ MAX_PART_BYTES = 1 << 44
 ALIGNMENT = 64
 """Received buffers begin at a multiple of this: what XLA, Arrow and vector instructions like best."""
 
-_KEPT_PARTS = 16  # of MAX_PARTS, for what is sent besides one pickle's buffers
+_KEPT_PARTS = 16  # for what is sent besides the buffers of two pickles
 _FIXED = struct.Struct("<HHI")  # the kind, and the numbers of parts: of the first parcel, of both
 _JOINED_BYTES = 1 << 13
 _LENGTH_BYTES = 8
@@ -45,7 +45,7 @@ def pack(value: Any, *, refer: Callable[[Any], str | None] | None = None) -> Par
 
     def put_beside(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
-        if view.nbytes < OUT_OF_BAND_BYTES or len(buffers) + _KEPT_PARTS >= MAX_PARTS:
+        if view.nbytes < OUT_OF_BAND_BYTES or len(buffers) + _KEPT_PARTS >= MAX_PARTS // 2:
             return True
         buffers.append(view)
         return False
@@ -83,11 +83,11 @@ def room_for(num_bytes: int) -> memoryview:
     """
     whole = np.empty(num_bytes + ALIGNMENT, np.uint8)
     begin = -whole.ctypes.data % ALIGNMENT
-    return memoryview(whole[begin : begin + num_bytes])
+    return memoryview(cast("Any", whole[begin : begin + num_bytes]))
 
 
 def own(parts: Iterable[Any]) -> Parcel:
-    """Returns copies of parts, in memory of one's own: what Ray and Dask deliver others may share, or not be written."""
+    """Returns copies of parts, in memory of one's own: what Ray and Dask deliver may be shared, or read-only."""
     copies: Parcel = []
     for part in parts:
         view = memoryview(part).cast("B")

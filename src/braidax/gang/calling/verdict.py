@@ -53,7 +53,7 @@ def first(troubles: Mapping[int, Trouble], missing: Sequence[int]) -> Trouble:
     **Arguments:** `missing`: ranks that have said nothing yet.
     """
     found = min(troubles.values(), key=lambda trouble: (trouble.is_consequence, trouble.time_seconds))
-    if not found.is_consequence or found.lost not in missing:
+    if not found.is_consequence or found.lost is None or found.lost not in missing:
         return found
     told = RankFailed(f"rank {found.lost} does not answer: it is frozen or cut off; {found.error}", found.lost)
     return Trouble(told, found.cause, found.time_seconds, lost=found.lost)

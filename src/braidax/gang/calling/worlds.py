@@ -50,7 +50,7 @@ class Worlds:
         self._open = {ranks: each for ranks, each in self._open.items() if rank not in ranks}
 
     def _next(self, ranks: tuple[int, ...]) -> Meeting:
-        """Returns a meeting that nobody has come to: under the gang's next epoch, or for a subset under its own name."""
+        """Returns a meeting that nobody has come to: under the gang's next epoch, for a subset under its own name."""
         if ranks == self._all:
             self.epoch += 1
             return Meeting(self._job, self.epoch, ranks, self._timeout_seconds)

@@ -1,7 +1,7 @@
 """What a gang keeps under names: how functions ask for it, and which rank has what."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -31,7 +31,7 @@ class Names:
         self._size = size
         self._versions: dict[str, dict[int, int]] = {}
 
-    def __iter__(self) -> Iterable[str]:
+    def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._versions))
 
     def of(self, rank: int) -> Mapping[str, int]:
@@ -62,14 +62,14 @@ class Names:
         if lacking:
             raise GangError(
                 f"name={name!r} is not whole any more: {listed(lacking)} of {self._size} "
-                f"{'lack' if len(lacking) > 1 else 'lacks'} it, as a rank does that was lost or has not made it; put it "
-                f"again, make it there by run(…, ranks=, keep={name!r}), or delete it"
+                f"{'lack' if len(lacking) > 1 else 'lacks'} it, as does a rank that was lost or has not made it; put "
+                f"it again, make it there by run(…, ranks=, keep={name!r}), or delete it"
             )
 
     def _there(self, name: str) -> dict[int, int]:
         if name not in self._versions:
             close = difflib.get_close_matches(name, self._versions, 1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
+            hint = f", did you mean {close[0]!r}" if close else ""
             there = ", ".join(map(repr, sorted(self._versions))) or "nothing"
             raise ArgumentError(f"name={name!r} is not kept by this gang{hint}; it keeps {there}: put it first")
         return self._versions[name]

@@ -4,6 +4,7 @@ No library is imported here: whoever has a table has loaded its library.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,7 @@ def divided(values: Sequence[Any], size: int) -> list[Any]:
     ends = np.cumsum(lengths).tolist()
     borders = [_border(ends[-1], size, number) for number in range(size + 1)]
     parts: list[Any] = []
-    for begin, end in zip(borders[:-1], borders[1:], strict=True):
+    for begin, end in itertools.pairwise(borders):
         pieces: list[Any] = []
         for value, length, stop in zip(values, lengths, ends, strict=True):
             first, last = max(begin, stop - length), min(end, stop)
@@ -49,14 +50,15 @@ def _border(num_rows: int, size: int, number: int) -> int:
 
 
 def _num_rows(value: Any, number: int) -> int:
+    table: Any = value
     if isinstance(value, np.ndarray) and value.ndim:
         return len(value)
-    if _is_arrow(value):
-        return int(value.num_rows)
-    if _is_polars(value):
-        return int(value.height)
+    if _is_arrow(table):
+        return int(table.num_rows)
+    if _is_polars(table):
+        return int(table.height)
     raise ArgumentError(
-        f"values[{number}] is of type {type(value).__module__}.{type(value).__qualname__}, whose rows cannot be divided: "
+        f"values[{number}] is a {type(value).__module__}.{type(value).__qualname__}, whose rows cannot be divided: "
         f"expected {_EXPECTED}; or give one value for each rank"
     )
 
