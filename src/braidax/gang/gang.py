@@ -97,9 +97,8 @@ class Gang(ABC):
             raise GangError("the gang runs already; restart() begins anew")
         deadline = time.monotonic() + self._start_seconds
         self._ranks = self._begin(deadline)
-        self._dispatch = Dispatch(self._ranks, self._worlds, self._size)
         try:
-            self._dispatch.start()
+            self._dispatch = Dispatch(self._ranks, self._worlds, self._size)
             self._meet(deadline)
         except WaitTimeout as error:
             self._end(f"{str(error).partition(';')[0]}: call start()")
@@ -134,7 +133,9 @@ class Gang(ABC):
         **Returns:** a handle with the results. **Raises:** `GangError` when the gang does not run, or too many calls
         wait; `ArgumentError` for what cannot be sent, or ranks that are not there.
         """
-        return self._submit("world", self._checked(ranks), fn, args, per_rank, keep)
+        call = self._call("world", self._checked(ranks), fn, args, per_rank, keep)
+        self._running().submit(call)
+        return GangFuture(call.ranks, call)
 
     @final
     def run(
@@ -158,8 +159,8 @@ class Gang(ABC):
         it raised as the cause; `WaitTimeout` naming the ranks that have not answered; `GangError` when ranks are lost
         or lack what they should keep; `ArgumentError` for a name that nothing is kept under. Nothing new is kept then.
         """
-        future = self.submit(fn, *args, per_rank=per_rank, ranks=ranks, keep=keep)
-        return self._result(future, timeout_seconds)
+        call = self._call("world", self._checked(ranks), fn, args, per_rank, keep)
+        return self._result(call, timeout_seconds)
 
     @final
     def put(self, name: str, values: Sequence[Any]) -> None:
@@ -179,7 +180,7 @@ class Gang(ABC):
                 "are to be divided, such as [table]"
             )
         mine = values if len(values) == self._size else divided(values, self._size)
-        self._result(self._submit("alone", self._all, _itself, (), mine, name), None)
+        self._result(self._call("alone", self._all, _itself, (), mine, name), None)
 
     @final
     def get(self, name: str, *, ranks: Sequence[int] | None = None) -> list[Any]:
@@ -190,7 +191,7 @@ class Gang(ABC):
         **Raises:** `ArgumentError` for a name that is not there, `GangError` naming ranks that lack it; otherwise as
         `run`.
         """
-        return self._result(self._submit("alone", self._checked(ranks), _itself, (self.kept(name),), None, None), None)
+        return self._result(self._call("alone", self._checked(ranks), _itself, (self.kept(name),), None, None), None)
 
     @final
     def delete(self, name: str) -> None:
@@ -198,10 +199,7 @@ class Gang(ABC):
 
         **Raises:** `ArgumentError` for a name that is not there.
         """
-        call = Call(Sent("delete", self._all, keep=name), self._interrupted)
-        self._running().submit(call)
-        call.wait(None)
-        call.take()
+        self._result(Call(Sent("delete", self._all, keep=name), self._interrupted), None)
 
     @final
     def names(self) -> tuple[str, ...]:
@@ -220,25 +218,23 @@ class Gang(ABC):
 
         The others stay, with what they keep; what the lost ones kept is gone. Nothing happens when none is lost.
 
-        **Arguments:** `ranks`: to replace besides: they are ended by force, such as one that hangs.
+        **Arguments:** `ranks`: to replace besides: they are ended by force, such as one that hangs. Calls that wait for
+        ranks that are lost are refused.
 
         **Raises:** `GangError` when no process can be started, `RankFailed` when a rank fails meanwhile; `WaitTimeout`
         when a rank is busy, or late. The gang stays as far as it is there: call it again.
         """
         asked = self._checked(ranks) if ranks else ()
         dispatch, started = self._running(), self._ranks
-        assert started is not None
+        if started is None or not (asked or dispatch.lost):
+            return
         deadline = time.monotonic() + self._start_seconds
         try:
             with dispatch.paused():
                 started.kill(asked)
-                dispatch.lose(asked, "was ended by force: it is being replaced")
-                lost = tuple(sorted(dispatch.lost))
-                if not lost:
-                    return
+                lost = dispatch.lose(asked, "was ended by force: it is being replaced")
                 started.replace(lost, deadline)
-                for rank in lost:
-                    dispatch.free(rank)
+                dispatch.find(lost)
         except GangError:
             raise
         except BaseException:
@@ -295,16 +291,16 @@ class Gang(ABC):
             raise GangError(f"the gang cannot run a function: {self._why_not}")
         return self._dispatch
 
-    def _submit(
+    def _call(
         self,
         kind: Kind,
         ranks: tuple[int, ...],
-        fn: Callable[..., Result],
+        fn: Callable[..., Any],
         args: tuple[Any, ...],
         per_rank: Sequence[Any] | None,
         keep: str | None,
-    ) -> GangFuture[Result]:
-        dispatch = self._running()
+    ) -> Call:
+        self._running()
         if keep is not None:
             check_name(keep)
         body, names = pack_call(fn, args, self._job)
@@ -318,26 +314,29 @@ class Gang(ABC):
                 parcel, more = pack_own(f"per_rank[{rank}]", value, self._job)
                 own.append(parcel)
                 names |= more
-        call = Call(Sent(kind, ranks, body, own, names, keep), self._interrupted)
-        dispatch.submit(call)
-        return GangFuture(ranks, call)
+        return Call(Sent(kind, ranks, body, own, names, keep), self._interrupted)
 
-    def _result(self, future: GangFuture[Result], timeout_seconds: float | None) -> list[Result]:
-        call = future._call  # pyright: ignore[reportPrivateUsage]
-        if not call.wait(timeout_seconds):
-            assert timeout_seconds is not None
-            self._running().expire(call, timeout_seconds)
-        return future.result()
+    def _result(self, call: Call, timeout_seconds: float | None, *, limit_seconds: float | None = None) -> list[Any]:
+        """Submits a call and waits for its results. **Arguments:** `limit_seconds`: the limit, as it is told."""
+        dispatch = self._running()
+        try:
+            dispatch.submit(call)
+            if not call.wait(timeout_seconds):
+                dispatch.expire(call, limit_seconds or timeout_seconds or 0.0)
+                call.wait(None)
+        except GangError:
+            raise
+        except BaseException:  # a rank may be quick enough to interrupt what begins its call
+            self._interrupted()
+            raise
+        return call.take()
 
     def _meet(self, deadline: float) -> None:
         """Lets all ranks meet; a little after the deadline they tell why they could not."""
         call = Call(Sent("meet", self._all), self._interrupted)
         call.limit_seconds = self._start_seconds
-        self._running().submit(call)
-        if not call.wait(max(0.0, deadline - time.monotonic()) + OTHERS_SECONDS):
-            self._running().expire(call, self._start_seconds)
-            call.wait(None)
-        self._hosts = tuple(call.take())
+        left = max(0.0, deadline - time.monotonic()) + OTHERS_SECONDS
+        self._hosts = tuple(self._result(call, left, limit_seconds=self._start_seconds))
 
     def _interrupted(self) -> None:
         self._end("it was interrupted: call restart()", "interrupt")
@@ -345,15 +344,14 @@ class Gang(ABC):
     def _end(self, why_not: str, reason: Literal["stop", "interrupt"] = "stop") -> None:
         dispatch, self._dispatch = self._dispatch, None
         ranks, self._ranks = self._ranks, None
-        if ranks is None:
-            return
         self._why_not = why_not
         self._worlds.end_all()
         try:
             if dispatch is not None:
                 dispatch.close(why_not)
         finally:
-            ranks.end(reason)
+            if ranks is not None:
+                ranks.end(reason)
 
 
 def _itself(comm: object, value: Result) -> Result:

@@ -27,7 +27,6 @@ _SLICE_SECONDS = 0.5
 _KILL_SECONDS = 10.0  # for the kernel to end what was killed
 _END, _LOOK = b"x", b"."  # what wakes the thread that watches
 _MAX_TOLD_BYTES = 1 << 8  # of `Processes.tell`
-
 MAX_STDIN_BYTES = (1 << 16) - _MAX_TOLD_BYTES
 """How long `Command.stdin` may be: what a pipe holds before anybody reads, and room for what is told later."""
 

@@ -27,7 +27,7 @@ when a limit has passed and the call was aborted."""
 
 @final
 class Dispatch:
-    """Serves the calls of a gang, in a thread of its own, from `start` to `close`. Any thread may call its methods.
+    """Serves the calls of a gang, in a thread of its own, until `close`. Any thread may call its methods.
 
     **Arguments:** `ranks`: it is used by the thread alone, but while `paused` or closed. `worlds`: where ranks meet.
 
@@ -49,34 +49,29 @@ class Dispatch:
         self._is_ending = False
         self._why_not = ""
         self._broken: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._is_ending = False
+        self._may_go_on, self._is_idle = threading.Event(), threading.Event()
+        self._may_go_on.set()
         self._thread = threading.Thread(target=self._serve, name="braidax-gang", daemon=True)
         self._thread.start()
 
-    def pause(self) -> None:
-        """Ends the thread; calls go on, and are heard of after the next `start`. A second call does nothing."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._is_ending = True
-            self._ranks.wake()
-            thread.join()
-
     @contextlib.contextmanager
     def paused(self) -> Generator[None, None, None]:
-        """Leaves `ranks` to the caller's thread."""
-        self.pause()
+        """Leaves `ranks` to the caller's thread; calls that are under way go on, and are heard of afterwards."""
+        self._may_go_on.clear()
         try:
+            self._ranks.wake()
+            self._is_idle.wait()
             yield
         finally:
-            self.start()
+            self._is_idle.clear()
+            self._may_go_on.set()
 
     def close(self, why: str) -> None:
         """Ends the thread, and the calls with an error that says why."""
-        self.pause()
+        self._is_ending = True
+        self._may_go_on.set()
+        self._ranks.wake()
+        self._thread.join()
         with self._lock:
             self._why_not = why
             for call in {*self._waiting, *self._busy.values()}:
@@ -85,16 +80,19 @@ class Dispatch:
             self._busy.clear()
 
     def submit(self, call: Call) -> None:
-        """Puts a call in line. **Raises:** `GangError` when too many wait."""
+        """Puts a call in line, a meeting at its front. **Raises:** `GangError` when too many wait."""
         with self._lock:
             if self._why_not:
                 raise GangError(f"the gang cannot run a function: {self._why_not}") from self._broken
             if len(self._waiting) >= MAX_WAITING:
                 raise GangError(
-                    f"{len(self._waiting):,} calls wait for their ranks; expected at most {MAX_WAITING:,}: take results "
-                    "first"
+                    f"{len(self._waiting):,} calls wait for their ranks; expected at most {MAX_WAITING:,}: take the "
+                    "results of some first"
                 )
-            self._waiting.append(call)
+            if call.kind == "meet":
+                self._waiting.appendleft(call)
+            else:
+                self._waiting.append(call)
         self._ranks.wake()
 
     def expire(self, call: Call, limit_seconds: float) -> None:
@@ -104,22 +102,31 @@ class Dispatch:
             self._late.append(call)
         self._ranks.wake()
 
-    def free(self, rank: int) -> None:
-        """Notes that a rank that was lost has a new process."""
-        with self._lock:
-            self.lost.pop(rank, None)
-            self._told.discard(rank)
-
-    def lose(self, ranks: Collection[int], how: str) -> None:
-        """Notes that ranks have been ended by force."""
+    def lose(self, ranks: Collection[int], how: str) -> tuple[int, ...]:
+        """Notes that ranks have been ended by force, refuses what waits for them, and returns all that are lost."""
         with self._lock:
             for rank in ranks:
                 self._lose(rank, Trouble(RankFailed(f"rank {rank} {how}", rank), None, time.time()))
             self._judge_calls()
+            for call in list(self._waiting):
+                if call.kind != "sweep" and not self.lost.keys().isdisjoint(call.ranks):
+                    self._refuse(call)
+            return tuple(sorted(self.lost))
+
+    def find(self, ranks: Collection[int]) -> None:
+        """Notes that ranks that were lost have new processes."""
+        with self._lock:
+            for rank in ranks:
+                del self.lost[rank]
+            self._told.difference_update(ranks)
 
     def _serve(self) -> None:
         try:
             while not self._is_ending:
+                if not self._may_go_on.is_set():
+                    self._is_idle.set()
+                    self._may_go_on.wait()
+                    continue
                 with self._lock:
                     self._begin_calls()
                     due = min((call.judged_at for call in self._busy.values()), default=float("inf"))
@@ -136,6 +143,8 @@ class Dispatch:
                 self._why_not = f"it is broken: {type(error).__name__}: {error}: call restart()"
                 for call in {*self._waiting, *self._busy.values()}:
                     call.finish(GangError(f"{listed(call.ranks)} did not answer: {self._why_not}"), error)
+        finally:
+            self._is_idle.set()
 
     def _begin_calls(self) -> None:
         """Begins the calls whose ranks are free, and for which no earlier call waits."""
@@ -152,11 +161,17 @@ class Dispatch:
                 self._waiting.append(call)
                 taken.update(call.ranks)
 
-    def _begin(self, call: Call) -> None:
+    def _refuse(self, call: Call) -> bool:
+        """Ends a call that cannot begin, and says whether that is so."""
         try:
             self._check(call)
         except BraidaxError as error:
             call.finish(error, error.__cause__)
+            return True
+        return False
+
+    def _begin(self, call: Call) -> None:
+        if self._refuse(call):
             return
         sent = call.sent
         assert sent is not None
@@ -303,7 +318,7 @@ class Dispatch:
         if found.lost in missing:
             self._end_by_force([found.lost], "was ended by force: it was frozen or cut off")
         if missing:
-            found.error.add_note(f"{listed(missing)} had not answered; the next call there waits until they have.")
+            found.error.add_note(f"{listed(missing)} had not answered; the next call there waits for that.")
         return found.error, found.cause
 
     def _end_by_force(self, ranks: Collection[int], how: str) -> None:
