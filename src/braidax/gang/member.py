@@ -98,10 +98,18 @@ class Member:
             self._abort_meeting(order.meeting, reason)
 
     def dismiss(self, reason: str) -> None:
-        """Aborts whatever call is under way. Any thread may call this."""
-        order = self._order
-        if order is not None:
-            self.abort(order.number, reason)
+        """Ends the call under way, if there is one, for `leave` follows: it raises at its next message.
+
+        One that waits for others to meet does so when its store sees that it was closed. Any thread may call this.
+        """
+        with self._lock:
+            self._reason = reason
+            meeting = None if self._order is None else self._order.meeting
+            comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
+        if comm is not None:
+            comm.abort(reason)
+        else:
+            self._store.close()
 
     def move(self, store: Store) -> None:
         """Meets at another store from now on; the former one is closed."""
