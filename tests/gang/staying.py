@@ -200,7 +200,7 @@ def check_things_are_kept(gang: Gang, folder: Path) -> None:
     assert gang.get("a")[1].tolist() == [6] * 3
     gang.run(unsendable, keep="b")
     assert [gang.run(begin_with, gang.kept("b")) for _ in range(2)] == [[0] * 3, [1] * 3]
-    with pytest.raises(RankFailed, match="the result cannot be sent: it is of type builtins.generator"):
+    with pytest.raises(RankFailed, match=r"the result cannot be sent: it is of type builtins\.generator"):
         gang.get("b")
     with pytest.raises(ArgumentError, match=r"name='aa' is not kept by this gang, did you mean 'a'; it keeps 'a', 'b'"):
         gang.run(all_sum, gang.kept("aa"))

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -276,6 +277,18 @@ def test_what_is_sent_to_a_thread_of_this_process_is_its_own(threads: distribute
             assert gang.run(staying.describe, array) == [(0, True, 256.0)] * 2
         gang.get("x")[0][:] = 5
         assert gang.get("x")[0][0] == array[0] == 1.0
+
+
+def test_two_programs_in_one_process_are_refused(threads: distributed.Client, tmp_path: Path) -> None:
+    """They would take one another's environment, folder and arguments for their own."""
+    script = tmp_path / "program.py"
+    script.write_text(JOIN + "comm.barrier()\ncomm.close()\n")
+    told = io.StringIO()
+    assert launch_on(DaskGang(threads), Program(str(script), initialize="nothing"), log=told) == 1
+    words = rf"GangError: {script}: another program runs in this process \(pid {os.getpid()}\)"
+    assert re.search(words, told.getvalue()), told.getvalue()
+    assert launch_on(DaskGang(threads, 1), Program(str(script), initialize="nothing"), log=told) == 0
+    _nothing_is_left(threads)
 
 
 def test_too_few_workers_are_counted(client: distributed.Client) -> None:

@@ -172,8 +172,8 @@ def test_a_frozen_rank_is_named() -> None:
 def test_a_limit_names_the_ranks_that_are_late(fresh: LocalGang) -> None:
     pids = fresh.run(programs.pids)
     words = (
-        r"^ranks 1, 2 of 3 did not answer within timeout_seconds=0\.3, so the call was aborted; ranks 1, 2 did not even "
-        r"then and were ended by force: call replace\(\)"
+        r"^ranks 1, 2 of 3 did not answer within timeout_seconds=0\.3, so the call was aborted; ranks 1, 2 did not "
+        r"even then and were ended by force: call replace\(\)"
     )
     with pytest.raises(WaitTimeout, match=words):
         fresh.run(programs.sleep_after_0, timeout_seconds=0.3)

@@ -74,6 +74,13 @@ def gang(shared: RayGang) -> RayGang:
 
 
 @pytest.fixture
+def fresh(cluster: None) -> Iterator[RayGang]:
+    """A gang of one's own, to be restarted."""
+    with RayGang(3, num_cpus=0.5) as gang:
+        yield gang
+
+
+@pytest.fixture
 def store(cluster: None) -> Iterator[RayStore]:
     name = secrets.token_hex(8)
     made = ray.remote(ActorStore).options(num_cpus=0, name=name, namespace="tests", max_concurrency=100).remote()
@@ -88,8 +95,8 @@ def test_results_come_in_rank_order_whoever_is_first(gang: RayGang) -> None:
     assert len(gang.hosts) == 3
 
 
-def test_an_error_names_the_rank_and_shows_where_it_was_raised(gang: RayGang) -> None:
-    epoch = gang.epoch
+def test_an_error_names_the_rank_and_shows_where_it_was_raised(fresh: RayGang) -> None:
+    gang, epoch = fresh, fresh.epoch
     with pytest.raises(RankFailed, match=r"^rank 1 \(host .*, pid \d+\): LookupError: nothing in rank 1\n") as caught:
         gang.run(clusters.fail_in_one, 1)
     assert caught.value.rank == 1
@@ -117,8 +124,8 @@ def test_the_store_is_replaced_when_it_is_gone(gang: RayGang) -> None:
     assert gang.run(staying.total, 1.0) == [3.0] * 3
 
 
-def test_a_killed_rank_is_named_with_its_host_and_all_may_be_restarted(gang: RayGang) -> None:
-    pids = gang.run(clusters.pid_of)
+def test_a_killed_rank_is_named_with_its_host_and_all_may_be_restarted(fresh: RayGang) -> None:
+    gang, pids = fresh, fresh.run(clusters.pid_of)
     begun = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         gang.run(clusters.die_in_one, 2)

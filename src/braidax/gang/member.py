@@ -55,7 +55,8 @@ class Member:
         self._made: tuple[str, int, Any] | None = None  # by the last call; the next order says whether it is kept
         self._lock = threading.Lock()
         self._order: Order | None = None  # of the call under way
-        self._reason = ""  # why that is to end, if it is
+        self._aborted: tuple[int, str] = (0, "")  # the call that is to end, which may not have begun, and why
+        self._dismissed = ""  # why all are
 
     def answer(self, head: Parcel, body: Parcel) -> Parcel:
         """Does what an order says, and returns the answer: the result, or what was raised.
@@ -68,7 +69,7 @@ class Member:
         """
         order: Order = pickle.loads(head[0])
         with self._lock:
-            self._order, self._reason = order, ""
+            self._order = order
         try:
             self._give_up_all_but(order)
             result = self._done(order, head[1:], body)
@@ -87,15 +88,14 @@ class Member:
         One that waits for others to meet does so within about a second. Any thread may call this.
         """
         with self._lock:
+            self._aborted = call, reason
             order = self._order
-            if order is None or order.meeting is None or order.number != call:
-                return
-            self._reason = reason
-            comm = self._comms.get((order.meeting.job, order.meeting.epoch))
+            meeting = None if order is None or order.number != call else order.meeting
+            comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
         if comm is not None:
             comm.abort(reason)
-        else:
-            self._abort_meeting(order.meeting, reason)
+        elif meeting is not None:
+            self._abort_meeting(meeting, reason)
 
     def dismiss(self, reason: str) -> None:
         """Ends the call under way, if there is one, for `leave` follows: it raises at its next message.
@@ -103,7 +103,7 @@ class Member:
         One that waits for others to meet does so when its store sees that it was closed. Any thread may call this.
         """
         with self._lock:
-            self._reason = reason
+            self._dismissed = reason
             meeting = None if self._order is None else self._order.meeting
             comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
         if comm is not None:
@@ -152,8 +152,27 @@ class Member:
 
     def _joined(self, meeting: Meeting) -> Communicator:
         key = meeting.job, meeting.epoch
-        if key in self._comms:
-            return self._comms[key]
+        if key not in self._comms:
+            comm = self._connected(meeting)
+            with self._lock:
+                self._comms[key] = comm
+        with self._lock:
+            reason = self._reason
+        if reason:  # it was told to before the call began, or while all met
+            self._comms[key].abort(reason)
+        return self._comms[key]
+
+    @property
+    def _reason(self) -> str:
+        """Why the call under way is to end, if it is."""
+        call, reason = self._aborted
+        return self._dismissed or (reason if self._order is not None and self._order.number == call else "")
+
+    def _connected(self, meeting: Meeting) -> Communicator:
+        with self._lock:
+            reason = self._reason
+        if reason:
+            self._abort_meeting(meeting, reason)
         seconds = meeting.timeout_seconds
         if self._first_deadline is not None:
             seconds = max(1e-3, min(seconds, self._first_deadline - time.monotonic()))
@@ -169,11 +188,6 @@ class Member:
             tuning=self._tuning,
         )
         comm.timeout_seconds = self._timeout_seconds
-        with self._lock:
-            self._comms[key] = comm
-            reason = self._reason
-        if reason:  # it was told to while all met
-            comm.abort(reason)
         return comm
 
     def _abort_meeting(self, meeting: Meeting, reason: str) -> None:
