@@ -150,7 +150,7 @@ def test_an_abort_that_is_quicker_than_its_call_counts(ranks: list[int] | None) 
     with _Gang(2, {0: 60.0, 1: 60.0}, 60.0) as gang:
         dispatch: Any = gang._dispatch
         gang.started.members[0].abort(dispatch._last_call + 1, "on purpose")
-        with pytest.raises(RankFailed, match="Aborted: .*on purpose"):
+        with pytest.raises(RankFailed, match=r"Aborted: .*on purpose"):
             gang.run(lambda comm: comm.barrier(), ranks=ranks)
         gang.run(lambda comm: comm.barrier(), ranks=ranks)
 

@@ -55,9 +55,9 @@ class _Options:
 class LocalGang(Gang):
     """A gang whose ranks are fresh processes of this machine.
 
-    They see the import paths, the folder and the environment of this process as these are at `start`, and read nothing
-    from the terminal. What they write comes out of this process, each line with `[rank] ` in front. They end with this
-    process, even if it is killed. JAX is imported only by functions that need it.
+    They see the import paths, the folder and the environment of this process as these are when they are started, and
+    read nothing from the terminal. What they write comes out of this process, each line with `[rank] ` in front. They
+    end with this process, even if it is killed. JAX is imported only by functions that need it.
 
     **Arguments:** `size`: the number of ranks. `transport`: what carries their messages. `environment`: variables that
     each rank begins with, besides those of this process. `log`: where their lines go; None is `sys.stdout` and

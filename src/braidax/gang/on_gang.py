@@ -17,7 +17,6 @@ from braidax.gang.launch import Failed, Job, repeated
 from braidax.gang.program import Program, Seat
 from braidax.gang.runner import initialize_jax, run
 
-
 _PROGRAM = threading.Lock()  # of the process, as are its environment and its folder
 
 
