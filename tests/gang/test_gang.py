@@ -108,6 +108,8 @@ def test_a_gang_whose_ranks_cannot_be_asked_is_broken_and_says_so() -> None:
         for _ in range(2):
             with pytest.raises(GangError, match=r"it is broken: OSError: the cluster is gone: call restart\(\)"):
                 gang.run(lambda comm: None)
+            with pytest.raises(GangError, match="no thread is left"):
+                gang.replace([1])
         gang.restart()
         assert gang.run(lambda comm: comm.rank) == [0, 1]
 

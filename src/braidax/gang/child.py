@@ -67,8 +67,9 @@ def main(control: int) -> None:
         try:
             while (call := calls.get()) is not None:
                 answer = member.answer(*call)
-                del call
+                del call  # the next one may be long in coming
                 _send(connection, answer)
+                del answer
         except (BrokenPipeError, ConnectionResetError):
             pass
         finally:

@@ -58,7 +58,9 @@ class DaskRank:
         answer: Future[Parcel] = Future()
         self._answer = answer
         self._tasks.put((functools.partial(self._member.answer, own(head), own(body)), answer))
-        return shown_to_pickle(await asyncio.wrap_future(answer))
+        parcel = await asyncio.wrap_future(answer)
+        self._answer = None  # the next call may be long in coming
+        return shown_to_pickle(parcel)
 
     async def abort(self, call: int, reason: str) -> None:
         """Does what `Member.abort` does."""

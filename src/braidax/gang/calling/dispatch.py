@@ -24,6 +24,8 @@ OTHERS_SECONDS = 2.0
 """That the other ranks have to answer when one has failed (one of them may have failed earlier), and all of them have
 when a limit has passed and the call was aborted."""
 
+_SLICE_SECONDS = 0.5  # of a wait
+
 
 @final
 class Dispatch:
@@ -60,7 +62,8 @@ class Dispatch:
         self._may_go_on.clear()
         try:
             self._ranks.wake()
-            self._is_idle.wait()
+            while self._thread.is_alive() and not self._is_idle.wait(_SLICE_SECONDS):
+                pass
             yield
         finally:
             self._is_idle.clear()
