@@ -42,15 +42,6 @@ def test_a_local_gang_stays(gang: LocalGang, tmp_path: Path, check: Callable[[Ga
     check(gang, tmp_path)
 
 
-def test_ranks_that_wait_for_one_that_raised_are_released(tmp_path: Path) -> None:
-    log = io.StringIO()
-    with LocalGang(3, log=log) as gang:
-        with pytest.raises(RankFailed, match="ValueError: the value"):
-            gang.run(programs.fail_on_1, "raised")
-        assert gang.run(staying.total, 1.0) == [3.0] * 3
-    assert sorted(log.getvalue().splitlines()) == ["[0] aborted", "[2] aborted"]
-
-
 def test_a_rank_that_goes_on_when_another_raised_holds_up_the_next_call_only(
     gang: LocalGang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +244,7 @@ def test_an_array_is_no_list_of_values(gang: LocalGang, unchecked: None) -> None
 
 
 def test_what_one_gang_keeps_another_may_take(gang: LocalGang) -> None:
+    """And has under the same name what is its own."""
     gang.put("rows", [np.arange(5), np.arange(5, 9)])
     with LocalGang(2) as other:
         other.put("rows", gang.get("rows"))
@@ -261,7 +253,7 @@ def test_what_one_gang_keeps_another_may_take(gang: LocalGang) -> None:
     assert [part.tolist() for part in gang.get("rows")] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, NUM_KILLS))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, NUM_KILLS))])
 def test_kills_at_random_moments(seed: int) -> None:
     """Whatever a kill interrupts: it is told, survivors stay with what they keep, and the gang is made whole."""
     chance = random.Random(seed)
@@ -313,12 +305,3 @@ def _anything(gang: LocalGang, chance: random.Random) -> None:
         except RankFailed as error:
             if not isinstance(error.__cause__, LookupError):
                 raise
-
-
-def test_two_gangs_do_not_mix(gang: LocalGang) -> None:
-    with LocalGang(3) as other:
-        gang.put("x", [1, 2, 3])
-        other.put("x", [4, 5, 6])
-        assert (gang.get("x"), other.get("x")) == ([1, 2, 3], [4, 5, 6])
-        one, two = gang.submit(staying.total, 1.0), other.submit(staying.total, 2.0)
-        assert (one.result(timeout_seconds=30), two.result(timeout_seconds=30)) == ([3.0] * 3, [6.0] * 3)
