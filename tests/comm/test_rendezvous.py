@@ -26,6 +26,7 @@ from braidax.comm import (
     connect,
     rendezvous,
 )
+from braidax.comm.rendezvous import give_up_meeting
 from braidax.comm.transports.tcp import TcpTransport
 from braidax.connections.handshake import connect_handshake
 from braidax.connections.world import World
@@ -190,6 +191,21 @@ def test_ranks_that_never_come_are_named(ranks: Ranks) -> None:
             "expected all of them: look at their logs, and see that all use the same store, job, epoch and size"
         ) in str(text)
     assert all(0.9 < seconds < 6 for seconds in ranks.seconds.values())
+
+
+def test_ranks_are_told_that_others_will_not_come(ranks: Ranks) -> None:
+    """By somebody who knows, whichever ranks wait already; another epoch is not concerned."""
+    store = MemoryStore()
+    ranks.begin(store, rank=0, size=3)
+    give_up_meeting(store, job="job", epoch=0, reason="rank 1 ended")
+    ranks.begin(store, rank=2, size=3)
+    for outcome in ranks.end():
+        assert isinstance(outcome, Aborted)
+        assert str(outcome).startswith("another rank could not join, and this epoch is over: ")
+        assert str(outcome).endswith("rank 1 ended")
+    assert max(ranks.seconds.values()) < 10
+    ranks.begin(store, rank=0, size=1, epoch=1)
+    assert ranks.end()[-1] == [1.0] * 3
 
 
 class AlteredStore(Store):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import distributed
+import numpy as np
 import pytest
 
 from braidax.comm.stores.store import Store
 from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
-from braidax.gang import dask
+from braidax.gang import Gang, dask
 from braidax.gang.actor_store import ActorStore
 from braidax.gang.dask import DaskGang, DaskStore
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
-from tests.gang import clusters
+from tests.gang import clusters, staying
 from tests.gang.test_launch import JOIN
 from tests.laws.tree import ROOT
 
@@ -122,6 +124,7 @@ def test_ranks_in_one_process_are_ranks(threads: distributed.Client) -> None:
         assert gang.run(clusters.backwards, 2.0) == [(0, 2, 6.0), (1, 2, 6.0)]
         with pytest.raises(RankFailed, match=r"rank 0 .*LookupError: nothing in rank 0"):
             gang.run(clusters.fail_in_one, 0)
+        assert gang.run(clusters.backwards, 1.0) == [(0, 2, 3.0), (1, 2, 3.0)]
         gang.restart()
         assert gang.run(clusters.backwards, 1.0) == [(0, 2, 3.0), (1, 2, 3.0)]
         assert other.run(clusters.backwards, 1.0) == [(0, 2, 3.0), (1, 2, 3.0)]
@@ -138,9 +141,6 @@ def test_an_error_names_the_rank_and_shows_where_it_was_raised(client: distribut
         assert caught.value.rank == 1
         assert isinstance(caught.value.__cause__, LookupError)
         assert 'raise LookupError(f"nothing in rank {rank}")' in caught.value.__notes__[0]
-        _nothing_is_left(client)
-        with pytest.raises(GangError, match="rank 1 failed: call restart"):
-            gang.run(clusters.pid_of)
         gang.restart()
         assert gang.epoch == 1
         assert gang.workers == workers
@@ -189,8 +189,6 @@ def test_a_rank_that_takes_too_long_is_named_in_time(client: distributed.Client)
         with pytest.raises(WaitTimeout, match=r"ranks 0, 1, 2 of 3 .*timeout_seconds=0.3"):
             gang.run(clusters.wait_for_one_another, timeout_seconds=0.3)
         assert 0.3 <= time.monotonic() - begun < 15
-        _nothing_is_left(client)
-        gang.restart()
         assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
 
 
@@ -228,6 +226,71 @@ def test_a_worker_is_as_before_when_the_job_is_over(
     _nothing_is_left(client)
 
 
+@pytest.fixture
+def staying_gang(client: distributed.Client) -> Iterator[DaskGang]:
+    with DaskGang(client) as gang:
+        yield gang
+
+
+@pytest.mark.parametrize("check", staying.CHECKS, ids=lambda check: check.__name__)
+def test_a_gang_on_dask_stays(staying_gang: DaskGang, tmp_path: Path, check: Callable[[Gang, Path], None]) -> None:
+    check(staying_gang, tmp_path)
+
+
+def test_the_store_is_replaced_with_the_worker_that_it_lay_on(staying_gang: DaskGang) -> None:
+    staying_gang.put("x", ["a", "b", "c"])
+    with pytest.raises(RankFailed):
+        staying_gang.run(clusters.die_in_one, 0)
+    staying_gang.replace()
+    assert staying_gang.run(staying.total, 1.0) == [3.0] * 3
+    assert staying_gang.get("x", ranks=[1, 2]) == ["b", "c"]
+
+
+def test_two_gangs_in_the_same_workers_keep_their_own(threads: distributed.Client) -> None:
+    """Their ranks are threads of one process; names, kept things and communicators are each gang's own."""
+    with DaskGang(threads) as one, DaskGang(threads) as two:
+        one.put("x", [[1], [2]])
+        two.put("x", [[3], [4]])
+        for _ in range(2):
+            assert one.run(staying.append, one.kept("x"), 0) == two.run(staying.append, two.kept("x"), 9)
+        assert (one.get("x"), two.get("x")) == ([[1, 0, 0], [2, 0, 0]], [[3, 9, 9], [4, 9, 9]])
+        with pytest.raises(ArgumentError, match=rf"kept\('x'\) is of the gang {two.job}, this one is {one.job}"):
+            one.run(staying.append, two.kept("x"), 0)
+        two.delete("x")
+        with pytest.raises(ArgumentError, match="name='x' is not kept by this gang; it keeps nothing"):
+            two.get("x")
+        sums = one.submit(staying.total, 1.0), two.submit(staying.total, 2.0)
+        assert [each.result(timeout_seconds=30) for each in sums] == [[2.0] * 2, [4.0] * 2]
+        with pytest.raises(RankFailed):
+            two.run(clusters.fail_in_one, 1)
+        assert one.get("x") == [[1, 0, 0], [2, 0, 0]]
+        assert one.epoch == 0
+    _nothing_is_left(threads)
+
+
+def test_what_is_sent_to_a_thread_of_this_process_is_its_own(threads: distributed.Client) -> None:
+    """Dask hands the object itself to a worker in the same process."""
+    array = np.ones(1 << 20)
+    with DaskGang(threads) as gang:
+        gang.put("x", [array, array])
+        for _ in range(2):
+            assert gang.run(staying.describe, array) == [(0, True, 256.0)] * 2
+        gang.get("x")[0][:] = 5
+        assert gang.get("x")[0][0] == array[0] == 1.0
+
+
+def test_two_programs_in_one_process_are_refused(threads: distributed.Client, tmp_path: Path) -> None:
+    """They would take one another's environment, folder and arguments for their own."""
+    script = tmp_path / "program.py"
+    script.write_text(JOIN + "comm.barrier()\ncomm.close()\n")
+    told = io.StringIO()
+    assert launch_on(DaskGang(threads), Program(str(script), initialize="nothing"), log=told) == 1
+    words = rf"GangError: {script}: another program runs in this process \(pid {os.getpid()}\)"
+    assert re.search(words, told.getvalue()), told.getvalue()
+    assert launch_on(DaskGang(threads, 1), Program(str(script), initialize="nothing"), log=told) == 0
+    _nothing_is_left(threads)
+
+
 def test_too_few_workers_are_counted(client: distributed.Client) -> None:
     begun = time.monotonic()
     with pytest.raises(GangError) as caught:
@@ -258,14 +321,13 @@ def test_no_rank_stays_where_one_froze_while_they_met(
 ) -> None:
     frozen = sorted(client.nthreads())[1]
     pid = client.run(os.getpid)[frozen]
-    begin = dask._DaskRanks._ask
+    begin = dask._DaskRanks.ask
 
-    def ask(self: Any, method: str, *args: Any) -> None:
-        if method == "join":
-            os.kill(pid, signal.SIGSTOP)
-        begin(self, method, *args)
+    def ask(self: Any, messages: Any) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        begin(self, messages)
 
-    monkeypatch.setattr(dask._DaskRanks, "_ask", ask)
+    monkeypatch.setattr(dask._DaskRanks, "ask", ask)
     begun = time.monotonic()
     try:
         with pytest.raises(WaitTimeout, match=r"^rank 1 of 3 did not start and join the others within"):
@@ -281,7 +343,7 @@ def test_no_rank_stays_where_one_froze_while_they_met(
 CLIENT = """
 import sys, distributed
 from braidax.gang.dask import DaskGang
-from tests.gang import clusters
+from tests.gang import clusters, staying
 
 with distributed.Client(sys.argv[1], set_as_default=False) as client, DaskGang(client, timeout_seconds=600) as gang:
     print("runs", flush=True)

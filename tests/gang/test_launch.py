@@ -300,13 +300,13 @@ def test_secrets_are_in_no_text_of_an_object() -> None:
     secret = b"0123456789abcdef"
     job = launch.Job(secret, "tcp", "job")
     told = job.environment("tcp://here:1", 0)
-    birth = Birth(0, 1, "job", 0, "tcp", ("here", 1, secret), (0.0, 1.0), Tuning())
+    birth = Birth(0, "tcp", ("here", 1, secret), 0.0, 1.0, Tuning())
     command = Command(("python",), told, stdin=json.dumps(told).encode())
     for what in (job, birth, command, [job], pickle.loads(pickle.dumps(birth))):
         assert secret.hex() not in repr(what)
         assert secret.decode() not in repr(what)
     with pytest.raises(ArgumentError, match=r"args\[0\] is \(Job\(transport='tcp', name='job'\), <unlocked") as caught:
-        pack_call(print, ((job, threading.Lock()),))
+        pack_call(print, ((job, threading.Lock()),), "job")
     assert secret.decode() not in str(caught.value)
 
 

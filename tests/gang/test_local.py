@@ -86,9 +86,7 @@ def test_a_failure_names_rank_host_and_error(fresh: LocalGang) -> None:
     (note,) = raised.value.__notes__
     assert note.startswith(f"In {where}:\nTraceback")
     assert 'raise ValueError("the value")' in note
-    with pytest.raises(GangError, match=r"cannot run a function: rank 1 failed: call restart\(\)"):
-        fresh.run(programs.pids)
-    assert all(programs.is_gone(pid) for pid in pids)
+    assert fresh.run(programs.pids) == pids
     fresh.restart()
     assert len(set(fresh.run(programs.pids)) | set(pids)) == 6
 
@@ -128,7 +126,6 @@ def test_what_cannot_be_sent_is_named(fresh: LocalGang) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 .*the result cannot be sent: it is of type _thread\.lock") as raised:
         fresh.run(programs.unsendable)
     assert raised.value.rank == 1
-    fresh.restart()
     with pytest.raises(RankFailed, match="rank 1: its result cannot be unpickled here: LookupError: not in") as raised:
         fresh.run(programs.only_there)
     assert raised.value.rank == 1
@@ -168,16 +165,25 @@ def test_a_frozen_rank_is_named() -> None:
             gang.run(lambda comm: comm.barrier())
         assert raised.value.rank == 1
         assert isinstance(raised.value.__cause__, PeerLost)
-        assert programs.is_gone(pid)
+        programs.wait_until_gone([pid], seconds=5)
+        assert gang.lost == (1,)
 
 
 def test_a_limit_names_the_ranks_that_are_late(fresh: LocalGang) -> None:
     pids = fresh.run(programs.pids)
-    with pytest.raises(WaitTimeout, match=r"ranks 1, 2 of 3 did not answer within timeout_seconds=0\.3"):
+    words = (
+        r"^ranks 1, 2 of 3 did not answer within timeout_seconds=0\.3, so the call was aborted; ranks 1, 2 did not "
+        r"even then and were ended by force: call replace\(\)"
+    )
+    with pytest.raises(WaitTimeout, match=words):
         fresh.run(programs.sleep_after_0, timeout_seconds=0.3)
-    assert all(programs.is_gone(pid) for pid in pids)
-    with pytest.raises(GangError, match="ranks 1, 2 did not answer in time"):
+    programs.wait_until_gone(pids[1:], seconds=5)
+    assert fresh.lost == (1, 2)
+    with pytest.raises(GangError, match=r"in ranks 0, 1, 2: rank 1 was ended by force: .* rank 2 .*call replace\(\)"):
         fresh.run(programs.pids)
+    assert fresh.run(programs.pids, ranks=[0]) == pids[:1]
+    fresh.replace()
+    assert fresh.run(programs.pids)[0] == pids[0]
 
 
 def test_an_interrupt_ends_the_ranks(fresh: LocalGang) -> None:
@@ -321,7 +327,7 @@ def test_ranks_that_ignore_the_first_signal_are_killed() -> None:
         pid = gang.run(programs.pids)[0]
         with pytest.raises(WaitTimeout):
             gang.run(ignore, timeout_seconds=0.2)
-        assert programs.is_gone(pid)
+        programs.wait_until_gone([pid], seconds=5)
 
 
 @pytest.mark.parametrize(("grace_seconds", "saved"), [(30.0, ["0", "1"]), (0.0, [])])

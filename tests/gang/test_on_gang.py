@@ -2,14 +2,14 @@
 
 import io
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
-from braidax.gang import LocalGang, gang
-from braidax.gang.member import pack_call
+from braidax.gang import LocalGang, local
+from braidax.gang.calling.ranks import Message, Ranks
 from braidax.gang.on_gang import launch_on
 from braidax.gang.program import Program
 from tests.gang.test_launch import JOIN
@@ -35,11 +35,13 @@ def test_the_secret_of_a_job_is_not_in_the_call(tmp_path: Path, monkeypatch: pyt
     """Schedulers of Ray and Dask see the call."""
     calls = list[bytes]()
 
-    def packed(*given: Any) -> bytes:
-        calls.append(bytes(pack_call(*given)))
-        return calls[-1]
+    def ask(ranks: Ranks, messages: Mapping[int, Message]) -> None:
+        for message in messages.values():
+            calls.append(b"".join([*message.head, *message.body]))
+        begin(ranks, messages)
 
-    monkeypatch.setattr(gang, "pack_call", packed)
+    begin = local._LocalRanks.ask
+    monkeypatch.setattr(local._LocalRanks, "ask", ask)
     text = """
         print(os.environ["BRAIDAX_SECRET"], os.environ["BRAIDAX_JOB"])
         if comm.rank == 0 and os.environ["BRAIDAX_EPOCH"] == "0":
@@ -50,7 +52,8 @@ def test_the_secret_of_a_job_is_not_in_the_call(tmp_path: Path, monkeypatch: pyt
     assert code == 0
     told = {line.partition("] ")[2] for line in lines if line.count(" ") == 2}
     secrets = {words.split()[0] for words in told}
-    assert len(calls) == len(secrets) == 2  # one an epoch, the same on both ranks
+    assert len(calls) == 2 * 2 * len(secrets)  # that all meet, and the call; the same secret on both ranks
+    assert len(secrets) == 2  # one an epoch
     assert len({words.split()[1] for words in told}) == 1
     for secret in secrets:
         assert len(bytes.fromhex(secret)) == 32

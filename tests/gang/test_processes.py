@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -187,3 +188,37 @@ def test_signals_have_names() -> None:
         "was ended by signal 9 (SIGKILL), as the kernel does when memory runs out"
     )
     assert describe_status(-200) == "was ended by signal 200 (of no name)"
+
+
+def test_processes_are_added_and_given_up(start: Start, lines: Lines) -> None:
+    """What is given up ends with all it has started, and holds no descriptor any more; its number stays its own."""
+
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    sleeping = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
+    processes = start("print('first'); input()", stdin=b"")
+    before = open_files()
+    command = Command((sys.executable, "-uc", sleeping), dict(os.environ))
+    assert processes.add([command, command]) == [1, 2]
+    wait_for(lambda: sorted(number for number, *_ in lines) == [0, 1, 2])
+    children = {number: int(line) for number, _, line in lines if number}
+    processes.discard(1)
+    wait_until_gone([children[1]], seconds=5)
+    assert not is_gone(children[2])
+    processes.discard(2)
+    processes.discard(1)
+    wait_for(lambda: open_files() <= before)
+    assert processes.add([Command((sys.executable, "-c", "raise SystemExit(3)"), dict(os.environ))]) == [3]
+    assert ends(processes, 3)[3].how == "ended with exit status 3"
+    assert not processes.wait_for_all(0.0)  # the first one lives
+    processes.end()
+    wait_until_gone(list(children.values()), seconds=5)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    """Waits until something that happens by itself has happened."""
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)

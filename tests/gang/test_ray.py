@@ -18,9 +18,10 @@ import ray
 
 from braidax.comm.stores.store import Store
 from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
+from braidax.gang import Gang
 from braidax.gang.actor_store import ActorStore
 from braidax.gang.ray import RayGang, RayStore
-from tests.gang import clusters
+from tests.gang import clusters, staying
 from tests.laws.tree import ROOT
 
 SETTINGS = {
@@ -65,12 +66,18 @@ def shared(cluster: None) -> Iterator[RayGang]:
 
 @pytest.fixture
 def gang(shared: RayGang) -> RayGang:
-    """A gang that runs, whatever another test did to it."""
-    try:
-        shared.run(clusters.pid_of)
-    except GangError:
-        shared.restart()
+    """A gang whose ranks live and keep nothing, whatever another test did to it."""
+    shared.replace()
+    for name in shared.names():
+        shared.delete(name)
     return shared
+
+
+@pytest.fixture
+def fresh(cluster: None) -> Iterator[RayGang]:
+    """A gang of one's own, to be restarted."""
+    with RayGang(3, num_cpus=0.5) as gang:
+        yield gang
 
 
 @pytest.fixture
@@ -95,15 +102,28 @@ def test_an_error_names_the_rank_and_shows_where_it_was_raised(gang: RayGang) ->
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, LookupError)
     assert 'raise LookupError(f"nothing in rank {rank}")' in caught.value.__notes__[0]
-    with pytest.raises(GangError, match="rank 1 failed: call restart"):
-        gang.run(clusters.pid_of)
-    gang.restart()
-    assert gang.epoch == epoch + 1
     assert gang.run(clusters.backwards, 1.0) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+    assert gang.epoch == epoch + 1
 
 
-def test_a_killed_rank_is_named_with_its_host_and_the_rest_is_ended(gang: RayGang) -> None:
-    pids = gang.run(clusters.pid_of)
+@pytest.mark.parametrize("check", staying.CHECKS, ids=lambda check: check.__name__)
+def test_a_gang_on_ray_stays(gang: RayGang, tmp_path: Path, check: Callable[[Gang, Path], None]) -> None:
+    check(gang, tmp_path)
+
+
+def test_the_store_is_replaced_when_it_is_gone(gang: RayGang) -> None:
+    (name,) = [each["name"] for each in _stores()]
+    ray.kill(ray.get_actor(name, namespace="braidax"))
+    clusters.until(lambda: not _stores())
+    with pytest.raises(RankFailed):
+        gang.run(clusters.die_in_one, 1)
+    gang.replace()
+    assert len(_stores()) == 1
+    assert gang.run(staying.total, 1.0) == [3.0] * 3
+
+
+def test_a_killed_rank_is_named_with_its_host_and_all_may_be_restarted(fresh: RayGang) -> None:
+    gang, pids, epoch = fresh, fresh.run(clusters.pid_of), fresh.epoch
     begun = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         gang.run(clusters.die_in_one, 2)
@@ -111,8 +131,10 @@ def test_a_killed_rank_is_named_with_its_host_and_the_rest_is_ended(gang: RayGan
     assert caught.value.rank == 2
     assert str(caught.value).startswith(f"rank 2 (host {gang.hosts[2]}, pid {pids[2]}) ended without an answer")
     assert "worker process has died" in str(caught.value)
-    clusters.until(lambda: not any(clusters.is_running(pid) for pid in pids))
+    clusters.until(lambda: not clusters.is_running(pids[2]))
     gang.restart()
+    assert gang.epoch == epoch + 1
+    clusters.until(lambda: not any(clusters.is_running(pid) for pid in pids))
     assert not set(pids) & set(gang.run(clusters.pid_of))
 
 

@@ -117,6 +117,14 @@ def connect(
     return comm
 
 
+def give_up_meeting(store: Store, *, job: str, epoch: int, reason: str) -> None:
+    """Lets the ranks that wait in `connect` for others of this epoch raise `Aborted`, within about a second.
+
+    **Arguments:** `store`, `job`, `epoch`: as theirs. `reason`: why not all of them will come.
+    """
+    ScopedStore(store, job=job, epoch=epoch).set("failure", reason.encode())
+
+
 def _transport(transport: str | Transport, tuning: Tuning) -> Transport:
     if isinstance(transport, Transport):
         return transport

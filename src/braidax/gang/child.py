@@ -1,36 +1,40 @@
-"""A rank of a `LocalGang`: it joins, and calls what comes over a socket, until its parent closes that or is gone."""
+"""A rank of a `LocalGang`: it does what comes over a socket, until its parent closes that or is gone."""
 
+import contextlib
 import faulthandler
 import os
 import pickle
+import queue
 import socket
-import time
+import threading
 from dataclasses import dataclass, field
 
 from braidax.comm import TcpStore, Tuning
+from braidax.gang.calling.parcels import Inbox, Parcel, framed
 from braidax.gang.member import Member
 from braidax.lifeline import LIFELINE, end_with
 
-LENGTH_BYTES = 8
-"""Before each message: its length, little-endian."""
+CALL, ABORT = 0, 1
+"""The kinds of messages to a rank: a call, of head and body; an abort, of the number of the call and the reason."""
+
+ANSWER = 0
+"""The kind of all messages on the way back."""
 
 
 @dataclass(frozen=True)
 class Birth:
     """What a rank is told first. It travels over the socket: nobody else on the machine sees the secret.
 
-    **Fields:** `rank`, `size`, `job`, `epoch`, `transport`: of the gang. `store`: host, port and secret of its store.
-    `limits`: until when all must have met, by `time.monotonic`, which all processes of a machine share, and the seconds
-    that each later wait may take. `tuning`: as `connect` takes it.
+    **Fields:** `rank`, `transport`: of the gang. `store`: host, port and secret of its store. `deadline`: until when
+    all must have met first, by `time.monotonic`, which all processes of a machine share. `timeout_seconds`: that each
+    later wait may take. `tuning`: as `connect` takes it.
     """
 
     rank: int
-    size: int
-    job: str
-    epoch: int
     transport: str
     store: tuple[str, int, bytes] = field(repr=False)
-    limits: tuple[float, float]
+    deadline: float
+    timeout_seconds: float
     tuning: Tuning
 
 
@@ -43,45 +47,66 @@ def main(control: int) -> None:
     end_with(int(os.environ.pop(LIFELINE)))
     faulthandler.enable()  # a crash in native code shows where
     with socket.socket(fileno=control) as connection:
-        birth: Birth = pickle.loads(_receive(connection))
+        inbox = Inbox(num_kinds=2)
+        _, first, _ = _receive(connection, inbox)
+        birth: Birth = pickle.loads(first[0])
         host, port, secret = birth.store
-        deadline, timeout_seconds = birth.limits
         member = Member(
-            TcpStore(host, port, secret=secret, timeout_seconds=timeout_seconds),
+            TcpStore(host, port, secret=secret, timeout_seconds=birth.timeout_seconds),
             rank=birth.rank,
-            size=birth.size,
-            job=birth.job,
-            epoch=birth.epoch,
             transport=birth.transport,
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=birth.timeout_seconds,
             tuning=birth.tuning,
+            first_deadline=birth.deadline,
         )
+        calls: queue.SimpleQueue[tuple[Parcel, Parcel] | None] = queue.SimpleQueue()
+        listening = threading.Thread(
+            target=_listen, args=(connection, inbox, member, calls), name="braidax-control", daemon=True
+        )
+        listening.start()
         try:
-            _send(connection, member.join(timeout_seconds=max(1e-3, deadline - time.monotonic())))
-            while True:
-                _send(connection, member.call(_receive(connection)))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+            while (call := calls.get()) is not None:
+                answer = member.answer(*call)
+                del call  # the next one may be long in coming
+                _send(connection, answer)
+                del answer
+        except (BrokenPipeError, ConnectionResetError):
             pass
         finally:
+            with contextlib.suppress(OSError):  # its other end is closed already
+                connection.shutdown(socket.SHUT_RDWR)
+            listening.join()
             member.leave()
 
 
-def _send(connection: socket.socket, data: bytes) -> None:
-    connection.sendall(len(data).to_bytes(LENGTH_BYTES, "little"))
-    connection.sendall(data)
+def _listen(
+    connection: socket.socket, inbox: Inbox, member: Member, calls: "queue.SimpleQueue[tuple[Parcel, Parcel] | None]"
+) -> None:
+    """Receives calls for the main thread, and aborts the one under way when it is told to, until the socket ends."""
+    try:
+        while True:
+            kind, head, body = _receive(connection, inbox)
+            if kind == CALL:
+                calls.put((head, body))
+            else:
+                member.abort(int.from_bytes(head[0], "little"), bytes(head[1]).decode())
+            del head, body
+    except (EOFError, OSError):
+        pass
+    finally:
+        calls.put(None)
 
 
-def _receive(connection: socket.socket) -> bytearray:
-    length = int.from_bytes(_bytes(connection, LENGTH_BYTES), "little")
-    return _bytes(connection, length)
+def _send(connection: socket.socket, answer: Parcel) -> None:
+    for view in framed(ANSWER, answer):
+        connection.sendall(view)
 
 
-def _bytes(connection: socket.socket, num_bytes: int) -> bytearray:
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        count = connection.recv_into(view)
+def _receive(connection: socket.socket, inbox: Inbox) -> tuple[int, Parcel, Parcel]:
+    while True:
+        count = connection.recv_into(inbox.space)
         if not count:
             raise EOFError("the gang closed its end")
-        view = view[count:]
-    return data
+        found = inbox.fill(count)
+        if found is not None:
+            return found

@@ -2,20 +2,24 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
+import queue
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, final
 
 from braidax.comm.stores.store import backoff
 from braidax.errors import ArgumentError, GangError
 from braidax.gang.actor_store import ActorStore
+from braidax.gang.calling.parcels import Parcel, own, shown_to_pickle
+from braidax.gang.calling.ranks import Ended, Message, Ranks
 from braidax.gang.dask_rank import DaskRank
 from braidax.gang.dask_store import ANSWER_SECONDS, SCHEME, import_distributed
 from braidax.gang.dask_store import DaskStore as DaskStore
-from braidax.gang.gang import Ended, Gang, Ranks
+from braidax.gang.gang import Gang
 
 _LEAVE_SECONDS = 2.0  # that ranks may take to leave
 _LOOK_SECONDS = 0.5  # between looks at whether the scheduler still knows the workers
@@ -27,11 +31,11 @@ _ALIVE = ("pending", "finished")  # what Dask says of an actor whose worker is t
 class DaskGang(Gang):
     """A gang whose ranks are actors on the workers of a Dask cluster, one a worker, in the order of their addresses.
 
-    A rank runs in a thread of its own in the worker's process, so tasks of Dask go on beside it. What it prints goes
-    where its worker's output goes. At a restart ranks whose worker is alive stay where they are, and the others go to
-    workers that are free. No thread can be ended by force: a function that goes on when the gang has ended, after a
-    `WaitTimeout` say, goes on until it comes to its next message or returns; `client.restart_workers` ends it at once,
-    with all that the worker holds.
+    A rank runs in a thread of its own in the worker's process, so tasks of Dask go on beside it, and so do ranks of
+    other gangs. What it prints goes where its worker's output goes. At a replacement or restart ranks whose worker is
+    alive stay where they are, and the others go to workers that are free. No thread can be ended by force: a function
+    whose rank was given up, after a `WaitTimeout` say, goes on until it comes to its next message or returns;
+    `client.restart_workers` ends it at once, with all that the worker holds.
 
     **Arguments:** `client`: a `distributed.Client` that is not asynchronous; the gang does not close it. `size`: the
     number of ranks, None for as many as there are workers. `workers`: the addresses of those that may be used, None for
@@ -71,16 +75,10 @@ class DaskGang(Gang):
         """The address of each rank's worker, by rank, as of the last start."""
         return tuple(self._workers)
 
-    def _begin(self, epoch: int, deadline: float) -> Ranks:
+    def _begin(self, deadline: float) -> Ranks:
         self._workers = self._chosen(deadline)
-        member = {
-            "size": self._size,
-            "job": self._job,
-            "epoch": epoch,
-            "transport": self._transport,
-            "timeout_seconds": self._timeout_seconds,
-        }
-        return _DaskRanks(self._client, self._workers, member, deadline)
+        member = {"transport": self._transport, "timeout_seconds": self._timeout_seconds}
+        return _DaskRanks(self._client, self._workers, self._chosen, self._job, member, deadline)
 
     def _close(self) -> None:
         pass  # the client is not ours
@@ -89,9 +87,12 @@ class DaskGang(Gang):
         """Returns the addresses of the workers that may be used, sorted."""
         return sorted(worker for worker in self._client.nthreads() if self._allowed is None or worker in self._allowed)
 
-    def _chosen(self, deadline: float) -> list[str]:
-        """Waits for enough workers, and returns one a rank: the one it had, if that is still there."""
-        while len(there := self._there()) < self._size:
+    def _chosen(self, deadline: float, lost: Collection[str] = ()) -> list[str]:
+        """Waits for enough workers, and returns one a rank: the one it had, if that is still there.
+
+        **Arguments:** `lost`: workers that are gone, whatever the scheduler says.
+        """
+        while len(there := [worker for worker in self._there() if worker not in lost]) < self._size:
             pause = backoff(deadline, _PAUSE_SECONDS)
             if pause is None:
                 raise GangError(
@@ -101,7 +102,8 @@ class DaskGang(Gang):
             time.sleep(pause)
         kept = [worker if worker in there else "" for worker in self._workers] or [""] * self._size
         free = iter([worker for worker in there if worker not in kept])
-        return [worker or next(free) for worker in kept]
+        self._workers = [worker or next(free) for worker in kept]
+        return self._workers
 
     def _cluster(self) -> str:
         among = "" if self._allowed is None else f", of which workers= allows {len(self._allowed)}"
@@ -109,60 +111,147 @@ class DaskGang(Gang):
 
 
 class _DaskRanks(Ranks):
-    """The actors of one epoch, and that of their store, which lies on the worker of rank 0.
+    """The actors of a gang, and that of their store, which lies on the worker of rank 0.
 
-    **Arguments:** `workers`: of each rank. `member`: how each one makes its `Member`. `deadline`: by `time.monotonic`.
+    **Arguments:** `workers`: of each rank. `choose`: returns them anew, by a deadline and without those that are gone.
+    `job`: the name of the gang. `member`: how each rank makes its `Member`. `deadline`: by `time.monotonic`.
     """
 
-    def __init__(self, client: Any, workers: Sequence[str], member: Mapping[str, Any], deadline: float) -> None:
+    def __init__(
+        self,
+        client: Any,
+        workers: Sequence[str],
+        choose: Callable[[float, Collection[str]], Sequence[str]],
+        job: str,
+        member: Mapping[str, Any],
+        deadline: float,
+    ) -> None:
         self._client = client
-        self._workers = workers
-        self._actors: list[Any] = []
-        self._owed: dict[asyncio.Task[Any], int] = {}
-        name = f"braidax-{member['job']}-{member['epoch']}-{secrets.token_hex(8)}"
-        address = f"{SCHEME}{workers[0]}#{name}-store"
-        self._store = self._made(ActorStore, workers[0], f"{name}-store")
-        self._made_ranks = [
-            self._made(DaskRank, worker, f"{name}-{rank}", address, f"{name}-{rank}", rank, member)
-            for rank, worker in enumerate(workers)
-        ]
+        self._workers = list(workers)
+        self._choose = choose
+        self._job = job
+        self._member = member
+        self._store: Any = None
+        self._store_worker = ""
+        self._store_address = ""
+        self._made: dict[int, Any] = {}  # what stands for the actors of ranks that are there
+        self._actors: dict[int, Any] = {}
+        self._places: dict[int, tuple[str, int]] = {}
+        self._tasks: dict[int, asyncio.Task[Any]] = {}  # of ranks that owe an answer; the client's loop has them
+        self._aborting: set[asyncio.Task[Any]] = set()
+        self._gone: set[str] = set()  # workers
+        self._news: queue.SimpleQueue[tuple[int, asyncio.Task[Any]] | None] = queue.SimpleQueue()
         try:
-            self._wait_until_made(deadline)
-            with client.as_current():  # it need not be the default one
-                actor = import_distributed().Actor
-                self._actors = [
-                    actor(DaskRank, worker, made.key) for worker, made in zip(workers, self._made_ranks, strict=True)
-                ]
-            self._places = self._found(deadline)
-            self._ask("join", max(1e-3, deadline - time.monotonic()))
+            self._start_store(workers[0])
+            self._start(range(len(workers)), deadline)
         except BaseException:
-            self.end()
+            self.end("stop")
             raise
 
-    def call(self, call: bytes) -> None:
-        self._ask("call", call)
+    def ask(self, messages: Mapping[int, Message]) -> None:
+        bodies = {id(message.body): shown_to_pickle(message.body) for message in messages.values()}
+        arguments = {
+            rank: (shown_to_pickle(message.head), bodies[id(message.body)]) for rank, message in messages.items()
+        }
+        self._ask(arguments)
 
-    def answers(self, *, timeout_seconds: float | None) -> Mapping[int, bytes | Ended]:
-        limit = math.inf if timeout_seconds is None else timeout_seconds
-        new: dict[int, bytes | Exception] = self._client.sync(self._answers, limit)
-        return {rank: self._ended(rank, got) if isinstance(got, Exception) else got for rank, got in new.items()}
+    def answers(self, *, timeout_seconds: float | None) -> Mapping[int, Parcel | Ended]:
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            told = self._told(min(left, _LOOK_SECONDS))
+            if told is None:
+                return {}
+            new = {rank: self._read(rank, task) for rank, task in told.items()}
+            # A worker whose host went down closes nothing: its scheduler says at some time that it is gone.
+            for rank, made in list(self._made.items()):
+                if rank not in new and made.status not in _ALIVE:
+                    new[rank] = self._ended(rank, f"the scheduler says that it is {made.status}")
+            if new or left <= 0:
+                return new
 
-    def end(self) -> None:
-        actors, self._actors = self._actors, []
-        made, self._made_ranks = self._made_ranks, []
+    def wake(self) -> None:
+        self._news.put(None)
+
+    def abort(self, ranks: Collection[int], call: int, reason: str) -> None:
+        actors = [self._actors[rank] for rank in ranks if rank in self._actors]
+
+        async def begin() -> None:
+            for actor in actors:
+                task = asyncio.create_task(_asked(actor, "abort", call, reason))
+                self._aborting.add(task)  # the loop itself holds no task
+                task.add_done_callback(self._note_aborted)
+
+        self._client.sync(begin)
+
+    def _note_aborted(self, task: "asyncio.Task[Any]") -> None:
+        self._aborting.discard(task)
+        if not task.cancelled():
+            task.exception()  # a worker that is gone is told of by its answer
+
+    def kill(self, ranks: Collection[int]) -> None:
+        made = [self._made.pop(rank) for rank in ranks if rank in self._made]
+        tasks = [self._tasks.pop(rank) for rank in ranks if rank in self._tasks]
+        for rank in ranks:
+            self._actors.pop(rank, None)
+
+        async def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        with contextlib.suppress(OSError, RuntimeError):  # the client is closed, or the cluster is gone
+            self._client.sync(cancel)
+            self._client.cancel(made, force=True)  # as in `end`; the actor lets its rank leave when it is dropped
+
+    def replace(self, ranks: Collection[int], deadline: float) -> None:
+        self.kill(ranks)
+        self._workers = list(self._choose(deadline, self._gone))
+        try:
+            if self._store_worker in self._gone:
+                self._client.cancel([self._store], force=True)
+                self._start_store(self._workers[0])
+                self._move(self._store_address, deadline)
+            self._start(ranks, deadline)
+        except BaseException:
+            self.kill(ranks)
+            raise
+
+    def end(self, reason: Literal["stop", "interrupt"]) -> None:
+        actors, self._actors = list(self._actors.values()), {}
+        made, self._made = list(self._made.values()), {}
+        store, self._store = self._store, None
         with contextlib.suppress(OSError, RuntimeError):  # the client is closed, or the cluster is gone
             if actors:
                 self._client.sync(self._leave, actors)
-            if made:
+            if store is not None:
                 # By force: what stands for an actor counts as somebody who needs it, and lies in reference cycles.
-                self._client.cancel([*made, self._store], force=True)
+                self._client.cancel([*made, store], force=True)
 
-    def _made(self, kind: type, worker: str, key: str, *args: Any) -> Any:
+    def _start_store(self, worker: str) -> None:
+        key = f"braidax-{self._job}-store-{secrets.token_hex(8)}"
+        self._store_address = f"{SCHEME}{worker}#{key}"
+        self._store_worker = worker
+        self._store = self._make(ActorStore, worker, key)
+
+    def _start(self, ranks: Collection[int], deadline: float) -> None:
+        """Makes the actors of ranks, and waits until they are there."""
+        for rank in ranks:
+            key = f"braidax-{self._job}-{rank}-{secrets.token_hex(8)}"
+            worker = self._workers[rank]
+            self._made[rank] = self._make(DaskRank, worker, key, self._store_address, key, rank, self._member)
+        self._wait_until_made(ranks, deadline)
+        with self._client.as_current():  # it need not be the default one
+            actor = import_distributed().Actor
+            for rank in ranks:
+                self._actors[rank] = actor(DaskRank, self._workers[rank], self._made[rank].key)
+        self._find(ranks, deadline)
+
+    def _make(self, kind: type, worker: str, key: str, *args: Any) -> Any:
         options = {"workers": [worker], "allow_other_workers": False, "actor": True, "pure": False, "key": key}
         return self._client.submit(kind, *args, **options)
 
-    def _wait_until_made(self, deadline: float) -> None:
-        made = {"the store": self._store, **{f"rank {rank}": made for rank, made in enumerate(self._made_ranks)}}
+    def _wait_until_made(self, ranks: Collection[int], deadline: float) -> None:
+        made = {"the store": self._store, **{f"rank {rank}": self._made[rank] for rank in ranks}}
         left = max(0.0, deadline - time.monotonic())
         with contextlib.suppress(TimeoutError), self._client.as_current():
             import_distributed().wait(list(made.values()), timeout=left)
@@ -177,58 +266,84 @@ class _DaskRanks(Ranks):
                 why = future.status if error is None else f"{type(error).__name__}: {error}"
                 raise GangError(f"{who} cannot be started on its Dask worker: {why}") from error
 
-    def _found(self, deadline: float) -> dict[int, tuple[str, int]]:
-        """Returns where the ranks are: the names of the host and of the process."""
-        self._ask("where")
+    def _find(self, ranks: Collection[int], deadline: float) -> None:
+        """Asks ranks for the names of their hosts and processes."""
         found: dict[int, Any] = {}
-        while self._owed and (left := deadline - time.monotonic()) > 0:
-            found.update(self._client.sync(self._answers, left))
-        for rank, worker in enumerate(self._workers):
+
+        async def ask() -> None:
+            asked = {rank: asyncio.create_task(_asked(self._actors[rank], "where")) for rank in ranks}
+            await asyncio.wait(asked.values(), timeout=max(0.0, deadline - time.monotonic()))
+            for rank, task in asked.items():
+                if task.done():
+                    found[rank] = task.exception() or task.result()
+                task.cancel()
+
+        self._client.sync(ask)
+        for rank in ranks:
             if not isinstance(found.get(rank), tuple):
                 why = found.get(rank, "it did not answer in time")
-                raise GangError(f"rank {rank} cannot be started on the Dask worker {worker}: {why}")
-        return found
+                raise GangError(f"rank {rank} cannot be started on the Dask worker {self._workers[rank]}: {why}")
+            self._places[rank] = found[rank]
 
-    def _ask(self, method: str, *args: Any) -> None:
-        async def begin() -> dict[asyncio.Task[Any], int]:
-            return {asyncio.create_task(_asked(actor, method, *args)): rank for rank, actor in enumerate(self._actors)}
+    def _ask(self, arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """Asks ranks for their answers."""
 
-        self._owed = self._client.sync(begin)
+        async def begin() -> None:
+            for rank, each in arguments.items():
+                task = asyncio.create_task(_asked(self._actors[rank], "answer", *each))
+                task.add_done_callback(functools.partial(self._note, rank))
+                self._tasks[rank] = task
 
-    async def _answers(self, limit_seconds: float) -> dict[int, Any]:
-        """Waits until ranks have answered or are lost, and returns what is new."""
-        deadline = time.monotonic() + limit_seconds
-        new: dict[int, Any] = {}
-        while self._owed and not new:
-            left = deadline - time.monotonic()
-            done, _ = await asyncio.wait(
-                self._owed, timeout=max(0.0, min(left, _LOOK_SECONDS)), return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in done:
-                new[self._owed.pop(task)] = task.exception() or task.result()
-            # A worker whose host went down closes nothing: its scheduler says at some time that it is gone.
-            for task, rank in list(self._owed.items()):
-                if self._made_ranks[rank].status not in _ALIVE:
-                    del self._owed[task]
-                    task.cancel()
-                    new[rank] = OSError(f"the scheduler says that it is {self._made_ranks[rank].status}")
-            if left <= 0:
-                break
-        return new
+        self._client.sync(begin)
+
+    def _move(self, address: str, deadline: float) -> None:
+        """Lets all ranks that are there meet at another store."""
+
+        async def move() -> None:
+            moving = [asyncio.create_task(_asked(actor, "move", address)) for actor in self._actors.values()]
+            if moving:
+                await asyncio.wait(moving, timeout=max(0.0, deadline - time.monotonic()))
+
+        self._client.sync(move)
+
+    def _note(self, rank: int, task: "asyncio.Task[Any]") -> None:
+        self._news.put((rank, task))
+
+    def _told(self, seconds: float) -> "dict[int, asyncio.Task[Any]] | None":
+        """Waits for answers, and returns what ended; None when it was woken and nothing has ended."""
+        told: dict[int, asyncio.Task[Any]] = {}
+        is_woken = False
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._news.get(timeout=seconds) if not (told or is_woken) else self._news.get_nowait()
+                if item is None:
+                    is_woken = True
+                elif self._tasks.get(item[0]) is item[1]:  # and not of a rank that was killed
+                    del self._tasks[item[0]]
+                    told[item[0]] = item[1]
+        return told if told or not is_woken else None
+
+    def _read(self, rank: int, task: "asyncio.Task[Any]") -> Parcel | Ended:
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            return self._ended(rank, str(error or "the client gave it up"))
+        return own(task.result())
+
+    def _ended(self, rank: int, why: str) -> Ended:
+        host, pid = self._places[rank]
+        self._gone.add(self._workers[rank])
+        self.kill([rank])
+        how = f"ended without an answer, with the Dask worker {self._workers[rank]} ({why}); see that worker's log"
+        return Ended(host, pid, how, time.time())
 
     async def _leave(self, actors: Sequence[Any]) -> None:
         leaving = [asyncio.create_task(_asked(actor, "leave", _LEAVE_SECONDS)) for actor in actors]
-        tasks = {*leaving, *self._owed}
-        self._owed = {}
+        tasks = {*leaving, *self._tasks.values(), *self._aborting}
+        self._tasks = {}
         await asyncio.wait(leaving, timeout=2 * _LEAVE_SECONDS)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _ended(self, rank: int, error: Exception) -> Ended:
-        host, pid = self._places[rank]
-        how = f"ended without an answer, with the Dask worker {self._workers[rank]} ({error}); see that worker's log"
-        return Ended(host, pid, how, time.time())
 
 
 async def _asked(actor: Any, method: str, *args: Any) -> Any:

@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, final
 
+import numpy as np
+
+from braidax.gang.calling.parcels import Parcel, own, shown_to_pickle
 from braidax.gang.dask_store import DaskStore, import_distributed
 from braidax.gang.member import Member
 
+Arrays = list[np.ndarray[Any, np.dtype[np.uint8]]]
 _LOOK_SECONDS = 0.5  # between looks whether Dask has dropped the actor
 
 
@@ -29,30 +33,44 @@ class DaskRank:
 
     def __init__(self, address: str, key: str, rank: int, member: Mapping[str, Any]) -> None:
         store = DaskStore(address)  # only in this thread does Dask know which worker this is
-        self._actors: Mapping[str, Any] = import_distributed().get_worker().state.actors
+        distributed = import_distributed()
+        self._client = distributed.get_client()
+        self._actors: Mapping[str, Any] = distributed.get_worker().state.actors
         self._key = key
         self._owner: asyncio.Task[None] | None = None
         self._member = Member(store, rank=rank, **member)
-        self._answer: Future[bytes] | None = None
+        self._answer: Future[Parcel] | None = None
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._member, self._tasks), name=f"braidax-rank-{rank}", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, self._tasks.put, None)  # before it has joined
+        weakref.finalize(self, self._tasks.put, None)  # before its first call
 
     async def where(self) -> tuple[str, int]:
         """Returns the names of the host and of the process."""
         return socket.gethostname(), os.getpid()
 
-    async def join(self, timeout_seconds: float) -> bytes:
-        """Answers what `Member.join` does."""
-        self._owner = asyncio.create_task(self._end_with_actor())
-        return await self._done(functools.partial(self._member.join, timeout_seconds=timeout_seconds))
+    async def answer(self, head: Arrays, body: Arrays) -> Arrays:
+        """Answers what `Member.answer` does. All are parts as arrays, which Dask sends as they are."""
+        if self._owner is None:
+            self._owner = asyncio.create_task(self._end_with_actor())
+        answer: Future[Parcel] = Future()
+        self._answer = answer
+        self._tasks.put((functools.partial(self._member.answer, own(head), own(body)), answer))
+        parcel = await asyncio.wrap_future(answer)
+        self._answer = None  # the next call may be long in coming
+        return shown_to_pickle(parcel)
 
-    async def call(self, call: bytes) -> bytes:
-        """Answers what `Member.call` does."""
-        return await self._done(functools.partial(self._member.call, call))
+    async def abort(self, call: int, reason: str) -> None:
+        """Does what `Member.abort` does."""
+        await asyncio.to_thread(self._member.abort, call, reason)
+
+    async def move(self, address: str) -> None:
+        """Meets at another store from the next call on."""
+        with self._client.as_current():
+            store = DaskStore(address)
+        self._tasks.put((functools.partial(self._member.move, store), Future()))
 
     async def leave(self, timeout_seconds: float) -> None:
         """Lets the rank leave; if it is busy, its next message raises. Waits until it has left, up to a limit."""
@@ -71,16 +89,10 @@ class DaskRank:
         is_busy = self._answer is not None and not self._answer.done()
         self._tasks.put(None)
         if is_busy:
-            await asyncio.to_thread(self._member.abort, reason)
-
-    async def _done(self, fn: Callable[[], bytes]) -> bytes:
-        answer: Future[bytes] = Future()
-        self._answer = answer
-        self._tasks.put((fn, answer))
-        return await asyncio.wrap_future(answer)
+            await asyncio.to_thread(self._member.dismiss, reason)
 
 
-_Task = tuple[Callable[[], bytes], Future[bytes]]
+_Task = tuple[Callable[[], Any], Future[Any]]
 
 
 def _serve(member: Member, tasks: "queue.SimpleQueue[_Task | None]") -> None:
@@ -90,5 +102,6 @@ def _serve(member: Member, tasks: "queue.SimpleQueue[_Task | None]") -> None:
             fn, answer = task
             if answer.set_running_or_notify_cancel():
                 answer.set_result(fn())
+            del task, fn, answer
     finally:
         member.leave()

@@ -24,7 +24,7 @@ class DaskStore(Store):
     It is opened in a task or an actor of the cluster, or where a client of it is the current one
     (`with client.as_current()`); any thread may use it then.
 
-    **Arguments:** `address`: `dask:WORKER#KEY` of an actor that a `DaskGang` holds; it ends with the gang's epoch.
+    **Arguments:** `address`: `dask:WORKER#KEY` of an actor that a `DaskGang` holds; it ends with the gang.
 
     **Raises:** `ArgumentError` for another address, `CommError` where there is no client.
     """
@@ -73,12 +73,12 @@ class DaskStore(Store):
             return self._answer(getattr(self._actor, method)(*args), time.monotonic() + limit)
         except TimeoutError as error:
             raise CommError(
-                f"{self._address} did not answer within {limit:g} s; it ends with the epoch of the gang that holds it: "
+                f"{self._address} did not answer within {limit:g} s; it ends with the gang that holds it: "
                 "does the gang run, and is the worker alive?"
             ) from error
         except (OSError, RuntimeError) as error:
             raise CommError(
-                f"{self._address} cannot be reached: {error}; it ends with the epoch of the gang that holds it: does "
+                f"{self._address} cannot be reached: {error}; it ends with the gang that holds it: does "
                 "the gang run, and is the worker alive?"
             ) from error
 

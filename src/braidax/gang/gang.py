@@ -1,68 +1,31 @@
-"""The contract of gangs: where ranks come from, and what is done with them once they are there."""
+"""Gangs: ranks that stay, call functions together, and keep things between calls."""
 
-import math
-import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 from braidax.errors import ArgumentError, GangError, RankFailed, WaitTimeout
-from braidax.gang.member import Failure, pack_call, unpack_answer
-
-_OTHERS_SECONDS = 2.0  # that the other ranks have to answer when one has failed: one of them may have failed earlier
+from braidax.gang.calling.call import Call, GangFuture, Kind, Sent
+from braidax.gang.calling.dispatch import OTHERS_SECONDS, Dispatch
+from braidax.gang.calling.parcels import Parcel
+from braidax.gang.calling.ranks import Ranks
+from braidax.gang.calling.worlds import Worlds
+from braidax.gang.keeping.kept import Kept, check_name
+from braidax.gang.keeping.rows import divided
+from braidax.gang.member import pack_call, pack_own
 
 Result = TypeVar("Result")
-_Kind = TypeVar("_Kind", bound="Gang")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The process of a rank ended by itself.
-
-    **Fields:** `host`, `pid`: of the process; `pid` is None where nobody knows it. `how`: in words, such as `was ended
-    by signal 9 (SIGKILL)`. `time_seconds`: when that was seen (`time.time`). `log`: the last lines that it wrote.
-    """
-
-    host: str
-    pid: int | None
-    how: str
-    time_seconds: float
-    log: tuple[str, ...] = ()
-
-
-class Ranks(ABC):
-    """The ranks of one epoch of a gang. Every rank owes one answer when it has joined, and one for each call.
-
-    A rank is a process that makes a `Member`, answers what its `join` returned and then, for each call, what `call`
-    returned. One thread uses this.
-    """
-
-    @abstractmethod
-    def call(self, call: bytes) -> None:
-        """Begins to send a call to every rank; each one has answered all before."""
-
-    @abstractmethod
-    def answers(self, *, timeout_seconds: float | None) -> Mapping[int, bytes | bytearray | Ended]:
-        """Waits until ranks have answered or ended, and returns what is new, by rank; empty behind the limit.
-
-        Of each rank that owes an answer, that answer or its end comes once.
-        """
-
-    @abstractmethod
-    def end(self) -> None:
-        """Ends all processes, by force where they do not end within seconds, and gives up everything else.
-
-        It raises nothing but `KeyboardInterrupt`. A second call does nothing.
-        """
+_Self = TypeVar("_Self", bound="Gang")
 
 
 class Gang(ABC):
-    """Ranks that hold one communicator among them and call functions together; a context manager.
+    """Ranks that call functions with a communicator among them, and stay; a context manager.
 
-    A gang whose function raised or whose rank died has ended its ranks; `restart` brings new ones. One thread uses it.
+    A call that raises fails alone: the ranks go on with all that they keep, and meet anew for the next call. When a
+    rank dies, the others stay: `lost` names it, `replace` brings another process in its place, `restart` a whole new
+    gang. One thread starts, replaces, restarts and stops it; any thread may call the rest.
 
     **Arguments:** `size`: the number of ranks. `job`: the name of the job, without `/`. `timeout_seconds`: how long all
     ranks together may take to start and to meet.
@@ -76,21 +39,22 @@ class Gang(ABC):
         self._size = size
         self._job = job
         self._start_seconds = timeout_seconds
-        self._epoch = -1
+        self._worlds = Worlds(job, size, timeout_seconds)
         self._ranks: Ranks | None = None
+        self._dispatch: Dispatch | None = None
         self._hosts: tuple[str, ...] = ()
         self._why_not = "it was not started: call start(), or use it in a with block"
 
     @abstractmethod
-    def _begin(self, epoch: int, deadline: float) -> Ranks:
-        """Starts all ranks of an epoch, without waiting for them to join; they give up joining at the deadline.
+    def _begin(self, deadline: float) -> Ranks:
+        """Starts all ranks, without waiting for them to meet; they give up meeting first at the deadline.
 
         **Raises:** `GangError` when they cannot be started; nothing is left behind then.
         """
 
     @abstractmethod
     def _close(self) -> None:
-        """Gives up what is kept over epochs; `start` may follow. A second call does nothing."""
+        """Gives up what is kept over restarts; `start` may follow. A second call does nothing."""
 
     @property
     @final
@@ -107,53 +71,180 @@ class Gang(ABC):
     @property
     @final
     def epoch(self) -> int:
-        """How many lives the ranks had before this one; -1 before the first one."""
-        return self._epoch
+        """How often all ranks had met before they met last; -1 before the first time."""
+        return self._worlds.epoch
 
     @property
     @final
     def hosts(self) -> tuple[str, ...]:
-        """The name of each rank's host, by rank, as of the last start."""
+        """The name of each rank's host, by rank, as of the last start or replacement."""
         return self._hosts
+
+    @property
+    @final
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that have no process any more, as far as that is known."""
+        return () if self._dispatch is None else tuple(sorted(self._dispatch.lost))
 
     @final
     def start(self) -> None:
         """Starts all ranks, and returns when each has heard of all others.
 
-        **Raises:** `GangError` when they cannot be started, `RankFailed` when one cannot join; `WaitTimeout` naming the
-        ranks that have not started within the limit. All ranks are ended then.
+        **Raises:** `GangError` when they cannot be started, `RankFailed` when one cannot meet the others; `WaitTimeout`
+        naming the ranks that have not started within the limit. All ranks are ended then.
         """
         if self._ranks is not None:
             raise GangError("the gang runs already; restart() begins anew")
-        self._epoch += 1
         deadline = time.monotonic() + self._start_seconds
-        self._ranks = self._begin(self._epoch, deadline)
-        self._hosts = tuple(self._gather_started(self._ranks, deadline))
-
-    @final
-    def run(self, fn: Callable[..., Result], *args: Any, timeout_seconds: float | None = None) -> list[Result]:
-        """Calls `fn(comm, *args)` on every rank.
-
-        **Arguments:** `fn`: a function; one of a script or notebook travels by value. `args`: pickled once for all
-        ranks. `timeout_seconds`: how long the slowest rank may take; None waits for as long as all of them live.
-
-        **Returns:** the results, in rank order. **Raises:** `RankFailed` naming the rank that failed first, with its
-        traceback as a note and what it raised as the cause; `WaitTimeout` naming the ranks that have not answered. All
-        ranks are ended then. `GangError` when there are none; `ArgumentError` for what cannot be sent.
-        """
-        if self._ranks is None:
-            raise GangError(f"the gang cannot run a function: {self._why_not}")
-        call = pack_call(fn, args)
+        self._ranks = self._begin(deadline)
         try:
-            self._ranks.call(call)
+            self._dispatch = Dispatch(self._ranks, self._worlds, self._size)
+            self._meet(deadline)
+        except WaitTimeout as error:
+            self._end(f"{str(error).partition(';')[0]}: call start()")
+            raise WaitTimeout(f"{error}; all ranks were ended: allow more seconds, or see what they wrote") from None
+        except RankFailed as failed:
+            self._end(f"rank {failed.rank} failed: call start()")
+            raise
         except BaseException:
             self._end("it was interrupted: call restart()")
             raise
-        return self._gather(self._ranks, timeout_seconds=timeout_seconds)
+
+    @final
+    def submit(
+        self,
+        fn: Callable[..., Result],
+        *args: Any,
+        per_rank: Sequence[Any] | None = None,
+        ranks: Sequence[int] | None = None,
+        keep: str | None = None,
+    ) -> GangFuture[Result]:
+        """Begins to call `fn(comm, *args)` on ranks, and does not wait.
+
+        Calls of disjoint ranks run at once; one for ranks that are busy waits in line. Large buffers of arguments are
+        sent as they are: do not change them before the call has ended.
+
+        **Arguments:** `fn`: a function; one of a script or notebook travels by value. `args`: pickled once for all
+        ranks; `kept(name)` among them is what each rank keeps. `per_rank`: one more argument for each rank, that only
+        this rank gets, as the last one. `ranks`: those that call, in ascending order; None is all. Their communicator
+        has these ranks alone, numbered from 0, and stays for the next call of the same ones. `keep`: the name under
+        which each rank keeps its result, in place of sending it; the results are None then.
+
+        **Returns:** a handle with the results. **Raises:** `GangError` when the gang does not run, or too many calls
+        wait; `ArgumentError` for what cannot be sent, or ranks that are not there.
+        """
+        call = self._call("world", self._checked(ranks), fn, args, per_rank, keep)
+        self._running().submit(call)
+        return GangFuture(call.ranks, call)
+
+    @final
+    def run(
+        self,
+        fn: Callable[..., Result],
+        *args: Any,
+        per_rank: Sequence[Any] | None = None,
+        ranks: Sequence[int] | None = None,
+        keep: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> list[Result]:
+        """Calls `fn(comm, *args)` on ranks, and waits for the results.
+
+        **Arguments:** as `submit` takes them. `timeout_seconds`: how long all of this may take; None waits for as long
+        as the ranks live. Behind the limit the call is aborted, and ranks that do not come back by that within two
+        seconds are ended by force: they are lost.
+
+        **Returns:** the results, in rank order.
+
+        **Raises:** as `submit`; `RankFailed` naming the rank that failed first, with its traceback as a note and what
+        it raised as the cause; `WaitTimeout` naming the ranks that have not answered; `GangError` when ranks are lost
+        or lack what they should keep; `ArgumentError` for a name that nothing is kept under. Nothing new is kept then.
+        """
+        call = self._call("world", self._checked(ranks), fn, args, per_rank, keep)
+        return self._result(call, timeout_seconds)
+
+    @final
+    def put(self, name: str, values: Sequence[Any]) -> None:
+        """Keeps values on the ranks under a name, in place of what was kept so before.
+
+        **Arguments:** `values`: a list as long as the gang, one value for each rank; or one of any other length, of
+        arrays or tables (NumPy, pyarrow, Polars) whose rows are divided evenly, in order. They go from here to the
+        ranks.
+
+        **Raises:** `ArgumentError` for values that are neither, or cannot be sent; otherwise as `run`.
+        """
+        check_name(name)
+        if not isinstance(values, list | tuple) or not values:
+            raise ArgumentError(
+                f"values= is {'empty' if isinstance(values, list | tuple) else f'a {type(values).__qualname__}'}: "
+                f"expected a list with a value for each of the {self._size} ranks, or with arrays or tables whose rows "
+                "are to be divided, such as [table]"
+            )
+        mine = values if len(values) == self._size else divided(values, self._size)
+        self._result(self._call("alone", self._all, _itself, (), mine, name), None)
+
+    @final
+    def get(self, name: str, *, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Returns what the ranks keep under a name, in rank order: a copy, brought here.
+
+        **Arguments:** `ranks`: of which; None is all.
+
+        **Raises:** `ArgumentError` for a name that is not there, `GangError` naming ranks that lack it; otherwise as
+        `run`.
+        """
+        return self._result(self._call("alone", self._checked(ranks), _itself, (self.kept(name),), None, None), None)
+
+    @final
+    def delete(self, name: str) -> None:
+        """Gives up what the ranks keep under a name, when the calls before have ended.
+
+        **Raises:** `ArgumentError` for a name that is not there.
+        """
+        self._result(Call(Sent("delete", self._all, keep=name), self._interrupted), None)
+
+    @final
+    def names(self) -> tuple[str, ...]:
+        """Returns the names under which ranks keep something."""
+        return () if self._dispatch is None else tuple(sorted(self._dispatch.names))
+
+    @final
+    def kept(self, name: str) -> Kept:
+        """Returns what stands, anywhere in the arguments of a call, for that which each rank keeps under a name."""
+        check_name(name)
+        return Kept(name, self._job)
+
+    @final
+    def replace(self, ranks: Sequence[int] = ()) -> None:
+        """Starts another process for each lost rank, and returns when all ranks have met under the next epoch.
+
+        The others stay, with what they keep; what the lost ones kept is gone. Nothing happens when none is lost.
+
+        **Arguments:** `ranks`: to replace besides: they are ended by force, such as one that hangs. Calls that wait for
+        ranks that are lost are refused.
+
+        **Raises:** `GangError` when no process can be started, `RankFailed` when a rank fails meanwhile; `WaitTimeout`
+        when a rank is busy, or late. The gang stays as far as it is there: call it again.
+        """
+        asked = self._checked(ranks) if ranks else ()
+        dispatch, started = self._running(), self._ranks
+        if started is None or not (asked or dispatch.lost):
+            return
+        deadline = time.monotonic() + self._start_seconds
+        try:
+            with dispatch.paused():
+                started.kill(asked)
+                lost = dispatch.lose(asked, "was ended by force: it is being replaced")
+                started.replace(lost, deadline)
+                dispatch.find(lost)
+        except GangError:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
+        self._meet(deadline)
 
     @final
     def restart(self) -> None:
-        """Ends all ranks, if there are any, and starts all again under a new epoch."""
+        """Ends all ranks, if there are any, and starts all again under a new epoch. Nothing is kept."""
         self._end("it is being restarted")
         self.start()
 
@@ -166,7 +257,7 @@ class Gang(ABC):
             self._close()
 
     @final
-    def __enter__(self: _Kind) -> _Kind:
+    def __enter__(self: _Self) -> _Self:
         if self._ranks is None:
             try:
                 self.start()
@@ -181,128 +272,88 @@ class Gang(ABC):
     ) -> None:
         self.stop()
 
-    def _end(self, why_not: str) -> None:
-        self._why_not = why_not
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.end()
+    @property
+    def _all(self) -> tuple[int, ...]:
+        return tuple(range(self._size))
 
-    def _gather_started(self, ranks: Ranks, deadline: float) -> list[Any]:
-        """Returns the answers of all ranks when they have joined; a little later they tell why they could not."""
-        seconds = max(0.0, deadline - time.monotonic()) + _OTHERS_SECONDS
-        results, troubles, missing = self._answers(ranks, seconds)
-        if missing and (not troubles or isinstance(_first(troubles, missing).cause, WaitTimeout)):
-            self._end(f"{_listed(missing)} did not start in time: call restart()")
-            raise WaitTimeout(
-                f"{_listed(missing)} of {self._size} did not start and join the others within "
-                f"timeout_seconds={self._start_seconds:g}; all ranks were ended: allow more seconds, or see what they "
-                "wrote"
+    def _checked(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        if ranks is None:
+            return self._all
+        found = tuple(ranks)
+        if not found or list(found) != sorted(set(found)) or not set(found) <= set(self._all):
+            raise ArgumentError(
+                f"ranks={ranks!r}: expected different ranks of 0 to {self._size - 1} in ascending order, at least one"
             )
-        return self._settled(results, troubles, missing)
+        return found
 
-    def _gather(self, ranks: Ranks, *, timeout_seconds: float | None) -> list[Any]:
-        """Returns the answers of all ranks to what they were asked last; if one failed or is late, ends them all."""
-        results, troubles, missing = self._answers(ranks, timeout_seconds)
-        if missing and not troubles:
-            self._end(f"{_listed(missing)} did not answer in time: call restart()")
-            raise WaitTimeout(
-                f"{_listed(missing)} of {self._size} did not answer within {timeout_seconds=}; all ranks were ended: "
-                "allow more seconds, or find out what they wait for"
-            )
-        return self._settled(results, troubles, missing)
+    def _running(self) -> Dispatch:
+        if self._dispatch is None:
+            raise GangError(f"the gang cannot run a function: {self._why_not}")
+        return self._dispatch
 
-    def _answers(self, ranks: Ranks, seconds: float | None) -> tuple[dict[int, Any], dict[int, "_Trouble"], list[int]]:
-        """Returns the results, the troubles, and the ranks that have neither within the limit."""
+    def _call(
+        self,
+        kind: Kind,
+        ranks: tuple[int, ...],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        per_rank: Sequence[Any] | None,
+        keep: str | None,
+    ) -> Call:
+        self._running()
+        if keep is not None:
+            check_name(keep)
+        body, names = pack_call(fn, args, self._job)
+        own: list[Parcel] = []
+        if per_rank is not None:
+            if len(per_rank) != len(ranks):
+                raise ArgumentError(
+                    f"per_rank= has {len(per_rank)} values; expected one for each of {len(ranks)} ranks"
+                )
+            for rank, value in zip(ranks, per_rank, strict=True):
+                parcel, more = pack_own(f"per_rank[{rank}]", value, self._job)
+                own.append(parcel)
+                names |= more
+        return Call(Sent(kind, ranks, body, own, names, keep), self._interrupted)
+
+    def _result(self, call: Call, timeout_seconds: float | None, *, limit_seconds: float | None = None) -> list[Any]:
+        """Submits a call and waits for its results. **Arguments:** `limit_seconds`: the limit, as it is told."""
+        dispatch = self._running()
         try:
-            results, troubles = _gathered(ranks, self._size, seconds)
-        except BaseException:
-            self._end("it was interrupted: call restart()")
+            dispatch.submit(call)
+            if not call.wait(timeout_seconds):
+                dispatch.expire(call, limit_seconds or timeout_seconds or 0.0)
+                call.wait(None)
+        except GangError:
             raise
-        return results, troubles, [rank for rank in range(self._size) if rank not in results and rank not in troubles]
+        except BaseException:  # a rank may be quick enough to interrupt what begins its call
+            self._interrupted()
+            raise
+        return call.take()
 
-    def _settled(self, results: dict[int, Any], troubles: dict[int, "_Trouble"], missing: list[int]) -> list[Any]:
-        if troubles:
-            trouble = _first(troubles, missing)
-            self._end(f"rank {trouble.error.rank} failed: call restart()")
-            raise trouble.error from trouble.cause
-        return [results[rank] for rank in range(self._size)]
+    def _meet(self, deadline: float) -> None:
+        """Lets all ranks meet; a little after the deadline they tell why they could not."""
+        call = Call(Sent("meet", self._all), self._interrupted)
+        call.limit_seconds = self._start_seconds
+        left = max(0.0, deadline - time.monotonic()) + OTHERS_SECONDS
+        self._hosts = tuple(self._result(call, left, limit_seconds=self._start_seconds))
 
+    def _interrupted(self) -> None:
+        self._end("it was interrupted: call restart()", "interrupt")
 
-@dataclass(frozen=True)
-class _Trouble:
-    """What the gang would raise for one rank, and what decides whether it does."""
-
-    error: RankFailed
-    cause: BaseException | None
-    time_seconds: float
-    is_consequence: bool = False
-    lost: int | None = None
-
-
-def _gathered(ranks: Ranks, size: int, timeout_seconds: float | None) -> tuple[dict[int, Any], dict[int, _Trouble]]:
-    """Returns the results and the troubles by rank; the ranks that did not answer in time are in neither."""
-    deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-    results: dict[int, Any] = {}
-    troubles: dict[int, _Trouble] = {}
-    while len(results) + len(troubles) < size:
-        left = deadline - time.monotonic()
-        new = ranks.answers(timeout_seconds=None if math.isinf(left) else max(0.0, left))
-        if not new and left <= 0:
-            break
-        had_trouble = bool(troubles)
-        for rank, answer in new.items():
-            read = _ended(rank, answer) if isinstance(answer, Ended) else _read(rank, answer, results)
-            if read is not None:
-                troubles[rank] = read
-        if troubles and not had_trouble:
-            deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
-    return results, troubles
+    def _end(self, why_not: str, reason: Literal["stop", "interrupt"] = "stop") -> None:
+        dispatch, self._dispatch = self._dispatch, None
+        ranks, self._ranks = self._ranks, None
+        self._why_not = why_not
+        self._worlds.end_all()
+        try:
+            if dispatch is not None:
+                dispatch.close(why_not)
+        finally:
+            if ranks is not None:
+                ranks.end(reason)
 
 
-def _read(rank: int, answer: bytes | bytearray, results: dict[int, Any]) -> _Trouble | None:
-    """Puts the result that an answer holds into its place, or returns the trouble that it tells of."""
-    try:
-        failure, result = unpack_answer(answer)
-    except Exception as error:  # noqa: BLE001 (a user's own class may fail in any way)
-        told = RankFailed(
-            f"rank {rank}: its result cannot be unpickled here: {type(error).__name__}: {error}; return what both "
-            "sides can import, such as NumPy arrays",
-            rank,
-        )
-        return _Trouble(told, error, time.time())
-    if failure is None:
-        results[rank] = result
-        return None
-    told = RankFailed(f"{failure.where}: {failure.what}", rank)
-    told.add_note(f"In {failure.where}:\n{failure.traceback}")
-    return _Trouble(told, _cause(failure), failure.time_seconds, failure.is_consequence, failure.lost)
-
-
-def _cause(failure: Failure) -> BaseException | None:
-    if failure.error is None:
-        return None
-    try:
-        return pickle.loads(failure.error)
-    except Exception:  # noqa: BLE001 (its class may be known to the rank only)
-        return None
-
-
-def _ended(rank: int, ended: Ended) -> _Trouble:
-    pid = "" if ended.pid is None else f", pid {ended.pid}"
-    message = f"rank {rank} (host {ended.host}{pid}) {ended.how}"
-    if ended.log:
-        message = "\n".join([f"{message}; the last lines that it wrote:", *ended.log])
-    return _Trouble(RankFailed(message, rank), None, ended.time_seconds)
-
-
-def _first(troubles: Mapping[int, _Trouble], missing: list[int]) -> _Trouble:
-    """Returns the trouble that came first, those that only tell of another rank's behind all others."""
-    first = min(troubles.values(), key=lambda trouble: (trouble.is_consequence, trouble.time_seconds))
-    if not first.is_consequence or first.lost not in missing:
-        return first
-    told = RankFailed(f"rank {first.lost} does not answer: it is frozen or cut off; {first.error}", first.lost)
-    return _Trouble(told, first.cause, first.time_seconds)
-
-
-def _listed(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _itself(comm: object, value: Result) -> Result:
+    """Returns what a rank got, or keeps."""
+    return value

@@ -9,24 +9,28 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from io import TextIOBase
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from braidax.comm import TcpStoreServer, Tuning
 from braidax.comm.environment import without_place
 from braidax.comm.rendezvous import DEFAULT
 from braidax.errors import ArgumentError, GangError
-from braidax.gang.child import LENGTH_BYTES, Birth
-from braidax.gang.gang import Ended, Gang, Ranks
+from braidax.gang.calling.parcels import Inbox, Parcel, framed
+from braidax.gang.calling.ranks import Ended, Message, Ranks
+from braidax.gang.child import ABORT, CALL, Birth
+from braidax.gang.gang import Gang
 from braidax.gang.processes import Command, Processes, print_lines
 
 _HOST = "127.0.0.1"
 _LEAVE_SECONDS = 5.0  # an idle rank that does not leave by itself in that time is ended by force
 _FORCE_SECONDS = 2.0  # between the signals that end a busy one when another one has failed
 _LAST_WORDS_SECONDS = 2.0  # between the end of a rank's socket and that of its process
+_WAKE_BYTES = 1 << 10
 _CODE = """
 import sys
 sys.path[:] = PATH
@@ -51,9 +55,9 @@ class _Options:
 class LocalGang(Gang):
     """A gang whose ranks are fresh processes of this machine.
 
-    They see the import paths, the folder and the environment of this process as these are at `start`, and read nothing
-    from the terminal. What they write comes out of this process, each line with `[rank] ` in front. They end with this
-    process, even if it is killed. JAX is imported only by functions that need it.
+    They see the import paths, the folder and the environment of this process as these are when they are started, and
+    read nothing from the terminal. What they write comes out of this process, each line with `[rank] ` in front. They
+    end with this process, even if it is killed. JAX is imported only by functions that need it.
 
     **Arguments:** `size`: the number of ranks. `transport`: what carries their messages. `environment`: variables that
     each rank begins with, besides those of this process. `log`: where their lines go; None is `sys.stdout` and
@@ -86,31 +90,11 @@ class LocalGang(Gang):
         self._secret = secrets.token_bytes(32)
         self._server: TcpStoreServer | None = None
 
-    def _begin(self, epoch: int, deadline: float) -> Ranks:
+    def _begin(self, deadline: float) -> Ranks:
         if self._server is None:
             self._server = TcpStoreServer(host=_HOST, secret=self._secret)
         port = int(self._server.address.rpartition(":")[2])
-        options = self._options
-        births = [
-            Birth(
-                rank=rank,
-                size=self.size,
-                job=self.job,
-                epoch=epoch,
-                transport=options.transport,
-                store=(_HOST, port, self._secret),
-                limits=(deadline, options.timeout_seconds),
-                tuning=options.tuning,
-            )
-            for rank in range(self.size)
-        ]
-        try:
-            return _LocalRanks(births, options)
-        except OSError as error:
-            raise GangError(
-                f"the system started no {self.size} processes ({error}); take fewer ranks, or allow more processes and "
-                "descriptors (ulimit -u, ulimit -n)"
-            ) from error
+        return _LocalRanks(self.size, self._options, (_HOST, port, self._secret), deadline)
 
     def _close(self) -> None:
         server, self._server = self._server, None
@@ -121,119 +105,193 @@ class LocalGang(Gang):
 class _LocalRanks(Ranks):
     """Processes, each at the other end of a socket."""
 
-    def __init__(self, births: list[Birth], options: _Options) -> None:
-        code = _CODE.replace("PATH", repr(sys.path))
-        environment = {"PYTHONUNBUFFERED": "1", **without_place(os.environ), **options.environment}
-        folder = str(Path.cwd())
-        self._ranks: list[_Rank] = []
+    def __init__(self, size: int, options: _Options, store: tuple[str, int, bytes], deadline: float) -> None:
         self._options = options
-        self._is_interrupted = False
+        self._store = store
         self._host = socket.gethostname()
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            commands: list[Command] = []
-            for birth in births:
-                here, there = socket.socketpair()
-                ours.enter_context(here)
-                theirs.enter_context(there)
-                here.setblocking(False)
-                self._ranks.append(_Rank(birth.rank, here, pickle.dumps(birth)))
-                arguments = (sys.executable, "-c", code, str(there.fileno()))
-                commands.append(Command(arguments, environment, folder, (there.fileno(),)))
-            write = print_lines([f"[{birth.rank}] " for birth in births], options.log)
-            self._processes = Processes(commands, write=write, grace_seconds=_FORCE_SECONDS)
-            ours.pop_all()
-
-    def call(self, call: bytes) -> None:
-        for rank in self._ranks:
-            rank.ask(call)
-
-    def answers(self, *, timeout_seconds: float | None) -> Mapping[int, bytes | bytearray | Ended]:
+        self._prefixes: list[str] = []  # by the number of the process
+        self._ranks: dict[int, _Rank] = {}
+        self._waker, self._wakened = socket.socketpair()
+        self._wakened.setblocking(False)
+        self._processes: Processes | None = None
         try:
-            return self._answers(timeout_seconds)
+            self._processes = Processes(
+                [], write=print_lines(self._prefixes, options.log), grace_seconds=_FORCE_SECONDS
+            )
+            self._start(range(size), deadline)
         except BaseException:
-            self._is_interrupted = True
+            self.end("stop")
             raise
 
-    def _answers(self, timeout_seconds: float | None) -> Mapping[int, bytes | bytearray | Ended]:
+    def ask(self, messages: Mapping[int, Message]) -> None:
+        for rank, message in messages.items():
+            self._ranks[rank].ask(framed(CALL, message.head, message.body))
+
+    def answers(self, *, timeout_seconds: float | None) -> Mapping[int, Parcel | Ended]:
+        assert self._processes is not None
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._processes, selectors.EVENT_READ)
-            for rank in self._ranks:
-                if rank.owes and rank.ended is None:
+            selector.register(self._wakened, selectors.EVENT_READ)
+            for rank in self._ranks.values():
+                if rank.is_open:
                     selector.register(rank.connection, rank.events, rank)
+            is_woken = False
             while True:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 ready = selector.select(left)
                 for key, _ in ready:
-                    self._advance(selector, key.data)
-                found = {rank.number: answer for rank in self._ranks for answer in rank.pop_answer()}
-                if found or not ready:
+                    if key.fileobj is self._wakened:
+                        is_woken = True
+                        with contextlib.suppress(BlockingIOError):
+                            self._wakened.recv(_WAKE_BYTES)
+                    else:
+                        self._advance(selector, key.data)
+                found = {number: told for number, rank in self._ranks.items() for told in rank.pop()}
+                self.kill([number for number, told in found.items() if isinstance(told, Ended)])  # what it had started
+                if found or is_woken or not ready:
                     return found
 
-    def end(self) -> None:
-        is_idle = not any(rank.owes for rank in self._ranks)
-        for rank in self._ranks:
-            rank.connection.close()  # whoever is idle leaves now
-        grace_seconds = self._options.grace_seconds if self._is_interrupted else None
-        self._processes.end(leave_seconds=_LEAVE_SECONDS if is_idle else 0.0, grace_seconds=grace_seconds)
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._waker.send(b"x", socket.MSG_DONTWAIT)  # who is full wakes anyway
+
+    def abort(self, ranks: Collection[int], call: int, reason: str) -> None:
+        for rank in ranks:
+            if self._ranks[rank].is_open:
+                self._ranks[rank].tell(framed(ABORT, [call.to_bytes(8, "little"), reason.encode()]))
+
+    def kill(self, ranks: Collection[int]) -> None:
+        assert self._processes is not None
+        for rank in ranks:
+            self._ranks[rank].close()
+            self._processes.discard(self._ranks[rank].process)
+
+    def replace(self, ranks: Collection[int], deadline: float) -> None:
+        self.kill(ranks)
+        self._start(ranks, deadline)
+
+    def end(self, reason: Literal["stop", "interrupt"]) -> None:
+        is_idle = not any(rank.owes and rank.is_open for rank in self._ranks.values())
+        for rank in self._ranks.values():
+            rank.close()  # whoever is idle leaves now
+        processes, self._processes = self._processes, None
+        try:
+            if processes is not None:
+                grace_seconds = self._options.grace_seconds if reason == "interrupt" else None
+                processes.end(leave_seconds=_LEAVE_SECONDS if is_idle else 0.0, grace_seconds=grace_seconds)
+        finally:
+            self._waker.close()
+            self._wakened.close()
+
+    def _start(self, ranks: Collection[int], deadline: float) -> None:
+        """Starts a process for each of these ranks. **Raises:** `GangError`; those that were started are killed."""
+        assert self._processes is not None
+        code = _CODE.replace("PATH", repr(sys.path))
+        environment = {"PYTHONUNBUFFERED": "1", **without_place(os.environ), **self._options.environment}
+        options = self._options
+        for rank in ranks:
+            birth = Birth(rank, options.transport, self._store, deadline, options.timeout_seconds, options.tuning)
+            here, there = socket.socketpair()
+            try:
+                with there:
+                    arguments = (sys.executable, "-c", code, str(there.fileno()))
+                    command = Command(arguments, environment, str(Path.cwd()), (there.fileno(),))
+                    self._prefixes.append(f"[{rank}] ")
+                    (number,) = self._processes.add([command])
+            except OSError as error:
+                here.close()
+                self._prefixes.pop()
+                self.kill([each for each in ranks if each in self._ranks and self._ranks[each].is_open])
+                raise GangError(
+                    f"the system started no {len(ranks)} processes ({error}); take fewer ranks, or allow more "
+                    "processes and descriptors (ulimit -u, ulimit -n)"
+                ) from error
+            here.setblocking(False)
+            self._ranks[rank] = _Rank(here, number)
+            self._ranks[rank].tell(framed(CALL, [pickle.dumps(birth)]))
 
     def _advance(self, selector: selectors.BaseSelector, rank: "_Rank | None") -> None:
         """Moves what can be moved: of one rank, or where that is None, of the processes that ended."""
         if rank is None:
             self._note_endings(0.0)
             return
-        if not rank.advance():
+        why = rank.advance()
+        if why is not None:
             selector.unregister(rank.connection)
             if rank.ended is None:
                 self._note_endings(_LAST_WORDS_SECONDS)
-            rank.ended = rank.ended or Ended(self._host, None, "closed its connection without an answer", time.time())
+            rank.ended = rank.ended or Ended(self._host, None, why, time.time())
         elif selector.get_key(rank.connection).events != rank.events:
             selector.modify(rank.connection, rank.events, rank)
 
     def _note_endings(self, seconds: float) -> None:
+        assert self._processes is not None
+        numbers = {rank.process: rank for rank in self._ranks.values()}
         for ending in self._processes.wait(timeout_seconds=seconds):
-            rank = self._ranks[ending.number]
-            rank.advance()  # it may have answered before it ended
-            rank.ended = Ended(self._host, ending.pid, ending.how, ending.time_seconds, ending.log)
+            rank = numbers.get(ending.number)
+            if rank is not None and rank.is_open:
+                rank.advance()  # it may have answered before it ended
+                rank.ended = Ended(self._host, ending.pid, ending.how, ending.time_seconds, ending.log)
 
 
 class _Rank:
-    """One rank as the gang sees it: what is on its way there and back."""
+    """One rank as the gang sees it: what is on its way there and back.
 
-    def __init__(self, number: int, connection: socket.socket, first: bytes) -> None:
-        self.number = number
+    **Fields:** `process`: its number. `owes`: whether it owes an answer. `ended`: how it did.
+    """
+
+    def __init__(self, connection: socket.socket, process: int) -> None:
         self.connection = connection
+        self.process = process
+        self.owes = False
         self.ended: Ended | None = None
-        self.ask(first)
-
-    def ask(self, message: bytes) -> None:
-        """Begins to send a message; an answer is owed from now on."""
-        self.owes = True
-        self._outgoing = [memoryview(len(message).to_bytes(LENGTH_BYTES, "little")), memoryview(message)]
-        self._answer: bytearray | None = None
-        self._space, self._filled = bytearray(LENGTH_BYTES), 0
-        self._is_length = True
+        self.is_open = True
+        self._outgoing: deque[memoryview] = deque()
+        self._inbox = Inbox(num_kinds=1)
+        self._answers: list[Parcel] = []
 
     @property
     def events(self) -> int:
         """What to wait for."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
 
-    def advance(self) -> bool:
-        """Sends and receives what can be now; False when the other end is closed."""
+    def ask(self, views: list[memoryview]) -> None:
+        """Begins to send what an answer is owed to."""
+        self.owes = True
+        self.tell(views)
+
+    def tell(self, views: list[memoryview]) -> None:
+        """Begins to send something."""
+        self._outgoing.extend(views)
+
+    def advance(self) -> str | None:
+        """Sends and receives what can be now; returns why nothing more will come, if that is so."""
         try:
             self._send()
             return self._receive()
         except OSError:
-            return False
+            return "closed its connection without an answer"
+        except GangError as error:
+            return f"sent what is no answer: {error}"
 
-    def pop_answer(self) -> "list[bytearray | Ended]":
-        """Returns the answer that is owed, or how the rank ended without it, once; before that nothing."""
-        found = self._answer or self.ended
-        if not self.owes or found is None:
+    def pop(self) -> "list[Parcel | Ended]":
+        """Returns the answer that is owed, or how the rank ended, once; before that nothing."""
+        if not self.is_open:
             return []
-        self.owes, self._answer = False, None
-        return [found]
+        if self._answers and self.owes:
+            self.owes = False
+            return [self._answers.pop()]
+        if self.ended is not None:
+            self.close()
+            return [self.ended]
+        return []
+
+    def close(self) -> None:
+        """Closes the connection: the rank, if it is idle, leaves. A second call does nothing."""
+        self.is_open = False
+        self.connection.close()
+        self._outgoing.clear()
 
     def _send(self) -> None:
         while self._outgoing:
@@ -243,21 +301,16 @@ class _Rank:
                 return
             self._outgoing[0] = self._outgoing[0][sent:]
             if not self._outgoing[0]:
-                del self._outgoing[0]
+                self._outgoing.popleft()
 
-    def _receive(self) -> bool:
-        while self._answer is None:
+    def _receive(self) -> str | None:
+        while True:
             try:
-                count = self.connection.recv_into(memoryview(self._space)[self._filled :])
+                count = self.connection.recv_into(self._inbox.space)
             except BlockingIOError:
-                return True
+                return None
             if not count:
-                return False
-            self._filled += count
-            if self._filled == len(self._space):
-                if self._is_length:
-                    self._space, self._filled = bytearray(int.from_bytes(self._space, "little")), 0
-                    self._is_length = False
-                else:
-                    self._answer = self._space
-        return True
+                return "closed its connection without an answer"
+            found = self._inbox.fill(count)
+            if found is not None:
+                self._answers.append(found[1])

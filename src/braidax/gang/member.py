@@ -1,7 +1,7 @@
-"""What runs in a rank, whatever started it: it joins the others, and calls what the gang sends.
+"""What runs in a rank, whatever started it: it meets the others, calls what the gang sends, and keeps what it is told.
 
-A rank lives as long as its epoch, and so does its process: what a function leaves in a module's globals is there for
-the next one. Nothing here imports JAX; a function that needs it does so when it is unpickled.
+A rank lives on when a call has failed, and so does its process: what it keeps is there for the next one. Nothing here
+imports JAX; a function that needs it does so when it is unpickled.
 """
 
 import contextlib
@@ -9,45 +9,29 @@ import io
 import os
 import pickle
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, final
 
 import cloudpickle
 
 from braidax.comm import Communicator, Store, Tuning, connect
-from braidax.comm.rendezvous import DEFAULT
-from braidax.errors import Aborted, ArgumentError, CommError, GangError, PeerLost
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What went wrong in a rank, in a form that travels.
-
-    **Fields:** `rank`: of the gang. `where`: the rank in words, with host and process. `what`: the type and message of
-    what was raised. `traceback`: its text. `time_seconds`: when, by the rank's clock (`time.time`). `is_consequence`:
-    whether it only says that another rank failed. `lost`: the rank that it says is lost. `error`: what was raised,
-    pickled, if that can be done.
-    """
-
-    rank: int
-    where: str
-    what: str
-    traceback: str
-    time_seconds: float
-    is_consequence: bool
-    lost: int | None
-    error: bytes | None
+from braidax.comm.rendezvous import DEFAULT, give_up_meeting
+from braidax.errors import Aborted, ArgumentError, BraidaxError, CommError, GangError, PeerLost
+from braidax.gang.calling.orders import DONE, FAILED, Failure, Meeting, Order
+from braidax.gang.calling.parcels import Parcel, pack, unpack
+from braidax.gang.keeping.kept import Kept
 
 
 @final
 class Member:
-    """One rank of one epoch of a gang. One thread uses it.
+    """One rank of a gang. One thread uses it, but for `abort`.
 
-    **Arguments:** `store`: where the ranks of the job meet; it is closed by `leave`. `rank`, `size`: of this process
-    and of the gang. `job`, `epoch`: of the gang. `transport`, `timeout_seconds`, `tuning`: as `connect` takes them.
+    **Arguments:** `store`: where the ranks meet; it is closed by `leave`. `rank`: of the gang. `transport`,
+    `timeout_seconds`, `tuning`: as `connect` takes them. `first_deadline`: until when the first meeting must be over,
+    by `time.monotonic`; None for what the gang says.
     """
 
     def __init__(
@@ -55,143 +39,254 @@ class Member:
         store: Store,
         *,
         rank: int,
-        size: int,
-        job: str,
-        epoch: int,
         transport: str,
         timeout_seconds: float,
         tuning: Tuning = DEFAULT,
+        first_deadline: float | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
-        self._job = job
-        self._epoch = epoch
         self._transport = transport
         self._timeout_seconds = timeout_seconds
         self._tuning = tuning
-        self._comm: Communicator | None = None
+        self._first_deadline = first_deadline
+        self._comms: dict[tuple[str, int], Communicator] = {}
+        self._kept: dict[str, tuple[int, Any]] = {}
+        self._made: tuple[str, int, Any] | None = None  # by the last call; the next order says whether it is kept
+        self._lock = threading.Lock()
+        self._order: Order | None = None  # of the call under way
+        self._aborted: tuple[int, str] = (0, "")  # the call that is to end, which may not have begun, and why
+        self._dismissed = ""  # why all are
 
-    def join(self, *, timeout_seconds: float) -> bytes:
-        """Waits until all ranks are there, and returns the answer: the name of this host, or what was raised.
+    def answer(self, head: Parcel, body: Parcel) -> Parcel:
+        """Does what an order says, and returns the answer: the result, or what was raised.
 
-        **Arguments:** `timeout_seconds`: the limit of this; later waits have that of the constructor.
+        What a function raises ends the epoch of its meeting: the other ranks raise `Aborted` at their next message
+        rather than wait.
+
+        **Arguments:** `head`: the pickled `Order`, and behind it the parcel of what is this rank's own, if anything is.
+        `body`: of `pack_call`; empty to meet only.
         """
-        return self._answer(lambda: self._join(timeout_seconds))
+        order: Order = pickle.loads(head[0])
+        with self._lock:
+            self._order = order
+        try:
+            self._give_up_all_but(order)
+            result = self._done(order, head[1:], body)
+            if order.keep is not None:
+                self._made, result = (order.keep, order.number, result), None
+            return [DONE, *_packed(result)]
+        except BaseException as error:  # noqa: BLE001 (the gang raises it)
+            return [FAILED, pickle.dumps(self._failure(order.meeting, error))]
+        finally:
+            with self._lock:
+                self._order = None
 
-    def call(self, call: bytes | bytearray) -> bytes:
-        """Calls what `pack_call` packed, as `fn(comm, *args)`, and returns the answer: the result or what was raised.
+    def abort(self, call: int, reason: str) -> None:
+        """Ends the epoch of a call, if that is under way: it raises `Aborted` at its next message, on all its ranks.
 
-        What raises here ends the epoch: the other ranks raise `Aborted` at their next message rather than wait.
+        One that waits for others to meet does so within about a second. Any thread may call this.
         """
-        return self._answer(lambda: self._call(call))
+        with self._lock:
+            self._aborted = call, reason
+            order = self._order
+            meeting = None if order is None or order.number != call else order.meeting
+            comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
+        if comm is not None:
+            comm.abort(reason)
+        elif meeting is not None:
+            self._abort_meeting(meeting, reason)
 
-    def abort(self, reason: str) -> None:
-        """Ends the epoch: the call under way raises `Aborted` at its next message, here and on all ranks.
+    def dismiss(self, reason: str) -> None:
+        """Ends the call under way, if there is one, for `leave` follows: it raises at its next message.
 
-        A `join` under way raises when its store sees that it was closed. Any thread may call this.
+        One that waits for others to meet does so when its store sees that it was closed. Any thread may call this.
         """
-        comm = self._comm
+        with self._lock:
+            self._dismissed = reason
+            meeting = None if self._order is None else self._order.meeting
+            comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
         if comm is not None:
             comm.abort(reason)
         else:
             self._store.close()
 
+    def move(self, store: Store) -> None:
+        """Meets at another store from now on; the former one is closed."""
+        former, self._store = self._store, store
+        former.close()
+
     def leave(self) -> None:
-        """Leaves the other ranks and the store. A second call does nothing."""
-        comm, self._comm = self._comm, None
+        """Leaves the other ranks and the store, and gives up all that is kept. A second call does nothing."""
+        self._kept, self._made = {}, None
         try:
-            if comm is not None:
-                comm.close()
+            for key in list(self._comms):
+                self._close(key)
         finally:
             self._store.close()
 
-    def _join(self, timeout_seconds: float) -> str:
-        self._comm = connect(
-            self._store,
-            rank=self._rank,
-            size=self._size,
-            transport=self._transport,
-            job=self._job,
-            epoch=self._epoch,
-            timeout_seconds=timeout_seconds,
-            tuning=self._tuning,
-        )
-        self._comm.timeout_seconds = self._timeout_seconds
-        return self._comm.hosts[self._rank]
+    def _give_up_all_but(self, order: Order) -> None:
+        """Gives up what an order does not name: deleted names, results that are not kept, epochs that ended."""
+        made, self._made = self._made, None
+        if made is not None and order.kept.get(made[0]) == made[1]:
+            self._kept[made[0]] = made[1:]
+        self._kept = {name: kept for name, kept in self._kept.items() if order.kept.get(name) == kept[0]}
+        for key in [key for key in self._comms if key not in order.meetings]:
+            self._close(key)
 
-    def _call(self, call: bytes | bytearray) -> Any:
-        if self._comm is None:
-            raise GangError(f"rank {self._rank} was called before it joined the others; call join() first")
-        fn, args = pickle.loads(call)
-        result = fn(self._comm, *args)
-        self._comm.settle()
+    def _close(self, key: tuple[str, int]) -> None:
+        comm = self._comms.pop(key)
+        with contextlib.suppress(BraidaxError):  # the call that failed has told of it, or a peer has gone
+            comm.close()
+
+    def _done(self, order: Order, own: Parcel, body: Parcel) -> Any:
+        comm = None if order.meeting is None else self._joined(order.meeting)
+        if not body:
+            return socket.gethostname() if comm is None else comm.hosts[comm.rank]
+        fn, args = unpack(body, look_up=self._look_up)
+        args = (*args, *([unpack(own, look_up=self._look_up)] if own else []))
+        result = fn(comm, *args)
+        if comm is not None:
+            comm.settle()
         return result
 
-    def _answer(self, fn: Callable[[], Any]) -> bytes:
-        try:
-            result = fn()
-        except BaseException as error:  # noqa: BLE001 (the gang raises it)
-            return self._failed(error)
-        try:
-            return _dumps((None, result))
-        except Exception as error:  # noqa: BLE001 (whatever pickling raises)
-            kind = type(result)
-            told = GangError(
-                f"the result cannot be sent: it is of type {kind.__module__}.{kind.__qualname__}, and pickling it "
-                f"raised {type(error).__name__}: {error}; return what can be pickled, such as NumPy arrays"
-            )
-            told.__cause__ = error
-            return self._failed(told)
+    def _joined(self, meeting: Meeting) -> Communicator:
+        key = meeting.job, meeting.epoch
+        if key not in self._comms:
+            comm = self._connected(meeting)
+            with self._lock:
+                self._comms[key] = comm
+        with self._lock:
+            reason = self._reason
+        if reason:  # it was told to before the call began, or while all met
+            self._comms[key].abort(reason)
+        return self._comms[key]
 
-    def _failed(self, error: BaseException) -> bytes:
+    @property
+    def _reason(self) -> str:
+        """Why the call under way is to end, if it is."""
+        call, reason = self._aborted
+        return self._dismissed or (reason if self._order is not None and self._order.number == call else "")
+
+    def _connected(self, meeting: Meeting) -> Communicator:
+        with self._lock:
+            reason = self._reason
+        if reason:
+            self._abort_meeting(meeting, reason)
+        seconds = meeting.timeout_seconds
+        if self._first_deadline is not None:
+            seconds = max(1e-3, min(seconds, self._first_deadline - time.monotonic()))
+            self._first_deadline = None
+        comm = connect(
+            self._store,
+            rank=meeting.ranks.index(self._rank),
+            size=len(meeting.ranks),
+            transport=self._transport,
+            job=meeting.job,
+            epoch=meeting.epoch,
+            timeout_seconds=seconds,
+            tuning=self._tuning,
+        )
+        comm.timeout_seconds = self._timeout_seconds
+        return comm
+
+    def _abort_meeting(self, meeting: Meeting, reason: str) -> None:
+        with contextlib.suppress(BraidaxError):  # a store that cannot be reached ends the meeting, too
+            give_up_meeting(self._store, job=meeting.job, epoch=meeting.epoch, reason=reason)
+
+    def _look_up(self, name: str) -> Any:
+        if name not in self._kept:
+            raise GangError(
+                f"rank {self._rank} does not keep {name!r}, which the gang believes it does; call restart()"
+            )
+        return self._kept[name][1]
+
+    def _failure(self, meeting: Meeting | None, error: BaseException) -> Failure:
         seconds = time.time()
         what = f"{type(error).__qualname__}: {_text(error)}"
-        host = socket.gethostname()
-        if self._comm is not None:
-            host = self._comm.hosts[self._rank]
+        host = self._tuning.host or socket.gethostname()
+        comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
+        if comm is not None:
             with contextlib.suppress(CommError):  # the others are gone already
-                self._comm.abort(what)
-        failure = Failure(
+                comm.abort(what)
+        lost = next((link.rank for link in _chain(error) if isinstance(link, PeerLost)), None)
+        return Failure(
             rank=self._rank,
             where=f"rank {self._rank} (host {host}, pid {os.getpid()})",
             what=what,
             traceback="".join(traceback.format_exception(error)),
             time_seconds=seconds,
             is_consequence=is_consequence(error),
-            lost=next((link.rank for link in _chain(error) if isinstance(link, PeerLost)), None),
+            lost=None if lost is None or meeting is None else meeting.ranks[lost],
             error=_pickled(error),
         )
-        return _dumps((failure, None))
 
 
-def pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Returns a function and its arguments as `Member.call` takes them.
+def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], job: str) -> tuple[Parcel, frozenset[str]]:
+    """Returns a function and its arguments as `Member.answer` takes them, and the names of kept things that they name.
 
-    Functions and classes of `__main__` travel by value, so no script needs a guard; those of modules by name.
+    **Arguments:** `job`: of the gang.
 
-    **Raises:** `ArgumentError` naming what cannot be pickled.
+    **Raises:** `ArgumentError` naming what cannot be pickled, or what another gang keeps.
     """
     try:
-        return _dumps((fn, args))
+        return pack_value((fn, args), job)
+    except ArgumentError:
+        raise
     except Exception as error:
         name, value = _culprit(fn, args)
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:80] + "…"
-        raise ArgumentError(
-            f"{name} is {shown}, which cannot be sent to the ranks: {type(error).__name__}: {error}; make it in the "
-            "function itself, or pass what it is made from"
-        ) from error
+        raise _unsendable(name, value, error) from error
 
 
-def unpack_answer(answer: bytes | bytearray) -> tuple[Failure | None, Any]:
-    """Returns what an answer holds: the failure, or None and the result."""
-    return pickle.loads(answer)
+def pack_own(name: str, value: Any, job: str) -> tuple[Parcel, frozenset[str]]:
+    """Returns what one rank alone gets, as `pack_call` does. **Arguments:** `name`: of the value, in an error."""
+    try:
+        return pack_value(value, job)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise _unsendable(name, value, error) from error
+
+
+def pack_value(value: Any, job: str) -> tuple[Parcel, frozenset[str]]:
+    """Returns the parcel of a value, and the names of kept things in it. **Raises:** whatever pickling raises."""
+    names: set[str] = set()
+
+    def refer(part: Any) -> str | None:
+        if not isinstance(part, Kept):
+            return None
+        if part.job != job:
+            raise ArgumentError(f"kept({part.name!r}) is of the gang {part.job}, this one is {job}: use its own kept()")
+        names.add(part.name)
+        return part.name
+
+    return pack(value, refer=refer), frozenset(names)
 
 
 def is_consequence(error: BaseException) -> bool:
     """Says whether an error came from the failure of another rank."""
     return any(isinstance(link, PeerLost | Aborted) for link in _chain(error))
+
+
+def _packed(result: Any) -> Parcel:
+    try:
+        return pack(result)
+    except Exception as error:
+        kind = type(result)
+        raise GangError(
+            f"the result cannot be sent: it is of type {kind.__module__}.{kind.__qualname__}, and pickling it "
+            f"raised {type(error).__name__}: {error}; return what can be pickled, such as NumPy arrays, or keep it "
+            "there (keep=)"
+        ) from error
+
+
+def _unsendable(name: str, value: Any, error: Exception) -> ArgumentError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:80] + "…"
+    return ArgumentError(
+        f"{name} is {shown}, which cannot be sent to the ranks: {type(error).__name__}: {error}; make it in the "
+        "function itself, or pass what it is made from"
+    )
 
 
 def _dumps(value: Any) -> bytes:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Generator
 from io import TextIOBase
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 from braidax.comm import Communicator, TcpStoreServer
 from braidax.comm.stores.tcp_frames import url
 from braidax.connections.hosts import host_addresses
-from braidax.errors import RankFailed
+from braidax.errors import GangError, RankFailed
 from braidax.gang.gang import Gang
 from braidax.gang.launch import Failed, Job, repeated
 from braidax.gang.program import Program, Seat
 from braidax.gang.runner import initialize_jax, run
+
+_PROGRAM = threading.Lock()  # of the process, as are its environment and its folder
 
 
 def launch_on(
@@ -57,9 +60,18 @@ def _run(comm: Communicator, program: Program, name: str, transport: str, epoch:
     The secret of its store is derived: whoever sees this call, on its way through a scheduler, does not learn it.
     """
     job = Job(comm.derive_secret(f"launch {name} {epoch}"), transport, name)
-    with _restored():
-        os.chdir(folder)
-        _run_there(comm, program, job, epoch)
+    if not _PROGRAM.acquire(blocking=False):
+        raise GangError(
+            f"{program.target}: another program runs in this process (pid {os.getpid()}), and a process has one "
+            "environment, one folder and one sys.argv; give each rank of each gang a Dask worker that is a process of "
+            "its own: workers=, or a cluster with processes=True"
+        )
+    try:
+        with _restored():
+            os.chdir(folder)
+            _run_there(comm, program, job, epoch)
+    finally:
+        _PROGRAM.release()
 
 
 @contextlib.contextmanager

@@ -25,9 +25,8 @@ _CHUNK_BYTES = 1 << 16
 _MAX_DRAINED = 1 << 20  # bytes; more than a pipe holds
 _SLICE_SECONDS = 0.5
 _KILL_SECONDS = 10.0  # for the kernel to end what was killed
-
+_END, _LOOK = b"x", b"."  # what wakes the thread that watches
 _MAX_TOLD_BYTES = 1 << 8  # of `Processes.tell`
-
 MAX_STDIN_BYTES = (1 << 16) - _MAX_TOLD_BYTES
 """How long `Command.stdin` may be: what a pipe holds before anybody reads, and room for what is told later."""
 
@@ -122,22 +121,38 @@ class Processes:
     def __init__(self, commands: Sequence[Command], *, write: Writer, grace_seconds: float = 5.0) -> None:
         self._grace_seconds = grace_seconds
         self._processes: list[_Process] = []
+        self._unwatched: list[_Process] = []  # started or discarded since the thread last looked
         self._unseen: list[Ending] = []
         self._woken = False
         self._changed = threading.Condition()
-        self._wake_read, self._wake_write = os.pipe()
-        self._news_read, self._news_write = os.pipe()
-        self._pipes = (self._wake_read, self._wake_write, self._news_read, self._news_write)
+        self._pipes = (*os.pipe(), *os.pipe())
+        self._wake_read, self._wake_write, self._news_read, self._news_write = self._pipes
         self._thread: threading.Thread | None = None
         self._write: Writer | None = write
         try:
-            for number, command in enumerate(commands):
-                self._processes.append(_Process(number, command))
+            self.add(commands)
             self._thread = threading.Thread(target=self._watch, name="braidax-watch", daemon=True)
             self._thread.start()
         except BaseException:
             self.end()
             raise
+
+    def add(self, commands: Sequence[Command]) -> list[int]:
+        """Starts more processes, and returns their numbers. **Raises:** `OSError`; those before that one run then."""
+        first = len(self._processes)
+        for command in commands:
+            self._processes.append(_Process(len(self._processes), command))
+            self._unwatched.append(self._processes[-1])
+        os.write(self._wake_write, _LOOK)
+        return list(range(first, len(self._processes)))
+
+    def discard(self, number: int) -> None:
+        """Ends a process at once, with whatever it started, and gives up what is held of it."""
+        process = self._processes[number]
+        process.signal(signal.SIGKILL)
+        process.is_discarded = True
+        self._unwatched.append(process)
+        os.write(self._wake_write, _LOOK)
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when `wait` has something to return."""
@@ -212,7 +227,7 @@ class Processes:
     def _close(self) -> None:
         if self._thread is not None:
             with contextlib.suppress(OSError):
-                os.write(self._wake_write, b"x")
+                os.write(self._wake_write, _END)
             self._thread.join()
             self._thread = None
         for process in self._processes:
@@ -225,25 +240,44 @@ class Processes:
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
-            for process in self._processes:
-                for descriptor in process.descriptors:
-                    selector.register(descriptor, selectors.EVENT_READ, process)
             while True:
                 for key, _ in selector.select():
                     if key.fd == self._wake_read:
-                        for process in self._processes:
-                            process.drain(self._told)
-                        return
+                        if _END in os.read(key.fd, _CHUNK_BYTES):
+                            for process in self._processes:
+                                process.drain(self._told)
+                            return
+                        while self._unwatched:
+                            self._look(selector, self._unwatched.pop(0))
+                        break  # what else is ready may be of a process that was discarded
                     process: _Process = key.data
                     if key.fd == process.pidfd:
-                        selector.unregister(key.fd)
-                        ending = process.ended(self._told)
-                        with self._changed:
-                            self._unseen.append(ending)
-                            os.write(self._news_write, b"x")
-                            self._changed.notify_all()
+                        self._note_ending(selector, process)
                     elif process.read(key.fd, self._told) == 0:
                         selector.unregister(key.fd)
+
+    def _look(self, selector: selectors.BaseSelector, process: "_Process") -> None:
+        """Begins to watch a process, or gives one up that is discarded and has ended."""
+        known = selector.get_map()
+        if not process.is_discarded:
+            for descriptor in process.descriptors:
+                selector.register(descriptor, selectors.EVENT_READ, process)
+        elif process.ending is not None:
+            for descriptor in [key.fd for key in known.values() if key.data is process]:
+                selector.unregister(descriptor)
+            process.close()
+        elif process.pidfd not in known:  # it was discarded before it was ever watched
+            selector.register(process.pidfd, selectors.EVENT_READ, process)
+
+    def _note_ending(self, selector: selectors.BaseSelector, process: "_Process") -> None:
+        selector.unregister(process.pidfd)
+        ending = process.ended(self._told)
+        with self._changed:
+            self._unseen.append(ending)
+            os.write(self._news_write, b"x")
+            self._changed.notify_all()
+        if process.is_discarded:
+            self._look(selector, process)
 
     def _told(self, number: int, stream: Stream, line: str) -> None:
         if self._write is not None:
@@ -259,6 +293,7 @@ class _Process:
     def __init__(self, number: int, command: Command) -> None:
         self.number = number
         self.ending: Ending | None = None
+        self.is_discarded = False  # its owner has sent its last signal
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         with contextlib.ExitStack() as opened:
             parent, lifeline = os.pipe()
@@ -341,12 +376,14 @@ class _Process:
                 self._popen.stdin.write(line)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the whole group."""
+        """Sends a signal to the whole group, as long as its number is its own."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, number)
+            if not self.is_discarded:
+                os.killpg(self._popen.pid, number)
 
     def close(self) -> None:
         """Kills the group, reaps the process and closes all descriptors. A second call does nothing."""
+        self._begun = {}
         self._opened.close()
 
     def _reap(self) -> None:

@@ -1,89 +1,38 @@
 """Gangs on Ray: a placement group with one bundle a rank, and in each bundle an actor that is the rank."""
 
 import contextlib
+import math
 import os
-import re
+import queue
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final, get_args
 
-from braidax.comm.stores.limits import check_amount, check_value, key_bytes
-from braidax.comm.stores.store import Store, missing
-from braidax.errors import ArgumentError, CommError, GangError, import_extra
+import numpy as np
+
+from braidax.errors import ArgumentError, GangError
 from braidax.gang.actor_store import ActorStore
-from braidax.gang.gang import Ended, Gang, Ranks
+from braidax.gang.calling.parcels import Parcel, own, shown_to_pickle
+from braidax.gang.calling.ranks import Ended, Message, Ranks
+from braidax.gang.gang import Gang
+from braidax.gang.keeping.kept import listed
 from braidax.gang.member import Member
+from braidax.gang.ray_store import ANSWER_SECONDS, SCHEME, import_ray, told
+from braidax.gang.ray_store import RayStore as RayStore
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
-_SCHEME = "ray:"
+Arrays = list[np.ndarray[Any, np.dtype[np.uint8]]]
+
 _NAMESPACE = "braidax"
-_ANSWER_SECONDS = 30.0  # that an actor on a busy host may take to answer
 _LEAVE_SECONDS = 2.0  # a rank that does not leave by itself in that time is killed
 _GONE_SECONDS = 10.0  # after a kill
-_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_CONTROL = "control"  # the concurrency group of what is not to wait for a call
 _MIN_WAITING = 1000  # calls that may wait in a store's actor, Ray's own default
-
-
-@final
-class RayStore(Store):
-    """A store in an actor of Ray, reached by whatever Ray itself talks over.
-
-    **Arguments:** `address`: `ray:NAMESPACE/NAME` of an actor that a `RayGang` holds; it ends with the gang's
-    epoch.
-
-    **Raises:** `ArgumentError` for another address, `CommError` when Ray knows no such actor.
-    """
-
-    def __init__(self, address: str) -> None:
-        namespace, slash, name = address.removeprefix(_SCHEME).partition("/")
-        if not address.startswith(_SCHEME) or not slash or not name:
-            raise ArgumentError(f"{address=}: expected {_SCHEME}NAMESPACE/NAME, as RayStore.address gives it")
-        self._ray = _ray()
-        self._address = address
-        try:
-            self._actor = self._ray.get_actor(name, namespace=namespace)
-        except ValueError as error:
-            raise CommError(
-                f"{address}: Ray knows no such actor ({error}); it ends with the epoch of the gang that holds it: is "
-                "this the same Ray cluster, and does the gang run?"
-            ) from error
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    def set(self, key: str, value: bytes) -> None:
-        check_value(key, value)
-        self._answer(self._actor.set.remote(key_bytes(key), value), 0.0)
-
-    def get(self, key: str, *, timeout_seconds: float) -> bytes:
-        value = self._answer(self._actor.get.remote(key_bytes(key), timeout_seconds), timeout_seconds)
-        if value is None:
-            raise missing(key, self._address, timeout_seconds)
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        check_amount(amount)
-        return self._answer(self._actor.add.remote(key_bytes(key), amount), 0.0)
-
-    def close(self) -> None:
-        pass  # the gang ends the actor
-
-    def _answer(self, call: Any, seconds: float) -> Any:
-        limit = seconds + _ANSWER_SECONDS
-        try:
-            return self._ray.get(call, timeout=limit)
-        except self._ray.exceptions.GetTimeoutError as error:
-            raise CommError(f"{self._address} did not answer within {limit:g} s; is its host alive?") from error
-        except self._ray.exceptions.RayError as error:
-            raise CommError(
-                f"{self._address} cannot be reached: {_told(error)}; it ends with the epoch of the gang that holds it: "
-                "does the gang run?"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -144,12 +93,12 @@ class RayGang(Gang):
         if strategy not in get_args(Strategy):
             raise ArgumentError(f"{strategy=}: expected one of {', '.join(get_args(Strategy))}")
         self._options = _Options(transport, bundle, strategy, dict(environment or {}), timeout_seconds)
-        self._ray = _ray()
+        self._ray = import_ray()
         self._started = ""  # the address of the cluster that this gang started
 
-    def _begin(self, epoch: int, deadline: float) -> Ranks:
+    def _begin(self, deadline: float) -> Ranks:
         if self._ray.is_initialized():
-            return self._ranks_of(epoch, deadline)
+            return _RayRanks(self._ray, self._options, self._size, deadline)
         try:
             self._ray.init()
         except (OSError, RuntimeError, ValueError) as error:
@@ -160,20 +109,10 @@ class RayGang(Gang):
             ) from error
         self._started = self._cluster()
         try:
-            return self._ranks_of(epoch, deadline)
+            return _RayRanks(self._ray, self._options, self._size, deadline)
         except BaseException:
             self._close()
             raise
-
-    def _ranks_of(self, epoch: int, deadline: float) -> Ranks:
-        member = {
-            "size": self._size,
-            "job": self._job,
-            "epoch": epoch,
-            "transport": self._options.transport,
-            "timeout_seconds": self._options.timeout_seconds,
-        }
-        return _RayRanks(self._ray, self._options, member, deadline)
 
     def _close(self) -> None:
         started, self._started = self._started, ""
@@ -186,62 +125,134 @@ class RayGang(Gang):
 
 
 class _RayRanks(Ranks):
-    """The actors of one epoch, the placement group that they lie in, and the actor of their store.
+    """The actors of a gang, the placement group that they lie in, and the actor of their store.
 
-    **Arguments:** `member`: how each rank makes its `Member`. `deadline`: by `time.monotonic`.
+    **Arguments:** `deadline`: until when they must be there, by `time.monotonic`.
     """
 
-    def __init__(self, ray: Any, options: _Options, member: Mapping[str, Any], deadline: float) -> None:
+    def __init__(self, ray: Any, options: _Options, size: int, deadline: float) -> None:
         self._ray = ray
         self._options = options
-        self._size: int = member["size"]
+        self._size = size
         self._group: Any = None
         self._store: Any = None
-        self._actors: list[Any] = []
-        self._owed: dict[Any, int] = {}
+        self._store_address = ""
+        self._actors: dict[int, Any] = {}
+        self._places: dict[int, tuple[str, int]] = {}
+        self._owed: dict[int, Any] = {}  # by rank, the answer
+        self._watches: dict[int, Any] = {}  # by rank, what fails when it ends
+        self._news: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         with contextlib.ExitStack() as undone:
-            undone.callback(self.end)
+            undone.callback(self.end, "stop")
             self._reserve(deadline)
-            address = self._start_store()
-            for rank in range(self._size):
-                self._actors.append(self._actor(rank).remote(address, rank, member))
-            self._places = self._found(deadline)
-            left = max(1e-3, deadline - time.monotonic())
-            self._owed = {actor.join.remote(left): rank for rank, actor in enumerate(self._actors)}
+            self._start_store()
+            self._start(range(size), deadline)
             undone.pop_all()
 
-    def call(self, call: bytes) -> None:
-        sent = self._ray.put(call)  # once a host, not once a rank
-        self._owed = {actor.call.remote(sent): rank for rank, actor in enumerate(self._actors)}
+    def ask(self, messages: Mapping[int, Message]) -> None:
+        bodies: dict[int, Any] = {}
+        for message in messages.values():
+            if id(message.body) not in bodies:  # once a host, not once a rank
+                bodies[id(message.body)] = self._ray.put(shown_to_pickle(message.body))
+        for rank, message in messages.items():
+            answer = self._actors[rank].answer.remote(shown_to_pickle(message.head), bodies[id(message.body)])
+            self._owed[rank] = answer
+            self._listen(rank, answer)
 
-    def answers(self, *, timeout_seconds: float | None) -> Mapping[int, bytes | Ended]:
-        self._ray.wait(list(self._owed), num_returns=1, timeout=timeout_seconds)
-        ready, _ = self._ray.wait(list(self._owed), num_returns=len(self._owed), timeout=0)
-        return {rank: self._read(rank, answer) for answer in ready for rank in [self._owed.pop(answer)]}
+    def answers(self, *, timeout_seconds: float | None) -> Mapping[int, Parcel | Ended]:
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        new: dict[int, Parcel | Ended] = {}
+        left: float | None = None
+        while not new:
+            if not math.isinf(deadline):
+                left = max(0.0, deadline - time.monotonic())
+            try:
+                item = self._news.get(timeout=left)
+                while item is not None:
+                    rank, ref = item
+                    if rank in new:  # it has answered, and then ended
+                        self._news.put(item)
+                        return new
+                    if ref in (self._owed.get(rank), self._watches.get(rank)):  # and not of a rank that was killed
+                        new[rank] = self._read(rank, ref)
+                    item = self._news.get_nowait()
+                return new  # it was woken
+            except queue.Empty:
+                if left == 0.0:
+                    return new
+        return new
 
-    def end(self) -> None:
-        actors, self._actors = self._actors, []
+    def wake(self) -> None:
+        self._news.put(None)
+
+    def abort(self, ranks: Collection[int], call: int, reason: str) -> None:
+        for rank in ranks:
+            if rank in self._actors:
+                self._actors[rank].abort.options(concurrency_group=_CONTROL).remote(call, reason)
+
+    def kill(self, ranks: Collection[int]) -> None:
+        killed = [self._actors.pop(rank) for rank in ranks if rank in self._actors]
+        for rank in ranks:
+            self._owed.pop(rank, None)
+            self._watches.pop(rank, None)
+        self._kill(killed)
+
+    def replace(self, ranks: Collection[int], deadline: float) -> None:
+        self.kill(ranks)
+        try:
+            if not self._has_store():
+                self._start_store()
+                moving = [actor.move.remote(self._store_address) for actor in self._actors.values()]
+                del moving
+            self._start(ranks, deadline)
+        except BaseException:
+            self.kill(ranks)
+            raise
+
+    def end(self, reason: Literal["stop", "interrupt"]) -> None:
+        actors, self._actors = list(self._actors.values()), {}
         owed, self._owed = self._owed, {}
         group, self._group = self._group, None
         store, self._store = self._store, None
         if not self._ray.is_initialized():  # all of it went with the cluster, and Ray would begin a new one
             return
-        quietly = contextlib.suppress(Exception)  # Ray raises just that for actors of a cluster that is gone
-        with quietly:
+        with _quietly():
             if actors and not owed:
                 leaving = [actor.leave.remote() for actor in actors]
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
-        for actor in (*actors, store):
-            with quietly:
-                if actor is not None:
-                    self._ray.kill(actor)
-        with quietly:
-            if actors:
-                ended = [actor.where.remote() for actor in actors]  # fails as soon as the actor is gone
-                self._ray.wait(ended, num_returns=len(ended), timeout=_GONE_SECONDS)
-        with quietly:
+        self._kill([*actors, *([] if store is None else [store])])
+        with _quietly():
             if group is not None:
                 self._ray.util.remove_placement_group(group)
+
+    def _kill(self, actors: Sequence[Any]) -> None:
+        """Kills actors, and waits until they are gone, so that their place is free."""
+        for actor in actors:
+            with _quietly():
+                self._ray.kill(actor)
+        with _quietly():
+            gone = [actor.__ray_ready__.remote() for actor in actors]  # fails as soon as the actor is gone
+            if gone:
+                self._ray.wait(gone, num_returns=len(gone), timeout=_GONE_SECONDS)
+
+    def _start(self, ranks: Collection[int], deadline: float) -> None:
+        for rank in ranks:
+            member = {"transport": self._options.transport, "timeout_seconds": self._options.timeout_seconds}
+            self._actors[rank] = self._actor(rank).remote(self._store_address, rank, member)
+        self._find(ranks, deadline)
+        for rank in ranks:
+            self._watches[rank] = self._actors[rank].stay.options(concurrency_group=_CONTROL).remote()
+            self._listen(rank, self._watches[rank])
+
+    def _has_store(self) -> bool:
+        try:
+            self._ray.get(self._store.get.remote(b"", 0.0), timeout=ANSWER_SECONDS)
+        except (self._ray.exceptions.RayError, self._ray.exceptions.GetTimeoutError):
+            return False
+        return True
+
+    def _listen(self, rank: int, ref: Any) -> None:
+        ref.future().add_done_callback(lambda _: self._news.put((rank, ref)))
 
     def _reserve(self, deadline: float) -> None:
         bundle, strategy = self._options.bundle, self._options.strategy
@@ -250,17 +261,17 @@ class _RayRanks(Ranks):
             all_of_it, free = self._ray.cluster_resources(), self._ray.available_resources()
             has = ", ".join(f"{name} {free.get(name, 0.0):g} of {all_of_it.get(name, 0.0):g}" for name in bundle)
             raise GangError(
-                f"Ray found no room for size={self._size} ranks of {_listed(bundle)} each ({strategy}) within "
+                f"Ray found no room for size={self._size} ranks of {_amounts(bundle)} each ({strategy}) within "
                 f"timeout_seconds={self._options.timeout_seconds:g}; free in the cluster: {has}; take fewer ranks, ask "
                 "for less (num_cpus=, num_gpus=, resources=), or add nodes"
             )
 
-    def _start_store(self) -> str:
+    def _start_store(self) -> None:
         name = f"store-{secrets.token_hex(16)}"
         waiting = max(_MIN_WAITING, 4 * self._size)
         store = self._ray.remote(ActorStore)
         self._store = store.options(num_cpus=0, name=name, namespace=_NAMESPACE, max_concurrency=waiting).remote()
-        return f"{_SCHEME}{_NAMESPACE}/{name}"
+        self._store_address = f"{SCHEME}{_NAMESPACE}/{name}"
 
     def _actor(self, rank: int) -> Any:
         bundle = dict(self._options.bundle)
@@ -275,40 +286,43 @@ class _RayRanks(Ranks):
         }
         if self._options.environment:
             options["runtime_env"] = {"env_vars": self._options.environment}
-        return self._ray.remote(_Rank).options(**options)
+        return self._ray.remote(concurrency_groups={_CONTROL: 2})(_Rank).options(**options)
 
-    def _found(self, deadline: float) -> list[tuple[str, int]]:
-        """Waits until all actors are there, and returns where."""
-        calls = [actor.where.remote() for actor in self._actors]
+    def _find(self, ranks: Collection[int], deadline: float) -> None:
+        """Waits until actors are there, and notes where."""
+        calls = {rank: self._actors[rank].where.remote() for rank in ranks}
         left = max(0.0, deadline - time.monotonic())
-        ready, late = self._ray.wait(calls, num_returns=len(calls), timeout=left)
-        for rank, call in enumerate(calls):
+        ready, late = self._ray.wait(list(calls.values()), num_returns=len(calls), timeout=left)
+        for rank, call in calls.items():
             try:
                 if call in ready:
-                    self._ray.get(call)
+                    self._places[rank] = self._ray.get(call)
             except self._ray.exceptions.RayError as error:
-                raise GangError(f"rank {rank} of {self._size} cannot be started on Ray: {_told(error)}") from error
+                raise GangError(f"rank {rank} of {self._size} cannot be started on Ray: {told(error)}") from error
         if late:
-            ranks = ", ".join(str(calls.index(call)) for call in late)
             raise GangError(
-                f"Ray did not start rank {ranks} of {self._size} within "
-                f"timeout_seconds={self._options.timeout_seconds:g}; allow more time, or see what Ray's log folder says"
+                f"Ray did not start {listed(rank for rank, call in calls.items() if call in late)} of {self._size} "
+                f"within timeout_seconds={self._options.timeout_seconds:g}; allow more time, or see what Ray's log "
+                "folder says"
             )
-        return self._ray.get(calls)
 
-    def _read(self, rank: int, answer: Any) -> bytes | Ended:
+    def _read(self, rank: int, ref: Any) -> Parcel | Ended:
         try:
-            return self._ray.get(answer)
+            answer = own(self._ray.get(ref))
+            del self._owed[rank]
+            return answer
         except self._ray.exceptions.RayError as error:
             host, pid = self._places[rank]
-            how = (
-                f"ended without an answer: {_told(error)}; Ray keeps what it wrote in its log folder, worker-*-{pid}.*"
-            )
+            self.kill([rank])
+            how = f"ended without an answer: {told(error)}; Ray keeps what it wrote in its log folder, worker-*-{pid}.*"
             return Ended(host, pid, how, time.time())
 
 
 class _Rank:
-    """An actor that is a rank; Ray shows what it prints with `repr` of it in front."""
+    """An actor that is a rank; Ray shows what it prints with `repr` of it in front.
+
+    Its methods run in its main thread, but for `abort` and `stay`, which are called in a group of their own.
+    """
 
     def __init__(self, address: str, rank: int, member: Mapping[str, Any]) -> None:
         self._rank = rank
@@ -321,28 +335,31 @@ class _Rank:
         """Returns the names of the host and of the process."""
         return socket.gethostname(), os.getpid()
 
-    def join(self, timeout_seconds: float) -> bytes:
-        """Answers what `Member.join` does."""
-        return self._member.join(timeout_seconds=timeout_seconds)
+    def answer(self, head: Arrays, body: Arrays) -> Arrays:
+        """Answers what `Member.answer` does. All are parts as arrays, which Ray shares as they are."""
+        return shown_to_pickle(self._member.answer(own(head), own(body)))
 
-    def call(self, call: bytes) -> bytes:
-        """Answers what `Member.call` does."""
-        return self._member.call(call)
+    def abort(self, call: int, reason: str) -> None:
+        """Does what `Member.abort` does."""
+        self._member.abort(call, reason)
+
+    def stay(self) -> None:
+        """Never returns: a call of this fails when the actor ends."""
+        threading.Event().wait()
+
+    def move(self, address: str) -> None:
+        """Meets at another store from now on."""
+        self._member.move(RayStore(address))
 
     def leave(self) -> None:
         """Leaves the other ranks."""
         self._member.leave()
 
 
-def _ray() -> Any:
-    return import_extra("ray", "ray", purpose="a gang on Ray")
+def _quietly() -> contextlib.AbstractContextManager[None]:
+    """Ignores what goes wrong with actors: Ray raises just any `Exception` for those of a cluster that is gone."""
+    return contextlib.suppress(Exception)
 
 
-def _told(error: Exception) -> str:
-    """Returns what Ray says in one line, without its colors and its guesses."""
-    text = _COLOR.sub("", str(error)).rpartition("The actor is dead because ")[2].partition("Some common causes")[0]
-    return " ".join(text.split()) or type(error).__name__
-
-
-def _listed(bundle: Mapping[str, float]) -> str:
+def _amounts(bundle: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())

@@ -1,0 +1,68 @@
+"""What is said of a call that failed: by whom, and who came first."""
+
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from braidax.errors import RankFailed
+from braidax.gang.calling.orders import Failure
+from braidax.gang.calling.parcels import Parcel
+from braidax.gang.calling.ranks import Ended
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What is raised for one rank, and what decides whether it is.
+
+    **Fields:** `error`, `cause`: what is raised from what. `time_seconds`: when it happened. `is_consequence`: whether
+    it only says that another rank failed. `lost`: the rank that it says is lost.
+    """
+
+    error: RankFailed
+    cause: BaseException | None
+    time_seconds: float
+    is_consequence: bool = False
+    lost: int | None = None
+
+
+def failed(rank: int, parcel: Parcel) -> Trouble:
+    """Returns the trouble that the parcel of a `Failure` tells of."""
+    try:
+        failure: Failure = pickle.loads(parcel[0])
+        told = RankFailed(f"{failure.where}: {failure.what}", rank)
+        told.add_note(f"In {failure.where}:\n{failure.traceback}")
+        return Trouble(told, _cause(failure), failure.time_seconds, failure.is_consequence, failure.lost)
+    except Exception as error:  # noqa: BLE001 (whatever else it sent)
+        told = RankFailed(f"rank {rank} answered what cannot be read: {type(error).__name__}: {error}", rank)
+        return Trouble(told, error, time.time())
+
+
+def ended(rank: int, end: Ended) -> Trouble:
+    """Returns the trouble of a rank whose process ended."""
+    pid = "" if end.pid is None else f", pid {end.pid}"
+    message = f"rank {rank} (host {end.host}{pid}) {end.how}"
+    if end.log:
+        message = "\n".join([f"{message}; the last lines that it wrote:", *end.log])
+    return Trouble(RankFailed(message, rank), None, end.time_seconds)
+
+
+def first(troubles: Mapping[int, Trouble], missing: Sequence[int]) -> Trouble:
+    """Returns the trouble that came first, those that only tell of another rank's behind all others.
+
+    **Arguments:** `missing`: ranks that have said nothing yet.
+    """
+    found = min(troubles.values(), key=lambda trouble: (trouble.is_consequence, trouble.time_seconds))
+    if not found.is_consequence or found.lost is None or found.lost not in missing:
+        return found
+    told = RankFailed(f"rank {found.lost} does not answer: it is frozen or cut off; {found.error}", found.lost)
+    return Trouble(told, found.cause, found.time_seconds, lost=found.lost)
+
+
+def _cause(failure: Failure) -> BaseException | None:
+    if failure.error is None:
+        return None
+    try:
+        return pickle.loads(failure.error)
+    except Exception:  # noqa: BLE001 (its class may be known to the rank only)
+        return None

@@ -1,0 +1,307 @@
+"""Local gangs that stay: the contract, what only they can show, and kills at random moments."""
+
+import io
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from braidax.comm import Communicator
+from braidax.errors import ArgumentError, GangError, RankFailed, WaitTimeout
+from braidax.gang import Gang, LocalGang
+from braidax.gang.calling import dispatch, worlds
+from tests.gang import clusters, programs, staying
+
+NUM_KILLS = 30
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LocalGang]:
+    with LocalGang(3) as gang:
+        yield gang
+
+
+@pytest.fixture
+def gang(shared: LocalGang) -> LocalGang:
+    """A gang of 3 whose ranks live and keep nothing, whatever another test did to it."""
+    shared.replace()
+    for name in shared.names():
+        shared.delete(name)
+    return shared
+
+
+@pytest.mark.parametrize("check", staying.CHECKS, ids=lambda check: check.__name__)
+def test_a_local_gang_stays(gang: LocalGang, tmp_path: Path, check: Callable[[Gang, Path], None]) -> None:
+    check(gang, tmp_path)
+
+
+def test_a_rank_that_goes_on_when_another_raised_holds_up_the_next_call_only(
+    gang: LocalGang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_or_wait(comm: Communicator, path: str) -> None:
+        if comm.rank == 0:
+            staying.wait_for_file(comm, f"{path} is awaited")
+            raise ValueError("the value")
+        Path(f"{path} is awaited").touch()
+        staying.wait_for_file(comm, path)
+
+    monkeypatch.setattr(dispatch, "OTHERS_SECONDS", 0.2)
+    path = tmp_path / "go"
+    pids = gang.run(programs.pids)
+    with pytest.raises(RankFailed, match="the value") as told:
+        gang.run(fail_or_wait, str(path), ranks=[0, 1])
+    assert "rank 1 had not answered; the next call there waits for that." in told.value.__notes__
+    assert gang.run(programs.pids, ranks=[0, 2]) == [pids[0], pids[2]]
+    behind = gang.submit(programs.pids)
+    words = (
+        r"^ranks 0, 1, 2 of 3 did not begin the call within timeout_seconds=0\.1: rank 1 had not answered an earlier"
+    )
+    with pytest.raises(WaitTimeout, match=words):
+        gang.run(programs.pids, timeout_seconds=0.1)
+    assert not behind.done
+    path.touch()
+    assert behind.result(timeout_seconds=30) == pids
+    assert gang.lost == ()
+
+
+def test_a_rank_that_hangs_is_replaced_when_that_is_asked_for(gang: LocalGang) -> None:
+    pids = gang.run(programs.pids)
+    hanging, behind = gang.submit(programs.sleep_after_0, ranks=[0, 1]), gang.submit(programs.pids)
+    gang.replace([1])
+    with pytest.raises(RankFailed, match="rank 1 was ended by force: it is being replaced"):
+        hanging.result(timeout_seconds=30)
+    with pytest.raises(GangError, match="rank 1 was ended by force: it is being replaced"):
+        behind.result(timeout_seconds=30)
+    assert programs.is_gone(pids[1])
+    again = gang.run(programs.pids)
+    assert (again[0], again[2]) == (pids[0], pids[2])
+    assert again[1] != pids[1]
+
+
+def test_a_rank_that_ends_while_all_meet_keeps_nobody(gang: LocalGang, tmp_path: Path) -> None:
+    """The others wait for it in the store, which nobody but the gang can tell them."""
+    pids = gang.run(programs.pids)
+    with pytest.raises(RankFailed):
+        gang.run(programs.fail_on_1, "raised")
+    os.kill(pids[1], signal.SIGSTOP)
+    begun = time.monotonic()
+    meeting = gang.submit(staying.total, 1.0)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RankFailed, match=r"rank 1 .* was ended by signal 9"):
+        meeting.result(timeout_seconds=30)
+    gang.replace()
+    assert time.monotonic() - begun < 10  # the limit of a meeting is 60 s
+    assert gang.run(programs.pids)[0] == pids[0]
+
+
+def test_what_a_lost_rank_has_started_ends_at_once() -> None:
+    with LocalGang(2) as gang:
+        children = gang.run(programs.leave_a_child)
+        with pytest.raises(RankFailed):
+            gang.run(clusters.die_in_one, 1)
+        programs.wait_until_gone([children[1]], seconds=5)
+        assert not programs.is_gone(children[0])
+        gang.restart()
+        programs.wait_until_gone(children, seconds=5)
+
+
+def test_a_killed_rank_is_replaced_within_three_seconds() -> None:
+    begun = time.monotonic()
+    with LocalGang(4) as gang:
+        started = time.monotonic() - begun
+        gang.put("x", [np.arange(3)] * 4)
+        os.kill(gang.run(programs.pids)[2], signal.SIGKILL)
+        clusters.until(lambda: gang.lost == (2,))
+        begun = time.monotonic()
+        gang.replace()
+        seconds = time.monotonic() - begun
+        print(f"started 4 ranks in {started:.2f} s, replaced a killed one in {seconds:.2f} s")  # noqa: T201
+        assert gang.run(staying.total, 1.0) == [4.0] * 4
+        assert len(gang.get("x", ranks=[0, 1, 3])) == 3
+    assert seconds < max(3.0, started)  # on a machine that is busy with other tests, a start takes longer
+
+
+def test_large_arguments_are_not_copied_into_one_pickle(gang: LocalGang) -> None:
+    """Neither here nor there is more memory taken than the array itself."""
+    array = np.ones(staying.LARGE_BYTES // 8)
+    (there,), here = gang.run(_begin_peak, ranks=[0]), _begin_peak()
+    (peak,) = gang.run(_peak, array, ranks=[0])
+    assert staying.LARGE_BYTES <= peak - there < 1.3 * staying.LARGE_BYTES
+    assert _peak() - here < 0.3 * staying.LARGE_BYTES
+
+
+def _begin_peak(comm: object = None) -> int:
+    """Lets the peak of this process's memory begin anew, and returns what it has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak(*_: object) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def test_a_rank_that_sends_what_is_no_answer_is_lost() -> None:
+    def write_there(comm: Communicator) -> None:
+        if comm.rank == 1:
+            os.write(int(sys.argv[1]), b"\xff" * 16)  # where its answers go
+        comm.recv(1 - comm.rank)
+
+    with LocalGang(2) as gang:
+        words = r"^rank 1 \(host .*\) sent what is no answer: a message of kind 65535 with 65,535 of 4,294,967,295 pa"
+        with pytest.raises(RankFailed, match=words):
+            gang.run(write_there)
+        assert gang.lost == (1,)
+        gang.replace()
+        assert gang.run(staying.total, 1.0) == [2.0] * 2
+
+
+def test_many_replacements_leave_nothing() -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    with LocalGang(2) as gang:
+        before = open_files()
+        for _ in range(4):
+            with pytest.raises(RankFailed):
+                gang.run(clusters.die_in_one, 1)
+            gang.replace()
+        clusters.until(lambda: open_files() <= before)  # a process that was given up is held a moment longer
+        assert len(gang.run(programs.pids)) == 2
+
+
+def test_calls_that_wait_are_told_when_the_gang_ends(tmp_path: Path) -> None:
+    gang = LocalGang(2)
+    gang.start()
+    running = gang.submit(staying.wait_for_file, str(tmp_path / "never"))
+    waiting = gang.submit(programs.pids)
+    gang.stop()
+    for future in (running, waiting):
+        assert future.done
+        with pytest.raises(GangError, match=r"^ranks 0, 1 did not answer: it was stopped: call start\(\)"):
+            future.result()
+    with pytest.raises(GangError, match="it was stopped"):
+        gang.submit(programs.pids)
+
+
+def test_more_subsets_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was called longest ago gives up its communicator; it meets anew when it is called."""
+    monkeypatch.setattr(worlds, "MAX_SUBSETS", 1)
+    with LocalGang(3) as gang:
+        first = gang.run(staying.make, 1, ranks=[0, 1])
+        assert np.array_equal(first, gang.run(staying.make, 1, ranks=[0, 1]))
+        threads = gang.run(lambda comm: threading.active_count(), ranks=[0])
+        for ranks in ([0, 2], [1, 2], [0, 1], [0, 2]):
+            assert gang.run(staying.total, 1.0, ranks=ranks) == [2.0, 2.0]
+        assert gang.run(lambda comm: threading.active_count(), ranks=[0]) == threads
+
+
+def test_wrong_use_is_told(gang: LocalGang, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks in ([], [1, 0], [0, 0], [3], [-1]):
+        with pytest.raises(ArgumentError, match=r"expected different ranks of 0 to 2 in ascending order, at least one"):
+            gang.run(programs.pids, ranks=ranks)
+    with pytest.raises(ArgumentError, match=r"per_rank= has 2 values; expected one for each of 3 ranks"):
+        gang.run(programs.pids, per_rank=[1, 2])
+    with pytest.raises(ArgumentError, match=r"per_rank\[2\] is <unlocked _thread.lock .*cannot be sent to the ranks"):
+        gang.run(programs.pids, per_rank=[threading.Lock()], ranks=[2])
+    with pytest.raises(ArgumentError, match=r"name='': expected a text that is not empty"):
+        gang.put("", [1, 2, 3])
+    with pytest.raises(ArgumentError, match=r"values= is empty: expected a list"):
+        gang.put("x", [])
+    with pytest.raises(
+        ArgumentError, match=r"values\[1\] is a builtins.int, whose rows cannot be divided: expected NumPy"
+    ):
+        gang.put("x", [np.arange(2), 1])
+    other = LocalGang(1)
+    with pytest.raises(
+        ArgumentError, match=rf"kept\('x'\) is of the gang {other.job}, this one is {gang.job}: use its"
+    ):
+        gang.run(staying.all_sum, other.kept("x"))
+    assert (other.names(), other.lost) == ((), ())
+    for use in (other.replace, lambda: other.delete("x"), lambda: other.put("x", [1])):
+        with pytest.raises(GangError, match="it was not started"):
+            use()
+    monkeypatch.setattr(dispatch, "MAX_WAITING", 0)
+    with pytest.raises(GangError, match=r"0 calls wait for their ranks; expected at most 0: take the results of some"):
+        gang.submit(programs.pids)
+    assert gang.names() == ()
+
+
+def test_an_array_is_no_list_of_values(gang: LocalGang, unchecked: None) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"values= is a ndarray: expected a list with a value for each of the 3 ranks"
+    ):
+        gang.put("x", np.arange(3))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"name=7: expected a text that is not empty"):
+        gang.kept(7)  # type: ignore[arg-type]
+
+
+def test_what_one_gang_keeps_another_may_take(gang: LocalGang) -> None:
+    """And has under the same name what is its own."""
+    gang.put("rows", [np.arange(5), np.arange(5, 9)])
+    with LocalGang(2) as other:
+        other.put("rows", gang.get("rows"))
+        assert [part.tolist() for part in other.get("rows")] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+        other.put("rows", [np.arange(2), np.arange(1)])
+    assert [part.tolist() for part in gang.get("rows")] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, NUM_KILLS))])
+def test_kills_at_random_moments(seed: int) -> None:
+    """Whatever a kill interrupts: it is told, survivors stay with what they keep, and the gang is made whole."""
+    chance = random.Random(seed)
+    with LocalGang(3, log=io.StringIO()) as gang:
+        gang.put("x", [np.full(1000, float(rank)) for rank in range(3)])
+        pids = gang.run(programs.pids)
+        victim = chance.randrange(3)
+        killing = threading.Timer(chance.uniform(0.0, 0.15), os.kill, (pids[victim], signal.SIGKILL))
+        killing.start()
+        raised: list[BaseException] = []
+        for _ in range(5000):
+            try:
+                _anything(gang, chance)
+            except (RankFailed, WaitTimeout) as error:
+                raised.append(error)
+                break
+        killing.join()
+        assert isinstance(raised[0], RankFailed), raised
+        assert raised[0].rank == victim
+        clusters.until(lambda: gang.lost == (victim,))
+        begun = time.monotonic()
+        gang.replace()
+        assert time.monotonic() - begun < 10
+        again = gang.run(programs.pids)
+        assert [again[rank] == pids[rank] for rank in range(3)] == [rank != victim for rank in range(3)]
+        assert gang.run(lambda comm: np.full(1000, float(victim)), ranks=[victim], keep="x") == [None]
+        assert [part[0] for part in gang.get("x")] == [0.0, 1.0, 2.0]
+        assert gang.run(staying.total, 1.0) == [3.0] * 3
+
+
+def _anything(gang: LocalGang, chance: random.Random) -> None:
+    """Makes one call or another, some of which raise in a rank, and checks what it returns."""
+    kind = chance.randrange(6)
+    if kind == 0:
+        assert gang.run(staying.total, 1.0) == [3.0] * 3
+    elif kind == 1:
+        ranks = sorted(chance.sample(range(3), 2))
+        assert gang.run(staying.total, 1.0, ranks=ranks) == [2.0] * 2
+    elif kind == 2:
+        gang.put("y", [np.arange(chance.randrange(100_000)) for _ in range(5)])
+    elif kind == 3:
+        assert gang.run(staying.all_sum, gang.kept("x")) == [3000.0] * 3
+    elif kind == 4:
+        assert [len(part) for part in gang.get("x")] == [1000] * 3
+    else:
+        where = chance.randrange(3)
+        try:
+            gang.run(clusters.fail_in_one, where)
+        except RankFailed as error:
+            if not isinstance(error.__cause__, LookupError):
+                raise
