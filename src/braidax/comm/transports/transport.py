@@ -162,8 +162,8 @@ def too_long(world: World, peer: int, num_bytes: int, capacity: int) -> CommErro
 def of_another_length(world: World, peer: int, num_bytes: int, expected_bytes: int) -> CommError:
     """Returns the error of a message that does not fill the memory it was to be received into."""
     return CommError(
-        f"{world.describe(peer)} sent {num_bytes:,} bytes where {expected_bytes:,} were expected; do all ranks call the "
-        "same operations in the same order, with the same shapes and dtypes?"
+        f"{world.describe(peer)} sent {num_bytes:,} bytes where {expected_bytes:,} were expected; do all ranks call "
+        "the same operations in the same order, with the same shapes and dtypes?"
     )
 
 
