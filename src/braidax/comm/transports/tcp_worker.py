@@ -60,6 +60,7 @@ class TcpWorker:
         self._links[world.rank] = Link(world.rank, socket.socket())
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
+        """See `Transport.send`."""
         if peer == self._world.rank:
             self._send_to_self(tag, buffers, operation)
             return
@@ -75,6 +76,7 @@ class TcpWorker:
             self._resume(link)  # what the peer asks for comes behind what nobody asks for here
 
     def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation) -> None:
+        """See `Transport.receive`."""
         link = self._links[peer]
         if (kept := link.kept.get(tag)) is not None:
             message = kept.popleft()
@@ -92,6 +94,7 @@ class TcpWorker:
             self._resume(link)
 
     def poll(self, spin_seconds: float) -> None:
+        """See `Transport.poll`."""
         for link in list(self._buffered):
             self._read(link)
         for key, events in self._ready(spin_seconds):
@@ -113,9 +116,11 @@ class TcpWorker:
         return ready
 
     def arm(self) -> bool:
+        """See `Transport.arm`."""
         return not self._buffered
 
     def fileno(self) -> int:
+        """See `Transport.fileno`."""
         return self._selector.fileno()  # type: ignore[attr-defined]
 
     def kept_bytes(self, peer: int) -> int:
