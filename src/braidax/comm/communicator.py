@@ -233,9 +233,12 @@ class Communicator:
             self._group.failed("ask", error, self.timeout_seconds)
             raise
 
-    def end_asking(self) -> None:
-        """Tells all other ranks that this one asks no more, for those who serve and `wait`. Closing does so, too."""
-        self._asking.end()
+    def end_asking(self, rank: int) -> None:
+        """Tells a rank, which serves and waits, that this one asks it no more; it hears that once. Closing tells all.
+
+        **Arguments, Raises:** as `ask`.
+        """
+        self._asking.end(rank)
 
     def serve(self, handler: Handler) -> Server:
         """Answers what other ranks `ask`, inside a `with` block, on a thread of its own.
