@@ -108,7 +108,8 @@ def attempt(crew: Crew, relay: Relay | None, trial: Trial) -> dict[str, Any]:
     time.sleep(trial.moment_seconds)
     at = time.monotonic()
     survivors = inflict(crew, relay, trial)
-    limit = SLACK_SECONDS + (0 if trial.fault == "kill" else PEER_TIMEOUT_SECONDS)
+    late_seconds = time.monotonic() - at  # a relay that is full of messages may take its time to hear of a cut
+    limit = late_seconds + SLACK_SECONDS + (0 if trial.fault == "kill" else PEER_TIMEOUT_SECONDS)
     idle = [rank for rank in ranks if trial.num_operations is not None and trial.stances[rank] == "idle"]
     ended: dict[int, dict[str, Any]] = {}
     for rank in [rank for rank in survivors if rank not in idle] + [rank for rank in survivors if rank in idle]:
