@@ -2,28 +2,31 @@
 
 import hmac
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.collectives.opening import hear
-from braidax.comm.exchange.stream import Exchange, Window
 from braidax.comm.group import Group
 from braidax.comm.group_messages import MAX_GROUPS, Steps
 from braidax.comm.messages import Value, bytes_of
 from braidax.comm.request import run
-from braidax.comm.serving.asking import Asking
-from braidax.comm.serving.server import Handler, Requests, Server
 from braidax.comm.starting import Starting
 from braidax.comm.transports.transport import Operation
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, RemoteError, WaitTimeout
 from braidax.spans import Trace
+
+if TYPE_CHECKING:
+    from braidax.comm.exchange.stream import Exchange
+    from braidax.comm.serving.asking import Asking
+    from braidax.comm.serving.server import Requests, Server
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
@@ -70,7 +73,9 @@ class Communicator:
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
-        self._asking, self._requests = Asking(group), Requests(group)
+        self._asking: Asking | None = None
+        self._requests: Requests | None = None
+        self._making = threading.Lock()  # of the two
         self._counters = counters
         counters.groups.append(group)
 
@@ -188,7 +193,7 @@ class Communicator:
         chunk_bytes: int = 1 << 20,
         window_bytes: int = 64 << 20,
         spill: str | os.PathLike[str] | None = None,
-    ) -> Exchange:
+    ) -> "Exchange":
         """Streams lists of buffers between all ranks, in bounded memory: an iterator over what comes.
 
         Called by all ranks; each iterates to the end, which comes when all have ended and have what was sent to them.
@@ -209,6 +214,8 @@ class Communicator:
         `WaitTimeout` naming a rank that does not ask for its items; `CommError` for a disk that is full; `PeerLost`,
         `Aborted`. All of these, and an iteration that is left before its end, end the epoch.
         """
+        from braidax.comm.exchange.stream import Exchange, Window  # most programs stream nothing
+
         window = Window(chunk_bytes, window_bytes, spill)
         return Exchange(self._group, parts, window, limit=lambda: self.timeout_seconds, trace=self.trace)
 
@@ -224,7 +231,7 @@ class Communicator:
         """
         try:
             with self.trace.timed("comm", "ask", num_bytes=_num_bytes(value)):
-                return self._asking.ask(
+                return (self._asking or self._made_asking()).ask(
                     rank, value, self.timeout_seconds if timeout_seconds is None else timeout_seconds
                 )
         except (RemoteError, WaitTimeout):
@@ -238,9 +245,9 @@ class Communicator:
 
         **Arguments, Raises:** as `ask`.
         """
-        self._asking.end(rank)
+        (self._asking or self._made_asking()).end(rank)
 
-    def serve(self, handler: Handler) -> Server:
+    def serve(self, handler: Callable[[int, Value], Value]) -> "Server":
         """Answers what other ranks `ask`, inside a `with` block, on a thread of its own.
 
         `with comm.serve(handler) as server: server.wait()` does nothing else, until all others ask no more.
@@ -250,6 +257,10 @@ class Communicator:
 
         **Raises:** `CommError` where this rank serves already.
         """
+        from braidax.comm.serving.server import Requests, Server
+
+        with self._making:
+            self._requests = self._requests or Requests(self._group)
         return Server(self._requests, handler, lambda: self.timeout_seconds)
 
     def split(self, color: int, *, key: int = 0) -> "Communicator":
@@ -324,6 +335,13 @@ class Communicator:
                     self.abort(f"{type(error).__name__}: {error}")
         finally:
             self.close()
+
+    def _made_asking(self) -> "Asking":
+        from braidax.comm.serving.asking import Asking  # most programs ask nobody
+
+        with self._making:
+            self._asking = self._asking or Asking(self._group)
+        return self._asking
 
     def _run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
         """Runs an algorithm here. **Arguments:** `begin`: returns it, given the arguments."""
