@@ -23,6 +23,7 @@ from benchmarks.comm.comparing import (
 )
 from benchmarks.comm.objects import DASK, RAY_FAR, RAY_NEAR, Transfer, dask_transfers, ray_transfers
 from benchmarks.comm.starting import LAUNCHERS, LOCAL, starts
+from benchmarks.comm.streams import asking, memory, streams
 from benchmarks.comm.worlds import DEFAULT, GLOO, MPI, TAKING_TURNS, TCP, UCX, UCX_TCP, World, Worlds
 from benchmarks.harness import Report, arguments, run, say, take_turns
 
@@ -44,6 +45,8 @@ class Scale:
     start_rounds: int
     seconds: float  # of one figure
     idle_seconds: float
+    stream_bytes: int
+    num_requests: int
 
     def rounds_of(self, num_bytes: int, num_ranks: int) -> int:
         """Returns how often something is measured that takes its time."""
@@ -61,8 +64,10 @@ FULL = Scale(
     start_rounds=5,
     seconds=0.1,
     idle_seconds=3.0,
+    stream_bytes=GIB // 2,
+    num_requests=2000,
 )
-QUICK = Scale((2,), (8, MIB, 16 * MIB), (8, MIB), (16 * MIB,), rounds=2, start_rounds=1, seconds=0.03, idle_seconds=0.5)
+QUICK = Scale((2,), (8, MIB, 16 * MIB), (8, MIB), (16 * MIB,), 2, 1, 0.03, 0.5, 32 * MIB, 50)
 
 
 def main() -> int:
@@ -122,7 +127,7 @@ def _objects(report: Report, scale: Scale, worlds: Worlds) -> None:
         dask_transfers() if DASK in chosen else nullcontext(nothing) as dask,
     ):
         mine = [name for name in (TCP, DEFAULT, UCX) if name in chosen]
-        ours = {name: _asking(world, "ping_pong") for name, world in worlds.of(mine).items()}
+        ours = {name: _timing(world, "ping_pong") for name, world in worlds.of(mine).items()}
         for num_bytes in scale.object_bytes:
             running, rounds = {**ours, **ray, **dask}, scale.rounds_of(num_bytes, worlds.size)
             _turns(report, case, _ONE_WAY, running, num_bytes, rounds=rounds, seconds=3 * scale.seconds)
@@ -161,12 +166,25 @@ def _idle(report: Report, scale: Scale, worlds: Worlds) -> None:
     report.at_most("idle", max(most[name] for name in (TCP, DEFAULT, UCX, UCX_TCP) if name in most), 2)
 
 
+def _streams(report: Report, scale: Scale, worlds: Worlds) -> None:
+    """Streams beside plain sockets, and what memory they take."""
+    streams(report, worlds, total_bytes=scale.stream_bytes, rounds=scale.rounds)
+    memory(report, worlds, total_bytes=scale.stream_bytes)
+
+
+def _asking(report: Report, scale: Scale, worlds: Worlds) -> None:
+    """Requests to a rank that serves."""
+    asking(report, worlds, count=scale.num_requests, rounds=scale.rounds)
+
+
 CASES: Mapping[str, Callable[[Report, Scale, Worlds], None]] = {
     "messages": _messages,
     "all_to_all": _all_to_all,
     "all_reduce": _all_reduce,
     "objects": _objects,
     "idle": _idle,
+    "streams": _streams,
+    "asking": _asking,
 }
 ALONE: Mapping[str, Callable[[Report, Scale], None]] = {"start": _start}
 
@@ -182,7 +200,7 @@ def _measure(
     times: int = 1,
 ) -> None:
     chosen = list(present(report, case, {name: name for name in TAKING_TURNS}))
-    running = {name: _asking(world, loop) for name, world in worlds.of(chosen).items()}
+    running = {name: _timing(world, loop) for name, world in worlds.of(chosen).items()}
     for num_bytes in sizes:
         rounds = times * scale.rounds_of(num_bytes, worlds.size)
         _turns(report, case, metric, running, num_bytes, rounds=rounds, seconds=scale.seconds)
@@ -217,7 +235,7 @@ def _steady(run: Transfer, num_bytes: int, seconds: float) -> Callable[[], float
     return lambda: run(num_bytes, count)
 
 
-def _asking(world: World, loop: str) -> Transfer:
+def _timing(world: World, loop: str) -> Transfer:
     return lambda num_bytes, count: max(world.ask(loop, num_bytes, count))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.comm.endpoint import Endpoint, Operation
+from benchmarks.comm.stream_loops import STREAM_LOOPS
 
 
 def ping_pong(endpoint: Endpoint, num_bytes: int, count: int) -> float:
@@ -66,7 +67,8 @@ def receiving(endpoint: Endpoint, seconds: float) -> float:
 
 
 LOOPS: Mapping[str, Callable[..., Any]] = {
-    loop.__name__: loop for loop in (ping_pong, all_to_all, all_reduce, connected, receiving)
+    **STREAM_LOOPS,
+    **{loop.__name__: loop for loop in (ping_pong, all_to_all, all_reduce, connected, receiving)},
 }
 
 

@@ -1,8 +1,9 @@
 """`Calling`: runs the operations of a group on the caller's thread, and notes how long they took."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 import numpy as np
 
@@ -11,10 +12,12 @@ from braidax.comm.group import Group
 from braidax.comm.group_messages import Steps
 from braidax.comm.messages import Value
 from braidax.comm.request import run
-from braidax.comm.serving.asking import Asking
 from braidax.comm.transports.transport import Operation
 from braidax.errors import RemoteError, WaitTimeout
 from braidax.spans import Trace
+
+if TYPE_CHECKING:
+    from braidax.comm.serving.asking import Asking
 
 T = TypeVar("T")
 _Array: type = np.ndarray  # found quicker than an attribute of NumPy
@@ -34,6 +37,8 @@ class Calling:
         self._group = group
         self._limit = limit
         self._progress = group.progress
+        self._asking: Asking | None = None
+        self._making = threading.Lock()  # of that
         self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run
 
     def run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
@@ -76,11 +81,21 @@ class Calling:
         self.trace.note("comm", name, start, array.nbytes)
         return out
 
-    def ask(self, asking: Asking, rank: int, value: Value, limit: float) -> Value:
+    @property
+    def asking(self) -> "Asking":
+        """What asks other ranks; made when it is first needed, since most programs ask nobody."""
+        if self._asking is None:
+            from braidax.comm.serving.asking import Asking
+
+            with self._making:
+                self._asking = self._asking or Asking(self._group)
+        return self._asking
+
+    def ask(self, rank: int, value: Value, limit: float) -> Value:
         """Asks a rank; what harms nobody else does not end the epoch. **Arguments:** as of `Asking.ask`."""
         try:
             with self.trace.timed("comm", "ask", num_bytes=num_bytes_of(value)):
-                return asking.ask(rank, value, limit)
+                return self.asking.ask(rank, value, limit)
         except (RemoteError, WaitTimeout):
             raise
         except BaseException as error:

@@ -2,11 +2,12 @@
 
 import hmac
 import os
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,19 +15,19 @@ from numpy.typing import NDArray
 from braidax.comm.calling import Calling, num_bytes_of
 from braidax.comm.collectives.arrays import NOTHING
 from braidax.comm.collectives.opening import hear
-from braidax.comm.exchange.stream import Exchange, Window
 from braidax.comm.group import Group
 from braidax.comm.group_messages import MAX_GROUPS
 from braidax.comm.messages import Value, flat_bytes
 from braidax.comm.request import run
-from braidax.comm.serving.asking import Asking
-from braidax.comm.serving.server import Handler, Requests, Server
 from braidax.comm.starting import Starting
 from braidax.comm.watch import Notice
 from braidax.errors import CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from braidax.comm.exchange.stream import Exchange
+    from braidax.comm.serving.server import Requests, Server
+
 _CLOSE_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
 
@@ -71,7 +72,8 @@ class Communicator:
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
-        self._asking, self._requests = Asking(group), Requests(group)
+        self._requests: Requests | None = None
+        self._making = threading.Lock()  # of those
         self._counters = counters
         counters.groups.append(group)
 
@@ -106,7 +108,7 @@ class Communicator:
         """
         peer = self._peers.get(dest)  # a tenth of a microsecond counts here
         if peer is None or tag:
-            peer, number = self._checked(dest, "dest", tag)
+            peer, number = self._group.buffer_way(dest, "dest", tag)
         else:
             number = self._first_tag
         try:
@@ -129,7 +131,7 @@ class Communicator:
         """
         peer = self._peers.get(source)
         if peer is None or tag:
-            peer, number = self._checked(source, "source", tag)
+            peer, number = self._group.buffer_way(source, "source", tag)
         else:
             number = self._first_tag
         try:
@@ -240,7 +242,7 @@ class Communicator:
         chunk_bytes: int = 1 << 20,
         window_bytes: int = 64 << 20,
         spill: str | os.PathLike[str] | None = None,
-    ) -> Exchange:
+    ) -> "Exchange":
         """Streams lists of buffers between all ranks, in bounded memory: an iterator over what comes.
 
         Called by all ranks; each iterates to the end, which comes when all have ended and have what was sent to them.
@@ -261,6 +263,8 @@ class Communicator:
         `WaitTimeout` naming a rank that does not ask for its items; `CommError` for a disk that is full; `PeerLost`,
         `Aborted`. All of these, and an iteration that is left before its end, end the epoch.
         """
+        from braidax.comm.exchange.stream import Exchange, Window  # most programs stream nothing
+
         window = Window(chunk_bytes, window_bytes, spill)
         return Exchange(self._group, parts, window, limit=lambda: self.timeout_seconds, trace=self.trace)
 
@@ -275,13 +279,16 @@ class Communicator:
         `Aborted`.
         """
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        return self._calling.ask(self._asking, rank, value, limit)
+        return self._calling.ask(rank, value, limit)
 
-    def end_asking(self) -> None:
-        """Tells all other ranks that this one asks no more, for those who serve and `wait`. Closing does so, too."""
-        self._asking.end()
+    def end_asking(self, rank: int) -> None:
+        """Tells a rank, which serves and waits, that this one asks it no more; it hears that once. Closing tells all.
 
-    def serve(self, handler: Handler) -> Server:
+        **Arguments, Raises:** as `ask`.
+        """
+        self._calling.asking.end(rank)
+
+    def serve(self, handler: Callable[[int, Value], Value]) -> "Server":
         """Answers what other ranks `ask`, inside a `with` block, on a thread of its own.
 
         `with comm.serve(handler) as server: server.wait()` does nothing else, until all others ask no more.
@@ -291,6 +298,10 @@ class Communicator:
 
         **Raises:** `CommError` where this rank serves already.
         """
+        from braidax.comm.serving.server import Requests, Server
+
+        with self._making:
+            self._requests = self._requests or Requests(self._group)
         return Server(self._requests, handler, lambda: self.timeout_seconds)
 
     def split(self, color: int, *, key: int = 0) -> "Communicator":
@@ -387,7 +398,3 @@ class Communicator:
             hosts=[self._group.hosts[member] for member in members],
         )
         return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)
-
-    def _checked(self, peer: int, name: str, tag: int) -> tuple[int, int]:
-        self._group.check_rank(peer, name)
-        return self._peers[peer], self._group.buffer_tag(tag)

@@ -126,6 +126,11 @@ class Group:
         """Returns the tag of `send_buffer`. **Raises:** `ArgumentError` for a `tag` that is out of range."""
         return self._tag(BUFFER, tag)
 
+    def buffer_way(self, peer: int, name: str, tag: int) -> tuple[int, int]:
+        """Returns the rank in the world of a member, and the tag of `send_buffer`. **Raises:** `ArgumentError`."""
+        self.check_rank(peer, name)
+        return self.ranks[peer], self.buffer_tag(tag)
+
     def _tag(self, kind: int, tag: Any) -> int:
         if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_NUMBER:
             raise ArgumentError(f"tag={tag!r}: expected a whole number from 0 to {MAX_NUMBER:,}")

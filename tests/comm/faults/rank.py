@@ -25,6 +25,7 @@ from braidax.comm import Communicator, Tuning, connect
 from braidax.comm.stores.file import FileStore
 from braidax.errors import BraidaxError, PeerLost
 from tests.comm.faults.operations import OPERATIONS
+from tests.comm.faults.streams import STREAMS
 from tests.comm.relay import RelayedStore
 from tests.comm.transports.tcps import transport_of
 
@@ -86,7 +87,7 @@ def act(comm: Communicator, given: dict[str, Any], during: list[str]) -> None:
     draw = random.Random(given["seed"])
     num_operations, stance = given["num_operations"], given["stances"][comm.rank]
     while num_operations is None or len(during) <= num_operations:
-        operation = draw.choice(OPERATIONS)
+        operation = draw.choice(STREAMS if given.get("operations") == "streams" else OPERATIONS)
         during.append(operation.__name__)
         operation(comm, draw)
     during.append(stance)

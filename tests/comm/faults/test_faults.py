@@ -16,6 +16,20 @@ def test_every_survivor_learns_who_is_lost_and_joins_again(fault: Fault, transpo
     assert len(run_trials(fault, range(6), tmp_path, num_crews=2, transport=transport)) == 6
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_so_it_is_in_the_middle_of_streams_and_requests(fault: Fault, tmp_path: Path) -> None:
+    assert len(run_trials(fault, range(5), tmp_path, num_crews=1, operations="streams")) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_so_it_is_in_many_streams_and_requests(fault: Fault, transport: str, tmp_path: Path) -> None:
+    seeds = range(2000, 2060)
+    assert len(run_trials(fault, seeds, tmp_path, num_crews=2, transport=transport, operations="streams")) == 60
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", [IN_C, IN_PYTHON, "ucx"])

@@ -21,6 +21,7 @@ from braidax.comm.serving.conversation import (
     RAISED,
     REQUEST,
     Talk,
+    Withdrawn,
     arriving_of,
     run_until,
     unexpected,
@@ -28,7 +29,7 @@ from braidax.comm.serving.conversation import (
 )
 from braidax.comm.serving.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
-from braidax.errors import ArgumentError, RemoteError, WaitTimeout
+from braidax.errors import ArgumentError, CommError, RemoteError, WaitTimeout
 
 _ANSWERED = HEADER.pack(ANSWER, 0)
 _MAX_UNANSWERED = 64  # of requests to a rank that nobody waits for any more
@@ -71,11 +72,10 @@ class Asking:
         except WaitTimeout:
             raise self._late(rank, timeout_seconds) from None
 
-    def end(self) -> None:
-        """Tells all other ranks that this one asks no more."""
-        for rank in range(self._group.size):
-            if rank != self._group.rank:
-                self._progress.send_now(self._group.ranks[rank], self._tag, (memoryview(HEADER.pack(DONE, 0)),))
+    def end(self, rank: int) -> None:
+        """Tells a rank that this one asks it no more."""
+        self._check_rank(rank)
+        self._progress.send_now(self._group.ranks[rank], self._tag, (memoryview(HEADER.pack(DONE, 0)),))
 
     def _steps(
         self, talk: Talk, rank: int, parcel: Parcel | None, heard: Operation, place: NDArray[np.uint8]
@@ -85,14 +85,19 @@ class Asking:
             kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
             if kind == GO and parcel is not None and parcel.rest:
                 yield from talk.send_rest(parcel)
-                if talk.is_given_up:
-                    return []
                 heard = talk.hear(place)
                 yield [heard]
                 kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
             if kind not in (ANSWER, RAISED):
                 raise unexpected(self._progress.world, talk.peer, f"a word of kind {kind}")
             answer = yield from talk.value(arriving_of(place[: heard.num_bytes]))
+        except Withdrawn:
+            if talk.is_given_up:
+                return []  # to nobody
+            raise CommError(
+                f"{self._name(rank)} gave up its answer, as this rank did not take it within the limit there; expected "
+                "both limits to be long enough for it: raise timeout_seconds there"
+            ) from None
         finally:
             if talk.is_given_up:
                 with self._lock:
@@ -102,10 +107,13 @@ class Asking:
             raise RemoteError(f"{world.describe(talk.peer)} could not answer: {bytes(answer).decode()}", rank)
         return answer
 
-    def _check(self, rank: Any, timeout_seconds: float) -> None:
+    def _check_rank(self, rank: Any) -> None:
         self._group.check_rank(rank, "rank")
         if rank == self._group.rank:
             raise ArgumentError(f"rank={rank!r}: expected another rank than this one; call the handler itself")
+
+    def _check(self, rank: Any, timeout_seconds: float) -> None:
+        self._check_rank(rank)
         if not timeout_seconds > 0:
             raise ArgumentError(f"timeout_seconds={timeout_seconds!r}: expected seconds > 0")
         if self._unanswered[rank] >= _MAX_UNANSWERED:

@@ -36,6 +36,10 @@ _PIECE_BYTES = 1 << 20
 _NUM_AHEAD = 4  # pieces under way
 
 
+class Withdrawn(Exception):
+    """One of both sides has given up, and the rest of a value does not travel."""
+
+
 @final
 class Talk:
     """One side of the messages about one request.
@@ -62,22 +66,22 @@ class Talk:
         return self.progress.receive_now(self.peer, self._receives, place.data)
 
     def send_rest(self, parcel: Parcel) -> Steps[None]:
-        """Sends the rest of a value in pieces, which the other side has said it takes."""
+        """Sends the rest of a value in pieces, which the other side has said it takes. **Raises:** `Withdrawn`."""
         left = -(-sum(map(len, parcel.rest)) // _PIECE_BYTES)
         flights: deque[tuple[Operation, Buffer]] = deque()
         for piece in _pieces(parcel.rest, flights):
             if self.is_given_up:
                 for _ in range(min(_NUM_AHEAD, left)):
                     self.progress.send(self.peer, self._sends, ())
-                return
+                raise Withdrawn
             flights.append((self.progress.send(self.peer, self._sends, (piece,)), piece))
             left -= 1
             if len(flights) == _NUM_AHEAD:
                 yield [flights[0][0]]
         yield [operation for operation, _ in flights]
 
-    def receive_rest(self, num_bytes: int) -> Steps[NDArray[np.uint8] | None]:
-        """Returns the rest of a value, None when the other side has given up."""
+    def receive_rest(self, num_bytes: int) -> Steps[NDArray[np.uint8]]:
+        """Returns the rest of a value. **Raises:** `Withdrawn` when the other side has given up."""
         memory = _Growing(num_bytes)
         receives: deque[tuple[Operation, int]] = deque()
         posted = received = 0
@@ -95,24 +99,20 @@ class Talk:
                 others = [other for other, _ in receives]
                 missing = min(_NUM_AHEAD, left) - 1 - len(others)
                 yield [*others, *(self._receive(memoryview(bytearray(1))) for _ in range(missing))]
-                return None
+                raise Withdrawn
             if operation.num_bytes != length:
                 raise unexpected(self.progress.world, self.peer, f"a piece of {operation.num_bytes:,} bytes")
             received += length
         return memory.whole()
 
     def value(self, arriving: Unpacking) -> Steps[Any]:
-        """Returns the value of a first message, and of what follows that: an empty list when that is not wanted."""
+        """Returns the value of a first message, and of what follows that. **Raises:** `Withdrawn` by either side."""
         if arriving.num_rest:
             if self.is_given_up:
                 self.say(DROP)
-                return []
+                raise Withdrawn
             self.say(GO)
-            rest = yield from self.receive_rest(arriving.num_rest)
-            if rest is None:
-                self.is_given_up = True
-                return []
-            arriving.rest = rest
+            arriving.rest = yield from self.receive_rest(arriving.num_rest)
         return arriving.value()
 
     def _receive(self, place: Buffer) -> Operation:

@@ -25,6 +25,7 @@ from braidax.comm.serving.conversation import (
     RAISED,
     REQUEST,
     Talk,
+    Withdrawn,
     arriving_of,
     run_until,
     unexpected,
@@ -32,8 +33,8 @@ from braidax.comm.serving.conversation import (
 )
 from braidax.comm.serving.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
-from braidax.comm.waiting import AnyOf, words_of
-from braidax.errors import BraidaxError, CommError, PeerLost, WaitTimeout
+from braidax.comm.waiting import AnyOf, again, words_of
+from braidax.errors import CommError, PeerLost, WaitTimeout
 
 Handler = Callable[[int, Value], Value]
 """Returns the answer to the value that a rank asks with."""
@@ -118,7 +119,7 @@ class Server:
         self._limit = limit
         self._changed = Condition()
         self._heard_at = time.monotonic()  # when the last request came
-        self._failure: BraidaxError | None = None
+        self._failure: CommError | None = None
         self._stopped = Operation(self._progress.world.rank)
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
 
@@ -138,7 +139,7 @@ class Server:
         self.close()
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Returns when every other rank has said that it asks no more, by `end_asking` or by closing.
+        """Returns when every other rank has said that it asks this one no more, by `end_asking` or by closing.
 
         May be called again, for those who go on asking and say so once more.
 
@@ -154,7 +155,7 @@ class Server:
             if time.monotonic() - max(began, self._heard_at) > limit:
                 raise self._late(limit)
         if self._failure is not None:
-            raise self._failure
+            raise again(self._failure)
         for rank in self._requests.done:
             self._requests.done[rank] -= 1
 
@@ -181,22 +182,22 @@ class Server:
         ranks = [world.describe(self._group.ranks[rank]) for rank in self._requests.missing()]
         return WaitTimeout(
             f"{world.describe(world.rank)} served {', '.join(ranks[:8])} up to the limit of {limit:g} s in which "
-            "nobody asked; expected a request, or the word that there are no more: call comm.end_asking() there, or "
-            "raise timeout_seconds="
+            "nobody asked; expected a request, or the word that there are no more: call comm.end_asking(rank) there, "
+            "or raise timeout_seconds="
         )
 
     def _run(self) -> None:
-        failure: BraidaxError | None = None
         try:
             self._requests.post_all()
             while not self._stopped.done:
                 self._serve_next()
-        except BraidaxError as error:  # what ended the epoch
-            failure = error
+        except BaseException as error:  # noqa: BLE001 (what ended the epoch, or what ends it: nobody may wait in vain)
+            if self._progress.failure is None:
+                self._group.failed("serve", error, self._limit())
         finally:
             self._requests.is_served = False
             with self._changed.lock:
-                self._failure = failure
+                self._failure = self._progress.failure
                 self._changed.notify_all()
 
     def _serve_next(self) -> None:
@@ -240,12 +241,14 @@ class Server:
             steps = self._rest(talk, reply)
         else:
             return
-        with contextlib.suppress(WaitTimeout):  # it does not take its answer: others do
+        with contextlib.suppress(WaitTimeout, Withdrawn):  # it does not take its answer: others do
             run_until(self._progress, talk, steps, time.monotonic() + self._limit())
 
     def _steps(self, talk: Talk, rank: int, message: Any) -> Steps[None]:
         value = yield from talk.value(arriving_of(message))
-        if not talk.is_given_up and (reply := self._reply(talk, rank, value)) is not None:
+        if talk.is_given_up:
+            raise Withdrawn
+        if (reply := self._reply(talk, rank, value)) is not None:
             yield from self._rest(talk, reply)
 
     def _reply(self, talk: Talk, rank: int, value: Value) -> Parcel | None:
