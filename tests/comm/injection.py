@@ -27,7 +27,7 @@ AT_ONCE_SECONDS = 4.0
 DONE = 77  # a tag
 SOURCE = str(Path(braidax.__file__).parent)
 CALLED = {str(Path(SOURCE, "comm", name)) for name in ("communicator.py", "starting.py")}
-PASSED_ON = {"_run", "_split", "_begin"}  # which those call last
+PASSED_ON = {"run", "again", "_split", "_begin"}  # which those call last, or before they look at what it gave
 LIBRARY = str(Path(threading.__file__).parent)
 
 Place = tuple[str, int, str, int]
@@ -45,7 +45,7 @@ def offsets(code: CodeType) -> frozenset[int]:
     found: set[int] = set()
     heard: int | None = None
     for instruction in dis.get_instructions(code):
-        if passes_on and instruction.opname in ("RETURN_VALUE", "POP_TOP"):
+        if passes_on and instruction.opname in ("RETURN_VALUE", "POP_TOP", "STORE_FAST"):
             heard = None  # behind the call of a function in Python no signal is heard
         same = heard is not None and not [
             entry

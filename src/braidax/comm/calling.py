@@ -75,10 +75,10 @@ class Calling:
             if operation is not None:
                 self.wait(operation)
                 tell_float_errors(reduction, dtype, operation.num_bytes)
+            self.trace.note("comm", name, start, array.nbytes)
         except BaseException as error:
             self._group.failed(name, error, self._limit())
             raise
-        self.trace.note("comm", name, start, array.nbytes)
         return out
 
     @property
