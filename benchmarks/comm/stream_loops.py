@@ -56,7 +56,7 @@ def growth(endpoint: Ours, num_bytes: int, count: int, window_bytes: int) -> flo
 
     def parts() -> Iterator[tuple[int, list[NDArray[np.uint8]]]]:
         for index in range(count):
-            yield (comm.rank + index) % comm.size, [np.full(num_bytes, index, np.uint8)]
+            yield (comm.rank + index) % comm.size, [np.full(num_bytes, index % 251, np.uint8)]
 
     gc.collect()
     comm.barrier()
