@@ -25,9 +25,10 @@ def streams(report: Report, worlds: Worlds, *, total_bytes: int, rounds: int) ->
     case = f"streams, {worlds.size} ranks"
     found = worlds.of(_OURS)
     for num_bytes in SIZES:
+        window_bytes = max(WINDOW_BYTES, 2 * worlds.size * num_bytes)
         count = max(4, (total_bytes if num_bytes > 1 << 10 else total_bytes // 16) // num_bytes)
         running: dict[str, Callable[[], float]] = {
-            name: partial(_slowest, world, "stream", num_bytes, count, WINDOW_BYTES) for name, world in found.items()
+            name: partial(_slowest, world, "stream", num_bytes, count, window_bytes) for name, world in found.items()
         }
         for name, (world, family) in _FAMILIES.items():
             running[name] = partial(_slowest, found[world], "plain", num_bytes, count, family)
