@@ -67,8 +67,7 @@ class Communicator:
         self._calling = Calling(group, lambda: self.timeout_seconds)
         self.start = Starting(group, lambda: self.timeout_seconds)
         self._group = group
-        self._first_tag = group.buffer_tag(0)
-        self._peers = dict(enumerate(group.ranks))
+        self._first_tag, self._peers = group.buffer_tag(0), dict(enumerate(group.ranks))
         self._takes_arrays = group.progress.takes_arrays
         self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
         self._progress = group.progress
@@ -150,7 +149,8 @@ class Communicator:
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
-        if self._calling.again("barrier", None, NOTHING, NOTHING) is None:
+        found = self._calling.again("barrier", None, NOTHING, NOTHING)
+        if found is None:
             self._calling.run("barrier", self._group.arrays.barrier)
 
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Value:

@@ -94,23 +94,21 @@ class Progress:
 
         **Raises:** the failure, if there is one; what `Schedules.run` raises.
         """
-        self._lock.acquire()  # and not `with`: a tenth of a small collective
-        try:
+        with self._lock:
             if self.failure is not None:
                 raise again(self.failure)
-            spins = self._spin_seconds if begin == "now" and not self._leader else -1.0
-            operation = self._begin_run(tag, compiled, head, own, out, spins)
-            self.hurried |= begin == "now"
-            called = self._ended() if self._callbacks.ready or self._followers else ()
-            if self._sleeping:
-                self._nap.ring()
-        except (TypeError, ValueError, BufferError):  # of arrays that are not as they should be
-            raise
-        except BaseException as error:
-            self._break(error)
-            raise
-        finally:
-            self._lock.release()
+            try:
+                spins = self._spin_seconds if begin == "now" and not self._leader else -1.0
+                operation = self._begin_run(tag, compiled, head, own, out, spins)
+                self.hurried |= begin == "now"
+                called = self._ended() if self._callbacks.ready or self._followers else ()
+                if self._sleeping:
+                    self._nap.ring()
+            except (TypeError, ValueError, BufferError):  # of arrays that are not as they should be
+                raise
+            except BaseException as error:
+                self._break(error)
+                raise
         if called:
             self._call(called)
         return operation
