@@ -27,7 +27,8 @@ AT_ONCE_SECONDS = 4.0
 DONE = 77  # a tag
 SOURCE = str(Path(braidax.__file__).parent)
 CALLED = {str(Path(SOURCE, "comm", name)) for name in ("communicator.py", "starting.py")}
-PASSED_ON = {"run", "again", "_split", "_begin"}  # which those call last, or before they look at what it gave
+PASSED_ON = {"run", "_split", "_begin"}  # which those call last
+LOOKED_AT = "again"  # whose result they look at first
 LIBRARY = str(Path(threading.__file__).parent)
 
 Place = tuple[str, int, str, int]
@@ -42,10 +43,11 @@ def offsets(code: CodeType) -> frozenset[int]:
     """
     handlers = dis.Bytecode(code).exception_entries
     passes_on = code.co_filename in CALLED and not PASSED_ON.isdisjoint(code.co_names)
+    passed = ("RETURN_VALUE", "POP_TOP", *(("STORE_FAST",) if LOOKED_AT in code.co_names else ()))
     found: set[int] = set()
     heard: int | None = None
     for instruction in dis.get_instructions(code):
-        if passes_on and instruction.opname in ("RETURN_VALUE", "POP_TOP", "STORE_FAST"):
+        if passes_on and instruction.opname in passed:
             heard = None  # behind the call of a function in Python no signal is heard
         same = heard is not None and not [
             entry

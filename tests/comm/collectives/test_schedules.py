@@ -187,7 +187,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8, 10])
 def test_nobody_sends_far_ahead(size: int) -> None:
-    """What comes unasked has to be kept by its receiver: four pieces each way are on their way at most, and heads."""
+    """What comes unasked has to be kept by its receiver: two pieces of either phase at most, and heads."""
     own = _arrays(size, 60_000)
     schedules = [reductions.all_reduce(rank, [0] * size, own[0].nbytes, 8) for rank in range(size)]
     assert len(schedules[0].steps) > 100
