@@ -13,7 +13,7 @@ class BindingSchedules:
 
     def __init__(self, make: Callable[..., object], run: Callable[..., Operation | None]) -> None:
         self._make = make
-        self.run = run  # a call of its own would be a tenth of a small collective
+        self.run = run  # and no method that calls it: small collectives are counted in microseconds
 
     def compile(
         self, rows: bytes, sizes: tuple[int, int, int], num_tickets: int, operation: str, dtype: str
