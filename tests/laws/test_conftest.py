@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from tests.laws.tree import ROOT
+from tests.suite_time import NOISE
 
 SKIPS = {
     "test_one.py": "import pytest\ndef test_it():\n    pytest.skip('no server')\n",
@@ -82,7 +83,7 @@ def test_in_ci_a_folder_that_takes_too_long_fails_the_run(tmp_path: Path, option
     (folder / "test_it.py").write_text("def test_it(): ...\n")
     done = run_pytest(tmp_path, ci="true", options=options)
     assert (done.returncode, "1 passed" in done.stdout) == (1, True), done.stdout
-    assert "tests/without_a_budget took 0 s: at most 5 times its budget of 0 s" in done.stdout
+    assert f"tests/without_a_budget took 0 s: at most {NOISE:g} times its budget of 0 s" in done.stdout
 
 
 def test_elsewhere_a_folder_that_takes_too_long_fails_nothing(tmp_path: Path) -> None:
