@@ -14,7 +14,7 @@ from braidax.comm import Communicator
 from braidax.comm.group_messages import ANSWER, ASK, BODY, tag_of
 from braidax.comm.messages import FIRST_BYTES, LENGTHS, Unpacking, pack
 from braidax.comm.serving.server import Requests
-from braidax.comm.serving.small import decoded, encoded
+from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.errors import Aborted, ArgumentError, CommError, RemoteError, WaitTimeout
 from tests.comm.ranks import outcomes, results
@@ -362,19 +362,49 @@ def test_nothing_is_left_of_requests_in_the_transport() -> None:
 )
 def test_small_values_are_what_others_are(value: Any) -> None:
     """The short way makes the same bytes, and the same values of them."""
-    first = encoded(value)
+    parts = encoded(value)
+    assert parts is not None
+    first = bytearray(b"".join(parts))
     assert first == b"".join(pack(value).first)
     expected = Unpacking(np.frombuffer(first, np.uint8)).value()
-    if (found := decoded(first)) is not None:
+    for begin in (0, 16):
+        found = decoded(bytearray(begin) + first, begin)
+        if found is None:
+            assert isinstance(value, np.ndarray)
+            assert value.dtype.itemsize == 0
+            continue
         assert type(found[0]) is type(expected)
         if isinstance(expected, np.ndarray):
             assert (found[0].dtype, found[0].shape) == (expected.dtype, expected.shape)
         assert (found[0] == expected).all() if isinstance(expected, np.ndarray) else found[0] == expected
-    assert decoded(first[:-1]) is None
-    assert decoded(first + b"x") is None
-    assert decoded(b"x" * 100) is None
+        if isinstance(expected, np.ndarray):
+            assert found[0].flags.aligned
+            assert found[0].flags.writeable
+    for wrong in (first[:-1], first + b"x", bytearray(b"x" * 100), bytearray(), bytearray(bytes(100)), first[:20]):
+        assert decoded(wrong) is None
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        b'["array", "<f4", [3], [8]]',  # more than there is
+        b'["array", "<f4", [1], [8]]',
+        b'["array", "<f4", [-2], [8]]',
+        b'["array", "|O", [1], [8]]',
+        b'["array", "<f4", [2], [4, 4]]',
+        b'["array", "<f4", [2], []]',
+        b'["buffer", null, [], [7]]',
+        b'["other", "<f4", [2], [8]]',
+        b'{"a": 1}',
+        b"[",
+    ],
+)
+def test_what_is_no_small_value_takes_the_long_way(about: bytes) -> None:
+    for padding in (b" " * (-(24 + len(about)) % 16), b""):
+        words = about + padding
+        assert decoded(bytearray(LENGTHS.pack(len(words), 8, 0) + words + bytes(8))) is None
 
 
 def test_other_values_take_the_long_way() -> None:
-    for value in (np.zeros(FIRST_BYTES), [b"a"], memoryview(b"a"), np.array([None]), "text", np.arange(9)[::2]):
+    for value in (np.zeros(FIRST_BYTES), bytes(FIRST_BYTES), [b"a"], memoryview(b"a"), np.array([None]), "text"):
         assert encoded(value) is None

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from braidax.comm.collectives.running import tell_float_errors
 from braidax.comm.group import Group
 from braidax.comm.group_messages import Steps
-from braidax.comm.messages import Value
+from braidax.comm.messages import FIRST_BYTES, Value
 from braidax.comm.request import run
+from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.errors import RemoteError, WaitTimeout
 from braidax.spans import Trace
@@ -39,7 +41,8 @@ class Calling:
         self._progress = group.progress
         self._asking: Asking | None = None
         self._making = threading.Lock()  # of that
-        self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run
+        self._places: list[NDArray[np.uint8]] = []  # for the first messages of values, to be used again
+        self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run_now
 
     def run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
         """Runs an algorithm. **Arguments:** `begin`: returns it, given the arguments. `num_bytes`: for the span."""
@@ -68,7 +71,7 @@ class Calling:
             return None
         try:
             try:
-                operation = self._run_schedule(self._calls.next_tag, compiled, head, array, out, "now")
+                operation = self._run_schedule(self._calls.next_tag, compiled, head, array, out)
             except (TypeError, ValueError, BufferError):  # of memory that is not as it should be
                 return None
             self._calls.begin()
@@ -80,6 +83,49 @@ class Calling:
             self._group.failed(name, error, self._limit())
             raise
         return out
+
+    def send(self, value: Value, dest: int, tag: int) -> None:
+        """Sends a value, a small one in the fewest steps. **Arguments, Raises:** as of `Communicator.send`."""
+        start = time.perf_counter()
+        first = encoded(value) if self._progress.takes_arrays else None
+        if first is None:
+            return self.run("send", self._group.send, value, dest, tag, num_bytes=num_bytes_of(value))
+        peer, number = self._group.value_way(dest, "dest", tag)
+        try:
+            try:
+                operation = self._progress.send_now(peer, number, first)
+            except (TypeError, ValueError, BufferError):  # it is not contiguous
+                operation = None
+            if operation is None:
+                run(self._progress, self._group.send(value, dest, tag), time.monotonic() + self._limit())
+            elif not operation.done or operation.error is not None:
+                self.wait(operation)
+            self.trace.note("comm", "send", start, num_bytes_of(value))
+        except BaseException as error:
+            self._group.failed("send", error, self._limit())
+            raise
+
+    def recv(self, source: int, tag: int) -> Value:
+        """Receives a value, a small one in the fewest steps. **Arguments, Raises:** as of `Communicator.recv`."""
+        start = time.perf_counter()
+        peer, number = self._group.value_way(source, "source", tag)
+        try:
+            place = self._places.pop() if self._places else np.empty(FIRST_BYTES, np.uint8)
+            operation = self._progress.receive_now(peer, number, place.data)
+            if not operation.done or operation.error is not None:
+                self.wait(operation)
+            found = decoded(bytearray(place.data[: operation.num_bytes]))
+            if found is None:
+                steps = self._group.recv_rest(source, tag, place[: operation.num_bytes])
+                value = run(self._progress, steps, time.monotonic() + self._limit())
+            else:
+                value = found[0]
+                self._places.append(place)
+            self.trace.note("comm", "recv", start, 0)
+        except BaseException as error:
+            self._group.failed("recv", error, self._limit())
+            raise
+        return value
 
     @property
     def asking(self) -> "Asking":
@@ -93,14 +139,16 @@ class Calling:
 
     def ask(self, rank: int, value: Value, limit: float) -> Value:
         """Asks a rank; what harms nobody else does not end the epoch. **Arguments:** as of `Asking.ask`."""
+        start = time.perf_counter()
         try:
-            with self.trace.timed("comm", "ask", num_bytes=num_bytes_of(value)):
-                return self.asking.ask(rank, value, limit)
+            answer = (self._asking or self.asking).ask(rank, value, limit)
+            self.trace.note("comm", "ask", start, num_bytes_of(value))
         except (RemoteError, WaitTimeout):
             raise
         except BaseException as error:
             self._group.failed("ask", error, self._limit())
             raise
+        return answer
 
     def wait(self, operation: Operation) -> None:
         """Waits for an operation up to the limit. **Raises:** as `Progress.wait`."""
@@ -109,6 +157,8 @@ class Calling:
 
 def num_bytes_of(value: Value) -> int:
     """Returns the bytes of a value, for its span; what is no value raises elsewhere."""
+    if type(value) is _Array:
+        return value.nbytes
     if isinstance(value, list | tuple):
         return sum(num_bytes_of(part) for part in cast("Sequence[Any]", value))
     return int(getattr(value, "nbytes", 0)) or (len(value) if isinstance(value, bytes | bytearray) else 0)

@@ -92,11 +92,11 @@ class Communicator:
 
         **Raises:** `ArgumentError` for what is no value, rank or tag; `PeerLost`, `Aborted`, `WaitTimeout`.
         """
-        self._calling.run("send", self._group.send, value, dest, tag, num_bytes=num_bytes_of(value))
+        self._calling.send(value, dest, tag)
 
     def recv(self, source: int, *, tag: int = 0) -> Value:
         """Receives the next value that a rank sent under a tag. **Arguments, Raises:** as `send`."""
-        return self._calling.run("recv", self._group.recv, source, tag)
+        return self._calling.recv(source, tag)
 
     def send_buffer(self, buffer: Any, dest: int, *, tag: int = 0) -> None:
         """Sends bytes as they are, for a `recv_buffer` that knows how many come at most; the quickest way.

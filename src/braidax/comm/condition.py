@@ -16,16 +16,16 @@ class Condition:
 
     **Arguments:** `lock`: guards what is waited for; one of its own by default.
 
-    **Fields:** `lock`.
+    **Fields:** `lock`. `sleepers`: what wakes each thread that waits.
     """
 
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
         self.lock: AbstractContextManager[Any] = threading.Lock() if lock is None else lock
-        self._sleepers: dict[int, threading.Lock] = {}
+        self.sleepers: dict[int, threading.Lock] = {}
 
     def __len__(self) -> int:
         """The number of threads that wait."""
-        return len(self._sleepers)
+        return len(self.sleepers)
 
     def wait_for(self, holds: Callable[[], bool], seconds: float) -> bool:
         """Returns whether something holds, at once or within a while; called without the lock.
@@ -37,7 +37,7 @@ class Condition:
         try:
             while True:
                 with self.lock:
-                    self._sleepers.pop(me, None)
+                    self.sleepers.pop(me, None)
                     if holds():
                         return True
                     left = deadline - time.monotonic()
@@ -45,15 +45,15 @@ class Condition:
                         return False
                     called = threading.Lock()
                     called.acquire()
-                    self._sleepers[me] = called
+                    self.sleepers[me] = called
                 called.acquire(timeout=left)
         except BaseException:
             with self.lock:
-                self._sleepers.pop(me, None)
+                self.sleepers.pop(me, None)
             raise
 
     def notify_all(self) -> None:
         """Lets all look again; called under the lock."""
-        for called in self._sleepers.values():
+        for called in self.sleepers.values():
             if called.locked():
                 called.release()

@@ -64,6 +64,10 @@ class Group:
         """Returns the algorithm of `Communicator.recv`."""
         return values.receive(self._point(source, "source", tag), source)
 
+    def recv_rest(self, source: int, tag: int, first: NDArray[np.uint8]) -> Steps[Value]:
+        """Returns what is left of `recv`. **Arguments:** `first`: the first message."""
+        return values.receive_rest(self._point(source, "source", tag), source, first)
+
     def broadcast(self, value: Value, root: int) -> Steps[Value]:
         """Returns the algorithm of `Communicator.broadcast`."""
         self.check_rank(root, "root")
@@ -130,6 +134,11 @@ class Group:
         """Returns the rank in the world of a member, and the tag of `send_buffer`. **Raises:** `ArgumentError`."""
         self.check_rank(peer, name)
         return self.ranks[peer], self.buffer_tag(tag)
+
+    def value_way(self, peer: int, name: str, tag: int) -> tuple[int, int]:
+        """Returns the rank in the world of a member, and the tag of `send`. **Raises:** `ArgumentError`."""
+        self.check_rank(peer, name)
+        return self.ranks[peer], self._tag(POINT_TO_POINT, tag)
 
     def _tag(self, kind: int, tag: Any) -> int:
         if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_NUMBER:

@@ -31,6 +31,9 @@ FIRST_BYTES = 1 << 13
 ALIGNMENT = 64
 """Bytes: as Arrow wants its buffers, and vector instructions theirs."""
 
+HEAD_ALIGNMENT = 16
+"""Bytes: what the body of a small value begins at a multiple of."""
+
 LENGTHS = struct.Struct("<QQQ")
 """What a first message begins with: the lengths of head and body; the number of the second message."""
 _SHORT_BYTES = 256  # of heads that are remembered
@@ -59,8 +62,9 @@ class Head:
 
     @cached_property
     def about(self) -> bytes:
-        """What stands for this in a message."""
-        return json.dumps([self.form, self.dtype, self.shape, self.lengths]).encode()
+        """What stands for this in a message; the body behind it is aligned for every dtype, where the message is."""
+        words = json.dumps([self.form, self.dtype, self.shape, self.lengths]).encode()
+        return words + b" " * (-(LENGTHS.size + len(words)) % HEAD_ALIGNMENT)
 
     @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 from braidax.comm.callbacks import Callbacks
 from braidax.comm.condition import Condition
 from braidax.comm.nap import Nap
 from braidax.comm.transports.bell import Bell
+from braidax.comm.transports.quick import quick_calls_of
 from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.waiting import again, all_done, closed, late, left, words_of
 from braidax.comm.watch import LEAVING, Notice, Watch
@@ -41,7 +42,7 @@ class Progress:
 
     **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`, `schedules`: see
     `Transport`.
-    `send_now`, `receive_now`: as `send` and `receive`, but move it along at once, for who has nothing else to do.
+    `run_now`: as `run`, but moves it along at once. `send_receive`: see `QuickCalls`. Both raise as `send_now`.
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
     `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs.
     """
@@ -53,6 +54,7 @@ class Progress:
         self.world = world
         self._transport = transport
         self._begin_send, self._begin_receive, self._poll = transport.send, transport.receive, transport.poll
+        self._quick = quick_calls_of(transport)
         self.schedules = transport.schedules
         self._begin_run: Any = None if transport.schedules is None else transport.schedules.run
         self._watch = watch
@@ -61,6 +63,7 @@ class Progress:
         self._spin_seconds = spin_seconds
         self._lock = threading.Lock()  # guards the transport, the watch and all below
         self._followers = Condition(self._lock)  # callers that wait while another one moves messages
+        self._sleepers = self._followers.sleepers
         self._listeners = Condition(self._lock)  # those that wait for what the watch says, or for the end
         self._leader = 0  # the thread of the caller that moves messages, if one does
         self._sleeping = False  # whether that caller sleeps
@@ -69,8 +72,8 @@ class Progress:
         self._released = False  # whether the transport is closed
         self._callbacks = Callbacks()
         self.number = partial(next, itertools.count())
-        self.send_now = partial(self._begin_now, self._begin_send)
-        self.receive_now = partial(self._begin_now, self._begin_receive)
+        self.run_now = partial(self._now, self._begin_run)
+        self.send_receive = partial(self._now, self._quick.send_receive)
         self._left_at = 0.0  # when the latest rank left
         self._nap, self._wake_thread = Nap(transport.fileno()), Bell()
         self._thread = threading.Thread(target=self._run, name="braidax-comm", daemon=True)
@@ -87,31 +90,24 @@ class Progress:
         """Begins to receive. **Arguments, Returns:** see `Transport.receive`. **Raises:** the failure, if any."""
         return self._begin(self._begin_receive, peer, tag, buffer)
 
-    def run(
-        self, tag: int, compiled: object, head: bytes, own: Any, out: Any, begin: Literal["now", "later"] = "later"
-    ) -> Operation | None:
-        """Begins to run a schedule. **Arguments, Returns:** see `Schedules.run`. `begin`: moves it along at `"now"`.
-
-        **Raises:** the failure, if there is one; what `Schedules.run` raises.
-        """
-        with self._lock:
-            if self.failure is not None:
-                raise again(self.failure)
-            try:
-                spins = self._spin_seconds if begin == "now" and not self._leader else -1.0
-                operation = self._begin_run(tag, compiled, head, own, out, spins)
-                self.hurried |= begin == "now"
-                called = self._ended() if self._callbacks.ready or self._followers else ()
-                if self._sleeping:
-                    self._nap.ring()
-            except (TypeError, ValueError, BufferError):  # of arrays that are not as they should be
-                raise
-            except BaseException as error:
-                self._break(error)
-                raise
-        if called:
-            self._call(called)
+    def send_now(self, peer: int, tag: int, buffers: Sequence[Any]) -> Operation:
+        """As `send`, but moves it along at once, for who has nothing else to do. **Raises:** as `QuickCalls`, too."""
+        operation = Operation(peer)
+        self._now(self._quick.send, peer, tag, buffers, operation)
         return operation
+
+    def receive_now(self, peer: int, tag: int, buffer: Any) -> Operation:
+        """As `receive`, but moves it along at once. **Raises:** as `send_now`."""
+        operation = Operation(peer)
+        self._now(self._quick.receive, peer, tag, buffer, operation)
+        return operation
+
+    def run(self, tag: int, compiled: object, head: bytes, own: Any, out: Any) -> Operation | None:
+        """Begins to run a schedule. **Arguments, Returns, Raises:** see `Schedules.run`; the failure, if any."""
+        return self._now(self._run_without_spinning, tag, compiled, head, own, out)
+
+    def _run_without_spinning(self, *arguments: Any) -> Operation | None:
+        return self._begin_run(*arguments[:-1], -1.0)
 
     def wait(self, operations: Sequence[Operation], deadline: float) -> None:
         """Returns when all operations have ended. **Arguments:** `deadline`: `time.monotonic` seconds.
@@ -195,31 +191,27 @@ class Progress:
                 self._wake_thread.ring()
         return operation
 
-    def _begin_now(self, begin: Callable[..., None], peer: int, tag: int, data: Any) -> Operation:
-        operation = Operation(peer)
+    def _now(self, begin: Callable[..., Any], *arguments: Any) -> Any:
+        """Begins something, and moves messages along unless another caller does. **Arguments:** as of `QuickCalls`."""
         called: Sequence[Callable[[], None]] = ()
-        ready = self._callbacks.ready
         with self._lock:
             if self.failure is not None:
                 raise again(self.failure)
             try:
-                begin(peer, tag, data, operation)
+                begun = begin(*arguments, -1.0 if self._leader else self._spin_seconds)
                 self.hurried = True
-                if operation.done and not ready:
-                    return operation
-                if not self._leader:  # saves a short wait the change of leaders
-                    self._poll(0.0 if operation.done else self._spin_seconds)
-                    called = self._ended() if ready or self._followers else ()
-                elif self._sleeping:
+                if self._callbacks.ready or self._sleepers:
+                    called = self._ended()
+                if self._sleeping:
                     self._nap.ring()
-            except (TypeError, ValueError, BufferError):  # of a buffer that the transport does not take
+            except (TypeError, ValueError, BufferError):  # of memory that the transport does not take
                 raise
             except BaseException as error:
                 self._break(error)
                 raise
         if called:
             self._call(called)
-        return operation
+        return begun
 
     def _call(self, called: Sequence[Callable[[], None]]) -> None:
         """Calls what waited for operations that have ended; without the lock."""

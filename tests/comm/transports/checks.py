@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from braidax.comm.transports.quick import quick_calls_of
 from braidax.comm.transports.transport import MAX_TAG, Operation
 from braidax.connections.world import World
 from braidax.errors import CommError, HandshakeError, WaitTimeout
@@ -127,6 +128,35 @@ def check_large_unexpected_messages(rank: Rank) -> None:
         rank.wait(rank.receive(rank.left, 1, place))
         assert place == expected
     rank.wait(*sends)
+
+
+def check_requests_and_answers(rank: Rank) -> None:
+    calls = quick_calls_of(rank.transport)
+    for number, (length, spin) in enumerate([(0, -1.0), (8, 0.0), (3000, -1.0), (8000, 0.0)]):
+        place = np.zeros(8192, np.uint8)
+        asked = np.frombuffer(pattern(rank.rank, length), np.uint8)
+        with pytest.raises((TypeError, ValueError, BufferError)):
+            calls.send_receive(rank.right, 1, (b"head", np.zeros(8)[::2]), 2, place, spin)  # it is not contiguous
+        heard = calls.send_receive(rank.right, 1, (b"head", b"", asked), 2, place, spin)
+        asked = asked * 0  # what was given may change at once: a copy was sent
+        request = bytearray(8192)
+        came = rank.receive(rank.left, 1, request)
+        rank.wait(came)
+        assert request[: came.num_bytes] == b"head" + pattern(rank.left, length)
+        rank.wait(rank.send(rank.left, 2, pattern(number, length)))
+        if isinstance(heard, Operation):
+            rank.wait(heard)
+            heard = bytearray(place[: heard.num_bytes])
+        assert heard == pattern(number, length)
+
+
+def check_answers_that_are_too_long(rank: Rank) -> None:
+    heard = quick_calls_of(rank.transport).send_receive(rank.right, 1, (b"x",), 2, bytearray(8), -1.0)
+    place = bytearray(1)
+    rank.wait(rank.receive(rank.left, 1, place), rank.send(rank.left, 2, b"nine bytes"))
+    assert isinstance(heard, Operation)
+    with pytest.raises(CommError, match="sent 10 bytes where at most 8 were expected"):
+        rank.wait(heard)
 
 
 def check_both_directions_at_once(rank: Rank) -> None:
@@ -307,6 +337,8 @@ IN_ONE_WORLD = (
     check_receives_before_sends,
     check_large_unexpected_messages,
     check_both_directions_at_once,
+    check_requests_and_answers,
+    check_answers_that_are_too_long,
     check_messages_to_itself,
     check_messages_that_are_too_long,
     check_buffers_may_change_after_the_end,

@@ -26,6 +26,11 @@ def receive(messages: GroupMessages, peer: int) -> Steps[Value]:
     return (yield from _First(messages, peer).whole())
 
 
+def receive_rest(messages: GroupMessages, peer: int, first: NDArray[np.uint8]) -> Steps[Value]:
+    """Receives what is left of a value whose first message is here."""
+    return (yield from _rest(messages, peer, Unpacking(first)))
+
+
 def broadcast(messages: GroupMessages, value: Value, root: int) -> Steps[Value]:
     """Returns the root's value on every member, the root's own object there.
 

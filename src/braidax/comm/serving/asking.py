@@ -23,15 +23,17 @@ from braidax.comm.serving.conversation import (
     Talk,
     Withdrawn,
     arriving_of,
+    over,
     run_until,
     unexpected,
     word_of,
 )
-from braidax.comm.serving.small import decoded, encoded
+from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.errors import ArgumentError, CommError, RemoteError, WaitTimeout
 
 _ANSWERED = HEADER.pack(ANSWER, 0)
+_REQUEST = HEADER.pack(REQUEST, 0)[:8]
 _MAX_UNANSWERED = 64  # of requests to a rank that nobody waits for any more
 
 
@@ -42,33 +44,58 @@ class Asking:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._progress = group.progress
-        self._tag = tag_of(group.number, ASK, 0)
+        self._send_receive, self._number = group.progress.send_receive, group.progress.number
+        self._peers: dict[Any, int] = {rank: peer for rank, peer in enumerate(group.ranks) if rank != group.rank}
+        self._tag, self._bodies, self._answers = (tag_of(group.number, kind, 0) for kind in (ASK, BODY, ANSWERS))
         self._places: list[NDArray[np.uint8]] = []  # for words, to be used again
         self._lock = threading.Lock()  # guards what follows
         self._unanswered: Counter[int] = Counter()
 
     def ask(self, rank: int, value: Value, timeout_seconds: float) -> Value:
         """Returns the answer of a rank. **Arguments, Raises:** see `Communicator.ask`."""
-        self._check(rank, timeout_seconds)
-        number = self._progress.number() & MAX_NUMBER
-        group = self._group.number
-        peer = self._group.ranks[rank]
-        talk = Talk(self._progress, peer, tag_of(group, BODY, number), tag_of(group, ANSWERS, number))
-        parcel = None
-        if (first := encoded(value)) is None:
-            parcel = pack(value)
-            first = b"".join(parcel.first)
-        deadline = time.monotonic() + timeout_seconds
+        peer = self._peers.get(rank)
+        first = encoded(value)
+        if peer is None or first is None or self._unanswered or not timeout_seconds > 0:
+            return self._ask_any(rank, value, timeout_seconds)
+        number = self._number() & MAX_NUMBER
         place = self._places.pop() if self._places else np.empty(PLACE_BYTES, np.uint8)
-        self._progress.send_now(peer, self._tag, (memoryview(HEADER.pack(REQUEST, number) + first),))
-        heard = talk.hear(place)
-        if heard.done and heard.error is None:  # as most small ones are
-            message = place.data[: heard.num_bytes].tobytes()
-            if message[: HEADER.size] == _ANSWERED and (answer := decoded(message[HEADER.size :])) is not None:
-                self._places.append(place)
-                return answer[0]
         try:
-            return run_until(self._progress, talk, self._steps(talk, rank, parcel, heard, place), deadline)
+            words = _REQUEST, number.to_bytes(8, "little"), *first
+            heard = self._send_receive(peer, self._tag, words, self._answers | number, place)
+        except (TypeError, ValueError, BufferError):  # it is not contiguous
+            return self._ask_any(rank, value, timeout_seconds)
+        if type(heard) is bytearray:  # as most small ones are
+            self._places.append(place)
+            if heard.startswith(_ANSWERED) and (answer := decoded(heard, HEADER.size)) is not None:
+                return answer[0]
+            heard = over(peer, heard, place)
+        return self._rest(rank, number, None, heard, place, timeout_seconds)
+
+    def _ask_any(self, rank: int, value: Value, timeout_seconds: float) -> Value:
+        self._check(rank, timeout_seconds)
+        number = self._number() & MAX_NUMBER
+        parcel, place = pack(value), np.empty(PLACE_BYTES, np.uint8)
+        words = (HEADER.pack(REQUEST, number), b"".join(parcel.first))
+        peer = self._group.ranks[rank]
+        heard = self._send_receive(peer, self._tag, words, self._answers | number, place)
+        if type(heard) is bytearray:
+            heard = over(peer, heard, place)
+        return self._rest(rank, number, parcel, heard, place, timeout_seconds)
+
+    def _rest(
+        self,
+        rank: int,
+        number: int,
+        parcel: Parcel | None,
+        heard: Operation,
+        place: NDArray[np.uint8],
+        timeout_seconds: float,
+    ) -> Value:
+        """Returns the answer to a request that was sent. **Arguments:** `parcel`: what of it may have to follow."""
+        talk = Talk(self._progress, self._group.ranks[rank], self._bodies | number, self._answers | number)
+        steps = self._steps(talk, rank, parcel, heard, place)
+        try:
+            return run_until(self._progress, talk, steps, time.monotonic() + timeout_seconds)
         except WaitTimeout:
             raise self._late(rank, timeout_seconds) from None
 

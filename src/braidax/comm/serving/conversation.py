@@ -119,11 +119,19 @@ class Talk:
         return self.progress.receive(self.peer, self._receives, place)
 
 
-def word_of(world: World, peer: int, message: NDArray[np.uint8]) -> tuple[int, int]:
+def over(peer: int, message: bytearray, place: NDArray[np.uint8]) -> Operation:
+    """Returns the operation of a message that has come, for who goes on with operations; it is put in a place."""
+    place[: len(message)] = message
+    operation = Operation(peer)
+    operation.finish(len(message))
+    return operation
+
+
+def word_of(world: World, peer: int, message: NDArray[np.uint8] | bytearray) -> tuple[int, int]:
     """Returns the kind and the number of a message. **Raises:** `CommError` for one that cannot be."""
     if len(message) < HEADER.size:
         raise unexpected(world, peer, f"a word of {len(message)} bytes")
-    kind, number = HEADER.unpack_from(message.data)
+    kind, number = HEADER.unpack_from(message if isinstance(message, bytearray) else message.data)
     return kind, number
 
 

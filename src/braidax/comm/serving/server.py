@@ -5,17 +5,18 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from braidax.comm.condition import Condition
 from braidax.comm.group import Group
 from braidax.comm.group_messages import ANSWER as ANSWERS
 from braidax.comm.group_messages import ASK, BODY, Steps, tag_of
-from braidax.comm.messages import Parcel, Value, pack
+from braidax.comm.messages import Value, pack
 from braidax.comm.serving.conversation import (
     ANSWER,
     DONE,
@@ -31,7 +32,7 @@ from braidax.comm.serving.conversation import (
     unexpected,
     word_of,
 )
-from braidax.comm.serving.small import decoded, encoded
+from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.comm.waiting import AnyOf, again, words_of
 from braidax.errors import CommError, PeerLost, WaitTimeout
@@ -39,6 +40,7 @@ from braidax.errors import CommError, PeerLost, WaitTimeout
 Handler = Callable[[int, Value], Value]
 """Returns the answer to the value that a rank asks with."""
 
+_ANSWERED = HEADER.pack(ANSWER, 0)
 _LOOK_SECONDS = 0.5  # how often `wait` looks who has left
 _THREAD_NAME = "braidax-serve"
 
@@ -54,30 +56,45 @@ class Requests:
         self.group = group
         self.is_served = False
         self.done: Counter[int] = Counter()  # how often each rank has said that it asks no more
-        self._tag = tag_of(group.number, ASK, 0)
+        self._tag, self._answers = tag_of(group.number, ASK, 0), tag_of(group.number, ANSWERS, 0)
         self._places = {rank: np.empty(PLACE_BYTES, np.uint8) for rank in range(group.size) if rank != group.rank}
-        self._receives: dict[int, Operation] = {}
+        self._receives: dict[int, Operation | bytearray] = {}  # each rank's next request, or what receives that
+        self._send_receive = group.progress.send_receive
         self._last = group.rank
 
     def next(self) -> int | None:
         """Returns a rank whose request is here, all in turn; None if there is none."""
         for distance in range(1, self.group.size + 1):
             rank = (self._last + distance) % self.group.size
-            if rank in self._receives and self._receives[rank].done:
+            received = self._receives.get(rank)
+            if received is not None and (isinstance(received, bytearray) or received.done):
                 self._last = rank
                 return rank
         return None
 
-    def take(self, rank: int) -> Any:
+    def take(self, rank: int) -> bytearray:
         """Returns the message of a rank that `next` named. **Raises:** `PeerLost` of one that is gone."""
-        operation = self._receives.pop(rank)
-        self.group.progress.wait([operation], 0.0)
-        return self._places[rank][: operation.num_bytes]
+        received = self._receives.pop(rank)
+        if isinstance(received, bytearray):
+            return received
+        if received.error is not None:
+            self.group.progress.wait([received], 0.0)
+        return bytearray(self._places[rank][: received.num_bytes])
 
     def post(self, rank: int) -> None:
         """Receives the next request of a rank."""
-        self._receives[rank] = self.group.progress.receive_now(
-            self.group.ranks[rank], self._tag, self._places[rank].data
+        place = self._places[rank]
+        self._receives[rank] = self.group.progress.receive_now(self.group.ranks[rank], self._tag, place.data)
+
+    def answer_and_post(self, rank: int, number: int, first: Sequence[Any]) -> None:
+        """Sends a whole answer, and receives the next request of its rank.
+
+        **Arguments:** `number`: of the request. `first`: the first message of the answer.
+
+        **Raises:** as `Progress.send_receive`.
+        """
+        self._receives[rank] = self._send_receive(
+            self.group.ranks[rank], self._answers | number, (_ANSWERED, *first), self._tag, self._places[rank]
         )
 
     def post_all(self) -> None:
@@ -92,7 +109,7 @@ class Requests:
 
     def waited_for(self) -> list[Operation]:
         """Returns the operations any of which is a request."""
-        return list(self._receives.values())
+        return [each for each in self._receives.values() if isinstance(each, Operation)]
 
     def has_left(self, rank: int) -> bool:
         """Returns whether a rank has closed its communicator."""
@@ -219,55 +236,75 @@ class Server:
             requests.forget(gone[0])
             return
         self._heard_at = time.monotonic()
-        self._answer(rank, message)
-        requests.post(rank)
-
-    def _answer(self, rank: int, message: Any) -> None:
         peer = self._group.ranks[rank]
         kind, number = word_of(self._progress.world, peer, message)
         if kind == DONE:
             with self._changed.lock:
                 self._requests.done[rank] += 1
                 self._changed.notify_all()
-            return
-        if kind != REQUEST:
-            raise unexpected(self._progress.world, peer, f"a word of kind {kind}")
-        group = self._group.number
-        talk = Talk(self._progress, peer, tag_of(group, ANSWERS, number), tag_of(group, BODY, number))
-        small = decoded(message.data[HEADER.size :].tobytes())
-        if small is None:
-            steps = self._steps(talk, rank, message)
-        elif (reply := self._reply(talk, rank, small[0])) is not None:
-            steps = self._rest(talk, reply)
+        elif kind == REQUEST:
+            if self._answer(rank, number, message):
+                return
         else:
-            return
+            raise unexpected(self._progress.world, peer, f"a word of kind {kind}")
+        requests.post(rank)
+
+    def _answer(self, rank: int, number: int, message: bytearray) -> bool:
+        """Answers a request. **Returns:** whether the next one of that rank is being received."""
+        small = decoded(message, HEADER.size)
+        if small is None:
+            talk = self._talk(rank, number)
+            steps = self._steps(talk, rank, np.frombuffer(message, np.uint8))
+        else:
+            kind, answer = self._called(rank, small[0])
+            first = encoded(answer) if kind == ANSWER else None
+            if first is not None:
+                with contextlib.suppress(TypeError, ValueError, BufferError):  # it is not contiguous
+                    self._requests.answer_and_post(rank, number, first)
+                    return True
+            talk = self._talk(rank, number)
+            steps = self._reply(talk, kind, answer)
         with contextlib.suppress(WaitTimeout, Withdrawn):  # it does not take its answer: others do
             run_until(self._progress, talk, steps, time.monotonic() + self._limit())
+        return False
 
-    def _steps(self, talk: Talk, rank: int, message: Any) -> Steps[None]:
+    def _talk(self, rank: int, number: int) -> Talk:
+        group = self._group.number
+        return Talk(
+            self._progress, self._group.ranks[rank], tag_of(group, ANSWERS, number), tag_of(group, BODY, number)
+        )
+
+    def _called(self, rank: int, value: Value) -> tuple[int, Value]:
+        """Calls the handler. **Returns:** the kind of the answer, and the answer, which is some value."""
+        try:
+            return ANSWER, self._handler(rank, value)
+        except BaseException as error:  # noqa: BLE001 (that of one request: the asker raises it, the server lives)
+            return RAISED, _traceback_of(error)
+
+    def _steps(self, talk: Talk, rank: int, message: NDArray[np.uint8]) -> Steps[None]:
         value = yield from talk.value(arriving_of(message))
         if talk.is_given_up:
             raise Withdrawn
-        if (reply := self._reply(talk, rank, value)) is not None:
-            yield from self._rest(talk, reply)
+        yield from self._reply(talk, *self._called(rank, value))
 
-    def _reply(self, talk: Talk, rank: int, value: Value) -> Parcel | None:
-        """Answers a value. **Returns:** what is yet to follow, if anything."""
+    def _reply(self, talk: Talk, kind: int, answer: Value) -> Steps[None]:
+        """Sends an answer, of which a large one follows if it is wanted."""
         try:
-            kind, answer = ANSWER, self._handler(rank, value)
-            first = encoded(answer)
-            parcel = pack(answer) if first is None else None
-        except BaseException as error:  # noqa: BLE001 (that of one request: the asker raises it, the server lives)
-            text = f"{words_of(error)}\n\nThe traceback of its handler:\n\n{''.join(traceback.format_exception(error))}"
-            kind, first, parcel = RAISED, None, pack(text.encode("utf-8", "backslashreplace"))
-        talk.say(kind, first=parcel.first if parcel is not None else (first or b"",))
-        return parcel if parcel is not None and parcel.rest else None
-
-    def _rest(self, talk: Talk, parcel: Parcel) -> Steps[None]:
-        """Sends the rest of an answer, if it is wanted."""
+            parcel = pack(answer)
+        except Exception as error:  # noqa: BLE001 (the handler returned no value, or there is no memory for it)
+            kind, parcel = RAISED, pack(_traceback_of(error))
+        talk.say(kind, first=parcel.first)
+        if not parcel.rest:
+            return
         place = np.empty(PLACE_BYTES, np.uint8)
         heard = talk.hear(place)
         yield [heard]
         kind, _ = word_of(self._progress.world, talk.peer, place[: heard.num_bytes])
         if kind == GO:
             yield from talk.send_rest(parcel)
+
+
+def _traceback_of(error: BaseException) -> bytes:
+    """Returns what an asker is told of what a handler raised."""
+    text = f"{words_of(error)}\n\nThe traceback of its handler:\n\n{''.join(traceback.format_exception(error))}"
+    return text.encode("utf-8", "backslashreplace")

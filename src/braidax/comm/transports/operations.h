@@ -14,6 +14,7 @@
 #define TURNS_AT_REST 100        /* of a core that spins, so that one it shares its units with copies faster */
 #define YIELD_SECONDS 5e-6       /* of spinning in vain, before others on this core are let in between */
 #define MAX_FREE_REQUESTS 256
+#define MAX_JOINED 8             /* buffers of a message of which a copy is sent */
 #if defined(__x86_64__)
 #define REST() __builtin_ia32_pause()
 #elif defined(__aarch64__)
@@ -21,6 +22,12 @@
 #else
 #define REST() ((void)0)
 #endif
+
+typedef struct { /* whoever waits for something that has no operation, unless there is more to tell, or it takes long */
+    PyObject *operation;
+    int is_over;
+    size_t num_bytes; /* that came */
+} Caller;
 
 static PyObject *finish_name, *ready_name, *done_name, *num_bytes_name, *peer_name;
 

@@ -17,11 +17,6 @@
 #define RUN_TAG_BITS 44      /* of messages, see MAX_TAG */
 #define RUN_SECONDS 1e-3     /* of spinning at least, with others let in between: to wake costs more than most runs */
 
-typedef struct { /* whoever waits for a run, without an operation unless there is something to tell, or it takes long */
-    PyObject *operation;
-    int is_over;
-} Caller;
-
 struct Run {
     Run *next;
     Worker *worker;
@@ -168,13 +163,14 @@ static Request *cause_of(Run *run) {
     return run->failed;
 }
 
-/* Makes the operation of a run that began without one. */
-static int make_operation(Worker *self, Run *run, Caller *caller) {
-    run->operation = PyObject_CallFunction(self->runs.operation_type, "K", (unsigned long long)self->runs.rank);
-    run->caller = NULL;
-    caller->operation = run->operation;
+/* Makes the operation of what began without one. **Arguments:** `place`: of the caller in that. */
+static int make_operation(Worker *self, PyObject **operation, Caller **place, unsigned long long peer) {
+    Caller *caller = *place;
+    *place = NULL;
+    *operation = PyObject_CallFunction(self->runs.operation_type, "K", peer);
+    caller->operation = *operation;
     Py_XINCREF(caller->operation);
-    return run->operation ? 0 : -1;
+    return *operation ? 0 : -1;
 }
 
 static int tell_failed(Worker *self, Run *run) {
@@ -197,7 +193,7 @@ static int tell_end(Worker *self, Run *run) {
     if (caller) {
         caller->is_over = 1;
         if (!run->failed && !run->float_errors) return 0;
-        if (make_operation(self, run, caller) < 0) return -1;
+        if (make_operation(self, &run->operation, &run->caller, self->runs.rank) < 0) return -1;
     }
     if (!run->operation) return 0; /* its caller has been told of something worse */
     return run->failed ? tell_failed(self, run) : finish(run->operation, (size_t)run->float_errors);
@@ -305,7 +301,7 @@ static PyObject *worker_run(Worker *self, PyObject *const *arguments, Py_ssize_t
     begin_run(self, run);
     int failed = tell_over(self);
     if (!failed && !caller.is_over && seconds >= 0) failed = poll_for(self, seconds);
-    if (!failed && !caller.is_over) failed = make_operation(self, run, &caller) < 0 || tell_waiting(self) < 0;
+    if (!failed && !caller.is_over) failed = make_operation(self, &run->operation, &run->caller, self->runs.rank) < 0 || tell_waiting(self) < 0;
     if (!caller.is_over) run->caller = NULL;
     if (failed) Py_CLEAR(caller.operation);
     if (failed) return NULL;

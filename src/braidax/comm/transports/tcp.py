@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 from braidax.comm.transports.schedules import BindingSchedules, disagree
 from braidax.comm.transports.tcp_link import lost
 from braidax.comm.transports.tcp_worker import TcpWorker
-from braidax.comm.transports.transport import Buffer, Operation, Transport, too_long
+from braidax.comm.transports.transport import Buffer, Operation, QuickCalls, Transport, too_long
 from braidax.connections.listener import Listener, Tls, linger
 from braidax.connections.world import World
 
@@ -41,6 +41,7 @@ class TcpTransport(Transport):
             self._worker: Any = TcpWorker()
         else:
             self._worker = binding.Worker()
+            self.quick = QuickCalls(self._worker.send, self._worker.receive, self._worker.send_receive)
             self.schedules = BindingSchedules(binding.Schedule, self._worker.run)
             self.takes_arrays = True
         # A call of our own would be a good part of the time of a small message.

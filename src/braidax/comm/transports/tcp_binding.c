@@ -37,7 +37,7 @@ static Request *new_request(Worker *self, PyObject *operation, unsigned peer, in
     memset(request, 0, offsetof(Request, frame));
     request->ticket.peer = peer;
     request->ticket.is_send = is_send;
-    Py_INCREF(operation);
+    Py_XINCREF(operation);
     request->operation = operation;
     request->views = &request->one;
     request->parts = request->headed;
@@ -54,7 +54,7 @@ static void free_request(Worker *self, Request *request) {
     for (Py_ssize_t i = 0; i < request->num_views; i++) PyBuffer_Release(&request->views[i]);
     if (request->views != &request->one) free(request->views);
     if (request->parts != request->headed) free(request->parts);
-    Py_DECREF(request->operation);
+    Py_XDECREF(request->operation);
     if (self->num_freed < MAX_FREE_REQUESTS) {
         request->next = self->freed;
         self->freed = request;
@@ -79,11 +79,15 @@ static int tell_error(Worker *self, PyObject *operation, Request *request, size_
     return result ? 0 : -1;
 }
 
+static int tell_caller(Worker *self, Request *request);
+
 /* Tells Python of what has ended, and lets go of the requests and their buffers. */
 static int tell_ended(Worker *self) {
     for (Request *request; (request = self->ended);) {
         if (!(self->ended = request->next_ended)) self->ended_end = &self->ended;
-        int failed = request->ticket.status ? tell_error(self, request->operation, request, request->capacity)
+        int failed = request->caller ? tell_caller(self, request) : 0;
+        if (request->operation)
+            failed |= request->ticket.status ? tell_error(self, request->operation, request, request->capacity)
                                             : finish(request->operation, request->ticket.is_send ? 0 : request->ticket.num_bytes);
         free_request(self, request);
         if (failed) return -1;
@@ -104,12 +108,12 @@ static void post(Worker *self, Request *request) {
         request->parts[request->num_parts++] = (struct iovec){data, (size_t)step->num_bytes};
         request->left = (size_t)step->num_bytes + (step->capacity ? HEAD_BYTES : 0);
         note_size(self, request, request->left);
-        begin_send(self, link, request, run->tag);
+        put_send(self, link, request, run->tag);
     } else {
         request->data = data;
         request->capacity = room_of(step);
         note_size(self, request, (size_t)step->num_bytes);
-        begin_receive(self, link, request, run->tag);
+        put_receive(self, link, request, run->tag);
     }
 }
 
@@ -221,15 +225,14 @@ static PyObject *worker_arm(Worker *self, PyObject *unused) {
 
 /* Sending and receiving */
 
-static Link *parse_link(Worker *self, PyObject *const *arguments, Py_ssize_t count, uint64_t *tag) {
-    if (!usable(self)) return NULL;
-    if (count != 4) return PyErr_SetString(PyExc_TypeError, "expected 4 arguments"), NULL;
+static int parse_peer(Worker *self, PyObject *const *arguments, unsigned *peer, uint64_t *tag) {
     unsigned long number = PyLong_AsUnsignedLong(arguments[0]);
     *tag = PyLong_AsUnsignedLongLong(arguments[1]);
-    if (PyErr_Occurred()) return NULL;
+    if (PyErr_Occurred()) return 0;
     if (number >= self->runs.num_peers || *tag > MAX_TAG)
-        return PyErr_SetString(PyExc_ValueError, "no such peer or tag"), NULL;
-    return &self->links[number];
+        return PyErr_SetString(PyExc_ValueError, "no such peer or tag"), 0;
+    *peer = (unsigned)number;
+    return 1;
 }
 
 /* Holds the buffers of a message. */
@@ -266,7 +269,7 @@ end:
 
 /* Begins what a request asks for, and tells what has ended. */
 static PyObject *begun(Worker *self, Link *link, Request *request, uint64_t tag, int is_slow) {
-    void (*begin)(Worker *, Link *, Request *, uint64_t) = request->ticket.is_send ? begin_send : begin_receive;
+    void (*begin)(Worker *, Link *, Request *, uint64_t) = request->ticket.is_send ? put_send : put_receive;
     if (is_slow) {
         self->is_busy = 1;
         Py_BEGIN_ALLOW_THREADS
@@ -281,13 +284,11 @@ static PyObject *begun(Worker *self, Link *link, Request *request, uint64_t tag,
     Py_RETURN_NONE;
 }
 
-static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
-    uint64_t tag;
-    Link *link = parse_link(self, arguments, count, &tag);
-    if (!link) return NULL;
-    Request *request = new_request(self, arguments[3], (unsigned)(link - self->links), 1);
+static PyObject *begin_send(Worker *self, unsigned peer, uint64_t tag, PyObject *buffers, PyObject *operation) {
+    Link *link = &self->links[peer];
+    Request *request = new_request(self, operation, peer, 1);
     if (!request) return NULL;
-    if (hold(request, arguments[2]) < 0) {
+    if (hold(request, buffers) < 0) {
         free_request(self, request);
         return NULL;
     }
@@ -295,13 +296,13 @@ static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_
     return begun(self, link, request, tag, request->is_large || link->is_paused);
 }
 
-static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
-    uint64_t tag;
-    Link *link = parse_link(self, arguments, count, &tag);
-    if (!link) return NULL;
-    Request *request = new_request(self, arguments[3], (unsigned)(link - self->links), 0);
+static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObject *buffer, PyObject *operation,
+                               Caller *caller) {
+    Link *link = &self->links[peer];
+    Request *request = new_request(self, operation, peer, 0);
     if (!request) return NULL;
-    if (PyObject_GetBuffer(arguments[2], &request->one, PyBUF_WRITABLE) < 0) {
+    request->caller = caller;
+    if (PyObject_GetBuffer(buffer, &request->one, PyBUF_WRITABLE) < 0) {
         free_request(self, request);
         return NULL;
     }
@@ -311,6 +312,8 @@ static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssi
     note_size(self, request, request->capacity);
     return begun(self, link, request, tag, (request->is_large && link->kept.count) || link->is_paused);
 }
+
+#include "calls.h"
 
 /* Beginning and end */
 
@@ -494,6 +497,7 @@ static PyObject *worker_kept_bytes(Worker *self, PyObject *argument) {
 static PyMethodDef worker_methods[] = {
     {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
     {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
+    {"send_receive", (PyCFunction)(void (*)(void))worker_send_receive, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},

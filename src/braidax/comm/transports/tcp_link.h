@@ -64,6 +64,7 @@ struct Request { /* a send or receive that has not ended, or that Python does no
     Item item;       /* of `posted` or `offered` of its link */
     Request *previous, *next, *next_ended;
     PyObject *operation;
+    Caller *caller; /* in place of an operation */
     Py_buffer *views, one;
     Py_ssize_t num_views;
     struct iovec *parts, headed[2]; /* what is sent, from `part` on */

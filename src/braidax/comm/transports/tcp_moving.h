@@ -449,7 +449,7 @@ static void send_to_self(Worker *self, Link *link, Request *request, uint64_t ta
     end(self, request, OK);
 }
 
-static void begin_send(Worker *self, Link *link, Request *request, uint64_t tag) {
+static void put_send(Worker *self, Link *link, Request *request, uint64_t tag) {
     if (link->descriptor < 0) {
         send_to_self(self, link, request, tag);
         return;
@@ -484,7 +484,7 @@ static void begin_send(Worker *self, Link *link, Request *request, uint64_t tag)
         resume(self, link); /* what the peer asks for comes behind what nobody asks for here */
 }
 
-static void begin_receive(Worker *self, Link *link, Request *request, uint64_t tag) {
+static void put_receive(Worker *self, Link *link, Request *request, uint64_t tag) {
     Item *kept = take_item(&link->kept, tag, NULL);
     if (kept) {
         match(self, link, OF(Message, item, kept), request);

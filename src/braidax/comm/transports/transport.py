@@ -1,7 +1,8 @@
 """The contract of transports: what moves messages between ranks, with nothing known of collectives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from braidax.connections.world import World
@@ -70,6 +71,27 @@ class Schedules(Protocol):
         ...
 
 
+@final
+@dataclass(frozen=True)
+class QuickCalls:
+    """Calls that begin a message and move it along at once: of a rank that waits for it, and has nothing else to do.
+
+    All take the seconds to spin last, for what they begin and has not ended: -1 for not at all, else as of
+    `Transport.poll`.
+    They raise `TypeError`, `ValueError`, `BufferError` for buffers that the transport does not take, nothing having
+    begun.
+
+    **Fields:** `send`: `(peer, tag, buffers, operation, spin_seconds)`, see `Transport.send`. `receive`: `(peer, tag,
+    buffer, operation, spin_seconds)`. `send_receive`: `(peer, tag, buffers, receive_tag, place, spin_seconds)` sends a
+    copy of at most 8 buffers, and returns what comes back, or else the operation that receives it into the place; that
+    fails where the message cannot be sent.
+    """
+
+    send: Callable[[int, int, Any, Operation, float], None]
+    receive: Callable[[int, int, Any, Operation, float], None]
+    send_receive: Callable[[int, int, tuple[Any, ...], int, Any, float], bytearray | Operation]
+
+
 class Transport(ABC):
     """Moves messages between the ranks of one world.
 
@@ -92,6 +114,9 @@ class Transport(ABC):
 
     schedules: "Schedules | None" = None
     """What runs whole schedules without the GIL, where the transport has that."""
+
+    quick: QuickCalls | None = None
+    """What saves calls of small messages, where the transport has that."""
 
     nap_seconds: float | None = None
     """Events that do not show at `fileno` are looked for after so long; None where all of them show."""

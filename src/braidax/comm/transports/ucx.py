@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import final
 
 from braidax.comm.transports.schedules import BindingSchedules, disagree
-from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, Transport, too_long
+from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, QuickCalls, Transport, too_long
 from braidax.comm.transports.unreached import other_secret, other_world
 from braidax.connections.world import World
 from braidax.errors import (
@@ -111,6 +111,7 @@ class UcxTransport(Transport):
         self.receive = self._worker.receive
         self.poll = self._worker.poll
         self.arm = self._worker.arm
+        self.quick = QuickCalls(self._worker.send, self._worker.receive, self._worker.send_receive)
         self.schedules = BindingSchedules(binding.Schedule, self._worker.run)
 
     @property

@@ -42,6 +42,7 @@ typedef struct Request { /* a send or receive that UCX has not ended, or that Py
     Ticket ticket; /* one of a run has no operation and no views */
     struct Request *previous, *next, *next_ended;
     PyObject *operation;
+    Caller *caller; /* in place of an operation */
     Py_buffer *views; /* `one`, or allocated together with `parts` */
     Py_buffer one;
     ucp_dt_iov_t *parts;
@@ -89,8 +90,9 @@ static Request *new_request(Worker *self, PyObject *operation, unsigned peer, in
         return NULL;
     }
     request->previous = request->next = request->next_ended = NULL;
-    Py_INCREF(operation);
+    Py_XINCREF(operation);
     request->operation = operation;
+    request->caller = NULL;
     request->views = &request->one;
     request->num_views = 0;
     request->parts = NULL;
@@ -109,7 +111,7 @@ static void free_request(Worker *self, Request *request) {
     for (Py_ssize_t i = 0; i < request->num_views; i++) PyBuffer_Release(&request->views[i]);
     if (request->views != &request->one) free(request->views);
     free(request->parts);
-    Py_DECREF(request->operation);
+    Py_XDECREF(request->operation);
     if (self->num_freed < MAX_FREE_REQUESTS) {
         request->next = self->freed;
         self->freed = request;
@@ -157,11 +159,24 @@ static int tell_error(Worker *self, PyObject *operation, Request *request, size_
     return result ? 0 : -1;
 }
 
+/* A copy that cannot be sent has no operation: what comes back has a receive, which ends with the loss of its peer. */
+static int tell_unsent(Worker *self, Request *request) {
+    Peer *peer = &self->peers[request->ticket.peer];
+    if (!peer->is_lost) lose(self, peer, (ucs_status_t)request->ticket.status);
+    return 0;
+}
+
+static int tell_caller(Worker *self, Request *request);
+
 /* Tells Python of an end, and lets go of the request and its buffers. */
 static int tell(Worker *self, Request *request) {
-    int failed;
-    if (!request->ticket.status) failed = finish(request->operation, request->ticket.is_send ? 0 : request->ticket.num_bytes);
-    else failed = tell_error(self, request->operation, request, request->num_views ? (size_t)request->views[0].len : 0);
+    int failed = request->caller ? tell_caller(self, request) : 0;
+    if (!request->ticket.status)
+        failed |= request->operation ? finish(request->operation, request->ticket.is_send ? 0 : request->ticket.num_bytes) : 0;
+    else if (request->operation)
+        failed |= tell_error(self, request->operation, request, request->num_views ? (size_t)request->views[0].len : 0);
+    else if (request->ticket.is_send)
+        failed |= tell_unsent(self, request);
     free_request(self, request);
     return failed;
 }
@@ -266,12 +281,7 @@ static int usable(Worker *self) {
     return 0;
 }
 
-static int parse_peer(Worker *self, PyObject *const *arguments, Py_ssize_t count, unsigned *peer, uint64_t *tag) {
-    if (!usable(self)) return 0;
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "expected 4 arguments");
-        return 0;
-    }
+static int parse_peer(Worker *self, PyObject *const *arguments, unsigned *peer, uint64_t *tag) {
     unsigned long number = PyLong_AsUnsignedLong(arguments[0]);
     *tag = PyLong_AsUnsignedLongLong(arguments[1]);
     if (PyErr_Occurred()) return 0;
@@ -336,11 +346,8 @@ static PyObject *begun(Worker *self, Request *request, ucs_status_ptr_t handle) 
     Py_RETURN_NONE;
 }
 
-static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
-    unsigned peer;
-    uint64_t tag;
-    if (!parse_peer(self, arguments, count, &peer, &tag)) return NULL;
-    Request *request = new_request(self, arguments[3], peer, 1);
+static PyObject *begin_send(Worker *self, unsigned peer, uint64_t tag, PyObject *buffers, PyObject *operation) {
+    Request *request = new_request(self, operation, peer, 1);
     if (!request) return NULL;
     ucp_request_param_t param;
     param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
@@ -351,7 +358,7 @@ static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_
     param.memory_type = UCS_MEMORY_TYPE_HOST;
     void *data = NULL;
     size_t size = 0;
-    if (hold(request, arguments[2], &data, &size, &param) < 0) {
+    if (hold(request, buffers, &data, &size, &param) < 0) {
         free_request(self, request);
         return NULL;
     }
@@ -362,13 +369,12 @@ static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_
     return begun(self, request, handle);
 }
 
-static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
-    unsigned peer;
-    uint64_t tag;
-    if (!parse_peer(self, arguments, count, &peer, &tag)) return NULL;
-    Request *request = new_request(self, arguments[3], peer, 0);
+static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObject *buffer, PyObject *operation,
+                               Caller *caller) {
+    Request *request = new_request(self, operation, peer, 0);
     if (!request) return NULL;
-    if (PyObject_GetBuffer(arguments[2], &request->one, PyBUF_WRITABLE) < 0) {
+    request->caller = caller;
+    if (PyObject_GetBuffer(buffer, &request->one, PyBUF_WRITABLE) < 0) {
         free_request(self, request);
         return NULL;
     }
@@ -485,6 +491,8 @@ static int poll_for(Worker *self, double seconds) {
     if (self->has_newly_lost) cancel_lost(self);
     return tell_ended(self) < 0 || tell_over(self) < 0 || tell_waiting(self) < 0 ? -1 : 0;
 }
+
+#include "calls.h"
 
 static PyObject *worker_poll(Worker *self, PyObject *argument) {
     if (!usable(self)) return NULL;
@@ -764,6 +772,7 @@ static PyObject *worker_transports(Worker *self, PyObject *argument) {
 static PyMethodDef worker_methods[] = {
     {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
     {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
+    {"send_receive", (PyCFunction)(void (*)(void))worker_send_receive, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))worker_receive, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},

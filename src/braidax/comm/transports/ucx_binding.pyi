@@ -38,8 +38,22 @@ class Worker:
         `is_crowded`: whether this host has more ranks than cores.
         """
 
-    def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation, /) -> None: ...
-    def receive(self, peer: int, tag: int, buffer: Buffer, operation: Operation, /) -> None: ...
+    def send(
+        self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation, spin_seconds: float = -1.0, /
+    ) -> None: ...
+    def receive(
+        self, peer: int, tag: int, buffer: Buffer, operation: Operation, spin_seconds: float = -1.0, /
+    ) -> None: ...
+    def send_receive(
+        self,
+        peer: int,
+        tag: int,
+        buffers: tuple[Any, ...],
+        receive_tag: int,
+        place: Any,
+        spin_seconds: float,
+        /,
+    ) -> bytearray | Operation: ...
     def run(
         self,
         tag: int,

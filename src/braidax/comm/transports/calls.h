@@ -1,0 +1,117 @@
+/* What Python calls to send and to receive.
+ *
+ * Who includes this has functions `begin_send` and `begin_receive`, which return None or raise, `parse_peer`, `usable`
+ * and `poll_for`. */
+
+#ifndef BRAIDAX_CALLS_H
+#define BRAIDAX_CALLS_H
+
+static int takes(Worker *self, Py_ssize_t count, Py_ssize_t expected) {
+    if (!usable(self)) return 0;
+    if (count != expected) return PyErr_Format(PyExc_TypeError, "expected %zd arguments", expected), 0;
+    return 1;
+}
+
+/* Spins for an operation that has begun, unless that is over; lets go of the result of its beginning on an error. */
+static PyObject *spun(Worker *self, PyObject *result, PyObject *operation, double seconds) {
+    if (!result || seconds < 0) return result;
+    PyObject *done = PyObject_GetAttr(operation, done_name);
+    int failed = !done || (done != Py_True && poll_for(self, seconds) < 0);
+    Py_XDECREF(done);
+    if (failed) Py_CLEAR(result);
+    return result;
+}
+
+/* Both: **Arguments:** peer, tag, buffers or buffer, operation; and for how long to spin, not at all by default. */
+static PyObject *begin(Worker *self, PyObject *const *arguments, Py_ssize_t count, int is_send) {
+    unsigned peer;
+    uint64_t tag;
+    if (!takes(self, count, count == 5 ? 5 : 4) || !parse_peer(self, arguments, &peer, &tag)) return NULL;
+    double seconds = count == 5 ? PyFloat_AsDouble(arguments[4]) : -1;
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    PyObject *result = is_send ? begin_send(self, peer, tag, arguments[2], arguments[3])
+                               : begin_receive(self, peer, tag, arguments[2], arguments[3], NULL);
+    return spun(self, result, arguments[3], seconds);
+}
+
+static PyObject *worker_send(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    return begin(self, arguments, count, 1);
+}
+
+static PyObject *worker_receive(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    return begin(self, arguments, count, 0);
+}
+
+/* Returns a tuple of one `bytes`, a copy of the concatenation of a tuple of buffers. */
+static PyObject *joined(PyObject *buffers) {
+    Py_buffer views[MAX_JOINED];
+    Py_ssize_t size = PyTuple_Check(buffers) ? PyTuple_Size(buffers) : -1, num_views = 0, num_bytes = 0;
+    PyObject *bytes = NULL, *tuple = NULL;
+    if (size < 0 || size > MAX_JOINED)
+        return PyErr_Format(PyExc_TypeError, "expected a tuple of at most %d buffers", MAX_JOINED);
+    for (; num_views < size; num_views++) {
+        if (PyObject_GetBuffer(PyTuple_GetItem(buffers, num_views), &views[num_views], PyBUF_SIMPLE) < 0) break;
+        num_bytes += views[num_views].len;
+    }
+    if (num_views == size) bytes = PyBytes_FromStringAndSize(NULL, num_bytes);
+    char *end = bytes ? PyBytes_AsString(bytes) : NULL;
+    for (Py_ssize_t i = 0; i < num_views; i++) {
+        if (end && views[i].len) memcpy(end, views[i].buf, (size_t)views[i].len);
+        if (end) end += views[i].len;
+        PyBuffer_Release(&views[i]);
+    }
+    if (bytes) tuple = PyTuple_Pack(1, bytes);
+    Py_XDECREF(bytes);
+    return tuple;
+}
+
+static int tell_caller(Worker *self, Request *request) {
+    Caller *caller = request->caller;
+    caller->is_over = 1;
+    caller->num_bytes = request->ticket.num_bytes;
+    if (!request->ticket.status) return request->caller = NULL, 0;
+    return make_operation(self, &request->operation, &request->caller, request->ticket.peer);
+}
+
+/* The receive of a caller that has not ended, if there is one, goes on without it. **Arguments:** `failed`: as it
+ * returns, so far. */
+static int leave_receive(Worker *self, Caller *caller, int failed) {
+    Request *request = self->pending;
+    while (request && request->caller != caller) request = request->next;
+    if (request && failed) request->caller = NULL;
+    else if (request) failed = make_operation(self, &request->operation, &request->caller, request->ticket.peer) < 0;
+    return failed;
+}
+
+/* Sends a copy of a small message, receives another one from the same peer, and spins for that.
+ *
+ * **Arguments:** peer, tag of what is sent, buffers, tag of what is received, its place, and the seconds to spin, -1 for
+ * not at all. **Returns:** what has come, a bytearray; or else the operation of the receive. */
+static PyObject *worker_send_receive(Worker *self, PyObject *const *arguments, Py_ssize_t count) {
+    unsigned peer;
+    uint64_t sent, received;
+    if (!takes(self, count, 6) || !parse_peer(self, arguments, &peer, &sent)) return NULL;
+    PyObject *const back[2] = {arguments[0], arguments[3]};
+    if (!parse_peer(self, back, &peer, &received)) return NULL;
+    double seconds = PyFloat_AsDouble(arguments[5]);
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    Py_buffer place;
+    if (PyObject_GetBuffer(arguments[4], &place, PyBUF_WRITABLE) < 0) return NULL;
+    PyObject *copy = joined(arguments[2]), *begun = copy ? begin_send(self, peer, sent, copy, NULL) : NULL;
+    Caller caller = {.is_over = 0};
+    Py_XDECREF(copy);
+    if (begun) {
+        Py_DECREF(begun);
+        begun = begin_receive(self, peer, received, arguments[4], NULL, &caller);
+    }
+    int failed = !begun || (!caller.is_over && seconds >= 0 && poll_for(self, seconds) < 0);
+    if (!caller.is_over) failed = leave_receive(self, &caller, failed);
+    Py_XDECREF(begun);
+    PyObject *result = caller.operation;
+    if (failed) Py_CLEAR(result);
+    else if (!result) result = PyByteArray_FromStringAndSize(place.buf, (Py_ssize_t)caller.num_bytes);
+    PyBuffer_Release(&place);
+    return result;
+}
+
+#endif
