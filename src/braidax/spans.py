@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, final
 from braidax.errors import ArgumentError
 
 _MAX_SPANS = 20_000  # about 5 MB
+_MAX_NOTES = 256  # which are counted at once: a lock and a total take as long as all else of a note
+_Plain = tuple[str, str, str, float, float, int]  # a span; making a `Span` takes longer than noting one
 
 
 class Span(NamedTuple):
@@ -63,7 +65,8 @@ class Trace:
     def __init__(self, *, max_spans: int = _MAX_SPANS) -> None:
         if max_spans < 0:
             raise ArgumentError(f"max_spans={max_spans!r}: expected how many spans to keep, 0 or more")
-        self._spans: deque[tuple[str, str, str, float, float, int]] = deque(maxlen=max_spans)
+        self._spans: deque[_Plain] = deque(maxlen=max_spans)
+        self._notes: deque[_Plain] = deque()  # that are not yet among the spans and in the totals
         self._totals: defaultdict[str, _Total] = defaultdict(_Total)
         self._lock = threading.Lock()
         self._of_thread = threading.local()  # its name, which takes long to ask for
@@ -74,32 +77,48 @@ class Trace:
 
     def note(self, lane: str, name: str, start: float, num_bytes: int) -> None:
         """Adds what began at `start` (`time.perf_counter`) and ends now on this thread; as `timed`, and quicker."""
-        seconds = time.perf_counter() - start
         try:
             thread = self._of_thread.name
         except AttributeError:
             thread = self._of_thread.name = threading.current_thread().name
-        self._add((lane, name, thread, start, seconds, num_bytes), seconds)  # a Span takes as long as all of this
+        notes = self._notes
+        notes.append((lane, name, thread, start, time.perf_counter() - start, num_bytes))
+        if len(notes) >= _MAX_NOTES:
+            with self._lock:
+                self._take_notes()
 
     def totals(self) -> dict[str, LaneTotal]:
         """Returns the total of every lane that has recorded anything."""
         with self._lock:
+            self._take_notes()
             return {
                 lane: LaneTotal(each.num_spans, each.seconds, each.num_bytes) for lane, each in self._totals.items()
             }
 
-    def _add(self, span: tuple[str, str, str, float, float, int], seconds: float) -> None:
+    def _add(self, span: _Plain, seconds: float) -> None:
         with self._lock:
+            self._take_notes()
             self._spans.append(span)
-            total = self._totals[span[0]]
-            total.num_spans += 1
-            total.seconds += seconds
-            total.num_bytes += span[5]
+            self._count(span, seconds)
+
+    def _count(self, span: _Plain, seconds: float) -> None:
+        total = self._totals[span[0]]
+        total.num_spans += 1
+        total.seconds += seconds
+        total.num_bytes += span[5]
+
+    def _take_notes(self) -> None:
+        notes = self._notes
+        for _ in range(len(notes)):
+            note = notes.popleft()
+            self._spans.append(note)
+            self._count(note, note[4])
 
     @property
     def spans(self) -> list[Span]:
         """The latest spans, oldest first."""
         with self._lock:
+            self._take_notes()
             return [Span(*each) for each in self._spans]
 
     @contextlib.contextmanager

@@ -42,6 +42,7 @@ class Calling:
         self._asking: Asking | None = None
         self._making = threading.Lock()  # of that
         self._places: list[NDArray[np.uint8]] = []  # for the first messages of values, to be used again
+        self._unheard = group.unheard
         self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run_now
 
     def run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
@@ -59,7 +60,7 @@ class Calling:
         **Returns:** its result; None, and nothing has begun, where no such one has come or something has to be checked.
         """
         start = time.perf_counter()
-        if type(array) is not _Array or self._group.unheard:
+        if type(array) is not _Array or self._unheard:
             return None
         ready = self._ready.get((name, reduction, array.dtype, array.shape))
         if ready is None:
@@ -67,14 +68,15 @@ class Calling:
         compiled, head, shape, dtype = ready
         if out is None:
             out = np.empty(shape, dtype)
-        elif type(out) is not _Array or out.shape != shape or out.dtype != dtype:
+        elif type(out) is not _Array or out.shape != shape or (out.dtype is not dtype and out.dtype != dtype):
             return None
+        calls = self._calls
         try:
             try:
-                operation = self._run_schedule(self._calls.next_tag, compiled, head, array, out)
+                operation = self._run_schedule(calls.next_tag, compiled, head, array, out)
             except (TypeError, ValueError, BufferError):  # of memory that is not as it should be
                 return None
-            self._calls.begin()
+            calls.begin()
             if operation is not None:
                 self.wait(operation)
                 tell_float_errors(reduction, dtype, operation.num_bytes)

@@ -12,7 +12,8 @@ from braidax.comm.progress import Progress
 class Calls:
     """Numbers the collectives of a group.
 
-    **Arguments, Fields:** as of `GroupMessages`. `first_tag`: of its collectives, without their numbers.
+    **Arguments, Fields:** as of `GroupMessages`. `first_tag`: of its collectives, without their numbers. `next_tag`: of
+    the one that comes next.
     """
 
     def __init__(
@@ -31,18 +32,15 @@ class Calls:
         self.unheard = unheard
         self._first_tag = first_tag
         self._count = 0
+        self.next_tag = first_tag | 1
 
-    @property
-    def next_tag(self) -> int:
-        """The tag of the collective that comes next."""
-        return self._first_tag | (self._count + 1) & MAX_NUMBER
-
-    def begin(self) -> None:
-        """Counts a collective that has begun under `next_tag`."""
+    def begin(self) -> int:
+        """Counts a collective that has begun under `next_tag`, which is returned."""
+        tag = self.next_tag
         self._count = (self._count + 1) & MAX_NUMBER
+        self.next_tag = self._first_tag | (self._count + 1) & MAX_NUMBER
+        return tag
 
     def next(self, head: bytes) -> GroupMessages:
         """Returns the messages of the next collective. **Arguments:** `head`: what this rank brings to it."""
-        self.begin()
-        tag = self._first_tag | self._count
-        return GroupMessages(self.progress, self.ranks, self.rank, tag, self.hosts, head, self.unheard)
+        return GroupMessages(self.progress, self.ranks, self.rank, self.begin(), self.hosts, head, self.unheard)
