@@ -237,6 +237,11 @@ def test_a_gang_on_dask_stays(staying_gang: DaskGang, tmp_path: Path, check: Cal
     check(staying_gang, tmp_path)
 
 
+@pytest.mark.parametrize("seed", staying.seeds(quick=1, nightly=20))
+def test_kills_of_workers_at_random_moments(staying_gang: DaskGang, seed: int) -> None:
+    staying.kill_at_random_moments(staying_gang, seed)
+
+
 def test_the_store_is_replaced_with_the_worker_that_it_lay_on(staying_gang: DaskGang) -> None:
     staying_gang.put("x", ["a", "b", "c"])
     with pytest.raises(RankFailed):
