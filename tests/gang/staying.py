@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from braidax.comm import Communicator
-from braidax.errors import ArgumentError, GangError, RankFailed, WaitTimeout
+from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
 from braidax.gang import Gang
 from tests.gang import clusters
 
@@ -137,6 +137,31 @@ def check_an_idle_rank_that_is_lost_is_named(gang: Gang, folder: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     clusters.until(lambda: gang.lost == (2,))
     with pytest.raises(RankFailed, match=rf"^rank 2 \(host .*, pid {pid}\) "):
+        gang.run(total, 1.0)
+    with pytest.raises(GangError, match=r"call replace\(\)"):
+        gang.run(total, 1.0)
+    gang.replace()
+    assert gang.run(total, 1.0) == [3.0] * 3
+
+
+def check_a_rank_that_is_lost_when_another_raised_is_named(gang: Gang, folder: Path) -> None:
+    """The call tells what was raised first, the next one who was lost meanwhile; only then is it known to all."""
+
+    def raise_and_die(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise LookupError("nothing here")
+        try:
+            comm.recv(1)
+        except CommError:
+            if comm.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise
+
+    pid = gang.run(clusters.pid_of)[0]
+    with pytest.raises(RankFailed, match=r"^rank 1 .*LookupError"):
+        gang.run(raise_and_die)
+    clusters.until(lambda: gang.lost == (0,))
+    with pytest.raises(RankFailed, match=rf"^rank 0 \(host .*, pid {pid}\) "):
         gang.run(total, 1.0)
     with pytest.raises(GangError, match=r"call replace\(\)"):
         gang.run(total, 1.0)
@@ -289,7 +314,7 @@ def kill_at_random_moments(gang: Gang, seed: int) -> None:
     else:
         begun = time.monotonic()
         gang.replace()
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 20  # on a machine that is busy; what hangs takes 30 s or 60 s
     again = _pids_of_the_living(gang)
     assert [again[rank] == pids[rank] for rank in range(3)] == [rank not in lost for rank in range(3)]
     for rank in lost:
@@ -369,6 +394,7 @@ CHECKS: list[Callable[[Gang, Path], None]] = [
     check_a_call_that_raises_fails_alone,
     check_a_lost_rank_is_replaced,
     check_an_idle_rank_that_is_lost_is_named,
+    check_a_rank_that_is_lost_when_another_raised_is_named,
     check_subsets_run_at_once,
     check_a_subset_fails_alone,
     check_each_rank_gets_its_own,
