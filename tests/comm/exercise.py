@@ -121,6 +121,10 @@ def _into(comm: Communicator, count: int, factor: float) -> None:
     assert comm.all_to_all_into(blocks, out) is out
     _same(out, np.stack([_mine(rank, count) + comm.rank for rank in range(comm.size)]))
     out[:] = np.nan
+    for root in {0, comm.size - 1}:
+        told = _mine(root, count) if comm.rank == root else np.full(count, np.nan)
+        assert comm.broadcast_into(told, root=root) is told
+        _same(told, _mine(root, count))
     assert comm.all_gather_into(mine, out) is out
     _same(out, np.stack([_mine(rank, count) for rank in range(comm.size)]))
 
@@ -176,6 +180,8 @@ def _started(comm: Communicator) -> None:
     swapping = comm.start.all_to_all_into(np.full((comm.size, 7), float(comm.rank)), swapped)
     exchange = comm.start.all_to_all([np.array([comm.rank, rank]) for rank in range(comm.size)])
     told = comm.start.broadcast(np.arange(50_000) if comm.rank == 0 else b"")
+    filled = np.arange(90_000.0) if comm.rank == 0 else np.empty(90_000)
+    telling = comm.start.broadcast_into(filled)
     coming = comm.start.barrier()
     _same(filling.wait(), np.stack([_mine(rank, 9) for rank in range(comm.size)]))
     assert swapping.wait() is swapped
@@ -188,6 +194,8 @@ def _started(comm: Communicator) -> None:
     assert [int(found[0]) for found in gathering.wait()] == list(range(comm.size))
     _same(blocks.wait(), np.full((1, 4), float(comm.size)))
     _same(told.wait(), np.arange(50_000))
+    assert telling.wait() is filled
+    _same(filled, np.arange(90_000.0))
     coming.wait()
 
 

@@ -98,6 +98,7 @@ def call(comm: Communicator, draw: random.Random, key: str, begin: bool) -> Call
         [
             "barrier",
             "broadcast",
+            "broadcast_into",
             "gather",
             "all_gather",
             "all_to_all",
@@ -117,13 +118,14 @@ def call(comm: Communicator, draw: random.Random, key: str, begin: bool) -> Call
     arguments: dict[str, tuple[Any, ...]] = {
         "barrier": (),
         "broadcast": (mine,),
+        "broadcast_into": (mine,),
         "gather": (mine,),
         "all_gather": (mine,),
         "all_to_all": (parts,),
         "all_to_all_into": (np.stack(parts), np.empty((comm.size, *shape), dtype)),
         "all_gather_into": (mine, np.empty((comm.size, *shape), dtype)),
     }
-    options: dict[str, Any] = {"root": root} if kind in ("broadcast", "gather", "reduce") else {}
+    options: dict[str, Any] = {"root": root} if kind in ("broadcast", "broadcast_into", "gather", "reduce") else {}
     if kind == "all_reduce" and draw.random() < 0.5:
         options = {"out": mine if draw.random() < 0.5 else np.empty_like(mine)}
     doer = getattr(comm.start if begin else comm, kind)
@@ -131,7 +133,7 @@ def call(comm: Communicator, draw: random.Random, key: str, begin: bool) -> Call
 
     def end() -> None:
         found = result.wait() if begin else result
-        if kind == "broadcast":
+        if kind in ("broadcast", "broadcast_into"):
             same(found, all_of[root])
         elif kind in ("gather", "all_gather", "all_gather_into"):
             expected = all_of if kind != "gather" or comm.rank == root else []

@@ -91,6 +91,18 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, str, str]] = {
         "broadcast from root 0",
         "broadcast from root 1",
     ),
+    "root of broadcast_into": (
+        lambda comm: comm.broadcast_into(np.ones(3), root=0),
+        lambda comm: comm.broadcast_into(np.ones(3), root=1),
+        "broadcast_into from root 0 of float64[3]",
+        "broadcast_into from root 1 of float64[3]",
+    ),
+    "dtype of a large broadcast_into": (
+        lambda comm: comm.broadcast_into(np.ones(500_000)),
+        lambda comm: comm.broadcast_into(np.ones(500_000, np.int64)),
+        "broadcast_into from root 0 of float64[500000]",
+        "broadcast_into from root 0 of int64[500000]",
+    ),
     "root of gather": (
         lambda comm: comm.gather(np.ones(3), root=1),
         lambda comm: comm.gather(np.ones(3), root=0),

@@ -1,9 +1,12 @@
 """What every gang must do that stays, wherever its ranks come from: checks of a gang of 3 whose ranks all live."""
 
+import contextlib
 import os
+import random
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from braidax.comm import Communicator
-from braidax.errors import ArgumentError, GangError, RankFailed, WaitTimeout
+from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
 from braidax.gang import Gang
 from tests.gang import clusters
 
@@ -141,6 +144,31 @@ def check_an_idle_rank_that_is_lost_is_named(gang: Gang, folder: Path) -> None:
     assert gang.run(total, 1.0) == [3.0] * 3
 
 
+def check_a_rank_that_is_lost_when_another_raised_is_named(gang: Gang, folder: Path) -> None:
+    """The call tells what was raised first, the next one who was lost meanwhile; only then is it known to all."""
+
+    def raise_and_die(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise LookupError("nothing here")
+        try:
+            comm.recv(1)
+        except CommError:
+            if comm.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise
+
+    pid = gang.run(clusters.pid_of)[0]
+    with pytest.raises(RankFailed, match=r"^rank 1 .*LookupError"):
+        gang.run(raise_and_die)
+    clusters.until(lambda: gang.lost == (0,))
+    with pytest.raises(RankFailed, match=rf"^rank 0 \(host .*, pid {pid}\) "):
+        gang.run(total, 1.0)
+    with pytest.raises(GangError, match=r"call replace\(\)"):
+        gang.run(total, 1.0)
+    gang.replace()
+    assert gang.run(total, 1.0) == [3.0] * 3
+
+
 def check_subsets_run_at_once(gang: Gang, folder: Path) -> None:
     """Calls of disjoint ranks do, each in a world of its own; others wait in line, in order."""
     path = str(folder / "made")
@@ -253,10 +281,120 @@ def check_large_arguments_are_their_own(gang: Gang, folder: Path) -> None:
     gang.delete("large")
 
 
+def seeds(*, quick: int, nightly: int) -> list[Any]:
+    """Returns seeds, of which only the first ones run where nothing else is asked for."""
+    return [*range(quick), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(quick, nightly))]
+
+
+def kill_at_random_moments(gang: Gang, seed: int) -> None:
+    """Kills a rank whatever is done, every second time another one while that is replaced, and checks what follows.
+
+    It is told, survivors stay with what they keep, and the gang is made whole. **Arguments:** `gang`: of 3 ranks.
+    """
+    chance = random.Random(seed)
+    gang.put("x", [np.full(1000, float(rank)) for rank in range(3)])
+    pids = gang.run(clusters.pid_of)
+    victim, other = chance.sample(range(3), 2)
+    with _killed(pids[victim], chance.uniform(0.0, 0.15)):
+        raised: list[BaseException] = []
+        for _ in range(5000):
+            try:
+                _anything(gang, chance)
+            except (GangError, WaitTimeout) as error:
+                raised.append(error)
+                break
+    assert isinstance(raised[0], RankFailed), raised
+    assert raised[0].rank == victim
+    clusters.until(lambda: gang.lost == (victim,))
+    lost = [victim]
+    if seed % 2:
+        lost.append(other)
+        with _killed(pids[other], chance.uniform(0.0, 1.5)):
+            _replace(gang)
+    else:
+        begun = time.monotonic()
+        gang.replace()
+        assert time.monotonic() - begun < 20  # on a machine that is busy; what hangs takes 30 s or 60 s
+    again = _pids_of_the_living(gang)
+    assert [again[rank] == pids[rank] for rank in range(3)] == [rank not in lost for rank in range(3)]
+    for rank in lost:
+        assert gang.run(_constant, float(rank), ranks=[rank], keep="x") == [None]
+    assert [part.tolist() for part in gang.get("x")] == [[float(rank)] * 1000 for rank in range(3)]
+    assert gang.run(total, 1.0) == [3.0] * 3
+
+
+@contextlib.contextmanager
+def _killed(pid: int, seconds: float) -> Generator[None, None, None]:
+    """Kills a process after a while, and not later than the end."""
+    killing = threading.Timer(seconds, os.kill, (pid, signal.SIGKILL))
+    killing.start()
+    try:
+        yield
+    finally:
+        killing.join()
+
+
+def _replace(gang: Gang) -> None:
+    """Calls `replace` until nothing interrupts it."""
+    raised: list[BaseException] = []
+    while len(raised) < 5:
+        try:
+            gang.replace()
+        except (GangError, WaitTimeout) as error:
+            raised.append(error)
+        else:
+            return
+    raise AssertionError(raised)
+
+
+def _pids_of_the_living(gang: Gang) -> list[int]:
+    """Returns the ranks' processes; what was killed behind the replacement is told, and replaced."""
+    try:
+        return gang.run(clusters.pid_of)
+    except RankFailed:
+        _replace(gang)
+        return gang.run(clusters.pid_of)
+
+
+def _constant(comm: Communicator, number: float) -> np.ndarray:
+    return np.full(1000, number)
+
+
+def _anything(gang: Gang, chance: random.Random) -> None:
+    """Makes one call or another, some of which raise in a rank, and checks what it returns."""
+    kind = chance.randrange(7)
+    if kind == 0:
+        assert gang.run(total, 1.0) == [3.0] * 3
+    elif kind == 1:
+        ranks = sorted(chance.sample(range(3), 2))
+        assert gang.run(total, 1.0, ranks=ranks) == [2.0] * 2
+    elif kind == 2:
+        gang.put("y", [np.arange(chance.randrange(100_000)) for _ in range(5)])
+    elif kind == 3:
+        assert gang.run(all_sum, gang.kept("x")) == [3000.0] * 3
+    elif kind == 4:
+        assert [len(part) for part in gang.get("x")] == [1000] * 3
+    elif kind == 5:
+        begun = [gang.submit(total, 1.0, ranks=ranks) for ranks in ([0, 1], [2], [1, 2])]
+        assert [future.result(timeout_seconds=clusters.UNTIL_SECONDS) for future in begun] == [
+            [2.0] * 2,
+            [1.0],
+            [2.0] * 2,
+        ]
+    else:
+        where = chance.randrange(3)
+        try:
+            gang.run(clusters.fail_in_one, where)
+        except RankFailed as error:
+            if not isinstance(error.__cause__, LookupError):
+                raise
+
+
 CHECKS: list[Callable[[Gang, Path], None]] = [
     check_a_call_that_raises_fails_alone,
     check_a_lost_rank_is_replaced,
     check_an_idle_rank_that_is_lost_is_named,
+    check_a_rank_that_is_lost_when_another_raised_is_named,
     check_subsets_run_at_once,
     check_a_subset_fails_alone,
     check_each_rank_gets_its_own,

@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import distributed
 import numpy as np
 import pytest
 
-from braidax.comm.stores.store import Store
+from braidax.comm.stores.store import Store, backoff
 from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
 from braidax.gang import Gang, dask
 from braidax.gang.actor_store import ActorStore
@@ -237,6 +238,11 @@ def test_a_gang_on_dask_stays(staying_gang: DaskGang, tmp_path: Path, check: Cal
     check(staying_gang, tmp_path)
 
 
+@pytest.mark.parametrize("seed", staying.seeds(quick=1, nightly=20))
+def test_kills_of_workers_at_random_moments(staying_gang: DaskGang, seed: int) -> None:
+    staying.kill_at_random_moments(staying_gang, seed)
+
+
 def test_the_store_is_replaced_with_the_worker_that_it_lay_on(staying_gang: DaskGang) -> None:
     staying_gang.put("x", ["a", "b", "c"])
     with pytest.raises(RankFailed):
@@ -244,6 +250,35 @@ def test_the_store_is_replaced_with_the_worker_that_it_lay_on(staying_gang: Dask
     staying_gang.replace()
     assert staying_gang.run(staying.total, 1.0) == [3.0] * 3
     assert staying_gang.get("x", ranks=[1, 2]) == ["b", "c"]
+
+
+def test_a_worker_that_ends_while_another_one_is_replaced_is_replaced_next(
+    staying_gang: DaskGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is not given away before its rank was told of as lost, nor the new one taken for the lost one."""
+    gang, pids, began = staying_gang, staying_gang.run(clusters.pid_of), staying_gang.workers
+    waited: list[float] = []
+
+    def wait(deadline: float, seconds: float) -> float | None:
+        if not waited:
+            os.kill(pids[2], signal.SIGKILL)
+            clusters.until(lambda: began[2] not in gang._there())
+        waited.append(seconds)
+        return backoff(deadline, seconds)
+
+    monkeypatch.setattr(dask, "backoff", wait)
+    with pytest.raises(RankFailed):
+        gang.run(clusters.die_in_one, 1)
+    begun = time.monotonic()
+    with pytest.raises(RankFailed, match=r"^rank 2 .* ended without an answer, with the Dask worker") as told:
+        gang.replace()
+    assert began[2] in str(told.value)
+    gang.replace()
+    assert time.monotonic() - begun < 30  # the limit of each is 60 s
+    assert gang.workers[0] == began[0]
+    assert gang.run(clusters.pid_of)[0] == pids[0]
+    assert gang.run(staying.total, 1.0) == [3.0] * 3
+    assert waited
 
 
 def test_two_gangs_in_the_same_workers_keep_their_own(threads: distributed.Client) -> None:
@@ -426,6 +461,23 @@ def test_a_store_outlives_its_users_and_not_its_gang(store: DaskStore, client: d
         with pytest.raises(CommError, match=r"dask:tcp://.* cannot be reached: .*is the worker alive\?"):
             other.get("key", timeout_seconds=5)
         assert time.monotonic() - begun < 5
+
+
+def test_a_store_whose_worker_ends_amid_an_answer_is_given_up(
+    store: DaskStore, client: distributed.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Dask itself such an answer may never come, nor an error."""
+    worker = store.address.removeprefix("dask:").partition("#")[0]
+    with client.as_current():
+        lost = distributed.ActorFuture(io_loop=client.loop)
+    monkeypatch.setattr(store, "_actor", SimpleNamespace(get=lambda *_: lost))
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(store.get, "key", timeout_seconds=60)
+        client.restart_workers([worker])
+        with pytest.raises(CommError, match=r"cannot be reached: the scheduler says that it is (lost|cancelled|error)"):
+            waiting.result(clusters.UNTIL_SECONDS)
+    assert time.monotonic() - begun < clusters.UNTIL_SECONDS
 
 
 def test_a_store_that_cannot_be_opened() -> None:

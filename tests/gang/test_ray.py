@@ -111,6 +111,11 @@ def test_a_gang_on_ray_stays(gang: RayGang, tmp_path: Path, check: Callable[[Gan
     check(gang, tmp_path)
 
 
+@pytest.mark.parametrize("seed", staying.seeds(quick=1, nightly=20))
+def test_kills_at_random_moments(gang: RayGang, seed: int) -> None:
+    staying.kill_at_random_moments(gang, seed)
+
+
 def test_the_store_is_replaced_when_it_is_gone(gang: RayGang) -> None:
     (name,) = [each["name"] for each in _stores()]
     ray.kill(ray.get_actor(name, namespace="braidax"))

@@ -2,7 +2,6 @@
 
 import io
 import os
-import random
 import signal
 import sys
 import threading
@@ -18,8 +17,6 @@ from braidax.errors import ArgumentError, GangError, RankFailed, WaitTimeout
 from braidax.gang import Gang, LocalGang
 from braidax.gang.calling import dispatch, worlds
 from tests.gang import clusters, programs, staying
-
-NUM_KILLS = 30
 
 
 @pytest.fixture(scope="module")
@@ -253,55 +250,7 @@ def test_what_one_gang_keeps_another_may_take(gang: LocalGang) -> None:
     assert [part.tolist() for part in gang.get("rows")] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, NUM_KILLS))])
+@pytest.mark.parametrize("seed", staying.seeds(quick=2, nightly=30))
 def test_kills_at_random_moments(seed: int) -> None:
-    """Whatever a kill interrupts: it is told, survivors stay with what they keep, and the gang is made whole."""
-    chance = random.Random(seed)
     with LocalGang(3, log=io.StringIO()) as gang:
-        gang.put("x", [np.full(1000, float(rank)) for rank in range(3)])
-        pids = gang.run(programs.pids)
-        victim = chance.randrange(3)
-        killing = threading.Timer(chance.uniform(0.0, 0.15), os.kill, (pids[victim], signal.SIGKILL))
-        killing.start()
-        raised: list[BaseException] = []
-        for _ in range(5000):
-            try:
-                _anything(gang, chance)
-            except (RankFailed, WaitTimeout) as error:
-                raised.append(error)
-                break
-        killing.join()
-        assert isinstance(raised[0], RankFailed), raised
-        assert raised[0].rank == victim
-        clusters.until(lambda: gang.lost == (victim,))
-        begun = time.monotonic()
-        gang.replace()
-        assert time.monotonic() - begun < 10
-        again = gang.run(programs.pids)
-        assert [again[rank] == pids[rank] for rank in range(3)] == [rank != victim for rank in range(3)]
-        assert gang.run(lambda comm: np.full(1000, float(victim)), ranks=[victim], keep="x") == [None]
-        assert [part[0] for part in gang.get("x")] == [0.0, 1.0, 2.0]
-        assert gang.run(staying.total, 1.0) == [3.0] * 3
-
-
-def _anything(gang: LocalGang, chance: random.Random) -> None:
-    """Makes one call or another, some of which raise in a rank, and checks what it returns."""
-    kind = chance.randrange(6)
-    if kind == 0:
-        assert gang.run(staying.total, 1.0) == [3.0] * 3
-    elif kind == 1:
-        ranks = sorted(chance.sample(range(3), 2))
-        assert gang.run(staying.total, 1.0, ranks=ranks) == [2.0] * 2
-    elif kind == 2:
-        gang.put("y", [np.arange(chance.randrange(100_000)) for _ in range(5)])
-    elif kind == 3:
-        assert gang.run(staying.all_sum, gang.kept("x")) == [3000.0] * 3
-    elif kind == 4:
-        assert [len(part) for part in gang.get("x")] == [1000] * 3
-    else:
-        where = chance.randrange(3)
-        try:
-            gang.run(clusters.fail_in_one, where)
-        except RankFailed as error:
-            if not isinstance(error.__cause__, LookupError):
-                raise
+        staying.kill_at_random_moments(gang, seed)

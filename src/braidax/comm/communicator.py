@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from braidax.comm.calling import Calling, num_bytes_of
 from braidax.comm.collectives.arrays import NOTHING
 from braidax.comm.collectives.opening import hear
-from braidax.comm.group import Group
+from braidax.comm.group import Counters, Group
 from braidax.comm.group_messages import MAX_GROUPS
 from braidax.comm.messages import Value, flat_bytes
 from braidax.comm.request import run
@@ -30,14 +29,6 @@ if TYPE_CHECKING:
 
 _CLOSE_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
-
-
-@dataclass
-class Counters:
-    """The groups of one world. **Fields:** `num_groups`: numbers used up, this rank's view. `groups`: this rank's."""
-
-    num_groups: int = 1
-    groups: list[Group] = field(default_factory=list)
 
 
 @final
@@ -156,6 +147,20 @@ class Communicator:
     def broadcast(self, value: Value = b"", *, root: int = 0) -> Value:
         """Returns the root's value on every rank; what others give is not looked at."""
         return self._calling.run("broadcast", self._group.broadcast, value, root)
+
+    def broadcast_into(self, array: Any, *, root: int = 0) -> Any:
+        """Fills an array on every rank with the root's.
+
+        **Arguments:** `array`: the same shape and dtype on all ranks; the root's is only read, and may be anything of
+        which `np.asarray` makes such a one.
+
+        **Returns:** `array`. **Raises:** as `reduce`.
+        """
+        key, own, out = self._group.arrays.places(array, root)
+        if self._calling.again("broadcast_into", key, own, out) is None:
+            num_bytes = num_bytes_of(array)
+            return self._calling.run("broadcast_into", self._group.broadcast_into, array, root, num_bytes=num_bytes)
+        return array
 
     def gather(self, value: Value, *, root: int = 0) -> list[Value]:
         """Returns the values of all ranks in their order on the root, an empty list elsewhere."""
@@ -380,21 +385,13 @@ class Communicator:
     def _split(self, color: int, key: int) -> "Communicator":
         mine = np.array([color, key, self._counters.num_groups], np.int64)
         rows = np.stack(self.all_gather(mine))
-        colors = sorted(set(rows[:, 0].tolist()))  # np.unique imports a module when it is first called
         first = int(rows[:, 2].max())
-        self._counters.num_groups = first + len(colors)
+        self._counters.num_groups = first + len(set(rows[:, 0].tolist()))  # np.unique would import a module
         if self._counters.num_groups > MAX_GROUPS:
             raise CommError(
                 f"split made group {self._counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep "
                 "the groups and use them again"
             )
-        members = [rank for rank in range(self.size) if rows[rank, 0] == color]
-        members.sort(key=lambda rank: (rows[rank, 1], rank))
-        group = Group(
-            self._progress,
-            number=first + colors.index(color),
-            ranks=[self._group.ranks[member] for member in members],
-            rank=members.index(self.rank),
-            hosts=[self._group.hosts[member] for member in members],
+        return Communicator(
+            self._group.of_color(rows, first), counters=self._counters, timeout_seconds=self.timeout_seconds
         )
-        return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)

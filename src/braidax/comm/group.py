@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -73,6 +74,11 @@ class Group:
         self.check_rank(root, "root")
         return values.broadcast(self.calls.next(_head(f"broadcast from root {root}")), value, root)
 
+    def broadcast_into(self, array: Any, root: int) -> Steps[Any]:
+        """Returns the algorithm of `Communicator.broadcast_into`."""
+        self.check_rank(root, "root")
+        return self.arrays.broadcast_into(array, root)
+
     def gather(self, value: Value, root: int) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.gather`."""
         self.check_rank(root, "root")
@@ -92,6 +98,23 @@ class Group:
         if len(parts) != self.size:
             raise ArgumentError(f"parts= has {len(parts)} values: expected one for each of the {self.size} ranks")
         return values.all_to_all(self.calls.next(_head("all_to_all")), parts)
+
+    def of_color(self, rows: NDArray[np.int64], first: int) -> "Group":
+        """Returns the group of the members that gave the same color.
+
+        **Arguments:** `rows`: `[size, 2 or more]`, the color and the key of each member. `first`: the number of the
+        group of the smallest color; those of the others follow.
+        """
+        color = rows[self.rank, 0]
+        members = [rank for rank in range(self.size) if rows[rank, 0] == color]
+        members.sort(key=lambda rank: (rows[rank, 1], rank))
+        return Group(
+            self.progress,
+            number=first + sorted(set(rows[:, 0].tolist())).index(int(color)),
+            ranks=[self.ranks[member] for member in members],
+            rank=members.index(self.rank),
+            hosts=[self.hosts[member] for member in members],
+        )
 
     def stream(self, chunk_bytes: int, window_bytes: int) -> GroupMessages:
         """Returns the messages with which a stream begins; their number is that of the stream."""
@@ -148,6 +171,14 @@ class Group:
     def _point(self, peer: int, name: str, tag: int) -> GroupMessages:
         self.check_rank(peer, name)
         return self._under(self._tag(POINT_TO_POINT, tag))
+
+
+@dataclass
+class Counters:
+    """The groups of one world. **Fields:** `num_groups`: numbers used up, this rank's view. `groups`: this rank's."""
+
+    num_groups: int = 1
+    groups: list[Group] = field(default_factory=list)
 
 
 _head = lru_cache(1024)(head_of)

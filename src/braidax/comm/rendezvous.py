@@ -12,8 +12,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import final
 
-from braidax.comm.communicator import Communicator, Counters
-from braidax.comm.group import Group
+from braidax.comm.communicator import Communicator
+from braidax.comm.group import Counters, Group
 from braidax.comm.progress import Progress
 from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.transports.named import make_transport

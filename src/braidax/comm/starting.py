@@ -41,6 +41,10 @@ class Starting:
         """Begins `Communicator.broadcast`."""
         return self._begin("broadcast", self._group.broadcast, value, root)
 
+    def broadcast_into(self, array: Any, *, root: int = 0) -> Request[Any]:
+        """Begins `Communicator.broadcast_into`."""
+        return self._begin("broadcast_into", self._group.broadcast_into, array, root)
+
     def gather(self, value: Value, *, root: int = 0) -> Request[list[Value]]:
         """Begins `Communicator.gather`."""
         return self._begin("gather", self._group.gather, value, root)

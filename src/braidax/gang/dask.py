@@ -17,14 +17,13 @@ from braidax.gang.actor_store import ActorStore
 from braidax.gang.calling.parcels import Parcel, own, shown_to_pickle
 from braidax.gang.calling.ranks import Ended, Message, Ranks
 from braidax.gang.dask_rank import DaskRank
-from braidax.gang.dask_store import ANSWER_SECONDS, SCHEME, import_distributed
+from braidax.gang.dask_store import ALIVE, ANSWER_SECONDS, SCHEME, import_distributed
 from braidax.gang.dask_store import DaskStore as DaskStore
 from braidax.gang.gang import Gang
 
 _LEAVE_SECONDS = 2.0  # that ranks may take to leave
 _LOOK_SECONDS = 0.5  # between looks at whether the scheduler still knows the workers
 _PAUSE_SECONDS = 0.1  # between looks for workers that are on their way
-_ALIVE = ("pending", "finished")  # what Dask says of an actor whose worker is there
 
 
 @final
@@ -76,7 +75,7 @@ class DaskGang(Gang):
         return tuple(self._workers)
 
     def _begin(self, deadline: float) -> Ranks:
-        self._workers = self._chosen(deadline)
+        self._workers = self._chosen(deadline, self._all)
         member = {"transport": self._transport, "timeout_seconds": self._timeout_seconds}
         return _DaskRanks(self._client, self._workers, self._chosen, self._job, member, deadline)
 
@@ -87,12 +86,19 @@ class DaskGang(Gang):
         """Returns the addresses of the workers that may be used, sorted."""
         return sorted(worker for worker in self._client.nthreads() if self._allowed is None or worker in self._allowed)
 
-    def _chosen(self, deadline: float, lost: Collection[str] = ()) -> list[str]:
-        """Waits for enough workers, and returns one a rank: the one it had, if that is still there.
+    def _chosen(self, deadline: float, ranks: Collection[int], lost: Collection[str] = ()) -> list[str]:
+        """Waits for enough workers, and returns one a rank. A rank that had one keeps it, if that is still there.
 
-        **Arguments:** `lost`: workers that are gone, whatever the scheduler says.
+        **Arguments:** `ranks`: to be started; all others stay where they are, which the scheduler need not know any
+        more. `lost`: workers that are gone, whatever the scheduler says.
         """
-        while len(there := [worker for worker in self._there() if worker not in lost]) < self._size:
+        workers = list(self._workers) or [""] * self._size
+        taken = {worker for rank, worker in enumerate(workers) if rank not in ranks}
+        while True:
+            there = [worker for worker in self._there() if worker not in lost]
+            free = [worker for worker in there if worker not in taken]
+            if len(free) >= len(ranks):
+                break
             pause = backoff(deadline, _PAUSE_SECONDS)
             if pause is None:
                 raise GangError(
@@ -100,10 +106,12 @@ class DaskGang(Gang):
                     f"timeout_seconds={self._timeout_seconds:g}: {self._cluster()}; add workers, or take fewer ranks"
                 )
             time.sleep(pause)
-        kept = [worker if worker in there else "" for worker in self._workers] or [""] * self._size
-        free = iter([worker for worker in there if worker not in kept])
-        self._workers = [worker or next(free) for worker in kept]
-        return self._workers
+        others = iter([worker for worker in free if worker not in workers])
+        for rank in ranks:
+            if workers[rank] not in free:
+                workers[rank] = next(others)
+        self._workers = workers
+        return workers
 
     def _cluster(self) -> str:
         among = "" if self._allowed is None else f", of which workers= allows {len(self._allowed)}"
@@ -111,17 +119,18 @@ class DaskGang(Gang):
 
 
 class _DaskRanks(Ranks):
-    """The actors of a gang, and that of their store, which lies on the worker of rank 0.
+    """The actors of a gang, and that of their store, which lies on the worker of one of them.
 
-    **Arguments:** `workers`: of each rank. `choose`: returns them anew, by a deadline and without those that are gone.
-    `job`: the name of the gang. `member`: how each rank makes its `Member`. `deadline`: by `time.monotonic`.
+    **Arguments:** `workers`: of each rank. `choose`: returns them anew, by a deadline, for ranks to be started, without
+    workers that are gone. `job`: the gang's name. `member`: how a rank makes its `Member`. `deadline`: by
+    `time.monotonic`.
     """
 
     def __init__(
         self,
         client: Any,
         workers: Sequence[str],
-        choose: Callable[[float, Collection[str]], Sequence[str]],
+        choose: Callable[[float, Collection[int], Collection[str]], Sequence[str]],
         job: str,
         member: Mapping[str, Any],
         deadline: float,
@@ -165,7 +174,7 @@ class _DaskRanks(Ranks):
             new = {rank: self._read(rank, task) for rank, task in told.items()}
             # A worker whose host went down closes nothing: its scheduler says at some time that it is gone.
             for rank, made in list(self._made.items()):
-                if rank not in new and made.status not in _ALIVE:
+                if rank not in new and made.status not in ALIVE:
                     new[rank] = self._ended(rank, f"the scheduler says that it is {made.status}")
             if new or left <= 0:
                 return new
@@ -186,8 +195,7 @@ class _DaskRanks(Ranks):
 
     def _note_aborted(self, task: "asyncio.Task[Any]") -> None:
         self._aborting.discard(task)
-        if not task.cancelled():
-            task.exception()  # a worker that is gone is told of by its answer
+        _note_end(task)
 
     def kill(self, ranks: Collection[int]) -> None:
         made = [self._made.pop(rank) for rank in ranks if rank in self._made]
@@ -205,11 +213,11 @@ class _DaskRanks(Ranks):
 
     def replace(self, ranks: Collection[int], deadline: float) -> None:
         self.kill(ranks)
-        self._workers = list(self._choose(deadline, self._gone))
+        self._workers = list(self._choose(deadline, ranks, self._gone))
         try:
             if self._store_worker in self._gone:
                 self._client.cancel([self._store], force=True)
-                self._start_store(self._workers[0])
+                self._start_store(self._workers[min(ranks)])  # of whom the scheduler has just said that it is there
                 self._move(self._store_address, deadline)
             self._start(ranks, deadline)
         except BaseException:
@@ -252,9 +260,15 @@ class _DaskRanks(Ranks):
 
     def _wait_until_made(self, ranks: Collection[int], deadline: float) -> None:
         made = {"the store": self._store, **{f"rank {rank}": self._made[rank] for rank in ranks}}
-        left = max(0.0, deadline - time.monotonic())
-        with contextlib.suppress(TimeoutError), self._client.as_current():
-            import_distributed().wait(list(made.values()), timeout=left)
+        places = {"the store": self._store_worker, **{f"rank {rank}": self._workers[rank] for rank in ranks}}
+        late = list(made)
+        while late and (left := max(0.0, deadline - time.monotonic())):
+            with contextlib.suppress(TimeoutError), self._client.as_current():
+                import_distributed().wait(list(made.values()), timeout=min(left, _LOOK_SECONDS))
+            late = [who for who, future in made.items() if future.status == "pending"]
+            for who in late:  # a worker that is gone starts nothing, and Dask waits for it to come back
+                if places[who] not in self._client.nthreads():
+                    raise GangError(f"{who} cannot be started: its Dask worker {places[who]} has ended meanwhile")
         for who, future in made.items():
             if future.status == "pending":
                 raise GangError(
@@ -272,7 +286,7 @@ class _DaskRanks(Ranks):
 
         async def ask() -> None:
             asked = {rank: asyncio.create_task(_asked(self._actors[rank], "where")) for rank in ranks}
-            await asyncio.wait(asked.values(), timeout=max(0.0, deadline - time.monotonic()))
+            await self._settled(asked, deadline)
             for rank, task in asked.items():
                 if task.done():
                     found[rank] = task.exception() or task.result()
@@ -300,11 +314,20 @@ class _DaskRanks(Ranks):
         """Lets all ranks that are there meet at another store."""
 
         async def move() -> None:
-            moving = [asyncio.create_task(_asked(actor, "move", address)) for actor in self._actors.values()]
-            if moving:
-                await asyncio.wait(moving, timeout=max(0.0, deadline - time.monotonic()))
+            moving = {rank: asyncio.create_task(_asked(actor, "move", address)) for rank, actor in self._actors.items()}
+            await self._settled(moving, deadline)
+            for task in moving.values():
+                task.add_done_callback(_note_end)  # of a rank that is lost meanwhile its answer tells
 
         self._client.sync(move)
+
+    async def _settled(self, asked: "Mapping[int, asyncio.Task[Any]]", deadline: float) -> None:
+        """Waits for answers of ranks, but not of those whose worker the scheduler has given up: Dask may never tell."""
+        while left := max(0.0, deadline - time.monotonic()):
+            late = [task for rank, task in asked.items() if not task.done() and self._made[rank].status in ALIVE]
+            if not late:
+                return
+            await asyncio.wait(late, timeout=min(left, _LOOK_SECONDS))
 
     def _note(self, rank: int, task: "asyncio.Task[Any]") -> None:
         self._news.put((rank, task))
@@ -344,6 +367,11 @@ class _DaskRanks(Ranks):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _note_end(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled():
+        task.exception()  # a worker that is gone is told of by its answer
 
 
 async def _asked(actor: Any, method: str, *args: Any) -> Any:

@@ -14,6 +14,9 @@ SCHEME = "dask:"
 ANSWER_SECONDS = 30.0
 """That an actor on a busy worker may take to answer."""
 
+ALIVE = ("pending", "finished")
+"""What Dask says of an actor whose worker is there."""
+
 _SLICE_SECONDS = 0.5  # of a wait, between looks whether the store has been closed
 
 
@@ -37,13 +40,14 @@ class DaskStore(Store):
         self._address = address
         self._is_closed = False
         try:
-            distributed.get_client()
+            client = distributed.get_client()
         except ValueError as error:
             raise CommError(
                 f"{address} cannot be opened: {error}; open it in a task of the cluster, or inside "
                 "`with client.as_current()`"
             ) from error
         self._actor = distributed.Actor(ActorStore, worker, key)
+        self._known = distributed.Future(key, client)
 
     @property
     def address(self) -> str:
@@ -89,6 +93,8 @@ class DaskStore(Store):
             try:
                 return answer.result(timeout=max(0.0, min(left, _SLICE_SECONDS)))
             except TimeoutError:
+                if self._known.status not in ALIVE:  # then Dask's own wait may have no end
+                    raise OSError(f"the scheduler says that it is {self._known.status}") from None
                 if left <= 0:
                     raise
         raise CommError(f"{self._address}: this DaskStore is closed; open another one")

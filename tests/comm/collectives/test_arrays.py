@@ -1,6 +1,7 @@
 """Collectives of arrays: what they refuse, and that what C computes is what NumPy does."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,14 @@ REFUSED: dict[str, tuple[Callable[[Communicator], Any], str]] = {
         lambda comm: comm.all_gather_into(np.array([{}]), np.empty((2, 1), object)),
         "array= has dtype=object: expected numbers or bytes",
     ),
+    "broadcast of objects": (
+        lambda comm: comm.broadcast_into(np.array([{}])),
+        "array= has dtype=object: expected numbers or bytes",
+    ),
+    "broadcast from nobody": (
+        lambda comm: comm.broadcast_into(np.ones(2), root=2),
+        "root=2: expected a rank from 0 to",
+    ),
     "gathered shape": (
         lambda comm: comm.all_gather_into(np.ones(3), np.empty(6)),
         r"out= has dtype=float64, shape=\(6,\): expected dtype=float64, shape=\(2, 3\)",
@@ -135,11 +144,44 @@ def test_what_is_refused_on_both_ranks_ends_the_epoch_with_its_words(case: str) 
     def refused(comm: Communicator) -> None:
         for good in (np.ones(4), np.ones(12), _SHARED[:8]):
             comm.all_reduce(good)  # so that the same operand has come before
+            for root in (0, 1):
+                comm.broadcast_into(good.copy(), root=root)
         with pytest.raises(ArgumentError, match=words):
             call(comm)
 
     for found in outcomes(2, refused, transport="ucx"):
         assert found is None or isinstance(found, CommError), found
+
+
+_NOT_FILLED = r"array= has dtype=float64, shape=\(4,\), and cannot be filled: expected a writable and contiguous one"
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        ([1.0] * 4, "array= is a list: expected a NumPy array, which the root's fills"),
+        (np.ones(8)[::2], _NOT_FILLED),
+        (_read_only(4), _NOT_FILLED),
+    ],
+    ids=["list", "gaps", "read only"],
+)
+@pytest.mark.parametrize("transport", ["in-process", "ucx"])
+def test_what_a_broadcast_cannot_fill_is_refused(array: Any, words: str, transport: str) -> None:
+    """The root may give any of them, also again."""
+
+    def broadcast(comm: Communicator) -> Any:
+        for _ in range(3):
+            place = np.full(4, np.nan)
+            assert comm.broadcast_into(array if comm.rank == 1 else place, root=1) is (
+                array if comm.rank == 1 else place
+            )
+            assert comm.rank == 1 or place.tolist() == np.asarray(array).tolist()
+        return comm.broadcast_into(np.ones(4) if comm.rank == 0 else array)
+
+    found = outcomes(2, broadcast, transport=transport)
+    assert isinstance(found[1], ArgumentError)
+    assert isinstance(found[0], CommError)
+    assert all(re.search(words, str(each)) for each in found), found
 
 
 def test_what_is_no_array_is_not_filled() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braidax.comm.collectives import exchanges, reductions
+from braidax.comm.collectives import broadcasts, exchanges, reductions
 from braidax.comm.collectives.schedule import OUT, OWN, SCRATCH, Kind, Part, Schedule, Step
 from braidax.comm.group_messages import HEAD_BYTES
 
@@ -109,7 +109,8 @@ def _arrays(size: int, count: int) -> list[Any]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of arrays that are small enough to be drawn."""
-    monkeypatch.setattr(reductions, "_PIECE_BYTES", 4096)
+    for module in (reductions, broadcasts):
+        monkeypatch.setattr(module, "_PIECE_BYTES", 4096)
 
 
 SIZES = st.integers(1, 12)
@@ -167,6 +168,43 @@ def test_all_gather(size: int, count: int, seed: int) -> None:
     Network([exchanges.all_gather(rank, size, 8 * count) for rank in range(size)], own, out, seed).run(np.int64)
     for found in out:
         np.testing.assert_array_equal(found, np.concatenate(own))
+
+
+@settings(max_examples=80, deadline=None)
+@given(SIZES, st.one_of(st.integers(0, 40), st.integers(1900, 40_000)), st.data())
+def test_broadcast(size: int, count: int, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    mine, nothing = np.arange(count) + root, np.empty(0, np.int64)
+    own = [mine if rank == root else nothing for rank in range(size)]
+    out = [nothing if rank == root else np.zeros(count, np.int64) for rank in range(size)]
+    schedules = [broadcasts.broadcast(rank, size, 8 * count, root) for rank in range(size)]
+    Network(schedules, own, out, root).run(np.int64)
+    for rank in range(size):
+        if rank != root:
+            np.testing.assert_array_equal(out[rank], mine)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_large_broadcast_crosses_each_link_once(size: int) -> None:
+    """And each member sends a piece on before the next one has come."""
+    num_bytes = 100 * 4096
+    for rank in range(size):
+        steps = broadcasts.broadcast(rank, size, num_bytes, 1).steps
+        sent = [step for step in steps if step.kind is Kind.SEND and step.room is None]
+        assert sum(step.to.num_bytes for step in sent) == (0 if rank == 0 else num_bytes)
+        if rank > 1:
+            waited = [step.ticket for step in steps if step.kind is Kind.WAIT]
+            last = max(step.ticket for step in steps if step.kind is Kind.RECEIVE)
+            assert steps.index(sent[0]) < steps.index(Step(Kind.WAIT, ticket=last))
+            assert len(waited) == len(set(waited))
+
+
+def test_the_root_sends_before_it_has_heard_anybody() -> None:
+    for num_bytes in (100, 100 * 4096):
+        steps = broadcasts.broadcast(0, 4, num_bytes, 0).steps
+        kinds = [step.kind for step in steps]
+        last = max(index for index, kind in enumerate(kinds) if kind is Kind.SEND)
+        assert last < kinds.index(Kind.WAIT)
 
 
 @pytest.mark.parametrize("size", range(1, 13))

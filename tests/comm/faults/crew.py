@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from tests.comm.faults.stalls import Stalls
+
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 60.0
 _TAIL_CHARS = 4000
@@ -22,11 +24,14 @@ class Member:
     """A process that runs `tests.comm.faults.rank`.
 
     **Arguments:** `store`: the folder where ranks meet. `log`: the file for what it says on its standard error.
-    `prefix`: what to put before the command, such as what runs it in another network.
+    `prefix`: what to put before the command, such as what runs it in another network. `clock`: for limits.
     """
 
-    def __init__(self, store: Path, log: Path, *, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self, store: Path, log: Path, *, prefix: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.log = log
+        self._clock = clock
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-W", "always", "-m", "tests.comm.faults.rank", store],
@@ -51,10 +56,12 @@ class Member:
     def hear(self, event: str, *, seconds: float, skipped: str = "") -> dict[str, Any]:
         """Returns the next line, which must tell of an event, in time. **Arguments:** `skipped`: may come before it."""
         assert self.process.stdout is not None
-        deadline = time.monotonic() + seconds
+        deadline = self._clock() + seconds
         while b"\n" not in self._heard:
-            left = deadline - time.monotonic()
+            left = deadline - self._clock()
             readable = select.select([self.process.stdout], [], [], max(0.0, left))[0]
+            if not readable and self._clock() < deadline:
+                continue
             data = os.read(self.process.stdout.fileno(), 65536) if readable else b""
             if not data:
                 how = f"said nothing for {seconds:g} s" if not readable else f"ended with {self.process.wait(10)}"
@@ -63,7 +70,7 @@ class Member:
         line, _, self._heard = self._heard.partition(b"\n")
         told = json.loads(line)
         if told["event"] == skipped:
-            return self.hear(event, seconds=deadline - time.monotonic())
+            return self.hear(event, seconds=deadline - self._clock())
         assert told["event"] == event, f"a rank should say {event!r}; it said {told}"
         return told
 
@@ -109,10 +116,11 @@ class Member:
 class Crew:
     """Some members that live through one epoch after the other; those that die are replaced.
 
-    **Arguments:** `folder`: for the store and the logs. `size`: how many.
+    **Arguments:** `folder`: for the store and the logs. `size`: how many. **Fields:** `stalls`: since it began.
     """
 
     def __init__(self, folder: Path, *, size: int, spares: int = 0) -> None:
+        self.stalls = Stalls()
         self._folder = folder
         self.epoch = 0
         self.members: list[Member] = []
@@ -149,7 +157,8 @@ class Crew:
             self.end()
 
     def _start(self) -> Member:
-        member = Member(self._folder / "store", self._folder / f"{len(self._all)}.log")
+        log = self._folder / f"{len(self._all)}.log"
+        member = Member(self._folder / "store", log, clock=self.stalls.clock)
         self._all.append(member)
         return member
 
@@ -160,6 +169,7 @@ class Crew:
 
     def end(self) -> None:
         """Ends all by force."""
+        self.stalls.close()
         for member in self._all:
             member.kill()
 

@@ -74,6 +74,12 @@ def broadcast(comm: Communicator, draw: random.Random) -> None:
     _check(comm.broadcast(array, root=root), array + root - comm.rank)
 
 
+def broadcast_into(comm: Communicator, draw: random.Random) -> None:
+    array, root = _array(comm, draw), draw.randrange(comm.size)
+    expected = array + root - comm.rank
+    _check(comm.broadcast_into(array, root=root), expected)
+
+
 def all_to_all(comm: Communicator, draw: random.Random) -> None:
     array = _array(comm, draw)
     for rank, part in enumerate(comm.all_to_all([array + 7 * rank for rank in range(comm.size)])):
@@ -112,6 +118,7 @@ OPERATIONS: list[Operation] = [
     all_gather,
     gather,
     broadcast,
+    broadcast_into,
     all_to_all,
     around,
     buffers_around,

@@ -23,7 +23,7 @@ def test_so_it_is_in_the_middle_of_streams_and_requests(fault: Fault, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+@pytest.mark.parametrize("transport", [IN_C, IN_PYTHON, "ucx"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_so_it_is_in_many_streams_and_requests(fault: Fault, transport: str, tmp_path: Path) -> None:
     seeds = range(2000, 2060)

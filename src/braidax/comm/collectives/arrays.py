@@ -1,17 +1,19 @@
 """The collectives of arrays: what they take is checked, and the schedules that run them are made once."""
 
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast, final
+from typing import Any, Literal, NamedTuple, TypeVar, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm.collectives import exchanges, reductions, trees
+from braidax.comm.collectives import broadcasts, exchanges, reductions, trees
 from braidax.comm.collectives.calls import Calls
 from braidax.comm.collectives.running import Runnable, run
 from braidax.comm.collectives.schedule import OPENING_BYTES, Schedule
 from braidax.comm.group_messages import GroupMessages, Steps, head_of
 from braidax.errors import ArgumentError
+
+T = TypeVar("T")
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _MAX_SCHEDULES = 256  # that a group remembers
@@ -22,7 +24,8 @@ NOTHING = np.empty(0, np.uint8)
 class What(NamedTuple):
     """Which schedule is meant.
 
-    **Fields:** `name`: of the collective. `num_bytes`, `dtype`: of the operand. `reduction`, `root`: where it has some.
+    **Fields:** `name`: of the collective. `num_bytes`, `dtype`: of the operand; of what is broadcast. `reduction`,
+    `root`: where it has some.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Arrays:
     **Arguments:** `calls`: of the group.
 
     **Fields:** `ready`: where the transport runs schedules, what collectives that have come before are run with, by
-    name, reduction, and dtype and shape of the array.
+    name, reduction (of a broadcast: see `places`), and dtype and shape of the array.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -59,7 +62,7 @@ class Arrays:
 
     def barrier(self) -> Steps[None]:
         """Returns the algorithm of `Communicator.barrier`."""
-        yield from self._run("barrier", None, NOTHING, NOTHING, "barrier")
+        yield from self._run(What("barrier", 0, NOTHING.dtype), None, NOTHING, NOTHING, "barrier")
 
     def meet(self, messages: GroupMessages) -> Steps[None]:
         """Returns the algorithm that ends when all members have come to what these messages belong to."""
@@ -80,7 +83,7 @@ class Arrays:
         own = _operand(array)
         head = _head_of_reduction("all_reduce", operation, own.dtype, own.shape)
         out = np.empty_like(own) if out is None else _checked(out, own, own.shape)
-        return self._run("all_reduce", operation, own, out, head)
+        return self._run(What("all_reduce", own.nbytes, own.dtype, operation), operation, own, out, head)
 
     def reduce_scatter(self, array: Any, operation: np.ufunc, out: Any) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.reduce_scatter`."""
@@ -88,30 +91,48 @@ class Arrays:
         head = _head_of_reduction("reduce_scatter", operation, own.dtype, own.shape)
         shape = (self._block_length(own), *own.shape[1:])
         out = np.empty(shape, own.dtype) if out is None else _checked(out, own, shape, in_place="never")
-        return self._run("reduce_scatter", operation, own, out, head)
+        return self._run(What("reduce_scatter", own.nbytes, own.dtype, operation), operation, own, out, head)
 
     def all_to_all_into(self, array: Any, out: Any) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.all_to_all_into`."""
         own = _moved(array)
         self._block_length(own)
         out = _checked(out, own, own.shape, in_place="never")
-        return self._run("all_to_all_into", None, own, out, f"all_to_all_into of {own.dtype}{list(own.shape)}")
+        head = f"all_to_all_into of {own.dtype}{list(own.shape)}"
+        return self._run(What("all_to_all_into", own.nbytes, own.dtype), None, own, out, head)
 
     def all_gather_into(self, array: Any, out: Any) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.all_gather_into`."""
         own = _moved(array)
         out = _checked(out, own, (self._size, *own.shape), in_place="never")
-        return self._run("all_gather_into", None, own, out, f"all_gather_into of {own.dtype}{list(own.shape)}")
+        head = f"all_gather_into of {own.dtype}{list(own.shape)}"
+        return self._run(What("all_gather_into", own.nbytes, own.dtype), None, own, out, head)
+
+    def broadcast_into(self, array: Any, root: int) -> Steps[Any]:
+        """Returns the algorithm of `Communicator.broadcast_into`."""
+        whole = _moved(array) if self._calls.rank == root else _filled(array)
+        own, out = (whole, NOTHING) if self._calls.rank == root else (NOTHING, whole)
+        head = f"broadcast_into from root {root} of {whole.dtype}{list(whole.shape)}"
+        what = What("broadcast_into", whole.nbytes, whole.dtype, root=root)
+        return _returning(array, self._run(what, self.places(array, root)[0], own, out, head))
+
+    def places(self, array: Any, root: Any) -> tuple[Any, Any, Any]:
+        """Returns what a broadcast of an array is told by when it comes again, and what this member has and fills."""
+        if type(root) is not int or type(array) is not np.ndarray:
+            return None, NOTHING, NOTHING
+        key = root, array.dtype, array.shape
+        return (key, array, NOTHING) if root == self._calls.rank else (key, NOTHING, array)
 
     def _run(
-        self, name: str, reduction: np.ufunc | None, own: NDArray[Any], out: NDArray[Any], head: bytes | str
+        self, what: What, key: Any, own: NDArray[Any], out: NDArray[Any], head: bytes | str
     ) -> Steps[NDArray[Any]]:
+        """Runs a collective. **Arguments:** `key`: tells it, with its name and operand, when it comes again."""
         head = _head(head) if isinstance(head, str) else head
-        runnable = self._runnable(What(name, own.nbytes, own.dtype, reduction or np.add))
+        runnable = self._runnable(what)
         if runnable.compiled is not None:
             if len(self.ready) >= _MAX_SCHEDULES:
                 self.ready.clear()
-            self.ready[name, reduction, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)
+            self.ready[what.name, key, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)
         return _returning(out, run(self._calls.next(head), runnable, own, out))
 
     def _made(self, what: What) -> Runnable:
@@ -122,7 +143,7 @@ class Arrays:
         if schedules is not None and self._size > 1 and (what.dtype.isnative or not reduces):
             compiled = schedules.compile(
                 schedule.rows(self._calls.ranks).tobytes(),
-                (what.num_bytes, _out_bytes(what, self._calls.rank, self._size), schedule.scratch_bytes),
+                (*_place_bytes(what, self._calls.rank, self._size), schedule.scratch_bytes),
                 schedule.num_tickets,
                 what.reduction.__name__ if reduces else "",
                 f"{what.dtype.kind}{what.dtype.itemsize}",
@@ -138,7 +159,7 @@ class Arrays:
         return len(own) // self._size
 
 
-def _returning(out: NDArray[Any], steps: Steps[None]) -> Steps[NDArray[Any]]:
+def _returning(out: T, steps: Steps[Any]) -> Steps[T]:
     yield from steps
     return out
 
@@ -157,6 +178,20 @@ def _moved(array: Any) -> NDArray[Any]:
     if own.dtype.hasobject:
         raise ArgumentError(f"array= has dtype={own.dtype}: expected numbers or bytes; Python objects do not travel")
     return own
+
+
+def _filled(array: Any) -> NDArray[Any]:
+    """Returns an array that is filled. **Raises:** `ArgumentError` for what cannot be."""
+    if not isinstance(array, np.ndarray):
+        raise ArgumentError(f"array= is a {type(array).__name__}: expected a NumPy array, which the root's fills")
+    filled = cast("NDArray[Any]", array)
+    flags = filled.flags
+    if not (flags.c_contiguous and flags.writeable and flags.aligned):
+        raise ArgumentError(
+            f"array= has dtype={filled.dtype}, shape={filled.shape}, and cannot be filled: expected a writable and "
+            "contiguous one, such as numpy.empty makes it"
+        )
+    return _moved(filled)
 
 
 def _checked(
@@ -224,17 +259,23 @@ def _schedule(what: What, rank: int, hosts: tuple[int, ...]) -> Schedule:
             return exchanges.all_to_all(rank, size, what.num_bytes // size)
         case "all_gather_into":
             return exchanges.all_gather(rank, size, what.num_bytes)
+        case "broadcast_into":
+            return broadcasts.broadcast(rank, size, what.num_bytes, what.root)
         case _:
             return exchanges.barrier(rank, size)
 
 
-def _out_bytes(what: What, rank: int, size: int) -> int:
+def _place_bytes(what: What, rank: int, size: int) -> tuple[int, int]:
+    """Returns the bytes of what a member has, and of what it fills."""
+    num_bytes = what.num_bytes
     match what.name:
         case "reduce_scatter":
-            return what.num_bytes // size
+            return num_bytes, num_bytes // size
         case "reduce":
-            return what.num_bytes if rank == what.root else 0
+            return num_bytes, num_bytes if rank == what.root else 0
         case "all_gather_into":
-            return what.num_bytes * size
+            return num_bytes, num_bytes * size
+        case "broadcast_into":
+            return (num_bytes, 0) if rank == what.root else (0, num_bytes)
         case _:
-            return what.num_bytes
+            return num_bytes, num_bytes

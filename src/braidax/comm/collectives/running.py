@@ -42,12 +42,12 @@ def run(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: NDA
         yield from _run_here(messages, runnable, own, out)
 
 
-def tell_float_errors(reduction: np.ufunc | None, dtype: np.dtype[Any], errors: int) -> None:
+def tell_float_errors(reduction: object, dtype: np.dtype[Any], errors: int) -> None:
     """Lets NumPy do what its user wants to be done about errors of a reduction (`numpy.errstate`).
 
-    **Arguments:** `errors`: bits, see `Schedules.run`.
+    **Arguments:** `reduction`: a ufunc; anything else reduces nothing. `errors`: bits, see `Schedules.run`.
     """
-    if errors and reduction is not None:
+    if errors and isinstance(reduction, np.ufunc):
         info = np.finfo(dtype)
         for bit, meets, one, other in (
             (1, reduction, info.max, info.max),

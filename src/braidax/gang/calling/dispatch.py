@@ -291,8 +291,18 @@ class Dispatch:
         if call.keep is not None:
             self._sweep(rank for rank in call.ranks if rank not in call.owing)
         if call.kind != "sweep":  # of which nobody hears
-            self._told.update(rank for rank in call.ranks if rank in self.lost)
+            self._told.update(self._told_by(error, call))
         call.finish(error, cause)
+
+    def _told_by(self, error: BaseException, call: Call) -> list[int]:
+        """Returns the lost ranks of which an error tells; with one of them, that others of the call are to be replaced.
+
+        An error that a rank raised which lives tells of none: the next call does.
+        """
+        if isinstance(error, RankFailed) and error.rank not in self.lost:
+            return []
+        told = call.owing if isinstance(error, WaitTimeout) else call.ranks
+        return [rank for rank in told if rank in self.lost]
 
     def _verdict(self, call: Call) -> tuple[BaseException, BaseException | None]:
         """Returns what a call that failed raises, and its cause; ends the ranks that must be."""
