@@ -12,7 +12,8 @@ from jax.errors import JaxRuntimeError
 from braidax.checkpoint.interval.adaptive import Adapting, Adaptive
 from braidax.checkpoint.interval.adaptive_messages import Announcements
 from braidax.checkpoint.interval.spacing import Spacing
-from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
+from braidax.connections.coordination import Coordination
+from braidax.errors import ArgumentError, CheckpointError, CommError, WaitTimeout
 from tests.comm.stores.servers import free_port
 
 LIMIT = 60
@@ -21,16 +22,18 @@ import sys
 import jax
 from braidax.checkpoint.interval.adaptive_messages import Announcements
 from braidax.errors import WaitTimeout
-from braidax.program.coordination import coordination_client
+from braidax.program.coordination import coordination
 
 jax.distributed.initialize(sys.argv[1], 1, 0)
-first, second, third = (Announcements(coordination_client(), "a/run", process=i, timeout_seconds=0.2) for i in range(3))
-Announcements(coordination_client(), "a/run2", process=0, timeout_seconds=0.2).tell(b"another run")
+service = coordination()
+run = service.under("a/run")
+first, second, third = (Announcements(run, process=i, timeout_seconds=0.2) for i in range(3))
+Announcements(service.under("a/run2"), process=0, timeout_seconds=0.2).tell(b"another run")
 heard = [second.hear()]
 try:
     third.wait()
 except WaitTimeout as error:
-    print(str(error)[:36])
+    print(str(error)[:47])
 for number in range(20):
     first.tell(bytes([number]))
     if number in (2, 3, 15):
@@ -39,7 +42,7 @@ for number in range(20):
         heard.append(third.wait())
 heard.append(second.hear())
 print(heard)
-print(len(coordination_client().key_value_dir_get_bytes("a/run/")))
+print(len(run.below()))
 jax.distributed.shutdown()
 """
 
@@ -56,6 +59,9 @@ class Service:
         self._ask()
         assert key not in self.values
         self.values[key] = value
+
+    def key_value_try_get_bytes(self, key: str) -> bytes:
+        raise NotImplementedError
 
     def key_value_dir_get_bytes(self, key: str) -> Sequence[tuple[str, bytes]]:
         self._ask()
@@ -89,7 +95,8 @@ class Process:
         self.checkpoints: list[int] = []
         self.durable_at: float | None = None
         self.random = random.Random(seed)
-        announcements = Announcements(service, "run", process=process, timeout_seconds=0.01)
+        folder = Coordination(service, process, prefix="run")
+        announcements = Announcements(folder, process=process, timeout_seconds=0.01)
         self.spacing: Spacing = Adaptive().start(0, announcements=announcements, clock=lambda: self.now)
 
     def update(self, step_seconds: float, stall_seconds: float) -> None:
@@ -170,7 +177,9 @@ def test_who_is_far_ahead_waits_and_says_for_whom() -> None:
     service = Service()
     first, other = Process(service, 0, seed=0), Process(service, 1, seed=1)
     first.update(0.1, 0.0)
-    with pytest.raises(WaitTimeout, match=r"process 1 is ahead of process 0.*timeout_seconds=0\.01.*left the loop"):
+    with pytest.raises(
+        WaitTimeout, match=r"process 1 has waited 0\.01 s for process 0.*left the loop.*timeout_seconds="
+    ):
         for _ in range(100):
             other.update(0.1, 0.0)
     assert 17 < other.num_updates < 50
@@ -192,17 +201,15 @@ def test_a_service_that_is_gone_is_an_error() -> None:
     service.is_dead = True
     for process in (0, 1):
         other = Process(service, process, seed=0)
-        with pytest.raises(
-            CheckpointError, match=rf"process {process} cannot talk .* \(UNAVAILABLE: connection refused\)"
-        ):
+        with pytest.raises(CommError, match=rf"process {process} cannot talk .* \(UNAVAILABLE: connection refused\)"):
             for _ in range(17):
                 other.update(0.1, 0.0)
-    with pytest.raises(CheckpointError, match="process 1 cannot talk"):
-        Announcements(service, "run", process=1, timeout_seconds=1.0).wait()
+    with pytest.raises(CommError, match="process 1 cannot talk"):
+        Announcements(Coordination(service, 1), process=1, timeout_seconds=1.0).wait()
 
 
 def test_process_0_measures() -> None:
-    announcements = Announcements(Service(), "run", process=0, timeout_seconds=1.0)
+    announcements = Announcements(Coordination(Service(), 0), process=0, timeout_seconds=1.0)
     assert isinstance(Adaptive().start(0, announcements=announcements), Adapting)
 
 
@@ -212,4 +219,4 @@ def test_over_the_service_of_jax() -> None:
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT, check=True)
     numbers = [bytes([number]) for number in range(20)]
     heard = [[], *numbers[:2], numbers[:3], numbers[2], numbers[3:4], numbers[4:16], numbers[16:]]
-    assert ended.stdout == f"process 2 is ahead of process 0, and\n{heard}\n16\n"
+    assert ended.stdout == f"process 0 has waited 0.2 s for process 0, which\n{heard}\n16\n"

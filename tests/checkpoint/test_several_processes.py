@@ -22,6 +22,7 @@ from braidax.checkpoint.format.reading import Reader, read_manifest
 from braidax.checkpoint.places import restoring as restoring_module
 from braidax.checkpoint.processes import CoordinationChannel, Processes
 from braidax.comm import Communicator
+from braidax.connections.coordination import Coordination
 from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
 from braidax.gang import LocalGang
 from tests.checkpoint.saving import Longer, names, read_all
@@ -247,7 +248,7 @@ class Silent:
 
 
 def test_one_that_leaves_waits_for_nobody() -> None:
-    board = CoordinationChannel(Silent(), 0)  # pyright: ignore[reportArgumentType]
+    board = CoordinationChannel(Coordination(Silent(), 0), 0)  # pyright: ignore[reportArgumentType]
     processes = Processes(board, 0, 2, SECONDS)
     leaving = threading.Timer(0.05, lambda: processes.leave("process 1 has ended"))
     leaving.start()

@@ -39,8 +39,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 url = f"redis://:{REDIS_PASSWORD}@127.0.0.1:{stack.enter_context(redis_server(folder))}"
                 yield lambda: RedisStore(url)
             case _:
-                client = stack.enter_context(coordination_service([], "jax"))
-                yield lambda: JaxStore(client)
+                service = stack.enter_context(coordination_service([], "jax"))
+                yield lambda: JaxStore(service)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, FOUR, 8])

@@ -5,23 +5,20 @@ may wait here, within a limit; no device is involved.
 """
 
 import contextlib
-import itertools
 import json
-import math
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
-from jax.errors import JaxRuntimeError
 
 from braidax.checkpoint.interval.adaptive_messages import Announcements, Announcing
+from braidax.connections.coordination import Coordination
 from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
-from braidax.program.coordination import CoordinationClient, coordination_client
+from braidax.program.coordination import coordination
 
-_NUMBERS = itertools.count()  # of channels, which all processes make in the same order
-_SLICE_SECONDS = 0.2  # of a wait inside JAX, which Ctrl-C cannot end
+_SLICE_SECONDS = 0.2  # of a wait, which `leave` ends
 
 
 @runtime_checkable
@@ -29,11 +26,11 @@ class Channel(Protocol):
     """Words by key. Process 0 writes for all others, and they write for process 0."""
 
     def write(self, key: str, value: bytes) -> None:
-        """Leaves a word, and does not wait; the first one of a key counts. **Raises:** `CheckpointError`."""
+        """Leaves a word, and does not wait; the first one of a key counts. **Raises:** `CommError`."""
         ...
 
     def read(self, key: str, source: int, seconds: float) -> bytes:
-        """Returns the word that a process left. **Raises:** `TimeoutError` after some seconds; `CheckpointError`."""
+        """Returns the word that a process left. **Raises:** `TimeoutError` after some seconds; `CommError`."""
         ...
 
     def forget(self, name: str) -> None:
@@ -51,51 +48,34 @@ class Channel(Protocol):
 
 @final
 class CoordinationChannel:
-    """A channel in JAX's coordination service.
+    """A channel in JAX's coordination service. **Arguments:** `service`: of this process. `process`: its index."""
 
-    **Arguments:** `client`: of this process. `process`: its index.
-    """
-
-    def __init__(self, client: CoordinationClient, process: int) -> None:
-        self._client = client
-        self._process = process
-        self._prefix = f"braidax/checkpoint/{next(_NUMBERS)}"
+    def __init__(self, service: Coordination, process: int) -> None:
+        self._service, self._process = service, process
+        self._words = service.numbered("checkpoint")
 
     def write(self, key: str, value: bytes) -> None:
         """As of `Channel`."""
-        try:
-            self._client.key_value_set_bytes(f"{self._prefix}/{key}", value)
-        except JaxRuntimeError as error:
-            if "ALREADY_EXISTS" not in str(error):
-                raise self._lost(error) from error
+        self._words.set(key, value, known="keep")
 
     def read(self, key: str, source: int, seconds: float) -> bytes:
         """As of `Channel`."""
-        try:
-            return self._client.blocking_key_value_get_bytes(f"{self._prefix}/{key}", math.ceil(1000 * seconds))
-        except JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                raise TimeoutError from error
-            raise self._lost(error) from error
+        found = self._words.find(key, timeout_seconds=seconds)
+        if found is None:
+            raise TimeoutError
+        return found
 
     def forget(self, name: str) -> None:
         """As of `Channel`."""
-        self._client.key_value_delete(f"{self._prefix}/{name}/")
+        self._words.delete(name)
 
     def another(self) -> "CoordinationChannel":
         """As of `Channel`."""
-        return CoordinationChannel(self._client, self._process)
+        return CoordinationChannel(self._service, self._process)
 
     def announcements(self, name: str, timeout_seconds: float) -> Announcements:
         """As of `Channel`."""
-        prefix = f"{self._prefix}/{name}"
-        return Announcements(self._client, prefix, process=self._process, timeout_seconds=timeout_seconds)
-
-    def _lost(self, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"process {self._process} cannot talk to JAX's coordination service any more "
-            f"({str(error).strip().splitlines()[0]}): process 0, or another one, has ended; its log says why"
-        )
+        return Announcements(self._words.under(name), process=self._process, timeout_seconds=timeout_seconds)
 
 
 @dataclass
@@ -276,11 +256,11 @@ class Processes:
 
 def all_processes(timeout_seconds: float) -> Processes:
     """Returns all processes of JAX."""
-    client = coordination_client()
-    if client is None or jax.process_count() == 1:
+    service = coordination()
+    if service is None or jax.process_count() == 1:
         return alone(timeout_seconds)
     index = jax.process_index()
-    return Processes(CoordinationChannel(client, index), index, jax.process_count(), timeout_seconds)
+    return Processes(CoordinationChannel(service, index), index, jax.process_count(), timeout_seconds)
 
 
 def alone(timeout_seconds: float) -> Processes:

@@ -10,11 +10,11 @@ import sys
 from typing import Any
 
 import jax
-from jax._src.distributed import global_state
 
 from braidax.comm.stores.jax import JaxStore
 from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.stores.urls import open_store
+from braidax.program.coordination import coordination
 
 
 def main() -> None:
@@ -41,7 +41,9 @@ def answer(stores: dict[str, Store], action: str, name: str, **given: Any) -> An
         stores[name] = open_store(given["url"], tls=tls)
     elif action == "join":
         jax.distributed.initialize(given["url"], num_processes=given["size"], process_id=given["rank"])
-        stores[name] = JaxStore(global_state.client)  # type: ignore[arg-type]
+        service = coordination()
+        assert service is not None
+        stores[name] = JaxStore(service)
     elif action == "leave":
         jax.distributed.shutdown()
     else:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from jaxlib import _jax
 
+from braidax.connections.coordination import Coordination
 from tests.laws.tree import ROOT
 
 SECRET = secrets.token_bytes(32)
@@ -110,10 +111,11 @@ class Neighbor:
 
 
 @contextlib.contextmanager
-def coordination_service(neighbors: list[Neighbor], name: str) -> Iterator[Any]:
-    """Runs JAX's coordination service; gives this process's client. The neighbors join, with a store of that name.
+def coordination_service(neighbors: list[Neighbor], name: str) -> Iterator[Coordination]:
+    """Runs JAX's coordination service, and gives it as this process sees it.
 
-    This process uses the service's own objects, since `jax.distributed.initialize` would change all other tests.
+    The neighbors join, with a store of that name. This process uses the service's own objects, since
+    `jax.distributed.initialize` would change all other tests.
     """
     address, size = f"127.0.0.1:{free_port()}", len(neighbors) + 1
     service = _jax.get_distributed_runtime_service(address, size)
@@ -123,7 +125,7 @@ def coordination_service(neighbors: list[Neighbor], name: str) -> Iterator[Any]:
     client.connect()
     assert [neighbor.hear() for neighbor in neighbors] == [None] * len(neighbors)
     try:
-        yield client
+        yield Coordination(client, 0)
     finally:
         for neighbor in neighbors:
             neighbor.tell("leave", name)

@@ -8,37 +8,32 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
-from jax.errors import JaxRuntimeError
 
-from braidax.errors import ArgumentError, BraidaxError, ProcessFailed, WaitTimeout
-from braidax.program.coordination import CoordinationClient, busy, coordination_client
+from braidax.connections.coordination import Coordination
+from braidax.errors import ArgumentError, ProcessFailed, WaitTimeout
+from braidax.program.coordination import busy, coordination
 
-_SLICE_SECONDS = 0.1  # of a wait inside JAX, which neither Ctrl-C nor `close` can end
 _GRACE_SECONDS = 2.0  # which others have to say that they too waited in vain
-_NUMBERS: Counter[str] = Counter()  # of loaders made by the same processes, which they make in the same order
 
 
 class ProcessGroup:
-    """The processes of a loader.
+    """The processes of a loader, which all make their loaders in the same order.
 
-    **Arguments:** `client`: of this process. `processes`: their indices, this one's among them. `process`: this one.
+    **Arguments:** `service`: of this process. `processes`: their indices, this one's among them. `process`: this one.
     """
 
-    def __init__(self, client: CoordinationClient, processes: Sequence[int], process: int) -> None:
+    def __init__(self, service: Coordination, processes: Sequence[int], process: int) -> None:
         self.processes = sorted(processes)
         self.process = process
-        self._client = client
+        self._service = service
         among = hashlib.blake2b(str(self.processes).encode(), digest_size=8).hexdigest()
-        self._prefix = f"braidax/loader/{among}/{_NUMBERS[among]}"
-        _NUMBERS[among] += 1
+        self._places = service.numbered(f"loader/{among}")
         self._num_passes = itertools.count()
 
     def next_pass(self) -> int:
@@ -90,70 +85,63 @@ class ProcessGroup:
         one of those that are missing has said meanwhile that it is at work, at an index for instance. `stop`: ends the
         wait as the deadline does.
 
-        **Raises:** `WaitTimeout` naming those that did not come.
+        **Raises:** `WaitTimeout` naming those that did not come; `CommError` when the service has ended.
         """
-        folder = f"{self._prefix}/{name}"
-        self._client.key_value_set_bytes(f"{folder}/said/{self.process}", value)
-        try:
-            if self._client.key_value_increment(f"{folder}/count", 1) == len(self.processes):
-                self._client.key_value_set_bytes(f"{folder}/all", b"")
-            elif not self._all_came(folder, deadline, stop or threading.Event()):
-                self._late(folder)
-        except JaxRuntimeError as error:
-            raise BraidaxError(
-                f"process {self.process} cannot talk to JAX's coordination service any more ({_first_line(error)}): "
-                "process 0, or another one, has ended; its log says why"
-            ) from error
-        said = self._client.key_value_dir_get_bytes(f"{folder}/said/")
-        return {int(key.rpartition("/")[2]): value for key, value in said}
+        place = self._places.under(name)
+        place.set(f"said/{self.process}", value)
+        if place.add("count") == len(self.processes):
+            place.set("all", b"")
+        elif not self._all_came(place, deadline, stop or threading.Event()):
+            self._late(place)
+        return {int(process): said for process, said in place.below("said").items()}
 
     def forget(self, name: str) -> None:
         """Drops what was said at a place that all have left."""
-        self._client.key_value_delete(f"{self._prefix}/{name}/")
+        self._places.delete(name)
 
-    def _all_came(self, folder: str, deadline: float, stop: threading.Event) -> bool:
+    def _all_came(self, place: Coordination, deadline: float, stop: threading.Event) -> bool:
         """Waits for the last process; returns whether it came, or `stop` was set."""
         patience, said = deadline - time.monotonic(), None
-        while not stop.is_set():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                now, before = busy(self._client), said or {}
-                if all(now.get(process) == before.get(process) for process in self._missing(folder)):
-                    return False
-                deadline, said, left = time.monotonic() + patience, now, patience
-            try:
-                limit = math.ceil(1000 * min(left, _SLICE_SECONDS))
-                self._client.blocking_key_value_get_bytes(f"{folder}/all", limit)
-            except JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-                said = busy(self._client) if said is None else said
-            else:
-                return True
-        return stop.is_set()
 
-    def _missing(self, folder: str) -> list[int]:
+        def check() -> None:
+            nonlocal said
+            if stop.is_set():
+                raise _Stopped
+            said = busy(self._service) if said is None else said
+
+        with contextlib.suppress(_Stopped):
+            while place.find("all", timeout_seconds=deadline - time.monotonic(), check=check) is None:
+                now, before = busy(self._service), said or {}
+                if all(now.get(process) == before.get(process) for process in self._missing(place)):
+                    return False
+                deadline, said = time.monotonic() + patience, now
+        return True
+
+    def _missing(self, place: Coordination) -> list[int]:
         """Returns the processes that have not come."""
-        came = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get_bytes(f"{folder}/said/")}
+        came = {int(process) for process in place.below("said")}
         return [process for process in self.processes if process not in came]
 
-    def _late(self, folder: str) -> NoReturn:
+    def _late(self, place: Coordination) -> NoReturn:
         """Finds out who is late: those that do not say that they waited too."""
-        self._client.key_value_set_bytes(f"{folder}/waited/{self.process}", b"")
+        place.set(f"waited/{self.process}", b"")
         time.sleep(_GRACE_SECONDS)
-        said = self._client.key_value_dir_get_bytes(f"{folder}/waited/")
-        waited = {int(key.rpartition("/")[2]) for key, _ in said}
+        waited = {int(process) for process in place.below("waited")}
         raise come_too_late(self.process, [process for process in self.processes if process not in waited])
+
+
+class _Stopped(Exception):
+    """A wait is over since nobody wants its end any more. Never leaves this module."""
 
 
 def process_group(devices: Sequence[Any]) -> ProcessGroup | None:
     """Returns the processes that own some devices, None where there is but one, or this one is none of them."""
     processes = {device.process_index for device in devices}
-    client = coordination_client()
+    service = coordination()
     process = jax.process_index()
-    if client is None or len(processes) < 2 or process not in processes:
+    if service is None or len(processes) < 2 or process not in processes:
         return None
-    return ProcessGroup(client, sorted(processes), process)
+    return ProcessGroup(service, sorted(processes), process)
 
 
 @contextlib.contextmanager
@@ -186,7 +174,3 @@ def come_too_late(process: int, missing: Sequence[int]) -> WaitTimeout:
 def in_words(error: BaseException) -> str:
     """Returns what the other processes are told of an error."""
     return f"{type(error).__name__}: {error}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
