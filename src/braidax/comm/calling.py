@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 import numpy as np
 
 from braidax.comm.collectives.running import tell_float_errors
-from braidax.comm.group import Group
+from braidax.comm.group import BETWEEN_TWO, Group
 from braidax.comm.group_messages import Steps
 from braidax.comm.messages import Value
 from braidax.comm.request import run
@@ -36,7 +36,7 @@ class Calling:
         self.trace = Trace()
         self._group = group
         self._limit = limit
-        self._progress = group.progress
+        self._progress, self._domain = group.progress, group.domain
         self._asking: Asking | None = None
         self._making = threading.Lock()  # of that
         self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run
@@ -45,7 +45,8 @@ class Calling:
         """Runs an algorithm. **Arguments:** `begin`: returns it, given the arguments. `num_bytes`: for the span."""
         try:
             with self.trace.timed("comm", name, num_bytes=num_bytes):
-                return run(self._progress, begin(*arguments), time.monotonic() + self._limit())
+                progress = self._progress if name in BETWEEN_TWO else self._domain
+                return run(progress, begin(*arguments), time.monotonic() + self._limit())
         except BaseException as error:
             self._group.failed(name, error, self._limit())
             raise

@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,12 +14,13 @@ from numpy.typing import NDArray
 from braidax.comm.calling import Calling, num_bytes_of
 from braidax.comm.collectives.arrays import NOTHING
 from braidax.comm.collectives.opening import hear
+from braidax.comm.collectives.splitting import Counters, split
 from braidax.comm.group import Group
-from braidax.comm.group_messages import MAX_GROUPS
+from braidax.comm.losing.unfinished import quick_ways
 from braidax.comm.messages import Value, flat_bytes
 from braidax.comm.request import run
 from braidax.comm.starting import Starting
-from braidax.comm.watch import Notice
+from braidax.comm.watch import Notice, OnLoss
 from braidax.errors import CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace
 
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 
 _CLOSE_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
-
-
-@dataclass
-class Counters:
-    """The groups of one world. **Fields:** `num_groups`: numbers used up, this rank's view. `groups`: this rank's."""
-
-    num_groups: int = 1
-    groups: list[Group] = field(default_factory=list)
 
 
 @final
@@ -52,11 +44,12 @@ class Communicator:
 
     Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, whatever a collective raises,
     an `abort`, Ctrl-C in a call, or a limit that passes end the *epoch*: every call on every rank then raises, naming
-    the rank. Go on by connecting again, as the next epoch.
+    the rank. Go on by connecting again, as the next epoch. With `on_loss="peer"` less ends: see `connect`.
 
     **Fields:** `rank`, `size`: of this rank in the group, and the number of its ranks. `hosts`: the host's name of each
-    rank. `timeout_seconds`: may be changed. `trace`: gets a span for each call, on the lane `comm`. `start`: the same
-    operations, begun and not waited for: `request = comm.start.all_reduce(x)`, later `request.wait()`.
+    rank. `on_loss`: as of `connect`. `timeout_seconds`: may be changed. `trace`: gets a span for each call, on the lane
+    `comm`. `start`: the same operations, begun and not waited for: `request = comm.start.all_reduce(x)`, later
+    `request.wait()`.
     """
 
     def __init__(self, group: Group, *, counters: Counters, timeout_seconds: float) -> None:
@@ -69,12 +62,18 @@ class Communicator:
         self._group = group
         self._first_tag, self._peers = group.buffer_tag(0), dict(enumerate(group.ranks))
         self._takes_arrays = group.progress.takes_arrays
-        self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
+        self._send_now, self._receive_now = quick_ways(group.progress, lambda: self.timeout_seconds)
         self._progress = group.progress
+        self.on_loss: OnLoss = group.progress.on_loss
         self._requests: Requests | None = None
         self._making = threading.Lock()  # of those
         self._counters = counters
         counters.groups.append(group)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The ranks of the group that were lost, or aborted, and without which others go on: `on_loss="peer"`."""
+        return frozenset(rank for rank, peer in self._peers.items() if peer in self._progress.lost)
 
     @property
     def trace(self) -> Trace:
@@ -308,12 +307,13 @@ class Communicator:
         """Returns the group of the ranks that gave the same color, ordered by key and then by rank.
 
         Called by all ranks. Groups share the connections and the fate of the whole: closing or aborting one does so for
-        all.
+        all. With `on_loss="peer"` the collectives of a group end with its first member that is lost, and no other's.
 
         **Raises:** `CommError` when too many groups have been made.
         """
         try:
-            return self._split(color, key)
+            group = split(self._group, self._counters, self.all_gather, color, key)
+            return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)
         except BaseException as error:
             if not isinstance(error, CommError):  # all ranks have that
                 self._group.failed("split", error, self.timeout_seconds)
@@ -324,7 +324,10 @@ class Communicator:
         return hmac.digest(self._progress.world.secret, b"derived " + purpose.encode(), "sha256")
 
     def abort(self, reason: str) -> None:
-        """Ends the epoch: whatever any rank calls or waits for raises `Aborted` with the reason."""
+        """Ends the epoch: whatever any rank calls or waits for raises `Aborted` with the reason.
+
+        With `on_loss="peer"` it ends this rank's part of it: that which others do with this one.
+        """
         self._progress.fail(Notice("aborted", self._progress.world.rank, reason))
 
     def settle(self) -> None:
@@ -337,10 +340,10 @@ class Communicator:
         """
         deadline = time.monotonic() + min(self.timeout_seconds, _SETTLE_SECONDS)
         for group in self._counters.groups:
-            if not group.unheard or self._progress.told:
+            if not group.unheard or self._progress.told or (group.domain.failure and not self._progress.failure):
                 continue
             try:
-                run(self._progress, hear(group.unheard), deadline)
+                run(group.domain, hear(group.unheard), deadline)
             except WaitTimeout:  # whoever waits for it judges that
                 continue
             except BaseException as error:
@@ -359,9 +362,12 @@ class Communicator:
         try:
             self.settle()
         finally:
+            seconds = min(self.timeout_seconds, _CLOSE_SECONDS)
             for group in self._counters.groups:
                 group.unheard.clear()
-            self._progress.close(timeout_seconds=min(self.timeout_seconds, _CLOSE_SECONDS))
+                if group.domain.failure:  # what is left of its collectives nobody takes
+                    seconds = min(seconds, _SETTLE_SECONDS)
+            self._progress.close(timeout_seconds=seconds)
 
     def __enter__(self) -> "Communicator":
         return self
@@ -376,25 +382,3 @@ class Communicator:
                     self.abort(f"{type(error).__name__}: {error}")
         finally:
             self.close()
-
-    def _split(self, color: int, key: int) -> "Communicator":
-        mine = np.array([color, key, self._counters.num_groups], np.int64)
-        rows = np.stack(self.all_gather(mine))
-        colors = sorted(set(rows[:, 0].tolist()))  # np.unique imports a module when it is first called
-        first = int(rows[:, 2].max())
-        self._counters.num_groups = first + len(colors)
-        if self._counters.num_groups > MAX_GROUPS:
-            raise CommError(
-                f"split made group {self._counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep "
-                "the groups and use them again"
-            )
-        members = [rank for rank in range(self.size) if rows[rank, 0] == color]
-        members.sort(key=lambda rank: (rows[rank, 1], rank))
-        group = Group(
-            self._progress,
-            number=first + colors.index(color),
-            ranks=[self._group.ranks[member] for member in members],
-            rank=members.index(self.rank),
-            hosts=[self._group.hosts[member] for member in members],
-        )
-        return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)

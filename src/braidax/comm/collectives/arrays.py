@@ -47,8 +47,8 @@ class Arrays:
 
     **Arguments:** `calls`: of the group.
 
-    **Fields:** `ready`: where the transport runs schedules, what collectives that have come before are run with, by
-    name, reduction, and dtype and shape of the array.
+    **Fields:** `ready`: where the transport runs schedules on arrays as they are, what collectives that have come
+    before are run with, by name, reduction, and dtype and shape of the array.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -108,7 +108,7 @@ class Arrays:
     ) -> Steps[NDArray[Any]]:
         head = _head(head) if isinstance(head, str) else head
         runnable = self._runnable(What(name, own.nbytes, own.dtype, reduction or np.add))
-        if runnable.compiled is not None:
+        if runnable.compiled is not None and self._calls.progress.on_loss == "epoch":
             if len(self.ready) >= _MAX_SCHEDULES:
                 self.ready.clear()
             self.ready[name, reduction, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)

@@ -34,6 +34,7 @@ from braidax.comm.serving.conversation import (
 from braidax.comm.serving.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.comm.waiting import AnyOf, again, words_of
+from braidax.comm.watch import Notice
 from braidax.errors import CommError, PeerLost, WaitTimeout
 
 Handler = Callable[[int, Value], Value]
@@ -90,13 +91,18 @@ class Requests:
         """Receives no more of a rank that is gone."""
         self._receives.pop(rank, None)
 
+    def asking(self) -> list[int]:
+        """Returns the ranks whose requests are waited for."""
+        return list(self._receives)
+
     def waited_for(self) -> list[Operation]:
         """Returns the operations any of which is a request."""
         return list(self._receives.values())
 
     def has_left(self, rank: int) -> bool:
-        """Returns whether a rank has closed its communicator."""
-        return self.group.ranks[rank] in self.group.progress.left
+        """Returns whether a rank has closed its communicator, or is lost alone."""
+        peer = self.group.ranks[rank]
+        return peer in self.group.progress.left or peer in self.group.progress.lost
 
     def missing(self) -> list[int]:
         """Returns the ranks that may ask still."""
@@ -212,15 +218,30 @@ class Server:
                     )
                 return
             message = requests.take(rank)
-        except PeerLost as error:
-            gone = [other for other in range(self._group.size) if self._group.ranks[other] == error.rank]
-            if not gone or not requests.has_left(gone[0]):
+            self._heard_at = time.monotonic()
+            self._answer(rank, message)
+            requests.post(rank)
+        except CommError as error:
+            if not self._forgets(rank, error):
                 raise
-            requests.forget(gone[0])
-            return
-        self._heard_at = time.monotonic()
-        self._answer(rank, message)
-        requests.post(rank)
+
+    def _forgets(self, rank: int | None, error: CommError) -> bool:
+        """Forgets who asks no more. **Arguments:** `rank`: that asked. **Returns:** whether the server goes on."""
+        requests, progress = self._requests, self._progress
+        if progress.failure is not None:
+            return False
+        gone = {other for other in (*requests.asking(), rank) if other is not None and requests.has_left(other)}
+        if progress.on_loss == "epoch":
+            if not isinstance(error, PeerLost) or all(self._group.ranks[other] != error.rank for other in gone):
+                return False
+        elif rank is not None and rank not in gone:
+            progress.fail(Notice("lost", self._group.ranks[rank], f"what it asked cannot be: {error}"))
+            gone.add(rank)
+        elif not gone:
+            return requests.next() is not None  # whose error it is
+        for other in gone:
+            requests.forget(other)
+        return True
 
     def _answer(self, rank: int, message: Any) -> None:
         peer = self._group.ranks[rank]
