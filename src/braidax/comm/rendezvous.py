@@ -120,7 +120,11 @@ def connect(
         hosts = [machines.index(card.machine) for card in cards]
         group = Group(progress, number=0, ranks=range(size), rank=rank, hosts=hosts)
         comm = Communicator(group, counters=Counters(), timeout_seconds=_left(deadline))
-        comm.barrier()
+        try:
+            comm.barrier()
+        except CommError:  # all have met, and who is lost since then is so for those who need it
+            if progress.failure is not None or not progress.lost:
+                raise
     except BaseException as error:
         progress.fail(Notice("aborted", rank, f"connect failed: {words_of(error)}"))
         progress.close(timeout_seconds=0)

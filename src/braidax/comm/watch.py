@@ -23,6 +23,8 @@ from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
 from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
 
+SECOND_WORD_SECONDS = 2.0
+"""Of two ranks that live and lose the connection between them, the higher one waits so long for what is said of it."""
 OnLoss = Literal["epoch", "peer"]
 """What ends with a rank: all of the epoch, or what others have to do with this rank."""
 
@@ -31,7 +33,6 @@ LEAVING = ("leaving", "left")
 """Kinds of notices of a rank that ends on purpose."""
 
 _LINGER_SECONDS = 0.25
-_SECOND_WORD_SECONDS = 0.5  # by which the rank with the higher number waits for what the other one says of it
 _LENGTH_BYTES = 4
 _MAX_REASON = 4096  # characters
 _MAX_UNSENT_BYTES = 1 << 16  # to a neighbor that reads nothing; beats are left out then
@@ -86,6 +87,7 @@ class Watch:
         self._neighbors: list[_Neighbor] = []
         self._told: set[tuple[str, int, int]] = set()
         self._on_loss: OnLoss = on_loss
+        self._ended: dict[int, str] = {}  # neighbors of whom nothing comes any more, and how
         self._suspects: dict[int, tuple[float, str]] = {}  # when to say that they are lost, and how
         self._parted: list[socket.socket] = []  # of lost ranks that may yet read why
         self._asides: deque[Notice] = deque()
@@ -154,6 +156,8 @@ class Watch:
             new.append(self._asides.popleft())
             self.tell(new[-1])
         for neighbor in list(self._neighbors):
+            if neighbor.rank in self._suspects:
+                continue
             for notice in neighbor.read(now):
                 self._add(notice, new)
             if self._is_lost(self._world.rank):
@@ -166,8 +170,12 @@ class Watch:
                 if not self._is_lost(self._world.rank) and rank not in self.left:
                     self._add(Notice("lost", rank, how), new)
         for neighbor in list(self._neighbors):
-            if neighbor.ended or (neighbor.rank != self._world.rank and self._is_lost(neighbor.rank)):
-                self._part(neighbor, selector)
+            is_lost = self._is_lost(neighbor.rank)
+            if selector is not None and (is_lost or neighbor.rank in self._ended):
+                with contextlib.suppress(KeyError):  # a suspect is heard no more, and yet to be told
+                    selector.unregister(neighbor.connection)
+            if is_lost or (neighbor.rank in self._ended and neighbor.rank not in self._suspects):
+                self._part(neighbor)
         return new
 
     def _add(self, notice: Notice, new: list[Notice]) -> None:
@@ -177,11 +185,14 @@ class Watch:
             self.tell(notice)  # to whom it is about, too: if that was only frozen, it reads why
 
     def _is_lost(self, rank: int) -> bool:
-        return ("lost", rank, 0) in self._told or ("aborted", rank, 0) in self._told
+        """Returns whether a rank is given up, and the others go on."""
+        is_told = ("lost", rank, 0) in self._told or ("aborted", rank, 0) in self._told
+        return is_told and self._on_loss == "peer"
 
     def _conclude(self, neighbor: "_Neighbor", how: str, now: float, new: list[Notice]) -> None:
         """Tells of a neighbor of whom nothing comes any more."""
-        neighbor.ended, rank = how, neighbor.rank
+        rank = neighbor.rank
+        self._ended[rank] = how
         if rank in self.gone or self._is_lost(rank):
             return
         if rank in self.left:
@@ -190,14 +201,12 @@ class Watch:
             self._add(Notice("lost", rank, how), new)
         else:
             is_silent = now - neighbor.heard > self._limit
-            self._suspects[rank] = now + (self._beat_seconds if is_silent else _SECOND_WORD_SECONDS), how
+            self._suspects[rank] = now + (self._beat_seconds if is_silent else SECOND_WORD_SECONDS), how
 
-    def _part(self, neighbor: "_Neighbor", selector: selectors.BaseSelector | None) -> None:
-        """Listens no more to a neighbor, whose connection stays as long as it may read on it why."""
+    def _part(self, neighbor: "_Neighbor") -> None:
+        """Gives up a neighbor, whose connection stays as long as it may read on it why."""
         self._neighbors.remove(neighbor)
-        if selector is not None:
-            selector.unregister(neighbor.connection)
-        if self._on_loss == "epoch" or neighbor.ended == _PROCESS_ENDED:
+        if self._on_loss == "epoch" or self._ended.get(neighbor.rank) == _PROCESS_ENDED:
             neighbor.connection.close()
             return
         with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 from braidax.comm.progress import VERDICT_SECONDS, Progress
 from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.waiting import again, all_done
-from braidax.comm.watch import Notice, OnLoss, Watch
+from braidax.comm.watch import SECOND_WORD_SECONDS, Notice, OnLoss, Watch
 from braidax.connections.world import World
 from braidax.errors import Aborted, CommError, PeerLost
 
@@ -72,8 +72,7 @@ class PeerProgress(Progress):
         if not isinstance(error, PeerLost) or error.rank in self._watch.left:
             return again(error)
         rank = error.rank
-        # Where a connection breaks between two ranks that live, the one with the lower number speaks first.
-        seconds = VERDICT_SECONDS * (1 if self.world.rank < rank else 2)
+        seconds = VERDICT_SECONDS if self.world.rank < rank else SECOND_WORD_SECONDS
 
         def is_known() -> bool:
             return self.failure is not None or rank in self.lost or rank in self._watch.left

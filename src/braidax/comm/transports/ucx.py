@@ -337,4 +337,4 @@ def _defaults(variables: dict[str, str]) -> Generator[None]:
         yield
     finally:
         for name in ours:
-            del os.environ[name]
+            os.environ.pop(name, None)  # another thread may load it, too
