@@ -6,6 +6,7 @@ from typing import Any
 
 from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, Store, Tuning, connect
 from braidax.comm.transports.transport import Transport
+from braidax.comm.watch import OnLoss
 from tests.comm.transports.tcps import transport_of
 
 LIMIT_SECONDS = 60.0
@@ -29,11 +30,12 @@ def outcomes(
     timeout_seconds: float = LIMIT_SECONDS,
     job: str = "test",
     main_rank: int | None = None,
+    on_loss: OnLoss = "epoch",
 ) -> list[Any]:
     """Runs a function on every rank, and returns what each returned or raised.
 
     **Arguments:** `store`: opens the store of one rank; all share a `MemoryStore` by default. `main_rank`: runs on the
-    caller's thread, so that a signal can reach it.
+    caller's thread, so that a signal can reach it. `on_loss`: with `peer` the ranks do not meet in the end.
     """
     shared = MemoryStore()
     chosen = transports(transport, size)
@@ -50,12 +52,14 @@ def outcomes(
                     size=size,
                     transport=chosen[rank],
                     job=job,
+                    on_loss=on_loss,
                     timeout_seconds=timeout_seconds,
                     tuning=Tuning() if tunings is None else tunings[rank],
                 ) as comm,
             ):
                 found[rank] = call(comm)
-                comm.barrier()
+                if on_loss == "epoch":
+                    comm.barrier()
         except BaseException as error:  # noqa: BLE001 (the test looks at it)
             found[rank] = error
 

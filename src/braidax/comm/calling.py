@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.comm.collectives.running import tell_float_errors
-from braidax.comm.group import Group
+from braidax.comm.group import BETWEEN_TWO, Group
 from braidax.comm.group_messages import Steps
 from braidax.comm.messages import FIRST_BYTES, Value
 from braidax.comm.request import run
@@ -38,18 +38,20 @@ class Calling:
         self.trace = Trace()
         self._group = group
         self._limit = limit
-        self._progress = group.progress
+        self._progress, self._domain = group.progress, group.domain
         self._asking: Asking | None = None
         self._making = threading.Lock()  # of that
         self._places: list[NDArray[np.uint8]] = []  # for the first messages of values, to be used again
         self._unheard = group.unheard
+        self._is_quick = group.progress.on_loss == "epoch"  # what a limit leaves under way ends with the epoch
         self._calls, self._ready, self._run_schedule = group.calls, group.arrays.ready, group.progress.run_now
 
     def run(self, name: str, begin: Callable[..., Steps[T]], *arguments: Any, num_bytes: int = 0) -> T:
         """Runs an algorithm. **Arguments:** `begin`: returns it, given the arguments. `num_bytes`: for the span."""
         try:
             with self.trace.timed("comm", name, num_bytes=num_bytes):
-                return run(self._progress, begin(*arguments), time.monotonic() + self._limit())
+                progress = self._progress if name in BETWEEN_TWO else self._domain
+                return run(progress, begin(*arguments), time.monotonic() + self._limit())
         except BaseException as error:
             self._group.failed(name, error, self._limit())
             raise
@@ -89,7 +91,7 @@ class Calling:
     def send(self, value: Value, dest: int, tag: int) -> None:
         """Sends a value, a small one in the fewest steps. **Arguments, Raises:** as of `Communicator.send`."""
         start = time.perf_counter()
-        first = encoded(value) if self._progress.takes_arrays else None
+        first = encoded(value) if self._is_quick and self._progress.takes_arrays else None
         if first is None:
             return self.run("send", self._group.send, value, dest, tag, num_bytes=num_bytes_of(value))
         peer, number = self._group.value_way(dest, "dest", tag)
@@ -109,6 +111,8 @@ class Calling:
 
     def recv(self, source: int, tag: int) -> Value:
         """Receives a value, a small one in the fewest steps. **Arguments, Raises:** as of `Communicator.recv`."""
+        if not self._is_quick:
+            return self.run("recv", self._group.recv, source, tag)
         start = time.perf_counter()
         peer, number = self._group.value_way(source, "source", tag)
         try:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from braidax.comm.calling import Calling, num_bytes_of
 from braidax.comm.collectives.arrays import NOTHING
 from braidax.comm.collectives.opening import hear
-from braidax.comm.group import Counters, Group
-from braidax.comm.group_messages import MAX_GROUPS
+from braidax.comm.collectives.splitting import Counters, split
+from braidax.comm.group import Group
+from braidax.comm.losing.unfinished import quick_ways
 from braidax.comm.messages import Value, flat_bytes
 from braidax.comm.request import run
 from braidax.comm.starting import Starting
-from braidax.comm.watch import Notice
+from braidax.comm.watch import Notice, OnLoss
 from braidax.errors import CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace
 
@@ -43,11 +44,12 @@ class Communicator:
 
     Every wait has the limit `timeout_seconds`. A rank that dies, freezes or is cut off, whatever a collective raises,
     an `abort`, Ctrl-C in a call, or a limit that passes end the *epoch*: every call on every rank then raises, naming
-    the rank. Go on by connecting again, as the next epoch.
+    the rank. Go on by connecting again, as the next epoch. With `on_loss="peer"` less ends: see `connect`.
 
     **Fields:** `rank`, `size`: of this rank in the group, and the number of its ranks. `hosts`: the host's name of each
-    rank. `timeout_seconds`: may be changed. `trace`: gets a span for each call, on the lane `comm`. `start`: the same
-    operations, begun and not waited for: `request = comm.start.all_reduce(x)`, later `request.wait()`.
+    rank. `on_loss`: as of `connect`. `timeout_seconds`: may be changed. `trace`: gets a span for each call, on the lane
+    `comm`. `start`: the same operations, begun and not waited for: `request = comm.start.all_reduce(x)`, later
+    `request.wait()`.
     """
 
     def __init__(self, group: Group, *, counters: Counters, timeout_seconds: float) -> None:
@@ -60,12 +62,18 @@ class Communicator:
         self._group = group
         self._first_tag, self._peers = group.buffer_tag(0), dict(enumerate(group.ranks))
         self._takes_arrays = group.progress.takes_arrays
-        self._send_now, self._receive_now = group.progress.send_now, group.progress.receive_now
+        self._send_now, self._receive_now = quick_ways(group.progress, lambda: self.timeout_seconds)
         self._progress = group.progress
+        self.on_loss: OnLoss = group.progress.on_loss
         self._requests: Requests | None = None
         self._making = threading.Lock()  # of those
         self._counters = counters
         counters.groups.append(group)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The ranks of the group that were lost, or aborted, and without which others go on: `on_loss="peer"`."""
+        return frozenset(rank for rank, peer in self._peers.items() if peer in self._progress.lost)
 
     @property
     def trace(self) -> Trace:
@@ -313,12 +321,13 @@ class Communicator:
         """Returns the group of the ranks that gave the same color, ordered by key and then by rank.
 
         Called by all ranks. Groups share the connections and the fate of the whole: closing or aborting one does so for
-        all.
+        all. With `on_loss="peer"` the collectives of a group end with its first member that is lost, and no other's.
 
         **Raises:** `CommError` when too many groups have been made.
         """
         try:
-            return self._split(color, key)
+            group = split(self._group, self._counters, self.all_gather, color, key)
+            return Communicator(group, counters=self._counters, timeout_seconds=self.timeout_seconds)
         except BaseException as error:
             if not isinstance(error, CommError):  # all ranks have that
                 self._group.failed("split", error, self.timeout_seconds)
@@ -329,7 +338,10 @@ class Communicator:
         return hmac.digest(self._progress.world.secret, b"derived " + purpose.encode(), "sha256")
 
     def abort(self, reason: str) -> None:
-        """Ends the epoch: whatever any rank calls or waits for raises `Aborted` with the reason."""
+        """Ends the epoch: whatever any rank calls or waits for raises `Aborted` with the reason.
+
+        With `on_loss="peer"` it ends this rank's part of it: that which others do with this one.
+        """
         self._progress.fail(Notice("aborted", self._progress.world.rank, reason))
 
     def settle(self) -> None:
@@ -342,10 +354,10 @@ class Communicator:
         """
         deadline = time.monotonic() + min(self.timeout_seconds, _SETTLE_SECONDS)
         for group in self._counters.groups:
-            if not group.unheard or self._progress.told:
+            if not group.unheard or self._progress.told or (group.domain.failure and not self._progress.failure):
                 continue
             try:
-                run(self._progress, hear(group.unheard), deadline)
+                run(group.domain, hear(group.unheard), deadline)
             except WaitTimeout:  # whoever waits for it judges that
                 continue
             except BaseException as error:
@@ -364,9 +376,12 @@ class Communicator:
         try:
             self.settle()
         finally:
+            seconds = min(self.timeout_seconds, _CLOSE_SECONDS)
             for group in self._counters.groups:
                 group.unheard.clear()
-            self._progress.close(timeout_seconds=min(self.timeout_seconds, _CLOSE_SECONDS))
+                if group.domain.failure:  # what is left of its collectives nobody takes
+                    seconds = min(seconds, _SETTLE_SECONDS)
+            self._progress.close(timeout_seconds=seconds)
 
     def __enter__(self) -> "Communicator":
         return self
@@ -381,17 +396,3 @@ class Communicator:
                     self.abort(f"{type(error).__name__}: {error}")
         finally:
             self.close()
-
-    def _split(self, color: int, key: int) -> "Communicator":
-        mine = np.array([color, key, self._counters.num_groups], np.int64)
-        rows = np.stack(self.all_gather(mine))
-        first = int(rows[:, 2].max())
-        self._counters.num_groups = first + len(set(rows[:, 0].tolist()))  # np.unique would import a module
-        if self._counters.num_groups > MAX_GROUPS:
-            raise CommError(
-                f"split made group {self._counters.num_groups:,} of this epoch; expected at most {MAX_GROUPS:,}: keep "
-                "the groups and use them again"
-            )
-        return Communicator(
-            self._group.of_color(rows, first), counters=self._counters, timeout_seconds=self.timeout_seconds
-        )

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -23,13 +22,16 @@ from braidax.comm.group_messages import (
     head_of,
     tag_of,
 )
-from braidax.comm.messages import Value
+from braidax.comm.losing.peer_progress import domain_of
+from braidax.comm.losing.unfinished import Receives, Unfinished, resumed
+from braidax.comm.messages import Value, copied
 from braidax.comm.progress import Progress
 from braidax.comm.waiting import words_of
 from braidax.comm.watch import Notice
 from braidax.errors import ArgumentError, CommError, PeerLost, WaitTimeout
 
-_BETWEEN_TWO = ("send", "recv", "send_buffer", "recv_buffer", "ask")
+BETWEEN_TWO = ("send", "recv", "send_buffer", "recv_buffer", "ask")
+"""Operations that are no collectives."""
 
 
 @final
@@ -39,8 +41,8 @@ class Group:
     **Arguments:** `progress`: moves the messages. `number`: of the group in the world. `ranks`: of the members in the
     world, by rank in the group. `rank`: in the group. `hosts`: a number for each member's host.
 
-    **Fields:** `calls`: its collectives. `arrays`: those of arrays. `unheard`: what the member before brought to
-    collectives in which this rank only sent.
+    **Fields:** `domain`: moves the messages of collectives. `calls`: those. `arrays`: those of arrays. `unheard`: what
+    the member before brought to collectives in which this rank only sent.
     """
 
     def __init__(
@@ -53,17 +55,23 @@ class Group:
         self.size = len(ranks)
         self.hosts = hosts
         self.unheard: deque[Opening] = deque()
-        self.calls = Calls(progress, ranks, rank, hosts, tag_of(number, COLLECTIVE, 0), self.unheard)
+        self.domain = domain_of(progress, number, ranks)
+        self.calls = Calls(self.domain, ranks, rank, hosts, tag_of(number, COLLECTIVE, 0), self.unheard)
         self.arrays = Arrays(self.calls)
+        self._receives: Receives | None = None if progress.on_loss == "epoch" else Unfinished()
         self._under = lru_cache(256)(partial(GroupMessages, progress, ranks, rank, hosts=hosts))  # a tag
 
     def send(self, value: Value, dest: int, tag: int) -> Steps[None]:
         """Returns the algorithm of `Communicator.send`."""
-        return values.send(self._point(dest, "dest", tag), dest, value)
+        return values.send(self._point(dest, "dest", tag), dest, self._own(value))
 
     def recv(self, source: int, tag: int) -> Steps[Value]:
         """Returns the algorithm of `Communicator.recv`."""
-        return values.receive(self._point(source, "source", tag), source)
+        messages = self._point(source, "source", tag)
+        if self._receives is None:
+            return values.receive(messages, source)
+        begin = partial(values.receive, messages, source)
+        return resumed(self._receives, (source, tag), self.progress.number, begin)
 
     def recv_rest(self, source: int, tag: int, first: NDArray[np.uint8]) -> Steps[Value]:
         """Returns what is left of `recv`. **Arguments:** `first`: the first message."""
@@ -72,7 +80,8 @@ class Group:
     def broadcast(self, value: Value, root: int) -> Steps[Value]:
         """Returns the algorithm of `Communicator.broadcast`."""
         self.check_rank(root, "root")
-        return values.broadcast(self.calls.next(_head(f"broadcast from root {root}")), value, root)
+        given = self._own(value) if self.rank == root else value
+        return values.broadcast(self.calls.next(_head(f"broadcast from root {root}")), given, root)
 
     def broadcast_into(self, array: Any, root: int) -> Steps[Any]:
         """Returns the algorithm of `Communicator.broadcast_into`."""
@@ -82,11 +91,11 @@ class Group:
     def gather(self, value: Value, root: int) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.gather`."""
         self.check_rank(root, "root")
-        return values.gather(self.calls.next(_head(f"gather to root {root}")), value, root)
+        return values.gather(self.calls.next(_head(f"gather to root {root}")), self._own(value), root)
 
     def all_gather(self, value: Value) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.all_gather`."""
-        return values.all_gather(self.calls.next(_head("all_gather")), value)
+        return values.all_gather(self.calls.next(_head("all_gather")), self._own(value))
 
     def reduce(self, array: Any, operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.reduce`."""
@@ -97,24 +106,7 @@ class Group:
         """Returns the algorithm of `Communicator.all_to_all`."""
         if len(parts) != self.size:
             raise ArgumentError(f"parts= has {len(parts)} values: expected one for each of the {self.size} ranks")
-        return values.all_to_all(self.calls.next(_head("all_to_all")), parts)
-
-    def of_color(self, rows: NDArray[np.int64], first: int) -> "Group":
-        """Returns the group of the members that gave the same color.
-
-        **Arguments:** `rows`: `[size, 2 or more]`, the color and the key of each member. `first`: the number of the
-        group of the smallest color; those of the others follow.
-        """
-        color = rows[self.rank, 0]
-        members = [rank for rank in range(self.size) if rows[rank, 0] == color]
-        members.sort(key=lambda rank: (rows[rank, 1], rank))
-        return Group(
-            self.progress,
-            number=first + sorted(set(rows[:, 0].tolist())).index(int(color)),
-            ranks=[self.ranks[member] for member in members],
-            rank=members.index(self.rank),
-            hosts=[self.hosts[member] for member in members],
-        )
+        return values.all_to_all(self.calls.next(_head("all_to_all")), [self._own(part) for part in parts])
 
     def stream(self, chunk_bytes: int, window_bytes: int) -> GroupMessages:
         """Returns the messages with which a stream begins; their number is that of the stream."""
@@ -124,15 +116,21 @@ class Group:
         """Ends the epoch, unless what an operation failed of harms nobody else.
 
         Others wait for whoever leaves a collective, and would take its next one for this one. An interrupt leaves
-        messages half sent, or received by nobody.
+        messages half sent, or received by nobody. Where ranks are lost one by one, a collective ends those of its group
+        only, what is left of a message to one rank goes on, and an interrupt ends this rank's part.
 
         **Arguments:** `name`: of the operation. `timeout_seconds`: its limit.
         """
         if self.progress.failure is not None:
             self.progress.told = True
             return
-        if isinstance(error, ArgumentError | CommError) and (name in _BETWEEN_TWO or self.size == 1):
+        if isinstance(error, ArgumentError | CommError) and (name in BETWEEN_TWO or self.size == 1):
             return
+        if self.progress.on_loss == "peer":
+            if isinstance(error, WaitTimeout) and name in BETWEEN_TWO:
+                return
+            if self.domain.failure is not None and isinstance(error, CommError):
+                return  # all members have been told
         if isinstance(error, PeerLost) and error.rank not in self.progress.left:
             return  # whoever waits for it judges who was lost first
         if isinstance(error, WaitTimeout):
@@ -141,8 +139,13 @@ class Group:
             how = f"failed: {error}"
         else:
             how = f"failed: {words_of(error)}"
-        self.progress.fail(Notice("aborted", self.progress.world.rank, f"{name} {how}"))
-        self.progress.told = True
+        is_alone = name in (*BETWEEN_TWO, "serve") or not isinstance(error, Exception)
+        (self.progress if is_alone else self.domain).fail(Notice("aborted", self.progress.world.rank, f"{name} {how}"))
+        self.progress.told = self.progress.failure is not None
+
+    def _own(self, value: Value) -> Value:
+        """Returns a value that goes on as it is, whatever becomes of the caller's."""
+        return value if self._receives is None else copied(value)
 
     def check_rank(self, peer: Any, name: str) -> None:
         """Raises `ArgumentError` for what is no rank of the group. **Arguments:** `name`: of the parameter."""
@@ -171,14 +174,6 @@ class Group:
     def _point(self, peer: int, name: str, tag: int) -> GroupMessages:
         self.check_rank(peer, name)
         return self._under(self._tag(POINT_TO_POINT, tag))
-
-
-@dataclass
-class Counters:
-    """The groups of one world. **Fields:** `num_groups`: numbers used up, this rank's view. `groups`: this rank's."""
-
-    num_groups: int = 1
-    groups: list[Group] = field(default_factory=list)
 
 
 _head = lru_cache(1024)(head_of)

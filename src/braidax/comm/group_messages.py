@@ -9,6 +9,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
+from braidax.comm.losing.peer_progress import Domain
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Buffer, Operation, disagreeing, of_another_length
 
@@ -40,7 +41,7 @@ class GroupMessages:
     **Fields:** the arguments. `size`: the number of members.
     """
 
-    progress: Progress
+    progress: Progress | Domain
     ranks: Sequence[int]
     rank: int
     tag: int

@@ -7,17 +7,22 @@ from braidax.comm.communicator import Communicator
 from braidax.comm.environment import rank_from_environment
 from braidax.comm.rendezvous import DEFAULT, Tuning, connect
 from braidax.comm.stores.urls import open_store
+from braidax.comm.watch import OnLoss
 from braidax.errors import ArgumentError
 
 
 def from_environment(
-    environ: Mapping[str, str] | None = None, *, timeout_seconds: float = 120.0, tuning: Tuning = DEFAULT
+    environ: Mapping[str, str] | None = None,
+    *,
+    on_loss: OnLoss = "epoch",
+    timeout_seconds: float = 120.0,
+    tuning: Tuning = DEFAULT,
 ) -> Communicator:
     """Joins the ranks of the job that this process was started for; each joins once an epoch.
 
     **Arguments:** `environ`: the variables, those of the process by default: `BRAIDAX_RANK`, `BRAIDAX_SIZE`,
     `BRAIDAX_STORE` (a URL, see `open_store`), and `BRAIDAX_SECRET`, `BRAIDAX_JOB`, `BRAIDAX_EPOCH`,
-    `BRAIDAX_TRANSPORT` where they are given. `timeout_seconds`, `tuning`: as for `connect`.
+    `BRAIDAX_TRANSPORT` where they are given. `on_loss`, `timeout_seconds`, `tuning`: as for `connect`.
 
     **Returns, Raises:** as `connect`; `ArgumentError` naming a variable that is missing or cannot be.
     """
@@ -41,6 +46,7 @@ def from_environment(
             transport=variables.get("BRAIDAX_TRANSPORT", "tcp"),
             job=place.job or "braidax",
             epoch=place.epoch,
+            on_loss=on_loss,
             timeout_seconds=timeout_seconds,
             tuning=tuning,
         )

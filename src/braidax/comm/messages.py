@@ -94,6 +94,15 @@ def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
     return Head((len(buffer),), "buffer"), [buffer]
 
 
+def copied(value: Value) -> Value:
+    """Returns a copy of a value, which arrives as the value would. **Raises:** as `parts_of`."""
+    head, parts = parts_of(value)
+    memory = empty(head.begins[-1] if head.lengths else 0)
+    for begin, part in zip(head.begins, parts, strict=False):
+        memory.data[begin : begin + len(part)] = part
+    return value_of(head, memory)
+
+
 @lru_cache(1024)
 def head_of_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Head:
     """Returns what an array is."""

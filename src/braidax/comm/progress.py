@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 from braidax.comm.callbacks import Callbacks
 from braidax.comm.condition import Condition
@@ -22,20 +22,20 @@ from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.quick import quick_calls_of
 from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.waiting import again, all_done, closed, late, left, words_of
-from braidax.comm.watch import LEAVING, Notice, Watch
+from braidax.comm.watch import LEAVING, Notice, OnLoss, Watch
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
 
 _FOLLOW_SECONDS = 0.025  # how often the thread looks whether callers still move messages
-_VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
+VERDICT_SECONDS = 0.5
+"""Which the watch has to say who was lost first."""
 _LEADER_SECONDS = 1.0  # which a caller that moves messages has to hear that they are closed
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
 _logger = logging.getLogger(__name__)
 
 
-@final
 class Progress:
-    """Moves the messages of one rank, until the first failure, which then is everybody's.
+    """Moves the messages of one rank, until the first failure, which then is everybody's; see also `PeerProgress`.
 
     **Arguments:** `transport`, `watch`: connected; this owns both from now on. `world`: what they connect.
     `spin_seconds`: how long a caller that waits keeps a core before it sleeps.
@@ -44,8 +44,11 @@ class Progress:
     `Transport`.
     `run_now`: as `run`, but moves it along at once. `send_receive`: see `QuickCalls`. Both raise as `send_now`.
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
-    `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs.
+    `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs. `lost`:
+    those that are lost one by one, with the error of each; none where the epoch ends with them, as `on_loss` says.
     """
+
+    on_loss: OnLoss = "epoch"
 
     def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
         self.failure: CommError | None = None
@@ -59,6 +62,7 @@ class Progress:
         self._begin_run: Any = None if transport.schedules is None else transport.schedules.run
         self._watch = watch
         self.left: Collection[int] = watch.left
+        self.lost: dict[int, CommError] = {}
         self.takes_arrays = transport.takes_arrays
         self._spin_seconds = spin_seconds
         self._lock = threading.Lock()  # guards the transport, the watch and all below
@@ -240,7 +244,7 @@ class Progress:
         """
         if not isinstance(error, PeerLost) or error.rank in self._watch.left:
             return again(error)
-        self._listeners.wait_for(lambda: self.failure is not None or error.rank in self._watch.left, _VERDICT_SECONDS)
+        self._listeners.wait_for(lambda: self.failure is not None or error.rank in self._watch.left, VERDICT_SECONDS)
         if self.failure is None and error.rank in self._watch.left:
             return again(error)
         return again(self.fail(Notice("lost", error.rank, "its connection ended")))

@@ -12,15 +12,17 @@ import time
 from dataclasses import asdict, dataclass
 from typing import final
 
+from braidax.comm.collectives.splitting import Counters
 from braidax.comm.communicator import Communicator
-from braidax.comm.group import Counters, Group
+from braidax.comm.group import Group
+from braidax.comm.losing.peer_progress import PeerProgress
 from braidax.comm.progress import Progress
 from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.transports.named import make_transport
 from braidax.comm.transports.tcp import TcpTransport
 from braidax.comm.transports.transport import Transport
 from braidax.comm.waiting import words_of
-from braidax.comm.watch import Notice, Watch
+from braidax.comm.watch import Notice, OnLoss, Watch
 from braidax.connections.hosts import host_id
 from braidax.connections.listener import Tls
 from braidax.connections.world import World
@@ -63,6 +65,7 @@ def connect(
     transport: str | Transport = "tcp",
     job: str = "braidax",
     epoch: int = 0,
+    on_loss: OnLoss = "epoch",
     timeout_seconds: float = 120.0,
     tuning: Tuning = DEFAULT,
 ) -> Communicator:
@@ -71,19 +74,27 @@ def connect(
     **Arguments:** `store`: that all ranks see; it stays the caller's, and is not used afterwards. `rank`, `size`: 0 to
     `size` - 1, and how many there are. `transport`: `tcp`, `ucx`, `mpi`, the name of a plug-in, or a `Transport`, which
     then belongs to the communicator. `job`, `epoch`: which ranks belong together, see `ScopedStore`; the same job
-    connects again as the next epoch. `timeout_seconds`: the limit of this, and of every wait of the communicator.
+    connects again as the next epoch. `on_loss`: what ends with a rank that is lost, aborts, or fails in a collective;
+    the same on all ranks. `"epoch"`: everything, for ranks that do one thing together. `"peer"`: what others wait for
+    from it, now and later, and the collectives of its groups; all else goes on, and a limit that passes ends nothing
+    but the wait. That is for ranks of several kinds, such as servers and those who ask them; each kind has collectives
+    of its own by `split`, or in another world. There every rank is connected to every other one, values are copied
+    before they are sent, and where a connection breaks between two that live, the higher rank is lost.
+    `timeout_seconds`: the limit of this, and of every wait of the communicator.
 
-    **Returns:** a communicator, to be closed. **Raises:** `HandshakeError` for ranks that do not fit together;
+    **Returns:** a communicator, to be closed. **Raises:** `ArgumentError` for a transport that cannot lose one rank and
+    keep the others, as `mpi`; `HandshakeError` for ranks that do not fit together;
     `WaitTimeout` naming the ranks that did not come, or cannot be reached; `Aborted` where another rank raised first.
     """
-    _check(rank, size, timeout_seconds)
+    _check(rank, size, timeout_seconds, on_loss)
     deadline = time.monotonic() + timeout_seconds
     scoped = ScopedStore(store, job=job, epoch=epoch)
     where = f"job={job!r}, epoch={epoch}, at {store.address}"
     chosen = _transport(transport, tuning)
-    watch = Watch(peer_timeout_seconds=tuning.peer_timeout_seconds, tls=tuning.tls)
+    watch = Watch(peer_timeout_seconds=tuning.peer_timeout_seconds, tls=tuning.tls, on_loss=on_loss)
     try:
-        card = _card_of(rank, size, chosen, watch, tuning)
+        _check_can_lose(chosen, on_loss)
+        card = _card_of(rank, size, chosen, watch, tuning, on_loss)
         try:
             cards, secret = _meet(scoped, card, where, deadline, timeout_seconds)
             worlds = _worlds(cards, rank, secret, _Check(scoped, watch))
@@ -97,7 +108,8 @@ def connect(
             with contextlib.suppress(CommError, WaitTimeout):  # the store itself may be what failed
                 scoped.set("failure", f"{type(error).__name__} in rank {rank}: {error}".encode())
             raise
-        progress = Progress(chosen, watch, worlds.transport, spin_seconds=tuning.spin_seconds)
+        moves = Progress if on_loss == "epoch" else PeerProgress
+        progress = moves(chosen, watch, worlds.transport, spin_seconds=tuning.spin_seconds)
     except BaseException:
         watch.close()
         chosen.close(timeout_seconds=0)
@@ -108,7 +120,11 @@ def connect(
         hosts = [machines.index(card.machine) for card in cards]
         group = Group(progress, number=0, ranks=range(size), rank=rank, hosts=hosts)
         comm = Communicator(group, counters=Counters(), timeout_seconds=_left(deadline))
-        comm.barrier()
+        try:
+            comm.barrier()
+        except CommError:  # all have met, and who is lost since then is so for those who need it
+            if progress.failure is not None or not progress.lost:
+                raise
     except BaseException as error:
         progress.fail(Notice("aborted", rank, f"connect failed: {words_of(error)}"))
         progress.close(timeout_seconds=0)
@@ -144,9 +160,10 @@ class _Card:
     pid: int
     address: str
     watch: str
+    on_loss: str
 
 
-def _card_of(rank: int, size: int, transport: Transport, watch: Watch, tuning: Tuning) -> _Card:
+def _card_of(rank: int, size: int, transport: Transport, watch: Watch, tuning: Tuning, on_loss: OnLoss) -> _Card:
     return _Card(
         rank=rank,
         size=size,
@@ -157,6 +174,7 @@ def _card_of(rank: int, size: int, transport: Transport, watch: Watch, tuning: T
         pid=os.getpid(),
         address=base64.b64encode(transport.address).decode(),
         watch=base64.b64encode(watch.address).decode(),
+        on_loss=on_loss,
     )
 
 
@@ -238,6 +256,10 @@ def _check_fits(mine: _Card, other: _Card) -> None:
         raise HandshakeError(
             f"{who} uses transport={other.transport!r}, {me} {mine.transport!r}; give all ranks the same transport"
         )
+    if other.on_loss != mine.on_loss:
+        raise HandshakeError(
+            f"{who} connects with on_loss={other.on_loss!r}, {me} with {mine.on_loss!r}; give all ranks the same"
+        )
 
 
 def _card(data: bytes) -> _Card:
@@ -273,7 +295,17 @@ def _left(deadline: float) -> float:
     return max(1e-3, deadline - time.monotonic())
 
 
-def _check(rank: int, size: int, timeout_seconds: float) -> None:
+def _check_can_lose(transport: Transport, on_loss: OnLoss) -> None:
+    if on_loss == "peer" and not transport.can_lose:
+        raise ArgumentError(
+            f"on_loss='peer': the transport {transport.name!r} cannot lose one rank and keep the others; use "
+            "transport='tcp' or 'ucx', or on_loss='epoch'"
+        )
+
+
+def _check(rank: int, size: int, timeout_seconds: float, on_loss: str) -> None:
+    if on_loss not in ("epoch", "peer"):
+        raise ArgumentError(f"on_loss={on_loss!r}: expected 'epoch' or 'peer'")
     if size < 1:
         raise ArgumentError(f"size={size!r}: expected a whole number >= 1")
     if not 0 <= rank < size:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast, final
 
 from braidax.comm.group_messages import Steps
+from braidax.comm.losing.peer_progress import Domain
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Operation
 from braidax.comm.waiting import all_done, late
@@ -25,7 +26,7 @@ class Request(Generic[T]):
 
     def __init__(
         self,
-        progress: Progress,
+        progress: Progress | Domain,
         steps: Steps[T],
         timeout_seconds: float,
         failed: Callable[[BaseException], None],
@@ -91,7 +92,7 @@ class Request(Generic[T]):
                 raise
 
 
-def run(progress: Progress, steps: Steps[Any], deadline: float) -> Any:
+def run(progress: Progress | Domain, steps: Steps[Any], deadline: float) -> Any:
     """Runs an algorithm on the caller's thread, and returns its result. **Raises:** as `Progress.wait`."""
     progress.check()  # an algorithm for one rank never would
     try:
@@ -99,3 +100,6 @@ def run(progress: Progress, steps: Steps[Any], deadline: float) -> Any:
             progress.wait(next(steps), deadline)
     except StopIteration as stop:
         return stop.value
+    except WaitTimeout:
+        steps.close()  # at once, whoever keeps the error
+        raise

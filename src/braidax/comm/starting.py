@@ -6,7 +6,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm.group import Group
+from braidax.comm.group import BETWEEN_TWO, Group
 from braidax.comm.group_messages import Steps
 from braidax.comm.messages import Value
 from braidax.comm.request import Request
@@ -89,7 +89,8 @@ class Starting:
             group.failed(name, error, limit)
 
         try:
-            return Request(group.progress, begin(*arguments), limit, failed)
+            progress = group.progress if name in BETWEEN_TWO else group.domain
+            return Request(progress, begin(*arguments), limit, failed)
         except BaseException as error:
             failed(error)
             raise

@@ -3,9 +3,15 @@
 Every rank keeps a connection to the next and to the previous rank. Over both it says that it lives, and passes on what
 it hears: that a rank is lost, has aborted, or has left. A process that dies is noticed at once, by the end of its
 connections; one that is frozen or cut off, when nothing came from it for `peer_timeout_seconds`.
+
+Where ranks are lost one by one (`on_loss="peer"`) the ring is a mesh: every rank keeps a connection to every other one,
+and what is left of it needs no mending. Of two ranks that live and lose the connection between them, the one with the
+higher number is lost: it waits a little longer before it says anything.
 """
 
+import contextlib
 import json
+import math
 import selectors
 import socket
 import time
@@ -16,6 +22,11 @@ from typing import Literal, final
 from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
 from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
+
+SECOND_WORD_SECONDS = 2.0
+"""Of two ranks that live and lose the connection between them, the higher one waits so long for what is said of it."""
+OnLoss = Literal["epoch", "peer"]
+"""What ends with a rank: all of the epoch, or what others have to do with this rank."""
 
 _BEATS_PER_LIMIT = 5
 LEAVING = ("leaving", "left")
@@ -35,12 +46,14 @@ _BEAT = (0).to_bytes(_LENGTH_BYTES, "big")
 class Notice:
     """What ranks tell one another. **Fields:** `rank`: whom it is about. `reason`: in words, for the error.
 
-    A rank that closes is `leaving` while it delivers what it sent, and has `left` then.
+    A rank that closes is `leaving` while it delivers what it sent, and has `left` then. In one that `failed`, a
+    collective of the group of that number did.
     """
 
-    kind: Literal["lost", "aborted", "leaving", "left"]
+    kind: Literal["lost", "aborted", "leaving", "left", "failed"]
     rank: int
     reason: str
+    group: int = 0
 
     def error(self, world: World) -> CommError:
         """Returns the error that the operations of this epoch end with."""
@@ -58,12 +71,12 @@ class Watch:
     """One rank's place in the ring. Nothing here waits but `connect`; the owner calls one method at a time.
 
     **Arguments:** `peer_timeout_seconds`: a neighbor that says nothing for so long is lost. `tls`: wraps the
-    connections.
+    connections. `on_loss`: what ends then, see `connect` of `braidax.comm`: with `peer` all ranks are neighbors.
 
     **Fields:** `left`: the ranks that end on purpose. `gone`: those of them that have delivered what they sent.
     """
 
-    def __init__(self, *, peer_timeout_seconds: float, tls: Tls | None = None) -> None:
+    def __init__(self, *, peer_timeout_seconds: float, tls: Tls | None = None, on_loss: OnLoss = "epoch") -> None:
         if not peer_timeout_seconds > 0:
             raise ArgumentError(f"peer_timeout_seconds={peer_timeout_seconds!r}: expected seconds > 0")
         self.left: set[int] = set()
@@ -72,7 +85,11 @@ class Watch:
         self._beat_seconds = peer_timeout_seconds / _BEATS_PER_LIMIT
         self._listener = Listener(tls=tls)
         self._neighbors: list[_Neighbor] = []
-        self._told: set[tuple[str, int]] = set()
+        self._told: set[tuple[str, int, int]] = set()
+        self._on_loss: OnLoss = on_loss
+        self._ended: dict[int, str] = {}  # neighbors of whom nothing comes any more, and how
+        self._suspects: dict[int, tuple[float, str]] = {}  # when to say that they are lost, and how
+        self._parted: list[socket.socket] = []  # of lost ranks that may yet read why
         self._asides: deque[Notice] = deque()
         self._looked = self._beaten = time.monotonic()
         self._world = World(0, (b"",), ("",), b"")
@@ -83,10 +100,10 @@ class Watch:
         return self._listener.address
 
     def connect(self, world: World, *, timeout_seconds: float) -> None:
-        """Takes its place between both neighbors. **Arguments, Raises:** as `Transport.connect`."""
+        """Takes its place between both neighbors, or among all. **Arguments, Raises:** as `Transport.connect`."""
         self._world = world
         after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-        others = {after, before} - {world.rank}
+        others = ({after, before} if self._on_loss == "epoch" else set(range(world.size))) - {world.rank}
         with self._listener as listener:
             # Of two ranks the one in front dials, so that in a ring of two there is one connection.
             dialed = {rank for rank in others if rank < world.rank}
@@ -115,7 +132,8 @@ class Watch:
     @property
     def pause_seconds(self) -> float:
         """How long `look` need not be called when nothing is readable."""
-        return max(0.0, self._beaten + self._beat_seconds - time.monotonic())
+        due = min((at for at, _ in self._suspects.values()), default=math.inf)
+        return max(0.0, min(self._beaten + self._beat_seconds, due) - time.monotonic())
 
     def look(self, selector: selectors.BaseSelector | None = None) -> list[Notice]:
         """Says that this rank lives, and returns what is new.
@@ -138,27 +156,66 @@ class Watch:
             new.append(self._asides.popleft())
             self.tell(new[-1])
         for neighbor in list(self._neighbors):
+            if neighbor.rank in self._suspects:
+                continue
             for notice in neighbor.read(now):
-                if (notice.kind, notice.rank) not in self._told:
-                    new.append(notice)
-                    self.tell(notice)
-            how = neighbor.ended or self._silent(neighbor, now)
-            if how:
-                lost = Notice("lost", neighbor.rank, how)
-                if neighbor.rank in self.left and neighbor.rank not in self.gone:
-                    lost = Notice("left", neighbor.rank, how)  # before it had delivered all, perhaps
-                if neighbor.rank not in self.gone and (lost.kind, lost.rank) not in self._told:
-                    new.append(lost)
-                    self.tell(lost)  # the lost one too: if it was only frozen, it reads why
-                self._neighbors.remove(neighbor)
-                if selector is not None:
+                self._add(notice, new)
+            if self._is_lost(self._world.rank):
+                break  # others give this rank up, and their silence says nothing of them
+            if how := neighbor.ended or self._silent(neighbor, now):
+                self._conclude(neighbor, how, now, new)
+        for rank, (due, how) in list(self._suspects.items()):
+            if now >= due or self._is_lost(rank) or rank in self.left:
+                del self._suspects[rank]
+                if not self._is_lost(self._world.rank) and rank not in self.left:
+                    self._add(Notice("lost", rank, how), new)
+        for neighbor in list(self._neighbors):
+            is_lost = self._is_lost(neighbor.rank)
+            if selector is not None and (is_lost or neighbor.rank in self._ended):
+                with contextlib.suppress(KeyError):  # a suspect is heard no more, and yet to be told
                     selector.unregister(neighbor.connection)
-                neighbor.connection.close()
+            if is_lost or (neighbor.rank in self._ended and neighbor.rank not in self._suspects):
+                self._part(neighbor)
         return new
 
+    def _add(self, notice: Notice, new: list[Notice]) -> None:
+        """Passes on what is new."""
+        if (notice.kind, notice.rank, notice.group) not in self._told:
+            new.append(notice)
+            self.tell(notice)  # to whom it is about, too: if that was only frozen, it reads why
+
+    def _is_lost(self, rank: int) -> bool:
+        """Returns whether a rank is given up, and the others go on."""
+        is_told = ("lost", rank, 0) in self._told or ("aborted", rank, 0) in self._told
+        return is_told and self._on_loss == "peer"
+
+    def _conclude(self, neighbor: "_Neighbor", how: str, now: float, new: list[Notice]) -> None:
+        """Tells of a neighbor of whom nothing comes any more."""
+        rank = neighbor.rank
+        self._ended[rank] = how
+        if rank in self.gone or self._is_lost(rank):
+            return
+        if rank in self.left:
+            self._add(Notice("left", rank, how), new)  # before it had delivered all, perhaps
+        elif self._on_loss == "epoch" or self._world.rank < rank or how == _PROCESS_ENDED:
+            self._add(Notice("lost", rank, how), new)
+        else:
+            is_silent = now - neighbor.heard > self._limit
+            self._suspects[rank] = now + (self._beat_seconds if is_silent else SECOND_WORD_SECONDS), how
+
+    def _part(self, neighbor: "_Neighbor") -> None:
+        """Gives up a neighbor, whose connection stays as long as it may read on it why."""
+        self._neighbors.remove(neighbor)
+        if self._on_loss == "epoch" or self._ended.get(neighbor.rank) == _PROCESS_ENDED:
+            neighbor.connection.close()
+            return
+        with contextlib.suppress(OSError):
+            neighbor.connection.shutdown(socket.SHUT_WR)
+        self._parted.append(neighbor.connection)
+
     def tell(self, notice: Notice) -> None:
-        """Tells both neighbors, who pass it on."""
-        self._told.add((notice.kind, notice.rank))
+        """Tells all neighbors, who pass it on."""
+        self._told.add((notice.kind, notice.rank, notice.group))
         if notice.kind in LEAVING:
             self.left.add(notice.rank)
         if notice.kind == "left":
@@ -181,9 +238,9 @@ class Watch:
         for neighbor in self._neighbors:
             neighbor.write(b"")
         linger([neighbor.connection for neighbor in self._neighbors], time.monotonic() + _LINGER_SECONDS)
-        for neighbor in self._neighbors:
-            neighbor.connection.close()
-        self._neighbors = []
+        for connection in (*(neighbor.connection for neighbor in self._neighbors), *self._parted):
+            connection.close()
+        self._neighbors, self._parted = [], []
 
     def _silent(self, neighbor: "_Neighbor", now: float) -> str:
         if now - neighbor.heard <= self._limit:

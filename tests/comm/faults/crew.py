@@ -17,24 +17,32 @@ from tests.comm.faults.stalls import Stalls
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 60.0
 _TAIL_CHARS = 4000
+_PROGRAM = "tests.comm.faults.rank"
 
 
 @final
 class Member:
-    """A process that runs `tests.comm.faults.rank`.
+    """A process that runs a program of the tests.
 
     **Arguments:** `store`: the folder where ranks meet. `log`: the file for what it says on its standard error.
-    `prefix`: what to put before the command, such as what runs it in another network. `clock`: for limits.
+    `prefix`: what to put before the command, such as what runs it in another network. `program`: its module. `clock`:
+    for limits.
     """
 
     def __init__(
-        self, store: Path, log: Path, *, prefix: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        store: Path,
+        log: Path,
+        *,
+        prefix: Sequence[str] = (),
+        program: str = _PROGRAM,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log = log
         self._clock = clock
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-W", "always", "-m", "tests.comm.faults.rank", store],
+                [*prefix, sys.executable, "-W", "always", "-m", program, store],
                 cwd=ROOT,
                 env={name: value for name, value in os.environ.items() if not name.startswith("BRAIDAX")},
                 stdin=subprocess.PIPE,
@@ -116,12 +124,15 @@ class Member:
 class Crew:
     """Some members that live through one epoch after the other; those that die are replaced.
 
-    **Arguments:** `folder`: for the store and the logs. `size`: how many. **Fields:** `stalls`: since it began.
+    **Arguments:** `folder`: for the store and the logs. `size`: how many. `program`: see `Member`.
+
+    since it began.
     """
 
-    def __init__(self, folder: Path, *, size: int, spares: int = 0) -> None:
+    def __init__(self, folder: Path, *, size: int, spares: int = 0, program: str = _PROGRAM) -> None:
         self.stalls = Stalls()
         self._folder = folder
+        self._program = program
         self.epoch = 0
         self.members: list[Member] = []
         self._spares: list[Member] = []
@@ -158,7 +169,7 @@ class Crew:
 
     def _start(self) -> Member:
         log = self._folder / f"{len(self._all)}.log"
-        member = Member(self._folder / "store", log, clock=self.stalls.clock)
+        member = Member(self._folder / "store", log, program=self._program, clock=self.stalls.clock)
         self._all.append(member)
         return member
 

@@ -43,10 +43,10 @@ class Wire:
             binding = tcp._binding()
             assert binding is not None
             self.worker: Any = binding.Worker()
-            told = partial(tcp._fail, WORLD), partial(disagree, WORLD)
+            told = partial(tcp._fail, WORLD, {}), partial(disagree, WORLD)
             self.worker.connect(0, (-1, self.near.fileno()), *told, Operation, False)
         else:
-            self.worker = TcpWorker()
+            self.worker = TcpWorker({})
             self.worker.connect(WORLD, {1: self.near})
 
     def frame(

@@ -50,8 +50,8 @@ class Arrays:
 
     **Arguments:** `calls`: of the group.
 
-    **Fields:** `ready`: where the transport runs schedules, what collectives that have come before are run with, by
-    name, reduction (of a broadcast: see `places`), and dtype and shape of the array.
+    **Fields:** `ready`: where the transport runs schedules on arrays as they are, what collectives that have come
+    before are run with, by name, reduction (of a broadcast: see `places`), and dtype and shape of the array.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -129,7 +129,7 @@ class Arrays:
         """Runs a collective. **Arguments:** `key`: tells it, with its name and operand, when it comes again."""
         head = _head(head) if isinstance(head, str) else head
         runnable = self._runnable(what)
-        if runnable.compiled is not None:
+        if runnable.compiled is not None and self._calls.progress.on_loss == "epoch":
             if len(self.ready) >= _MAX_SCHEDULES:
                 self.ready.clear()
             self.ready[what.name, key, own.dtype, own.shape] = Ready(runnable.compiled, head, out.shape, out.dtype)

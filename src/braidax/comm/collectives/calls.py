@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from braidax.comm.group_messages import MAX_NUMBER, GroupMessages
+from braidax.comm.losing.peer_progress import Domain
 from braidax.comm.progress import Progress
 
 
@@ -18,7 +19,7 @@ class Calls:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: Progress | Domain,
         ranks: Sequence[int],
         rank: int,
         hosts: Sequence[int],

@@ -33,6 +33,15 @@ def run(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: NDA
     """Runs a schedule. **Arguments:** `own`, `out`: contiguous; see `Schedule`."""
     if messages.unheard:
         yield from hear(messages.unheard)
+    if messages.progress.on_loss == "epoch":
+        yield from _run(messages, runnable, own, out)
+        return
+    copy = np.empty_like(out)  # what fails leaves messages under way
+    yield from _run(messages, runnable, own.copy(), copy)
+    out[...] = copy
+
+
+def _run(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: NDArray[Any]) -> Steps[None]:
     if runnable.compiled is not None:
         operation = messages.progress.run(messages.tag, runnable.compiled, messages.brings, own, out)
         if operation is not None:

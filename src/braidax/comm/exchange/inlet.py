@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.comm.exchange.frames import END, SKIP, Geometry, Spans, begins, items_of
 from braidax.comm.exchange.outlet import CREDIT, FINAL
+from braidax.comm.losing.peer_progress import Domain
 from braidax.comm.messages import empty
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Buffer, Operation
@@ -47,7 +48,7 @@ class Inlet:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: Progress | Domain,
         source: int,
         peer: int,
         tags: tuple[int, int],

@@ -8,6 +8,7 @@ from typing import final
 
 from braidax.comm.exchange.frames import ENDED, SKIPPED, Geometry, cut, frame_of
 from braidax.comm.exchange.spilling import SpillFile
+from braidax.comm.losing.peer_progress import Domain
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Buffer, Operation
 from braidax.errors import CommError
@@ -46,7 +47,12 @@ class Outlet:
     """
 
     def __init__(
-        self, progress: Progress, peer: int, tags: tuple[int, int], geometry: Geometry, spill: SpillFile | None
+        self,
+        progress: Progress | Domain,
+        peer: int,
+        tags: tuple[int, int],
+        geometry: Geometry,
+        spill: SpillFile | None,
     ) -> None:
         self.peer = peer
         self.open_bytes = 0

@@ -80,7 +80,7 @@ class Exchange(Iterator[Item]):
     ) -> None:
         self._is_over = True  # until there is something to be closed
         geometry = window.geometry(group.size)
-        self._group, self._progress = group, group.progress
+        self._group, self._progress = group, group.domain
         self._window, self._geometry = window, geometry
         self._limit, self._trace = limit, trace
         self._parts: Iterator[Any] | None = iter(parts)
@@ -233,7 +233,7 @@ class Exchange(Iterator[Item]):
             self._own.append(_copies(buffers))
             return num_bytes
         outlet = self._outlets[int(dest)]
-        outlet.add(buffers, num_bytes)
+        outlet.add(buffers if self._progress.on_loss == "epoch" else _copies(buffers), num_bytes)
         self._flight_bytes = outlet.move(self._flight_bytes)
         if sum(other.open_bytes for other in self._outlets.values()) > self._geometry.flight_bytes:
             self._flush()

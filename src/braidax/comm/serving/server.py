@@ -35,6 +35,7 @@ from braidax.comm.serving.conversation import (
 from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
 from braidax.comm.waiting import AnyOf, again, words_of
+from braidax.comm.watch import Notice
 from braidax.errors import CommError, PeerLost, WaitTimeout
 
 Handler = Callable[[int, Value], Value]
@@ -107,13 +108,18 @@ class Requests:
         """Receives no more of a rank that is gone."""
         self._receives.pop(rank, None)
 
+    def asking(self) -> list[int]:
+        """Returns the ranks whose requests are waited for."""
+        return list(self._receives)
+
     def waited_for(self) -> list[Operation]:
         """Returns the operations any of which is a request."""
         return [each for each in self._receives.values() if isinstance(each, Operation)]
 
     def has_left(self, rank: int) -> bool:
-        """Returns whether a rank has closed its communicator."""
-        return self.group.ranks[rank] in self.group.progress.left
+        """Returns whether a rank has closed its communicator, or is lost alone."""
+        peer = self.group.ranks[rank]
+        return peer in self.group.progress.left or peer in self.group.progress.lost
 
     def missing(self) -> list[int]:
         """Returns the ranks that may ask still."""
@@ -228,13 +234,31 @@ class Server:
                         AnyOf((*requests.waited_for(), self._stopped)), time.monotonic() + self._limit()
                     )
                 return
-            message = requests.take(rank)
-        except PeerLost as error:
-            gone = [other for other in range(self._group.size) if self._group.ranks[other] == error.rank]
-            if not gone or not requests.has_left(gone[0]):
+            self._heed(rank, requests.take(rank))
+        except CommError as error:
+            if not self._forgets(rank, error):
                 raise
-            requests.forget(gone[0])
-            return
+
+    def _forgets(self, rank: int | None, error: CommError) -> bool:
+        """Forgets who asks no more. **Arguments:** `rank`: that asked. **Returns:** whether the server goes on."""
+        requests, progress = self._requests, self._progress
+        if progress.failure is not None:
+            return False
+        gone = {other for other in (*requests.asking(), rank) if other is not None and requests.has_left(other)}
+        if progress.on_loss == "epoch":
+            if not isinstance(error, PeerLost) or all(self._group.ranks[other] != error.rank for other in gone):
+                return False
+        elif rank is not None and rank not in gone:
+            progress.fail(Notice("lost", self._group.ranks[rank], f"what it asked cannot be: {error}"))
+            gone.add(rank)
+        elif not gone:
+            return requests.next() is not None  # whose error it is
+        for other in gone:
+            requests.forget(other)
+        return True
+
+    def _heed(self, rank: int, message: bytearray) -> None:
+        """Does what a rank wants, and receives its next request."""
         self._heard_at = time.monotonic()
         peer = self._group.ranks[rank]
         kind, number = word_of(self._progress.world, peer, message)
@@ -247,7 +271,7 @@ class Server:
                 return
         else:
             raise unexpected(self._progress.world, peer, f"a word of kind {kind}")
-        requests.post(rank)
+        self._requests.post(rank)
 
     def _answer(self, rank: int, number: int, message: bytearray) -> bool:
         """Answers a request. **Returns:** whether the next one of that rank is being received."""

@@ -13,7 +13,7 @@ from braidax.comm.transports.matching import Matching
 from braidax.comm.transports.transport import Buffer, Operation, Transport, too_long
 from braidax.comm.transports.unreached import other_secret, other_world, unreached
 from braidax.connections.world import World
-from braidax.errors import ArgumentError, HandshakeError, PeerLost
+from braidax.errors import ArgumentError, CommError, HandshakeError, PeerLost
 
 
 @final
@@ -105,6 +105,7 @@ class InProcessTransport(Transport):
     """
 
     name = "in-process"
+    can_lose = True
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -112,7 +113,8 @@ class InProcessTransport(Transport):
         self._peers: list[_Seat] = []
         self._matching: Matching[_Posted, _Message] = Matching()
         self._sent: set[_Message] = set()
-        self._lost: dict[int, PeerLost] = {}
+        self._lost: dict[int, CommError] = {}
+        self._given_up: set[int] = set()
         self._num_ended = 0
         self._closed = False
 
@@ -172,6 +174,18 @@ class InProcessTransport(Transport):
     def fileno(self) -> int:
         return self._seat.bell.fileno()
 
+    def lose(self, peer: int, error: CommError) -> None:
+        if peer in self._given_up:
+            return
+        self._given_up.add(peer)
+        self._matching.forget(peer)
+        for message in self._sent:
+            if message.receiver == peer:
+                message.detach(keeps=False)  # a peer that was only frozen may yet look for it
+        self._lost[peer] = error
+        self._end_all(peer)
+        self._peers[peer].put(_Gone(self._world.rank, "it gave up this rank"))
+
     def close(self, *, timeout_seconds: float) -> None:
         if self._closed:
             return
@@ -192,7 +206,10 @@ class InProcessTransport(Transport):
         match note:
             case _Message():
                 assert note.sender.world is not None
-                if (posted := self._matching.arrive(note.sender.world.rank, note.tag, note)) is not None:
+                source = note.sender.world.rank
+                if source in self._given_up:
+                    return
+                if (posted := self._matching.arrive(source, note.tag, note)) is not None:
                     self._copy(note, posted)
             case _Received():
                 if note.message in self._sent:
@@ -219,7 +236,12 @@ class InProcessTransport(Transport):
     def _lose(self, peer: int, how: str) -> None:
         if peer == self._world.rank or peer >= self._world.size:
             return
-        lost = self._lost.setdefault(peer, self._peer_lost(peer, how))
+        self._lost.setdefault(peer, self._peer_lost(peer, how))
+        self._end_all(peer)
+
+    def _end_all(self, peer: int) -> None:
+        """Ends all operations with a peer that is lost."""
+        lost = self._lost[peer]
         sent = [message for message in self._sent if message.receiver == peer]
         self._sent.difference_update(sent)
         ended = [message.operation for message in sent]

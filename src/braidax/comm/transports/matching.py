@@ -36,6 +36,11 @@ class Matching(Generic[PostedT, ArrivedT]):
         keys = [key for key in self._posted if key[0] == peer]
         return [receive for key in keys for receive in self._posted.pop(key)]
 
+    def forget(self, peer: int) -> None:
+        """Forgets the messages of a peer that wait."""
+        for key in [key for key in self._arrived if key[0] == peer]:
+            del self._arrived[key]
+
     def clear(self) -> None:
         """Forgets everything."""
         self._posted.clear()

@@ -29,7 +29,7 @@ struct Run {
     size_t position;   /* of the step that is next */
     size_t num_open;   /* requests that have not ended */
     Request *failed;   /* the first request that has */
-    int is_large, is_told, float_errors; /* the last ones are bits, see `reduce` */
+    int is_large, is_told, is_kept, float_errors; /* the last ones are bits, see `reduce` */
     Caller *caller;     /* that waits for it; there is no operation as long as one does */
     unsigned waits_for; /* the peer that Python was told of last */
     Request requests[]; /* one for each ticket */

@@ -4,7 +4,7 @@ import importlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, final
 
@@ -14,6 +14,7 @@ from braidax.comm.transports.tcp_worker import TcpWorker
 from braidax.comm.transports.transport import Buffer, Operation, QuickCalls, Transport, too_long
 from braidax.connections.listener import Listener, Tls, linger
 from braidax.connections.world import World
+from braidax.errors import CommError
 
 
 @final
@@ -31,14 +32,16 @@ class TcpTransport(Transport):
     """
 
     name = "tcp"
+    can_lose = True
 
     def __init__(self, *, interfaces: Sequence[str] = (), tls: Tls | None = None) -> None:
         self._listener = Listener(interfaces=interfaces, tls=tls)
         self._connections: dict[int, socket.socket] = {}
+        self._given_up: dict[int, CommError] = {}
         binding = None if tls is not None else _binding()
         self.moved_by: Literal["C", "Python"] = "Python" if binding is None else "C"
         if binding is None:
-            self._worker: Any = TcpWorker()
+            self._worker: Any = TcpWorker(self._given_up)
         else:
             self._worker = binding.Worker()
             self.quick = QuickCalls(self._worker.send, self._worker.receive, self._worker.send_receive)
@@ -71,7 +74,7 @@ class TcpTransport(Transport):
         for rank, connection in self._connections.items():
             descriptors[rank] = connection.fileno()
         is_crowded = world.hosts.count(world.hosts[world.rank]) > (os.cpu_count() or 1)
-        told = partial(_fail, world), partial(disagree, world)
+        told = partial(_fail, world, self._given_up), partial(disagree, world)
         self._worker.connect(world.rank, tuple(descriptors), *told, Operation, is_crowded)
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], operation: Operation) -> None:
@@ -93,6 +96,12 @@ class TcpTransport(Transport):
         """Returns how much is kept of messages from a peer that nobody has asked for."""
         return self._worker.kept_bytes(peer)
 
+    def lose(self, peer: int, error: CommError) -> None:
+        if peer not in self._given_up:
+            self._given_up[peer] = error
+            self._worker.lose(peer)
+            self._connections[peer].close()
+
     def close(self, *, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
         self._listener.close()
@@ -103,9 +112,20 @@ class TcpTransport(Transport):
             connection.close()
 
 
-def _fail(world: World, operation: Operation, peer: int, how: str, num_bytes: int, capacity: int) -> None:
+def _fail(
+    world: World,
+    given_up: Mapping[int, CommError],
+    operation: Operation,
+    peer: int,
+    how: str,
+    num_bytes: int,
+    capacity: int,
+) -> None:
     """Ends an operation with an error. **Arguments:** `how`: its peer was lost; empty: a message is too long."""
-    operation.fail(lost(world, peer, how) if how else too_long(world, peer, num_bytes, capacity))
+    if how:
+        operation.fail(given_up.get(peer) or lost(world, peer, how))
+    else:
+        operation.fail(too_long(world, peer, num_bytes, capacity))
 
 
 def _binding() -> Any:

@@ -494,6 +494,18 @@ static PyObject *worker_kept_bytes(Worker *self, PyObject *argument) {
     return PyLong_FromSize_t(num_bytes);
 }
 
+/* Gives up a peer: all that waits for it ends, and nothing that it sent before is kept. */
+static PyObject *worker_lose(Worker *self, PyObject *argument) {
+    unsigned long peer = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred() || !usable(self)) return NULL;
+    if (peer >= self->runs.num_peers || peer == self->runs.rank) return PyErr_SetString(PyExc_ValueError, "no such peer"), NULL;
+    Link *link = &self->links[peer];
+    lose(self, link, "", GIVEN_UP);
+    for (Item *item; (item = take_any(&link->kept));) free_message(self, OF(Message, item, item));
+    if (poll_for(self, 0) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef worker_methods[] = {
     {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
     {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
@@ -504,6 +516,7 @@ static PyMethodDef worker_methods[] = {
     {"arm", (PyCFunction)worker_arm, METH_NOARGS, NULL},
     {"fileno", (PyCFunction)worker_fileno, METH_NOARGS, NULL},
     {"kept_bytes", (PyCFunction)worker_kept_bytes, METH_O, NULL},
+    {"lose", (PyCFunction)worker_lose, METH_O, NULL},
     {"close", (PyCFunction)worker_close, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -31,6 +31,7 @@
 #define KIND_SHIFT 56
 #define WORDS_BYTES 160
 #define CLOSED "it closed its communicator"
+#define GIVEN_UP "this rank gave it up"
 #define BROKE "the connection to it broke: "
 #define NO_MEMORY "there is no memory for its messages"
 #define MAX_FREE 256             /* messages and frames that are used again */

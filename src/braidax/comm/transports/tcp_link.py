@@ -30,6 +30,7 @@ WHOLE, OFFER, REST, GO, ROOM, BYE = range(6)
 KIND_SHIFT = 56
 
 CLOSED = "it closed its communicator"
+GIVEN_UP = "this rank gave it up"
 
 _OFFER_BYTES = KEEP_BYTES // 4 * 3  # of an offered message: it fills the time until the receiver asks, others have room
 _LINE_BYTES = 64  # of a cache

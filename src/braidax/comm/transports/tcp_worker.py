@@ -14,6 +14,7 @@ from braidax.comm.transports.tcp_link import (
     BYE,
     CLOSED,
     FRAME,
+    GIVEN_UP,
     GO,
     KEEP_BYTES,
     KIND_SHIFT,
@@ -32,6 +33,7 @@ from braidax.comm.transports.tcp_link import (
 from braidax.comm.transports.transport import MAX_TAG, Buffer, Operation, too_long
 from braidax.connections.listener import WOULD_BLOCK
 from braidax.connections.world import World
+from braidax.errors import CommError, PeerLost
 
 _SMALL_BYTES = 1 << 16  # a message that is kept at once
 _OWED_BYTES = KEEP_BYTES // 2  # of room that is given back in a frame of its own
@@ -42,9 +44,13 @@ _TURN_BYTES = 1 << 22  # read from one peer before others have their turn
 
 @final
 class TcpWorker:
-    """Moves messages over connections of TCP, TLS or not; needs nothing but Python. See `Transport` for its methods."""
+    """Moves messages over connections of TCP, TLS or not; needs nothing but Python. See `Transport` for its methods.
 
-    def __init__(self) -> None:
+    **Arguments:** `given_up`: the peers that the owner has lost, and what their operations fail with.
+    """
+
+    def __init__(self, given_up: Mapping[int, CommError]) -> None:
+        self._given_up = given_up
         self._buffered: set[Link] = set()  # whose turn ended with bytes that TLS has read, and no selector sees
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, Link] = {}
@@ -65,8 +71,8 @@ class TcpWorker:
             self._send_to_self(tag, buffers, operation)
             return
         link = self._links[peer]
-        if (lost := link.lost or link.mute) is not None:
-            operation.fail(lost)
+        if (gone := link.lost or link.mute) is not None:
+            operation.fail(self._error(gone))
             return
         is_idle = not link.outgoing
         link.put(tag, buffers, operation)
@@ -87,7 +93,7 @@ class TcpWorker:
                 self._resume(link)  # the rest comes behind what nobody asks for
             return
         if link.lost is not None:
-            operation.fail(link.lost)
+            operation.fail(self._error(link.lost))
             return
         link.posted.setdefault(tag, deque()).append(Posted(buffer, operation))
         if link.paused:
@@ -122,6 +128,12 @@ class TcpWorker:
     def fileno(self) -> int:
         """See `Transport.fileno`."""
         return self._selector.fileno()  # type: ignore[attr-defined]
+
+    def lose(self, peer: int) -> None:
+        """See `Transport.lose`."""
+        link = self._links[peer]
+        self._lose(link, GIVEN_UP)
+        link.kept.clear()
 
     def kept_bytes(self, peer: int) -> int:
         """Returns how much is kept of messages from a peer that nobody has asked for."""
@@ -170,7 +182,7 @@ class TcpWorker:
             operation.fail(too_long(self._world, link.rank, message.num_bytes, len(buffer)))
             message.buffer = None
         elif link.lost is not None and not message.is_whole:
-            operation.fail(link.lost)
+            operation.fail(self._error(link.lost))
             return
         else:
             message.move(buffer, operation)
@@ -344,7 +356,7 @@ class TcpWorker:
             link.outgoing.clear()
             link.offered.clear()
             for operation in muted:
-                operation.fail(link.mute)
+                operation.fail(self._error(link.mute))
 
     def _lose(self, link: Link, how: str) -> None:
         """Ends all operations with a peer whose connection is gone."""
@@ -355,7 +367,10 @@ class TcpWorker:
         self._drop(link)
         link.connection.close()
         for operation in waiting:
-            operation.fail(link.lost)
+            operation.fail(self._error(link.lost))
+
+    def _error(self, lost: PeerLost) -> CommError:
+        return self._given_up.get(lost.rank, lost)
 
     def _drop(self, link: Link) -> None:
         if link.watched:

@@ -103,7 +103,7 @@ class Transport(ABC):
     `fileno` without it. The exception is `connect`, which waits up to its limit.
 
     A transport tells of a lost peer what it happens to see (`fail` of the peer's operations, with `PeerLost`); peers
-    that freeze or are cut off are the business of the owner, who then calls `close`.
+    that freeze or are cut off are the business of the owner, who then calls `close`, or `lose` for this peer alone.
     """
 
     name: str
@@ -111,6 +111,9 @@ class Transport(ABC):
 
     takes_arrays: bool = False
     """Whether `send` and `receive` take any C-contiguous buffer as it is, which saves the making of a view."""
+
+    can_lose: bool = False
+    """Whether it has `lose`: without it, no world of `on_loss="peer"` can be."""
 
     schedules: "Schedules | None" = None
     """What runs whole schedules without the GIL, where the transport has that."""
@@ -168,6 +171,16 @@ class Transport(ABC):
 
         It may become readable without need.
         """
+
+    def lose(self, peer: int, error: CommError) -> None:
+        """Gives up one peer, and leaves the others as they are; a second call for the same one does nothing.
+
+        All operations with the peer that have not ended fail with the error, and so do all later ones, even where a
+        message had come before. Nothing is written any more into the buffers of those that waited.
+
+        **Arguments:** `peer`: another rank. `error`: what its operations fail with.
+        """
+        raise CommError(f"the transport {self.name!r} cannot lose rank {peer} alone; expected one with can_lose=True")
 
     @abstractmethod
     def close(self, *, timeout_seconds: float) -> None:

@@ -8,7 +8,7 @@ import select
 import struct
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -93,8 +93,10 @@ class UcxTransport(Transport):
 
     name = "ucx"
     takes_arrays = True
+    can_lose = True
 
     def __init__(self) -> None:
+        self._given_up: dict[int, CommError] = {}
         binding = _binding()
         self.library = _load(binding)
         try:
@@ -122,7 +124,7 @@ class UcxTransport(Transport):
         deadline = time.monotonic() + timeout_seconds
         addresses = tuple(_raw_address(world, rank, self.library) for rank in range(world.size))
         is_crowded = world.hosts.count(world.hosts[world.rank]) > (os.cpu_count() or 1)
-        told = partial(_fail, world), partial(disagree, world)
+        told = partial(_fail, world, self._given_up), partial(disagree, world)
         reasons = self._worker.connect(world.rank, addresses, *told, Operation, is_crowded)
         for rank, reason in enumerate(reasons):
             if reason:
@@ -153,6 +155,11 @@ class UcxTransport(Transport):
         Empty where UCX is too old to tell.
         """
         return self._worker.transports(peer)
+
+    def lose(self, peer: int, error: CommError) -> None:
+        if peer not in self._given_up:
+            self._given_up[peer] = error
+            self._worker.lose(peer)
 
     def close(self, *, timeout_seconds: float) -> None:
         self._worker.close(timeout_seconds)
@@ -187,11 +194,20 @@ class UcxTransport(Transport):
 
 
 def _fail(
-    world: World, operation: Operation, peer: int, reason: str, is_lost: bool, num_bytes: int, capacity: int
+    world: World,
+    given_up: Mapping[int, CommError],
+    operation: Operation,
+    peer: int,
+    reason: str,
+    is_lost: bool,
+    num_bytes: int,
+    capacity: int,
 ) -> None:
     """Ends an operation that UCX ended with an error."""
     name = world.describe(peer)
-    if num_bytes > capacity:
+    if (error := given_up.get(peer)) is not None:
+        operation.fail(error)
+    elif num_bytes > capacity:
         operation.fail(too_long(world, peer, num_bytes, capacity))
     elif is_lost:
         text = f"{name} is lost: UCX says {reason!r}; see what that rank wrote before it ended"
@@ -322,4 +338,4 @@ def _defaults(variables: dict[str, str]) -> Generator[None]:
         yield
     finally:
         for name in ours:
-            del os.environ[name]
+            os.environ.pop(name, None)  # another thread may load it, too

@@ -56,7 +56,7 @@ typedef struct Request { /* a send or receive that UCX has not ended, or that Py
 typedef struct {
     Worker *worker;
     void *endpoint;
-    int is_lost, is_owed; /* sends that it has not received */
+    int is_lost, is_given_up, is_owed; /* owed: sends that it has not received */
     ucs_status_t status; /* of the loss */
 } Peer;
 
@@ -388,8 +388,10 @@ static PyObject *begin_receive(Worker *self, unsigned peer, uint64_t tag, PyObje
     param.datatype = UCP_DATATYPE_CONTIG_BYTE;
     param.memory_type = UCS_MEMORY_TYPE_HOST;
     link_pending(self, request);
-    ucs_status_ptr_t handle = ucp_tag_recv_nbx(self->worker, request->one.buf, (size_t)request->one.len,
-                                               (uint64_t)peer << TAG_BITS | tag, UINT64_MAX, &param);
+    ucs_status_ptr_t handle = (ucs_status_ptr_t)(intptr_t)self->peers[peer].status;
+    if (!self->peers[peer].is_given_up)
+        handle = ucp_tag_recv_nbx(self->worker, request->one.buf, (size_t)request->one.len, (uint64_t)peer << TAG_BITS | tag,
+                                  UINT64_MAX, &param);
     if (self->peers[peer].is_lost) self->has_newly_lost = 1; /* the next poll cancels it, unless the message is there */
     return begun(self, request, handle);
 }
@@ -429,8 +431,9 @@ static void post(Worker *self, Request *request) {
     } else {
         param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
         param.cb.recv = on_received;
-        handle = ucp_tag_recv_nbx(self->worker, data, room_of(step), (uint64_t)step->peer << TAG_BITS | run->tag, UINT64_MAX,
-                                  &param);
+        if (!peer->is_given_up)
+            handle = ucp_tag_recv_nbx(self->worker, data, room_of(step), (uint64_t)step->peer << TAG_BITS | run->tag,
+                                      UINT64_MAX, &param);
         if (peer->is_lost) self->has_newly_lost = 1;
     }
     if (ticket->has_ended) return; /* its callback was called at once */
@@ -592,6 +595,20 @@ static void give_up_sends(Worker *self, double deadline) {
     for (unsigned i = 0; handles && i < self->runs.num_peers; i++)
         if (handles[i]) ucp_request_free(handles[i]);
     free(handles);
+}
+
+/* The same to one peer that is about to be given up; returns whether it has been told. */
+static int give_up_sends_to(Worker *self, Peer *peer, double deadline) {
+    if (!peer->endpoint || peer->is_lost) return 0;
+    ucp_request_param_t param = {.op_attr_mask = 0};
+    uint64_t tag = self->runs.rank << TAG_BITS | GIVEN_UP_TAG;
+    ucs_status_ptr_t handle = ucp_tag_send_nbx(peer->endpoint, NULL, 0, tag, &param);
+    if (!handle || is_error(handle)) return !handle;
+    while (ucp_request_check_status(handle) == UCS_INPROGRESS && now() < deadline)
+        if (!ucp_worker_progress(self->worker)) sched_yield();
+    int is_told = ucp_request_check_status(handle) == UCS_OK;
+    ucp_request_free(handle);
+    return is_told;
 }
 
 /* Progresses a worker without endpoints until it copies nothing any more; returns whether that is so.
@@ -769,6 +786,40 @@ static PyObject *worker_transports(Worker *self, PyObject *argument) {
     return names;
 }
 
+/* What a peer that is given up may still read of a send stays until the process ends: the memory of the request, and of
+ * the run that it belongs to. */
+static void keep(Request *request) {
+    Run *run = request->ticket.run;
+    if (!run) {
+        for (Py_ssize_t i = 0; i < request->num_views; i++) Py_INCREF(request->views[i].obj);
+    } else if (!run->is_kept) {
+        run->is_kept = 1;
+        Py_INCREF(run->own.obj);
+        Py_INCREF(run->out.obj);
+        Py_INCREF(run->head_object);
+        run->scratch = NULL; /* what is in use of it lies at `places` */
+    }
+}
+
+/* Gives up a peer: all that waits for it ends, and what it may still read of this rank's memory stays. */
+static PyObject *worker_lose(Worker *self, PyObject *argument) {
+    unsigned long number = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred() || !usable(self)) return NULL;
+    if (number >= self->runs.num_peers || number == self->runs.rank)
+        return PyErr_SetString(PyExc_ValueError, "no such peer"), NULL;
+    Peer *peer = &self->peers[number];
+    int is_owed = 0;
+    for (Request *request = self->pending; request; request = request->next)
+        is_owed |= request->ticket.peer == number && request->ticket.is_send && !request->ticket.has_ended;
+    if (is_owed && !give_up_sends_to(self, peer, now() + GIVE_UP_SECONDS))
+        for (Request *request = self->pending; request; request = request->next)
+            if (request->ticket.peer == number && request->ticket.is_send && !request->ticket.has_ended) keep(request);
+    if (!peer->is_lost) lose(self, peer, UCS_ERR_CONNECTION_RESET);
+    peer->is_given_up = self->has_newly_lost = 1;
+    if (poll_for(self, 0) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef worker_methods[] = {
     {"connect", (PyCFunction)worker_connect, METH_VARARGS, NULL},
     {"send", (PyCFunction)(void (*)(void))worker_send, METH_FASTCALL, NULL},
@@ -777,6 +828,7 @@ static PyMethodDef worker_methods[] = {
     {"run", (PyCFunction)(void (*)(void))worker_run, METH_FASTCALL, NULL},
     {"poll", (PyCFunction)worker_poll, METH_O, NULL},
     {"arm", (PyCFunction)worker_arm, METH_NOARGS, NULL},
+    {"lose", (PyCFunction)worker_lose, METH_O, NULL},
     {"transports", (PyCFunction)worker_transports, METH_O, NULL},
     {"fileno", (PyCFunction)worker_fileno, METH_NOARGS, NULL},
     {"close", (PyCFunction)worker_close, METH_O, NULL},

@@ -1,0 +1,1 @@
+"""Ranks that are lost one by one, in a world of `on_loss="peer"`."""
