@@ -126,7 +126,7 @@ class Crew:
 
     **Arguments:** `folder`: for the store and the logs. `size`: how many. `program`: see `Member`.
 
-    since it began.
+    **Fields:** `stalls`: since it began.
     """
 
     def __init__(self, folder: Path, *, size: int, spares: int = 0, program: str = _PROGRAM) -> None:
