@@ -13,7 +13,7 @@ from braidax.comm.group_messages import Steps
 from braidax.comm.messages import Value
 from braidax.comm.request import run
 from braidax.comm.transports.transport import Operation
-from braidax.errors import RemoteError, WaitTimeout
+from braidax.errors import CallFailed, WaitTimeout
 from braidax.spans import Trace
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Calling:
         try:
             with self.trace.timed("comm", "ask", num_bytes=num_bytes_of(value)):
                 return self.asking.ask(rank, value, limit)
-        except (RemoteError, WaitTimeout):
+        except (CallFailed, WaitTimeout):
             raise
         except BaseException as error:
             self._group.failed("ask", error, self._limit())

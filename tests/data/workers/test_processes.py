@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from braidax.data.source import Source, allocate, prepare, source_at
 from braidax.data.workers.processes import InProcesses, in_processes, worker
 from braidax.data.workers.processes.memory import SharedMemory, nameless_file
 from braidax.data.workers.processes.pickling import pack, unpack
-from braidax.errors import ArgumentError, BraidaxError, FormatError, ReadError, RecordError, WaitTimeout
+from braidax.errors import ArgumentError, BraidaxError, FormatError, PeerLost, ReadError, RecordError, WaitTimeout
 from tests.data import troubled
 from tests.data.troubled import (
     NUM_SAMPLES,
@@ -360,8 +361,10 @@ def test_workers_that_cannot_begin_are_not_blamed_on_the_records(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [])
         source = in_processes(Troubled(folder), num_workers=1)
-    with pytest.raises(BraidaxError, match=r"process 0 \(pid \d+\) ended with exit status 1 before it had its source"):
+    words = r"process 0 \(pid \d+\) ended with exit status 1 before it had its source"
+    with pytest.raises(PeerLost, match=words) as caught:
         read(source, [0])
+    assert (caught.value.rank, caught.value.host) == (0, socket.gethostname())
     assert capfd.readouterr().err.count("ModuleNotFoundError: No module named") == 1
     assert children(os.getpid()) == before
 

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
@@ -33,7 +32,8 @@ from braidax.comm.serving.conversation import (
 )
 from braidax.comm.serving.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
-from braidax.comm.waiting import AnyOf, again, words_of
+from braidax.comm.waiting import AnyOf, again
+from braidax.connections.raised import Raised
 from braidax.errors import CommError, PeerLost, WaitTimeout
 
 Handler = Callable[[int, Value], Value]
@@ -258,8 +258,7 @@ class Server:
             first = encoded(answer)
             parcel = pack(answer) if first is None else None
         except BaseException as error:  # noqa: BLE001 (that of one request: the asker raises it, the server lives)
-            text = f"{words_of(error)}\n\nThe traceback of its handler:\n\n{''.join(traceback.format_exception(error))}"
-            kind, first, parcel = RAISED, None, pack(text.encode("utf-8", "backslashreplace"))
+            kind, first, parcel = RAISED, None, pack(Raised.of(error).to_text().encode())
         talk.say(kind, first=parcel.first if parcel is not None else (first or b"",))
         return parcel if parcel is not None and parcel.rest else None
 
