@@ -62,7 +62,7 @@ def test_the_traceback_of_another_process_is_shown_with_the_error() -> None:
     )
     shown = "".join(traceback.format_exception(error))
     assert shown.endswith(
-        "process 1 failed: ValueError: no\nThe traceback there:\nTraceback of process 1\nValueError: no\n"
+        "process 1 failed: ValueError: no\nThe traceback there:\nTraceback of process 1\nValueError: no\n\n"
     )
     assert not hasattr(errors.CallFailed("process 1 failed", 1), "__notes__")
 

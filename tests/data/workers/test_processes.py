@@ -171,6 +171,9 @@ def test_records_that_kill_every_worker_are_named(source: InProcesses, folder: P
     for fact in ("source=Troubled", "[0, 1, 2, 3, 4, 5, 6, 7]… (10 in all)", "ended 3 worker processes", "mend"):
         assert fact in message
     assert len(list(folder.glob(f"{troubled.KILLED} *"))) == 3
+    last = caught.value.__cause__
+    assert isinstance(last, PeerLost)
+    assert (last.rank in range(source.num_workers), last.host) == (True, socket.gethostname())
     same_but_for_the_process(read(source, [1, 2]), read(Troubled(folder), [1, 2]))
 
 
