@@ -1,7 +1,10 @@
 """The error tree, and the line that installs what is missing."""
 
+import copy
 import inspect
+import pickle
 import re
+import traceback
 
 import pytest
 
@@ -32,6 +35,41 @@ def test_the_docstring_draws_the_whole_tree() -> None:
         assert error.__name__ in names
         builtin = names[error.__name__]
         assert not builtin or any(parent.__name__ == builtin for parent in error.__mro__)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.PeerLost("rank 2 (host b) is lost", 2, "b"),
+        errors.PeerLost("process 1 has ended", 1),
+        errors.CallFailed("rank 2 (host b): ValueError: no", 2, "b", "Traceback …\nValueError: no\n"),
+        errors.CallFailed("process 1 failed", 1),
+    ],
+)
+def test_what_went_wrong_in_another_process_is_the_same_after_a_journey(
+    error: errors.PeerLost | errors.CallFailed,
+) -> None:
+    error.add_note("and more")
+    for found in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+    again = type(error)(*error.args)
+    assert (again.rank, again.host, str(again)) == (error.rank, error.host, str(error))
+
+
+def test_the_traceback_of_another_process_is_shown_with_the_error() -> None:
+    error = errors.CallFailed(
+        "process 1 failed: ValueError: no", 1, traceback="Traceback of process 1\nValueError: no\n"
+    )
+    shown = "".join(traceback.format_exception(error))
+    assert shown.endswith(
+        "process 1 failed: ValueError: no\nThe traceback there:\nTraceback of process 1\nValueError: no\n\n"
+    )
+    assert not hasattr(errors.CallFailed("process 1 failed", 1), "__notes__")
+
+
+def test_a_process_that_is_gone_and_a_call_that_raised_are_no_failures_of_one_kind() -> None:
+    assert issubclass(errors.PeerLost, errors.CommError)
+    assert not issubclass(errors.CallFailed, errors.CommError | errors.GangError)
 
 
 def test_import_extra_returns_the_module() -> None:

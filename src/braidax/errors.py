@@ -8,21 +8,23 @@ BraidaxError
 │   ├── FormatError                 a file is missing, truncated or of no known format
 │   ├── RecordError                 one record is damaged, or cannot be decoded, transformed or stacked
 │   └── ReadError                   a disk, a server or a connection failed; the data may be fine
-├── ProcessFailed                   another process of the job cannot do its part, or has ended
 ├── StateError                      state changed inside a traced function and was not returned
 ├── CheckpointError                 a checkpoint cannot be written or restored
 ├── CommError                       ranks cannot talk, or can no longer talk, to one another
 │   ├── HandshakeError              a peer does not fit: its version, world size, transport or secret
-│   ├── PeerLost                    a peer died, froze, was cut off or left while it was waited for
+│   ├── PeerLost                    another process died, froze, was cut off or left
 │   └── Aborted                     a rank ended the epoch on purpose
-├── RemoteError                     a handler raised in the rank that was asked
+├── CallFailed                      what was called in another process raised there
 ├── GangError                       a gang of processes cannot be started or used
-│   └── RankFailed                  a function raised in a rank, or the rank's process ended
 ├── WaitTimeout (TimeoutError)      a wait on the host passed its limit
 └── MissingExtra (ImportError)      an optional dependency is not installed
 ```
 
 A message names the parameter or file, the value, what was expected, and the remedy.
+
+What goes wrong in other processes has two words, whoever tells of it: communicators, gangs, loaders, checkpoints,
+pipelines. `PeerLost`: the process is no longer there to be waited for. `CallFailed`: it is, and what it did raised.
+`Aborted` is what the ranks that are well raise when one of them has ended the epoch of all.
 """
 
 import importlib
@@ -57,17 +59,6 @@ class ReadError(DataError):
     """A disk, a server or a connection failed: what the data are cannot be told; they may be fine."""
 
 
-class ProcessFailed(BraidaxError):
-    """Another process of the job cannot do its part, or has ended; `process` is its index."""
-
-    def __init__(self, message: str, process: int) -> None:
-        super().__init__(message, process)
-        self.process = process
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 class StateError(BraidaxError):
     """State changed inside a traced function and was not returned."""
 
@@ -85,12 +76,13 @@ class HandshakeError(CommError):
 
 
 class PeerLost(CommError):
-    """A peer died, froze, was cut off or left while it was waited for.
+    """Another process of the job died, froze, was cut off or left.
 
-    **Fields:** `rank`, `host`: of the peer.
+    **Fields:** `rank`: the number of that process among those that the message is about: the ranks of a communicator
+    or a gang, the processes of JAX, the workers of a source. `host`: its name, empty where it is not known.
     """
 
-    def __init__(self, message: str, rank: int, host: str) -> None:
+    def __init__(self, message: str, rank: int, host: str = "") -> None:
         super().__init__(message, rank, host)
         self.rank = rank
         self.host = host
@@ -103,15 +95,20 @@ class Aborted(CommError):
     """A rank ended the epoch on purpose; the message says which, and why."""
 
 
-class RemoteError(BraidaxError):
-    """A handler raised in the rank that was asked; the message has its traceback.
+class CallFailed(BraidaxError):
+    """What was called in another process raised there; the process goes on.
 
-    **Fields:** `rank`: that was asked.
+    **Fields:** `rank`, `host`: of that process, as of `PeerLost`. `traceback`: of what was raised, as Python shows it
+    there, which is a note to this error, too; empty where it is not known.
     """
 
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message, rank)
+    def __init__(self, message: str, rank: int, host: str = "", traceback: str = "") -> None:
+        super().__init__(message, rank, host, traceback)
         self.rank = rank
+        self.host = host
+        self.traceback = traceback
+        if traceback:
+            self.add_note(f"The traceback there:\n{traceback}")
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -119,17 +116,6 @@ class RemoteError(BraidaxError):
 
 class GangError(BraidaxError):
     """A gang of processes cannot be started or used."""
-
-
-class RankFailed(GangError):
-    """A function raised in a rank, or the rank's process ended; `rank` is the one that failed first."""
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message, rank)
-        self.rank = rank
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class WaitTimeout(BraidaxError, TimeoutError):

@@ -13,7 +13,7 @@ import jax
 
 from braidax.checkpoint import Checkpointer, Preemption, Saver
 from braidax.data import Cursor, DataLoader
-from braidax.errors import ArgumentError, BraidaxError, CheckpointError, WaitTimeout
+from braidax.errors import ArgumentError, BraidaxError, CheckpointError, CommError, PeerLost, WaitTimeout
 from braidax.parallel import Step, TrainStep
 from braidax.report import Report, RunLength
 
@@ -69,7 +69,7 @@ def fit(
     (`Step.fetches_ahead`) by devices that send while they compute: not by CPUs.
 
     **Returns:** the state after the last step; a run that was over already trains no more. **Raises:** `DataError` when
-    a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `ProcessFailed` when one with stages has ended.
+    a batch had ids out of range, with `Hybrid(out_of_range="raise")`; `PeerLost` when a process with stages has ended.
     """
     before_apply = None if saver is None else saver.wait
     report = Report(show="nothing") if report is None else report
@@ -244,7 +244,7 @@ def _noting(saver: Saver | None, step: "Step | TrainStep | PipelinedStep") -> Ca
 
 @contextlib.contextmanager
 def _failure_named(step: "Step | TrainStep | PipelinedStep", saver: Saver | None) -> Generator[None, None, None]:
-    """Raises `ProcessFailed` in place of what devices and checkpoints raise because a process has ended, and waits for
+    """Raises `PeerLost` in place of what devices and checkpoints raise because a process has ended, and waits for
     it no longer; of steps that know how to ask.
     """
     ask = getattr(step, "check_processes", None)
@@ -255,7 +255,9 @@ def _failure_named(step: "Step | TrainStep | PipelinedStep", saver: Saver | None
         saver.while_waiting = partial(ask, wait_seconds=0.0)
     try:
         yield
-    except (jax.errors.JaxRuntimeError, CheckpointError, WaitTimeout):
+    except PeerLost:
+        raise
+    except (jax.errors.JaxRuntimeError, CheckpointError, CommError, WaitTimeout):
         ask()
         raise
     finally:

@@ -20,7 +20,7 @@ from braidax.checkpoint.format import reading
 from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.checkpoint.places import persist
 from braidax.checkpoint.snapshot.hold import Held, Snapshot
-from braidax.errors import ArgumentError, CheckpointError, ProcessFailed, WaitTimeout
+from braidax.errors import ArgumentError, CallFailed, CheckpointError, PeerLost, WaitTimeout
 from braidax.spans import Trace
 from tests.checkpoint.saving import commit, names, read_all
 
@@ -194,15 +194,23 @@ def test_a_wait_is_over_when_a_process_has_ended(
         asked.append(len(asked))
         if len(asked) == 3:
             threading.Timer(0.05, persist_gate.open).start()
-            raise ProcessFailed("process 1 has ended", 1)
+            raise PeerLost("process 1 has ended", 1)
 
-    with pytest.raises(ProcessFailed, match="process 1 has ended"), Checkpointer(tmp_path, Every(1)) as saver:
+    with pytest.raises(PeerLost, match="process 1 has ended"), Checkpointer(tmp_path, Every(1)) as saver:
         saver.while_waiting = ask
         saver.update({"x": 1})
         saver.update({"x": 2})
     assert asked == [0, 1, 2]
     with pytest.raises(CheckpointError, match="is closed"):
         saver.wait()
+
+
+def test_a_call_that_failed_elsewhere_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Its process is well, and finishes the checkpoint that is under way with all others."""
+    with pytest.raises(CallFailed, match="process 1 failed"), Checkpointer(tmp_path, Every(1)) as saver:
+        saver.update({"x": 1})
+        raise CallFailed("process 1 failed: OSError: record 21 is gone", 1)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_who_has_ended_is_said_in_place_of_what_a_checkpoint_lacks(
@@ -212,10 +220,10 @@ def test_who_has_ended_is_said_in_place_of_what_a_checkpoint_lacks(
         raise OSError("no room")
 
     def ask() -> None:
-        raise ProcessFailed("process 1 has ended", 1)
+        raise PeerLost("process 1 has ended", 1)
 
     monkeypatch.setattr("braidax.checkpoint.places.persist.write", fail)
-    with pytest.raises(ProcessFailed), Checkpointer(tmp_path, Every(1)) as saver:
+    with pytest.raises(PeerLost), Checkpointer(tmp_path, Every(1)) as saver:
         saver.while_waiting = ask
         saver.save({"x": 1})
 

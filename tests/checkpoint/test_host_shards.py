@@ -20,7 +20,7 @@ from braidax.checkpoint.messages import MessageChannel
 from braidax.checkpoint.places import persist
 from braidax.checkpoint.places.same_tree import Said, check_same
 from braidax.comm import Communicator
-from braidax.errors import ArgumentError, BraidaxError, CheckpointError, RankFailed
+from braidax.errors import ArgumentError, BraidaxError, CheckpointError, PeerLost
 from braidax.gang import LocalGang
 from tests.checkpoint.saving import Longer, Tables, names, read_all
 from tests.checkpoint.told import told
@@ -246,7 +246,7 @@ def dying(comm: Communicator, folder: Path, who: int) -> None:
 
 # The last one that the gang runs.
 def test_a_server_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, gang: LocalGang) -> None:
-    with pytest.raises(RankFailed, match="rank 2"):
+    with pytest.raises(PeerLost, match="rank 2"):
         gang.run(dying, tmp_path, 2, timeout_seconds=RUN_SECONDS)
     assert names(tmp_path)[-1] == "step-00000001"
     like = {"table": np.zeros(SHAPE, np.float32), "counts": np.zeros(7, np.int64), "w": jnp.zeros(9), "epoch": 0}

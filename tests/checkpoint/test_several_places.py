@@ -19,7 +19,7 @@ from braidax.checkpoint import Bucket, Folder, Messages, Neighbors
 from braidax.checkpoint.format.manifest import data_file, manifest_file
 from braidax.checkpoint.places import passing
 from braidax.comm import Communicator
-from braidax.errors import BraidaxError, RankFailed, WaitTimeout
+from braidax.errors import BraidaxError, PeerLost, WaitTimeout
 from braidax.gang import LocalGang
 from braidax.spans import Trace
 from tests.bucket_server import serving_bucket
@@ -273,7 +273,7 @@ def dying(comm: Communicator, folder: Path, who: int) -> None:
 
 
 def test_a_killed_process_is_replaced_and_all_go_on_from_the_last_whole_one(tmp_path: Path, two: LocalGang) -> None:
-    with pytest.raises(RankFailed, match="rank 1"), jax_gang(2, 4) as gang:
+    with pytest.raises(PeerLost, match="rank 1"), jax_gang(2, 4) as gang:
         gang.run(dying, tmp_path, 1, timeout_seconds=RUN_SECONDS)
     assert "step-00000002" in names(tmp_path / "slot-0")
     shutil.rmtree(tmp_path / "slot-1")

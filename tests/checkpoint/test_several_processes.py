@@ -23,7 +23,7 @@ from braidax.checkpoint.places import restoring as restoring_module
 from braidax.checkpoint.processes import CoordinationChannel, Processes
 from braidax.comm import Communicator
 from braidax.connections.coordination import Coordination
-from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
+from braidax.errors import BraidaxError, CallFailed, CheckpointError, PeerLost, WaitTimeout
 from braidax.gang import LocalGang
 from tests.checkpoint.saving import Longer, names, read_all
 from tests.checkpoint.told import told
@@ -231,6 +231,10 @@ def failing(comm: Communicator, folder: Path, who: int) -> list[str]:
                 saver.close() if number == 3 else saver.save(a_tree(number))
             except BraidaxError as error:
                 found.append(str(error))
+                cause = error.__cause__
+                if comm.rank != who:
+                    assert isinstance(cause, CallFailed)
+                    assert (cause.rank, "No space left on device" in cause.traceback) == (who, True)
             finally:
                 os.fsync = fsync
     return found
@@ -250,11 +254,12 @@ class Silent:
 def test_one_that_leaves_waits_for_nobody() -> None:
     board = CoordinationChannel(Coordination(Silent(), 0), 0)  # pyright: ignore[reportArgumentType]
     processes = Processes(board, 0, 2, SECONDS)
-    leaving = threading.Timer(0.05, lambda: processes.leave("process 1 has ended"))
+    leaving = threading.Timer(0.05, lambda: processes.leave(PeerLost("process 1 has ended", 1)))
     leaving.start()
     begun = time.monotonic()
-    with pytest.raises(CheckpointError, match="process 1 has ended"):
+    with pytest.raises(CheckpointError, match="process 1 has ended") as caught:
         processes.hear("save", "")
+    assert isinstance(caught.value.__cause__, PeerLost)
     assert time.monotonic() - begun < SECONDS / 2
     leaving.join()
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator, FileStore, connect
 from braidax.comm.environment import rank_from_environment
-from braidax.errors import RemoteError
+from braidax.errors import CallFailed
 from tests.comm.streaming import Drawn, take_part
 
 COUNTS = (0, 1, 7, 1000, 3000, 100_000)  # of float64: nothing, inline, a body of its own, pipelines and rings
@@ -225,10 +225,10 @@ def _requests(comm: Communicator) -> None:
             _same(comm.ask(rank, _mine(comm.rank, count)), _mine(comm.rank, count) * (rank + 1))
         parts = [b"ab", b"", bytes(range(200)) * (10_000 if is_next else 10)]
         assert [bytes(part) for part in comm.ask(rank, parts)] == parts
-        with pytest.raises(RemoteError, match="KeyError: 'no such'") as caught:
+        with pytest.raises(CallFailed, match="KeyError: 'no such'") as caught:
             comm.ask(rank, b"no such")
-        assert caught.value.rank == rank
-        assert "raise KeyError" in str(caught.value)
+        assert (caught.value.rank, caught.value.host) == (rank, comm.hosts[rank])
+        assert "raise KeyError" in caught.value.traceback
 
     with comm.serve(answer) as server:
         with ThreadPoolExecutor(3) as executor:

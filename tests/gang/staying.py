@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from braidax.comm import Communicator
-from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
+from braidax.errors import ArgumentError, CallFailed, CommError, GangError, PeerLost, WaitTimeout
 from braidax.gang import Gang
 from tests.gang import clusters
 
@@ -92,7 +92,7 @@ def check_a_call_that_raises_fails_alone(gang: Gang, folder: Path) -> None:
     gang.put("list", [[1], [2], [3]])
     pids, epoch = gang.run(clusters.pid_of), gang.epoch
     for rank in (1, 2):
-        with pytest.raises(RankFailed, match=rf"^rank {rank} \(host .*\): LookupError: nothing in rank {rank}") as told:
+        with pytest.raises(CallFailed, match=rf"^rank {rank} \(host .*\): LookupError: nothing in rank {rank}") as told:
             gang.run(clusters.fail_in_one, rank)
         assert isinstance(told.value.__cause__, LookupError)
         assert gang.lost == ()
@@ -108,7 +108,7 @@ def check_a_lost_rank_is_replaced(gang: Gang, folder: Path) -> None:
     """The others stay; calls are refused until another process is there; what was kept can be made whole again."""
     gang.put("x", [np.arange(3), np.arange(4), np.arange(5)])
     pids, epoch = gang.run(clusters.pid_of), gang.epoch
-    with pytest.raises(RankFailed, match=rf"^rank 1 \(host .*, pid {pids[1]}\) ") as told:
+    with pytest.raises(PeerLost, match=rf"^rank 1 \(host .*, pid {pids[1]}\) ") as told:
         gang.run(clusters.die_in_one, 1)
     assert told.value.rank == 1
     assert gang.lost == (1,)
@@ -136,7 +136,7 @@ def check_an_idle_rank_that_is_lost_is_named(gang: Gang, folder: Path) -> None:
     pid = gang.run(clusters.pid_of)[2]
     os.kill(pid, signal.SIGKILL)
     clusters.until(lambda: gang.lost == (2,))
-    with pytest.raises(RankFailed, match=rf"^rank 2 \(host .*, pid {pid}\) "):
+    with pytest.raises(PeerLost, match=rf"^rank 2 \(host .*, pid {pid}\) "):
         gang.run(total, 1.0)
     with pytest.raises(GangError, match=r"call replace\(\)"):
         gang.run(total, 1.0)
@@ -158,10 +158,10 @@ def check_a_rank_that_is_lost_when_another_raised_is_named(gang: Gang, folder: P
             raise
 
     pid = gang.run(clusters.pid_of)[0]
-    with pytest.raises(RankFailed, match=r"^rank 1 .*LookupError"):
+    with pytest.raises(CallFailed, match=r"^rank 1 .*LookupError"):
         gang.run(raise_and_die)
     clusters.until(lambda: gang.lost == (0,))
-    with pytest.raises(RankFailed, match=rf"^rank 0 \(host .*, pid {pid}\) "):
+    with pytest.raises(PeerLost, match=rf"^rank 0 \(host .*, pid {pid}\) "):
         gang.run(total, 1.0)
     with pytest.raises(GangError, match=r"call replace\(\)"):
         gang.run(total, 1.0)
@@ -195,7 +195,7 @@ def check_subsets_run_at_once(gang: Gang, folder: Path) -> None:
 def check_a_subset_fails_alone(gang: Gang, folder: Path) -> None:
     """A call that raises in some ranks ends no epoch of others, and names ranks of the gang."""
     whole, pair = gang.run(identity), gang.run(identity, ranks=[0, 1])
-    with pytest.raises(RankFailed, match=r"^rank 2 .*LookupError") as told:
+    with pytest.raises(CallFailed, match=r"^rank 2 .*LookupError") as told:
         gang.run(clusters.fail_in_one, 1, ranks=[1, 2])
     assert told.value.rank == 2
     assert gang.run(identity) == whole
@@ -227,16 +227,16 @@ def check_things_are_kept(gang: Gang, folder: Path) -> None:
     assert gang.run(make, 5, keep="a") == [None] * 3
     assert [part.tolist() for part in gang.get("a")] == [[5] * 3, [6] * 3, [7] * 3]
     assert gang.names() == ("a", "b")
-    with pytest.raises(RankFailed, match="LookupError"):
+    with pytest.raises(CallFailed, match="LookupError"):
         gang.run(clusters.fail_in_one, 2, keep="a")
     for name in ("a", "new"):
-        with pytest.raises(RankFailed, match="LookupError"):
+        with pytest.raises(CallFailed, match="LookupError"):
             gang.run(make_but_in_one, 2, keep=name)
     assert gang.names() == ("a", "b")
     assert [part.tolist() for part in gang.get("a")] == [[5] * 3, [6] * 3, [7] * 3]
     gang.run(unsendable, keep="b")
     assert [gang.run(begin_with, gang.kept("b")) for _ in range(2)] == [[0] * 3, [1] * 3]
-    with pytest.raises(RankFailed, match=r"the result cannot be sent: it is of type builtins\.generator"):
+    with pytest.raises(CallFailed, match=r"the result cannot be sent: it is of type builtins\.generator"):
         gang.get("b")
     with pytest.raises(ArgumentError, match=r"name='aa' is not kept by this gang, did you mean 'a'; it keeps 'a', 'b'"):
         gang.run(all_sum, gang.kept("aa"))
@@ -300,10 +300,10 @@ def kill_at_random_moments(gang: Gang, seed: int) -> None:
         for _ in range(5000):
             try:
                 _anything(gang, chance)
-            except (GangError, WaitTimeout) as error:
+            except (CallFailed, PeerLost, GangError, WaitTimeout) as error:
                 raised.append(error)
                 break
-    assert isinstance(raised[0], RankFailed), raised
+    assert isinstance(raised[0], PeerLost), raised
     assert raised[0].rank == victim
     clusters.until(lambda: gang.lost == (victim,))
     lost = [victim]
@@ -351,7 +351,7 @@ def _pids_of_the_living(gang: Gang) -> list[int]:
     """Returns the ranks' processes; what was killed behind the replacement is told, and replaced."""
     try:
         return gang.run(clusters.pid_of)
-    except RankFailed:
+    except PeerLost:
         _replace(gang)
         return gang.run(clusters.pid_of)
 
@@ -385,7 +385,7 @@ def _anything(gang: Gang, chance: random.Random) -> None:
         where = chance.randrange(3)
         try:
             gang.run(clusters.fail_in_one, where)
-        except RankFailed as error:
+        except CallFailed as error:
             if not isinstance(error.__cause__, LookupError):
                 raise
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from braidax.comm.stores.store import Store, backoff
-from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
+from braidax.errors import ArgumentError, CallFailed, CommError, GangError, PeerLost, WaitTimeout
 from braidax.gang import Gang, dask
 from braidax.gang.actor_store import ActorStore
 from braidax.gang.dask import DaskGang, DaskStore
@@ -123,7 +123,7 @@ def test_ranks_in_one_process_are_ranks(threads: distributed.Client) -> None:
     with DaskGang(threads) as gang, DaskGang(threads, 2) as other:
         assert gang.run(clusters.pid_of) == [os.getpid()] * 2
         assert gang.run(clusters.backwards, 2.0) == [(0, 2, 6.0), (1, 2, 6.0)]
-        with pytest.raises(RankFailed, match=r"rank 0 .*LookupError: nothing in rank 0"):
+        with pytest.raises(CallFailed, match=r"rank 0 .*LookupError: nothing in rank 0"):
             gang.run(clusters.fail_in_one, 0)
         assert gang.run(clusters.backwards, 1.0) == [(0, 2, 3.0), (1, 2, 3.0)]
         gang.restart()
@@ -136,7 +136,7 @@ def test_an_error_names_the_rank_and_shows_where_it_was_raised(client: distribut
     with DaskGang(client) as gang:
         workers = gang.workers
         with pytest.raises(
-            RankFailed, match=r"^rank 1 \(host .*, pid \d+\): LookupError: nothing in rank 1\n"
+            CallFailed, match=r"^rank 1 \(host .*, pid \d+\): LookupError: nothing in rank 1\n"
         ) as caught:
             gang.run(clusters.fail_in_one, 1)
         assert caught.value.rank == 1
@@ -152,7 +152,7 @@ def test_a_killed_rank_is_named_and_the_others_keep_their_places(client: distrib
     with DaskGang(client) as gang:
         workers, pids = gang.workers, gang.run(clusters.pid_of)
         begun = time.monotonic()
-        with pytest.raises(RankFailed) as caught:
+        with pytest.raises(PeerLost) as caught:
             gang.run(clusters.die_in_one, 1)
         assert time.monotonic() - begun < 20
         assert caught.value.rank == 1
@@ -178,7 +178,7 @@ def test_a_worker_that_only_the_scheduler_gives_up_is_named(client: distributed.
         os.kill(pid, signal.SIGSTOP)
         try:
             client.run_on_scheduler(give_up)
-            with pytest.raises(RankFailed, match=r"^rank 2 .* ended without an answer"):
+            with pytest.raises(PeerLost, match=r"^rank 2 .* ended without an answer"):
                 running.result(30)
         finally:
             os.kill(pid, signal.SIGKILL)
@@ -245,7 +245,7 @@ def test_kills_of_workers_at_random_moments(staying_gang: DaskGang, seed: int) -
 
 def test_the_store_is_replaced_with_the_worker_that_it_lay_on(staying_gang: DaskGang) -> None:
     staying_gang.put("x", ["a", "b", "c"])
-    with pytest.raises(RankFailed):
+    with pytest.raises(PeerLost):
         staying_gang.run(clusters.die_in_one, 0)
     staying_gang.replace()
     assert staying_gang.run(staying.total, 1.0) == [3.0] * 3
@@ -267,10 +267,10 @@ def test_a_worker_that_ends_while_another_one_is_replaced_is_replaced_next(
         return backoff(deadline, seconds)
 
     monkeypatch.setattr(dask, "backoff", wait)
-    with pytest.raises(RankFailed):
+    with pytest.raises(PeerLost):
         gang.run(clusters.die_in_one, 1)
     begun = time.monotonic()
-    with pytest.raises(RankFailed, match=r"^rank 2 .* ended without an answer, with the Dask worker") as told:
+    with pytest.raises(PeerLost, match=r"^rank 2 .* ended without an answer, with the Dask worker") as told:
         gang.replace()
     assert began[2] in str(told.value)
     gang.replace()
@@ -296,7 +296,7 @@ def test_two_gangs_in_the_same_workers_keep_their_own(threads: distributed.Clien
             two.get("x")
         sums = one.submit(staying.total, 1.0), two.submit(staying.total, 2.0)
         assert [each.result(timeout_seconds=30) for each in sums] == [[2.0] * 2, [4.0] * 2]
-        with pytest.raises(RankFailed):
+        with pytest.raises(CallFailed):
             two.run(clusters.fail_in_one, 1)
         assert one.get("x") == [[1, 0, 0], [2, 0, 0]]
         assert one.epoch == 0
@@ -409,7 +409,7 @@ def _is_waiting() -> bool:
 
 
 def test_a_gang_that_cannot_meet_is_not_started(client: distributed.Client) -> None:
-    with pytest.raises(RankFailed, match="pigeon"):
+    with pytest.raises(CallFailed, match="pigeon"):
         DaskGang(client, transport="pigeon").start()
     _nothing_is_left(client)
 

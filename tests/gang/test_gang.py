@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from braidax.comm.stores.memory import MemoryStore
-from braidax.errors import GangError, RankFailed, WaitTimeout
+from braidax.errors import CallFailed, GangError, PeerLost, WaitTimeout
 from braidax.gang.calling.orders import FAILED
 from braidax.gang.calling.parcels import Parcel
 from braidax.gang.calling.ranks import Ended, Message, Ranks
@@ -129,7 +129,7 @@ def test_what_is_no_answer_is_told() -> None:
 
     with _Gang(2, {0: 60.0, 1: 60.0}, 60.0) as gang:
         gang.started.members[1].answer = answer  # type: ignore[method-assign]
-        with pytest.raises(RankFailed, match="rank 1 answered what cannot be read: UnpicklingError"):
+        with pytest.raises(CallFailed, match="rank 1 answered what cannot be read: UnpicklingError"):
             gang.run(lambda comm: None)
 
 
@@ -139,7 +139,7 @@ def test_a_call_whose_rank_ended_does_not_wait_for_its_answer() -> None:
         gang.put("x", [1, 2])
         waiting = gang.submit(clusters.wait_for_one_another)
         gang.started.end_rank(1, "ended on purpose")
-        with pytest.raises(RankFailed, match=r"^rank 1 \(host h, pid 7\) ended on purpose$"):
+        with pytest.raises(PeerLost, match=r"^rank 1 \(host h, pid 7\) ended on purpose$"):
             waiting.result(timeout_seconds=30)
         gang.started.end_rank(1, "ended twice")
         assert gang.run(lambda comm: comm.size, ranks=[0]) == [1]
@@ -152,7 +152,7 @@ def test_an_abort_that_is_quicker_than_its_call_counts(ranks: list[int] | None) 
     with _Gang(2, {0: 60.0, 1: 60.0}, 60.0) as gang:
         dispatch: Any = gang._dispatch
         gang.started.members[0].abort(dispatch._last_call + 1, "on purpose")
-        with pytest.raises(RankFailed, match=r"Aborted: .*on purpose"):
+        with pytest.raises(CallFailed, match=r"Aborted: .*on purpose"):
             gang.run(lambda comm: comm.barrier(), ranks=ranks)
         gang.run(lambda comm: comm.barrier(), ranks=ranks)
 
@@ -163,7 +163,7 @@ def test_a_member_gives_up_whatever_an_order_does_not_name() -> None:
         gang.put("x", [1])
         gang.run(lambda comm: 2, keep="y")
         gang.run(lambda comm: 3, keep="y")
-        with pytest.raises(RankFailed):
+        with pytest.raises(CallFailed):
             gang.run(lambda comm: 1 / 0, keep="z")
         gang.delete("x")
         assert {name: value for name, (_, value) in member._kept.items()} == {"y": 3}

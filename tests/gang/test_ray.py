@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from braidax.comm.stores.store import Store
-from braidax.errors import ArgumentError, CommError, GangError, RankFailed, WaitTimeout
+from braidax.errors import ArgumentError, CallFailed, CommError, GangError, PeerLost, WaitTimeout
 from braidax.gang import Gang
 from braidax.gang.actor_store import ActorStore
 from braidax.gang.ray import RayGang, RayStore
@@ -97,7 +97,7 @@ def test_results_come_in_rank_order_whoever_is_first(gang: RayGang) -> None:
 
 def test_an_error_names_the_rank_and_shows_where_it_was_raised(gang: RayGang) -> None:
     epoch = gang.epoch
-    with pytest.raises(RankFailed, match=r"^rank 1 \(host .*, pid \d+\): LookupError: nothing in rank 1\n") as caught:
+    with pytest.raises(CallFailed, match=r"^rank 1 \(host .*, pid \d+\): LookupError: nothing in rank 1\n") as caught:
         gang.run(clusters.fail_in_one, 1)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, LookupError)
@@ -120,7 +120,7 @@ def test_the_store_is_replaced_when_it_is_gone(gang: RayGang) -> None:
     (name,) = [each["name"] for each in _stores()]
     ray.kill(ray.get_actor(name, namespace="braidax"))
     clusters.until(lambda: not _stores())
-    with pytest.raises(RankFailed):
+    with pytest.raises(PeerLost):
         gang.run(clusters.die_in_one, 1)
     gang.replace()
     assert len(_stores()) == 1
@@ -130,7 +130,7 @@ def test_the_store_is_replaced_when_it_is_gone(gang: RayGang) -> None:
 def test_a_killed_rank_is_named_with_its_host_and_all_may_be_restarted(fresh: RayGang) -> None:
     gang, pids, epoch = fresh, fresh.run(clusters.pid_of), fresh.epoch
     begun = time.monotonic()
-    with pytest.raises(RankFailed) as caught:
+    with pytest.raises(PeerLost) as caught:
         gang.run(clusters.die_in_one, 2)
     assert time.monotonic() - begun < 20
     assert caught.value.rank == 2
@@ -190,7 +190,7 @@ def test_a_gang_that_finds_no_room_says_what_there_is(gang: RayGang) -> None:
 
 
 def test_a_gang_that_cannot_meet_is_not_started(gang: RayGang) -> None:
-    with pytest.raises(RankFailed, match="pigeon"):
+    with pytest.raises(CallFailed, match="pigeon"):
         RayGang(1, num_cpus=0.5, transport="pigeon").start()
     clusters.until(lambda: len(_groups()) == 1)
     assert len(_stores()) == 1

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from braidax.comm import Communicator
-from braidax.errors import ArgumentError, GangError, RankFailed, WaitTimeout
+from braidax.errors import ArgumentError, CallFailed, GangError, PeerLost, WaitTimeout
 from braidax.gang import Gang, LocalGang
 from braidax.gang.calling import dispatch, worlds
 from tests.gang import clusters, programs, staying
@@ -52,7 +52,7 @@ def test_a_rank_that_goes_on_when_another_raised_holds_up_the_next_call_only(
     monkeypatch.setattr(dispatch, "OTHERS_SECONDS", 0.2)
     path = tmp_path / "go"
     pids = gang.run(programs.pids)
-    with pytest.raises(RankFailed, match="the value") as told:
+    with pytest.raises(CallFailed, match="the value") as told:
         gang.run(fail_or_wait, str(path), ranks=[0, 1])
     assert "rank 1 had not answered; the next call there waits for that." in told.value.__notes__
     assert gang.run(programs.pids, ranks=[0, 2]) == [pids[0], pids[2]]
@@ -72,7 +72,7 @@ def test_a_rank_that_hangs_is_replaced_when_that_is_asked_for(gang: LocalGang) -
     pids = gang.run(programs.pids)
     hanging, behind = gang.submit(programs.sleep_after_0, ranks=[0, 1]), gang.submit(programs.pids)
     gang.replace([1])
-    with pytest.raises(RankFailed, match="rank 1 was ended by force: it is being replaced"):
+    with pytest.raises(PeerLost, match="rank 1 was ended by force: it is being replaced"):
         hanging.result(timeout_seconds=30)
     with pytest.raises(GangError, match="rank 1 was ended by force: it is being replaced"):
         behind.result(timeout_seconds=30)
@@ -85,13 +85,13 @@ def test_a_rank_that_hangs_is_replaced_when_that_is_asked_for(gang: LocalGang) -
 def test_a_rank_that_ends_while_all_meet_keeps_nobody(gang: LocalGang, tmp_path: Path) -> None:
     """The others wait for it in the store, which nobody but the gang can tell them."""
     pids = gang.run(programs.pids)
-    with pytest.raises(RankFailed):
+    with pytest.raises(CallFailed):
         gang.run(programs.fail_on_1, "raised")
     os.kill(pids[1], signal.SIGSTOP)
     begun = time.monotonic()
     meeting = gang.submit(staying.total, 1.0)
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(RankFailed, match=r"rank 1 .* was ended by signal 9"):
+    with pytest.raises(PeerLost, match=r"rank 1 .* was ended by signal 9"):
         meeting.result(timeout_seconds=30)
     gang.replace()
     assert time.monotonic() - begun < 10  # the limit of a meeting is 60 s
@@ -101,7 +101,7 @@ def test_a_rank_that_ends_while_all_meet_keeps_nobody(gang: LocalGang, tmp_path:
 def test_what_a_lost_rank_has_started_ends_at_once() -> None:
     with LocalGang(2) as gang:
         children = gang.run(programs.leave_a_child)
-        with pytest.raises(RankFailed):
+        with pytest.raises(PeerLost):
             gang.run(clusters.die_in_one, 1)
         programs.wait_until_gone([children[1]], seconds=5)
         assert not programs.is_gone(children[0])
@@ -153,7 +153,7 @@ def test_a_rank_that_sends_what_is_no_answer_is_lost() -> None:
 
     with LocalGang(2) as gang:
         words = r"^rank 1 \(host .*\) sent what is no answer: a message of kind 65535 with 65,535 of 4,294,967,295 pa"
-        with pytest.raises(RankFailed, match=words):
+        with pytest.raises(PeerLost, match=words):
             gang.run(write_there)
         assert gang.lost == (1,)
         gang.replace()
@@ -167,7 +167,7 @@ def test_many_replacements_leave_nothing() -> None:
     with LocalGang(2) as gang:
         before = open_files()
         for _ in range(4):
-            with pytest.raises(RankFailed):
+            with pytest.raises(PeerLost):
                 gang.run(clusters.die_in_one, 1)
             gang.replace()
         clusters.until(lambda: open_files() <= before)  # a process that was given up is held a moment longer

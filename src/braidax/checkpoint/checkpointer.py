@@ -18,7 +18,7 @@ from braidax.checkpoint.snapshot.hold import Memory, hold
 from braidax.checkpoint.snapshot.leaves import put_outside, saved_leaves, with_outside
 from braidax.checkpoint.snapshot.staging import prepared
 from braidax.checkpoint.under_way import UnderWay
-from braidax.errors import ArgumentError, CheckpointError, ProcessFailed, WaitTimeout
+from braidax.errors import ArgumentError, CheckpointError, CommError, PeerLost, WaitTimeout
 from braidax.spans import Trace
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Checkpointer:
     `timeout_seconds` limit the waits for others.
 
     `notes` are texts that every checkpoint from then on keeps, by name; `fit` notes the plan. `while_waiting`, if set,
-    is called every few seconds of a wait, and when a checkpoint has failed; it may raise `ProcessFailed`, as a step's
+    is called every few seconds of a wait, and when a checkpoint has failed; it may raise `PeerLost`, as a step's
     `check_processes` does. A `with` block that this error ends waits for no other process.
 
     **Raises:** `CheckpointError` when a place is none that this process may write to, or is another run's.
@@ -253,12 +253,12 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not isinstance(error, ProcessFailed):
+        if not isinstance(error, PeerLost):
             self.close()
             return
-        self._processes.leave(str(error))
+        self._processes.leave(error)
         self.while_waiting = None
-        with contextlib.suppress(CheckpointError, WaitTimeout):
+        with contextlib.suppress(CheckpointError, CommError, WaitTimeout):
             self.close()
 
     def _renew(self) -> int:

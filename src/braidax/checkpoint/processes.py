@@ -15,7 +15,8 @@ import jax
 
 from braidax.checkpoint.interval.adaptive_messages import Announcements, Announcing
 from braidax.connections.coordination import Coordination
-from braidax.errors import BraidaxError, CheckpointError, WaitTimeout
+from braidax.connections.raised import Raised
+from braidax.errors import BraidaxError, CheckpointError, PeerLost, WaitTimeout
 from braidax.program.coordination import coordination
 
 _SLICE_SECONDS = 0.2  # of a wait, which `leave` ends
@@ -82,7 +83,7 @@ class CoordinationChannel:
 class _Left:
     """Why processes wait for nobody any more, None as long as they do."""
 
-    reason: str | None = None
+    error: PeerLost | None = None
 
 
 class Processes:
@@ -140,12 +141,12 @@ class Processes:
         for each in (f"{name}/begin", name):
             self.tell(each, error=CheckpointError(self._withdrawn[name]))
 
-    def leave(self, reason: str) -> None:
-        """Ends all waits of this process, on any thread, by `CheckpointError`: another process will not come.
+    def leave(self, error: PeerLost) -> None:
+        """Ends all waits of this process, on any thread, by `CheckpointError` from this error: its process is gone.
 
         Those that were made of these by `another` are meant as well.
         """
-        self._left.reason = reason
+        self._left.error = error
 
     def check(self, name: str) -> None:
         """Raises `CheckpointError` when this process has withdrawn from what goes by a name."""
@@ -154,7 +155,7 @@ class Processes:
 
     def tell(self, name: str, value: str = "", *, error: BaseException | None = None) -> None:
         """Tells the others a value, or what went wrong; for process 0. The first word of a name counts."""
-        said = {"value": value} if error is None else {"error": _said(error)}
+        said = {"value": value} if error is None else {"error": said_of(error).to_text()}
         self._set(f"{name}/told", json.dumps(said).encode())
 
     def follow(self, name: str) -> str:
@@ -168,7 +169,8 @@ class Processes:
             )
         content: dict[str, Any] = json.loads(told)
         if "error" in content:
-            raise CheckpointError(content["error"])
+            raised = Raised.from_text(content["error"])
+            raise CheckpointError(raised.words) from raised.error(f"process 0: {raised.words}", 0)
         return content["value"]
 
     def say(self, name: str, value: str) -> None:
@@ -220,7 +222,7 @@ class Processes:
             yield
         except BaseException as error:
             with contextlib.suppress(BraidaxError):  # where nobody can be told, nobody waits
-                self.withdraw(name, _said(error))
+                self.withdraw(name, said_of(error).words)
             raise
 
         def judge(words: Mapping[int, str]) -> str:
@@ -242,8 +244,8 @@ class Processes:
     def _get(self, key: str, source: int, deadline: float) -> bytes | None:
         assert self._channel is not None
         while True:
-            if self._left.reason is not None:
-                raise CheckpointError(self._left.reason)
+            if self._left.error is not None:
+                raise CheckpointError(str(self._left.error)) from self._left.error
             left = max(0.001, deadline - time.monotonic())
             try:
                 return self._channel.read(key, source, min(left, _SLICE_SECONDS))
@@ -268,5 +270,6 @@ def alone(timeout_seconds: float) -> Processes:
     return Processes(None, 0, 1, timeout_seconds)
 
 
-def _said(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError | WaitTimeout) else f"{type(error).__name__}: {error}"
+def said_of(error: BaseException) -> Raised:
+    """Returns what other processes are told of an error; what is of checkpoints says so itself."""
+    return Raised.of(error, words=str(error) if isinstance(error, CheckpointError | WaitTimeout) else None)

@@ -15,7 +15,7 @@ from braidax.comm.messages import FIRST_BYTES, Value
 from braidax.comm.request import run
 from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
-from braidax.errors import RemoteError, WaitTimeout
+from braidax.errors import CallFailed, WaitTimeout
 from braidax.spans import Trace
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Calling:
         try:
             answer = (self._asking or self.asking).ask(rank, value, limit)
             self.trace.note("comm", "ask", start, num_bytes_of(value))
-        except (RemoteError, WaitTimeout):
+        except (CallFailed, WaitTimeout):
             raise
         except BaseException as error:
             self._group.failed("ask", error, self._limit())

@@ -84,6 +84,11 @@ class Communicator:
     def trace(self, trace: Trace) -> None:
         self._calling.trace = trace
 
+    @property
+    def failure(self) -> CommError | None:
+        """What has ended the epoch: `PeerLost`, `Aborted`, or that this was closed; None while it goes on."""
+        return self._progress.failure
+
     def send(self, value: Value, dest: int, *, tag: int = 0) -> None:
         """Sends a value to a rank; returns when the value may be changed, which may be before it is received.
 
@@ -111,9 +116,8 @@ class Communicator:
             number = self._first_tag
         try:
             try:
-                operation = self._send_now(
-                    peer, number, (buffer if self._takes_arrays else memoryview(buffer).cast("B"),)
-                )
+                data = buffer if self._takes_arrays else memoryview(buffer).cast("B")
+                operation = self._send_now(peer, number, (data,))
             except (TypeError, ValueError, BufferError):
                 operation = self._send_now(peer, number, (flat_bytes(buffer),))
             if not operation.done or operation.error is not None:
@@ -287,12 +291,10 @@ class Communicator:
         **Arguments:** `rank`: another one. `value`: as for `send`. `timeout_seconds`: the limit; that of the
         communicator by default.
 
-        **Raises:** `RemoteError` with the traceback of the handler when that raises; `WaitTimeout` when no answer
-        comes, which does not end the epoch, and the answer is dropped when it comes; `ArgumentError`; `PeerLost`,
-        `Aborted`.
+        **Raises:** `CallFailed` with the traceback of the handler when that raises; `WaitTimeout` when no answer comes,
+        which does not end the epoch: the answer is dropped when it comes; `ArgumentError`; `PeerLost`, `Aborted`.
         """
-        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        return self._calling.ask(rank, value, limit)
+        return self._calling.ask(rank, value, self.timeout_seconds if timeout_seconds is None else timeout_seconds)
 
     def end_asking(self, rank: int) -> None:
         """Tells a rank, which serves and waits, that this one asks it no more; it hears that once. Closing tells all.
@@ -320,8 +322,8 @@ class Communicator:
     def split(self, color: int, *, key: int = 0) -> "Communicator":
         """Returns the group of the ranks that gave the same color, ordered by key and then by rank.
 
-        Called by all ranks. Groups share the connections and the fate of the whole: closing or aborting one does so for
-        all. With `on_loss="peer"` the collectives of a group end with its first member that is lost, and no other's.
+        Called by all ranks. Groups share the connections and the fate of the whole: closing or aborting one ends all.
+        With `on_loss="peer"` the collectives of a group end with its first member that is lost, and no other's.
 
         **Raises:** `CommError` when too many groups have been made.
         """
@@ -392,7 +394,6 @@ class Communicator:
         try:
             if error is not None:
                 self._progress.told = True  # what was raised goes on as it is
-                if self._progress.failure is None:
-                    self.abort(f"{type(error).__name__}: {error}")
+                self.abort(f"{type(error).__name__}: {error}")
         finally:
             self.close()

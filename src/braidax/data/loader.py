@@ -70,8 +70,8 @@ class DataLoader:
     together, and an error on one of them is raised on all.
 
     **Raises:** `FormatError`, `SpecError`, `ArgumentError` before anything is read, also where processes were given
-    different things; while iterating, `RecordError` at the batch that holds the record, `ProcessFailed` where another
-    process raised, and `WaitTimeout`.
+    different things; while iterating, `RecordError` at the batch that holds the record, `CallFailed` where another
+    process raised, `PeerLost` where one has left or ended, and `WaitTimeout`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, final
 
-from braidax.errors import ArgumentError, GangError, RankFailed, WaitTimeout
+from braidax.errors import ArgumentError, CallFailed, GangError, PeerLost, WaitTimeout
 from braidax.gang.calling.call import Call, GangFuture, Kind, Sent
 from braidax.gang.calling.dispatch import OTHERS_SECONDS, Dispatch
 from braidax.gang.calling.parcels import Parcel
@@ -90,8 +90,8 @@ class Gang(ABC):
     def start(self) -> None:
         """Starts all ranks, and returns when each has heard of all others.
 
-        **Raises:** `GangError` when they cannot be started, `RankFailed` when one cannot meet the others; `WaitTimeout`
-        naming the ranks that have not started within the limit. All ranks are ended then.
+        **Raises:** `GangError` when they cannot be started, `CallFailed` or `PeerLost` when one cannot meet the others;
+        `WaitTimeout` naming the ranks that have not started within the limit. All ranks are ended then.
         """
         if self._ranks is not None:
             raise GangError("the gang runs already; restart() begins anew")
@@ -103,7 +103,7 @@ class Gang(ABC):
         except WaitTimeout as error:
             self._end(f"{str(error).partition(';')[0]}: call start()")
             raise WaitTimeout(f"{error}; all ranks were ended: allow more seconds, or see what they wrote") from None
-        except RankFailed as failed:
+        except (CallFailed, PeerLost) as failed:
             self._end(f"rank {failed.rank} failed: call start()")
             raise
         except BaseException:
@@ -155,9 +155,10 @@ class Gang(ABC):
 
         **Returns:** the results, in rank order.
 
-        **Raises:** as `submit`; `RankFailed` naming the rank that failed first, with its traceback as a note and what
-        it raised as the cause; `WaitTimeout` naming the ranks that have not answered; `GangError` when ranks are lost
-        or lack what they should keep; `ArgumentError` for a name that nothing is kept under. Nothing new is kept then.
+        **Raises:** as `submit`; of the rank that failed first `CallFailed` with its traceback when the function raised,
+        and what that was as the cause, or `PeerLost` when its process ended, froze or was cut off; `WaitTimeout` naming
+        the ranks that have not answered; `GangError` when ranks are lost or lack what they should keep;
+        `ArgumentError` for a name that nothing is kept under. Nothing new is kept then.
         """
         call = self._call("world", self._checked(ranks), fn, args, per_rank, keep)
         return self._result(call, timeout_seconds)
@@ -221,8 +222,8 @@ class Gang(ABC):
         **Arguments:** `ranks`: to replace besides: they are ended by force, such as one that hangs. Calls that wait for
         ranks that are lost are refused.
 
-        **Raises:** `GangError` when no process can be started, `RankFailed` when a rank fails meanwhile; `WaitTimeout`
-        when a rank is busy, or late. The gang stays as far as it is there: call it again.
+        **Raises:** `GangError` when no process can be started, `CallFailed` or `PeerLost` when a rank fails meanwhile;
+        `WaitTimeout` when a rank is busy, or late. The gang stays as far as it is there: call it again.
         """
         asked = self._checked(ranks) if ranks else ()
         dispatch, started = self._running(), self._ranks

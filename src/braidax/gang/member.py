@@ -20,7 +20,7 @@ import cloudpickle
 from braidax.comm import Communicator, Store, Tuning, connect
 from braidax.comm.rendezvous import DEFAULT, give_up_meeting
 from braidax.errors import Aborted, ArgumentError, BraidaxError, CommError, GangError, PeerLost
-from braidax.gang.calling.orders import DONE, FAILED, Failure, Meeting, Order
+from braidax.gang.calling.orders import DONE, FAILED, Failure, LostRank, Meeting, Order
 from braidax.gang.calling.parcels import Parcel, pack, unpack
 from braidax.gang.keeping.kept import Kept
 
@@ -206,18 +206,18 @@ class Member:
         what = f"{type(error).__qualname__}: {_text(error)}"
         host = self._tuning.host or socket.gethostname()
         comm = None if meeting is None else self._comms.get((meeting.job, meeting.epoch))
+        lost = None if meeting is None else _lost(meeting, comm, error)
         if comm is not None:
             with contextlib.suppress(CommError):  # the others are gone already
                 comm.abort(what)
-        lost = next((link.rank for link in _chain(error) if isinstance(link, PeerLost)), None)
         return Failure(
-            rank=self._rank,
+            host=host,
             where=f"rank {self._rank} (host {host}, pid {os.getpid()})",
             what=what,
             traceback="".join(traceback.format_exception(error)),
             time_seconds=seconds,
             is_consequence=is_consequence(error),
-            lost=None if lost is None or meeting is None else meeting.ranks[lost],
+            lost=lost,
             error=_pickled(error),
         )
 
@@ -266,6 +266,17 @@ def pack_value(value: Any, job: str) -> tuple[Parcel, frozenset[str]]:
 def is_consequence(error: BaseException) -> bool:
     """Says whether an error came from the failure of another rank."""
     return any(isinstance(link, PeerLost | Aborted) for link in _chain(error))
+
+
+def _lost(meeting: Meeting, comm: Communicator | None, error: BaseException) -> LostRank | None:
+    """Returns the rank that the communicator of a call has lost, if an error came from that.
+
+    Others that a function has, those of a loader for instance, number their processes in their own way.
+    """
+    found = next((link for link in _chain(error) if isinstance(link, PeerLost)), None)
+    if found is not None and comm is not None:
+        found = comm.failure
+    return LostRank(meeting.ranks[found.rank], found.host) if isinstance(found, PeerLost) else None
 
 
 def _packed(result: Any) -> Parcel:

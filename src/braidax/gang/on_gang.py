@@ -11,7 +11,7 @@ from pathlib import Path
 from braidax.comm import Communicator, TcpStoreServer
 from braidax.comm.stores.tcp_frames import url
 from braidax.connections.hosts import host_addresses
-from braidax.errors import GangError, RankFailed
+from braidax.errors import CallFailed, GangError, PeerLost
 from braidax.gang.gang import Gang
 from braidax.gang.launch import Failed, Job, repeated
 from braidax.gang.program import Program, Seat
@@ -42,7 +42,7 @@ def launch_on(
             gang.restart()
         try:
             gang.run(_run, program, name, transport, epoch, str(Path.cwd()))
-        except RankFailed as failed:
+        except (CallFailed, PeerLost) as failed:
             # Where Dask is loaded its tblib pickles errors, and `SystemExit.code` is lost: its arguments are not.
             said = failed.__cause__.args if isinstance(failed.__cause__, SystemExit) else ()
             code = said[0] if said and isinstance(said[0], int) else 1

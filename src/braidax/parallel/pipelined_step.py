@@ -122,7 +122,7 @@ class PipelinedStep:
         By a schedule that does not flush it makes several updates, as `Pipeline` says; `before_apply` is called before
         the first of them, and `state.step` counts steps.
 
-        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for; `ProcessFailed`
+        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for; `PeerLost`
         when a process that has stages has ended.
         """
         self._check(state, batch)
@@ -222,7 +222,7 @@ class PipelinedStep:
 
         **Arguments:** `wait_seconds`: how long those are asked that still answer: one may be about to end.
 
-        **Raises:** `ProcessFailed` naming one.
+        **Raises:** `PeerLost` naming one.
         """
         self._work.run.check_processes(wait_seconds)
 
@@ -231,7 +231,7 @@ class PipelinedStep:
 
         While a stage has one batch, those before it have the next: call it for several, and read metrics afterwards.
 
-        **Returns:** the metrics, as of `update`. **Raises:** `ArgumentError`, `SpecError`, `ProcessFailed` as `update`.
+        **Returns:** the metrics, as of `update`. **Raises:** `ArgumentError`, `SpecError`, `PeerLost` as `update`.
         """
         self._check_state(state)
         reading = self._readings.of(None, specs_of(batch))

@@ -1,7 +1,7 @@
 import pytest
 
 from braidax.data.fetching.confirmation import Confirmation
-from braidax.errors import ProcessFailed, WaitTimeout
+from braidax.errors import CallFailed, WaitTimeout
 
 
 def test_processes_that_do_not_answer_are_not_reported_as_a_read_that_hangs() -> None:
@@ -11,8 +11,8 @@ def test_processes_that_do_not_answer_are_not_reported_as_a_read_that_hangs() ->
 
 def test_what_another_process_raised_is_raised() -> None:
     confirmation = Confirmation()
-    confirmation.future.set_exception(ProcessFailed("process 1 failed", 1))
-    with pytest.raises(ProcessFailed, match="process 1 failed"):
+    confirmation.future.set_exception(CallFailed("process 1 failed", 1))
+    with pytest.raises(CallFailed, match="process 1 failed"):
         confirmation.wait(timeout_seconds=10, what="batch 3")
 
 

@@ -1,5 +1,6 @@
 """Processes that load together: they mean the same, end together, and fail together, each knowing why."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from braidax.data.knobs import Knobs
 from braidax.data.loader import DataLoader
 from braidax.data.sampling.order import Cursor
 from braidax.data.storage.progress import Progress
-from braidax.errors import BraidaxError
+from braidax.errors import BraidaxError, CallFailed, PeerLost
 from braidax.gang import LocalGang
 from tests.data.jax_gang import RUN_SECONDS, Counting, jax_gang
 from tests.data.numbered import Numbers
@@ -41,8 +42,18 @@ def _caught(comm: Any, fn: Any, args: Any) -> tuple[str, str, float]:
     try:
         fn(comm.rank, *args)
     except BraidaxError as error:
+        check_fields(error)
         return type(error).__name__, str(error), time.monotonic() - begun
     return "", "", time.monotonic() - begun
+
+
+def check_fields(error: BraidaxError) -> None:
+    """Checks that an error that comes from another process says which and where, and shows its traceback."""
+    if isinstance(error, CallFailed | PeerLost):
+        assert (error.rank, error.host) == (int(str(error).split()[1]), socket.gethostname())
+    if isinstance(error, CallFailed):
+        assert error.traceback.startswith(("Traceback", "…"))
+        assert "Error: " in error.traceback.splitlines()[-1]
 
 
 def mesh() -> Mesh:
@@ -97,7 +108,7 @@ def test_a_file_that_one_host_lacks_is_an_error_on_all(gang: LocalGang, tmp_path
     assert second[0] == "FormatError"
     assert "host-1" in second[1]
     for kind, text, _ in (first, third):
-        assert kind == "ProcessFailed"
+        assert kind == "CallFailed"
         assert "process 1 cannot load this data: FormatError" in text
         assert "host-1" in text
 
@@ -151,7 +162,7 @@ def test_an_error_on_one_process_is_raised_on_all_at_the_same_batch(gang: LocalG
     assert "record 21 is gone" in third[1]
     assert third[1].endswith("| after [12]")
     for kind, text, seconds in (first, second):
-        assert kind == "ProcessFailed"
+        assert kind == "CallFailed"
         assert text.startswith("process 2 failed: ReadError: ")
         assert "record 21 is gone" in text
         assert text.endswith("| after [12]")
@@ -173,7 +184,7 @@ def exchanging(rank: int) -> None:
 def test_an_error_found_ahead_is_raised_in_its_place(gang: LocalGang) -> None:
     # cut by rows, process 2 reads the last third of each batch
     for kind, text, seconds in told(gang, exchanging):
-        assert kind in ("ProcessFailed", "ReadError")
+        assert kind in ("CallFailed", "ReadError")
         assert "record 21 is gone" in text
         assert text.endswith("| after [12]")
         assert seconds < SECONDS / 2
@@ -337,6 +348,6 @@ def test_a_process_that_leaves_a_pass_is_named_before_the_limit(gang: LocalGang)
     first, second, third = told(gang, late, False)
     assert second[0] == ""
     for kind, text, seconds in (first, third):
-        assert kind == "ProcessFailed"
+        assert kind == "PeerLost"
         assert text.startswith("process 1 has left this pass over the data, or has ended; expected every process to")
         assert seconds < SECONDS / 2

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from braidax.data.source import Source, allocate, prepare, source_at
 from braidax.data.workers.processes import InProcesses, in_processes, worker
 from braidax.data.workers.processes.memory import SharedMemory, nameless_file
 from braidax.data.workers.processes.pickling import pack, unpack
-from braidax.errors import ArgumentError, BraidaxError, FormatError, ReadError, RecordError, WaitTimeout
+from braidax.errors import ArgumentError, BraidaxError, FormatError, PeerLost, ReadError, RecordError, WaitTimeout
 from tests.data import troubled
 from tests.data.troubled import (
     NUM_SAMPLES,
@@ -170,6 +171,9 @@ def test_records_that_kill_every_worker_are_named(source: InProcesses, folder: P
     for fact in ("source=Troubled", "[0, 1, 2, 3, 4, 5, 6, 7]… (10 in all)", "ended 3 worker processes", "mend"):
         assert fact in message
     assert len(list(folder.glob(f"{troubled.KILLED} *"))) == 3
+    last = caught.value.__cause__
+    assert isinstance(last, PeerLost)
+    assert (last.rank in range(source.num_workers), last.host) == (True, socket.gethostname())
     same_but_for_the_process(read(source, [1, 2]), read(Troubled(folder), [1, 2]))
 
 
@@ -360,8 +364,10 @@ def test_workers_that_cannot_begin_are_not_blamed_on_the_records(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [])
         source = in_processes(Troubled(folder), num_workers=1)
-    with pytest.raises(BraidaxError, match=r"process 0 \(pid \d+\) ended with exit status 1 before it had its source"):
+    words = r"process 0 \(pid \d+\) ended with exit status 1 before it had its source"
+    with pytest.raises(PeerLost, match=words) as caught:
         read(source, [0])
+    assert (caught.value.rank, caught.value.host) == (0, socket.gethostname())
     assert capfd.readouterr().err.count("ModuleNotFoundError: No module named") == 1
     assert children(os.getpid()) == before
 

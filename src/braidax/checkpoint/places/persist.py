@@ -18,7 +18,8 @@ from braidax.checkpoint.format.manifest import About
 from braidax.checkpoint.format.writing import write
 from braidax.checkpoint.places.place import Order, Part
 from braidax.checkpoint.places.same_tree import Said, check_same
-from braidax.checkpoint.processes import Processes
+from braidax.checkpoint.processes import Processes, said_of
+from braidax.connections.raised import Raised
 from braidax.errors import ArgumentError, CheckpointError, WaitTimeout
 
 _FINE = "fine "
@@ -153,7 +154,7 @@ class _Work(NamedTuple):
 
             self._named(act)
         except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
-            return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}", error
+            return said_of(error).to_text(), error
         return _FINE + json.dumps(Said.of(snapshot, processes.index)), None
 
     def _judge(self, said: dict[int, str], mine: BaseException | None) -> None:
@@ -161,7 +162,9 @@ class _Work(NamedTuple):
             raise mine
         for process, words in said.items():
             if not words.startswith(_FINE):
-                raise CheckpointError(f"{self.folder}: process {process} could not save its part: {words}")
+                raised = Raised.from_text(words)
+                message = f"{self.folder}: process {process} could not save its part: {raised.words}"
+                raise CheckpointError(message) from raised.error(f"process {process}: {raised.words}", process)
         check_same(
             str(self.folder),
             {process: Said.from_json(json.loads(words.removeprefix(_FINE))) for process, words in said.items()},

@@ -30,7 +30,8 @@ from braidax.comm.serving.conversation import (
 )
 from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
-from braidax.errors import ArgumentError, CommError, RemoteError, WaitTimeout
+from braidax.connections.raised import Raised
+from braidax.errors import ArgumentError, CallFailed, CommError, WaitTimeout
 
 _ANSWERED = HEADER.pack(ANSWER, 0)
 _REQUEST = HEADER.pack(REQUEST, 0)[:8]
@@ -130,8 +131,9 @@ class Asking:
                 with self._lock:
                     self._unanswered[rank] -= 1
         if kind == RAISED and not talk.is_given_up:
-            world = self._progress.world
-            raise RemoteError(f"{world.describe(talk.peer)} could not answer: {bytes(answer).decode()}", rank)
+            raised, world = Raised.from_text(bytes(answer).decode()), self._progress.world
+            words = f"{world.describe(talk.peer)} could not answer: {raised.words}"
+            raise CallFailed(words, rank, world.hosts[talk.peer], raised.traceback)
         return answer
 
     def _check_rank(self, rank: Any) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -34,8 +33,9 @@ from braidax.comm.serving.conversation import (
 )
 from braidax.comm.small import decoded, encoded
 from braidax.comm.transports.transport import Operation
-from braidax.comm.waiting import AnyOf, again, words_of
+from braidax.comm.waiting import AnyOf, again
 from braidax.comm.watch import Notice
+from braidax.connections.raised import Raised
 from braidax.errors import CommError, PeerLost, WaitTimeout
 
 Handler = Callable[[int, Value], Value]
@@ -303,7 +303,7 @@ class Server:
         try:
             return ANSWER, self._handler(rank, value)
         except BaseException as error:  # noqa: BLE001 (that of one request: the asker raises it, the server lives)
-            return RAISED, _traceback_of(error)
+            return RAISED, _told(error)
 
     def _steps(self, talk: Talk, rank: int, message: NDArray[np.uint8]) -> Steps[None]:
         value = yield from talk.value(arriving_of(message))
@@ -316,7 +316,7 @@ class Server:
         try:
             parcel = pack(answer)
         except Exception as error:  # noqa: BLE001 (the handler returned no value, or there is no memory for it)
-            kind, parcel = RAISED, pack(_traceback_of(error))
+            kind, parcel = RAISED, pack(_told(error))
         talk.say(kind, first=parcel.first)
         if not parcel.rest:
             return
@@ -328,7 +328,6 @@ class Server:
             yield from talk.send_rest(parcel)
 
 
-def _traceback_of(error: BaseException) -> bytes:
+def _told(error: BaseException) -> bytes:
     """Returns what an asker is told of what a handler raised."""
-    text = f"{words_of(error)}\n\nThe traceback of its handler:\n\n{''.join(traceback.format_exception(error))}"
-    return text.encode("utf-8", "backslashreplace")
+    return Raised.of(error).to_text().encode()

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import jax
 
 from braidax.connections.coordination import Coordination
-from braidax.errors import ArgumentError, ProcessFailed, WaitTimeout
+from braidax.connections.raised import Raised
+from braidax.errors import ArgumentError, WaitTimeout
 from braidax.program.coordination import busy, coordination
 
 _GRACE_SECONDS = 2.0  # which others have to say that they too waited in vain
@@ -50,11 +51,11 @@ class ProcessGroup:
 
         **Returns:** the words of all, by process.
 
-        **Raises:** on all processes: `ArgumentError` showing what differs; `ProcessFailed` naming one that can do
+        **Raises:** on all processes: `ArgumentError` showing what differs; `CallFailed` naming one that can do
         nothing, which raises its own error; `WaitTimeout` naming those that did not come.
         """
         if isinstance(facts, BaseException):
-            told: dict[str, Any] = {"error": in_words(facts)}
+            told: dict[str, Any] = {"error": Raised.of(facts).to_text()}
         else:
             told = {"facts": dict(facts), "words": words}
         found = self.gather(name, json.dumps(told).encode(), deadline=time.monotonic() + timeout_seconds)
@@ -63,7 +64,8 @@ class ProcessGroup:
         answers: dict[int, Any] = {process: json.loads(value) for process, value in found.items()}
         for process, answer in answers.items():
             if "error" in answer:
-                raise ProcessFailed(f"process {process} cannot load this data: {answer['error']}", process)
+                raised = Raised.from_text(answer["error"])
+                raise raised.error(f"process {process} cannot load this data: {raised.words}", process)
         for fact in facts:
             values: dict[str, list[int]] = {}
             for process, answer in answers.items():
@@ -169,8 +171,3 @@ def come_too_late(process: int, missing: Sequence[int]) -> WaitTimeout:
         "batches: does each make its loaders, and go through them, in the same order? If one is only slow, raise "
         "Knobs(timeout_seconds=...)"
     )
-
-
-def in_words(error: BaseException) -> str:
-    """Returns what the other processes are told of an error."""
-    return f"{type(error).__name__}: {error}"

@@ -2,23 +2,27 @@
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from braidax.connections.raised import Raised
 from braidax.data.fetching.confirmation import Confirmation
 from braidax.data.multihost.hub import Door, Hub, Verdict
-from braidax.data.multihost.meeting import ProcessGroup, come_too_late, in_words
+from braidax.data.multihost.meeting import ProcessGroup, come_too_late
 from braidax.data.multihost.replicas import Replicas, Sums, compare, told
 from braidax.data.workers.threads import Threads
-from braidax.errors import ProcessFailed, WaitTimeout
+from braidax.errors import PeerLost, WaitTimeout
 
 _SLICE_SECONDS = 0.1  # of a wait, which `close` ends
 _CLOSE_SECONDS = 5.0  # which a thread that waits there, or for a device, has to end
 _VERDICT_BATCHES = 2  # after which a comparison has to be over
 _LEAST_SECONDS = 1.0  # which others have when this process was slow itself
+_MAX_CHARACTERS = 4000  # of an error, as many as the hub tells
 _ANSWER_SECONDS = 4.0  # which others have, beyond the limit, to say who is late
 
 
@@ -28,13 +32,21 @@ class Rounds:
     A thread takes part in them ahead, while the step computes.
 
     **Arguments:** `group`: the processes. `name`: of the pass. `hub`: is owned, and closed. `timeout_seconds`: of
-    a comparison. `replicas`: what is compared of batches, if anything is.
+    a comparison. `replicas`: what is compared of batches, if anything is. `hosts`: names of those of the processes.
     """
 
     def __init__(
-        self, group: ProcessGroup, name: str, hub: Hub, timeout_seconds: float, replicas: Replicas | None
+        self,
+        group: ProcessGroup,
+        name: str,
+        hub: Hub,
+        timeout_seconds: float,
+        replicas: Replicas | None,
+        *,
+        hosts: Mapping[int, str],
     ) -> None:
         self._replicas = replicas
+        self._hosts = hosts
         self._num_checked = 0
         self._comparisons: deque[tuple[int, Future[None]]] = deque()
         self._group = group
@@ -97,14 +109,29 @@ class Rounds:
         try:
             self._await(local, confirmation)
         except BaseException as error:
-            self._hub.fail(number, self._group.process, in_words(error))
+            told = Raised.of(error).to_text(max_characters=_MAX_CHARACTERS)
+            self._hub.fail(number, self._group.process, told)
             raise
         if self._stop.is_set():
             return
         earliest = time.monotonic() + _LEAST_SECONDS
         verdict = self._hub.agree(number, deadline=lambda: max(confirmation.deadline, earliest), stop=self._stop)
         if verdict is not None and verdict.kind != "fine":
-            raise _error(verdict, self._group.process)
+            raise self._error(verdict)
+
+    def _error(self, verdict: Verdict) -> Exception:
+        if verdict.kind == "late":
+            return come_too_late(self._group.process, verdict.processes)
+        first, named = verdict.processes[0], ", ".join(map(str, verdict.processes))
+        if verdict.kind == "failed":
+            raised = Raised.from_text(verdict.words)
+            return raised.error(f"process {first} failed: {raised.words}", first)
+        return PeerLost(
+            f"process {named} has left this pass over the data, or has ended; expected every process to take the same "
+            "batches: its log says why",
+            first,
+            self._hosts.get(first, ""),
+        )
 
     def _await(self, local: "Future[Any]", confirmation: Confirmation) -> None:
         """Waits for this process's part, or until `close`. **Raises:** what it raised; `TimeoutError`."""
@@ -142,24 +169,16 @@ def begin(group: ProcessGroup, cursor: str, timeout_seconds: float, replicas: Re
         raise
     with door:
         words = group.meet(start, {"where they begin": cursor}, door.words, timeout_seconds=timeout_seconds)
-        hub = door.connect(words, deadline=max(deadline, time.monotonic() + _ANSWER_SECONDS))
+        try:
+            hub = door.connect(words, deadline=max(deadline, time.monotonic() + _ANSWER_SECONDS))
+        except PeerLost as error:  # which counts these processes from 0
+            process = group.processes[error.rank]
+            raise PeerLost(f"process {process} has left before it was reached: {error}", process, error.host) from error
     with contextlib.ExitStack() as undo:
         undo.callback(hub.close)
         if number:  # all have left the pass before
             group.forget(f"pass-{number - 1}")
-        rounds = Rounds(group, f"pass-{number}", hub, timeout_seconds, replicas)
+        hosts = {process: json.loads(said)["host"] for process, said in words.items()}
+        rounds = Rounds(group, f"pass-{number}", hub, timeout_seconds, replicas, hosts=hosts)
         undo.pop_all()
     return rounds
-
-
-def _error(verdict: Verdict, process: int) -> Exception:
-    if verdict.kind == "late":
-        return come_too_late(process, verdict.processes)
-    first = verdict.processes[0]
-    if verdict.kind == "failed":
-        return ProcessFailed(f"process {first} failed: {verdict.words}", first)
-    return ProcessFailed(
-        f"process {', '.join(map(str, verdict.processes))} has left this pass over the data, or has ended; expected "
-        "every process to take the same batches: its log says why",
-        first,
-    )

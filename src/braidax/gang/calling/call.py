@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, cast, final
 
-from braidax.errors import RankFailed, WaitTimeout
+from braidax.errors import CallFailed, WaitTimeout
 from braidax.gang.calling.parcels import Parcel, unpack
 from braidax.gang.calling.verdict import Trouble
 from braidax.gang.keeping.kept import listed
@@ -108,7 +108,7 @@ class Call:
         try:
             return unpack(self.results[rank])
         except Exception as error:
-            raise RankFailed(
+            raise CallFailed(
                 f"rank {rank}: its result cannot be unpickled here: {type(error).__name__}: {error}; return what both "
                 "sides can import, such as NumPy arrays",
                 rank,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Generator, Iterable
 from typing import final
 
-from braidax.errors import BraidaxError, GangError, RankFailed, WaitTimeout
+from braidax.errors import BraidaxError, CallFailed, GangError, PeerLost, WaitTimeout
 from braidax.gang.calling.call import Call, Sent
 from braidax.gang.calling.orders import DONE, Order
 from braidax.gang.calling.parcels import Parcel
@@ -109,7 +109,7 @@ class Dispatch:
         """Notes that ranks have been ended by force, refuses what waits for them, and returns all that are lost."""
         with self._lock:
             for rank in ranks:
-                self._lose(rank, Trouble(RankFailed(f"rank {rank} {how}", rank), None, time.time()))
+                self._lose(rank, Trouble(PeerLost(f"rank {rank} {how}", rank), None, time.time()))
             self._judge_calls()
             for call in list(self._waiting):
                 if call.kind != "sweep" and not self.lost.keys().isdisjoint(call.ranks):
@@ -299,7 +299,7 @@ class Dispatch:
 
         An error that a rank raised which lives tells of none: the next call does.
         """
-        if isinstance(error, RankFailed) and error.rank not in self.lost:
+        if isinstance(error, CallFailed | PeerLost) and error.rank not in self.lost:
             return []
         told = call.owing if isinstance(error, WaitTimeout) else call.ranks
         return [rank for rank in told if rank in self.lost]
@@ -328,8 +328,8 @@ class Dispatch:
                 f"timeout_seconds={call.limit_seconds:g}"
             ), None
         assert found is not None
-        if found.lost in missing:
-            self._end_by_force([found.lost], "was ended by force: it was frozen or cut off")
+        if found.lost is not None and found.lost.rank in missing:
+            self._end_by_force([found.lost.rank], "was ended by force: it was frozen or cut off")
         if missing:
             found.error.add_note(f"{listed(missing)} had not answered; the next call there waits for that.")
         return found.error, found.cause
@@ -337,7 +337,7 @@ class Dispatch:
     def _end_by_force(self, ranks: Collection[int], how: str) -> None:
         self._ranks.kill(ranks)
         for rank in ranks:
-            self._lose(rank, Trouble(RankFailed(f"rank {rank} {how}", rank), None, time.time()))
+            self._lose(rank, Trouble(PeerLost(f"rank {rank} {how}", rank), None, time.time()))
 
     def _sweep(self, ranks: Iterable[int]) -> None:
         """Lets ranks give up what they need no longer have, when they are free."""

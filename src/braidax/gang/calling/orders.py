@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DONE = b"done"
 """The first part of an answer that holds a result; what follows is its parcel."""
@@ -40,21 +41,28 @@ class Order:
     keep: str | None
 
 
+class LostRank(NamedTuple):
+    """A rank that another one has lost. **Fields:** `rank`: of the gang. `host`: its own."""
+
+    rank: int
+    host: str
+
+
 @dataclass(frozen=True)
 class Failure:
     """What went wrong in a rank, in a form that travels.
 
-    **Fields:** `rank`: of the gang. `where`: the rank in words, with host and process. `what`: the type and message of
+    **Fields:** `host`: of the rank. `where`: the rank in words, with host and process. `what`: the type and message of
     what was raised. `traceback`: its text. `time_seconds`: when, by the rank's clock (`time.time`). `is_consequence`:
-    whether it only says that another rank failed. `lost`: the rank of the gang that it says is lost. `error`: what was
+    whether it only says that another rank failed. `lost`: the rank that its communicator has lost. `error`: what was
     raised, pickled, if that can be done.
     """
 
-    rank: int
+    host: str
     where: str
     what: str
     traceback: str
     time_seconds: float
     is_consequence: bool
-    lost: int | None
+    lost: LostRank | None
     error: bytes | None

@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from braidax.errors import RankFailed
-from braidax.gang.calling.orders import Failure
+from braidax.errors import CallFailed, PeerLost
+from braidax.gang.calling.orders import Failure, LostRank
 from braidax.gang.calling.parcels import Parcel
 from braidax.gang.calling.ranks import Ended
 
@@ -19,22 +19,21 @@ class Trouble:
     it only says that another rank failed. `lost`: the rank that it says is lost.
     """
 
-    error: RankFailed
+    error: CallFailed | PeerLost
     cause: BaseException | None
     time_seconds: float
     is_consequence: bool = False
-    lost: int | None = None
+    lost: LostRank | None = None
 
 
 def failed(rank: int, parcel: Parcel) -> Trouble:
     """Returns the trouble that the parcel of a `Failure` tells of."""
     try:
         failure: Failure = pickle.loads(parcel[0])
-        told = RankFailed(f"{failure.where}: {failure.what}", rank)
-        told.add_note(f"In {failure.where}:\n{failure.traceback}")
+        told = CallFailed(f"{failure.where}: {failure.what}", rank, failure.host, failure.traceback)
         return Trouble(told, _cause(failure), failure.time_seconds, failure.is_consequence, failure.lost)
     except Exception as error:  # noqa: BLE001 (whatever else it sent)
-        told = RankFailed(f"rank {rank} answered what cannot be read: {type(error).__name__}: {error}", rank)
+        told = CallFailed(f"rank {rank} answered what cannot be read: {type(error).__name__}: {error}", rank)
         return Trouble(told, error, time.time())
 
 
@@ -44,7 +43,7 @@ def ended(rank: int, end: Ended) -> Trouble:
     message = f"rank {rank} (host {end.host}{pid}) {end.how}"
     if end.log:
         message = "\n".join([f"{message}; the last lines that it wrote:", *end.log])
-    return Trouble(RankFailed(message, rank), None, end.time_seconds)
+    return Trouble(PeerLost(message, rank, end.host), None, end.time_seconds)
 
 
 def first(troubles: Mapping[int, Trouble], missing: Sequence[int]) -> Trouble:
@@ -53,10 +52,11 @@ def first(troubles: Mapping[int, Trouble], missing: Sequence[int]) -> Trouble:
     **Arguments:** `missing`: ranks that have said nothing yet.
     """
     found = min(troubles.values(), key=lambda trouble: (trouble.is_consequence, trouble.time_seconds))
-    if not found.is_consequence or found.lost is None or found.lost not in missing:
+    lost = found.lost
+    if not found.is_consequence or lost is None or lost.rank not in missing:
         return found
-    told = RankFailed(f"rank {found.lost} does not answer: it is frozen or cut off; {found.error}", found.lost)
-    return Trouble(told, found.cause, found.time_seconds, lost=found.lost)
+    told = PeerLost(f"rank {lost.rank} does not answer: it is frozen or cut off; {found.error}", *lost)
+    return Trouble(told, found.cause, found.time_seconds, lost=lost)
 
 
 def _cause(failure: Failure) -> BaseException | None:

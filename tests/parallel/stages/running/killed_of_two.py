@@ -44,8 +44,8 @@ def main(victim: int) -> None:
                 if jax.process_index() == victim:
                     float(metrics["loss"])
                     os.kill(os.getpid(), signal.SIGKILL)
-    except bx.errors.ProcessFailed as error:
-        sys.stdout.write(json.dumps([time.monotonic() - begun, error.process, str(error)]) + "\n")
+    except bx.errors.PeerLost as error:
+        sys.stdout.write(json.dumps([time.monotonic() - begun, error.rank, str(error)]) + "\n")
         sys.stdout.flush()
         os._exit(1)
 

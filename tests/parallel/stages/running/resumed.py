@@ -69,8 +69,8 @@ def main(root: Path, port: str, process: int, victim: int) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, cluster_detection_method="deactivate")
     try:
         run(make("1F1B", 2), root, process == victim)
-    except bx.errors.ProcessFailed as error:
-        sys.stdout.write(json.dumps([time.monotonic(), error.process, str(error)]) + "\n")
+    except bx.errors.PeerLost as error:
+        sys.stdout.write(json.dumps([time.monotonic(), error.rank, str(error)]) + "\n")
         sys.stdout.flush()
         os._exit(1)  # or JAX waits for the other one
 

@@ -68,19 +68,19 @@ class InProcesses(Source):
         return len(self.source)
 
     def read(self, indices: Int64[np.ndarray, " n"], out: Any) -> None:
-        deaths: list[str] = []
+        deaths: list[WorkerDied] = []
         while len(deaths) < _MAX_DEATHS:
             try:
                 with self._pool.worker() as worker:
                     self._read_by(worker, indices, out)
                 return
             except WorkerDied as died:
-                deaths.append(str(died))
+                deaths.append(died)
         raise RecordError(
             f"source={type(self.source).__name__}: reading the records {_listed(indices)} ended {len(deaths)} worker "
             f"processes one after the other; the last one {deaths[-1]}; read these records with workers='threads' "
             "to see why, mend the code that crashes on them, or leave them out"
-        )
+        ) from deaths[-1].__cause__
 
     def _read_by(self, worker: Worker, indices: NDArray[np.int64], out: Any) -> None:
         limit = self._pool.timeout_seconds

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from braidax.data.workers.processes.memory import SharedMemory, nameless_file
 from braidax.data.workers.processes.messages import packed, receive, send
-from braidax.errors import BraidaxError, WaitTimeout
+from braidax.errors import BraidaxError, PeerLost, WaitTimeout
 
 _START_SECONDS = 300.0  # of imports from a slow disk, on busy cores
 _ENDING_SECONDS = 2.0  # a worker that does not end by itself in that time is killed
@@ -50,7 +50,7 @@ _ONE_THREAD = {  # the workers are the parallelism
 class WorkerDied(Exception):
     """A worker process ended while it was asked for something; the message says how, and is the same each time.
 
-    Never leaves this package.
+    Never leaves this package. Its cause is what those outside are told.
     """
 
 
@@ -115,10 +115,14 @@ class Worker:
         """How errors call it."""
         return f"worker process {self.number} (pid {self._process.pid})"
 
+    def lost(self, how: str) -> PeerLost:
+        """Returns the error that says how its process ended."""
+        return PeerLost(f"{self.name} {how}", self.number, socket.gethostname())
+
     def wait_until_ready(self) -> None:
         """Waits until the worker has its source.
 
-        **Raises:** `WorkerDied`, `WorkerClosed`; `WaitTimeout`; `BraidaxError` when it could not begin at all; what
+        **Raises:** `WorkerDied`, `WorkerClosed`; `WaitTimeout`; `PeerLost` when it could not begin at all; what
         unpacking the source raised.
         """
         try:
@@ -126,9 +130,9 @@ class Worker:
         except WorkerDied as died:
             if self._process.returncode < 0:
                 raise
-            raise BraidaxError(
-                f"{self.name} {died} before it had its source; what it wrote to stderr says why: mend the environment "
-                f"that {sys.executable} starts in"
+            raise self.lost(
+                f"{died} before it had its source; what it wrote to stderr says why: mend the environment that "
+                f"{sys.executable} starts in"
             ) from died
         except WaitTimeout:  # of the source's unpacking
             raise
@@ -178,7 +182,8 @@ class Worker:
             except (EOFError, OSError) as error:
                 if self._ended:
                     raise WorkerClosed from error
-                raise WorkerDied(self._last_words()) from error
+                how = self._last_words()
+                raise WorkerDied(how) from self.lost(how)
         if answer[0] == "raised":
             _, error, cause, text = answer
             raised: BraidaxError = pickle.loads(error)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import jax
 from jax.sharding import Mesh
 
-from braidax.errors import ArgumentError, ProcessFailed
+from braidax.errors import ArgumentError, PeerLost
 from braidax.parallel.compute.metrics import MetricDims
 from braidax.parallel.plan.layout import Layout
 from braidax.parallel.plan.plan import Plan
@@ -152,14 +152,14 @@ class Pipelined:
         return found
 
     def check_processes(self, wait_seconds: float = 2.0) -> None:
-        """Looks for processes that have ended, for so long. **Raises:** `ProcessFailed` naming one, with its stages."""
+        """Looks for processes that have ended, for so long. **Raises:** `PeerLost` naming one, with its stages."""
         for process in [] if self._sockets is None else self._sockets.ended(wait_seconds):
             stages = [
                 at
                 for at, home in enumerate(self.homes)
                 if any(device.process_index == process for device in home.mesh.devices.flat)
             ]
-            raise ProcessFailed(
+            raise PeerLost(
                 f"process {process}, which has stages {stages}, has ended: start all processes again, and restore the "
                 f"last checkpoint",
                 process,

@@ -6,7 +6,7 @@ from typing import final
 
 import jax
 
-from braidax.errors import ProcessFailed
+from braidax.connections.raised import Raised
 from braidax.program.coordination import coordination
 
 WAIT_SECONDS = 600.0
@@ -41,7 +41,7 @@ class Agreement:
     def first(self, say: Callable[[], str]) -> str:
         """Returns what the first process says, which alone is asked.
 
-        **Raises:** what asking it raises; on other processes `ProcessFailed`, and as `exchanged` if nothing comes.
+        **Raises:** what asking it raises; on other processes `CallFailed`, and as `exchanged` if nothing comes.
         """
         place, first = str(next(self._calls)), self.processes[0]
         if jax.process_index() != first:
@@ -49,7 +49,7 @@ class Agreement:
         try:
             words = say()
         except Exception as error:
-            self._words.set(place, _FAILED + str(error).encode())
+            self._words.set(place, _FAILED + Raised.of(error).to_text().encode())
             raise
         self._words.set(place, _DONE + words.encode())
         return words
@@ -62,5 +62,6 @@ class Agreement:
             timeout_seconds=self._wait,
         )
         if found[:1] == _FAILED:
-            raise ProcessFailed(f"process {process}: {found[1:].decode()}", process)
+            raised = Raised.from_text(found[1:].decode())
+            raise raised.error(f"process {process} has failed: {raised.words}", process)
         return found[1:].decode()
