@@ -22,7 +22,7 @@ def test_an_end_with_unread_bytes(address: str | None, words: str, monkeypatch: 
     watches = two_watches()
     try:
         watches[0].tell(Notice("left", 0, "it is not read"))
-        ended = watches[1]._neighbors[0].connection
+        ended = watches[1]._neighbors[0].channel.socket
         ended.settimeout(LIMIT_SECONDS)
         assert ended.recv(1, socket.MSG_PEEK)  # it has come
         ended.close()

@@ -7,13 +7,13 @@ connections; one that is frozen or cut off, when nothing came from it for `peer_
 
 import json
 import selectors
-import socket
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Literal, final
 
-from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
+from braidax.connections.channel import Channel, End, close_sent
+from braidax.connections.listener import Listener, Tls
 from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
 
@@ -22,12 +22,9 @@ LEAVING = ("leaving", "left")
 """Kinds of notices of a rank that ends on purpose."""
 
 _LINGER_SECONDS = 0.25
-_LENGTH_BYTES = 4
 _MAX_REASON = 4096  # characters
+_MAX_NOTICE_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 1 << 16  # to a neighbor that reads nothing; beats are left out then
-_READ_BYTES = 1 << 16
-_PROCESS_ENDED = "its process ended"
-_BEAT = (0).to_bytes(_LENGTH_BYTES, "big")
 
 
 @final
@@ -99,18 +96,17 @@ class Watch:
             )
         now = self._looked = self._beaten = time.monotonic()
         for rank, connection in connections.items():
-            connection.setblocking(False)
-            self._neighbors.append(_Neighbor(rank, connection, now))
+            self._neighbors.append(_Neighbor(rank, Channel(connection, max_bytes=_MAX_NOTICE_BYTES, max_parts=1), now))
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Registers the connections, readable when `look` has something to do."""
         for neighbor in self._neighbors:
-            selector.register(neighbor.connection, selectors.EVENT_READ)
+            selector.register(neighbor.channel.socket, selectors.EVENT_READ)
 
     def unregister(self, selector: selectors.BaseSelector) -> None:
         """Takes the connections that are still open back."""
         for neighbor in self._neighbors:
-            selector.unregister(neighbor.connection)
+            selector.unregister(neighbor.channel.socket)
 
     @property
     def pause_seconds(self) -> float:
@@ -131,8 +127,7 @@ class Watch:
         if now >= self._beaten + self._beat_seconds:
             self._beaten = now
             for neighbor in self._neighbors:
-                if len(neighbor.unsent) < _MAX_UNSENT_BYTES:
-                    neighbor.write(_BEAT)
+                neighbor.beat()
         new: list[Notice] = []
         while self._asides:
             new.append(self._asides.popleft())
@@ -152,8 +147,8 @@ class Watch:
                     self.tell(lost)  # the lost one too: if it was only frozen, it reads why
                 self._neighbors.remove(neighbor)
                 if selector is not None:
-                    selector.unregister(neighbor.connection)
-                neighbor.connection.close()
+                    selector.unregister(neighbor.channel.socket)
+                neighbor.channel.close()
         return new
 
     def tell(self, notice: Notice) -> None:
@@ -165,7 +160,7 @@ class Watch:
             self.gone.add(notice.rank)
         data = json.dumps({**asdict(notice), "reason": notice.reason[:_MAX_REASON]}).encode()
         for neighbor in self._neighbors:
-            neighbor.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+            neighbor.channel.send([data])
 
     def tell_later(self, notice: Notice) -> None:
         """Lets `look` tell it, and return it as new. Unlike all else here, any thread may call this at any time."""
@@ -178,11 +173,7 @@ class Watch:
     def close(self) -> None:
         """Closes the connections, once the neighbors' kernels have what was told, or after a short while."""
         self._listener.close()
-        for neighbor in self._neighbors:
-            neighbor.write(b"")
-        linger([neighbor.connection for neighbor in self._neighbors], time.monotonic() + _LINGER_SECONDS)
-        for neighbor in self._neighbors:
-            neighbor.connection.close()
+        close_sent([neighbor.channel for neighbor in self._neighbors], time.monotonic() + _LINGER_SECONDS)
         self._neighbors = []
 
     def _silent(self, neighbor: "_Neighbor", now: float) -> str:
@@ -194,40 +185,25 @@ class Watch:
 @dataclass
 class _Neighbor:
     rank: int
-    connection: socket.socket
+    channel: Channel
     heard: float
-    unread: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
-    ended: str = ""
 
-    def write(self, data: bytes) -> None:
-        self.unsent += data
-        try:
-            del self.unsent[: self.connection.send(self.unsent)]
-        except WOULD_BLOCK:
-            pass
-        except OSError:
-            pass  # reading will say so, after what the neighbor may have told before it went
+    @property
+    def ended(self) -> str:
+        """How it did, in words; empty before that."""
+        return "" if self.channel.ended is None else self.channel.ended.words
+
+    def beat(self) -> None:
+        """Says that this rank lives, in a frame of no part."""
+        if self.channel.unsent_bytes < _MAX_UNSENT_BYTES:
+            self.channel.send([])
 
     def read(self, now: float) -> list[Notice]:
+        frames = self.channel.receive()
+        if frames:
+            self.heard = now
         try:
-            while data := self.connection.recv(_READ_BYTES):
-                self.heard = now
-                self.unread += data
-            self.ended = _PROCESS_ENDED
-        except WOULD_BLOCK:
-            if self.unsent:
-                self.write(b"")
-        except OSError as error:
-            # Inside a host there is nothing between the two: it ended with bytes that it had not read.
-            is_local = isinstance(error, ConnectionResetError) and self.connection.family == socket.AF_UNIX
-            self.ended = _PROCESS_ENDED if is_local else f"the connection to it broke: {error}"
-        notices: list[Notice] = []
-        while len(self.unread) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self.unread[:_LENGTH_BYTES], "big")
-            if len(self.unread) < end:
-                break
-            if end > _LENGTH_BYTES:
-                notices.append(Notice(**json.loads(self.unread[_LENGTH_BYTES:end])))
-            del self.unread[:end]
-        return notices
+            return [Notice(**json.loads(bytes(frame[0]))) for frame in frames if frame]
+        except (ValueError, TypeError) as error:
+            self.channel.ended = End("refused", f"it sent what is no notice: {error}")
+            return []

@@ -159,8 +159,7 @@ def test_nobody_waits_for_a_process_that_failed_and_does_not_listen() -> None:
             assert found == [Verdict("failed", (1,), "x" * 3999 + "…")] * 2
 
 
-def test_nobody_waits_for_a_process_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(star_module, "_SEND_SECONDS", 0.1)
+def test_nobody_waits_for_a_process_that_does_not_listen() -> None:
     with hubs(2) as made:
         for number in range(100):
             made[0].fail(number, 0, "x" * 4000)
