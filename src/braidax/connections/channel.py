@@ -71,8 +71,8 @@ class Channel:
     **Arguments:** `connection`: it is the channel's from now on, and does not block any more. `max_bytes`, `max_parts`:
     of a frame that comes. `max_unsent_bytes`: a peer that leaves more unread is given up; None gives nobody up.
 
-    **Fields:** `socket`: the connection. `ended`: how it did; nothing comes any more then. `unsent_bytes`: that have yet
-    to be written; the parts that they are of must not change.
+    **Fields:** `socket`: the connection. `ended`: how it did; nothing comes any more then. `unsent_bytes`: that have
+    yet to be written; the parts that they are of must not change.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Channel:
         self._max_bytes = max_bytes
         self._max_parts = max_parts
         self._max_unsent_bytes = max_unsent_bytes
-        self._outgoing: deque[memoryview] = deque()
+        self._outgoing: deque[bytes | memoryview] = deque()  # never an empty one
         self._write_waits, self._read_waits = selectors.EVENT_WRITE, selectors.EVENT_READ  # TLS may want the other one
         self._failure: OSError | None = None  # of writing; what came before it is read first
         self._arrived = bytearray()  # and is not a part yet
@@ -117,17 +117,19 @@ class Channel:
         """
         lengths = [len(part) for part in parts]
         joined = _head(len(lengths)).pack(len(lengths), *lengths)
-        if sum(lengths) < _JOINED_BYTES:
-            self._put(b"".join((joined, *parts)))
+        num_bytes = sum(lengths)
+        self.unsent_bytes += len(joined) + num_bytes
+        if num_bytes < _JOINED_BYTES:
+            self._outgoing.append(b"".join((joined, *parts)))
         else:
             for part in parts:
                 if len(part) < _JOINED_BYTES:
                     joined += part
                 else:
-                    self._put(joined)
-                    self._put(part)
+                    self._outgoing += (joined, memoryview(part)) if joined else (memoryview(part),)
                     joined = b""
-            self._put(joined)
+            if joined:
+                self._outgoing.append(joined)
         self.flush()
         limit = self._max_unsent_bytes
         if limit is not None and self.unsent_bytes > limit and self.ended is None:
@@ -168,7 +170,7 @@ class Channel:
         while not self._whole:
             if self.ended is not None:
                 raise ConnectionError(self.ended.words)
-            if not self._has_hidden_bytes():
+            if self._failure is None and not self._has_hidden_bytes():
                 _wait(self.socket, self._read_waits, deadline)
             self._fill(_TURN_BYTES)
         return self._whole.pop(0)
@@ -192,11 +194,6 @@ class Channel:
         self._outgoing.clear()
         self.unsent_bytes = 0
 
-    def _put(self, data: bytes | bytearray | memoryview) -> None:
-        if data:
-            self._outgoing.append(memoryview(data))
-            self.unsent_bytes += len(data)
-
     def _write(self) -> int:
         outgoing = self._outgoing
         first = outgoing[0]
@@ -209,12 +206,12 @@ class Channel:
         self.unsent_bytes -= num_bytes
         left = num_bytes
         while left >= len(first):
-            left -= len(first)
             outgoing.popleft()
-            if not outgoing:
+            left -= len(first)
+            if not left:
                 return num_bytes
             first = outgoing[0]
-        outgoing[0] = first[left:]
+        outgoing[0] = memoryview(first)[left:]
         return num_bytes
 
     def _fill(self, most_bytes: int) -> None:
@@ -222,7 +219,16 @@ class Channel:
         self._read_waits = selectors.EVENT_READ
         try:
             while self.ended is None and (most_bytes > 0 or self._has_hidden_bytes()):
-                asked, num_bytes = self._read()
+                place, asked = self._place, _CHUNK_BYTES
+                if place is None:
+                    data = self.socket.recv(asked)
+                    num_bytes = len(data)
+                    self._cut(data)
+                else:
+                    asked, num_bytes = len(place), self.socket.recv_into(place)
+                    self._place = place[num_bytes:] or None
+                    if num_bytes == asked:
+                        self._cut(b"")
                 if not num_bytes:
                     self.ended = self._ended_by(self._failure)
                 most_bytes -= num_bytes
@@ -238,19 +244,6 @@ class Channel:
         except _Refused as refused:
             self.ended = End("refused", str(refused))
 
-    def _read(self) -> tuple[int, int]:
-        """Reads once, and returns how many bytes were asked for, and how many came."""
-        place = self._place
-        if place is None:
-            data = self.socket.recv(_CHUNK_BYTES)
-            self._cut(data)
-            return _CHUNK_BYTES, len(data)
-        num_bytes = self.socket.recv_into(place)
-        self._place = place[num_bytes:] or None
-        if self._place is None:
-            self._cut(b"")
-        return len(place), num_bytes
-
     def _cut(self, data: bytes) -> None:
         """Cuts what has arrived into parts, and parts into frames; a large part has memory of its own."""
         arrived = data
@@ -259,51 +252,53 @@ class Channel:
             arrived = self._arrived
         begin, end = 0, len(arrived)
         while self._place is None:
-            if self._lengths is None:
+            lengths, parts = self._lengths, self._parts
+            if lengths is None:
                 lengths = self._announced(arrived, begin)
                 if lengths is None:
                     break
-                self._lengths, self._parts = lengths, []
-                begin += _LENGTH_BYTES * len(lengths) + _COUNT_BYTES
-            begin = self._cut_parts(arrived, begin)
-            if len(self._parts) < len(self._lengths) or self._place is not None:
-                break
-            self._whole.append(self._parts)
-            self._lengths = None
-            if begin == end:
-                break
+                parts = []
+                self._lengths, self._parts = lengths, parts
+                begin += _COUNT_BYTES + _LENGTH_BYTES * len(lengths)
+            for num_bytes in lengths[len(parts) :]:
+                if num_bytes >= LARGE_BYTES:
+                    begin = self._cut_large(arrived, begin, num_bytes)
+                    if self._place is not None:
+                        break
+                elif begin + num_bytes <= end:
+                    parts.append(bytes(arrived[begin : begin + num_bytes]))
+                    begin += num_bytes
+                else:
+                    break
+            else:
+                self._whole.append(parts)
+                self._lengths = None
+                if begin < end:
+                    continue
+            break
         if arrived is not data:
             del self._arrived[:begin]
         elif begin < end:
             self._arrived += data[begin:]
 
-    def _cut_parts(self, arrived: bytes | bytearray, begin: int) -> int:
-        """Cuts the parts of one frame, as far as they are here, and returns where what follows begins."""
-        parts, end = self._parts, len(arrived)
-        assert self._lengths is not None
-        for num_bytes in self._lengths[len(parts) :]:
-            if num_bytes < LARGE_BYTES:
-                if begin + num_bytes > end:
-                    break
-                parts.append(bytes(arrived[begin : begin + num_bytes]))
-                begin += num_bytes
-            else:
-                room = _room_announced(num_bytes)
-                here = min(num_bytes, end - begin)
-                room[:here] = arrived[begin : begin + here]
-                parts.append(room)
-                begin += here
-                if here < num_bytes:
-                    self._place = room[here:]
-                    break
-        return begin
+    def _cut_large(self, arrived: bytes | bytearray, begin: int, num_bytes: int) -> int:
+        """Makes room for a part, and returns where what follows begins; `_place` is where what is missing belongs."""
+        try:
+            room = room_for(num_bytes)
+        except MemoryError as error:
+            raise _Refused(f"it announced a part of {num_bytes:,} bytes, and this host has no room for it") from error
+        here = min(num_bytes, len(arrived) - begin)
+        room[:here] = arrived[begin : begin + here]
+        self._parts.append(room)
+        self._place = room[here:] or None
+        return begin + here
 
     def _announced(self, arrived: bytes | bytearray, begin: int) -> Sequence[int] | None:
         """Returns the lengths of the parts of the frame that begins there, once they are all here."""
         left = len(arrived) - begin
         if left < _COUNT_BYTES:
             return None
-        num_parts = int.from_bytes(arrived[begin : begin + _COUNT_BYTES], "big")
+        num_parts = arrived[begin] << 8 | arrived[begin + 1]
         if num_parts > self._max_parts:
             raise _Refused(f"it announced a frame of {num_parts:,} parts; expected at most {self._max_parts:,}")
         head = _head(num_parts)
@@ -354,13 +349,6 @@ def room_for(num_bytes: int) -> memoryview:
 def _head(num_parts: int) -> struct.Struct:
     """Returns the layout of what a frame of so many parts begins with."""
     return struct.Struct(f"!H{num_parts}Q")
-
-
-def _room_announced(num_bytes: int) -> memoryview:
-    try:
-        return room_for(num_bytes)
-    except MemoryError as error:
-        raise _Refused(f"it announced a part of {num_bytes:,} bytes, and this host has no room for it") from error
 
 
 def _wait(connection: socket.socket, events: int, deadline: float | None) -> None:

@@ -62,7 +62,9 @@ class Reception:
     @property
     def due(self) -> float:
         """When `arrivals` has something to do whoever comes, `time.monotonic` seconds."""
-        return min(self._accepts_from, *(stranger.deadline for stranger in self._strangers), math.inf)
+        if not self._strangers:
+            return self._accepts_from
+        return min(self._accepts_from, *(stranger.deadline for stranger in self._strangers))
 
     def arrivals(self, seconds: float) -> Iterator[Greeting]:
         """Waits a little, and gives the peers that have proved themselves; their sockets are the caller's then."""

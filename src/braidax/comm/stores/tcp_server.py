@@ -125,7 +125,7 @@ class _Loop:
         self._secret = secret
         self._tls = tls
         self._reception = Reception([listener], greet=self._greet, handshake_seconds=handshake_seconds)
-        self._values: dict[bytes, bytes | memoryview] = {}
+        self._values: dict[bytes, bytes | bytearray | memoryview] = {}
         self._counters: defaultdict[bytes, int] = defaultdict(int)
         self._waiting: defaultdict[bytes, list[_Client]] = defaultdict(list)
         self._clients: set[_Client] = set()
@@ -201,7 +201,7 @@ class _Loop:
             raise _Misbehavior(f"parts of {[len(part) for part in request]} bytes")
         operation, key, value = bytes(request[0]), bytes(request[1]), request[2]
         if operation == SET:
-            self._values[key] = value if isinstance(value, memoryview) else bytes(value)
+            self._values[key] = value
             for waiting in self._waiting.pop(key, ()):
                 waiting.parked, waiting.deadline = None, math.inf
                 self._channels.send(waiting.channel, [OK, value])
