@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Literal, final
 
-from braidax.connections.channel import Channel, End, close_sent
+from braidax.connections.channel import Channel, close_sent
 from braidax.connections.listener import Listener, Tls
 from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
@@ -205,5 +205,5 @@ class _Neighbor:
         try:
             return [Notice(**json.loads(bytes(frame[0]))) for frame in frames if frame]
         except (ValueError, TypeError) as error:
-            self.channel.ended = End("refused", f"it sent what is no notice: {error}")
+            self.channel.refuse(f"it sent what is no notice: {error}")
             return []

@@ -132,8 +132,8 @@ class Channel:
                 self._outgoing.append(joined)
         self.flush()
         limit = self._max_unsent_bytes
-        if limit is not None and self.unsent_bytes > limit and self.ended is None:
-            self.ended = End("refused", f"it left {self.unsent_bytes:,} bytes unread; expected at most {limit:,}")
+        if limit is not None and self.unsent_bytes > limit:
+            self.refuse(f"it left {self.unsent_bytes:,} bytes unread; expected at most {limit:,}")
 
     def flush(self) -> None:
         """Writes what the peer takes now."""
@@ -182,6 +182,10 @@ class Channel:
             self.flush()
         if self._failure is not None:
             raise ConnectionError(str(self._failure)) from self._failure
+
+    def refuse(self, words: str) -> None:
+        """Ends the channel for what the peer has sent. **Arguments:** `words`: what to say of it."""
+        self.ended = self.ended or End("refused", words)
 
     def cut(self) -> None:
         """Ends the connection under whoever waits for it; any thread may call this. It is still to be closed."""
@@ -242,7 +246,7 @@ class Channel:
         except OSError as error:
             self.ended = self._ended_by(error)
         except _Refused as refused:
-            self.ended = End("refused", str(refused))
+            self.refuse(str(refused))
 
     def _cut(self, data: bytes) -> None:
         """Cuts what has arrived into parts, and parts into frames; a large part has memory of its own."""

@@ -17,7 +17,8 @@ import trustme
 
 from braidax.comm.stores.tcp import TcpStore
 from braidax.comm.stores.tcp_server import TcpStoreServer
-from braidax.connections.handshake import connect_handshake
+from braidax.connections.greeting import Greeting
+from braidax.connections.handshake import Handshake, connect_handshake
 from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
 from tests.comm.stores.servers import free_port, in_thread
 
@@ -336,6 +337,36 @@ def test_what_is_no_store_is_shown_at_once() -> None:
             accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             with pytest.raises(HandshakeError, match=r"does not speak Braidax's protocol: it began with b'HTTP/1.1'"):
                 opening.get()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (announced(1, (64 << 20) + 1), r"it announced a frame of 67,108,866 bytes; expected at most 67,108,865"),
+        (announced(1, 1, 1), r"it announced a frame of 3 parts; expected at most 2"),
+        (frame(b"\x01"), r"an answer of 1 parts"),
+        (b"\x00", r"its process ended"),
+    ],
+)
+def test_a_server_that_answers_what_is_none_is_named(answer: bytes, words: str) -> None:
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.setblocking(False)
+            handshake = Handshake("accept", purpose=b"store", secret=SECRET, peer="it")
+            greeting = Greeting(connection, handshake, 0.0)
+            until(greeting.advance)
+            connection.settimeout(20)
+            assert connection.recv(1000)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = in_thread(serve, listening)
+        with TcpStore("127.0.0.1", listening.getsockname()[1], secret=SECRET) as store:
+            named = rf"^tcp://127.0.0.1:\d+: the connection ended \({words}\), asked for the key 'key'; the process of"
+            with pytest.raises(CommError, match=named):
+                store.set("key", b"v")
+        serving.get()
 
 
 def test_a_frozen_server_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,16 @@ def test_nobody_waits_for_a_process_that_does_not_listen() -> None:
         assert agreed(made[0], 100) == Verdict("left", (1,))
 
 
+@pytest.mark.parametrize(
+    "said", [b"\xff" * 16, b"\x00\x00", b"\x00\x02" + bytes(7) + b"\x08" + bytes(7) + b"\x01" + bytes(8) + b"{"]
+)
+def test_who_says_what_is_no_verdict_is_given_up(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(Hub({1: ours}, is_first=True)) as hub:
+        theirs.sendall(said)
+        assert agreed(hub, 0) == Verdict("left", (1,))
+
+
 def test_processes_find_each_other_by_what_they_are_told() -> None:
     processes = [1, 4, 6]
     doors = [Door(processes, process) for process in processes]

@@ -183,7 +183,10 @@ class Hub:
     def _listen(self, seconds: float) -> None:
         """Waits until something comes, unless something is there."""
         for process, frames in self._loop.wait(0 if self._heard else seconds):
-            self._heard += [(process, *_read(frame)) for frame in frames]
+            try:
+                self._heard += [(process, *_read(frame)) for frame in frames]
+            except (IndexError, TypeError, ValueError, struct.error) as error:
+                self._channels[process].refuse(f"it sent what is no verdict: {error}")
 
 
 def _read(frame: Frame) -> tuple[int, Verdict]:
