@@ -111,22 +111,20 @@ class Channel:
         return events
 
     def send(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Puts a frame in line, and writes what the peer takes now. Large parts are not copied.
-
-        **Arguments:** `parts`: views are of bytes.
-        """
-        lengths = [len(part) for part in parts]
+        """Puts a frame in line, and writes what the peer takes now. Large parts are not copied."""
+        lengths = [part.nbytes if isinstance(part, memoryview) else len(part) for part in parts]
         joined = _head(len(lengths)).pack(len(lengths), *lengths)
         num_bytes = sum(lengths)
         self.unsent_bytes += len(joined) + num_bytes
         if num_bytes < _JOINED_BYTES:
             self._outgoing.append(b"".join((joined, *parts)))
         else:
-            for part in parts:
-                if len(part) < _JOINED_BYTES:
+            for part, length in zip(parts, lengths, strict=True):
+                if length < _JOINED_BYTES:
                     joined += part
                 else:
-                    self._outgoing += (joined, memoryview(part)) if joined else (memoryview(part),)
+                    view = memoryview(part).cast("B")
+                    self._outgoing += (joined, view) if joined else (view,)
                     joined = b""
             if joined:
                 self._outgoing.append(joined)

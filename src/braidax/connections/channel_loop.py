@@ -34,8 +34,9 @@ class ChannelLoop(Generic[Name]):
         self._selector.register(self._wakened, selectors.EVENT_READ)
 
     def add(self, source: Channel | _Source, name: Name) -> None:
-        """Waits for a channel from now on, or for something that has a descriptor to read. **Arguments:** `name`: that
-        `wait` gives it.
+        """Waits for a channel from now on, or for whatever has a descriptor to read.
+
+        **Arguments:** `name`: by which `wait` tells of it.
         """
         if isinstance(source, Channel):
             self._channels.add(source)
@@ -50,7 +51,7 @@ class ChannelLoop(Generic[Name]):
             self._selector.unregister(channel.socket)
 
     def send(self, channel: Channel, parts: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Sends a frame; `wait` writes what the peer does not take now."""
+        """Sends a frame; `wait` writes what the peer does not take now. A channel that this ends is discarded."""
         channel.send(parts)
         if channel.interest != selectors.EVENT_READ or channel.ended is not None:
             self._look(channel)
