@@ -150,12 +150,12 @@ def test_another_version_is_named_at_both_ends(monkeypatch: pytest.MonkeyPatch) 
     accepting = Handshake("accept", purpose=b"tcp", secret=SECRET, peer="rank 1")
     old = accepting.take()
     with monkeypatch.context() as patch:
-        patch.setattr(handshake, "VERSION", 2)
+        patch.setattr(handshake, "VERSION", 3)
         newer = Handshake("connect", purpose=b"tcp", secret=SECRET, peer="rank 0")
         hello = newer.take()
-        with pytest.raises(HandshakeError, match=r"rank 0 speaks version 1 .*, this process version 2; install the"):
+        with pytest.raises(HandshakeError, match=r"rank 0 speaks version 2 .*, this process version 3; install the"):
             feed(newer, old)
-    with pytest.raises(HandshakeError, match=r"rank 1 speaks version 2 .*, this process version 1; install the"):
+    with pytest.raises(HandshakeError, match=r"rank 1 speaks version 3 .*, this process version 2; install the"):
         feed(accepting, hello)
 
 
@@ -175,7 +175,7 @@ def test_a_payload_that_is_longer_than_wanted_is_refused_before_it_comes() -> No
     with pytest.raises(HandshakeError, match="announced a purpose of 0"):
         feed(
             Handshake("accept", purpose=b"tcp", secret=SECRET, peer="a"),
-            struct.pack("!7sBBBH32s", b"braidax", 1, 1, 0, 0, bytes(32)),
+            struct.pack("!7sBBBH32s", b"braidax", 2, 1, 0, 0, bytes(32)),
         )
 
 

@@ -16,10 +16,11 @@ import selectors
 import socket
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Literal, final
 
-from braidax.connections.listener import WOULD_BLOCK, Listener, Tls, linger
+from braidax.connections.channel import Channel, close_sent
+from braidax.connections.listener import Listener, Tls
 from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
 
@@ -33,12 +34,9 @@ LEAVING = ("leaving", "left")
 """Kinds of notices of a rank that ends on purpose."""
 
 _LINGER_SECONDS = 0.25
-_LENGTH_BYTES = 4
 _MAX_REASON = 4096  # characters
+_MAX_NOTICE_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 1 << 16  # to a neighbor that reads nothing; beats are left out then
-_READ_BYTES = 1 << 16
-_PROCESS_ENDED = "its process ended"
-_BEAT = (0).to_bytes(_LENGTH_BYTES, "big")
 
 
 @final
@@ -89,7 +87,7 @@ class Watch:
         self._on_loss: OnLoss = on_loss
         self._ended: dict[int, str] = {}  # neighbors of whom nothing comes any more, and how
         self._suspects: dict[int, tuple[float, str]] = {}  # when to say that they are lost, and how
-        self._parted: list[socket.socket] = []  # of lost ranks that may yet read why
+        self._parted: list[Channel] = []  # of lost ranks that may yet read why
         self._asides: deque[Notice] = deque()
         self._looked = self._beaten = time.monotonic()
         self._world = World(0, (b"",), ("",), b"")
@@ -116,18 +114,17 @@ class Watch:
             )
         now = self._looked = self._beaten = time.monotonic()
         for rank, connection in connections.items():
-            connection.setblocking(False)
-            self._neighbors.append(_Neighbor(rank, connection, now))
+            self._neighbors.append(_Neighbor(rank, Channel(connection, max_bytes=_MAX_NOTICE_BYTES, max_parts=1), now))
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Registers the connections, readable when `look` has something to do."""
         for neighbor in self._neighbors:
-            selector.register(neighbor.connection, selectors.EVENT_READ)
+            selector.register(neighbor.channel.socket, selectors.EVENT_READ)
 
     def unregister(self, selector: selectors.BaseSelector) -> None:
         """Takes the connections that are still open back."""
         for neighbor in self._neighbors:
-            selector.unregister(neighbor.connection)
+            selector.unregister(neighbor.channel.socket)
 
     @property
     def pause_seconds(self) -> float:
@@ -149,8 +146,7 @@ class Watch:
         if now >= self._beaten + self._beat_seconds:
             self._beaten = now
             for neighbor in self._neighbors:
-                if len(neighbor.unsent) < _MAX_UNSENT_BYTES:
-                    neighbor.write(_BEAT)
+                neighbor.beat()
         new: list[Notice] = []
         while self._asides:
             new.append(self._asides.popleft())
@@ -173,7 +169,7 @@ class Watch:
             is_lost = self._is_lost(neighbor.rank)
             if selector is not None and (is_lost or neighbor.rank in self._ended):
                 with contextlib.suppress(KeyError):  # a suspect is heard no more, and yet to be told
-                    selector.unregister(neighbor.connection)
+                    selector.unregister(neighbor.channel.socket)
             if is_lost or (neighbor.rank in self._ended and neighbor.rank not in self._suspects):
                 self._part(neighbor)
         return new
@@ -207,11 +203,11 @@ class Watch:
         """Gives up a neighbor, whose connection stays as long as it may read on it why."""
         self._neighbors.remove(neighbor)
         if self._on_loss == "epoch" or self._ended.get(neighbor.rank) == _PROCESS_ENDED:
-            neighbor.connection.close()
+            neighbor.channel.close()
             return
         with contextlib.suppress(OSError):
-            neighbor.connection.shutdown(socket.SHUT_WR)
-        self._parted.append(neighbor.connection)
+            neighbor.channel.socket.shutdown(socket.SHUT_WR)
+        self._parted.append(neighbor.channel)
 
     def tell(self, notice: Notice) -> None:
         """Tells all neighbors, who pass it on."""
@@ -222,7 +218,7 @@ class Watch:
             self.gone.add(notice.rank)
         data = json.dumps({**asdict(notice), "reason": notice.reason[:_MAX_REASON]}).encode()
         for neighbor in self._neighbors:
-            neighbor.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+            neighbor.channel.send([data])
 
     def tell_later(self, notice: Notice) -> None:
         """Lets `look` tell it, and return it as new. Unlike all else here, any thread may call this at any time."""
@@ -235,11 +231,9 @@ class Watch:
     def close(self) -> None:
         """Closes the connections, once the neighbors' kernels have what was told, or after a short while."""
         self._listener.close()
-        for neighbor in self._neighbors:
-            neighbor.write(b"")
-        linger([neighbor.connection for neighbor in self._neighbors], time.monotonic() + _LINGER_SECONDS)
-        for connection in (*(neighbor.connection for neighbor in self._neighbors), *self._parted):
-            connection.close()
+        close_sent([neighbor.channel for neighbor in self._neighbors], time.monotonic() + _LINGER_SECONDS)
+        for channel in self._parted:
+            channel.close()
         self._neighbors, self._parted = [], []
 
     def _silent(self, neighbor: "_Neighbor", now: float) -> str:
@@ -251,40 +245,25 @@ class Watch:
 @dataclass
 class _Neighbor:
     rank: int
-    connection: socket.socket
+    channel: Channel
     heard: float
-    unread: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
-    ended: str = ""
 
-    def write(self, data: bytes) -> None:
-        self.unsent += data
-        try:
-            del self.unsent[: self.connection.send(self.unsent)]
-        except WOULD_BLOCK:
-            pass
-        except OSError:
-            pass  # reading will say so, after what the neighbor may have told before it went
+    @property
+    def ended(self) -> str:
+        """How it did, in words; empty before that."""
+        return "" if self.channel.ended is None else self.channel.ended.words
+
+    def beat(self) -> None:
+        """Says that this rank lives, in a frame of no part."""
+        if self.channel.unsent_bytes < _MAX_UNSENT_BYTES:
+            self.channel.send([])
 
     def read(self, now: float) -> list[Notice]:
+        frames = self.channel.receive()
+        if frames:
+            self.heard = now
         try:
-            while data := self.connection.recv(_READ_BYTES):
-                self.heard = now
-                self.unread += data
-            self.ended = _PROCESS_ENDED
-        except WOULD_BLOCK:
-            if self.unsent:
-                self.write(b"")
-        except OSError as error:
-            # Inside a host there is nothing between the two: it ended with bytes that it had not read.
-            is_local = isinstance(error, ConnectionResetError) and self.connection.family == socket.AF_UNIX
-            self.ended = _PROCESS_ENDED if is_local else f"the connection to it broke: {error}"
-        notices: list[Notice] = []
-        while len(self.unread) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self.unread[:_LENGTH_BYTES], "big")
-            if len(self.unread) < end:
-                break
-            if end > _LENGTH_BYTES:
-                notices.append(Notice(**json.loads(self.unread[_LENGTH_BYTES:end])))
-            del self.unread[:end]
-        return notices
+            return [Notice(**json.loads(bytes(frame[0]))) for frame in frames if frame]
+        except (ValueError, TypeError) as error:
+            self.channel.refuse(f"it sent what is no notice: {error}")
+            return []

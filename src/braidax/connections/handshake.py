@@ -22,7 +22,7 @@ from typing import Literal, final
 
 from braidax.errors import ArgumentError, HandshakeError, WaitTimeout
 
-VERSION = 1
+VERSION = 2
 MAX_PAYLOAD_BYTES = 1024
 MIN_SECRET_BYTES = 16
 

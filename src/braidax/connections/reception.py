@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import selectors
 import socket
 import time
@@ -16,7 +17,7 @@ from braidax.errors import HandshakeError
 
 _HANDSHAKE_SECONDS = 5.0  # for one connection; a stranger who says nothing costs a descriptor until then
 _MAX_STRANGERS = 256  # whose handshake is under way at once; the oldest one makes room for the next
-_PAUSE_SECONDS = 0.02  # when the process has no descriptor left
+_PAUSE_SECONDS = 0.1  # in which nobody is accepted, when the process has no descriptor left
 
 Greet = Callable[[socket.socket, float], Greeting]
 """Makes a greeting of a connection that was accepted, and of the deadline for it."""
@@ -29,17 +30,41 @@ class Reception:
     Where there are too many, those go first who come from elsewhere than the hosts of the peers.
 
     **Arguments:** `listening`: sockets; they stay open. `known`: the addresses that peers may come from. `greet`: as
-    its name says.
+    its name says. `handshake_seconds`: how long a connection may take to prove itself; by default 5.
+
+    **Fields:** `num_refused`: how many connections were sent away.
     """
 
-    def __init__(self, listening: Sequence[socket.socket], *, known: Collection[str], greet: Greet) -> None:
+    def __init__(
+        self,
+        listening: Sequence[socket.socket],
+        *,
+        known: Collection[str] = (),
+        greet: Greet,
+        handshake_seconds: float | None = None,
+    ) -> None:
+        self.num_refused = 0
+        self._listening = tuple(listening)
         self._known = frozenset(known)
         self._greet = greet
+        self._handshake_seconds = _HANDSHAKE_SECONDS if handshake_seconds is None else handshake_seconds
         self._strangers: dict[Greeting, bool] = {}  # in the order in which they came: whether their host is known
         self._selector = selectors.DefaultSelector()
-        for each in listening:
+        self._accepts_from = math.inf  # a time; endless while it accepts
+        for each in self._listening:
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when `arrivals` has something to do, before it is `due`."""
+        return self._selector.fileno()  # type: ignore[attr-defined]  (those of Linux and of BSD have one)
+
+    @property
+    def due(self) -> float:
+        """When `arrivals` has something to do whoever comes, `time.monotonic` seconds."""
+        if not self._strangers:
+            return self._accepts_from
+        return min(self._accepts_from, *(stranger.deadline for stranger in self._strangers))
 
     def arrivals(self, seconds: float) -> Iterator[Greeting]:
         """Waits a little, and gives the peers that have proved themselves; their sockets are the caller's then."""
@@ -50,6 +75,10 @@ class Reception:
         now = time.monotonic()
         for stranger in [stranger for stranger in self._strangers if now >= stranger.deadline]:
             self._drop(stranger)
+        if now >= self._accepts_from:
+            self._accepts_from = math.inf
+            for each in self._listening:
+                self._selector.register(each, selectors.EVENT_READ)
 
     def close(self) -> None:
         """Sends away all who have not proved themselves. A second call does nothing."""
@@ -73,12 +102,14 @@ class Reception:
         except OSError:  # no descriptor, no memory
             if self._strangers:
                 self._drop(self._least())
-            else:
-                time.sleep(_PAUSE_SECONDS)
+            elif self._accepts_from == math.inf:
+                self._accepts_from = time.monotonic() + _PAUSE_SECONDS
+                for each in self._listening:
+                    self._selector.unregister(each)
             return None
         try:
             accepted.setblocking(False)
-            stranger = self._greet(accepted, time.monotonic() + _HANDSHAKE_SECONDS)
+            stranger = self._greet(accepted, time.monotonic() + self._handshake_seconds)
         except OSError:  # it has gone already
             accepted.close()
             return None
@@ -111,6 +142,7 @@ class Reception:
 
     def _drop(self, stranger: Greeting) -> None:
         self._forget(stranger)
+        self.num_refused += 1
         stranger.socket.close()
 
 

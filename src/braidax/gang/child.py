@@ -10,7 +10,8 @@ import threading
 from dataclasses import dataclass, field
 
 from braidax.comm import TcpStore, Tuning
-from braidax.gang.calling.parcels import Inbox, Parcel, framed
+from braidax.connections.channel import Channel
+from braidax.gang.calling.parcels import Parcel, channel_of, framed, unframed
 from braidax.gang.member import Member
 from braidax.lifeline import LIFELINE, end_with
 
@@ -46,9 +47,8 @@ def main(control: int) -> None:
     os.set_inheritable(control, False)
     end_with(int(os.environ.pop(LIFELINE)))
     faulthandler.enable()  # a crash in native code shows where
-    with socket.socket(fileno=control) as connection:
-        inbox = Inbox(num_kinds=2)
-        _, first, _ = _receive(connection, inbox)
+    with contextlib.closing(channel_of(socket.socket(fileno=control))) as channel:
+        _, first, _ = unframed(channel.take(None), num_kinds=2)
         birth: Birth = pickle.loads(first[0])
         host, port, secret = birth.store
         member = Member(
@@ -60,53 +60,34 @@ def main(control: int) -> None:
             first_deadline=birth.deadline,
         )
         calls: queue.SimpleQueue[tuple[Parcel, Parcel] | None] = queue.SimpleQueue()
-        listening = threading.Thread(
-            target=_listen, args=(connection, inbox, member, calls), name="braidax-control", daemon=True
-        )
+        listening = threading.Thread(target=_listen, args=(channel, member, calls), name="braidax-control", daemon=True)
         listening.start()
         try:
             while (call := calls.get()) is not None:
                 answer = member.answer(*call)
                 del call  # the next one may be long in coming
-                _send(connection, answer)
+                channel.send(framed(ANSWER, answer))
+                channel.drain(None)
                 del answer
-        except (BrokenPipeError, ConnectionResetError):
+        except ConnectionError:
             pass
         finally:
-            with contextlib.suppress(OSError):  # its other end is closed already
-                connection.shutdown(socket.SHUT_RDWR)
+            channel.cut()
             listening.join()
             member.leave()
 
 
-def _listen(
-    connection: socket.socket, inbox: Inbox, member: Member, calls: "queue.SimpleQueue[tuple[Parcel, Parcel] | None]"
-) -> None:
-    """Receives calls for the main thread, and aborts the one under way when it is told to, until the socket ends."""
+def _listen(channel: Channel, member: Member, calls: "queue.SimpleQueue[tuple[Parcel, Parcel] | None]") -> None:
+    """Receives calls for the main thread, and aborts the one under way when it is told to, until the channel ends."""
     try:
         while True:
-            kind, head, body = _receive(connection, inbox)
+            kind, head, body = unframed(channel.take(None), num_kinds=2)
             if kind == CALL:
                 calls.put((head, body))
             else:
                 member.abort(int.from_bytes(head[0], "little"), bytes(head[1]).decode())
             del head, body
-    except (EOFError, OSError):
+    except OSError:
         pass
     finally:
         calls.put(None)
-
-
-def _send(connection: socket.socket, answer: Parcel) -> None:
-    for view in framed(ANSWER, answer):
-        connection.sendall(view)
-
-
-def _receive(connection: socket.socket, inbox: Inbox) -> tuple[int, Parcel, Parcel]:
-    while True:
-        count = connection.recv_into(inbox.space)
-        if not count:
-            raise EOFError("the gang closed its end")
-        found = inbox.fill(count)
-        if found is not None:
-            return found

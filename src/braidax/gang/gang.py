@@ -236,7 +236,7 @@ class Gang(ABC):
                 lost = dispatch.lose(asked, "was ended by force: it is being replaced")
                 started.replace(lost, deadline)
                 dispatch.find(lost)
-        except GangError:
+        except (GangError, PeerLost):
             raise
         except BaseException:
             self._interrupted()
@@ -325,7 +325,7 @@ class Gang(ABC):
             if not call.wait(timeout_seconds):
                 dispatch.expire(call, limit_seconds or timeout_seconds or 0.0)
                 call.wait(None)
-        except GangError:
+        except (GangError, PeerLost):
             raise
         except BaseException:  # a rank may be quick enough to interrupt what begins its call
             self._interrupted()

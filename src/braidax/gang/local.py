@@ -1,15 +1,12 @@
 """A gang of processes on this machine."""
 
-import contextlib
 import math
 import os
 import pickle
 import secrets
-import selectors
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from io import TextIOBase
@@ -19,8 +16,10 @@ from typing import Literal, final
 from braidax.comm import TcpStoreServer, Tuning
 from braidax.comm.environment import without_place
 from braidax.comm.rendezvous import DEFAULT
+from braidax.connections.channel import Channel, Frame
+from braidax.connections.channel_loop import ChannelLoop
 from braidax.errors import ArgumentError, GangError
-from braidax.gang.calling.parcels import Inbox, Parcel, framed
+from braidax.gang.calling.parcels import Parcel, channel_of, framed, unframed
 from braidax.gang.calling.ranks import Ended, Message, Ranks
 from braidax.gang.child import ABORT, CALL, Birth
 from braidax.gang.gang import Gang
@@ -30,7 +29,7 @@ _HOST = "127.0.0.1"
 _LEAVE_SECONDS = 5.0  # an idle rank that does not leave by itself in that time is ended by force
 _FORCE_SECONDS = 2.0  # between the signals that end a busy one when another one has failed
 _LAST_WORDS_SECONDS = 2.0  # between the end of a rank's socket and that of its process
-_WAKE_BYTES = 1 << 10
+_SILENT = "closed its connection without an answer"
 _CODE = """
 import sys
 sys.path[:] = PATH
@@ -111,13 +110,13 @@ class _LocalRanks(Ranks):
         self._host = socket.gethostname()
         self._prefixes: list[str] = []  # by the number of the process
         self._ranks: dict[int, _Rank] = {}
-        self._waker, self._wakened = socket.socketpair()
-        self._wakened.setblocking(False)
+        self._loop: ChannelLoop[int | None] = ChannelLoop()
         self._processes: Processes | None = None
         try:
             self._processes = Processes(
                 [], write=print_lines(self._prefixes, options.log), grace_seconds=_FORCE_SECONDS
             )
+            self._loop.add(self._processes, None)
             self._start(range(size), deadline)
         except BaseException:
             self.end("stop")
@@ -125,45 +124,34 @@ class _LocalRanks(Ranks):
 
     def ask(self, messages: Mapping[int, Message]) -> None:
         for rank, message in messages.items():
-            self._ranks[rank].ask(framed(CALL, message.head, message.body))
+            self._ranks[rank].owes = True
+            self._loop.send(self._ranks[rank].channel, framed(CALL, message.head, message.body))
 
     def answers(self, *, timeout_seconds: float | None) -> Mapping[int, Parcel | Ended]:
-        assert self._processes is not None
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._processes, selectors.EVENT_READ)
-            selector.register(self._wakened, selectors.EVENT_READ)
-            for rank in self._ranks.values():
-                if rank.is_open:
-                    selector.register(rank.connection, rank.events, rank)
-            is_woken = False
-            while True:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = selector.select(left)
-                for key, _ in ready:
-                    if key.fileobj is self._wakened:
-                        is_woken = True
-                        with contextlib.suppress(BlockingIOError):
-                            self._wakened.recv(_WAKE_BYTES)
-                    else:
-                        self._advance(selector, key.data)
-                found = {number: told for number, rank in self._ranks.items() for told in rank.pop()}
-                self.kill([number for number, told in found.items() if isinstance(told, Ended)])  # what it had started
-                if found or is_woken or not ready:
-                    return found
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            moved = self._loop.wait(left)
+            for number, frames in moved:
+                self._move(number, frames)
+            found = {number: told for number, rank in self._ranks.items() for told in rank.pop()}
+            self.kill([number for number, told in found.items() if isinstance(told, Ended)])  # what it had started
+            if found or self._loop.was_woken or not moved:
+                return found
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self._waker.send(b"x", socket.MSG_DONTWAIT)  # who is full wakes anyway
+        self._loop.wake()
 
     def abort(self, ranks: Collection[int], call: int, reason: str) -> None:
         for rank in ranks:
             if self._ranks[rank].is_open:
-                self._ranks[rank].tell(framed(ABORT, [call.to_bytes(8, "little"), reason.encode()]))
+                parcel: Parcel = [call.to_bytes(8, "little"), reason.encode()]
+                self._loop.send(self._ranks[rank].channel, framed(ABORT, parcel))
 
     def kill(self, ranks: Collection[int]) -> None:
         assert self._processes is not None
         for rank in ranks:
+            self._loop.discard(self._ranks[rank].channel)
             self._ranks[rank].close()
             self._processes.discard(self._ranks[rank].process)
 
@@ -173,16 +161,13 @@ class _LocalRanks(Ranks):
 
     def end(self, reason: Literal["stop", "interrupt"]) -> None:
         is_idle = not any(rank.owes and rank.is_open for rank in self._ranks.values())
+        self._loop.close()
         for rank in self._ranks.values():
             rank.close()  # whoever is idle leaves now
         processes, self._processes = self._processes, None
-        try:
-            if processes is not None:
-                grace_seconds = self._options.grace_seconds if reason == "interrupt" else None
-                processes.end(leave_seconds=_LEAVE_SECONDS if is_idle else 0.0, grace_seconds=grace_seconds)
-        finally:
-            self._waker.close()
-            self._wakened.close()
+        if processes is not None:
+            grace_seconds = self._options.grace_seconds if reason == "interrupt" else None
+            processes.end(leave_seconds=_LEAVE_SECONDS if is_idle else 0.0, grace_seconds=grace_seconds)
 
     def _start(self, ranks: Collection[int], deadline: float) -> None:
         """Starts a process for each of these ranks. **Raises:** `GangError`; those that were started are killed."""
@@ -207,23 +192,22 @@ class _LocalRanks(Ranks):
                     f"the system started no {len(ranks)} processes ({error}); take fewer ranks, or allow more "
                     "processes and descriptors (ulimit -u, ulimit -n)"
                 ) from error
-            here.setblocking(False)
-            self._ranks[rank] = _Rank(here, number)
-            self._ranks[rank].tell(framed(CALL, [pickle.dumps(birth)]))
+            self._ranks[rank] = _Rank(channel_of(here), number)
+            self._loop.add(self._ranks[rank].channel, rank)
+            self._loop.send(self._ranks[rank].channel, framed(CALL, [pickle.dumps(birth)]))
 
-    def _advance(self, selector: selectors.BaseSelector, rank: "_Rank | None") -> None:
-        """Moves what can be moved: of one rank, or where that is None, of the processes that ended."""
-        if rank is None:
+    def _move(self, number: int | None, frames: list[Frame]) -> None:
+        """Takes in what has come from a rank, or where that is None, which processes ended."""
+        if number is None:
             self._note_endings(0.0)
             return
-        why = rank.advance()
+        rank = self._ranks[number]
+        why = rank.take_in(frames)
         if why is not None:
-            selector.unregister(rank.connection)
+            self._loop.discard(rank.channel)
             if rank.ended is None:
                 self._note_endings(_LAST_WORDS_SECONDS)
             rank.ended = rank.ended or Ended(self._host, None, why, time.time())
-        elif selector.get_key(rank.connection).events != rank.events:
-            selector.modify(rank.connection, rank.events, rank)
 
     def _note_endings(self, seconds: float) -> None:
         assert self._processes is not None
@@ -231,57 +215,42 @@ class _LocalRanks(Ranks):
         for ending in self._processes.wait(timeout_seconds=seconds):
             rank = numbers.get(ending.number)
             if rank is not None and rank.is_open:
-                rank.advance()  # it may have answered before it ended
+                rank.take_in(rank.channel.receive(most_bytes=sys.maxsize))  # it may have answered before it ended
                 rank.ended = Ended(self._host, ending.pid, ending.how, ending.time_seconds, ending.log)
 
 
+@dataclass(eq=False)
 class _Rank:
-    """One rank as the gang sees it: what is on its way there and back.
+    """One rank as the gang sees it.
 
-    **Fields:** `process`: its number. `owes`: whether it owes an answer. `ended`: how it did.
+    **Fields:** `process`: its number. `owes`: whether it owes an answer. `ended`: how it did. `answers`: that came.
     """
 
-    def __init__(self, connection: socket.socket, process: int) -> None:
-        self.connection = connection
-        self.process = process
-        self.owes = False
-        self.ended: Ended | None = None
-        self.is_open = True
-        self._outgoing: deque[memoryview] = deque()
-        self._inbox = Inbox(num_kinds=1)
-        self._answers: list[Parcel] = []
+    channel: Channel
+    process: int
+    owes: bool = False
+    ended: Ended | None = None
+    is_open: bool = True
+    answers: list[Parcel] = field(default_factory=list)
 
-    @property
-    def events(self) -> int:
-        """What to wait for."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
-
-    def ask(self, views: list[memoryview]) -> None:
-        """Begins to send what an answer is owed to."""
-        self.owes = True
-        self.tell(views)
-
-    def tell(self, views: list[memoryview]) -> None:
-        """Begins to send something."""
-        self._outgoing.extend(views)
-
-    def advance(self) -> str | None:
-        """Sends and receives what can be now; returns why nothing more will come, if that is so."""
+    def take_in(self, frames: list[Frame]) -> str | None:
+        """Notes answers that have come; returns why nothing more will come, if that is so."""
         try:
-            self._send()
-            return self._receive()
-        except OSError:
-            return "closed its connection without an answer"
+            self.answers += [unframed(frame, num_kinds=1)[1] for frame in frames]
         except GangError as error:
             return f"sent what is no answer: {error}"
+        end = self.channel.ended
+        if end is None:
+            return None
+        return f"sent what is no answer: {end.words}" if end.kind == "refused" else _SILENT
 
     def pop(self) -> "list[Parcel | Ended]":
         """Returns the answer that is owed, or how the rank ended, once; before that nothing."""
         if not self.is_open:
             return []
-        if self._answers and self.owes:
+        if self.answers and self.owes:
             self.owes = False
-            return [self._answers.pop()]
+            return [self.answers.pop()]
         if self.ended is not None:
             self.close()
             return [self.ended]
@@ -290,27 +259,4 @@ class _Rank:
     def close(self) -> None:
         """Closes the connection: the rank, if it is idle, leaves. A second call does nothing."""
         self.is_open = False
-        self.connection.close()
-        self._outgoing.clear()
-
-    def _send(self) -> None:
-        while self._outgoing:
-            try:
-                sent = self.connection.send(self._outgoing[0])
-            except BlockingIOError:
-                return
-            self._outgoing[0] = self._outgoing[0][sent:]
-            if not self._outgoing[0]:
-                self._outgoing.popleft()
-
-    def _receive(self) -> str | None:
-        while True:
-            try:
-                count = self.connection.recv_into(self._inbox.space)
-            except BlockingIOError:
-                return None
-            if not count:
-                return "closed its connection without an answer"
-            found = self._inbox.fill(count)
-            if found is not None:
-                self._answers.append(found[1])
+        self.channel.close()

@@ -17,7 +17,8 @@ import trustme
 
 from braidax.comm.stores.tcp import TcpStore
 from braidax.comm.stores.tcp_server import TcpStoreServer
-from braidax.connections.handshake import connect_handshake
+from braidax.connections.greeting import Greeting
+from braidax.connections.handshake import Handshake, connect_handshake
 from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
 from tests.comm.stores.servers import free_port, in_thread
 
@@ -35,7 +36,7 @@ def client(server: TcpStoreServer, **options: Any) -> TcpStore:
 def stranger(server: TcpStoreServer) -> socket.socket:
     """Returns a connection that has read the server's hello."""
     connection = socket.create_connection(("127.0.0.1", port_of(server)), timeout=20)
-    assert read(connection, 49).startswith(b"braidax\x01")
+    assert read(connection, 49).startswith(b"braidax\x02")
     return connection
 
 
@@ -44,6 +45,16 @@ def insider(server: TcpStoreServer) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port_of(server)), timeout=20)
     connect_handshake(connection, purpose=b"store", secret=SECRET, peer="it", deadline=time.monotonic() + 20)
     return connection
+
+
+def frame(*parts: bytes) -> bytes:
+    """Returns what a client writes."""
+    return announced(*map(len, parts)) + b"".join(parts)
+
+
+def announced(*lengths: int) -> bytes:
+    """Returns what a frame begins with."""
+    return struct.pack(f"!H{len(lengths)}Q", len(lengths), *lengths)
 
 
 def read(connection: socket.socket, num_bytes: int) -> bytes:
@@ -96,12 +107,12 @@ def test_garbage_gets_nobody_in_and_harms_nobody(server: TcpStoreServer) -> None
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300),
         os.urandom(300),
-        b"braidax\x02" + bytes(100),
-        struct.pack("!7sBBBH32s", b"braidax", 1, 1, 5, 65535, bytes(32)) + bytes(70000),
-        struct.pack("!7sBBBH32s", b"braidax", 1, 1, 255, 0, bytes(32)),
-        struct.pack("!7sBBBH32s", b"braidax", 1, 1, 5, 0, bytes(32)) + b"store" + bytes(32),
-        struct.pack("!7sBBBH32s", b"braidax", 1, 1, 5, 0, bytes(32)) + b"watch",
-        struct.pack("!BHI", 1, 1, 1) + b"kv",
+        b"braidax\x01" + bytes(100),
+        struct.pack("!7sBBBH32s", b"braidax", 2, 1, 5, 65535, bytes(32)) + bytes(70000),
+        struct.pack("!7sBBBH32s", b"braidax", 2, 1, 255, 0, bytes(32)),
+        struct.pack("!7sBBBH32s", b"braidax", 2, 1, 5, 0, bytes(32)) + b"store" + bytes(32),
+        struct.pack("!7sBBBH32s", b"braidax", 2, 1, 5, 0, bytes(32)) + b"watch",
+        frame(b"\x01", b"k", b"v"),
     ]
     with client(server) as store:
         waiting = in_thread(store.get, "key", timeout_seconds=60.0)
@@ -172,24 +183,46 @@ def test_a_process_without_descriptors_accepts_again_later(server: TcpStoreServe
             assert store.get("key", timeout_seconds=0) == b"v"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert read(waiting, 49).startswith(b"braidax\x01")
+        assert read(waiting, 49).startswith(b"braidax\x02")
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "data",
     [
-        struct.pack("!BHI", 1, 5000, 0),
-        struct.pack("!BHI", 1, 1, (64 << 20) + 1),
-        struct.pack("!BHI", 9, 1, 0) + b"k",
-        struct.pack("!BHI", 2, 1, 3) + b"kxxx",
-        struct.pack("!BHI", 3, 1, 9) + b"k" + bytes(9),
-        struct.pack("!BHI", 1, 1, 1) + b"kv" + b"more",
+        announced(1, 1, (64 << 20) + 4096),
+        announced(1, 1, (1 << 64) - 1),
+        announced(1, 1, 1, 0),
+        frame(b"\x01", bytes(4097), b""),
+        announced(1, 1, (64 << 20) + 1) + b"\x01k" + bytes((64 << 20) + 1),
+        frame(b"\x01", b"k"),
+        frame(),
+        frame(b"\x09", b"k", b""),
+        frame(b"", b"k", b""),
+        frame(b"\x02", b"k", b"xxx"),
+        frame(b"\x03", b"k", bytes(9)),
+        frame(b"\x01", b"k", b"v") + b"more",
+        frame(b"\x01", b"k", b"v") + b"\x00\x00",
     ],
-    ids=["long key", "long value", "operation", "seconds", "amount", "more"],
+    ids=[
+        "long frame",
+        "longest frame",
+        "many parts",
+        "long key",
+        "long value",
+        "few parts",
+        "no part",
+        "operation",
+        "no operation",
+        "seconds",
+        "amount",
+        "more",
+        "empty frame",
+    ],
 )
-def test_a_client_that_misbehaves_is_dropped_alone(server: TcpStoreServer, frame: bytes) -> None:
+def test_a_client_that_misbehaves_is_dropped_alone(server: TcpStoreServer, data: bytes) -> None:
     with client(server) as store, insider(server) as connection:
-        connection.sendall(frame)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(data)
         assert is_dropped(connection)
         assert store.add("n", 1) == 1
         assert server.num_refused == 0
@@ -198,35 +231,35 @@ def test_a_client_that_misbehaves_is_dropped_alone(server: TcpStoreServer, frame
 @pytest.mark.parametrize("seconds", [float("nan"), float("-inf"), -1.0])
 def test_odd_limits_ask_once(server: TcpStoreServer, seconds: float) -> None:
     with insider(server) as connection:
-        connection.sendall(struct.pack("!BHI1sd", 2, 1, 8, b"k", seconds))
-        assert read(connection, 5) == struct.pack("!BI", 2, 0)
+        connection.sendall(frame(b"\x02", b"k", struct.pack("!d", seconds)))
+        assert read(connection, 19) == frame(b"\x02", b"")
 
 
 def test_a_client_that_goes_while_it_waits_is_forgotten(server: TcpStoreServer) -> None:
     with client(server) as store:
         for impatient in (insider(server), insider(server)):
-            impatient.sendall(struct.pack("!BHI3sd", 2, 3, 8, b"key", 60.0))
+            impatient.sendall(frame(b"\x02", b"key", struct.pack("!d", 60.0)))
             impatient.close()
         with insider(server) as pushy:
-            pushy.sendall(struct.pack("!BHI3sd", 2, 3, 8, b"key", 60.0))
-            pushy.sendall(b"x")
+            pushy.sendall(frame(b"\x02", b"key", struct.pack("!d", 60.0)))
+            pushy.sendall(frame(b"\x03", b"n", struct.pack("!i", 1)))
             assert is_dropped(pushy)
         waiting = in_thread(store.get, "key", timeout_seconds=60.0)
         until(lambda: list(map(len, server._loop._waiting.values())) == [1])
         store.set("key", b"v")
         assert waiting.get() == b"v"
         assert not server._loop._waiting
-        until(lambda: len(server._loop._connections) == 2)
+        until(lambda: len(server._loop._clients) == 2)
 
 
 def test_a_client_that_does_not_read_blocks_nobody(server: TcpStoreServer) -> None:
     value = os.urandom(32 << 20)
     with client(server) as store, insider(server) as slow:
         store.set("large", value)
-        slow.sendall(struct.pack("!BHI5sd", 2, 5, 8, b"large", 0.0))
+        slow.sendall(frame(b"\x02", b"large", bytes(8)))
         assert store.get("large", timeout_seconds=0) == value
         assert store.add("n", 1) == 1
-        assert read(slow, 5) == struct.pack("!BI", 1, len(value))
+        assert read(slow, 19) == announced(1, len(value)) + b"\x01"
         assert b"".join(iter_read(slow, len(value))) == value
 
 
@@ -266,7 +299,7 @@ def test_closing_ends_the_waits_of_other_threads(server: TcpStoreServer) -> None
         waiting.get()
     with pytest.raises(CommError, match="this TcpStore is closed; open another one"):
         store.set("key", b"v")
-    until(lambda: not server._loop._connections)
+    until(lambda: not server._loop._clients)
 
 
 def test_a_server_may_come_later() -> None:
@@ -306,6 +339,36 @@ def test_what_is_no_store_is_shown_at_once() -> None:
                 opening.get()
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (announced(1, (64 << 20) + 1), r"it announced a frame of 67,108,866 bytes; expected at most 67,108,865"),
+        (announced(1, 1, 1), r"it announced a frame of 3 parts; expected at most 2"),
+        (frame(b"\x01"), r"an answer of 1 parts"),
+        (b"\x00", r"its process ended"),
+    ],
+)
+def test_a_server_that_answers_what_is_none_is_named(answer: bytes, words: str) -> None:
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.setblocking(False)
+            handshake = Handshake("accept", purpose=b"store", secret=SECRET, peer="it")
+            greeting = Greeting(connection, handshake, 0.0)
+            until(greeting.advance)
+            connection.settimeout(20)
+            assert connection.recv(1000)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = in_thread(serve, listening)
+        with TcpStore("127.0.0.1", listening.getsockname()[1], secret=SECRET) as store:
+            named = rf"^tcp://127.0.0.1:\d+: the connection ended \({words}\), asked for the key 'key'; the process of"
+            with pytest.raises(CommError, match=named):
+                store.set("key", b"v")
+        serving.get()
+
+
 def test_a_frozen_server_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with TcpStoreServer(secret=SECRET) as server, client(server, timeout_seconds=0.3) as store:
         store.set("key", b"v")
@@ -326,7 +389,7 @@ def in_lock(server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch) -> tuple[Ca
     """Stops a server's thread at the next event."""
     entered, thawed = threading.Event(), threading.Event()
 
-    def frozen(connection: object) -> None:
+    def frozen(*_: object) -> None:
         entered.set()
         assert thawed.wait(30)
 

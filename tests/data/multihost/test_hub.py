@@ -159,12 +159,21 @@ def test_nobody_waits_for_a_process_that_failed_and_does_not_listen() -> None:
             assert found == [Verdict("failed", (1,), "x" * 3999 + "…")] * 2
 
 
-def test_nobody_waits_for_a_process_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(star_module, "_SEND_SECONDS", 0.1)
+def test_nobody_waits_for_a_process_that_does_not_listen() -> None:
     with hubs(2) as made:
         for number in range(100):
             made[0].fail(number, 0, "x" * 4000)
         assert agreed(made[0], 100) == Verdict("left", (1,))
+
+
+@pytest.mark.parametrize(
+    "said", [b"\xff" * 16, b"\x00\x00", b"\x00\x02" + bytes(7) + b"\x08" + bytes(7) + b"\x01" + bytes(8) + b"{"]
+)
+def test_who_says_what_is_no_verdict_is_given_up(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(Hub({1: ours}, is_first=True)) as hub:
+        theirs.sendall(said)
+        assert agreed(hub, 0) == Verdict("left", (1,))
 
 
 def test_processes_find_each_other_by_what_they_are_told() -> None:

@@ -1,6 +1,5 @@
 """The client of the TCP store: a connection for each call under way, kept for the next one."""
 
-import contextlib
 import hmac
 import os
 import socket
@@ -9,9 +8,22 @@ import time
 from collections import deque
 from typing import final
 
-from braidax.comm.stores.limits import MAX_VALUE_BYTES, check_amount, check_value, key_bytes
+from braidax.comm.stores.limits import check_amount, check_value, key_bytes
 from braidax.comm.stores.store import Store, backoff, missing
-from braidax.comm.stores.tcp_frames import ADD, AMOUNT, ANSWER, GET, MISSING, PURPOSE, REQUEST, SECONDS, SET, TOTAL, url
+from braidax.comm.stores.tcp_frames import (
+    ADD,
+    AMOUNT,
+    ANSWER_BYTES,
+    ANSWER_PARTS,
+    GET,
+    MISSING,
+    PURPOSE,
+    SECONDS,
+    SET,
+    TOTAL,
+    url,
+)
+from braidax.connections.channel import Channel, Frame
 from braidax.connections.handshake import check_secret, connect_handshake
 from braidax.errors import ArgumentError, CommError, HandshakeError, WaitTimeout
 
@@ -65,7 +77,7 @@ class TcpStore(Store):
         status, value = self._ask(GET, key, SECONDS.pack(limit), limit + _GRACE_SECONDS)
         if status == MISSING:
             raise missing(key, self.address, timeout_seconds)
-        return value
+        return bytes(value)
 
     def add(self, key: str, amount: int) -> int:
         check_amount(amount)
@@ -79,36 +91,36 @@ class TcpStore(Store):
         self._closed = True
         self._pool.close()
 
-    def _ask(self, operation: int, key: str, value: bytes, seconds: float) -> tuple[int, bytes]:
+    def _ask(self, operation: bytes, key: str, value: bytes, seconds: float) -> Frame:
         """Returns status and value of the answer."""
         name = key_bytes(key)
         deadline = time.monotonic() + seconds
         pool = self._own_pool()
         try:
-            connection = pool.take() or self._dial(min(deadline, time.monotonic() + self._timeout_seconds))
+            channel = pool.take() or self._dial(min(deadline, time.monotonic() + self._timeout_seconds))
         except WaitTimeout:
             raise
         except OSError as error:
             raise self._unreachable(error, seconds) from error
         try:
-            pool.busy.add(connection)
+            pool.busy.add(channel)
             if self._closed:  # by another thread, which has not seen this connection
                 raise OSError("closed")
-            _send(connection, REQUEST.pack(operation, len(name), len(value)) + name, value, deadline)
-            status, num_bytes = ANSWER.unpack(_receive(connection, ANSWER.size, deadline))
-            if num_bytes > MAX_VALUE_BYTES:
-                raise OSError(f"an answer of {num_bytes:,} bytes")
-            answer = _receive(connection, num_bytes, deadline)
+            channel.send([operation, name, value])
+            channel.drain(deadline)
+            answer = channel.take(deadline)
+            if len(answer) != ANSWER_PARTS:
+                raise OSError(f"an answer of {len(answer)} parts")
         except BaseException as error:
-            pool.busy.discard(connection)
-            connection.close()
+            pool.busy.discard(channel)
+            channel.close()
             if not isinstance(error, OSError):
                 raise
             raise self._lost(error, key, seconds) from error
-        pool.give_back(connection)
+        pool.give_back(channel)
         if self._closed:
             pool.close()
-        return status, answer
+        return answer
 
     def _own_pool(self) -> "_Pool":
         if self._closed:
@@ -118,7 +130,7 @@ class TcpStore(Store):
             self._pool = _Pool()
         return self._pool
 
-    def _dial_patiently(self, deadline: float) -> socket.socket:
+    def _dial_patiently(self, deadline: float) -> Channel:
         """Dials until a server is there; one that hangs up is asked a few times more, as it may be crowded."""
         pause, num_closed = _FIRST_PAUSE_SECONDS, 0
         refused: OSError | None = None
@@ -141,7 +153,7 @@ class TcpStore(Store):
             time.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _dial(self, deadline: float) -> socket.socket:
+    def _dial(self, deadline: float) -> Channel:
         """Returns a connection whose server has proved itself. Raises `OSError` when nobody listens."""
         peer = f"the store at {self.address}"
         connection = socket.create_connection((self._host, self._port), timeout=_left(deadline))
@@ -153,7 +165,7 @@ class TcpStore(Store):
             if self._tls is not None:
                 connection = self._wrap(connection, self._tls, peer)
             connect_handshake(connection, purpose=PURPOSE, secret=self._secret, peer=peer, deadline=deadline)
-            return connection
+            return Channel(connection, max_bytes=ANSWER_BYTES, max_parts=ANSWER_PARTS)
         except BaseException:
             connection.close()
             raise
@@ -200,40 +212,39 @@ class _Pool:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.busy: set[socket.socket] = set()
-        self._idle: deque[socket.socket] = deque()
+        self.busy: set[Channel] = set()
+        self._idle: deque[Channel] = deque()
 
-    def take(self) -> socket.socket | None:
+    def take(self) -> Channel | None:
         """Returns a connection that nobody uses."""
         try:
             return self._idle.pop()
         except IndexError:
             return None
 
-    def give_back(self, connection: socket.socket) -> None:
+    def give_back(self, channel: Channel) -> None:
         """Keeps a connection, or closes it where there are enough."""
-        self.busy.discard(connection)
+        self.busy.discard(channel)
         if len(self._idle) < _MAX_IDLE:
-            self._idle.append(connection)
+            self._idle.append(channel)
         else:
-            connection.close()
+            channel.close()
 
     def drop_idle(self) -> None:
         """Closes the connections that nobody uses."""
-        while (connection := self.take()) is not None:
-            connection.close()
+        while (channel := self.take()) is not None:
+            channel.close()
 
     def close(self) -> None:
         """Closes the connections that nobody uses, and ends the others under their users."""
         self.drop_idle()
-        for connection in list(self.busy):
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS would let others go on without TLS
+        for channel in list(self.busy):
+            channel.cut()
 
     def forget(self) -> None:
         """Closes this process's copies; the process that made the connections keeps them."""
-        for connection in [*self._idle, *self.busy]:
-            connection.close()
+        for channel in [*self._idle, *self.busy]:
+            channel.close()
 
 
 def _left(deadline: float) -> float:
@@ -241,25 +252,3 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("timed out")
     return left
-
-
-def _send(connection: socket.socket, head: bytes, value: bytes, deadline: float) -> None:
-    connection.settimeout(_left(deadline))
-    if len(value) < 1 << 16:
-        connection.sendall(head + value)
-    else:
-        connection.sendall(head)
-        connection.settimeout(_left(deadline))
-        connection.sendall(value)
-
-
-def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        connection.settimeout(_left(deadline))
-        got = connection.recv_into(view)
-        if not got:
-            raise ConnectionResetError("end of the stream")
-        view = view[got:]
-    return bytes(data)

@@ -1,27 +1,40 @@
 """The server of the TCP store: one thread that keeps the values and lets clients wait for them."""
 
-import contextlib
 import math
 import os
-import selectors
 import socket
 import ssl
 import threading
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from types import TracebackType
 from typing import final
 
-from braidax.comm.stores.tcp_connection import Connection, Misbehavior, Request
-from braidax.comm.stores.tcp_frames import ADD, AMOUNT, GET, MISSING, OK, PURPOSE, SECONDS, SET, TOTAL, url
+from braidax.comm.stores.limits import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from braidax.comm.stores.tcp_frames import (
+    ADD,
+    AMOUNT,
+    GET,
+    MISSING,
+    OK,
+    PURPOSE,
+    REQUEST_BYTES,
+    REQUEST_PARTS,
+    SECONDS,
+    SET,
+    TOTAL,
+    url,
+)
+from braidax.connections.channel import Channel, Frame
+from braidax.connections.channel_loop import ChannelLoop
 from braidax.connections.greeting import Greeting
 from braidax.connections.handshake import Handshake, check_secret
+from braidax.connections.reception import Reception
 from braidax.errors import ArgumentError, CommError
 
-_MAX_STRANGERS = 256  # connections that have not proved themselves; so many descriptors they can take
 _MAX_PAYLOAD_BYTES = 64  # of a handshake
 _BACKLOG = 1024
-_ACCEPT_PAUSE_SECONDS = 0.1  # when the process has no descriptor left
 
 
 @final
@@ -54,8 +67,7 @@ class TcpStoreServer:
         self._host = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
         self._port: int = listener.getsockname()[1]
         self._process = os.getpid()
-        self._waker, wakened = socket.socketpair()
-        self._loop = _Loop(listener, wakened, secret, tls, handshake_seconds)
+        self._loop = _Loop(listener, secret, tls, handshake_seconds)
         self._thread = threading.Thread(target=self._loop.run, name=f"braidax-store-{self._port}", daemon=True)
         self._thread.start()
 
@@ -74,11 +86,8 @@ class TcpStoreServer:
         if self._process != os.getpid():  # forked: the thread is the parent's
             return
         self._loop.ending = True
-        if self._thread.is_alive():
-            with contextlib.suppress(OSError):  # it has just ended
-                self._waker.send(b"!")
-            self._thread.join()
-        self._waker.close()
+        self._loop.wake()
+        self._thread.join()
 
     def __enter__(self) -> "TcpStoreServer":
         return self
@@ -89,84 +98,73 @@ class TcpStoreServer:
         self.close()
 
 
+@dataclass(eq=False)
+class _Client:
+    """Who has proved itself. **Fields:** `parked`: the key that it waits for, until `deadline` (`time.monotonic`)."""
+
+    channel: Channel
+    parked: bytes | None = None
+    deadline: float = math.inf
+
+
+class _Misbehavior(Exception):
+    """A client sent what none sends: drop it."""
+
+
 class _Loop:
     """What the thread does. Nothing here ever waits for one client, and no client's fault reaches another one.
 
-    **Fields:** `ending`: set from outside. `num_refused`: as of the server.
+    **Fields:** `ending`: set from outside, then `wake` is to be called.
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        wakened: socket.socket,
-        secret: bytes,
-        tls: ssl.SSLContext | None,
-        handshake_seconds: float,
+        self, listener: socket.socket, secret: bytes, tls: ssl.SSLContext | None, handshake_seconds: float
     ) -> None:
         self.ending = False
-        self.num_refused = 0
         self._listener = listener
-        self._wakened = wakened
         self._secret = secret
         self._tls = tls
-        self._handshake_seconds = handshake_seconds
-        self._values: dict[bytes, bytes] = {}
+        self._reception = Reception([listener], greet=self._greet, handshake_seconds=handshake_seconds)
+        self._values: dict[bytes, bytes | bytearray | memoryview] = {}
         self._counters: defaultdict[bytes, int] = defaultdict(int)
-        self._waiting: defaultdict[bytes, list[Connection]] = defaultdict(list)
-        self._connections: dict[Connection, None] = {}  # in the order in which they came
-        self._strangers: dict[Connection, None] = {}
-        self._alarm = math.inf  # no deadline is earlier; it may be of a wait that has ended
-        self._accepts_from: float | None = None  # a time; None while it accepts
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(wakened, selectors.EVENT_READ)
+        self._waiting: defaultdict[bytes, list[_Client]] = defaultdict(list)
+        self._clients: set[_Client] = set()
+        self._alarm = math.inf  # no deadline of a client is earlier; it may be of a wait that has ended
+        self._channels: ChannelLoop[_Client | None] = ChannelLoop()
+        self._channels.add(self._reception, None)
+
+    @property
+    def num_refused(self) -> int:
+        """As of the server."""
+        return self._reception.num_refused
+
+    def wake(self) -> None:
+        """Lets the thread look at `ending`; any thread may call this."""
+        self._channels.wake()
 
     def run(self) -> None:
         """Serves until `ending`, then closes everything."""
         try:
             while not self.ending:
-                limit = None if self._alarm == math.inf else max(0.0, self._alarm - time.monotonic())
-                for key, _ in self._selector.select(limit):
-                    if isinstance(key.data, Connection):
-                        self._serve(key.data)
-                    elif key.fileobj is self._listener:
-                        self._accept()
+                due = min(self._alarm, self._reception.due)
+                limit = None if due == math.inf else max(0.0, due - time.monotonic())
+                for client, frames in self._channels.wait(limit):
+                    if client is None:
+                        self._let_in()
                     else:
-                        self._wakened.recv(64)
-                if time.monotonic() >= self._alarm:
+                        self._serve(client, frames)
+                if time.monotonic() >= due:
+                    self._let_in()
                     self._ring()
         finally:
-            for connection in self._connections:
-                connection.socket.close()
-            self._selector.close()
+            self._reception.close()
+            for client in self._clients:
+                client.channel.close()
+            self._channels.close()
             self._listener.close()
-            self._wakened.close()
 
-    def _accept(self) -> None:
-        try:
-            accepted, address = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError:  # no descriptor, no memory
-            if self._strangers:
-                self._drop(next(iter(self._strangers)))
-            else:
-                self._selector.unregister(self._listener)
-                self._accepts_from = self._set_alarm(_ACCEPT_PAUSE_SECONDS)
-            return
-        try:
-            connection = self._meet(accepted, f"the client at {address[0]}")
-        except OSError:  # it has gone already
-            accepted.close()
-            return
-        self._connections[connection] = self._strangers[connection] = None
-        if len(self._strangers) > _MAX_STRANGERS:
-            self._drop(next(iter(self._strangers)))
-        self._selector.register(connection.socket, connection.interest, connection)
-        self._serve(connection)
-
-    def _meet(self, accepted: socket.socket, peer: str) -> Connection:
-        accepted.setblocking(False)
+    def _greet(self, accepted: socket.socket, deadline: float) -> Greeting:
+        peer = f"the client at {accepted.getpeername()[0]}"
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._tls is not None:
@@ -174,99 +172,77 @@ class _Loop:
         handshake = Handshake(
             "accept", purpose=PURPOSE, secret=self._secret, peer=peer, max_payload_bytes=_MAX_PAYLOAD_BYTES
         )
-        return Connection(Greeting(accepted, handshake, self._set_alarm(self._handshake_seconds)))
+        return Greeting(accepted, handshake, deadline)
 
-    def _serve(self, connection: Connection) -> None:
-        """Lets a connection move on, and does what it asks for."""
-        if connection not in self._connections:  # dropped since the selector saw it
+    def _let_in(self) -> None:
+        for peer in self._reception.arrivals(0):
+            client = _Client(Channel(peer.socket, max_bytes=REQUEST_BYTES, max_parts=REQUEST_PARTS))
+            self._clients.add(client)
+            self._channels.add(client.channel, client)
+            self._serve(client, client.channel.receive())  # what TLS has read already
+
+    def _serve(self, client: _Client, frames: list[Frame]) -> None:
+        """Does what a client asks for."""
+        if client not in self._clients:  # dropped since the loop saw it
             return
         try:
-            request = connection.advance()
-            if connection in self._strangers and connection.is_greeted:
-                del self._strangers[connection]
-                connection.deadline = math.inf
-            if request is not None:
-                self._answer(connection, request)
-        except (Misbehavior, OSError):
-            self._drop(connection)
+            for frame in frames:
+                if client.parked is not None or client.channel.unsent_bytes:
+                    raise _Misbehavior("a request before the answer to the last one")
+                self._answer(client, frame)
+        except _Misbehavior:
+            self._drop(client)
         else:
-            self._watch(connection)
+            if client.channel.ended is not None:
+                self._drop(client)
 
-    def _answer(self, connection: Connection, request: Request) -> None:
-        operation, key, value = request
+    def _answer(self, client: _Client, request: Frame) -> None:
+        if len(request) != REQUEST_PARTS or len(request[1]) > MAX_KEY_BYTES or len(request[2]) > MAX_VALUE_BYTES:
+            raise _Misbehavior(f"parts of {[len(part) for part in request]} bytes")
+        operation, key, value = bytes(request[0]), bytes(request[1]), request[2]
         if operation == SET:
             self._values[key] = value
             for waiting in self._waiting.pop(key, ()):
-                waiting.parked = None
-                self._reply(waiting, OK, value)
-            connection.answer(OK, b"")
+                waiting.parked, waiting.deadline = None, math.inf
+                self._channels.send(waiting.channel, [OK, value])
+            self._channels.send(client.channel, [OK, b""])
         elif operation == ADD and len(value) == AMOUNT.size:
             self._counters[key] += AMOUNT.unpack(value)[0]
-            connection.answer(OK, TOTAL.pack(self._counters[key]))
+            self._channels.send(client.channel, [OK, TOTAL.pack(self._counters[key])])
         elif operation == GET and len(value) == SECONDS.size:
             seconds = SECONDS.unpack(value)[0]
             if key in self._values:
-                connection.answer(OK, self._values[key])
+                self._channels.send(client.channel, [OK, self._values[key]])
             elif not seconds > 0:
-                connection.answer(MISSING, b"")
+                self._channels.send(client.channel, [MISSING, b""])
             else:
-                connection.parked = key
-                connection.deadline = self._set_alarm(seconds)
-                self._waiting[key].append(connection)
+                client.parked, client.deadline = key, time.monotonic() + seconds
+                self._alarm = min(self._alarm, client.deadline)
+                self._waiting[key].append(client)
         else:
-            raise Misbehavior(f"operation {operation} with {len(value):,} bytes")
+            raise _Misbehavior(f"operation {operation!r} with {len(value):,} bytes")
 
-    def _reply(self, connection: Connection, status: int, value: bytes) -> None:
-        """Answers a connection that was parked; a failure is its own."""
-        connection.deadline = math.inf
-        try:
-            connection.answer(status, value)
-        except OSError:
-            self._drop(connection)
-        else:
-            self._watch(connection)
+    def _drop(self, client: _Client) -> None:
+        self._clients.remove(client)
+        self._forget_wait(client)
+        self._channels.discard(client.channel)
+        client.channel.close()
 
-    def _watch(self, connection: Connection) -> None:
-        if self._selector.get_key(connection.socket).events != connection.interest:
-            self._selector.modify(connection.socket, connection.interest, connection)
-
-    def _drop(self, connection: Connection) -> None:
-        del self._connections[connection]
-        self._strangers.pop(connection, None)
-        self.num_refused += not connection.is_greeted
-        self._forget_wait(connection)
-        if connection.socket in self._selector.get_map():
-            self._selector.unregister(connection.socket)
-        connection.socket.close()
-
-    def _forget_wait(self, connection: Connection) -> None:
-        key, connection.parked = connection.parked, None
+    def _forget_wait(self, client: _Client) -> None:
+        key, client.parked = client.parked, None
+        client.deadline = math.inf
         if key is not None:
-            self._waiting[key].remove(connection)
+            self._waiting[key].remove(client)
             if not self._waiting[key]:
                 del self._waiting[key]
 
-    def _set_alarm(self, seconds: float) -> float:
-        """Returns the time in so many seconds, when `_ring` will be called."""
-        deadline = time.monotonic() + seconds
-        self._alarm = min(self._alarm, deadline)
-        return deadline
-
     def _ring(self) -> None:
-        """Does what is due, and finds the next time when something may be."""
+        """Tells those whose wait is over, and finds the next time when one may be."""
         now = time.monotonic()
-        if self._accepts_from is not None and now >= self._accepts_from:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._accepts_from = None
-        for connection in [connection for connection in self._connections if now >= connection.deadline]:
-            if connection.parked is None:
-                self._drop(connection)
-            else:
-                self._forget_wait(connection)
-                self._reply(connection, MISSING, b"")
-        self._alarm = min((connection.deadline for connection in self._connections), default=math.inf)
-        if self._accepts_from is not None:
-            self._alarm = min(self._alarm, self._accepts_from)
+        for client in [client for client in self._clients if now >= client.deadline]:
+            self._forget_wait(client)
+            self._channels.send(client.channel, [MISSING, b""])
+        self._alarm = min((client.deadline for client in self._clients), default=math.inf)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -281,5 +257,4 @@ def _listen(host: str, port: int) -> socket.socket:
             f"host={host!r} port={port}: cannot be listened on ({error}); expected an address of this machine and a "
             "port that nobody uses, or port=0 for a free one"
         ) from error
-    listener.setblocking(False)
     return listener

@@ -3,11 +3,9 @@
 A round takes one short message each way. JAX's coordination service would do, and takes more calls and more CPU.
 """
 
-import contextlib
 import json
 import math
 import secrets
-import selectors
 import socket
 import struct
 import threading
@@ -16,15 +14,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from braidax.connections.listener import Listener, linger
+from braidax.connections.channel import Channel, Frame, close_sent
+from braidax.connections.channel_loop import ChannelLoop
+from braidax.connections.listener import Listener
 from braidax.connections.world import World
 
-_HEAD = struct.Struct("<qI")  # number of the round, bytes of the words that follow
+_NUMBER = struct.Struct("!q")  # of the round, before the words
 _PURPOSE = b"braidax loader"
-_RECEIVE_BYTES = 1 << 16
+_MAX_BYTES = 1 << 20  # of what is said at once
+_MAX_UNSENT_BYTES = 1 << 16  # which a process may leave unread of what it is told, when its kernel takes no more
 _SLICE_SECONDS = 0.1  # of a wait, which `stop` ends
 _GRACE_SECONDS = 2.0  # which the first process has to say who is late
-_SEND_SECONDS = 5.0  # which a process may leave what it is told unread, when there is no room for more
 _LINGER_SECONDS = 1.0
 _MAX_WORDS = 4000  # of an error
 
@@ -97,15 +97,15 @@ class Hub:
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], *, is_first: bool) -> None:
-        self._connections = dict(connections)
+        self._channels = {
+            process: Channel(connection, max_bytes=_MAX_BYTES, max_parts=2, max_unsent_bytes=_MAX_UNSENT_BYTES)
+            for process, connection in connections.items()
+        }
         self._is_first = is_first
-        self._arriving = {process: bytearray() for process in connections}
         self._heard: deque[tuple[int, int, Verdict]] = deque()  # from whom, of which round
-        self._ended: set[int] = set()
-        self._events = selectors.DefaultSelector()
-        for process, connection in connections.items():
-            connection.settimeout(_SEND_SECONDS)
-            self._events.register(connection, selectors.EVENT_READ, process)
+        self._loop: ChannelLoop[int] = ChannelLoop()
+        for process, channel in self._channels.items():
+            self._loop.add(channel, process)
 
     def agree(self, number: int, *, deadline: Callable[[], float], stop: threading.Event) -> Verdict | None:
         """Says that this process is ready for a round, and returns what became of it; None once `stop` is set.
@@ -127,17 +127,13 @@ class Hub:
 
     def close(self) -> None:
         """Ends the connections; what was said before still arrives. A second call does nothing."""
-        connections = list(self._connections.values())
-        self._connections.clear()
-        self._events.close()
-        for connection in connections:
-            connection.setblocking(False)
-        linger(connections, time.monotonic() + _LINGER_SECONDS)
-        for connection in connections:
-            connection.close()
+        channels = list(self._channels.values())
+        self._channels.clear()
+        self._loop.close()
+        close_sent(channels, time.monotonic() + _LINGER_SECONDS)
 
     def _collected(self, number: int, deadline: Callable[[], float], stop: threading.Event) -> Verdict | None:
-        missing = set(self._connections)
+        missing = set(self._channels)
         while missing and not stop.is_set():
             left = deadline() - time.monotonic()
             if left <= 0:
@@ -154,12 +150,12 @@ class Hub:
                 missing.discard(process)
                 if not missing:
                     return _FINE
-            if gone := missing & self._ended:
+            if gone := {process for process in missing if self._channels[process].ended is not None}:
                 return Verdict("left", tuple(sorted(gone)))
         return None if missing else _FINE
 
     def _awaited(self, number: int, deadline: Callable[[], float], stop: threading.Event) -> Verdict | None:
-        (first,) = self._connections
+        ((first, channel),) = self._channels.items()
         last = math.inf  # until when the first process may say who is late
         while not stop.is_set():
             left = min(deadline(), last) - time.monotonic()
@@ -174,47 +170,29 @@ class Hub:
                 _, said_number, said = self._heard.popleft()
                 if said_number == number:
                     return said
-            if first in self._ended:
+            if channel.ended is not None:
                 return Verdict("left", (first,))
         return None
 
     def _tell(self, number: int, verdict: Verdict) -> None:
         words = b"" if verdict.kind == "fine" else json.dumps(verdict).encode()
-        for process, connection in self._connections.items():
-            if process in self._ended or (verdict.kind == "failed" and process in verdict.processes):
-                continue  # it knows, and need not listen
-            try:
-                connection.sendall(_HEAD.pack(number, len(words)) + words)
-            except TimeoutError:
-                self._end(process)
-            except OSError:
-                pass  # it has left, and may have said why
-
-    def _end(self, process: int) -> None:
-        self._ended.add(process)
-        self._events.unregister(self._connections[process])
+        for process, channel in self._channels.items():
+            if verdict.kind != "failed" or process not in verdict.processes:  # that one knows, and need not listen
+                self._loop.send(channel, [_NUMBER.pack(number), words])
 
     def _listen(self, seconds: float) -> None:
         """Waits until something comes, unless something is there."""
-        for key, _ in self._events.select(0 if self._heard else seconds):
-            process, data = key.data, b""
-            with contextlib.suppress(OSError):
-                data = self._connections[process].recv(_RECEIVE_BYTES)
-            if not data:
-                self._end(process)
-            arriving = self._arriving[process]
-            arriving += data
-            while len(arriving) >= _HEAD.size:
-                number, length = _HEAD.unpack_from(arriving)
-                end = _HEAD.size + length
-                if len(arriving) < end:
-                    break
-                self._heard.append((process, number, _verdict(bytes(arriving[_HEAD.size : end]))))
-                del arriving[:end]
+        for process, frames in self._loop.wait(0 if self._heard else seconds):
+            try:
+                self._heard += [(process, *_read(frame)) for frame in frames]
+            except (IndexError, TypeError, ValueError, struct.error) as error:
+                self._channels[process].refuse(f"it sent what is no verdict: {error}")
 
 
-def _verdict(words: bytes) -> Verdict:
-    if not words:
-        return _FINE
-    kind, processes, said = json.loads(words)
-    return Verdict(kind, tuple(processes), said)
+def _read(frame: Frame) -> tuple[int, Verdict]:
+    """Returns the number of a round, and what was said of it."""
+    (number,) = _NUMBER.unpack(frame[0])
+    if not frame[1]:
+        return number, _FINE
+    kind, processes, said = json.loads(bytes(frame[1]))
+    return number, Verdict(kind, tuple(processes), said)

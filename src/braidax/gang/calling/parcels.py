@@ -1,14 +1,16 @@
-"""Parcels: a pickle and, beside it, its large buffers as they are; and how parcels go over a stream."""
+"""Parcels: a pickle and, beside it, its large buffers as they are; and how parcels go over a channel."""
 
 import io
 import pickle
+import socket
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any, cast, final
+from typing import Any
 
 import cloudpickle
 import numpy as np
 
+from braidax.connections.channel import Channel, room_for
 from braidax.errors import GangError
 
 Parcel = list[bytes | bytearray | memoryview]
@@ -20,16 +22,11 @@ OUT_OF_BAND_BYTES = 1 << 16
 MAX_PARTS = 1 << 12
 """Of a parcel. A pickle keeps the buffers that would be more."""
 
-MAX_PART_BYTES = 1 << 44
-"""Of one part: more than any host has."""
-
-ALIGNMENT = 64
-"""Received buffers begin at a multiple of this: what XLA, Arrow and vector instructions like best."""
+MAX_BYTES = 1 << 44
+"""Of what is sent at once: more than any host has."""
 
 _KEPT_PARTS = 16  # for what is sent besides the buffers of two pickles
-_FIXED = struct.Struct("<HHI")  # the kind, and the numbers of parts: of the first parcel, of both
-_JOINED_BYTES = 1 << 13
-_LENGTH_BYTES = 8
+_FIXED = struct.Struct("!HH")  # the kind, and the number of parts of the first parcel
 
 
 def pack(value: Any, *, refer: Callable[[Any], str | None] | None = None) -> Parcel:
@@ -76,16 +73,6 @@ def _referring(refer: Callable[[Any], str | None]) -> type[cloudpickle.Pickler]:
     return Referring
 
 
-def room_for(num_bytes: int) -> memoryview:
-    """Returns memory that can be written, at a multiple of `ALIGNMENT`.
-
-    The system gives the pages of what is large only as they are written: a length alone takes no memory.
-    """
-    whole = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    begin = -whole.ctypes.data % ALIGNMENT
-    return memoryview(cast("Any", whole[begin : begin + num_bytes]))
-
-
 def own(parts: Iterable[Any]) -> Parcel:
     """Returns copies of parts, in memory of one's own: what Ray and Dask deliver may be shared, or read-only."""
     copies: Parcel = []
@@ -102,89 +89,27 @@ def shown_to_pickle(parcel: Parcel) -> list[np.ndarray[Any, np.dtype[np.uint8]]]
     return [np.frombuffer(part, np.uint8) for part in parcel]
 
 
-def framed(kind: int, *parcels: Parcel) -> list[memoryview]:
-    """Returns what to write to a stream for an `Inbox` at its other end: a header, and the parts of up to two parcels.
+def channel_of(connection: socket.socket) -> Channel:
+    """Returns the channel between a gang and a rank, which trust each other."""
+    return Channel(connection, max_bytes=MAX_BYTES, max_parts=1 + MAX_PARTS)
 
-    Small parts are joined: a system call costs more than to copy them.
+
+def framed(kind: int, *parcels: Parcel) -> Parcel:
+    """Returns the frame of a kind of message and up to two parcels, for `unframed` at the other end of a channel."""
+    return [_FIXED.pack(kind, len(parcels[0])), *(part for parcel in parcels for part in parcel)]
+
+
+def unframed(frame: Parcel, *, num_kinds: int) -> tuple[int, Parcel, Parcel]:
+    """Returns kind and both parcels of a frame. **Arguments:** `num_kinds`: kinds are below this.
+
+    **Raises:** `GangError` for what is no message.
     """
-    parts = [memoryview(part).cast("B") for parcel in parcels for part in parcel]
-    header = _FIXED.pack(kind, len(parcels[0]), len(parts))
-    small = bytearray(header + b"".join(part.nbytes.to_bytes(_LENGTH_BYTES, "little") for part in parts))
-    views: list[memoryview] = []
-    for part in parts:
-        if part.nbytes < _JOINED_BYTES:
-            small += part
-        else:
-            views += [memoryview(small), part]
-            small = bytearray()
-    return [view for view in (*views, memoryview(small)) if view.nbytes]
-
-
-@final
-class Inbox:
-    """Puts parcels that come in pieces into memory. Numbers and lengths are believed up to limits only.
-
-    **Arguments:** `num_kinds`: kinds are below this.
-    """
-
-    def __init__(self, num_kinds: int) -> None:
-        self._num_kinds = num_kinds
-        self._begin()
-
-    @property
-    def space(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
-        return self._space[self._filled :]
-
-    def fill(self, num_bytes: int) -> tuple[int, Parcel, Parcel] | None:
-        """Notes that so many bytes lie in `space`, and returns kind and both parcels when those were the last.
-
-        **Raises:** `GangError` for what is no parcel.
-        """
-        self._filled += num_bytes
-        while self._filled == self._space.nbytes:
-            if not self._num_parts:
-                self._read_fixed()
-                continue
-            if self._lengths is None:
-                self._lengths = self._read_lengths()
-            else:
-                self._parts.append(self._space)
-            if len(self._parts) == self._num_parts:
-                found = self._kind, self._parts[: self._num_first], self._parts[self._num_first :]
-                self._begin()
-                return found
-            self._wait_for(self._lengths[len(self._parts)])
-        return None
-
-    def _begin(self) -> None:
-        self._kind, self._num_first, self._num_parts = 0, 0, 0
-        self._lengths: list[int] | None = None
-        self._parts: Parcel = []
-        self._wait_for(_FIXED.size)
-
-    def _wait_for(self, num_bytes: int) -> None:
-        try:
-            self._space = memoryview(bytearray(num_bytes)) if num_bytes < _JOINED_BYTES else room_for(num_bytes)
-        except MemoryError as error:
-            raise GangError(f"a part of {num_bytes:,} bytes was announced, and this host has no room for it") from error
-        self._filled = 0
-
-    def _read_fixed(self) -> None:
-        self._kind, self._num_first, self._num_parts = _FIXED.unpack(self._space)
-        is_known = self._kind < self._num_kinds and self._num_first <= self._num_parts
-        if not is_known or not 1 <= self._num_parts <= MAX_PARTS:
-            raise GangError(
-                f"a message of kind {self._kind} with {self._num_first:,} of {self._num_parts:,} parts was announced; "
-                f"expected a kind below {self._num_kinds} and 1 to {MAX_PARTS:,} parts"
-            )
-        self._wait_for(_LENGTH_BYTES * self._num_parts)
-
-    def _read_lengths(self) -> list[int]:
-        lengths = [
-            int.from_bytes(self._space[begin : begin + _LENGTH_BYTES], "little")
-            for begin in range(0, self._space.nbytes, _LENGTH_BYTES)
-        ]
-        if max(lengths) > MAX_PART_BYTES:
-            raise GangError(f"a part of {max(lengths):,} bytes was announced; expected at most {MAX_PART_BYTES:,}")
-        return lengths
+    if len(frame) < 2 or len(frame[0]) != _FIXED.size:
+        raise GangError(f"{len(frame):,} parts came, of which the first is no head; expected a head and a parcel")
+    kind, num_first = _FIXED.unpack(frame[0])
+    if kind >= num_kinds or num_first >= len(frame):
+        raise GangError(
+            f"a message of kind {kind} with {num_first:,} of {len(frame) - 1:,} parts came; expected a kind below "
+            f"{num_kinds} and no more parts than came"
+        )
+    return kind, frame[1 : 1 + num_first], frame[1 + num_first :]

@@ -1,5 +1,6 @@
 """What runs in a worker process: it reads windows of its source into shared memory, until its parent is gone."""
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from braidax.data.source import Source, is_varying, read_samples, source_at
 from braidax.data.workers.processes.memory import SharedMemory, window_bytes, window_leaves
-from braidax.data.workers.processes.messages import packed, receive, send
+from braidax.data.workers.processes.messages import channel_of, packed, receive, send
 from braidax.data.workers.processes.pickling import unpack
 from braidax.errors import ArgumentError, BraidaxError, RecordError
 from braidax.lifeline import end_with
@@ -35,19 +36,19 @@ def main(requests: int, memory: int, parent: int, source: int) -> None:
         os.set_inheritable(descriptor, False)
     faulthandler.enable()  # a crash in native code shows where
     end_with(parent)
-    with socket.socket(fileno=requests) as connection:
+    with contextlib.closing(channel_of(socket.socket(fileno=requests))) as channel:
         try:
             unpacked: Source = unpack(source)
         except BaseException as error:  # noqa: BLE001 (it is raised by the parent)
-            send(connection, _raised(error, ArgumentError, "source cannot be unpacked in a worker process"))
+            send(channel, _raised(error, ArgumentError, "source cannot be unpacked in a worker process"))
             return
         os.close(source)
         serve = _Serve(unpacked, SharedMemory(memory))
         try:
-            send(connection, packed(("ready",)))
+            send(channel, packed(("ready",)))
             while True:
-                send(connection, serve.answer(*receive(connection)))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+                send(channel, serve.answer(*receive(channel)))
+        except ConnectionError:
             return
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.workers.processes.memory import SharedMemory, nameless_file
-from braidax.data.workers.processes.messages import packed, receive, send
+from braidax.data.workers.processes.messages import channel_of, packed, receive, send
 from braidax.errors import BraidaxError, PeerLost, WaitTimeout
 
 _START_SECONDS = 300.0  # of imports from a slow disk, on busy cores
@@ -93,8 +93,8 @@ class Worker:
         self._asking = threading.Lock()
         self._ended = False
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            self._connection, connection = socket.socketpair()
-            ours.enter_context(self._connection)
+            here, connection = socket.socketpair()
+            self._channel = ours.enter_context(contextlib.closing(channel_of(here)))
             theirs.enter_context(connection)
             parent, lifeline = os.pipe()
             ours.callback(os.close, lifeline)
@@ -159,8 +159,7 @@ class Worker:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._kill()
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # whoever asks sees the end now
+        self._channel.cut()  # whoever asks sees the end now
         with self._asking:
             self._ours.close()
 
@@ -168,18 +167,18 @@ class Worker:
         """Tells the worker that nothing more will be asked: it ends when it has answered."""
         self._ended = True
         with contextlib.suppress(OSError):  # it is gone already
-            self._connection.shutdown(socket.SHUT_WR)
+            self._channel.socket.shutdown(socket.SHUT_WR)
 
     def _ask(self, request: bytes | None, deadline: float) -> Any:
         with self._asking:
             try:
                 if request is not None:
-                    send(self._connection, request, deadline=deadline)
-                answer = receive(self._connection, deadline=deadline)
+                    send(self._channel, request, deadline=deadline)
+                answer = receive(self._channel, deadline=deadline)
             except TimeoutError:
                 self._ended = True
                 raise
-            except (EOFError, OSError) as error:
+            except OSError as error:
                 if self._ended:
                     raise WorkerClosed from error
                 how = self._last_words()
