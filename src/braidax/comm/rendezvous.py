@@ -114,21 +114,7 @@ def connect(
         watch.close()
         chosen.close(timeout_seconds=0)
         raise
-    try:
-        progress.start()
-        machines = sorted({card.machine for card in cards})
-        hosts = [machines.index(card.machine) for card in cards]
-        group = Group(progress, number=0, ranks=range(size), rank=rank, hosts=hosts)
-        comm = Communicator(group, counters=Counters(), timeout_seconds=_left(deadline))
-        try:
-            comm.barrier()
-        except CommError:  # all have met, and who is lost since then is so for those who need it
-            if progress.failure is not None or not progress.lost:
-                raise
-    except BaseException as error:
-        progress.fail(Notice("aborted", rank, f"connect failed: {words_of(error)}"))
-        progress.close(timeout_seconds=0)
-        raise
+    comm = _begun(progress, cards, rank, deadline)
     comm.timeout_seconds = timeout_seconds
     return comm
 
@@ -182,6 +168,26 @@ def _card_of(rank: int, size: int, transport: Transport, watch: Watch, tuning: T
 class _Worlds:
     transport: World
     watch: World
+
+
+def _begun(progress: Progress, cards: list[_Card], rank: int, deadline: float) -> Communicator:
+    """Returns a communicator once all ranks have theirs."""
+    try:
+        progress.start()
+        machines = sorted({card.machine for card in cards})
+        hosts = [machines.index(card.machine) for card in cards]
+        group = Group(progress, number=0, ranks=range(len(cards)), rank=rank, hosts=hosts)
+        comm = Communicator(group, counters=Counters(), timeout_seconds=_left(deadline))
+        try:
+            comm.barrier()
+        except CommError:  # all have met, and who is lost since then is so for those who need it
+            if progress.failure is not None or not progress.lost:
+                raise
+    except BaseException as error:
+        progress.fail(Notice("aborted", rank, f"connect failed: {words_of(error)}"))
+        progress.close(timeout_seconds=0)
+        raise
+    return comm
 
 
 def _meet(

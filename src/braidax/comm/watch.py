@@ -11,7 +11,6 @@ higher number is lost: it waits a little longer before it says anything.
 
 import contextlib
 import json
-import math
 import selectors
 import socket
 import time
@@ -19,7 +18,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Literal, final
 
-from braidax.connections.channel import Channel, close_sent
+from braidax.connections.channel import PROCESS_ENDED, Channel, close_sent
 from braidax.connections.listener import Listener, Tls
 from braidax.connections.world import World
 from braidax.errors import Aborted, ArgumentError, CommError, PeerLost
@@ -129,8 +128,11 @@ class Watch:
     @property
     def pause_seconds(self) -> float:
         """How long `look` need not be called when nothing is readable."""
-        due = min((at for at, _ in self._suspects.values()), default=math.inf)
-        return max(0.0, min(self._beaten + self._beat_seconds, due) - time.monotonic())
+        due = self._beaten + self._beat_seconds
+        if self._on_loss == "peer":  # both ends of a connection that breaks are to know it at about the same time
+            silent = (neighbor.heard + self._limit for neighbor in self._neighbors if neighbor.rank not in self._ended)
+            due = min((due, *(at for at, _ in self._suspects.values()), *silent))
+        return max(0.0, due - time.monotonic())
 
     def look(self, selector: selectors.BaseSelector | None = None) -> list[Notice]:
         """Says that this rank lives, and returns what is new.
@@ -193,16 +195,16 @@ class Watch:
             return
         if rank in self.left:
             self._add(Notice("left", rank, how), new)  # before it had delivered all, perhaps
-        elif self._on_loss == "epoch" or self._world.rank < rank or how == _PROCESS_ENDED:
+        elif self._on_loss == "epoch" or self._world.rank < rank or how == PROCESS_ENDED:
             self._add(Notice("lost", rank, how), new)
         else:
             is_silent = now - neighbor.heard > self._limit
-            self._suspects[rank] = now + (self._beat_seconds if is_silent else SECOND_WORD_SECONDS), how
+            self._suspects[rank] = now + SECOND_WORD_SECONDS + (self._beat_seconds if is_silent else 0), how
 
     def _part(self, neighbor: "_Neighbor") -> None:
         """Gives up a neighbor, whose connection stays as long as it may read on it why."""
         self._neighbors.remove(neighbor)
-        if self._on_loss == "epoch" or self._ended.get(neighbor.rank) == _PROCESS_ENDED:
+        if self._on_loss == "epoch" or self._ended.get(neighbor.rank) == PROCESS_ENDED:
             neighbor.channel.close()
             return
         with contextlib.suppress(OSError):

@@ -32,6 +32,9 @@ Frame = list[bytes | bytearray | memoryview]
 ALIGNMENT = 64
 """Large parts begin at a multiple of this: what XLA, Arrow and vector instructions like best."""
 
+PROCESS_ENDED = "its process ended"
+"""The words of a channel that ended because of that."""
+
 LARGE_BYTES = 1 << 14
 """From here on a part that comes has memory of its own, into which it is received."""
 
@@ -321,7 +324,7 @@ class Channel:
         # Inside a host there is nothing between the two: the peer ended with bytes that it had not read.
         is_local = isinstance(error, ConnectionResetError) and self.socket.family == socket.AF_UNIX
         if is_end or is_local:
-            return End("closed", "its process ended")
+            return End("closed", PROCESS_ENDED)
         return End("broke", f"the connection to it broke: {error}")
 
 

@@ -189,12 +189,13 @@ class Crew:
 class Harbor:
     """Lends one crew to test after test, since processes take long to start; after a failure, a fresh one.
 
-    **Arguments:** `folders`: makes a folder for each crew. `size`: of the crew.
+    **Arguments:** `folders`: makes a folder for each crew. `size`: of the crew. `program`: see `Member`.
     """
 
-    def __init__(self, folders: Callable[[], Path], *, size: int) -> None:
+    def __init__(self, folders: Callable[[], Path], *, size: int, program: str = _PROGRAM) -> None:
         self._folders = folders
         self._size = size
+        self._program = program
         self._stack = contextlib.ExitStack()
         self._crew: Crew | None = None
 
@@ -202,7 +203,9 @@ class Harbor:
     def crew(self) -> Iterator[Crew]:
         """Lends the crew, all of whose members wait to join."""
         if self._crew is None:
-            self._crew = self._stack.enter_context(Crew(self._folders(), size=self._size, spares=1))
+            self._crew = self._stack.enter_context(
+                Crew(self._folders(), size=self._size, spares=1, program=self._program)
+            )
         try:
             yield self._crew
         except BaseException:
