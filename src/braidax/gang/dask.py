@@ -215,7 +215,7 @@ class _DaskRanks(Ranks):
         self.kill(ranks)
         self._workers = list(self._choose(deadline, ranks, self._gone))
         try:
-            if self._store_worker in self._gone:
+            if self._store_worker in self._gone or self._store.status not in ALIVE:
                 self._client.cancel([self._store], force=True)
                 self._start_store(self._workers[min(ranks)])  # of whom the scheduler has just said that it is there
                 self._move(self._store_address, deadline)
