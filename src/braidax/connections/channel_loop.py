@@ -4,7 +4,7 @@ import contextlib
 import selectors
 import socket
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar, final
+from typing import Generic, Protocol, TypeVar, final, runtime_checkable
 
 from braidax.connections.channel import Channel, Frame
 
@@ -13,6 +13,7 @@ Name = TypeVar("Name")
 _WAKE_BYTES = 1 << 10
 
 
+@runtime_checkable
 class _Source(Protocol):
     def fileno(self) -> int: ...
 
