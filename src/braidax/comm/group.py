@@ -63,7 +63,7 @@ class Group:
 
     def send(self, value: Value, dest: int, tag: int) -> Steps[None]:
         """Returns the algorithm of `Communicator.send`."""
-        return values.send(self._point(dest, "dest", tag), dest, self._own(value))
+        return values.send(self._point(dest, "dest", tag), dest, value if self._receives is None else copied(value))
 
     def recv(self, source: int, tag: int) -> Steps[Value]:
         """Returns the algorithm of `Communicator.recv`."""
@@ -80,7 +80,7 @@ class Group:
     def broadcast(self, value: Value, root: int) -> Steps[Value]:
         """Returns the algorithm of `Communicator.broadcast`."""
         self.check_rank(root, "root")
-        given = self._own(value) if self.rank == root else value
+        given = value if self._receives is None or self.rank != root else copied(value)
         return values.broadcast(self.calls.next(_head(f"broadcast from root {root}")), given, root)
 
     def broadcast_into(self, array: Any, root: int) -> Steps[Any]:
@@ -91,11 +91,13 @@ class Group:
     def gather(self, value: Value, root: int) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.gather`."""
         self.check_rank(root, "root")
-        return values.gather(self.calls.next(_head(f"gather to root {root}")), self._own(value), root)
+        given = value if self._receives is None else copied(value)
+        return values.gather(self.calls.next(_head(f"gather to root {root}")), given, root)
 
     def all_gather(self, value: Value) -> Steps[list[Value]]:
         """Returns the algorithm of `Communicator.all_gather`."""
-        return values.all_gather(self.calls.next(_head("all_gather")), self._own(value))
+        given = value if self._receives is None else copied(value)
+        return values.all_gather(self.calls.next(_head("all_gather")), given)
 
     def reduce(self, array: Any, operation: np.ufunc, root: int) -> Steps[NDArray[Any]]:
         """Returns the algorithm of `Communicator.reduce`."""
@@ -106,7 +108,8 @@ class Group:
         """Returns the algorithm of `Communicator.all_to_all`."""
         if len(parts) != self.size:
             raise ArgumentError(f"parts= has {len(parts)} values: expected one for each of the {self.size} ranks")
-        return values.all_to_all(self.calls.next(_head("all_to_all")), [self._own(part) for part in parts])
+        given = parts if self._receives is None else [copied(part) for part in parts]
+        return values.all_to_all(self.calls.next(_head("all_to_all")), given)
 
     def stream(self, chunk_bytes: int, window_bytes: int) -> GroupMessages:
         """Returns the messages with which a stream begins; their number is that of the stream."""
@@ -142,10 +145,6 @@ class Group:
         is_alone = name in (*BETWEEN_TWO, "serve") or not isinstance(error, Exception)
         (self.progress if is_alone else self.domain).fail(Notice("aborted", self.progress.world.rank, f"{name} {how}"))
         self.progress.told = self.progress.failure is not None
-
-    def _own(self, value: Value) -> Value:
-        """Returns a value that goes on as it is, whatever becomes of the caller's."""
-        return value if self._receives is None else copied(value)
 
     def check_rank(self, peer: Any, name: str) -> None:
         """Raises `ArgumentError` for what is no rank of the group. **Arguments:** `name`: of the parameter."""

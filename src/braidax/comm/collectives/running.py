@@ -33,15 +33,9 @@ def run(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: NDA
     """Runs a schedule. **Arguments:** `own`, `out`: contiguous; see `Schedule`."""
     if messages.unheard:
         yield from hear(messages.unheard)
-    if messages.progress.on_loss == "epoch":
-        yield from _run(messages, runnable, own, out)
-        return
-    copy = np.empty_like(out)  # what fails leaves messages under way
-    yield from _run(messages, runnable, own.copy(), copy)
-    out[...] = copy
-
-
-def _run(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: NDArray[Any]) -> Steps[None]:
+    given = out
+    if messages.progress.on_loss == "peer":  # what fails leaves messages under way
+        own, out = own.copy(), np.empty_like(out)
     if runnable.compiled is not None:
         operation = messages.progress.run(messages.tag, runnable.compiled, messages.brings, own, out)
         if operation is not None:
@@ -49,6 +43,8 @@ def _run(messages: GroupMessages, runnable: Runnable, own: NDArray[Any], out: ND
             tell_float_errors(runnable.reduction, runnable.dtype, operation.num_bytes)
     else:
         yield from _run_here(messages, runnable, own, out)
+    if out is not given:
+        given[...] = out
 
 
 def tell_float_errors(reduction: object, dtype: np.dtype[Any], errors: int) -> None:
