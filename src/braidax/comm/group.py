@@ -22,7 +22,7 @@ from braidax.comm.group_messages import (
     head_of,
     tag_of,
 )
-from braidax.comm.losing.peer_progress import domain_of
+from braidax.comm.losing.domain import domain_of
 from braidax.comm.losing.unfinished import Receives, Unfinished, resumed
 from braidax.comm.messages import Value, copied
 from braidax.comm.progress import Progress

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm.losing.peer_progress import Domain
+from braidax.comm.losing.domain import Domain
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Buffer, Operation, disagreeing, of_another_length
 

@@ -11,34 +11,35 @@ import logging
 import selectors
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 from braidax.comm.callbacks import Callbacks
 from braidax.comm.condition import Condition
+from braidax.comm.losing.losses import Losses
 from braidax.comm.nap import Nap
 from braidax.comm.transports.bell import Bell
 from braidax.comm.transports.quick import quick_calls_of
 from braidax.comm.transports.transport import Buffer, Operation, Transport
 from braidax.comm.waiting import again, all_done, closed, late, left, words_of
-from braidax.comm.watch import LEAVING, Notice, OnLoss, Watch
+from braidax.comm.watch import LEAVING, SECOND_WORD_SECONDS, Notice, OnLoss, Watch
 from braidax.connections.world import World
 from braidax.errors import CommError, PeerLost
 
 _FOLLOW_SECONDS = 0.025  # how often the thread looks whether callers still move messages
-VERDICT_SECONDS = 0.5
-"""Which the watch has to say who was lost first."""
+_VERDICT_SECONDS = 0.5  # which the watch has to say who was lost first
 _LEADER_SECONDS = 1.0  # which a caller that moves messages has to hear that they are closed
 _LEFT_SECONDS = 1.0  # what a rank sent before it left may still be on its way
 _logger = logging.getLogger(__name__)
 
 
+@final
 class Progress:
-    """Moves the messages of one rank, until the first failure, which then is everybody's; see also `PeerProgress`.
+    """Moves the messages of one rank, until the first failure, which then is everybody's.
 
     **Arguments:** `transport`, `watch`: connected; this owns both from now on. `world`: what they connect.
-    `spin_seconds`: how long a caller that waits keeps a core before it sleeps.
+    `spin_seconds`: how long a caller that waits keeps a core before it sleeps. `on_loss`: what a lost rank ends.
 
     **Fields:** `failure`: what ended the epoch. `told`: whether a call raised that. `takes_arrays`, `schedules`: see
     `Transport`.
@@ -46,11 +47,12 @@ class Progress:
     `hurried`: whether a caller moved messages lately, and will again: the thread then leaves it to callers for a while.
     `number`: returns a number that this rank has given nothing else. `left`: the ranks that have closed theirs. `lost`:
     those that are lost one by one, with the error of each; none where the epoch ends with them, as `on_loss` says.
+    `losses`: what ends with those.
     """
 
-    on_loss: OnLoss = "epoch"
-
-    def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
+    def __init__(
+        self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float, on_loss: OnLoss = "epoch"
+    ) -> None:
         self.failure: CommError | None = None
         self.told = False
         self.hurried = False
@@ -62,7 +64,9 @@ class Progress:
         self._begin_run: Any = None if transport.schedules is None else transport.schedules.run
         self._watch = watch
         self.left: Collection[int] = watch.left
-        self.lost: dict[int, CommError] = {}
+        self.on_loss: OnLoss = on_loss
+        self.losses = Losses(world, transport.lose) if on_loss == "peer" else None
+        self.lost: Mapping[int, CommError] = {} if self.losses is None else self.losses.lost
         self.takes_arrays = transport.takes_arrays
         self._spin_seconds = spin_seconds
         self._lock = threading.Lock()  # guards the transport, the watch and all below
@@ -244,10 +248,17 @@ class Progress:
         """
         if not isinstance(error, PeerLost) or error.rank in self._watch.left:
             return again(error)
-        self._listeners.wait_for(lambda: self.failure is not None or error.rank in self._watch.left, VERDICT_SECONDS)
-        if self.failure is None and error.rank in self._watch.left:
+        rank = error.rank
+        is_first = self.losses is None or self.world.rank < rank
+        self._listeners.wait_for(
+            lambda: self.failure is not None or rank in self.lost or rank in self._watch.left,
+            _VERDICT_SECONDS if is_first else SECOND_WORD_SECONDS,
+        )
+        if self.failure is not None or rank in self.lost:
+            return again(self.failure or self.lost[rank])
+        if rank in self._watch.left:
             return again(error)
-        return again(self.fail(Notice("lost", error.rank, "its connection ended")))
+        return again(self.fail(Notice("lost", rank, "its connection ended")))
 
     def _takes_the_lead(self, operations: Sequence[Operation], deadline: float) -> bool:
         """Sleeps while another caller moves messages. **Returns:** False when the operations have ended meanwhile."""
@@ -327,6 +338,8 @@ class Progress:
             raise left(self.world, gone[0])
 
     def _fail(self, notice: Notice) -> CommError:
+        if self.losses is not None and (notice.kind == "failed" or notice.rank != self.world.rank):
+            return self._lose(self.losses, notice)
         try:
             self._release(0.0)  # whoever hears of the failure may change what was being sent
         finally:
@@ -334,6 +347,17 @@ class Progress:
             self._notify_all()
             self._nap.ring()
         return failure
+
+    def _lose(self, losses: Losses, notice: Notice) -> CommError:
+        try:
+            error = losses.end(notice)
+        except BaseException as interrupt:
+            self._break(interrupt)
+            raise
+        self._notify_all()
+        self._nap.ring()
+        self._wake_thread.ring()
+        return error
 
     def _notify_all(self) -> None:
         self._followers.notify_all()

@@ -15,7 +15,6 @@ from typing import final
 from braidax.comm.collectives.splitting import Counters
 from braidax.comm.communicator import Communicator
 from braidax.comm.group import Group
-from braidax.comm.losing.peer_progress import PeerProgress
 from braidax.comm.progress import Progress
 from braidax.comm.stores.store import ScopedStore, Store
 from braidax.comm.transports.named import make_transport
@@ -108,8 +107,8 @@ def connect(
             with contextlib.suppress(CommError, WaitTimeout):  # the store itself may be what failed
                 scoped.set("failure", f"{type(error).__name__} in rank {rank}: {error}".encode())
             raise
-        moves = Progress if on_loss == "epoch" else PeerProgress
-        progress = moves(chosen, watch, worlds.transport, spin_seconds=tuning.spin_seconds)
+        spin_seconds = tuning.spin_seconds
+        progress = Progress(chosen, watch, worlds.transport, spin_seconds=spin_seconds, on_loss=on_loss)
     except BaseException:
         watch.close()
         chosen.close(timeout_seconds=0)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast, final
 
 from braidax.comm.group_messages import Steps
-from braidax.comm.losing.peer_progress import Domain
+from braidax.comm.losing.domain import Domain
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Operation
 from braidax.comm.waiting import all_done, late

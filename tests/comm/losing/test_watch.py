@@ -42,7 +42,7 @@ def watches(size: int, *, peer_timeout_seconds: float = 60.0) -> Iterator[list[W
 
 def link(watch: Watch, rank: int) -> socket.socket:
     """Returns the connection to a rank."""
-    return next(neighbor.connection for neighbor in watch._neighbors if neighbor.rank == rank)
+    return next(neighbor.channel.socket for neighbor in watch._neighbors if neighbor.rank == rank)
 
 
 def breaks(watch: Watch, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from braidax.comm.group_messages import MAX_NUMBER, GroupMessages
-from braidax.comm.losing.peer_progress import Domain
+from braidax.comm.losing.domain import Domain
 from braidax.comm.progress import Progress
 
 

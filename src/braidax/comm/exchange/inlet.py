@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.comm.exchange.frames import END, SKIP, Geometry, Spans, begins, items_of
 from braidax.comm.exchange.outlet import CREDIT, FINAL
-from braidax.comm.losing.peer_progress import Domain
+from braidax.comm.losing.domain import Domain
 from braidax.comm.messages import empty
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Buffer, Operation

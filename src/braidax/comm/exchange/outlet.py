@@ -8,7 +8,7 @@ from typing import final
 
 from braidax.comm.exchange.frames import ENDED, SKIPPED, Geometry, cut, frame_of
 from braidax.comm.exchange.spilling import SpillFile
-from braidax.comm.losing.peer_progress import Domain
+from braidax.comm.losing.domain import Domain
 from braidax.comm.progress import Progress
 from braidax.comm.transports.transport import Buffer, Operation
 from braidax.errors import CommError

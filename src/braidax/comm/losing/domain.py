@@ -1,4 +1,4 @@
-"""What ends with a rank that is lost alone, and how those who wait for it hear of that.
+"""The collectives of a group in a world of `on_loss="peer"`, which end at all its members or at none.
 
 What a wait leaves under way there, by its limit or because a collective failed, goes on in the transport, since living
 ranks are at its other end. So what is moved there is no memory of the caller's, but a copy.
@@ -8,81 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from braidax.comm.progress import VERDICT_SECONDS, Progress
-from braidax.comm.transports.transport import Buffer, Operation, Transport
+from braidax.comm.progress import Progress
+from braidax.comm.transports.transport import Buffer, Operation
 from braidax.comm.waiting import again, all_done
-from braidax.comm.watch import SECOND_WORD_SECONDS, Notice, OnLoss, Watch
-from braidax.connections.world import World
-from braidax.errors import Aborted, CommError, PeerLost
-
-
-@final
-class PeerProgress(Progress):
-    """Moves the messages of one rank: what happens to another one ends what the two have to do with each other.
-
-    **Arguments:** as of `Progress`.
-
-    **Fields:** besides those of `Progress`, `domains`: of the groups of this rank.
-    """
-
-    on_loss: OnLoss = "peer"
-
-    def __init__(self, transport: Transport, watch: Watch, world: World, *, spin_seconds: float) -> None:
-        super().__init__(transport, watch, world, spin_seconds=spin_seconds)
-        self.domains: list[Domain] = []
-
-    def _fail(self, notice: Notice) -> CommError:
-        if notice.kind == "failed":
-            return self._end_group(notice)
-        if notice.rank == self.world.rank:
-            return super()._fail(notice)
-        return self._lose(notice)
-
-    def _lose(self, notice: Notice) -> CommError:
-        rank = notice.rank
-        if rank not in self.lost:
-            error = self.lost[rank] = _error_of(notice, self.world)
-            try:
-                self._transport.lose(rank, error)
-                for domain in self.domains:
-                    if rank in domain.ranks:
-                        domain.end_all(error)
-            except BaseException as interrupt:
-                self._break(interrupt)
-                raise
-            self._rouse()
-        return self.lost[rank]
-
-    def _end_group(self, notice: Notice) -> CommError:
-        error = _error_of(notice, self.world)
-        for domain in self.domains:
-            if domain.group == notice.group and notice.rank in domain.ranks:
-                domain.end_all(error)
-        self._rouse()
-        return error
-
-    def _rouse(self) -> None:
-        """Wakes all that may wait for what has ended."""
-        self._notify_all()
-        self._nap.ring()
-        self._wake_thread.ring()
-
-    def _judge(self, error: CommError) -> CommError:
-        """Returns what to raise for an operation that failed; the watch is given time to say why."""
-        if not isinstance(error, PeerLost) or error.rank in self._watch.left:
-            return again(error)
-        rank = error.rank
-        seconds = VERDICT_SECONDS if self.world.rank < rank else SECOND_WORD_SECONDS
-
-        def is_known() -> bool:
-            return self.failure is not None or rank in self.lost or rank in self._watch.left
-
-        self._listeners.wait_for(is_known, seconds)
-        if self.failure is not None or rank in self.lost:
-            return again(self.failure or self.lost[rank])
-        if rank in self._watch.left:
-            return again(error)
-        return again(self.fail(Notice("lost", rank, "its connection ended")))
+from braidax.comm.watch import Notice, OnLoss
+from braidax.errors import CommError
 
 
 @final
@@ -100,7 +30,7 @@ class Domain:
 
     on_loss: OnLoss = "peer"
 
-    def __init__(self, progress: PeerProgress, group: int, ranks: Sequence[int]) -> None:
+    def __init__(self, progress: Progress, group: int, ranks: Sequence[int]) -> None:
         self.group = group
         self.ranks = frozenset(ranks)
         self.error: CommError | None = None
@@ -110,7 +40,8 @@ class Domain:
         self._progress = progress
         self._waited: dict[int, Sequence[Operation]] = {}  # by thread
         self._pending: set[Operation] = set()  # that requests wait for
-        progress.domains.append(self)
+        if progress.losses is not None:
+            progress.losses.domains.append(self)
         for rank in self.ranks & progress.lost.keys():
             self.error = progress.lost[rank]
 
@@ -192,19 +123,4 @@ class Domain:
 
 def domain_of(progress: Progress, group: int, ranks: Sequence[int]) -> Progress | Domain:
     """Returns what moves the messages of a group's collectives. **Arguments:** as of `Domain`."""
-    return Domain(progress, group, ranks) if isinstance(progress, PeerProgress) else progress
-
-
-def _error_of(notice: Notice, world: World) -> CommError:
-    """Returns what the operations that end with a rank, or with its collective, fail with."""
-    name = world.describe(notice.rank)
-    if notice.kind == "failed":
-        return Aborted(
-            f"{name} ended the collectives of a group: {notice.reason}; they cannot go on, all else can: split the "
-            "group beforehand where other collectives are to go on without it"
-        )
-    if notice.kind == "aborted":
-        return Aborted(f"{name} ended its part: {notice.reason}; what others do without it goes on")
-    return PeerLost(
-        f"{name} is lost: {notice.reason}; what others do without it goes on", notice.rank, world.hosts[notice.rank]
-    )
+    return progress if progress.losses is None else Domain(progress, group, ranks)
