@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,38 @@ def test_an_empty_trace_is_not_saved_and_says_why(tmp_path: Path) -> None:
     assert path.read_text() == "an earlier one"
     with pytest.raises(ArgumentError, match=r"max_spans=-1: expected"):
         Trace(max_spans=-1)
+
+
+def test_notes_of_many_threads_are_counted_once_whoever_reads_meanwhile() -> None:
+    trace = Trace(max_spans=10_000)
+    begin = threading.Barrier(5)
+
+    def note() -> None:
+        begin.wait(10)
+        for number in range(2000):
+            trace.note("comm", "send", time.perf_counter(), number % 7)
+
+    threads = [threading.Thread(target=note) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    begin.wait(10)
+    counts = [trace.totals().get("comm", LaneTotal()).num_spans for _ in range(200)]
+    for thread in threads:
+        thread.join()
+    assert counts == sorted(counts)
+    total = trace.totals()["comm"]
+    assert (total.num_spans, total.num_bytes) == (8000, 4 * sum(number % 7 for number in range(2000)))
+    spans = trace.spans
+    assert len(spans) == 8000
+    assert total.seconds == pytest.approx(sum(span.seconds for span in spans))
+    assert {span.thread for span in spans} == {thread.name for thread in threads}
+
+
+def test_notes_keep_their_place_among_spans() -> None:
+    trace = Trace(max_spans=3)
+    for name in ("a", "b"):
+        trace.note("comm", name, 0.0, 1)
+    trace.record(Span("comm", "c", "main", 0.0, 1.0, 1))
+    trace.note("comm", "d", 0.0, 1)
+    assert [span.name for span in trace.spans] == ["b", "c", "d"]
+    assert trace.totals()["comm"].num_spans == 4
