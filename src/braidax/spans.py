@@ -99,20 +99,22 @@ class Trace:
         with self._lock:
             self._take_notes()
             self._spans.append(span)
-            self._count(span, seconds)
-
-    def _count(self, span: _Plain, seconds: float) -> None:
-        total = self._totals[span[0]]
-        total.num_spans += 1
-        total.seconds += seconds
-        total.num_bytes += span[5]
+            total = self._totals[span[0]]
+            total.num_spans += 1
+            total.seconds += seconds
+            total.num_bytes += span[5]
 
     def _take_notes(self) -> None:
+        """Lets the notes be spans, and counts them; in the fewest steps, since each note pays for its part."""
         notes = self._notes
-        for _ in range(len(notes)):
-            note = notes.popleft()
-            self._spans.append(note)
-            self._count(note, note[4])
+        taken = [notes.popleft() for _ in range(len(notes))]
+        self._spans.extend(taken)
+        totals = self._totals
+        for lane, _, _, _, seconds, num_bytes in taken:
+            total = totals[lane]
+            total.num_spans += 1
+            total.seconds += seconds
+            total.num_bytes += num_bytes
 
     @property
     def spans(self) -> list[Span]:

@@ -2,6 +2,9 @@
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain, repeat
+from operator import or_
 from typing import Any, final
 
 from braidax.comm.group_messages import MAX_NUMBER, GroupMessages
@@ -31,15 +34,13 @@ class Calls:
         self.rank = rank
         self.hosts = tuple(hosts)
         self.unheard = unheard
-        self._first_tag = first_tag
-        self._count = 0
-        self.next_tag = first_tag | 1
+        numbers = chain(range(1, MAX_NUMBER + 1), chain.from_iterable(repeat(range(MAX_NUMBER + 1))))
+        self._tags = map(partial(or_, first_tag), numbers)  # no function in Python, which an interrupt would end
+        self.next_tag = next(self._tags)
 
     def begin(self) -> int:
         """Counts a collective that has begun under `next_tag`, which is returned."""
-        tag = self.next_tag
-        self._count = (self._count + 1) & MAX_NUMBER
-        self.next_tag = self._first_tag | (self._count + 1) & MAX_NUMBER
+        tag, self.next_tag = self.next_tag, next(self._tags)
         return tag
 
     def next(self, head: bytes) -> GroupMessages:
