@@ -6,15 +6,15 @@ from collections.abc import Mapping
 import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
-    "checkpoint": 85,
+    "checkpoint": 75,
     "cli": 60,
     "comm": 160,
     "connections": 20,
-    "data": 140,
-    "gang": 120,
+    "data": 125,
+    "gang": 110,
     "harness": 12,
     "laws": 63,
-    "parallel": 400,
+    "parallel": 435,
     "program": 45,
     "tasks": 50,
     "torch": 15,

@@ -27,7 +27,7 @@ AT_ONCE_SECONDS = 4.0
 DONE = 77  # a tag
 SOURCE = str(Path(braidax.__file__).parent)
 CALLED = {str(Path(SOURCE, "comm", name)) for name in ("communicator.py", "starting.py")}
-PASSED_ON = {"run", "_split", "_begin"}  # which those call last
+PASSED_ON = {"run", "_split", "_begin", "send", "recv", "ask"}  # which those call last
 LOOKED_AT = "again"  # whose result they look at first
 LIBRARY = str(Path(threading.__file__).parent)
 

@@ -198,6 +198,7 @@ def test_processes_are_added_and_given_up(start: Start, lines: Lines) -> None:
 
     sleeping = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
     processes = start("print('first'); input()", stdin=b"")
+    wait_for(lambda: lines == [(0, "stdout", "first")])  # the thread that waits for processes has what it opens
     before = open_files()
     command = Command((sys.executable, "-uc", sleeping), dict(os.environ))
     assert processes.add([command, command]) == [1, 2]

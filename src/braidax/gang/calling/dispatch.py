@@ -5,7 +5,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import final
 
 from braidax.errors import BraidaxError, CallFailed, GangError, PeerLost, WaitTimeout
@@ -287,26 +287,30 @@ class Dispatch:
             return
         if call.kind in ("meet", "world"):
             self._worlds.end(call.ranks)
-        error, cause = self._verdict(call)
+        missing = sorted(call.owing)
+        error, cause = self._verdict(call, missing)
         if call.keep is not None:
             self._sweep(rank for rank in call.ranks if rank not in call.owing)
         if call.kind != "sweep":  # of which nobody hears
-            self._told.update(self._told_by(error, call))
+            self._told.update(self._told_by(error, call, missing))
         call.finish(error, cause)
 
-    def _told_by(self, error: BaseException, call: Call) -> list[int]:
+    def _told_by(self, error: BaseException, call: Call, missing: Sequence[int]) -> list[int]:
         """Returns the lost ranks of which an error tells; with one of them, that others of the call are to be replaced.
 
-        An error that a rank raised which lives tells of none: the next call does.
+        An error that a rank raised which lives tells of none: the next call does. **Arguments:** `missing`: the ranks
+        that had not answered, of which those that were ended by force are named by an error of the limit.
         """
         if isinstance(error, CallFailed | PeerLost) and error.rank not in self.lost:
             return []
-        told = call.owing if isinstance(error, WaitTimeout) else call.ranks
+        told = missing if isinstance(error, WaitTimeout) else call.ranks
         return [rank for rank in told if rank in self.lost]
 
-    def _verdict(self, call: Call) -> tuple[BaseException, BaseException | None]:
-        """Returns what a call that failed raises, and its cause; ends the ranks that must be."""
-        missing = sorted(call.owing)
+    def _verdict(self, call: Call, missing: Sequence[int]) -> tuple[BaseException, BaseException | None]:
+        """Returns what a call that failed raises, and its cause; ends the ranks that must be.
+
+        **Arguments:** `missing`: the ranks that have not answered.
+        """
         if call.late and call.kind != "meet":
             self._end_by_force(missing, "was ended by force: it did not answer in time, nor when the call was aborted")
             were = "were" if len(missing) > 1 else "was"
