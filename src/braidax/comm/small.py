@@ -17,8 +17,7 @@ _Array: type = np.ndarray  # found quicker than an attribute of NumPy
 def encoded(value: Value) -> tuple[bytes, Any] | None:
     """Returns the first message of a small array or of bytes, what it begins with and the value, which is the rest.
 
-    None for all that `pack` is to look at. An array that is not contiguous is none of bytes: `BufferError` when it is
-    sent.
+    None for all that `pack` is to look at. Whether an array is contiguous is not asked: a send of it raises where not.
     """
     kind = type(value)
     if kind is _Array:

@@ -10,12 +10,12 @@ import pytest
 
 from braidax.comm import Communicator, Hub, InProcessTransport, MemoryStore, connect, rendezvous
 from braidax.comm.transports.mpi import MpiTransport
-from braidax.comm.transports.transport import Transport
 from braidax.comm.watch import Notice
 from braidax.errors import Aborted, ArgumentError, CommError, HandshakeError, PeerLost, WaitTimeout
 from tests.comm.exercise import exercise
 from tests.comm.ranks import outcomes, results
 from tests.comm.transports.tcps import IN_C, IN_PYTHON
+from tests.comm.transports.worlds import FixedTransport
 
 TRANSPORTS = ["in-process", IN_C, IN_PYTHON, "ucx"]
 LIMIT_SECONDS = 30.0
@@ -385,23 +385,6 @@ def test_ranks_must_agree_on_it() -> None:
 
 
 def test_a_transport_that_cannot_is_refused() -> None:
-    class Fixed(InProcessTransport.__mro__[1]):  # type: ignore[misc]
-        name = "fixed"
-        address = b""
-
-        def connect(self, world: object, *, timeout_seconds: float) -> None: ...
-        def send(self, peer: int, tag: int, buffers: object, operation: object) -> None: ...
-        def receive(self, peer: int, tag: int, buffer: object, operation: object) -> None: ...
-        def poll(self, spin_seconds: float) -> None: ...
-        def arm(self) -> bool:
-            return True
-
-        def fileno(self) -> int:
-            return 0
-
-        def close(self, *, timeout_seconds: float) -> None: ...
-
     assert not MpiTransport.can_lose
-    fixed: Transport = Fixed()
     with pytest.raises(ArgumentError, match="on_loss='peer': the transport 'fixed' cannot lose one rank and keep"):
-        connect(MemoryStore(), rank=0, size=1, transport=fixed, on_loss="peer")
+        connect(MemoryStore(), rank=0, size=1, transport=FixedTransport(), on_loss="peer")

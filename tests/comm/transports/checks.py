@@ -138,7 +138,7 @@ def check_requests_and_answers(rank: Rank) -> None:
         with pytest.raises((TypeError, ValueError, BufferError)):
             calls.send_receive(rank.right, 1, (b"head", np.zeros(8)[::2]), 2, place, spin)  # it is not contiguous
         heard = calls.send_receive(rank.right, 1, (b"head", b"", asked), 2, place, spin)
-        asked = asked * 0  # what was given may change at once: a copy was sent
+        asked[:] = 0  # what was given may change at once: a copy was sent
         request = bytearray(8192)
         came = rank.receive(rank.left, 1, request)
         rank.wait(came)

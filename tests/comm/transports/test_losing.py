@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from braidax.comm.transports.transport import Operation, Transport
+from braidax.comm.transports.transport import Operation
 from braidax.errors import Aborted, CommError, PeerLost
 from tests.comm.transports.checks import pattern
 from tests.comm.transports.tcps import TCPS
 from tests.comm.transports.test_contract import make
-from tests.comm.transports.worlds import Rank, run_threads
+from tests.comm.transports.worlds import FixedTransport, Rank, run_threads
 
 NAMES = ("in-process", *TCPS, "ucx")
 MIB = 1 << 20
@@ -145,23 +145,7 @@ def test_in_the_middle_of_a_message_nothing_is_taken_for_whole(name: str) -> Non
 
 
 def test_a_transport_that_cannot_says_so() -> None:
-    class Fixed(Transport):
-        name = "fixed"
-        address = b""
-
-        def connect(self, world: object, *, timeout_seconds: float) -> None: ...
-        def send(self, peer: int, tag: int, buffers: object, operation: Operation) -> None: ...
-        def receive(self, peer: int, tag: int, buffer: object, operation: Operation) -> None: ...
-        def poll(self, spin_seconds: float) -> None: ...
-        def arm(self) -> bool:
-            return True
-
-        def fileno(self) -> int:
-            return 0
-
-        def close(self, *, timeout_seconds: float) -> None: ...
-
-    fixed = Fixed()
+    fixed = FixedTransport()
     assert not fixed.can_lose
     with pytest.raises(CommError, match="the transport 'fixed' cannot lose rank 1 alone; expected one with can_lose"):
         fixed.lose(1, Aborted(""))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import final
 
 from braidax.comm.transports.transport import MAX_TAG, Operation, Transport
 from braidax.connections.world import World
@@ -33,6 +34,26 @@ beartype_package("braidax.comm.transports", conf=BeartypeConf(is_pep484_tower=Tr
 from tests.comm.transports.mpi_ranks import main
 main()
 """
+
+
+@final
+class FixedTransport(Transport):
+    """Moves nothing, and cannot lose one rank: a transport that has nothing beyond the contract."""
+
+    name = "fixed"
+    address = b""
+
+    def connect(self, world: object, *, timeout_seconds: float) -> None: ...
+    def send(self, peer: int, tag: int, buffers: object, operation: Operation) -> None: ...
+    def receive(self, peer: int, tag: int, buffer: object, operation: Operation) -> None: ...
+    def poll(self, spin_seconds: float) -> None: ...
+    def arm(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 0
+
+    def close(self, *, timeout_seconds: float) -> None: ...
 
 
 class OtherFailed(Exception):

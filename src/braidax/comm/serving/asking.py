@@ -34,7 +34,6 @@ from braidax.connections.raised import Raised
 from braidax.errors import ArgumentError, CallFailed, CommError, WaitTimeout
 
 _ANSWERED = HEADER.pack(ANSWER, 0)
-_REQUEST = HEADER.pack(REQUEST, 0)[:8]
 _MAX_UNANSWERED = 64  # of requests to a rank that nobody waits for any more
 
 
@@ -61,7 +60,7 @@ class Asking:
         number = self._number() & MAX_NUMBER
         place = self._places.pop() if self._places else np.empty(PLACE_BYTES, np.uint8)
         try:
-            words = _REQUEST, number.to_bytes(8, "little"), *first
+            words = HEADER.pack(REQUEST, number), *first
             heard = self._send_receive(peer, self._tag, words, self._answers | number, place)
         except (TypeError, ValueError, BufferError):  # it is not contiguous
             return self._ask_any(rank, value, timeout_seconds)
