@@ -174,16 +174,16 @@ from pathlib import Path
 from braidax.checkpoint.format import folders
 lock = folders.occupy(Path(sys.argv[1]))
 if os.fork() == 0:
+    print("forked", flush=True)  # what Python does in a child is done
     sys.stdin.read()  # until the test ends
     os._exit(0)
-print("locked", flush=True)
 os._exit(0)
 """
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"locked\n"
+        assert process.stdout.readline() == b"forked\n"
         assert process.wait(60) == 0
         folders.occupy(tmp_path).close()
 

@@ -1,7 +1,8 @@
 """Blocks in memory: never more than the cache may hold, each decoded once for all who ask for it."""
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -71,6 +72,16 @@ def read_by_threads(source: BlockSource, windows: Sequence[np.ndarray], threads:
         list(pool.map(read, windows))
 
 
+@pytest.fixture
+def _restless() -> Iterator[None]:
+    """Python changes threads so often that a block which is referred to a moment too long is seen."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_restless")
 @pytest.mark.parametrize("room", [1, 2, 5])
 @pytest.mark.parametrize("announced", [False, True])
 def test_many_threads_hold_no_more_than_the_cache_may(source: BlockSource, room: int, announced: bool) -> None:

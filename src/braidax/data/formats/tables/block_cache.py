@@ -1,10 +1,9 @@
 """Decoded blocks of tables in memory, bounded in bytes: those used last, and the records of announced windows."""
 
-import contextlib
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -89,32 +88,41 @@ class BlockCache:
         self._users: Counter[int] = Counter()  # threads that copy from a block
         self._decoding: dict[int, _Decoding] = {}
 
-    @contextlib.contextmanager
-    def kept(self, index: int) -> Generator[Group | None]:
-        """Lends a block if it is in memory."""
+    def use_kept(self, index: int, use: Callable[[Group], object]) -> bool:
+        """Calls `use` with a block if it is in memory; `use` must keep nothing of it. **Returns:** whether it is."""
         with self._changed:
-            group = self._lend(index)
-        with self._lent(index, group):
-            yield group
+            lent = [self._lend(index)]
+        return self._use(index, lent, use)
 
-    @contextlib.contextmanager
-    def decoded(
-        self, index: int, num_bytes: int, decode: Callable[[int], Group], *, wait: bool = True
-    ) -> Generator[Group | None]:
-        """Lends a block, decoding it on this thread if no other does; else waits for that one, or lends None."""
-        group = self._get(index, num_bytes, decode, wait)
-        with self._lent(index, group):
-            yield group
+    def use_decoded(
+        self,
+        index: int,
+        num_bytes: int,
+        decode: Callable[[int], Group],
+        use: Callable[[Group], object],
+        *,
+        wait: bool = True,
+    ) -> bool:
+        """Calls `use` with a block, decoding it on this thread if no other thread does.
 
-    @contextlib.contextmanager
-    def _lent(self, index: int, group: Group | None) -> Generator[None]:
+        If another does, waits for that one, or without `wait` leaves it.
+
+        **Returns:** whether `use` was called; it must keep nothing of the block.
+        """
+        return self._use(index, [self._get(index, num_bytes, decode, wait)], use)
+
+    def _use(self, index: int, lent: list[Group | None], use: Callable[[Group], object]) -> bool:
+        """Ends the loan when nothing on this thread refers to the block any more: another may take its room then."""
+        if lent[0] is None:
+            return False
         try:
-            yield
+            use(lent[0])
         finally:
-            if group is not None:
-                with self._changed:
-                    self._users[index] -= 1
-                    self._changed.notify_all()
+            lent.clear()
+            with self._changed:
+                self._users[index] -= 1
+                self._changed.notify_all()
+        return True
 
     def _lend(self, index: int) -> Group | None:
         group = self._groups.get(index)

@@ -5,6 +5,7 @@ time; then a block that is decoded gives its records to every window that was an
 is decoded once for all announced windows together, not once for every read.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -127,7 +128,7 @@ class BlockSource(Source):
         order = np.argsort(block_of, kind="stable")
         blocks, first = np.unique(block_of[order], return_index=True)
         places = dict(zip(blocks.tolist(), np.split(order, first[1:]), strict=True)) if len(blocks) else {}
-        for attempt in (self._at_hand, self._decoded_here, self._decoded):
+        for attempt in (self._at_hand, self._decoded_here, self._at_hand_or_decoded):
             for index in list(places):
                 if attempt(index, indices, places[index], out):
                     del places[index]
@@ -146,11 +147,9 @@ class BlockSource(Source):
         self._windows.add(Window(dict(zip(blocks.tolist(), rows, strict=True)), len(wanted) * row_bytes))
         missing: list[int] = []
         for index in blocks.tolist():
-            with self._cache.kept(index) as group:
-                if group is None:
-                    missing.append(index)
-                else:
-                    self._windows.take(index, group)  # before it gives way to others
+            take = functools.partial(self._windows.take, index)  # before it gives way to others
+            if not self._cache.use_kept(index, take):
+                missing.append(index)
         self._table.prepare(missing)
 
     @property
@@ -184,27 +183,28 @@ class BlockSource(Source):
 
     def _at_hand(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
         rows = indices[places] - self._starts[index]
-        with self._cache.kept(index) as group:
-            if group is not None:
-                self._fill(group, index, rows, indices, places, out)
-                return True
+        if self._cache.use_kept(index, lambda group: self._fill(group, index, rows, indices, places, out)):
+            return True
         found = self._windows.find(index, rows)
         if found is not None:
             self._fill(found[0], index, found[1], indices, places, out)
         return found is not None
 
     def _decoded_here(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
-        with self._cache.decoded(index, self._blocks[index].num_bytes, self._decode, wait=False) as group:
-            if group is not None:
-                self._fill(group, index, indices[places] - self._starts[index], indices, places, out)
-        return group is not None
+        return self._decoded(index, indices, places, out, wait=False)
 
-    def _decoded(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
-        if not self._at_hand(index, indices, places, out):
-            with self._cache.decoded(index, self._blocks[index].num_bytes, self._decode) as group:
-                assert group is not None
-                self._fill(group, index, indices[places] - self._starts[index], indices, places, out)
-        return True
+    def _decoded(self, index: int, indices: Indices, places: Indices, out: Any, *, wait: bool = True) -> bool:
+        rows = indices[places] - self._starts[index]
+        return self._cache.use_decoded(
+            index,
+            self._blocks[index].num_bytes,
+            self._decode,
+            lambda group: self._fill(group, index, rows, indices, places, out),
+            wait=wait,
+        )
+
+    def _at_hand_or_decoded(self, index: int, indices: Indices, places: Indices, out: Any) -> bool:
+        return self._at_hand(index, indices, places, out) or self._decoded(index, indices, places, out)
 
     def _fill(self, group: Group, index: int, rows: Indices, indices: Indices, places: Indices, out: Any) -> None:
         block = self._blocks[index]
