@@ -65,10 +65,10 @@ class Windows:
 
 
 class _Decoding:
-    """A block that a thread is decoding: what comes of it, and how many others wait for it."""
+    """A block that a thread is decoding: when it is, and how many others wait for it."""
 
     def __init__(self) -> None:
-        self.future = Future[Group]()
+        self.future = Future[None]()
         self.num_waiting = 0
 
 
@@ -91,8 +91,8 @@ class BlockCache:
     def use_kept(self, index: int, use: Callable[[Group], object]) -> bool:
         """Calls `use` with a block if it is in memory; `use` must keep nothing of it. **Returns:** whether it is."""
         with self._changed:
-            lent = [self._lend(index)]
-        return self._use(index, lent, use)
+            lent = self._lend(index)
+        return lent and self._use(index, use)
 
     def use_decoded(
         self,
@@ -109,34 +109,29 @@ class BlockCache:
 
         **Returns:** whether `use` was called; it must keep nothing of the block.
         """
-        return self._use(index, [self._get(index, num_bytes, decode, wait)], use)
+        return self._lend_decoded(index, num_bytes, decode, wait) and self._use(index, use)
 
-    def _use(self, index: int, lent: list[Group | None], use: Callable[[Group], object]) -> bool:
-        """Ends the loan when nothing on this thread refers to the block any more: another may take its room then."""
-        if lent[0] is None:
-            return False
+    def _lend(self, index: int) -> bool:
+        if index in self._groups:
+            self._groups.move_to_end(index)
+            self._users[index] += 1
+        return index in self._groups
+
+    def _use(self, index: int, use: Callable[[Group], object]) -> bool:
+        """Ends a loan when nothing on this thread refers to the block any more: its room may be another's then."""
         try:
-            use(lent[0])
+            use(self._groups[index])
         finally:
-            lent.clear()
             with self._changed:
                 self._users[index] -= 1
                 self._changed.notify_all()
         return True
 
-    def _lend(self, index: int) -> Group | None:
-        group = self._groups.get(index)
-        if group is not None:
-            self._groups.move_to_end(index)
-            self._users[index] += 1
-        return group
-
-    def _get(self, index: int, num_bytes: int, decode: Callable[[int], Group], wait: bool) -> Group | None:
+    def _lend_decoded(self, index: int, num_bytes: int, decode: Callable[[int], Group], wait: bool) -> bool:
         while True:
             with self._changed:
-                group = self._lend(index)
-                if group is not None:
-                    return group
+                if self._lend(index):
+                    return True
                 here = self._decoding.get(index)
                 mine = here is None
                 if here is None:
@@ -144,11 +139,13 @@ class BlockCache:
                 elif wait:
                     here.num_waiting += 1
             if mine:
-                return self._decode(index, num_bytes, decode, here)
+                self._decode(index, num_bytes, decode, here)
+                return True
             if not wait:
-                return None
+                return False
             try:
-                return here.future.result(WAIT_SECONDS)  # lent by whoever decoded it
+                here.future.result(WAIT_SECONDS)  # lent by whoever decoded it
+                return True
             except CancelledError:
                 continue  # the other thread failed: decoding it here raises the same error on this thread
             except FutureTimeout as error:
@@ -156,7 +153,7 @@ class BlockCache:
                     f"block {index} was not decoded by another thread within {WAIT_SECONDS:.0f} s; is the disk stuck?"
                 ) from error
 
-    def _decode(self, index: int, num_bytes: int, decode: Callable[[int], Group], here: _Decoding) -> Group:
+    def _decode(self, index: int, num_bytes: int, decode: Callable[[int], Group], here: _Decoding) -> None:
         taken = 0
         try:
             self._make_room(index, num_bytes)
@@ -167,8 +164,7 @@ class BlockCache:
                 self._groups[index] = group
                 del self._decoding[index]
                 self._users[index] += 1 + here.num_waiting
-                here.future.set_result(group)
-            return group
+                here.future.set_result(None)
         finally:
             with self._changed:
                 self._num_bytes -= taken
