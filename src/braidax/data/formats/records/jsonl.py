@@ -13,7 +13,8 @@ from braidax.data.formats.records.lines import scan_filled_lines
 from braidax.data.formats.records.records import Decoder, RecordSource
 from braidax.data.source import Indices
 from braidax.data.storage.files import Bytes, Files
-from braidax.errors import FormatError, RecordError, import_extra
+from braidax.errors import FormatError, RecordError
+from braidax.extras import import_msgspec
 
 _PURPOSE = "reading JSON Lines"
 
@@ -34,7 +35,7 @@ def open_jsonl(files: Files, *, columns: Columns | None = None, cache: Path | No
     if not len(index):
         raise FormatError(f"{files.names[0]}: holds 0 records in {len(files.names)} file(s); expected at least one")
     ranges = index.ranges(sampled_indices(len(index)))
-    json = import_extra("msgspec", "json", purpose=_PURPOSE).json
+    json = import_msgspec(purpose=_PURPOSE).json
     payloads = files.read(ranges)
 
     def read(row: int) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class _Objects(Decoder):
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self._fields = list(fields)
-        msgspec: Any = import_extra("msgspec", "json", purpose=_PURPOSE)
+        msgspec: Any = import_msgspec(purpose=_PURPOSE)
         names = {f"field{number}": field.name for number, field in enumerate(fields)}
         kinds = [(short, _python_type(field)) for short, field in zip(names, fields, strict=True)]
         record = msgspec.defstruct("Record", kinds, rename=names, gc=False)

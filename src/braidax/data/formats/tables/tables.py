@@ -10,22 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.data.formats.tables.columns import FINE, NULL, RAGGED, Column, Leaf, Level, Value
-from braidax.errors import ArgumentError, BraidaxError, DataError, FormatError, import_extra
+from braidax.errors import ArgumentError, BraidaxError, DataError, FormatError
+from braidax.extras import import_pyarrow, import_pyarrow_ipc, import_pyarrow_parquet
 
 
 def arrow() -> Any:
     """Returns pyarrow. **Raises:** `MissingExtra`."""
-    return import_extra("pyarrow", "arrow", purpose="reading Arrow and Parquet")
+    return import_pyarrow(purpose="reading Arrow and Parquet")
 
 
 def arrow_ipc() -> Any:
     """Returns pyarrow's reader and writer of Arrow IPC. **Raises:** `MissingExtra`."""
-    return import_extra("pyarrow.ipc", "arrow", purpose="reading Arrow")
+    return import_pyarrow_ipc(purpose="reading Arrow")
 
 
 def arrow_parquet() -> Any:
     """Returns pyarrow's reader of Parquet. **Raises:** `MissingExtra`."""
-    return import_extra("pyarrow.parquet", "arrow", purpose="reading Parquet")
+    return import_pyarrow_parquet(purpose="reading Parquet")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,123 @@
+"""Plans computed by ranks: by those of a gang, or by all who call at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from braidax.comm import Communicator
+from braidax.frame.moving.ranks import Ranks
+from braidax.frame.operators.alone import on_one_rank
+from braidax.frame.operators.grouping import group
+from braidax.frame.operators.joining import join
+from braidax.frame.operators.placing import check_hashes
+from braidax.frame.operators.scanning import scan as read_files
+from braidax.frame.operators.selecting import filter_, select, stack
+from braidax.frame.operators.sorting import sort
+from braidax.frame.operators.stacking import beside, function, slice_, union
+from braidax.frame.operators.uniqueness import distinct
+from braidax.frame.plan.nodes import Node, read, read_bytes, supplied, topological
+from braidax.frame.plan.pushdown import pushed_down
+from braidax.frame.plan.supplying import Reading, bytes_of
+from braidax.frame.polars import Schema, pl
+from braidax.frame.running import Rule, Runner, Table
+from braidax.gang import Gang
+
+_RULES: Mapping[str, Rule] = {
+    "Distinct": distinct,
+    "Filter": filter_,
+    "GroupBy": group,
+    "HConcat": beside,
+    "HStack": stack,
+    "Join": join,
+    "MapFunction": function,
+    "Scan": read_files,
+    "Select": select,
+    "Slice": slice_,
+    "Sort": sort,
+    "Union": union,
+}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a rank has of a table. **Fields:** `keys`: rows that are equal in these columns lie on one rank, or None."""
+
+    frame: "pl.DataFrame"
+    keys: tuple[str, ...] | None = None
+
+
+def collect(lazy_frame: "pl.LazyFrame", gang: Gang) -> "pl.DataFrame":
+    """Computes a plan of Polars by the ranks of a gang.
+
+    **Arguments:** `lazy_frame`: any. Its tables in memory go to the ranks in parts, its files the ranks read in parts.
+    `gang`: of one or more ranks.
+
+    **Returns:** what `lazy_frame.collect()` does: the same rows, in the same order where Polars defines one.
+
+    **Raises:** what Polars does for a plan that cannot be; `CallFailed` with the rank and its traceback for one that
+    fails on its rows; `PeerLost`, `GangError`; `ArgumentError` for plans of a Polars that is not known.
+    """
+    return pl.concat([part.frame for part in _run(lazy_frame, gang)])
+
+
+def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str) -> Schema:
+    """Computes a plan as `collect` does, and leaves the rows on the ranks, under a name. **Returns:** the columns."""
+    _run(lazy_frame, gang, name)
+    return gang.run(_schema, gang.kept(name))[0]
+
+
+def _run(lazy_frame: "pl.LazyFrame", gang: Gang, name: str | None = None) -> list[Any]:
+    """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory."""
+    root, memory = read(lazy_frame)
+    root = pushed_down(root)
+    tables = {node.fields["table"].name for node in topological(root) if node.kind == "Supplied"}
+    kept = {table: gang.kept(table) for table in tables if table not in memory}
+    parts = [{table: _part(frame, rank, gang.size) for table, frame in memory.items()} for rank in range(gang.size)]
+    return gang.run(_on_rank, bytes_of(root), kept, per_rank=parts, keep=name)
+
+
+def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.DataFrame":
+    """Computes a plan together with all other ranks, which call this with the same plan.
+
+    **Arguments:** `lazy_frame`: any of Polars. Of tables in memory, which each rank has, it takes its part; files it
+    reads in parts.
+
+    **Returns:** the rows of this rank. Those of all, one rank after the other, are what `lazy_frame.collect()` gives,
+    in its order where Polars defines one.
+
+    **Raises:** what Polars does; `CommError` when ranks cannot talk, or hash otherwise; `ArgumentError` for plans of a
+    Polars that is not known.
+    """
+    root, memory = read(lazy_frame)
+    ranks = Ranks(comm)
+    tables = {name: Partition(_part(frame, ranks.rank, ranks.size)) for name, frame in memory.items()}
+    return _computed(pushed_down(root), tables, ranks).frame
+
+
+def _part(frame: "pl.DataFrame", rank: int, size: int) -> "pl.DataFrame":
+    """Returns the rows that are a rank's."""
+    begin, end = (frame.height * one // size for one in (rank, rank + 1))
+    return frame[begin:end]
+
+
+def _on_rank(
+    comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
+) -> Partition:
+    tables = {**kept, **{name: Partition(frame) for name, frame in parts.items()}}
+    return _computed(read_bytes(plan), tables, Ranks(comm))
+
+
+def _schema(comm: Communicator, part: Partition) -> Schema:
+    del comm
+    return part.frame.schema
+
+
+def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partition:
+    check_hashes(ranks)
+    known = {
+        name: Table(supplied(name, part.frame.schema), {name: Reading(part.frame)}, part.keys)
+        for name, part in tables.items()
+    }
+    runner = Runner(ranks, known, _RULES, on_one_rank)
+    frame, keys = runner.collect(root)
+    return Partition(frame, keys)

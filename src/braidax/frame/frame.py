@@ -1,0 +1,161 @@
+"""`Frame`: a Polars plan and the gang that computes it."""
+
+import secrets
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from braidax.errors import ArgumentError
+from braidax.frame.collecting import collect, keep
+from braidax.frame.plan.supplying import scan
+from braidax.frame.polars import pl
+from braidax.gang import Gang
+
+Files = str | Path | list[str] | list[Path]
+
+
+class _Kept:
+    """A table that ranks keep. **Arguments:** `unused`: takes its name when no frame reads it any more."""
+
+    def __init__(self, name: str, unused: deque[str]) -> None:
+        weakref.finalize(self, unused.append, name)
+
+
+@final
+class Frame:
+    """A table that the ranks of a gang compute: every verb of `polars.LazyFrame`, and what gangs add.
+
+    Verbs return frames of the same gang; frames among their arguments must be of that gang, too. What `group_by` and
+    the like return has `agg`, as with Polars.
+
+    **Arguments:** `lazy_frame`: any plan of Polars. `gang`: computes it.
+    """
+
+    def __init__(self, lazy_frame: "pl.LazyFrame", gang: Gang) -> None:
+        self._lazy_frame = lazy_frame
+        self._gang = gang
+        self._kept: tuple[_Kept, ...] = ()
+        self._unused: deque[str] = deque()
+
+    @property
+    def lazy_frame(self) -> "pl.LazyFrame":
+        """The plan."""
+        return self._lazy_frame
+
+    @property
+    def gang(self) -> Gang:
+        """What computes it."""
+        return self._gang
+
+    def collect(self) -> "pl.DataFrame":
+        """Computes the table, and brings it here. **Raises:** as `braidax.frame.collect`."""
+        self._give_up_unused()
+        return collect(self._lazy_frame, self._gang)
+
+    def persist(self) -> "Frame":
+        """Computes the table, and keeps it on the ranks, where frames of it begin.
+
+        The ranks give it up when the last frame of it is gone and another one is computed, or with their gang.
+
+        **Raises:** as `collect`.
+        """
+        self._give_up_unused()
+        name = f"frame-{secrets.token_hex(8)}"
+        schema = keep(self._lazy_frame, self._gang, name)
+        return self._of(scan(name, schema), (_Kept(name, self._unused),))
+
+    def _give_up_unused(self) -> None:
+        while self._unused:
+            self._gang.delete(self._unused.popleft())
+
+    def _of(self, lazy_frame: "pl.LazyFrame", kept: tuple[_Kept, ...]) -> "Frame":
+        frame = Frame(lazy_frame, self._gang)
+        frame._kept, frame._unused = kept, self._unused
+        return frame
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _lent(getattr(self._lazy_frame, name), self, self._kept)
+
+    def __repr__(self) -> str:
+        return f"Frame on {self._gang.size} ranks:\n{self._lazy_frame.explain(optimized=False)}"
+
+
+def _lent(value: Any, frame: Frame, kept: tuple[_Kept, ...]) -> Any:
+    """Returns what an attribute of Polars is for a frame: plans are frames, and calls take and return them."""
+    if isinstance(value, pl.LazyFrame):
+        return frame._of(value, kept)  # pyright: ignore[reportPrivateUsage]
+    if callable(value):
+        return _call(value, frame, kept)
+    if type(value).__module__.startswith("polars.lazyframe"):
+        return _Grouped(value, frame, kept)
+    return value
+
+
+def _call(function: Callable[..., Any], frame: Frame, kept: tuple[_Kept, ...]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = list(kept)
+        args = tuple(_plain(one, frame, found) for one in args)
+        kwargs = {name: _plain(one, frame, found) for name, one in kwargs.items()}
+        return _lent(function(*args, **kwargs), frame, tuple(found))
+
+    return call
+
+
+def _plain(value: Any, frame: Frame, kept: list[_Kept]) -> Any:
+    if not isinstance(value, Frame):
+        return value
+    if value.gang is not frame.gang:
+        raise ArgumentError("a frame of another gang: expected frames of one gang; collect one of them before")
+    kept += value._kept  # pyright: ignore[reportPrivateUsage]
+    return value.lazy_frame
+
+
+class _Grouped:
+    """What `group_by` and the like return."""
+
+    def __init__(self, value: Any, frame: Frame, kept: tuple[_Kept, ...]) -> None:
+        self._value, self._frame, self._kept = value, frame, kept
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _lent(getattr(self._value, name), self._frame, self._kept)
+
+
+def concat(frames: Sequence[Frame], *, how: str = "vertical") -> Frame:
+    """Returns frames of one gang one below the other, or side by side: `polars.concat`."""
+    if not frames:
+        raise ArgumentError("frames is empty: expected at least one")
+    kept: list[_Kept] = []
+    plans = [_plain(frame, frames[0], kept) for frame in frames]
+    concatenated: Any = pl.concat(plans, how=how)  # pyright: ignore[reportArgumentType]
+    return frames[0]._of(concatenated, tuple(kept))  # pyright: ignore[reportPrivateUsage]
+
+
+def from_polars(table: "pl.DataFrame | pl.LazyFrame", gang: Gang) -> Frame:
+    """Returns a frame of a table in memory, or of any plan."""
+    return Frame(table.lazy(), gang)
+
+
+def scan_parquet(source: Files, *, gang: Gang, **options: Any) -> Frame:
+    """Returns a frame of Parquet files, of which each rank reads its part. **Arguments:** as `polars.scan_parquet`."""
+    return Frame(pl.scan_parquet(source, **options), gang)
+
+
+def scan_csv(source: Files, *, gang: Gang, **options: Any) -> Frame:
+    """Returns a frame of CSV files, of which each rank reads its part. **Arguments:** as `polars.scan_csv`."""
+    return Frame(pl.scan_csv(source, **options), gang)
+
+
+def scan_ndjson(source: Files, *, gang: Gang, **options: Any) -> Frame:
+    """Returns a frame of files with an object of JSON a line. **Arguments:** as `polars.scan_ndjson`."""
+    return Frame(pl.scan_ndjson(source, **options), gang)
+
+
+def scan_ipc(source: Files, *, gang: Gang, **options: Any) -> Frame:
+    """Returns a frame of Arrow files, of which each rank reads its part. **Arguments:** as `polars.scan_ipc`."""
+    return Frame(pl.scan_ipc(source, **options), gang)

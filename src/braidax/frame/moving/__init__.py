@@ -1,0 +1,1 @@
+"""Rows on their way from rank to rank."""

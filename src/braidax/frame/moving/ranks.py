@@ -1,0 +1,141 @@
+"""Rows between ranks: dealt by destination, gathered, shared with all, spread evenly."""
+
+import io
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm import Communicator
+from braidax.errors import CommError
+from braidax.frame.moving.wire import Batches, Wire
+from braidax.frame.polars import Schema, msgpack, pl
+
+
+@dataclass
+class Moved:
+    """What a rank has sent. **Fields:** rows and bytes to other ranks, and how many exchanges."""
+
+    num_rows: int = 0
+    num_bytes: int = 0
+    num_exchanges: int = 0
+
+
+class Ranks:
+    """Exchanges of rows, each of which all ranks take part in, in the same order.
+
+    What comes from several ranks is in the order of these, and within each in the order in which it lay there.
+
+    **Arguments:** `comm`: between the ranks. `window_bytes`: that an exchange keeps in memory for what is on its way.
+    """
+
+    def __init__(self, comm: Communicator, *, window_bytes: int = 64 << 20) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.moved = Moved()
+        self._comm = comm
+        self._window_bytes = window_bytes
+
+    def deal(self, frame: "pl.DataFrame", destinations: "pl.Series") -> "pl.DataFrame":
+        """Sends each row to a rank. **Arguments:** `destinations`: `[rows]` integers, a rank for each row."""
+        if self.size == 1:
+            return frame
+        return self._swap([frame.filter(destinations == rank) for rank in range(self.size)], frame.schema)
+
+    def gather(self, frame: "pl.DataFrame") -> "pl.DataFrame":
+        """Returns the rows of all ranks on rank 0, none elsewhere."""
+        return self._swap([frame if rank == 0 else frame.clear() for rank in range(self.size)], frame.schema)
+
+    def share(self, frame: "pl.DataFrame") -> "pl.DataFrame":
+        """Returns the rows of all ranks on each of them."""
+        return self._swap([frame] * self.size, frame.schema)
+
+    def spread(self, frame: "pl.DataFrame", *, first: int, total: int) -> "pl.DataFrame":
+        """Returns the rows that each rank has when all lie evenly, in order.
+
+        **Arguments:** `first`: where the first row here is in the order of all. `total`: the rows of all.
+        """
+        bounds = [min(max(total * rank // self.size - first, 0), frame.height) for rank in range(self.size + 1)]
+        parts = [frame[begin:end] for begin, end in itertools.pairwise(bounds)]
+        return self._swap(parts, frame.schema)
+
+    def send_back(self, frame: "pl.DataFrame", lengths: Sequence[int]) -> "pl.DataFrame":
+        """Returns rows to where they came from. **Arguments:** `lengths`: how many to each rank, in order."""
+        ends = np.cumsum([0, *lengths]).tolist()
+        return self._swap([frame[a:b] for a, b in itertools.pairwise(ends)], frame.schema)
+
+    def all(self, numbers: Sequence[float]) -> NDArray[Any]:
+        """Returns numbers of all ranks, `[size, len(numbers)]`."""
+        mine = np.asarray(numbers)
+        return np.stack([np.asarray(one) for one in self._comm.all_gather(mine)])
+
+    def all_objects(self, value: bytes) -> list[bytes]:
+        """Returns some bytes of all ranks, in their order."""
+        return [bytes(memoryview(one)) for one in self._comm.all_gather(value)]
+
+    def from_first(self, value: bytes) -> bytes:
+        """Returns some bytes of rank 0 on each rank."""
+        return bytes(memoryview(self._comm.broadcast(value, root=0)))
+
+    def _swap(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> "pl.DataFrame":
+        if self.size == 1:
+            return parts[0]
+        return pl.concat(self.swap(parts, schema), rechunk=False)
+
+    def swap(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> "list[pl.DataFrame]":
+        """Gives each rank its part. **Returns:** what came from each rank, in their order."""
+        wire = self._agreed(parts, schema)
+        came = [Batches() for _ in range(self.size)]
+        for source, item in self._comm.exchange(self._items(parts, wire), window_bytes=self._window_bytes):
+            came[source].add(item)
+        self.moved.num_exchanges += 1
+        return [
+            wire.own(parts[rank]) if rank == self.rank else wire.frame(batches.done)
+            for rank, batches in enumerate(came)
+        ]
+
+    def _agreed(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> Wire:
+        """Returns how the rows of all ranks travel: the same for all.
+
+        A rank without rows cannot always know the dtypes of what it has none of. Columns that are null everywhere, as
+        those are that nobody needs, stay where they are.
+
+        **Raises:** `CommError` for ranks whose rows have other columns.
+        """
+        num_rows = sum(part.height for part in parts)
+        nulls = [name for name in schema if all(part[name].null_count() == part.height for part in parts)]
+        told = [repr(list(schema.items())), num_rows, nulls]
+        every = [msgpack.decode(one) for one in self.all_objects(msgpack.encode(told))]
+        absent = set(schema).intersection(*(one[2] for one in every))
+        if len({one[0] for one in every}) > 1:
+            full = [rank for rank, one in enumerate(every) if one[1]] or [0]
+            if len({every[rank][0] for rank in full}) > 1:
+                raise CommError(
+                    f"ranks {full[0]} and {full[-1]} have other columns: {every[full[0]][0]} and {every[full[-1]][0]}; "
+                    "expected the same dtypes on all ranks, such as by return_dtype= of a user's function"
+                )
+            schema = pl.DataFrame.deserialize(io.BytesIO(self._of_rank(full[0], schema))).schema
+        return Wire(schema, absent=frozenset(absent))
+
+    def _of_rank(self, rank: int, schema: Schema) -> bytes:
+        mine = pl.DataFrame(schema=schema).serialize() if rank == self.rank else b""
+        return bytes(memoryview(self._comm.broadcast(mine, root=rank)))
+
+    def _items(self, parts: "Sequence[pl.DataFrame]", wire: Wire) -> Iterator[tuple[int, list[Any]]]:
+        """Yields what goes to the others: first to the next one, so that not all send to the same."""
+        streams = [
+            ((self.rank + hop) % self.size, wire.pieces(parts[(self.rank + hop) % self.size]))
+            for hop in range(1, self.size)
+        ]
+        for rank, _ in streams:
+            self.moved.num_rows += parts[rank].height
+        while streams:
+            for stream in list(streams):
+                item = next(stream[1], None)
+                if item is None:
+                    streams.remove(stream)
+                else:
+                    self.moved.num_bytes += len(item[1])
+                    yield stream[0], item

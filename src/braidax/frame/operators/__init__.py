@@ -1,0 +1,1 @@
+"""Operators of which ranks need one another's rows."""

@@ -1,0 +1,53 @@
+"""What cannot be spread: one rank computes it, and says so."""
+
+import io
+
+from braidax.frame.plan.expressions import kind_of
+from braidax.frame.plan.nodes import Node
+from braidax.frame.polars import pl
+from braidax.frame.running import Runner, Table
+
+
+def on_one_rank(runner: Runner, node: Node, ordered: bool) -> Table:
+    """Gathers all inputs on rank 0, which computes the node; the result is spread over the ranks again."""
+    del ordered
+    gathered = [runner.ranks.gather(runner.computed(runner.run(source, ordered=True))) for source in node.inputs]
+    runner.told.alone.append(describe(node))
+    return spread(runner, compute_first(runner, node, gathered))
+
+
+def compute_first(runner: Runner, node: Node, inputs: "list[pl.DataFrame]") -> "pl.DataFrame":
+    """Returns a node's result on rank 0, and no rows of the same columns elsewhere.
+
+    **Arguments:** `inputs`: whole on rank 0.
+    """
+    like = b""
+    frame: pl.DataFrame | None = None
+    if runner.ranks.rank == 0:
+        frame = runner.computed(runner.local(node, *map(runner.held, inputs)))
+        like = _empty(frame)
+    like = runner.ranks.from_first(like)
+    return frame if frame is not None else pl.read_ipc_stream(io.BytesIO(like))
+
+
+def share_first(runner: Runner, frame: "pl.DataFrame") -> "pl.DataFrame":
+    """Returns the rows of rank 0 on every rank. **Arguments:** `frame`: no rows but there."""
+    return runner.ranks.share(frame)
+
+
+def spread(runner: Runner, frame: "pl.DataFrame") -> Table:
+    """Returns rows of rank 0 spread evenly, in order."""
+    total = int(runner.ranks.all([frame.height])[0, 0])
+    return runner.held(runner.ranks.spread(frame, first=0 if runner.ranks.rank == 0 else total, total=total))
+
+
+def describe(node: Node) -> str:
+    """Returns what a node does in some words."""
+    function = node.fields.get("function")
+    return f"{node.kind} ({kind_of(function)})" if function is not None else node.kind
+
+
+def _empty(frame: "pl.DataFrame") -> bytes:
+    file = io.BytesIO()
+    frame.clear().write_ipc_stream(file)
+    return file.getvalue()

@@ -1,0 +1,196 @@
+"""Groups: rows dealt by the hash of their keys; what the ranks have of a group is aggregated before where that pays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from braidax.frame.operators.alone import on_one_rank
+from braidax.frame.operators.hidden import NotSpread
+from braidax.frame.operators.placing import INDEX, destinations, with_index
+from braidax.frame.plan.building import HIDDEN, sorted_by, without
+from braidax.frame.plan.expressions import (
+    Expression,
+    aggregation,
+    alias,
+    column,
+    depends_on_order,
+    expanded,
+    is_rowwise,
+    is_rowwise_itself,
+    kind_of,
+    names_of,
+    parts,
+    polars_of,
+    with_parts,
+    written,
+)
+from braidax.frame.plan.nodes import Node
+from braidax.frame.plan.supplying import schema_of
+from braidax.frame.polars import Schema, pl
+from braidax.frame.running import Runner, Table
+
+_SAMPLED_ROWS = 20_000
+_PAYS = 0.5  # of groups a row, above which aggregating before only costs
+
+_COMBINED = {"Sum": pl.Expr.sum, "Min": pl.Expr.min, "Max": pl.Expr.max}
+
+
+def group(runner: Runner, node: Node, ordered: bool) -> Table:
+    """Aggregates groups."""
+    fields = node.fields
+    options = fields["options"]
+    keys, aggs = fields["keys"], fields["aggs"]
+    whole = options["dynamic"] is None and options["rolling"] is None and options["slice"] is None
+    if not whole or fields["apply"] is not None:
+        return _whole_groups(runner, node, ordered)
+    keeps = ordered and fields["maintain_order"]
+    needs = keeps or any(map(depends_on_order, [*aggs, *fields["predicates"]]))
+    source = runner.run(node.inputs[0], ordered=needs)
+    schema_of(node.on(source.node))  # raises what Polars does
+    schema = schema_of(source.node)
+    keys = _expanded(keys, schema)
+    others = {name: dtype for name, dtype in schema.items() if name not in _columns(keys or ())}
+    aggs = _expanded(aggs, pl.Schema(others))
+    if not keys or aggs is None or not all(map(is_rowwise, keys)):
+        return on_one_rank(runner, node, ordered)
+    names = names_of(keys, schema)
+    node = node.but(keys=keys, aggs=[alias(one, name) for one, name in zip(aggs, names_of(aggs, schema), strict=True)])
+    if keeps:
+        return _in_order(runner, node, source)
+    if source.keys is not None and set(source.keys) <= set(_columns(keys)):
+        return _placed(runner, node.but(maintain_order=False), source, source.keys)
+    frame = runner.computed(source)
+    if fields["maintain_order"]:
+        node = node.but(maintain_order=False)
+    small = _Small.of(node, schema) if _repeats(runner, frame, keys) else None
+    if small is None:
+        dealt = runner.ranks.deal(frame, destinations(frame, keys, runner.ranks.size))
+        return _placed(runner, node, runner.held(dealt), tuple(names))
+    mine = runner.computed(runner.local(small.before(node), runner.held(frame)))
+    dealt = runner.ranks.deal(mine, destinations(mine, [column(name) for name in names], runner.ranks.size))
+    return _placed(runner, small.after(node, names), runner.held(dealt), tuple(names))
+
+
+def _placed(runner: Runner, node: Node, source: Table, keys: Sequence[str]) -> Table:
+    table = runner.local(node, source)
+    return Table(table.node, table.readings, tuple(keys))
+
+
+def _in_order(runner: Runner, node: Node, source: Table) -> Table:
+    """Keeps the order in which groups begin: that of their first rows."""
+    frame = with_index(runner.ranks, runner.computed(source))
+    dealt = runner.ranks.deal(frame, destinations(frame, node.fields["keys"], runner.ranks.size))
+    first = written(pl.col(INDEX).min())
+    inner = node.but(aggs=[*node.fields["aggs"], first], maintain_order=False)
+    done = runner.compute(runner.local(inner, runner.held(dealt)))
+    return runner.local(without(done.node, [INDEX]), runner.run_on(sorted_by(done.node, [INDEX]), done))
+
+
+def _whole_groups(runner: Runner, node: Node, ordered: bool) -> Table:
+    """Deals rows by the keys of windows in time and of functions that take a group's table."""
+    keys = node.fields["keys"]
+    if not keys or not all(map(is_rowwise, keys)) or (ordered and node.fields["maintain_order"]):
+        return on_one_rank(runner, node, ordered)
+    source = runner.run(node.inputs[0], ordered=True)
+    schema_of(node.on(source.node))
+    frame = runner.computed(source)
+    dealt = runner.ranks.deal(frame, destinations(frame, keys, runner.ranks.size))
+    return runner.local(node, runner.held(dealt))
+
+
+def _repeats(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> bool:
+    """Returns whether the rows of a rank have far fewer groups than rows, by a sample."""
+    if runner.ranks.size == 1:
+        return False
+    sample = frame.gather_every(max(1, frame.height // _SAMPLED_ROWS)).select(
+        [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
+    )
+    found = runner.ranks.all([sample.n_unique() if sample.height else 0, sample.height]).sum(axis=0)
+    return bool(found[0] < _PAYS * found[1])
+
+
+def _columns(keys: Sequence[Expression]) -> list[str]:
+    return [key["Column"] for key in keys if kind_of(key) == "Column"]
+
+
+def _expanded(expressions: Sequence[Expression], schema: Schema) -> list[Expression] | None:
+    found: list[Expression] = []
+    for one in expressions:
+        several = expanded(one, schema)
+        if several is None:
+            return None
+        found += several
+    return found
+
+
+@dataclass
+class _Small:
+    """Aggregations of groups as aggregations of what each rank has of them.
+
+    **Fields:** `partial`: what each rank aggregates, under hidden names. `aggs`, `predicates`: of these.
+    """
+
+    schema: Schema
+    partial: list[Expression] = field(default_factory=list)
+    aggs: list[Expression] = field(default_factory=list)
+    predicates: list[Expression] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, node: Node, schema: Schema) -> "_Small | None":
+        """Returns how a node's aggregations are combined; None where one of them needs whole groups."""
+        small = cls(schema)
+        try:
+            small.aggs = [small._of(one) for one in node.fields["aggs"]]
+            small.predicates = [small._of(one) for one in node.fields["predicates"]]
+        except NotSpread:
+            return None
+        return small
+
+    def before(self, node: Node) -> Node:
+        """Returns what each rank aggregates."""
+        return node.but(aggs=self.partial, predicates=[])
+
+    def after(self, node: Node, names: Sequence[str]) -> Node:
+        """Returns the aggregation of what all ranks have of a group."""
+        return node.but(keys=[column(name) for name in names], aggs=self.aggs, predicates=self.predicates)
+
+    def _of(self, expression: Expression) -> Expression:
+        if kind_of(expression) == "Literal":
+            return expression
+        if is_rowwise_itself(expression) and parts(expression):
+            return with_parts(expression, [self._of(part) for part in parts(expression)])
+        found = aggregation(expression)
+        if kind_of(expression) == "Len":
+            return self._combined(expression, "Sum")
+        if found is None or not is_rowwise(found[1]):
+            raise NotSpread
+        if found[0] == "Mean":
+            return self._mean(expression, found[1])
+        if found[0] in ("Sum", "Min", "Max"):
+            return self._combined(expression, found[0])
+        if found[0] in ("Count", "CountAll", "NullCount"):
+            return self._combined(expression, "Sum")
+        raise NotSpread
+
+    def _combined(self, expression: Expression, name: str) -> Expression:
+        dtype = self._dtype(expression)
+        whole = _COMBINED[name](pl.col(self._part(expression)))
+        return alias(written(whole.cast(dtype)), polars_of(expression).meta.output_name())
+
+    def _mean(self, expression: Expression, of: Expression) -> Expression:
+        dtype = self._dtype(expression)
+        if not dtype.is_float():
+            raise NotSpread
+        total = pl.col(self._part(written(polars_of(of).cast(pl.Float64).sum())))
+        count = pl.col(self._part(written(polars_of(of).count())))
+        mean = pl.when(count.sum() > 0).then(total.sum() / count.sum()).cast(dtype)
+        return alias(written(mean), polars_of(expression).meta.output_name())
+
+    def _part(self, expression: Expression) -> str:
+        name = f"{HIDDEN}part-{len(self.partial)}"
+        self.partial.append(alias(expression, name))
+        return name
+
+    def _dtype(self, expression: Expression) -> "pl.DataType":
+        """Returns the dtype of an aggregation, in a group."""
+        plan = pl.LazyFrame(schema=self.schema).group_by(pl.lit(0).alias(HIDDEN)).agg(polars_of(expression).alias("x"))
+        return plan.collect_schema()["x"]

@@ -1,0 +1,135 @@
+"""Joins: both sides dealt by the hash of their keys, or the smaller one shared with all ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from braidax.frame.operators.alone import on_one_rank
+from braidax.frame.operators.hidden import computed_beside
+from braidax.frame.operators.placing import destinations, with_index
+from braidax.frame.plan.building import HIDDEN, sorted_by, without
+from braidax.frame.plan.expressions import Expression, kind_of, polars_of
+from braidax.frame.plan.nodes import Node
+from braidax.frame.plan.supplying import schema_of
+from braidax.frame.polars import pl
+from braidax.frame.running import Runner, Table
+
+_SHARED = {"right": ("Inner", "Left", "Semi", "Anti"), "left": ("Inner", "Right")}
+"""Joins of which each rank may have all rows of one side."""
+
+_LEFT, _RIGHT = HIDDEN + "left", HIDDEN + "right"
+
+
+def join(runner: Runner, node: Node, ordered: bool) -> Table:
+    """Joins two tables; where Polars keeps the order of one, so do the ranks."""
+    args = node.fields["options"]["args"]
+    how, condition = kind_of(args["how"]), node.fields["condition"]
+    if how in ("Cross", "AsOf") or (kind_of(condition) == "NonEqui" and how == "Inner"):
+        return _with_all_of_the_right(runner, node, ordered or how == "AsOf")
+    if kind_of(condition) != "Equi" or args["slice"] is not None:
+        return on_one_rank(runner, node, ordered)
+    keeps = args["maintain_order"]
+    needs = ordered and keeps != "None"
+    left, right = (runner.run(source, ordered=needs) for source in node.inputs)
+    node = node.on(left.node, right.node)
+    if needs:
+        left = runner.held(with_index(runner.ranks, runner.computed(left), _LEFT))
+        right = runner.held(with_index(runner.ranks, runner.computed(right), _RIGHT))
+    plain = node.but(options={**node.fields["options"], "args": {**args, "maintain_order": "None"}})
+    table = _equi(runner, plain, left, right)
+    if not needs:
+        return table
+    order = [_LEFT, _RIGHT] if keeps.startswith("Left") else [_RIGHT, _LEFT]
+    there = [name for name in order if name in schema_of(table.node)]
+    done = runner.compute(table)
+    return runner.local(without(done.node, there), runner.run_on(sorted_by(done.node, there), done))
+
+
+def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
+    condition, how = node.fields["condition"]["Equi"], kind_of(node.fields["options"]["args"]["how"])
+    (left, left_on), (right, right_on) = (
+        computed_beside(runner, table, condition[side]) for table, side in ((left, "left_on"), (right, "right_on"))
+    )
+    hidden = [name for name in schema_of(left.node) if name.startswith(HIDDEN + "key")]
+    hidden += [name for name in schema_of(right.node) if name.startswith(HIDDEN + "key")]
+    if hidden:
+        return _on_computed_keys(runner, node, left, right)
+    schema_of(node.on(left.node, right.node))  # raises what Polars does for keys that do not fit
+    dtypes = _common(left, left_on, right, right_on)
+    ways = [_placed(left, left_on, dtypes), _placed(right, right_on, dtypes)]
+    frames = [runner.computed(left), runner.computed(right)]
+    side = _shared_side(runner, how, node.fields["options"]["args"], frames, ways)
+    if side is not None:
+        frames[side] = runner.ranks.share(frames[side])
+        keys = (left, right)[1 - side].keys
+    else:
+        for i, on in enumerate((left_on, right_on)):
+            if not ways[i]:
+                frames[i] = runner.ranks.deal(frames[i], destinations(frames[i], on, runner.ranks.size, dtypes))
+        names = _columns(left_on)
+        keys = names if how in ("Inner", "Left", "Semi", "Anti") and names is not None else None
+        keys = keys if keys is None or _same_dtypes(left, left_on, dtypes) else None
+    held = [runner.held(frame) for frame in frames]
+    return Table(runner.local(node, *held).node, runner.local(node, *held).readings, keys)
+
+
+def _on_computed_keys(runner: Runner, node: Node, left: Table, right: Table) -> Table:
+    """Joins by keys that look at other rows, too, which Polars computes on one rank."""
+    del left, right
+    return on_one_rank(runner, node, ordered=True)
+
+
+def _with_all_of_the_right(runner: Runner, node: Node, ordered: bool) -> Table:
+    """Shares the right side with all ranks: what comes of a row of the left depends on no other of it."""
+    left = runner.run(node.inputs[0], ordered=ordered)
+    right = runner.run(node.inputs[1], ordered=True)
+    shared = runner.held(runner.ranks.share(runner.computed(right)))
+    return runner.local(node, left, shared)
+
+
+def _shared_side(
+    runner: Runner, how: str, args: Any, frames: "Sequence[pl.DataFrame]", placed: Sequence[bool]
+) -> int | None:
+    """Returns which side all ranks shall have, or None where dealing both moves fewer bytes."""
+    size = runner.ranks.size
+    if args["validation"] != "ManyToMany" or size == 1:
+        return None
+    num_bytes = runner.ranks.all([frame.estimated_size() for frame in frames]).sum(axis=0)
+    dealt = float(np.sum([0 if there else count for there, count in zip(placed, num_bytes, strict=True)]))
+    best = None
+    for side, hows in ((1, _SHARED["right"]), (0, _SHARED["left"])):
+        if how in hows and num_bytes[side] * size < dealt:
+            best, dealt = side, num_bytes[side] * size
+    return best
+
+
+def _columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:
+    names = [key["Column"] if kind_of(key) == "Column" else None for key in keys]
+    return None if None in names else tuple(str(name) for name in names)
+
+
+def _placed(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
+    return table.keys is not None and table.keys == _columns(keys) and _same_dtypes(table, keys, dtypes)
+
+
+def _same_dtypes(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
+    return _dtypes(table, keys) == list(dtypes)
+
+
+def _dtypes(table: Table, keys: Sequence[Expression]) -> list[Any]:
+    schema = schema_of(table.node)
+    exprs = [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
+    return list(pl.LazyFrame(schema=schema).select(exprs).collect_schema().values())
+
+
+def _common(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
+    """Returns the dtypes as which the keys of both sides are hashed."""
+    found: list[Any] = []
+    for one, other in zip(_dtypes(left, left_on), _dtypes(right, right_on), strict=True):
+        if one == other:
+            found.append(one)
+            continue
+        both = [pl.DataFrame(schema={"x": dtype}) for dtype in (one, other)]
+        found.append(pl.concat(both, how="vertical_relaxed").schema["x"])
+    return found

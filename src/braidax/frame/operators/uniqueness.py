@@ -1,0 +1,47 @@
+"""Distinct rows: dealt by the hash of what must differ."""
+
+from braidax.frame.operators.alone import on_one_rank
+from braidax.frame.operators.placing import INDEX, destinations, with_index
+from braidax.frame.plan.building import sorted_by, without
+from braidax.frame.plan.expressions import column, expanded, is_rowwise
+from braidax.frame.plan.nodes import Node
+from braidax.frame.plan.supplying import schema_of
+from braidax.frame.running import Runner, Table
+
+
+def distinct(runner: Runner, node: Node, ordered: bool) -> Table:
+    """Keeps one row of those that are equal in some columns, or none of them."""
+    options = node.fields["options"]
+    keeps = ordered and options["maintain_order"]
+    keep = options["keep_strategy"]
+    source = runner.run(node.inputs[0], ordered=keeps or keep in ("First", "Last"))
+    schema = schema_of(node.on(source.node))
+    subset = options["subset"]
+    keys = [column(name) for name in schema] if subset is None else []
+    for one in subset or []:
+        several = expanded(one, schema)
+        if several is None or not all(map(is_rowwise, several)):
+            return on_one_rank(runner, node, ordered)
+        keys += several
+    frame = runner.computed(source)
+    if runner.ranks.size == 1 or not keys:
+        return runner.local(node, runner.held(frame)) if keys else on_one_rank(runner, node, ordered)
+    options = {**options, "maintain_order": options["maintain_order"] and not keeps}
+    plain = node.but(options={**options, "maintain_order": False})
+    if keeps:
+        frame = with_index(runner.ranks, frame)
+        plain = plain.but(options={**plain.fields["options"], "subset": keys})
+    if keep != "None" and source.keys is None:
+        frame = runner.computed(runner.local(_in_place(plain), runner.held(frame)))
+    dealt = runner.ranks.deal(frame, destinations(frame, keys, runner.ranks.size))
+    table = runner.local(plain, runner.held(dealt))
+    names = [key["Column"] for key in keys if "Column" in key]
+    if not keeps:
+        return Table(table.node, table.readings, tuple(names) if len(names) == len(keys) else None)
+    done = runner.compute(table)
+    return runner.local(without(done.node, [INDEX]), runner.run_on(sorted_by(done.node, [INDEX]), done))
+
+
+def _in_place(node: Node) -> Node:
+    """Returns the operation keeping the order of rows, since another one of the same kind follows."""
+    return node.but(options={**node.fields["options"], "maintain_order": True})

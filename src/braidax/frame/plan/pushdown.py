@@ -1,0 +1,110 @@
+"""Columns and rows that need not cross an exchange.
+
+Polars itself tells: each part of the plan between two exchanges is given to its optimizer, with empty tables for what
+comes over the exchanges; of these it then asks for the columns it needs and the rows that it keeps. The other columns
+stay in the plan, so that it means the same, as nulls: those take no time to read, to send or to keep.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from braidax.frame.plan.building import filtered, null, with_columns
+from braidax.frame.plan.expressions import Expression, calls_python, written
+from braidax.frame.plan.locality import is_local
+from braidax.frame.plan.nodes import Interned, Node, supplied, topological
+from braidax.frame.plan.supplying import Reading, lazy_of, schema_of
+from braidax.frame.polars import msgpack, pl
+
+
+@dataclass
+class _Request:
+    """What is wanted of a node. **Fields:** `columns`: None is all. `predicates`: of each that asks."""
+
+    columns: set[str] | None = field(default_factory=set)
+    predicates: list[Expression | None] = field(default_factory=list)
+
+
+def pushed_down(root: Node) -> Node:
+    """Returns the same plan, in which each exchange moves only columns and rows that are needed behind it.
+
+    **Raises:** what Polars does for a plan that cannot be.
+    """
+    schema_of(root)
+    return _Pushing(root).run()
+
+
+class _Pushing:
+    def __init__(self, root: Node) -> None:
+        self._root = root
+        self._requests: dict[int, _Request] = {}
+        self._interned = Interned()
+        self._new: dict[int, Node] = {}
+
+    def run(self) -> Node:
+        order = topological(self._root)
+        borders = {id(source) for node in order if not is_local(node) for source in node.inputs}
+        self._borders = borders | {id(self._root)}
+        self._requests[id(self._root)] = _Request(None, [None])
+        for node in reversed(order):
+            if id(node) in self._borders and node.kind != "Supplied":
+                self._ask(node)
+        return self._rebuilt(self._root)
+
+    def _wanted(self, node: Node, request: _Request) -> Node:
+        """Returns a node of which only what is wanted is left."""
+        predicates = {msgpack.encode(one): one for one in request.predicates}
+        if len(predicates) == 1 and (only := next(iter(predicates.values()))) is not None:
+            node = filtered(node, only)
+        if request.columns is not None:
+            schema = schema_of(node)
+            unused = [name for name in schema if name not in request.columns]
+            node = with_columns(node, [null(schema[name], name) for name in unused]) if unused else node
+        return node
+
+    def _ask(self, top: Node) -> None:
+        """Lets Polars say what this part of the plan, up to the next exchanges, wants of them."""
+        inputs: dict[str, Node] = {}
+        part = self._cut(self._wanted(top, self._requests[id(top)]), inputs, top)
+        leaves = [node for node in topological(part) if node.kind == "Supplied"]
+        tables = [node.fields["table"] for node in leaves]
+        readings = {table.name: Reading(pl.DataFrame(schema=table.schema)) for table in tables}
+        if inputs and not any(calls_python(node.fields) for node in topological(part) if node.kind != "Supplied"):
+            try:
+                lazy_of(part, readings).collect()
+            except pl.exceptions.PolarsError:
+                readings = {}
+        else:
+            readings = {}
+        self._note(inputs, readings)
+
+    def _cut(self, node: Node, inputs: dict[str, Node], top: Node) -> Node:
+        if node is not top and id(node) in self._borders and node.kind != "Supplied":
+            name = f"border-{len(inputs)}"
+            known = [one for one, other in inputs.items() if other is node]
+            if not known:
+                inputs[name] = node
+            return supplied(known[0] if known else name, schema_of(node))
+        return node.on(*(self._cut(source, inputs, top) for source in node.inputs))
+
+    def _note(self, inputs: Mapping[str, Node], readings: Mapping[str, Reading]) -> None:
+        for name, node in inputs.items():
+            request = self._requests.setdefault(id(node), _Request())
+            reading = readings.get(name)
+            if reading is None or reading.num_reads != 1 or reading.columns is None:
+                request.columns = None
+            elif request.columns is not None:
+                request.columns |= set(reading.columns)
+            predicate = reading.predicate if reading is not None and reading.num_reads == 1 else None
+            request.predicates.append(None if predicate is None else written(predicate))
+
+    def _rebuilt(self, node: Node) -> Node:
+        """Returns the node on inputs of which only what is wanted is left."""
+        if id(node) not in self._new:
+            inputs: list[Node] = []
+            for source in node.inputs:
+                new = self._rebuilt(source)
+                if id(source) in self._borders and source.kind != "Supplied":
+                    new = self._interned(self._wanted(new, self._requests[id(source)]))
+                inputs.append(new)
+            self._new[id(node)] = self._interned(node.on(*inputs))
+        return self._new[id(node)]

@@ -1,0 +1,98 @@
+"""Tables that pieces of a plan read by name: scans whose rows a rank gives when it computes the piece."""
+
+import io
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from braidax.frame.plan.nodes import Fields, Node, Supplied, label_of, scan_fields, write
+from braidax.frame.polars import Schema, pl, register_io_source
+
+_TABLES: ContextVar[Mapping[str, "Reading"]] = ContextVar("tables of the piece that this thread reads")
+
+
+@dataclass
+class Reading:
+    """What a piece reads of a table, and the table.
+
+    **Fields:** `frame`: its rows here. `columns`, `predicate`: what Polars asked for, as far as it did; None is all.
+    `done`: predicates, as bytes, that all rows are known to fulfill.
+    """
+
+    frame: "pl.DataFrame"
+    columns: list[str] | None = None
+    predicate: "pl.Expr | None" = None
+    done: frozenset[bytes] = frozenset()
+    num_reads: int = field(default=0)
+
+    def __call__(
+        self, columns: list[str] | None, predicate: "pl.Expr | None", num_rows: int | None, batch_size: int | None
+    ) -> Iterator["pl.DataFrame"]:
+        """Is the scan's function. See `polars.io.plugins.register_io_source`."""
+        del batch_size
+        self.num_reads += 1
+        self.columns, self.predicate = columns, predicate
+        frame = self.frame
+        if predicate is not None and predicate.meta.serialize() not in self.done:
+            frame = frame.filter(predicate)
+        if columns is not None:
+            frame = frame.select(columns)
+        yield frame if num_rows is None else frame.head(num_rows)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a table that is read stays in its process")
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """What is written in place of a table."""
+
+    name: str
+
+    def __call__(self, *_: Any) -> Iterator["pl.DataFrame"]:
+        raise RuntimeError(f"the table {self.name!r} is read outside of its plan: use braidax.frame.collect")
+
+    def __reduce__(self) -> Any:
+        return (_stand, (self.name,))
+
+
+def _stand(name: str) -> Any:
+    """Returns the table of that name, where a piece is being read, else what stands for it."""
+    tables = _TABLES.get({})
+    return tables.get(name, _Stand(name))
+
+
+def scan(name: str, schema: Schema) -> "pl.LazyFrame":
+    """Returns a scan of a supplied table, for users' plans."""
+    return register_io_source(_Stand(name), schema=schema, is_pure=True, explain_name=label_of(name))
+
+
+@lru_cache(maxsize=1024)
+def _fields(name: str, schema: tuple[tuple[str, Any], ...]) -> Fields:
+    return scan_fields(scan(name, pl.Schema(schema)))
+
+
+def _scan_of(table: Supplied) -> Fields:
+    return _fields(table.name, tuple(table.schema.items()))
+
+
+def lazy_of(node: Node, tables: Mapping[str, Reading]) -> "pl.LazyFrame":
+    """Returns a plan as Polars' own, which reads these tables."""
+    data = bytes_of(node)
+    token = _TABLES.set(tables)
+    try:
+        return pl.LazyFrame.deserialize(io.BytesIO(data))
+    finally:
+        _TABLES.reset(token)
+
+
+def bytes_of(node: Node) -> bytes:
+    """Returns a plan as Polars writes it, with scans for its supplied tables."""
+    return write(node, _scan_of)
+
+
+def schema_of(node: Node) -> Schema:
+    """Returns the columns of a node's result. **Raises:** what Polars does for a plan that cannot be."""
+    return lazy_of(node, {}).collect_schema()

@@ -1,0 +1,148 @@
+"""A plan, computed by ranks: local pieces go to Polars whole, what lies between them exchanges rows."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from braidax.frame.moving.ranks import Ranks
+from braidax.frame.plan.expressions import kind_of, polars_of
+from braidax.frame.plan.locality import is_local
+from braidax.frame.plan.nodes import Node, supplied, topological
+from braidax.frame.plan.supplying import Reading, lazy_of
+from braidax.frame.polars import pl
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that are spread over the ranks: what this rank has of them, as far as it is computed.
+
+    **Fields:** `node`: what is still to be computed of the rows here. `readings`: what it reads. `keys`: columns such
+    that rows in which they are equal lie on one rank; None if none are known.
+    """
+
+    node: Node
+    readings: Mapping[str, Reading]
+    keys: tuple[str, ...] | None = None
+
+
+Rule = Callable[["Runner", Node, bool], Table]
+"""Computes a node that is not local. **Arguments:** of the last one: whether the order of the rows matters."""
+
+
+@dataclass
+class Told:
+    """What a run has to tell. **Fields:** `alone`: for each node that one rank computed alone, which, and why."""
+
+    alone: list[str] = field(default_factory=list)
+
+
+class Runner:
+    """Computes the nodes of a plan on this rank, as all ranks do at once.
+
+    **Arguments:** `ranks`: the exchanges. `tables`: the partitions here of the tables that the plan reads, by name.
+    `rules`: how nodes are computed that are not local, by kind. `otherwise`: how all other nodes are.
+    """
+
+    def __init__(self, ranks: Ranks, tables: Mapping[str, Table], rules: Mapping[str, Rule], otherwise: Rule) -> None:
+        self.ranks = ranks
+        self.told = Told()
+        self._tables = tables
+        self._rules, self._otherwise = rules, otherwise
+        self._known: dict[int, tuple[bool, Table, Node]] = {}
+        self._num_uses: Counter[int] = Counter()
+        self._num_held = 0
+
+    def collect(self, root: Node) -> "tuple[pl.DataFrame, tuple[str, ...] | None]":
+        """Returns the rows of the result that are this rank's, and the keys by which they are spread."""
+        for node in topological(root):
+            self._num_uses.update(map(id, node.inputs))
+        table = self.run(root, ordered=True)
+        return self.computed(table), table.keys
+
+    def run(self, node: Node, *, ordered: bool) -> Table:
+        """Returns the result of a node.
+
+        **Arguments:** `ordered`: whether the rows of all ranks, one after the other, must be in Polars' order, where
+        Polars defines one.
+        """
+        known = self._known.get(id(node))
+        if known is not None and (known[0] or not ordered):
+            return known[1]
+        if node.kind == "Supplied":
+            table = self._tables[node.fields["table"].name]
+        elif is_local(node):
+            table = self.local(node, self.run(node.inputs[0], ordered=ordered))
+        else:
+            table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
+        if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
+            table = self.held(self.computed(table), table.keys)
+        self._known[id(node)] = (ordered, table, node)
+        return table
+
+    def run_on(self, node: Node, *inputs: Table) -> Table:
+        """Returns the result of a node whose inputs have been computed, in order."""
+        for table in inputs:
+            self._known[id(table.node)] = (True, table, table.node)
+        return self.run(node, ordered=True)
+
+    def local(self, node: Node, *inputs: Table) -> Table:
+        """Returns the result of a node of which each rank computes its own part."""
+        readings = {name: reading for table in inputs for name, reading in table.readings.items()}
+        keys = _keys_behind(node, inputs[0].keys) if len(inputs) == 1 else None
+        return Table(node.on(*(table.node for table in inputs)), readings, keys)
+
+    def held(
+        self, frame: "pl.DataFrame", keys: Sequence[str] | None = None, done: frozenset[bytes] = frozenset()
+    ) -> Table:
+        """Returns rows that are computed as a table."""
+        self._num_held += 1
+        name = f"piece-{self._num_held}"
+        return Table(
+            supplied(name, frame.schema), {name: Reading(frame, done=done)}, None if keys is None else tuple(keys)
+        )
+
+    def computed(self, table: Table) -> "pl.DataFrame":
+        """Returns the rows of a table here. **Raises:** what Polars does."""
+        if table.node.kind == "Supplied":
+            return table.readings[table.node.fields["table"].name].frame
+        return lazy_of(table.node, table.readings).collect()
+
+    def compute(self, table: Table) -> Table:
+        """Returns the table with its rows computed."""
+        if table.node.kind == "Supplied":
+            return table
+        return self.held(self.computed(table), table.keys)
+
+    def evaluated(self, table: Table, expressions: Sequence[Any]) -> "pl.DataFrame":
+        """Returns expressions of the rows here."""
+        return self.computed(table).select([polars_of(one) for one in expressions])
+
+
+def _keys_behind(node: Node, keys: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Returns the keys by which the rows are still spread."""
+    if keys is None:
+        return None
+    match node.kind:
+        case "Filter" | "Sort" | "Slice":
+            return keys
+        case "HStack":
+            names = _simple_names(node.fields["exprs"])
+            return keys if names is not None and not set(keys) & names else None
+        case "Select":
+            columns = {one["Column"] for one in node.fields["expr"] if kind_of(one) == "Column"}
+            return keys if set(keys) <= columns else None
+        case "MapFunction" if kind_of(node.fields["function"]) == "Hint":
+            return keys
+        case _:
+            return None
+
+
+def _simple_names(expressions: Sequence[Any]) -> set[str] | None:
+    names: set[str] = set()
+    for one in expressions:
+        try:
+            names.add(polars_of(one).meta.output_name())
+        except pl.exceptions.PolarsError:
+            return None
+    return names
