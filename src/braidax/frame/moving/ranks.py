@@ -114,7 +114,7 @@ class Ranks:
             if len({every[rank][0] for rank in full}) > 1:
                 raise CommError(
                     f"ranks {full[0]} and {full[-1]} have other columns: {every[full[0]][0]} and {every[full[-1]][0]}; "
-                    "expected the same dtypes on all ranks, such as by return_dtype= of a user's function"
+                    "expected the same dtypes on all ranks, as the return_dtype of a user's function says"
                 )
             schema = pl.DataFrame.deserialize(io.BytesIO(self._of_rank(full[0], schema))).schema
         return Wire(schema, absent=frozenset(absent))

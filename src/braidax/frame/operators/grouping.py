@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.hidden import NotSpread
@@ -190,7 +191,7 @@ class _Small:
         self.partial.append(alias(expression, name))
         return name
 
-    def _dtype(self, expression: Expression) -> "pl.DataType":
+    def _dtype(self, expression: Expression) -> Any:
         """Returns the dtype of an aggregation, in a group."""
         plan = pl.LazyFrame(schema=self.schema).group_by(pl.lit(0).alias(HIDDEN)).agg(polars_of(expression).alias("x"))
         return plan.collect_schema()["x"]

@@ -56,7 +56,7 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
     if hidden:
         return _on_computed_keys(runner, node, left, right)
     schema_of(node.on(left.node, right.node))  # raises what Polars does for keys that do not fit
-    dtypes = _common(left, left_on, right, right_on)
+    dtypes = _shared_dtypes(left, left_on, right, right_on)
     ways = [_placed(left, left_on, dtypes), _placed(right, right_on, dtypes)]
     frames = [runner.computed(left), runner.computed(right)]
     side = _shared_side(runner, how, node.fields["options"]["args"], frames, ways)
@@ -123,7 +123,7 @@ def _dtypes(table: Table, keys: Sequence[Expression]) -> list[Any]:
     return list(pl.LazyFrame(schema=schema).select(exprs).collect_schema().values())
 
 
-def _common(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
+def _shared_dtypes(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
     """Returns the dtypes as which the keys of both sides are hashed."""
     found: list[Any] = []
     for one, other in zip(_dtypes(left, left_on), _dtypes(right, right_on), strict=True):
