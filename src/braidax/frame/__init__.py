@@ -2,6 +2,7 @@
 
 from braidax.frame.collecting import collect as collect
 from braidax.frame.collecting import collect_partition as collect_partition
+from braidax.frame.explaining import explain as explain
 from braidax.frame.frame import Frame as Frame
 from braidax.frame.frame import concat as concat
 from braidax.frame.frame import from_polars as from_polars

@@ -4,15 +4,20 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, final
 
 from braidax.errors import ArgumentError
 from braidax.frame.collecting import collect, keep
+from braidax.frame.explaining import explain
+from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.supplying import scan
-from braidax.frame.polars import pl
+from braidax.frame.polars import Schema, pl
+from braidax.frame.writing import Format, write
 from braidax.gang import Gang
 
+_ELSEWHERE = ("collect_", "sink_", "profile", "describe", "show", "remote", "fetch", "serialize", "inspect")
 Files = str | Path | list[str] | list[Path]
 
 
@@ -44,6 +49,10 @@ class Frame:
         """The plan."""
         return self._lazy_frame
 
+    def collect_schema(self) -> Schema:
+        """Returns the columns and their dtypes. **Raises:** what Polars does for a plan that cannot be."""
+        return self._lazy_frame.collect_schema()
+
     @property
     def gang(self) -> Gang:
         """What computes it."""
@@ -66,6 +75,41 @@ class Frame:
         schema = keep(self._lazy_frame, self._gang, name)
         return self._of(scan(name, schema), (_Kept(name, self._unused),))
 
+    def shuffle(self, *, seed: int = 0) -> "Frame":
+        """Returns the rows in another order, each order being as likely: the same for any number of ranks.
+
+        **Arguments:** `seed`: of the order. Polars keeps what it hashes the same within a version only.
+        """
+        place, key = HIDDEN + "place", HIDDEN + "key"
+        order = self._lazy_frame.with_row_index(place).with_columns(pl.col(place).hash(seed).alias(key))
+        return self._of(order.sort(key, place).drop(key, place), self._kept)
+
+    def sink_arrow(self, folder: str | PathLike[str]) -> list[int]:
+        """Computes the table into a new folder of Arrow files, one of each rank, which `braidax.open` opens.
+
+        **Arguments:** `folder`: on a disk that all ranks and this process share; it must not be there.
+
+        **Returns:** the rows of each file. **Raises:** as `collect`; `ArgumentError` for a path that is taken.
+        """
+        return self._sink(folder, "arrow")
+
+    def sink_parquet(self, folder: str | PathLike[str]) -> list[int]:
+        """Computes the table into a new folder of Parquet files, one of each rank: as `sink_arrow`."""
+        return self._sink(folder, "parquet")
+
+    def _sink(self, folder: str | PathLike[str], format: Format) -> list[int]:
+        self._give_up_unused()
+        name = f"frame-{secrets.token_hex(8)}"
+        keep(self._lazy_frame, self._gang, name)
+        try:
+            return write(self._gang, self._gang.kept(name), folder, format)
+        finally:
+            self._unused.append(name)
+
+    def explain(self) -> str:
+        """Returns the plan, and which of it exchanges rows: as `braidax.frame.explain`."""
+        return explain(self._lazy_frame)
+
     def _give_up_unused(self) -> None:
         while self._unused:
             self._gang.delete(self._unused.popleft())
@@ -76,8 +120,11 @@ class Frame:
         return frame
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name.startswith(("_", *_ELSEWHERE)):
+            raise AttributeError(
+                f"a Frame has no {name!r}: it would compute in this process what the gang keeps; use collect, persist "
+                "or sink_parquet, or give lazy_frame to braidax.frame.collect"
+            )
         return _lent(getattr(self._lazy_frame, name), self, self._kept)
 
     def __repr__(self) -> str:

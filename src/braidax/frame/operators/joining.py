@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from braidax.frame.operators.alone import on_one_rank
-from braidax.frame.operators.hidden import computed_beside
 from braidax.frame.operators.placing import destinations, with_index
 from braidax.frame.plan.building import HIDDEN, sorted_by, without
-from braidax.frame.plan.expressions import Expression, kind_of, polars_of
+from braidax.frame.plan.expressions import Expression, is_rowwise, kind_of, polars_of
 from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
@@ -28,6 +27,8 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
     if how in ("Cross", "AsOf") or (kind_of(condition) == "NonEqui" and how == "Inner"):
         return _with_all_of_the_right(runner, node, ordered or how == "AsOf")
     if kind_of(condition) != "Equi" or args["slice"] is not None:
+        return on_one_rank(runner, node, ordered)
+    if not all(map(is_rowwise, [*condition["Equi"]["left_on"], *condition["Equi"]["right_on"]])):
         return on_one_rank(runner, node, ordered)
     keeps = args["maintain_order"]
     needs = ordered and keeps != "None"
@@ -48,13 +49,7 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
 
 def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
     condition, how = node.fields["condition"]["Equi"], kind_of(node.fields["options"]["args"]["how"])
-    (left, left_on), (right, right_on) = (
-        computed_beside(runner, table, condition[side]) for table, side in ((left, "left_on"), (right, "right_on"))
-    )
-    hidden = [name for name in schema_of(left.node) if name.startswith(HIDDEN + "key")]
-    hidden += [name for name in schema_of(right.node) if name.startswith(HIDDEN + "key")]
-    if hidden:
-        return _on_computed_keys(runner, node, left, right)
+    left_on, right_on = condition["left_on"], condition["right_on"]
     schema_of(node.on(left.node, right.node))  # raises what Polars does for keys that do not fit
     dtypes = _shared_dtypes(left, left_on, right, right_on)
     ways = [_placed(left, left_on, dtypes), _placed(right, right_on, dtypes)]
@@ -71,13 +66,8 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
         keys = names if how in ("Inner", "Left", "Semi", "Anti") and names is not None else None
         keys = keys if keys is None or _same_dtypes(left, left_on, dtypes) else None
     held = [runner.held(frame) for frame in frames]
-    return Table(runner.local(node, *held).node, runner.local(node, *held).readings, keys)
-
-
-def _on_computed_keys(runner: Runner, node: Node, left: Table, right: Table) -> Table:
-    """Joins by keys that look at other rows, too, which Polars computes on one rank."""
-    del left, right
-    return on_one_rank(runner, node, ordered=True)
+    joined = runner.local(node, *held)
+    return Table(joined.node, joined.readings, keys)
 
 
 def _with_all_of_the_right(runner: Runner, node: Node, ordered: bool) -> Table:

@@ -30,7 +30,7 @@ def sort(runner: Runner, node: Node, ordered: bool) -> Table:
     prepared = _prepared(runner, node)
     if prepared is None:
         return on_one_rank(runner, node, ordered)
-    source, node, keys = prepared
+    source, node, keys, hidden = prepared
     frame = runner.computed(source)
     order = _Order.of(keys, options)
     key_frame = frame.select([polars_of(key).alias(str(i)) for i, key in enumerate(keys)])
@@ -41,7 +41,6 @@ def sort(runner: Runner, node: Node, ordered: bool) -> Table:
         key_frame = key_frame.with_row_index(INDEX, offset=begin).with_columns(pl.col(INDEX).cast(pl.Int64))
         frame = runner.ranks.deal(frame, order.destinations(key_frame, _splitters(runner, key_frame, order)))
     table = runner.local(node, runner.held(frame))
-    hidden = [name for name in frame.columns if name.startswith(HIDDEN)]
     return runner.local(without(table.node, hidden), table) if hidden else table
 
 
@@ -50,16 +49,16 @@ def top(runner: Runner, node: Node, *, offset: int, length: int) -> Table | None
     prepared = _prepared(runner, node)
     if prepared is None:
         return None
-    source, node, _ = prepared
+    source, node, _, hidden = prepared
     mine = runner.local(node, source)
     mine = runner.local(sliced(mine.node, 0, offset + length), mine)
     whole = runner.local(node, runner.held(runner.ranks.gather(runner.computed(mine))))
     whole = runner.local(sliced(whole.node, offset, length), whole)
-    hidden = [name for name in schema_of(source.node) if name.startswith(HIDDEN)]
     return runner.local(without(whole.node, hidden), whole) if hidden else whole
 
 
-def _prepared(runner: Runner, node: Node) -> tuple[Table, Node, list[Expression]] | None:
+def _prepared(runner: Runner, node: Node) -> tuple[Table, Node, list[Expression], list[str]] | None:
+    """Returns the table with its keys, the sort by these, they themselves, and those that are hidden columns."""
     stable = node.fields["sort_options"]["maintain_order"]
     keys = node.fields["by_column"]
     looks = not all(map(is_rowwise, keys))
@@ -74,7 +73,8 @@ def _prepared(runner: Runner, node: Node) -> tuple[Table, Node, list[Expression]
         source, keys = computed_beside(runner, source, keys)
     except NotSpread:
         return None
-    return source, node.but(by_column=keys), keys
+    hidden = [name for name in schema_of(source.node) if name not in schema]
+    return source, node.but(by_column=keys), keys, hidden
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""What of a plan exchanges rows."""
+
+from braidax.frame.plan.expressions import columns_of, is_rowwise, kind_of, polars_of
+from braidax.frame.plan.locality import is_local
+from braidax.frame.plan.nodes import Node, read
+from braidax.frame.plan.pushdown import pushed_down
+from braidax.frame.polars import pl
+
+_WAYS = {
+    "Distinct": "rows dealt by the hash of what must differ",
+    "GroupBy": "rows dealt by the hash of the keys, aggregated before where groups are large",
+    "HConcat": "rows spread evenly",
+    "HStack": "values of all rows, groups dealt by their keys",
+    "Filter": "values of all rows, groups dealt by their keys",
+    "Join": "rows dealt by the hash of the keys, or the smaller side shared with all ranks",
+    "Scan": "each rank reads its part",
+    "Select": "values of all rows, groups dealt by their keys",
+    "Slice": "nothing but counts; of a sort the first rows of each rank",
+    "Sort": "rows dealt between splitters",
+    "Union": "in order: rows spread evenly",
+}
+
+
+def explain(lazy_frame: "pl.LazyFrame") -> str:
+    """Returns the plan as ranks compute it, one operation a line, the last one first.
+
+    Behind each operation stands what crosses between ranks for it; nothing for what each rank does with its own rows.
+    Columns that are not needed are nulls, in `HStack`. What stands as "on one rank" is gathered there.
+
+    **Raises:** as `braidax.frame.collect`.
+    """
+    lines: list[str] = []
+
+    def visit(node: Node, depth: int) -> None:
+        lines.append("  " * depth + _told(node))
+        for source in node.inputs:
+            visit(source, depth + 1)
+
+    visit(pushed_down(read(lazy_frame)[0]), 0)
+    return "\n".join(lines)
+
+
+def _told(node: Node) -> str:
+    if node.kind == "Supplied":
+        return f"table {node.fields['table'].name}: {', '.join(node.fields['table'].schema)}"
+    function = node.fields.get("function")
+    words = _words(node) + (f" {kind_of(function)}" if function is not None else "")
+    if is_local(node):
+        return words
+    if function is not None:
+        known = kind_of(function) in ("RowIndex", "Unpivot")
+        return f"{words}   ← {'counts of rows' if known else 'on one rank'}"
+    return f"{words}   ← {_WAYS.get(node.kind, 'on one rank')}"
+
+
+def _words(node: Node) -> str:
+    """Returns Polars' own words for an operation."""
+    match node.kind:
+        case "Filter":
+            return f"Filter {polars_of(node.fields['predicate'])}"
+        case "Select" | "HStack":
+            expressions = node.fields["expr" if node.kind == "Select" else "exprs"]
+            shown = [str(polars_of(one)) for one in expressions if not _is_null(one)]
+            hidden = len(expressions) - len(shown)
+            return f"{node.kind} {', '.join(shown)}" + (f" ({hidden} columns are not needed)" if hidden else "")
+        case "GroupBy":
+            return f"GroupBy {', '.join(str(polars_of(key)) for key in node.fields['keys'])}"
+        case "Sort":
+            return f"Sort {', '.join(str(polars_of(key)) for key in node.fields['by_column'])}"
+        case "Join":
+            args, condition = node.fields["options"]["args"], node.fields["condition"]
+            keys = condition["Equi"]["left_on"] if kind_of(condition) == "Equi" else []
+            return f"Join {kind_of(args['how'])} {', '.join(str(polars_of(key)) for key in keys)}".rstrip()
+        case "Slice":
+            return f"Slice {node.fields['offset']}, {node.fields['len']}"
+        case "Scan":
+            return f"Scan {kind_of(node.fields['scan_type'])}"
+        case _:
+            return node.kind
+
+
+def _is_null(expression: object) -> bool:
+    return is_rowwise(expression) and not columns_of(expression) and "null" in str(polars_of(expression))
