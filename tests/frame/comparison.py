@@ -90,7 +90,7 @@ def _sorted_rows(frame: pl.DataFrame, by: Sequence[int]) -> list[tuple[Any, ...]
 
 
 def _key(value: Any) -> tuple[Any, ...]:
-    """Orders all values that one column may hold: null, then numbers, then NaN; floats that are nearly equal are equal."""
+    """Orders all values that a column may hold: null, then numbers, then NaN; nearly equal floats are equal."""
     if value is None:
         return (0,)
     if isinstance(value, float):

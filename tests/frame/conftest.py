@@ -1,10 +1,11 @@
-"""Tables of each shape, made once for all tests of frames."""
+"""Tables of each shape, and ranks to ask for them, made once for all tests of frames."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.frame.tables import SHAPES, Tables
+from tests.frame.worlds import Worlds
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,11 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tables]:
         return made[shape]
 
     return tables_of
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Returns ranks that are threads, 1 to 4 of them."""
+    found = Worlds((1, 2, 3, 4))
+    yield found
+    found.close()

@@ -13,6 +13,7 @@ from braidax.frame import collect_partition
 from tests.comm.ranks import outcomes
 from tests.frame.queries.query import Query
 from tests.frame.tables import Tables
+from tests.frame.worlds import LIMIT_SECONDS, Worlds
 
 ENGINES = ("streaming", "in-memory")  # of Polars: the one it takes by itself, and the other
 
@@ -32,13 +33,15 @@ class Asked:
     def of(cls, query: Query, tables: Tables) -> "Asked":
         return cls(query, tables, tuple(alone(query.build, tables, engine) for engine in ENGINES))
 
-    def on_ranks(self, size: int, *, transport: str = "in-process") -> None:
+    def on_ranks(self, size: int, worlds: Worlds) -> None:
         """Fails the test if ranks that are threads give something else."""
         lazy = lazy_or_error(self.query.build, self.tables)
         if isinstance(lazy, BaseException):
             self.check(lazy, f"{size} ranks")
-            return
-        self.check(united(outcomes(size, asking(lazy), transport=transport)), f"{size} ranks")
+        elif any(isinstance(expected, BaseException) for expected in self.expected):  # an error ends a world
+            self.check(united(outcomes(size, asking(lazy), timeout_seconds=LIMIT_SECONDS)), f"{size} ranks")
+        else:
+            self.check(united(worlds.run(size, asking(lazy))), f"{size} ranks")
 
     def check(self, found: Outcome, where: str) -> None:
         """Fails the test if that is what no engine gives."""

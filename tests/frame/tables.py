@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ NULLS = 0.12
 
 @dataclass(frozen=True)
 class Shape:
-    """What tables are like. **Fields:** `heavy`: which part of the rows has one and the same key. `chunks`: of memory."""
+    """What tables are like. **Fields:** `heavy`: which part of the rows has one and the same key."""
 
     name: str
     num_rows: int
@@ -54,19 +55,19 @@ def in_chunks(frame: pl.DataFrame, num_chunks: int) -> pl.DataFrame:
     if num_chunks == 1:
         return frame
     borders = [frame.height * piece**2 // num_chunks**2 for piece in range(num_chunks + 1)]
-    pieces = [frame.slice(begin, end - begin) for begin, end in zip(borders, borders[1:], strict=False)]
+    pieces = [frame.slice(begin, end - begin) for begin, end in pairwise(borders)]
     return pl.concat([pieces[0], frame.clear(), *pieces[1:]], rechunk=False)
 
 
 def dealt(frame: pl.DataFrame, seed: int) -> pl.DataFrame:
     """Returns the same rows in another order."""
-    return frame.sample(fraction=1.0, shuffle=True, seed=seed) if frame.height else frame
+    return frame[random.Random(seed).sample(range(frame.height), frame.height)]
 
 
 def split(frame: pl.DataFrame, num_parts: int) -> list[pl.DataFrame]:
     """Returns consecutive parts of different lengths; the second is empty."""
     borders = [0, *(frame.height * (part + 1 - part % 2) // num_parts for part in range(num_parts - 1)), frame.height]
-    return [frame.slice(begin, end - begin) for begin, end in zip(borders, borders[1:], strict=False)]
+    return [frame.slice(begin, end - begin) for begin, end in pairwise(borders)]
 
 
 def write_parts(frame: pl.DataFrame, folder: Path, name: str, num_parts: int = 4) -> dict[str, Path]:
@@ -91,7 +92,12 @@ class Tables:
     """
 
     def __init__(
-        self, shape: Shape, *, seed: int = 0, folder: Path | None = None, change: Callable[[pl.DataFrame], Any] | None = None
+        self,
+        shape: Shape,
+        *,
+        seed: int = 0,
+        folder: Path | None = None,
+        change: Callable[[pl.DataFrame], Any] | None = None,
     ) -> None:
         self.shape = shape
         self._seed = seed
@@ -211,7 +217,9 @@ class Tables:
             {
                 "tick": pl.Series(found, dtype=pl.Int64),
                 "g": pl.Series([draw.choice("abc") for _ in range(rows)], dtype=pl.String),
-                "v": pl.Series([None if draw.random() < self.shape.nulls else draw.uniform(0, 9) for _ in found], dtype=pl.Float64),
+                "v": pl.Series(
+                    [None if draw.random() < self.shape.nulls else draw.uniform(0, 9) for _ in found], dtype=pl.Float64
+                ),
             }
         )
         frame = frame.with_columns(at=pl.lit(START) + pl.duration(minutes=pl.col("tick") * 13))
@@ -240,20 +248,54 @@ class Tables:
         return (frame if self._change is None else self._change(frame)).lazy()
 
 
-@strategies.composite
-def drawn_tables(draw: Any, *, max_rows: int = 40) -> tuple[pl.DataFrame, list[str]]:
-    """A table of columns `k0`, `k1` … with few values each, which are keys, and `v0`, `v1` … with many; of any dtypes."""
-    keys = draw(strategies.lists(strategies.sampled_from(SCALARS), min_size=1, max_size=3))
-    others = draw(strategies.lists(strategies.sampled_from(ALL), min_size=0, max_size=3))
-    num_rows = draw(strategies.integers(0, max_rows))
-    nulls = draw(strategies.sampled_from([0.0, 0.1, 0.9]))
-    distinct = draw(strategies.integers(1, 6))
-    seed = random.Random(draw(strategies.integers(0, 2**32)))
-    frame = pl.concat(
-        [
-            table({f"k{at}": dtype for at, dtype in enumerate(keys)}, num_rows, seed, nulls=nulls, distinct=distinct),
-            table({f"v{at}": dtype for at, dtype in enumerate(others)}, num_rows, seed, nulls=nulls),
-        ],
-        how="horizontal",
-    )
-    return in_chunks(frame, draw(strategies.integers(1, 3))), [f"k{at}" for at in range(len(keys))]
+@dataclass(frozen=True)
+class Drawn:
+    """A table of `id`, of keys with few values each, and of others; made when it is asked for, not while it is drawn.
+
+    **Fields:** `distinct`: values of a key. `cut`: a number that a query may use, from -9 to 9.
+    """
+
+    key_dtypes: list[pl.DataType]
+    dtypes: list[pl.DataType]
+    num_rows: int
+    nulls: float
+    distinct: int
+    chunks: int
+    cut: int
+    seed: int
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"k{number}" for number in range(len(self.key_dtypes))]
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(repr(self), self.num_rows)
+
+    @cached_property
+    def frame(self) -> pl.LazyFrame:
+        draw = random.Random(self.seed)
+        keyed = dict(zip(self.keys, self.key_dtypes, strict=True))
+        other = {f"v{number}": dtype for number, dtype in enumerate(self.dtypes)}
+        frame = pl.concat(
+            [
+                pl.DataFrame({"id": pl.Series(range(self.num_rows), dtype=pl.Int64)}),
+                table(keyed, self.num_rows, draw, nulls=self.nulls, distinct=self.distinct),
+                table(other, self.num_rows, draw, nulls=self.nulls),
+            ],
+            how="horizontal",
+        )
+        return in_chunks(frame, self.chunks).lazy()
+
+
+drawn_tables = strategies.builds(
+    Drawn,
+    key_dtypes=strategies.lists(strategies.sampled_from(SCALARS), min_size=1, max_size=3),
+    dtypes=strategies.lists(strategies.sampled_from(ALL), min_size=1, max_size=3),
+    num_rows=strategies.integers(0, 40),
+    nulls=strategies.sampled_from([0.0, 0.1, 0.9]),
+    distinct=strategies.integers(1, 6),
+    chunks=strategies.integers(1, 3),
+    cut=strategies.integers(-9, 9),
+    seed=strategies.integers(0, 2**32),
+)

@@ -5,11 +5,10 @@ from collections.abc import Callable
 import polars as pl
 import pytest
 
-from tests.frame.comparison import differences, missing
 from tests.frame.queries.catalogue import CATALOGUE
 from tests.frame.queries.query import Query
 from tests.frame.running import alone
-from tests.frame.tables import SHAPES, Tables, in_chunks
+from tests.frame.tables import SHAPES, Tables
 
 # Where Polars' engines are not of one mind, on tables with next to no rows.
 DISAGREEMENTS = {"rle", "correlations", "entropy", "group_by: corr", "group_by in order: corr"}

@@ -59,7 +59,7 @@ NESTED: tuple[pl.DataType, ...] = (
 ALL: tuple[pl.DataType, ...] = (*SCALARS, *NESTED, pl.Null())
 
 _EPOCH = dt.datetime(1970, 1, 1)
-_ZONED = dt.timezone.utc
+_ZONED = dt.UTC
 
 
 def value(dtype: pl.DataType, draw: random.Random) -> Any:
@@ -122,7 +122,9 @@ _MAKERS: dict[type[pl.DataType], Any] = {
     pl.Date: lambda dtype, draw: dt.date(1970, 1, 1) + dt.timedelta(days=draw.randint(-20_000, 40_000)),
     pl.Datetime: _datetime,
     pl.Duration: lambda dtype, draw: dt.timedelta(milliseconds=draw.randint(-(10**9), 10**9)),
-    pl.Time: lambda dtype, draw: dt.time(draw.randrange(24), draw.randrange(60), draw.randrange(60), draw.randrange(999)),
+    pl.Time: lambda dtype, draw: dt.time(
+        draw.randrange(24), draw.randrange(60), draw.randrange(60), draw.randrange(999)
+    ),
     pl.Decimal: lambda dtype, draw: Decimal(draw.randint(-999_999, 999_999)).scaleb(-dtype.scale),
     pl.List: lambda dtype, draw: values(dtype.inner, draw.choice([0, 1, 2, 5]), draw, nulls=0.15, distinct=None),
     pl.Array: lambda dtype, draw: values(dtype.inner, dtype.size, draw, nulls=0.15, distinct=None),

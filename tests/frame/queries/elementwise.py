@@ -13,7 +13,9 @@ ELEMENTWISE = queries(
         "select of every dtype": lambda t: t.wide,
         "select nothing": lambda t: t.table.select(),
         "select of one column": lambda t: t.table.select("g"),
-        "select with selectors": lambda t: t.table.select(cs.numeric() * 2, cs.temporal(), ~cs.string() & cs.by_name("b")),
+        "select with selectors": lambda t: t.table.select(
+            cs.numeric() * 2, cs.temporal(), ~cs.string() & cs.by_name("b")
+        ),
         "select by pattern": lambda t: t.table.select(pl.col("^[a-h]$")),
         "exclude": lambda t: t.table.select(pl.exclude("g", "raw")),
         "drop": lambda t: t.table.drop("g", "h"),
@@ -31,7 +33,9 @@ ELEMENTWISE = queries(
         "comparisons": lambda t: t.table.select(
             a=c("i") > c("s"), b=c("n") >= 0, c=c("n") == c("n"), d=c("g").eq_missing(None), e=c("i").is_between(-3, 3)
         ),
-        "logic with nulls": lambda t: t.table.select(a=c("b") & (c("i") > 0), o=c("b") | None, x=c("b") ^ True, n=~c("b")),
+        "logic with nulls": lambda t: t.table.select(
+            a=c("b") & (c("i") > 0), o=c("b") | None, x=c("b") ^ True, n=~c("b")
+        ),
         "filter": lambda t: t.table.filter(c("i") > 0),
         "filter by several": lambda t: t.table.filter(c("i") > 0, c("b"), h=1),
         "filter keeps all": lambda t: t.table.filter(pl.lit(True)),
@@ -55,9 +59,15 @@ ELEMENTWISE = queries(
         "clip and round": lambda t: t.table.select(c("i").clip(-5, 5), c("f").round(1), f32=c("f32").floor()),
         "cast": lambda t: t.table.cast({"i": pl.Float64, "h": pl.String, "b": pl.Int8}),
         "cast of all": lambda t: t.table.select("i", "s").cast(pl.Int32),
-        "cast that is not strict": lambda t: t.table.select(c("name").cast(pl.Int64, strict=False), c("i").cast(pl.Int8, strict=False)),
-        "cast of categories": lambda t: t.table.select(c("cat", "en").cast(pl.String), e=c("cat").cast(pl.String).cast(pl.Categorical)),
-        "cast of times": lambda t: t.table.select(c("at").cast(pl.Date), d=c("day").cast(pl.Datetime("ns")), t=c("at").dt.time()),
+        "cast that is not strict": lambda t: t.table.select(
+            c("name").cast(pl.Int64, strict=False), c("i").cast(pl.Int8, strict=False)
+        ),
+        "cast of categories": lambda t: t.table.select(
+            c("cat", "en").cast(pl.String), e=c("cat").cast(pl.String).cast(pl.Categorical)
+        ),
+        "cast of times": lambda t: t.table.select(
+            c("at").cast(pl.Date), d=c("day").cast(pl.Datetime("ns")), t=c("at").dt.time()
+        ),
         "strings": lambda t: t.table.select(
             c("g").str.to_uppercase(),
             n=c("g").str.len_chars(),
@@ -69,15 +79,27 @@ ELEMENTWISE = queries(
         ),
         "strings that are split": lambda t: t.table.select("id", a=c("name").str.split("a")),
         "times": lambda t: t.table.select(
-            y=c("day").dt.year(), w=c("at").dt.weekday(), q=c("zoned").dt.quarter(), h=c("zoned").dt.hour(), u=c("at").dt.truncate("1mo")
+            y=c("day").dt.year(),
+            w=c("at").dt.weekday(),
+            q=c("zoned").dt.quarter(),
+            h=c("zoned").dt.hour(),
+            u=c("at").dt.truncate("1mo"),
         ),
-        "time zones": lambda t: t.table.select(c("zoned").dt.convert_time_zone("Asia/Tokyo"), a=c("at").dt.replace_time_zone("UTC")),
-        "durations": lambda t: t.table.select(a=c("at") + c("took"), d=c("at") - c("at").dt.truncate("1d"), t=c("took").dt.total_seconds()),
+        "time zones": lambda t: t.table.select(
+            c("zoned").dt.convert_time_zone("Asia/Tokyo"), a=c("at").dt.replace_time_zone("UTC")
+        ),
+        "durations": lambda t: t.table.select(
+            a=c("at") + c("took"), d=c("at") - c("at").dt.truncate("1d"), t=c("took").dt.total_seconds()
+        ),
         "offset by": lambda t: t.table.select(c("day").dt.offset_by("1mo"), z=c("zoned").dt.offset_by("1d")),
-        "decimals": lambda t: t.table.select(a=c("price") + 1, m=c("price") * c("price"), c=c("price").cast(pl.Decimal(20, 4))),
+        "decimals": lambda t: t.table.select(
+            a=c("price") + 1, m=c("price") * c("price"), c=c("price").cast(pl.Decimal(20, 4))
+        ),
         "binary": lambda t: t.table.select(n=c("raw").bin.size(), e=c("raw").bin.encode("hex")),
         "a struct is made": lambda t: t.table.select("id", st=pl.struct("g", "i", k=c("f") * 2)),
-        "fields of a struct": lambda t: t.nested.select("id", a=c("n6").struct.field("a"), b=c("n7").struct.field("in").struct.field("c")),
+        "fields of a struct": lambda t: t.nested.select(
+            "id", a=c("n6").struct.field("a"), b=c("n7").struct.field("in").struct.field("c")
+        ),
         "with_fields": lambda t: t.nested.select(c("n6").struct.with_fields(pl.field("a") + 1)),
         "lists": lambda t: t.nested.select(
             "id",
@@ -88,7 +110,9 @@ ELEMENTWISE = queries(
             e=c("n0").list.eval(pl.element() * 2),
             j=c("n1").list.join("+", ignore_nulls=True),
         ),
-        "arrays": lambda t: t.nested.select("id", s=c("n4").arr.sum(), m=c("n4").arr.max(), l=c("n4").arr.to_list(), g=c("n5").arr.get(1)),
+        "arrays": lambda t: t.nested.select(
+            "id", s=c("n4").arr.sum(), m=c("n4").arr.max(), l=c("n4").arr.to_list(), g=c("n5").arr.get(1)
+        ),
         "concat_list": lambda t: t.table.select(l=pl.concat_list("i", "s"), a=pl.concat_arr("h", "h")),
         "horizontal folds": lambda t: t.table.select(
             a=pl.any_horizontal(c("b"), c("i") > 0),
@@ -96,8 +120,12 @@ ELEMENTWISE = queries(
             s=pl.sum_horizontal("i", "s", "u"),
             f=pl.fold(pl.lit(0), lambda one, other: one + other, [c("i"), c("s")]),
         ),
-        "replace": lambda t: t.table.select(c("h").replace({0: 10, 1: None}), s=c("h").replace_strict({0: "a"}, default="z")),
-        "bin_intervals": lambda t: t.table.select("id", a=c("f").bin_intervals([-5, 0, 5], labels=["a", "b", "c", "d"])),
+        "replace": lambda t: t.table.select(
+            c("h").replace({0: 10, 1: None}), s=c("h").replace_strict({0: "a"}, default="z")
+        ),
+        "bin_intervals": lambda t: t.table.select(
+            "id", a=c("f").bin_intervals([-5, 0, 5], labels=["a", "b", "c", "d"])
+        ),
         "hash": lambda t: t.table.select(c("g").hash(seed=1), i=c("i").hash(seed=1)),
         "reinterpret": lambda t: t.table.select(c("i").reinterpret(signed=False), b=c("i").bitwise_count_ones()),
         "unnest": lambda t: t.nested.unnest("n6"),
@@ -119,17 +147,23 @@ ELEMENTWISE = queries(
         "map_batches of a frame by rows": lambda t: t.table.select("id", "i").map_batches(
             lambda frame: frame.filter(pl.col("id") % 2 == 0), streamable=True
         ),
-        "a long chain": lambda t: t.table.filter(c("i") > -900)
-        .with_columns(a=c("i") * 2)
-        .drop("raw")
-        .rename({"a": "z"})
-        .filter(c("z") < 900)
-        .select("id", "z", w=c("z") + c("s")),
+        "a long chain": lambda t: (
+            t.table.filter(c("i") > -900)
+            .with_columns(a=c("i") * 2)
+            .drop("raw")
+            .rename({"a": "z"})
+            .filter(c("z") < 900)
+            .select("id", "z", w=c("z") + c("s"))
+        ),
     }
 ) + queries(
     {
-        "trigonometry": lambda t: t.table.select(c("f").sin(), e=c("f").exp(), l=(c("f").abs() + 1).log(), t=c("f").tanh()),
-        "means in rows": lambda t: t.table.select(a=pl.mean_horizontal("i", "f"), l=pl.concat_list("f", "f").list.mean()),
+        "trigonometry": lambda t: t.table.select(
+            c("f").sin(), e=c("f").exp(), l=(c("f").abs() + 1).log(), t=c("f").tanh()
+        ),
+        "means in rows": lambda t: t.table.select(
+            a=pl.mean_horizontal("i", "f"), l=pl.concat_list("f", "f").list.mean()
+        ),
     },
     rtol=FLOATS,
 )

@@ -15,7 +15,7 @@ Build = Callable[[Tables], pl.LazyFrame]
 
 @dataclass(frozen=True)
 class Choice:
-    """What Polars chooses: of equal rows any. **Fields:** `decided`: columns that are the same; `rows`: holds all rows."""
+    """Polars chooses any of equal rows. **Fields:** `decided`: columns that are the same; `rows`: holds all rows."""
 
     decided: tuple[str, ...]
     rows: Build
