@@ -98,7 +98,7 @@ def _key(value: Any) -> tuple[Any, ...]:
             return (2,)
         return (1, float(f"{value:.6g}") if math.isfinite(value) else value)
     if isinstance(value, dict):
-        return (1, *(_key(each) for each in value.values()))
+        return (1, *((name, _key(each)) for name, each in value.items()))
     if isinstance(value, list | tuple):
         return (1, *(_key(each) for each in value))
     return (1, value)
@@ -110,7 +110,7 @@ def _same(one: Any, other: Any, tolerance: float) -> bool:
             return math.isnan(one) and math.isnan(other)
         return one == other or math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[name], other[name], tolerance) for name in one)
+        return list(one) == list(other) and all(_same(one[name], other[name], tolerance) for name in one)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(_same(*pair, tolerance) for pair in zip(one, other, strict=True))
     return type(one) is type(other) and one == other

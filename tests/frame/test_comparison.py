@@ -20,7 +20,7 @@ def test_a_table_is_equal_to_itself() -> None:
     assert "row 0 of column id" in differences(dealt(wide, 1), wide)
 
 
-@pytest.mark.parametrize("dtype", ALL[:-1], ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype != pl.Null()], ids=str)
 def test_one_value_that_differs_is_found(dtype: pl.DataType) -> None:
     draw = random.Random(str(dtype))
     frame = table({"a": dtype}, 6, draw, nulls=0.0).select(pl.Series("id", range(6)), "a")

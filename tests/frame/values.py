@@ -56,7 +56,7 @@ NESTED: tuple[pl.DataType, ...] = (
     pl.Struct({"at": pl.Datetime("us"), "in": pl.Struct({"c": COLORS, "of": pl.List(pl.Int8())})}),
     pl.List(pl.Struct({"x": pl.Float32(), "y": pl.Boolean()})),
 )
-ALL: tuple[pl.DataType, ...] = (*SCALARS, *NESTED, pl.Null())
+ALL: tuple[pl.DataType, ...] = (*SCALARS, *NESTED, pl.Null(), pl.Map(pl.String(), pl.Int64()))
 
 _EPOCH = dt.datetime(1970, 1, 1)
 _ZONED = dt.UTC
@@ -128,6 +128,7 @@ _MAKERS: dict[type[pl.DataType], Any] = {
     pl.Decimal: lambda dtype, draw: Decimal(draw.randint(-999_999, 999_999)).scaleb(-dtype.scale),
     pl.List: lambda dtype, draw: values(dtype.inner, draw.choice([0, 1, 2, 5]), draw, nulls=0.15, distinct=None),
     pl.Array: lambda dtype, draw: values(dtype.inner, dtype.size, draw, nulls=0.15, distinct=None),
+    pl.Map: lambda dtype, draw: {key: value(dtype.value, draw) for key in draw.sample("abcd", draw.choice([0, 1, 3]))},
     pl.Struct: lambda dtype, draw: {
         field.name: None if draw.random() < 0.15 else value(field.dtype, draw) for field in dtype.fields
     },

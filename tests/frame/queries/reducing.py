@@ -35,7 +35,7 @@ REDUCING = (
             "get and item": lambda t: t.table.select(
                 c("g").get(2, null_on_oob=True), i=c("i").get(-1, null_on_oob=True), n=pl.len().item()
             ),
-            "arg_min": lambda t: t.table.select(c("i").arg_min(), x=c("f").arg_max()),
+            "arg_min": lambda t: t.table.select((c("id") * 37 % 101).arg_min(), x=c("f").arg_max()),
             "min_by": lambda t: t.table.select(a=c("id").min_by("f"), b=c("g").max_by("f")),
             "any and all": lambda t: t.table.select(
                 c("b").any(), a=c("b").all(), n=c("b").all(ignore_nulls=False), x=(c("i") > 0).any()
@@ -65,7 +65,8 @@ REDUCING = (
                 pl.when(c("i") > c("i").first()).then(c("i")).otherwise(c("s").max())
             ),
             "head of expressions": lambda t: t.table.select(c("g").head(4), i=c("i").tail(4)),
-            "slice of expressions": lambda t: t.table.select(c("g").slice(1, 3), i=c("i").slice(-3, 3)),
+            "slice of expressions": lambda t: t.table.select(c("g").slice(1, 3), i=c("i").slice(1, 3)),
+            "slice of expressions from the end": lambda t: t.table.select(c("g").slice(-3, 3)),
             "reverse": lambda t: t.table.reverse(),
             "reverse of expressions": lambda t: t.table.select("id", r=c("id").reverse()),
             "sort of expressions": lambda t: t.table.select(
