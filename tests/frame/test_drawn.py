@@ -55,6 +55,10 @@ DRAWN = queries(
 )
 
 
+# Ranks are threads, and hypothesis takes what any thread of the process draws for a strategy's.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+
+
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(table=drawn_tables, query=strategies.sampled_from(DRAWN), size=strategies.integers(1, 4))
 def test_drawn_tables(table: Drawn, query: Query, size: int, worlds: Worlds) -> None:
