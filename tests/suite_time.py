@@ -11,6 +11,7 @@ BUDGET_SECONDS: dict[str, int] = {
     "comm": 160,
     "connections": 20,
     "data": 125,
+    "frame": 60,
     "gang": 110,
     "harness": 12,
     "laws": 63,

@@ -1,0 +1,29 @@
+"""Tables of each shape, and ranks to ask for them, made once for all tests of frames."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.frame.tables import SHAPES, Tables
+from tests.frame.worlds import Worlds
+
+
+@pytest.fixture(scope="session")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tables]:
+    """Returns the tables of a shape, by its name."""
+    made: dict[str, Tables] = {}
+
+    def tables_of(shape: str) -> Tables:
+        if shape not in made:
+            made[shape] = Tables(SHAPES[shape], folder=tmp_path_factory.mktemp("tables"))
+        return made[shape]
+
+    return tables_of
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Returns ranks that are threads, 1 to 4 of them."""
+    found = Worlds((1, 2, 3, 4))
+    yield found
+    found.close()

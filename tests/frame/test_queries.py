@@ -1,0 +1,38 @@
+"""Every query of the catalogue on 1 to 4 ranks gives what one process of Polars gives."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.frame.queries.catalogue import CATALOGUE
+from tests.frame.queries.query import Query
+from tests.frame.running import Asked
+from tests.frame.tables import SHAPES, Tables
+from tests.frame.worlds import Worlds
+
+OTHERS = [name for name in SHAPES if name != "usual"]
+# Of each query the usual tables on three ranks, and another shape on two or four; `slow` has all of them.
+DRAWN = [(query, OTHERS[number % len(OTHERS)], (2, 4)[number % 2]) for number, query in enumerate(CATALOGUE)]
+
+
+@pytest.mark.parametrize("query", CATALOGUE, ids=lambda query: query.name)
+def test_three_ranks(query: Query, tables: Callable[[str], Tables], worlds: Worlds) -> None:
+    Asked.of(query, tables("usual")).on_ranks(3, worlds)
+
+
+@pytest.mark.parametrize(
+    ("query", "shape", "size"), DRAWN, ids=[f"{query.name}-{shape}-{size}" for query, shape, size in DRAWN]
+)
+def test_other_tables(query: Query, shape: str, size: int, tables: Callable[[str], Tables], worlds: Worlds) -> None:
+    Asked.of(query, tables(shape)).on_ranks(size, worlds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("query", CATALOGUE, ids=lambda query: query.name)
+def test_all_tables_on_one_to_four_ranks(
+    query: Query, shape: str, tables: Callable[[str], Tables], worlds: Worlds
+) -> None:
+    asked = Asked.of(query, tables(shape))
+    for size in (1, 2, 3, 4):
+        asked.on_ranks(size, worlds)
