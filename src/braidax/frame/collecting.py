@@ -122,4 +122,6 @@ def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Part
     }
     runner = Runner(ranks, known, _RULES, on_one_rank)
     frame, keys = runner.collect(root)
+    if len(set(frame.n_chunks("all"))) > 1:
+        frame = frame.rechunk()  # Polars 2.1 does not come back from pickling columns that are cut in other ways
     return Partition(frame, keys)
