@@ -91,7 +91,12 @@ def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.Dat
     root, memory = read(lazy_frame)
     ranks = Ranks(comm)
     tables = {name: Partition(_part(frame, ranks.rank, ranks.size)) for name, frame in memory.items()}
-    return _computed(pushed_down(root), tables, ranks).frame
+    root = pushed_down(root)
+    try:
+        return _computed(root, tables, ranks).frame
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        comm.abort(f"a frame failed on rank {comm.rank}: {error}")  # the others may wait for its rows
+        raise
 
 
 def _part(frame: "pl.DataFrame", rank: int, size: int) -> "pl.DataFrame":

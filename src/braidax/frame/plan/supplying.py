@@ -13,6 +13,9 @@ from braidax.frame.polars import Schema, pl, register_io_source
 _TABLES: ContextVar[Mapping[str, "Reading"]] = ContextVar("tables of the piece that this thread reads")
 
 
+_SLICE_ROWS = 1 << 17  # Polars' threads take one slice each
+
+
 @dataclass
 class Reading:
     """What a piece reads of a table, and the table.
@@ -39,7 +42,7 @@ class Reading:
             frame = frame.filter(predicate)
         if columns is not None:
             frame = frame.select(columns)
-        yield frame if num_rows is None else frame.head(num_rows)
+        yield from (frame if num_rows is None else frame.head(num_rows)).iter_slices(_SLICE_ROWS)
 
     def __reduce__(self) -> Any:
         raise TypeError("a table that is read stays in its process")
