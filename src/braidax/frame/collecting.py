@@ -17,7 +17,7 @@ from braidax.frame.operators.stacking import beside, function, slice_, union
 from braidax.frame.operators.uniqueness import distinct
 from braidax.frame.plan.nodes import Node, read, read_bytes, supplied, topological
 from braidax.frame.plan.pushdown import pushed_down
-from braidax.frame.plan.supplying import Reading, bytes_of
+from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Rule, Runner, Table
 from braidax.gang import Gang
@@ -113,6 +113,8 @@ def _schema(comm: Communicator, part: Partition) -> Schema:
 
 
 def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partition:
+    if ranks.size == 1:
+        return Partition(lazy_of(root, {name: Reading(part.frame) for name, part in tables.items()}).collect())
     check_hashes(ranks)
     known = {
         name: Table(supplied(name, part.frame.schema), {name: Reading(part.frame)}, part.keys)

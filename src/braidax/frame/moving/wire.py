@@ -100,6 +100,10 @@ def portable_dtype(dtype: Any, name: str = "") -> Any:
     match dtype:
         case pl.Categorical() | pl.Enum():
             return pl.String()
+        case pl.Int128() | pl.UInt128():
+            return pl.String()  # Arrow has none
+        case pl.Float16():
+            return pl.Float32()
         case pl.List(inner=inner):
             return pl.List(portable_dtype(inner, name))
         case pl.Array(inner=inner, size=size):
