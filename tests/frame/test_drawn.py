@@ -59,14 +59,14 @@ DRAWN = queries(
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(table=drawn_tables, query=strategies.sampled_from(DRAWN), size=strategies.integers(1, 4))
 def test_drawn_tables(table: Drawn, query: Query, size: int, worlds: Worlds) -> None:
     Asked.of(query, table).on_ranks(size, worlds)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=100)
 @pytest.mark.parametrize("query", DRAWN, ids=lambda query: query.name)
 @hypothesis.given(table=drawn_tables, size=strategies.integers(2, 4))
 def test_drawn_tables_at_length(table: Drawn, query: Query, size: int, worlds: Worlds) -> None:

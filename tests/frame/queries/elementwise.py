@@ -11,6 +11,9 @@ ELEMENTWISE = queries(
     {
         "select all": lambda t: t.table.select(pl.all()),
         "select of every dtype": lambda t: t.wide,
+        "columns of unusual names": lambda t: t.table.sort("i", "id").select(
+            c("id").alias(""), height=c("i"), len=c("s")
+        ),
         "select nothing": lambda t: t.table.select(),
         "select of one column": lambda t: t.table.select("g"),
         "select with selectors": lambda t: t.table.select(

@@ -62,7 +62,7 @@ class Wire:
             raise CommError(f"what came is no batch of rows: {error}; install the same versions everywhere") from error
         back = [pl.col(name).cast(self._schema[name]) for name in self._there]
         nulls = [pl.lit(None, dtype=self._schema[name]).alias(name) for name in self._schema if name not in self._names]
-        return frame.drop(_HEIGHT, strict=False).with_columns(back + nulls).select(list(self._schema))
+        return (frame if self._names else frame.drop(_HEIGHT)).with_columns(back + nulls).select(list(self._schema))
 
     def own(self, frame: "pl.DataFrame") -> "pl.DataFrame":
         """Returns rows that stay here, with the dtypes of all. They have rows, or no dtypes of their own."""
@@ -92,6 +92,7 @@ class Batches:
 
 def _columns(batch: Any) -> "pl.DataFrame":
     frame: Any = pl.from_arrow(batch)
+    frame.columns = batch.schema.names  # Polars would rename one without a name
     return frame
 
 

@@ -17,6 +17,7 @@ from braidax.frame.plan.expressions import (
     expanded,
     is_rowwise,
     is_rowwise_itself,
+    is_scalar,
     kind_of,
     names_of,
     parts,
@@ -51,7 +52,7 @@ def group(runner: Runner, node: Node, ordered: bool) -> Table:
     keys = _expanded(keys, schema)
     others = {name: dtype for name, dtype in schema.items() if name not in _columns(keys or ())}
     aggs = _expanded(aggs, pl.Schema(others))
-    if not keys or aggs is None or not all(map(is_rowwise, keys)):
+    if not keys or aggs is None or not all(map(is_rowwise, keys)) or all(map(is_scalar, keys)):
         return on_one_rank(runner, node, ordered)
     names = names_of(keys, schema)
     node = node.but(keys=keys, aggs=[alias(one, name) for one, name in zip(aggs, names_of(aggs, schema), strict=True)])
@@ -166,6 +167,8 @@ class _Small:
             raise NotSpread
         if found[0] == "Mean":
             return self._mean(expression, found[1])
+        if found[0] in ("Min", "Max") and expression["Agg"][found[0]]["propagate_nans"]:
+            raise NotSpread
         if found[0] in ("Sum", "Min", "Max"):
             return self._combined(expression, found[0])
         if found[0] in ("Count", "CountAll", "NullCount"):

@@ -131,7 +131,8 @@ class _Taking:
                 pl.when(pl.col("count").sum() > 0).then(pl.col("value").sum() / pl.col("count").sum()).cast(dtype)
             )
         else:
-            combined = {"Sum": pl.sum, "Min": pl.min, "Max": pl.max}[_COMBINED.get(name, "Sum")]("value")
+            column_of = column("value")
+            combined = polars_of(_again(expression, column_of)) if name in ("Min", "Max") else pl.sum("value")
             value = every.select(combined.cast(dtype))
         return value_of(value, "value")
 

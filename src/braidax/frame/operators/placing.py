@@ -21,8 +21,9 @@ def destinations(
 
     **Arguments:** `dtypes`: as which the keys are hashed, where tables with keys of different dtypes meet.
     """
-    exprs = [polars_of(key).alias(f"{HIDDEN}{i}") for i, key in enumerate(keys)]
-    table = frame.select(exprs) if exprs else frame.select(pl.lit(0).alias(HIDDEN))
+    exprs = [polars_of(key).alias(f"{HIDDEN}{i}") for i, key in enumerate(keys)] or [pl.lit(0).alias(f"{HIDDEN}0")]
+    # A key may be one value for all rows.
+    table = frame.with_columns(exprs).select([f"{HIDDEN}{i}" for i in range(len(exprs))])
     hashed: Any = None
     for i, name in enumerate(table.columns):
         dtype = dtypes[i] if dtypes is not None else table.schema[name]

@@ -11,6 +11,7 @@ from braidax.frame.plan.nodes import Node
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
+_TO_THE_END = 2**32 - 1  # the length of a slice that has no end, in plans
 _TOP_ROWS = 1 << 20  # of a sort, which each rank may send
 
 
@@ -50,7 +51,7 @@ def slice_(runner: Runner, node: Node, ordered: bool) -> Table:
         if found is not None:
             return found
     table = runner.run(source, ordered=True)
-    reach = offset + length if offset >= 0 else -offset
+    reach = min(offset + length, _TO_THE_END) if offset >= 0 else -offset
     mine = sliced(table.node, 0, reach) if offset >= 0 else sliced(table.node, -reach, reach)
     return _of_all(runner, runner.local(mine, table), offset, length)
 
