@@ -23,7 +23,7 @@ def main() -> None:
         try:
             system = opened(kind, options, num_cores)
         except ImportError as error:
-            _answer(answers, {"missing": str(error)})
+            _answer(answers, {"missing": str(error).partition(" (")[0]})  # without the place of a file
             return
         _answer(answers, {"ready": True})
         try:

@@ -1,4 +1,4 @@
-"""Every task as SQL. The operations of the paper that are no query of TPC-H name what they read `left_` and `right_`."""
+"""Every task as SQL; the operations of the paper name what they read `left_` and `right_`."""
 
 from collections.abc import Mapping
 
