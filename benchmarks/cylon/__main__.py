@@ -7,6 +7,7 @@ the same values before they are timed. Each system has a process of its own; Ray
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,6 +32,8 @@ CASES: Mapping[str, Callable[[Bench, Scale], None]] = {
     "big": cases.big,
 }
 
+LONG = ("tpch_memory", "big")
+
 
 def main() -> int:
     parser = arguments("cylon", __doc__ or "", list(CASES))
@@ -43,8 +46,11 @@ def main() -> int:
     )
     parser.add_argument("--scale", metavar="SF", type=float, help="the factor of TPC-H, 1 by default")
     parser.add_argument("--cores", metavar="N", type=int, default=min(NUM_CORES, num_cores()), help="that each may use")
-    parser.add_argument("--big", action="store_true", help="also tables of 50 M rows, and TPC-H of factor 10")
+    parser.add_argument(
+        "--big", action="store_true", help="also tables of 50 M rows, TPC-H in memory, and of factor 10"
+    )
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a limit of time ends the systems, too
     scale = QUICK if options.quick else FULL
     scale = replace(scale, rows=options.rows or scale.rows, tpch=options.scale or scale.tpch)
     report = Report(options, "polars", "pyarrow")
@@ -52,7 +58,7 @@ def main() -> int:
     clusters = QUICK_CLUSTERS if options.quick else {}
     bench = Bench(report, _folder(options.data), peers, _generator(peers), options.cores, clusters)
     report.note("inputs are in memory or, from Parquet, in the page cache: no disk is measured")
-    for name in options.only or [name for name in CASES if name != "big" or options.big]:
+    for name in options.only or [name for name in CASES if options.big or name not in LONG]:
         say(f"{name} …")
         CASES[name](bench, scale)
     if not options.only and not options.big:

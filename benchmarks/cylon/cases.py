@@ -82,7 +82,7 @@ def pipeline(bench: Bench, scale: Scale) -> None:
     """join → groupby sum → sort → add, of tables in memory; what comes out stays where it was computed."""
     case, files = f"pipeline, {_MEMORY}", data.paper(bench.folder, scale.rows, "90 %")
     names = (OURS, OURS_1, OURS_4, OURS_UCX, *PEERS)
-    with bench.worlds(case, names, files, memory=True) as worlds:
+    with bench.worlds(case, names, files, memory=True, first=_small(bench, scale)) as worlds:
         measure(bench, case, worlds, "pipeline", Way(scale.rounds), at=_rows(scale.rows))
     report = bench.report
     report.against("polars", case, TIME, ours=OURS, peers=ONE_POLARS, at_least=1 / 1.05)
@@ -97,25 +97,32 @@ def parquet(bench: Bench, scale: Scale) -> None:
     case, files = f"pipeline, {_PARQUET}", data.paper(bench.folder, scale.rows, "90 %")
     data.warm(files)
     names = (OURS, OURS_1, POLARS, STREAMING, DUCKDB, PANDAS, SAIL, DAFT)
-    with bench.worlds(case, names, files, memory=False) as worlds:
+    with bench.worlds(case, names, files, memory=False, first=_small(bench, scale)) as worlds:
         measure(bench, case, worlds, "pipeline", Way(scale.rounds), at=_rows(scale.rows))
 
 
 def gangs(bench: Bench, scale: Scale) -> None:
     """The same on gangs of Dask and Ray, beside local processes; in a case of its own, as idle clusters use cores."""
     case, files = "pipeline, gangs", data.paper(bench.folder, scale.rows, "90 %")
-    with bench.worlds(case, (POLARS, OURS, OURS_DASK, OURS_RAY), files, memory=True) as worlds:
+    names = (POLARS, OURS, OURS_DASK, OURS_RAY)
+    with bench.worlds(case, names, files, memory=True, first=_small(bench, scale)) as worlds:
         measure(bench, case, worlds, "pipeline", Way(scale.rounds), at=_rows(scale.rows))
 
 
 def operations(bench: Bench, scale: Scale) -> None:
     """Single operations, and other keys."""
     case = f"operations, {_rows(scale.few_rows)}, {_MEMORY}"
-    for kind in dict.fromkeys(kind for kind, _ in scale.lines):
-        files = data.paper(bench.folder, scale.few_rows, kind)
-        with bench.worlds(case, (OURS, *PEERS), files, memory=True) as worlds:
+    names = (OURS, POLARS, STREAMING, DUCKDB, PANDAS, DAFT, DASK)
+    first = _small(bench, scale)
+    with bench.worlds(
+        case, names, data.paper(bench.folder, scale.few_rows, "90 %"), memory=True, first=first
+    ) as worlds:
+        for kind in dict.fromkeys(kind for kind, _ in scale.lines):
+            files = data.paper(bench.folder, scale.few_rows, kind)
+            for world in worlds.values():
+                world.load(files, memory=True)
             for task in [task for of, task in scale.lines if of == kind]:
-                measure(bench, case, worlds, task, Way(min(2, scale.rounds)), at=f"{task}, keys {kind}")
+                measure(bench, case, worlds, task, Way(min(2, scale.rounds), 1.0), at=f"{task}, keys {kind}")
 
 
 def tpch(bench: Bench, scale: Scale) -> None:
@@ -153,8 +160,8 @@ def questions(bench: Bench, scale: Scale) -> None:
         asked = [task for task in tasks if task in scale.questions]
         names = (OURS, POLARS, STREAMING, DUCKDB, PANDAS, DAFT, DASK)
         with (
-            bench.worlds(case, names, files, memory=True) as worlds,
-            bench.worlds(case, (SAIL,), files, memory=False) as reading,
+            bench.worlds(case, names, files, memory=True, first=(asked[0], None)) as worlds,
+            bench.worlds(case, (SAIL,), files, memory=False, first=(asked[0], None)) as reading,
         ):
             for task in asked:
                 measure(bench, case, {**worlds, **reading}, task, Way(min(2, scale.rounds), 1.0), at=task)
@@ -189,7 +196,7 @@ def big(bench: Bench, scale: Scale) -> None:
         bench.report.not_measured("tpch_memory", "<= 4", "without tpchgen-cli there are no tables")
         return
     files = data.tpch(bench.folder, scale.big, bench.generator)
-    with bench.worlds(case, (OURS, STREAMING), files, memory=False) as worlds:
+    with bench.worlds(case, (OURS, STREAMING), files, memory=False, first=("q6", None)) as worlds:
         for name, world in worlds.items():
             peaks = [
                 world.peak_bytes(lambda query=query, world=world: world.run(query, scale=scale.big, to_caller=True))
@@ -214,7 +221,7 @@ def _growth(bench: Bench, scale: Scale) -> None:
     costs: list[float] = []
     for rows in scale.growth:
         files = data.paper(bench.folder, rows, "90 %")
-        with bench.worlds(case, (OURS, POLARS, STREAMING), files, memory=True) as worlds:
+        with bench.worlds(case, (OURS, POLARS, STREAMING), files, memory=True, first=_small(bench, scale)) as worlds:
             measure(bench, case, worlds, "pipeline", Way(min(2, scale.rounds), 30.0), at=_rows(rows))
     for row in bench.report.rows:
         if (row.case, row.system, row.metric) == (case, OURS, TIME) and row.values:
@@ -233,8 +240,8 @@ def _tpch(bench: Bench, scale: Scale, factor: float, names: Sequence[str], *, me
         return ""
     files = data.tpch(bench.folder, factor, bench.generator)
     data.warm(files)
-    with bench.worlds(case, names, files, memory=memory) as worlds:
-        way = Way(scale.rounds, 1.0, factor, to_caller=True)
+    with bench.worlds(case, names, files, memory=memory, first=("q6", None)) as worlds:
+        way = Way(min(2, scale.rounds), 1.5, factor, to_caller=True)
         for query in scale.queries:
             measure(bench, case, worlds, query, way, at=query)
     add_means(bench.report, case, names, scale.queries)
@@ -249,6 +256,10 @@ def _first(bench: Bench, case: str, name: str, files: data.Files) -> float:
         with world.awake():
             world.run("pipeline", to_caller=True)
             return time.perf_counter() - begin
+
+
+def _small(bench: Bench, scale: Scale) -> tuple[str, data.Files]:
+    return "pipeline", data.paper(bench.folder, scale.start_rows, "90 %")
 
 
 def _why(bench: Bench, case: str) -> str:

@@ -1,4 +1,4 @@
-"""How a case is measured: each system answers once, is checked, and then they take turns."""
+"""How a case is measured: systems take turns, and what the first turn has found is compared."""
 
 import contextlib
 import statistics
@@ -41,15 +41,26 @@ class Bench:
         return World(name, peers=self.peers, num_cores=self.num_cores)
 
     @contextmanager
-    def worlds(self, case: str, names: Sequence[str], files: Files, *, memory: bool) -> Generator[dict[str, World]]:
-        """Yields the systems that are there, with tables; of the others the report says why they are not."""
+    def worlds(
+        self, case: str, names: Sequence[str], files: Files, *, memory: bool, first: tuple[str, Files | None]
+    ) -> Generator[dict[str, World]]:
+        """Yields the systems that are there, with tables; of the others the report says why they are not.
+
+        **Arguments:** `files`, `memory`: as `World.load` takes them. `first`: a task that each of them does before,
+        so that its processes have started and imported, and the tables for that, None for the same.
+        """
         with contextlib.ExitStack() as stack:
             found: dict[str, World] = {}
             for name in names:
                 try:
                     world = self.world(case, name)
                     stack.callback(world.close)
-                    world.load(files, memory=memory)
+                    task, small = first
+                    world.load(small or files, memory=memory)
+                    with world.awake():
+                        world.run(task, to_caller=False)
+                    if small:
+                        world.load(files, memory=memory)
                     found[name] = world
                 except (AbsentError, RuntimeError, TimeoutError) as error:
                     self.fail(case, name, error)
@@ -68,8 +79,8 @@ class Bench:
 class Way:
     """How a task is asked for.
 
-    **Fields:** `rounds`: turns of a system, of which one that takes longer than `patience` seconds has one only, after
-    that in which it is checked. `scale`: the factor of TPC-H. `to_caller`: as `World.run` takes it.
+    **Fields:** `rounds`: turns of a system, the one in which it is checked included; one that takes longer than
+    `patience` seconds has no other one. `scale`: the factor of TPC-H. `to_caller`: as `World.run` takes it.
     """
 
     rounds: int
@@ -85,14 +96,13 @@ def measure(bench: Bench, case: str, worlds: Mapping[str, World], task: str, way
 
     **Raises:** `AssertionError` if ours gives another result.
     """
-    first = _checked(bench, case, worlds, task, way, at)
-    quick = [name for name, seconds in first.items() if seconds <= way.patience]
-    runs = {name: _turn(worlds[name], task, way) for name in first}
-    figures = take_turns(runs, rounds=1)
-    more = take_turns({name: runs[name] for name in quick}, rounds=way.rounds - 1)
+    figures = {name: [seconds] for name, seconds in _checked(bench, case, worlds, task, way, at).items()}
+    again = {name: _turn(worlds[name], task, way) for name, (seconds,) in figures.items() if seconds <= way.patience}
+    for name, values in take_turns(again, rounds=way.rounds - 1).items():
+        figures[name] += values
     for name, values in figures.items():
-        bench.report.add(case, name, TIME, "s", [*values, *more.get(name, [])], at=at)
-    medians = ", ".join(f"{name} {statistics.median([*figures[name], *more.get(name, [])]):.3g}" for name in figures)
+        bench.report.add(case, name, TIME, "s", values, at=at)
+    medians = ", ".join(f"{name} {statistics.median(values):.3g}" for name, values in figures.items())
     say(f"  {case}, {at}: {medians} s")
     return list(figures)
 

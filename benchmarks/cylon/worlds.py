@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -28,6 +28,8 @@ _START_SECONDS = 120.0
 _LEAVE_SECONDS = 20.0
 _LIMIT_SECONDS = 600.0  # of one task
 _LOOK_SECONDS = 0.1  # between looks at memory
+# Knows which processes are stopped, and lets them run, and so end, when the one who stopped them is gone.
+_GUARD = 'while read -r line; do stopped=$line; done; [ -z "$stopped" ] || kill -CONT $stopped 2>/dev/null'
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class World:
         arguments = [self._system.kind, json.dumps(self._system.options), str(num_cores)]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the world)
         self._unread = b""
+        self._guard = subprocess.Popen(["sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True)
         self._process = subprocess.Popen(
             [python, "-W", "ignore", "-m", "benchmarks.cylon.child", *arguments],
             cwd=ROOT,
@@ -128,6 +131,7 @@ class World:
         try:
             yield
         finally:
+            self._tell_guard(self._tree())
             self._signal(signal.SIGSTOP)
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
@@ -167,6 +171,10 @@ class World:
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
+        assert self._guard.stdin is not None
+        self._tell_guard([])
+        self._guard.stdin.close()
+        self._guard.wait()
 
     def __enter__(self) -> "World":
         return self
@@ -211,6 +219,11 @@ class World:
         for process in self._tree():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
+
+    def _tell_guard(self, stopped: Sequence[int]) -> None:
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(" ".join(map(str, stopped)).encode() + b"\n")
+        self._guard.stdin.flush()
 
     def _tree(self) -> list[int]:
         """Returns its process and all that descend from it."""
