@@ -31,7 +31,7 @@ ORDERS: Mapping[str, Sequence[str]] = {
 """By task the columns that its rows are ordered by, `-` where the largest comes first."""
 
 _RELATIVE = 1e-9  # sums of floats, in any order
-_ABSOLUTE = 1e-6
+_ABSOLUTE = 1e-9
 
 
 def assert_same(task: str, found: pl.DataFrame, expected: pl.DataFrame) -> None:

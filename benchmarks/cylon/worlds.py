@@ -134,7 +134,7 @@ class World:
             self._tell_guard(self._tree())
             self._signal(signal.SIGSTOP)
 
-    def peak_bytes(self, work: Callable[[], None]) -> int:
+    def peak_bytes(self, work: Callable[[], object]) -> int:
         """Returns how much memory its processes had at most meanwhile, without pages of files."""
         peak, done = 0, threading.Event()
 

@@ -4,15 +4,17 @@ import tempfile
 from pathlib import Path
 from typing import Any, final
 
-import dask
+import dask as _dask
 import dask.dataframe as dd
-import distributed
+import distributed as _distributed
 import pandas as pd
 
 from benchmarks.cylon.systems.system import Files, UnsupportedError
 from benchmarks.cylon.tasks.pandas_api import TASKS
 from benchmarks.cylon.tasks.pandas_tpch_first import Ordered
 
+dask: Any = _dask
+distributed: Any = _distributed
 _UNSUPPORTED = {"g6": "its group-by with std and median at once", "g8": "`head` of each group"}
 
 

@@ -1,15 +1,17 @@
 """Ray Data on a Ray of this machine: the paper's operations. It has no plan of several joins, and no SQL."""
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 import ray
 
 from benchmarks.cylon.systems.system import Files, UnsupportedError, write_arrow
 
+compute: Any = pyarrow.compute
 Tables = Mapping[str, Any]
 
 
@@ -70,11 +72,11 @@ def _sums(block: Any) -> Any:
 
 
 def _with_scalar(batch: Any) -> Any:
-    return pa.table({"k": batch["k"], **{name: pc.add(batch[name], 1) for name in ("a", "b")}})
+    return pa.table({"k": batch["k"], **{name: compute.add(batch[name], 1) for name in ("a", "b")}})
 
 
 def opened(*, num_cores: int) -> RayData:
-    ray.init(num_cpus=num_cores, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(num_cpus=num_cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.target_max_block_size = 1 << 40  # a partition stays one block, so that it has all rows of its keys
