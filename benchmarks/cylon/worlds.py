@@ -172,8 +172,9 @@ class World:
         self._process.stdout.close()
         self._log.close()
         assert self._guard.stdin is not None
-        self._tell_guard([])
-        self._guard.stdin.close()
+        if not self._guard.stdin.closed:
+            self._tell_guard([])
+            self._guard.stdin.close()
         self._guard.wait()
 
     def __enter__(self) -> "World":
