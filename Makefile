@@ -24,9 +24,10 @@ nightly: .venv/stamp-nightly  ## The tests marked slow, and the oracles without 
 	$(BIN)/python -m pytest -m slow --timeout 900 --session-timeout 14400
 	BRAIDAX_TESTS_COMPILE=fully $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 900 --session-timeout 14400 tests/parallel tests/program tests/tasks
 
-bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-torchrec/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
+bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-torchrec/stamp .venv-frames/stamp  ## Run the benchmarks, peers beside us; ARGS="--quick" and the like are handed on.
 	$(BIN)/python -m benchmarks.naive $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.comm $(ARGS) $(FALLEN)
+	$(BIN)/python -m benchmarks.cylon --frames .venv-frames/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.parax $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.parallax --torchrec .venv-torchrec/bin/python $(ARGS) $(FALLEN)
 	$(BIN)/python -m benchmarks.sharded $(ARGS) $(FALLEN)
@@ -38,7 +39,7 @@ bench: .venv/stamp-bench .venv/peers/spectrax/stamp .venv-streaming/stamp .venv-
 	$(BIN)/python -m benchmarks.page
 
 clean:  ## Remove the environment, build outputs and caches; data, checkpoints and traces stay.
-	rm -rf .venv .venv-streaming .venv-torchrec build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-frames .venv-streaming .venv-torchrec build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/stamp-python:
@@ -95,4 +96,11 @@ PJRT = "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__vers
 	$(PYTHON) -m venv --clear .venv-torchrec
 	.venv-torchrec/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' numpy pyre-extensions tensordict 'torchmetrics==1.0.3' tqdm
 	.venv-torchrec/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'fbgemm-gpu-cpu==1.8.0' 'torchrec==1.8.0'
+	@touch $@
+
+# Daft asks for an older Ray than the newest. Ray Data reads files through fsspec's HTTP part, whatever they are.
+.venv-frames/stamp: .venv/stamp-python
+	$(PYTHON) -m venv --clear .venv-frames
+	.venv-frames/bin/python -m pip install --quiet --disable-pip-version-check 'daft[ray]>=0.7.26' 'ray[data]' 'dask[dataframe]>=2026.8' \
+	  'distributed>=2026.8' 'duckdb>=2.0' 'pysail>=0.7.2' 'pyspark-client>=4.2' 'pandas>=3.1' 'tpchgen-cli>=4.0' 'fsspec[http]'
 	@touch $@

@@ -28,6 +28,7 @@ NAMES = (
     "pipedream",
     "checkfreq",
     "comm",
+    "cylon",
 )
 NO_REASON = "not known yet"
 

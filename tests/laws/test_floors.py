@@ -31,7 +31,7 @@ STRANGERS = (
 )
 FORMER_PLACES = {"braidax/data/torch.py"}  # re-exports for programs that import by the old name; nothing here does
 ALWAYS_THERE = {"jaxlib"}  # comes with JAX
-OF_ITS_OWN = {"spectrax"}  # a peer, for which the Makefile makes an environment
+OF_ITS_OWN = {"spectrax", "daft", "duckdb", "pandas", "pysail", "pyspark"}  # peers with environments of the Makefile
 DISTRIBUTIONS = {
     "cv2": "opencv_python_headless",
     "jax_plugins": "jax_cuda12_pjrt",
