@@ -24,15 +24,11 @@ def compute_first(runner: Runner, node: Node, inputs: "list[pl.DataFrame]") -> "
     like = b""
     frame: pl.DataFrame | None = None
     if runner.ranks.rank == 0:
-        frame = runner.computed(runner.local(node, *map(runner.held, inputs)))
+        whole = [runner.held(table.rechunk()) for table in inputs]  # some of Polars' functions panic on chunks
+        frame = runner.computed(runner.local(node, *whole))
         like = _empty(frame)
     like = runner.ranks.from_first(like)
     return frame if frame is not None else pl.read_ipc_stream(io.BytesIO(like))
-
-
-def share_first(runner: Runner, frame: "pl.DataFrame") -> "pl.DataFrame":
-    """Returns the rows of rank 0 on every rank. **Arguments:** `frame`: no rows but there."""
-    return runner.ranks.share(frame)
 
 
 def spread(runner: Runner, frame: "pl.DataFrame") -> Table:

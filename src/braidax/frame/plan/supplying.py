@@ -42,7 +42,8 @@ class Reading:
             frame = frame.filter(predicate)
         if columns is not None:
             frame = frame.select(columns)
-        yield from (frame if num_rows is None else frame.head(num_rows)).iter_slices(_SLICE_ROWS)
+        frame = frame if num_rows is None else frame.head(num_rows)
+        yield from frame.iter_slices(_SLICE_ROWS) if frame.height else (frame,)
 
     def __reduce__(self) -> Any:
         raise TypeError("a table that is read stays in its process")
