@@ -1,5 +1,6 @@
 """TCP: what C and Python do with the same frames, hostile ones among them, and with connections that break."""
 
+import contextlib
 import random
 import resource
 import socket
@@ -189,6 +190,26 @@ def test_room_that_is_taken_is_counted(wire: Wire) -> None:
     wire.say(wire.frame(WHOLE, 1, 1, 1), b"!")
     polled(wire, operation)
     assert str(operation.error) == words_of_lengths(1, 1)
+
+
+def test_who_sends_on_and_on_hears_of_room_before_it_announces() -> None:
+    """Nothing polls between two sends that the kernel takes at once, and what is announced has to be asked for."""
+    wire = Wire("C")
+    try:
+        for number in range(4):
+            operation, unread = wire.send(1, bytes(MIB)), FRAME.size + MIB
+            kind = wire.hear()[0][0] >> KIND_SHIFT
+            assert kind == WHOLE, f"message {number}"
+            unread -= FRAME.size
+            while unread:
+                wire.worker.poll(0.0)
+                with contextlib.suppress(BlockingIOError):
+                    unread -= len(wire.far.recv(unread))
+            assert operation.done
+            if number == 2:  # there is no room for another one
+                assert wire.far.send(wire.frame(ROOM, given=3 * (MIB + 64))) == FRAME.size
+    finally:
+        wire.close()
 
 
 def test_an_announced_length_takes_no_memory(wire: Wire) -> None:
