@@ -67,8 +67,8 @@ def test_frames_are_read_as_they_were_made(lengths: list[list[int]], chunk_bytes
     chunks = cut(parts, num_bytes, chunk_bytes)
     assert all(sum(map(len, chunk)) == chunk_bytes for chunk in chunks[:-1])
     memory = np.frombuffer(b"".join(b"".join(chunk) for chunk in chunks), np.uint8)
-    assert begins(memory.data, min(num_bytes, chunk_bytes)) == (0, num_bytes)
-    found = items_of(memory)
+    assert begins(memory.data, 0, min(num_bytes, chunk_bytes)) == (0, num_bytes)
+    found = list(items_of(memory.data))
     assert [[bytes(memory.data[begin:end]) for begin, end in item] for item in found] == [
         [bytes(part) for part in item] for item in items
     ]
@@ -81,13 +81,13 @@ def test_what_is_no_frame_is_refused(data: bytes, at: int, byte: int) -> None:
     memory = np.frombuffer(b"".join(frame_of([[memoryview(data)], []])[0]), np.uint8).copy()
     memory[at % min(48, len(memory))] = byte
     try:
-        kind, whole = begins(memory.data, len(memory))
+        kind, whole = begins(memory.data, 0, len(memory))
         if kind == 0 and whole == len(memory):
-            assert all(0 <= begin <= end <= len(memory) for item in items_of(memory) for begin, end in item)
+            assert all(0 <= begin <= end <= len(memory) for item in items_of(memory.data) for begin, end in item)
     except ValueError:
         pass
     with pytest.raises(ValueError, match="it has 5 bytes"):
-        begins(memory.data, 5)
+        begins(memory.data, 0, 5)
 
 
 def stream(comm: Communicator, parts: Callable[[], Iterator[Item]], **options: Any) -> list[tuple[int, list[bytes]]]:

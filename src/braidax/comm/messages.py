@@ -87,11 +87,17 @@ def parts_of(value: Value, name: str = "value") -> tuple[Head, list[Buffer]]:
             )
         buffer = bytes_of(array)
         return head_of_array(array.dtype, array.shape), [buffer]
+    buffers = buffers_of(value, name)
+    return Head(tuple(map(len, buffers)), "buffers" if isinstance(value, list | tuple) else "buffer"), buffers
+
+
+def buffers_of(value: Value, name: str = "value") -> list[Buffer]:
+    """Returns the bytes of a value alone. **Arguments, Raises:** as `parts_of`."""
     if isinstance(value, list | tuple):
-        listed = [_buffer(part, f"{name}[{index}]") for index, part in enumerate(cast("Sequence[Any]", value))]
-        return Head(tuple(map(len, listed)), "buffers"), listed
-    buffer = _buffer(value, name)
-    return Head((len(buffer),), "buffer"), [buffer]
+        return [_buffer(part, name, index) for index, part in enumerate(cast("Sequence[Any]", value))]
+    if isinstance(value, np.ndarray | np.generic):
+        return parts_of(cast("NDArray[Any]", value), name)[1]
+    return [_buffer(value, name)]
 
 
 def copied(value: Value) -> Value:
@@ -266,12 +272,14 @@ def empty(num_bytes: int) -> NDArray[np.uint8]:
     return memory[begin : begin + num_bytes]
 
 
-def _buffer(value: Any, name: str) -> Buffer:
+def _buffer(value: Any, name: str, index: int | None = None) -> Buffer:
+    """Returns the bytes of a buffer. **Arguments:** `index`: in the value `name`, where that is a list."""
     try:
         view = memoryview(value)
     except TypeError as error:
+        where = name if index is None else f"{name}[{index}]"
         raise ArgumentError(
-            f"{name}= is a {type(value).__name__}: expected a NumPy array, a buffer of bytes, or a list of buffers; "
+            f"{where}= is a {type(value).__name__}: expected a NumPy array, a buffer of bytes, or a list of buffers; "
             "make an array of it with numpy.asarray, or bytes by your own means"
         ) from error
     if not view.nbytes:

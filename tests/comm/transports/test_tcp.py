@@ -1,5 +1,6 @@
 """TCP: what C and Python do with the same frames, hostile ones among them, and with connections that break."""
 
+import contextlib
 import random
 import resource
 import socket
@@ -189,6 +190,18 @@ def test_room_that_is_taken_is_counted(wire: Wire) -> None:
     wire.say(wire.frame(WHOLE, 1, 1, 1), b"!")
     polled(wire, operation)
     assert str(operation.error) == words_of_lengths(1, 1)
+
+
+def test_who_sends_on_and_on_hears_of_room_before_it_announces() -> None:
+    with contextlib.closing(Wire("C")) as wire:
+        for number in range(4):
+            wire.send(1, bytes(unread := MIB))
+            assert wire.hear()[0][0] >> KIND_SHIFT == WHOLE, f"message {number}"
+            while unread:
+                wire.settle()
+                unread -= len(wire.far.recv(unread))
+            if number == 2:  # there is no room for another one, and nobody polls
+                wire.far.send(wire.frame(ROOM, given=3 * (MIB + 64)))
 
 
 def test_an_announced_length_takes_no_memory(wire: Wire) -> None:

@@ -6,11 +6,9 @@ long each is.
 """
 
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from braidax.comm.messages import ALIGNMENT
 from braidax.comm.transports.transport import Buffer
@@ -60,20 +58,31 @@ def item_bytes(buffers: Sequence[Buffer]) -> int:
 def frame_of(items: Sequence[Sequence[Buffer]]) -> tuple[list[Buffer], int]:
     """Returns the parts of a frame, none of them empty, and their bytes."""
     words: list[int] = []
+    body: list[Buffer] = []
     for item in items:
         words.append(len(item))
-        words += map(len, item)
+        for buffer in item:
+            words.append(len(buffer))
+            if len(buffer):
+                body.append(buffer)
     begin = _FIXED.size + _WORD_BYTES * len(words)
-    body = [buffer for item in items for buffer in item if len(buffer)]
-    num_bytes = begin
+    if not body:
+        return [_table_of(begin, words)], begin
+    first = rounded_up(begin)
+    num_bytes = first
     parts: list[Buffer] = []
     for buffer in body:
         if gap := -num_bytes % ALIGNMENT:
             parts.append(_ZEROS[:gap])
+            num_bytes += gap
         parts.append(buffer)
-        num_bytes += gap + len(buffer)
-    table = struct.pack(f"<{len(words) + 3}Q", DATA, num_bytes, len(words), *words)
-    return [memoryview(table), *parts], num_bytes
+        num_bytes += len(buffer)
+    return [_table_of(num_bytes, words, first - begin), *parts], num_bytes
+
+
+def _table_of(num_bytes: int, words: Sequence[int], gap: int = 0) -> Buffer:
+    """Returns the table of a frame, and so many zeros behind it."""
+    return memoryview(struct.pack(f"<{len(words) + 3}Q{gap}x", DATA, num_bytes, len(words), *words))
 
 
 def cut(parts: list[Buffer], num_bytes: int, chunk_bytes: int) -> list[list[Buffer]]:
@@ -95,27 +104,27 @@ def cut(parts: list[Buffer], num_bytes: int, chunk_bytes: int) -> list[list[Buff
     return [chunk if len(chunk) <= _MAX_PARTS else [memoryview(b"".join(chunk))] for chunk in chunks]
 
 
-def begins(memory: Buffer, num_bytes: int) -> tuple[int, int]:
-    """Returns the kind of a frame, and its bytes. **Arguments:** `memory`: its first chunk, of so many bytes.
+def begins(memory: Buffer, begin: int, num_bytes: int) -> tuple[int, int]:
+    """Returns the kind of a frame, and its bytes. **Arguments:** `begin`: of its first chunk, of so many bytes.
 
     **Raises:** `ValueError` for what begins no frame.
     """
     if num_bytes < _FIXED.size:
         raise ValueError(f"it has {num_bytes} bytes")
-    kind, whole, _ = _FIXED.unpack_from(memory)
+    kind, whole, _ = _FIXED.unpack_from(memory, begin)
     if kind > END or whole < num_bytes or (kind != DATA and whole != _FIXED.size):
         raise ValueError(f"its kind is {kind}, and it announces {whole:,} bytes in {num_bytes:,}")
     return kind, whole
 
 
-def items_of(memory: NDArray[np.uint8]) -> list[Spans]:
+def items_of(memory: Buffer) -> deque[Spans]:
     """Returns the items of a frame. **Raises:** `ValueError` for one that cannot be."""
-    _, _, num_words = _FIXED.unpack_from(memory.data)
+    _, _, num_words = _FIXED.unpack_from(memory)
     position = _FIXED.size + _WORD_BYTES * num_words
     if position > len(memory):
         raise ValueError(f"its table has {num_words:,} words in {len(memory):,} bytes")
-    words = struct.unpack_from(f"<{num_words}Q", memory.data, _FIXED.size)
-    items: list[Spans] = []
+    words = struct.unpack_from(f"<{num_words}Q", memory, _FIXED.size)
+    items: deque[Spans] = deque()
     index = 0
     while index < num_words:
         count = words[index]

@@ -63,6 +63,7 @@ class Inlet:
         self._geometry = geometry
         self._arrive = arrive
         self._ring: NDArray[np.uint8] = empty(geometry.pair_bytes)
+        self._bytes = self._ring.data
         self._receives: deque[Operation] = deque()
         self._num_posted = self._num_received = self._num_free = self._num_told = 0
         self._is_ending = False
@@ -99,11 +100,13 @@ class Inlet:
 
     def give_back(self) -> None:
         """Gives back what nobody looks at any more: some chunks at a time, since a message tells of it."""
+        before = self._num_free
         while self._taken and ((held := self._taken[0][0]) is None or held() is None):
             self._num_free += self._taken.popleft()[1]
         if self._is_ending:
             return
-        self._post()
+        if self._num_free > before:
+            self._post()
         num_chunks = self._geometry.num_chunks
         num_new = self._num_free - self._num_told
         is_short = self._num_told + num_chunks - self._num_received <= num_chunks // 2
@@ -117,7 +120,7 @@ class Inlet:
         top = min(self._num_free + geometry.num_chunks, self._num_received + geometry.num_ahead)
         while self._num_posted < top:
             begin = self._num_posted % geometry.num_chunks * geometry.chunk_bytes
-            place = self._ring[begin : begin + geometry.chunk_bytes].data
+            place = self._bytes[begin : begin + geometry.chunk_bytes]
             self._receives.append(self._progress.receive(self._peer, self._tag, place))
             self._num_posted += 1
 
@@ -130,7 +133,7 @@ class Inlet:
         index = self._num_received % geometry.num_chunks
         self._num_received += 1
         if not self._frame_bytes:
-            kind, whole = begins(self._ring[index * geometry.chunk_bytes :].data, num_bytes)
+            kind, whole = begins(self._bytes, index * geometry.chunk_bytes, num_bytes)
             if kind == SKIP:
                 self._taken.append((None, 1))
                 return
@@ -149,7 +152,8 @@ class Inlet:
             memory = self._ring[begin : begin + self._frame_bytes]
             self._taken.append((weakref.ref(memory), index + 1 - self._begin))
             self._frame_bytes = 0
-            self._arrive(Arrived(self.source, memory.data, deque(items_of(memory))))
+            data = memory.data
+            self._arrive(Arrived(self.source, data, items_of(data)))
 
     def _end(self) -> None:
         """Lets the end mark end all receives that are posted: its sender repeats it for each that may be."""

@@ -28,13 +28,6 @@ class _Chunk:
     place: int = -1
 
 
-@dataclass(slots=True)
-class _Flight:
-    operation: Operation
-    num_bytes: int
-    memory: Buffer | None  # of the spill file
-
-
 @final
 class Outlet:
     """Sends chunks to a rank, as far as that has given credits.
@@ -64,7 +57,7 @@ class Outlet:
         self._open: list[Sequence[Buffer]] = []
         self._chunks: deque[_Chunk] = deque()
         self._num_in_memory = 0
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[tuple[Operation, int, Buffer | None]] = deque()  # with memory of the spill file
         self._num_sent = 0
         self._num_credits = geometry.num_chunks
         self._is_ended = False
@@ -125,7 +118,8 @@ class Outlet:
         **Returns:** the same, after that. **Raises:** `CommError` for a credit that cannot be, and for a disk.
         """
         before = self.flight_bytes
-        self._hear()
+        if self._flights or self.credited.done:
+            self._hear()
         while self._chunks and self._num_sent < self._num_credits:
             chunk = self._chunks[0]
             if chunk.num_chunks and self._num_sent % self._geometry.num_chunks + chunk.num_chunks > (
@@ -139,7 +133,8 @@ class Outlet:
                 break
             self._chunks.popleft()
             self._send_chunk(chunk)
-            self._hear()
+            if self._flights or self.credited.done:
+                self._hear()
         if self._spill is not None and self._num_in_memory:
             self._to_disk(self._spill)
         return flight_bytes + self.flight_bytes - before
@@ -155,7 +150,7 @@ class Outlet:
         """Returns the operations any of which lets this go on."""
         operations = [] if self._is_final else [self.credited]
         if self._flights:
-            operations.append(self._flights[0].operation)
+            operations.append(self._flights[0][0])
         return operations
 
     def _send_chunk(self, chunk: _Chunk) -> None:
@@ -172,18 +167,20 @@ class Outlet:
 
     def _send(self, parts: Sequence[Buffer], num_bytes: int, memory: Buffer | None = None) -> None:
         operation = self._progress.send(self.peer, self._tag, parts)
-        self._flights.append(_Flight(operation, num_bytes, memory))
+        if operation.done and operation.error is None and memory is None:
+            return  # as most have that find room in a socket
+        self._flights.append((operation, num_bytes, memory))
         self.flight_bytes += num_bytes
 
     def _hear(self) -> None:
         """Looks what has ended."""
-        while self._flights and self._flights[0].operation.done:
-            flight = self._flights.popleft()
-            if flight.operation.error is not None:
-                self._progress.wait([flight.operation], 0.0)
-            self.flight_bytes -= flight.num_bytes
-            if flight.memory is not None and self._spill is not None:
-                self._spill.give_back(flight.memory)
+        while self._flights and self._flights[0][0].done:
+            operation, num_bytes, memory = self._flights.popleft()
+            if operation.error is not None:
+                self._progress.wait([operation], 0.0)
+            self.flight_bytes -= num_bytes
+            if memory is not None and self._spill is not None:
+                self._spill.give_back(memory)
         while self.credited.done and not self._is_final:
             self._progress.wait([self.credited], 0.0)
             self._take_credit()

@@ -458,11 +458,19 @@ static void put_send(Worker *self, Link *link, Request *request, uint64_t tag) {
         end(self, request, link->is_lost ? LOST : MUTE);
         return;
     }
-    int is_idle = !link->outgoing;
     uint64_t num_bytes = request->left;
+    int64_t charge = (int64_t)num_bytes + ENTRY_BYTES;
+    if (request->is_large && charge > link->room && charge <= KEEP_BYTES) {
+        read_link(self, link); /* room may have come, which saves to be asked for the rest */
+        if (link->is_lost) {
+            end(self, request, LOST);
+            return;
+        }
+    }
+    int is_idle = !link->outgoing;
     request->frame.request = request;
-    if ((int64_t)num_bytes + ENTRY_BYTES <= link->room) {
-        link->room -= (int64_t)num_bytes + ENTRY_BYTES;
+    if (charge <= link->room) {
+        link->room -= charge;
         head_frame(link, &request->frame, WHOLE, tag, num_bytes, num_bytes, 0);
     } else {
         int64_t inside = link->room - ENTRY_BYTES < OFFER_BYTES ? link->room - ENTRY_BYTES : OFFER_BYTES;
