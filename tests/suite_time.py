@@ -7,19 +7,19 @@ import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
     "checkpoint": 75,
-    "cli": 60,
+    "cli": 53,
     "comm": 160,
     "connections": 20,
     "data": 125,
-    "frame": 60,
-    "gang": 110,
+    "frame": 30,
+    "gang": 96,
     "harness": 12,
     "laws": 63,
     "parallel": 435,
     "program": 45,
     "tasks": 50,
-    "torch": 15,
-    "tests": 30,
+    "torch": 12,
+    "tests": 24,
 }
 """Of all tests of a folder, one after the other, on a quiet machine; `tests` are the files that lie in no folder."""
 

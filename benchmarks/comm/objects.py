@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.clusters import ray_module
+from benchmarks.harness.clusters import dask_cluster, ray_module
 
 RAY_NEAR = ("Ray put", "Ray call")
 RAY_FAR = ("Ray put, 2 nodes", "Ray call, 2 nodes")
@@ -72,20 +72,6 @@ def dask_transfers() -> Generator[Mapping[str, Transfer]]:
             return (time.perf_counter() - start) / count / 2
 
         yield {DASK: transfer}
-
-
-@contextmanager
-def dask_cluster(num_workers: int) -> Generator[Any]:
-    """A Dask of this machine with one thread a worker; yields its client."""
-    dask: Any = importlib.import_module("dask")
-    distributed: Any = importlib.import_module("distributed")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(dask.config.set({"distributed.logging.distributed": "error"}))
-        cluster = distributed.LocalCluster(
-            n_workers=num_workers, threads_per_worker=1, processes=True, memory_limit=0, dashboard_address=None
-        )
-        stack.enter_context(cluster)
-        yield stack.enter_context(distributed.Client(cluster))
 
 
 class _Holder:

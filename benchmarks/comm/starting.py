@@ -9,10 +9,9 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.comm.objects import dask_cluster
 from benchmarks.comm.worlds import NO_LAUNCHER, environment_of, launcher, mpirun
 from benchmarks.harness import Report, installed
-from benchmarks.harness.clusters import ray_cluster
+from benchmarks.harness.clusters import dask_cluster, ray_cluster
 
 SIZE = 4
 LOCAL, LOCAL_UCX = f"LocalGang({SIZE})", f"LocalGang({SIZE}), ucx"

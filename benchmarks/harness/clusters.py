@@ -1,5 +1,6 @@
 """Ray on this machine, with nothing that it says of itself to others."""
 
+import contextlib
 import importlib
 import os
 from collections.abc import Generator
@@ -28,3 +29,17 @@ def ray_cluster(num_cpus: int, *, store_bytes: int = 1 << 28) -> Generator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def dask_cluster(num_workers: int) -> Generator[Any]:
+    """A Dask of this machine with one thread a worker; yields its client."""
+    dask: Any = importlib.import_module("dask")
+    distributed: Any = importlib.import_module("distributed")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dask.config.set({"distributed.logging.distributed": "error"}))
+        cluster = distributed.LocalCluster(
+            n_workers=num_workers, threads_per_worker=1, processes=True, memory_limit=0, dashboard_address=None
+        )
+        stack.enter_context(cluster)
+        yield stack.enter_context(distributed.Client(cluster))

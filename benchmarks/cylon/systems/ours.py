@@ -11,7 +11,7 @@ import polars as pl
 
 from benchmarks.cylon.systems.system import Files
 from benchmarks.cylon.tasks.verbs import TASKS
-from benchmarks.harness.clusters import ray_cluster
+from benchmarks.harness.clusters import dask_cluster, ray_cluster
 from braidax import frame
 from braidax.gang import LocalGang
 
@@ -63,7 +63,6 @@ def _local(ranks: int, transport: str, environment: Mapping[str, str]) -> Genera
 
 @contextmanager
 def _on_dask(ranks: int, transport: str, environment: Mapping[str, str]) -> Generator[Any]:
-    from benchmarks.comm.objects import dask_cluster
     from braidax.gang.dask import DaskGang
 
     os.environ.update(environment)  # a worker has that of this process
