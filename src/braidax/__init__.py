@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from braidax import checkpoint, comm, data, errors, gang, parallel
+    from braidax import checkpoint, comm, data, errors, frame, gang, parallel
     from braidax.checkpoint import Adaptive, Checkpointer, Every, Preemption
     from braidax.data import Cursor, DataLoader, mix, open, prefetch_to_device
     from braidax.errors import BraidaxError
@@ -51,6 +51,7 @@ __all__ = [
     "errors",
     "evaluate",
     "fit",
+    "frame",
     "gang",
     "mix",
     "open",
@@ -62,7 +63,7 @@ __all__ = [
 
 # Where the names come from, imported at their first use: whoever needs only `braidax.comm` does not wait for JAX.
 _HOMES = {
-    "braidax": ("checkpoint", "comm", "data", "errors", "gang", "parallel"),
+    "braidax": ("checkpoint", "comm", "data", "errors", "frame", "gang", "parallel"),
     "braidax.checkpoint": ("Adaptive", "Checkpointer", "Every", "Preemption"),
     "braidax.data": ("Cursor", "DataLoader", "mix", "open", "prefetch_to_device"),
     "braidax.errors": ("BraidaxError",),

@@ -1,12 +1,36 @@
 """Frames: plans of Polars that are written for one process and computed by many."""
 
-from braidax.frame.collecting import collect as collect
-from braidax.frame.collecting import collect_partition as collect_partition
-from braidax.frame.explaining import explain as explain
-from braidax.frame.frame import Frame as Frame
-from braidax.frame.frame import concat as concat
-from braidax.frame.frame import from_polars as from_polars
-from braidax.frame.frame import scan_csv as scan_csv
-from braidax.frame.frame import scan_ipc as scan_ipc
-from braidax.frame.frame import scan_ndjson as scan_ndjson
-from braidax.frame.frame import scan_parquet as scan_parquet
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from braidax.frame.collecting import collect, collect_partition
+    from braidax.frame.explaining import explain
+    from braidax.frame.frame import Frame, concat, from_polars, scan_csv, scan_ipc, scan_ndjson, scan_parquet
+
+__all__ = [
+    "Frame",
+    "collect",
+    "collect_partition",
+    "concat",
+    "explain",
+    "from_polars",
+    "scan_csv",
+    "scan_ipc",
+    "scan_ndjson",
+    "scan_parquet",
+]
+
+# Where the names come from, imported at their first use: who imports braidax need not have Polars.
+_HOMES = {
+    "braidax.frame.collecting": ("collect", "collect_partition"),
+    "braidax.frame.explaining": ("explain",),
+    "braidax.frame.frame": ("Frame", "concat", "from_polars", "scan_csv", "scan_ipc", "scan_ndjson", "scan_parquet"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

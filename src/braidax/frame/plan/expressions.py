@@ -3,6 +3,7 @@
 An expression is what Polars writes of it: a dict with one key, its kind, or a word.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -98,8 +99,7 @@ def is_rowwise_itself(expression: Expression) -> bool:
         case "Function":
             return _asks_rows(expression)
         case "AnonymousFunction":
-            inputs = [column("x") for _ in expression[kind]["input"]]
-            return _told({kind: {**expression[kind], "input": inputs}}, lambda meta: meta.is_row_separable())
+            return _says_rows(msgpack.encode(expression[kind]["options"]), msgpack.encode(expression[kind]["function"]))
         case "Eval":
             return kind_of(expression[kind]["variant"]) in ("List", "ListAgg", "Array")
         case "StructEval":
@@ -116,6 +116,14 @@ def _asks_rows(expression: Expression) -> bool:
     if all(part is not None for part in literals):
         return False  # it makes rows of its own
     return _function_is_rowwise(msgpack.encode([fields["function"], literals]))
+
+
+@lru_cache(maxsize=4096)
+def _says_rows(options: bytes, function: bytes) -> bool:
+    """Returns whether a user's function was said to look at one row alone: Polars' JSON has the flags by name."""
+    fields = {"input": [column("x")], "function": msgpack.decode(function), "options": msgpack.decode(options)}
+    told = json.loads(polars_of({"AnonymousFunction": fields}).meta.serialize(format="json"))
+    return "ROW_SEPARABLE" in told["AnonymousFunction"]["options"]["flags"]
 
 
 @lru_cache(maxsize=4096)

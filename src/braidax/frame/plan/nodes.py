@@ -79,14 +79,14 @@ def label_of(name: str) -> str:
     return _SUPPLIED + name
 
 
-def read(lazy: "pl.LazyFrame") -> tuple[Node, dict[str, "pl.DataFrame"]]:
+def read(lazy: object) -> tuple[Node, dict[str, "pl.DataFrame"]]:
     """Reads a plan.
 
     **Returns:** its last node, and the tables in memory that it holds, by the names of their leaves.
 
     **Raises:** `ArgumentError` for what is no `LazyFrame`, and for plans of a Polars that is not known.
     """
-    if not isinstance(lazy, pl.LazyFrame):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(lazy, pl.LazyFrame):
         raise ArgumentError(f"lazy_frame is a {type(lazy).__qualname__}: expected a polars.LazyFrame, as df.lazy() is")
     return _read(lazy.serialize())
 

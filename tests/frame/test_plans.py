@@ -1,0 +1,141 @@
+"""Plans as data: nothing of them is lost on the way, and only what is needed crosses an exchange."""
+
+import math
+import random
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+import braidax.frame as bf
+from braidax.errors import ArgumentError, CommError
+from braidax.frame.moving.ranks import Ranks
+from braidax.frame.operators.placing import check_hashes
+from braidax.frame.plan import nodes
+from braidax.frame.plan.expressions import is_rowwise, written
+from braidax.frame.plan.nodes import read
+from braidax.frame.plan.supplying import Reading, lazy_of, schema_of
+from tests.comm.ranks import outcomes
+
+TABLE = pl.DataFrame({"k": [1, 2, 3, 4], "v": [0.5, 1.5, 2.5, 3.5], "s": ["a", "b", "c", "d"]})
+
+
+def again(lazy: pl.LazyFrame) -> pl.DataFrame:
+    """Returns what a plan gives that was read and written."""
+    root, tables = read(lazy)
+    return lazy_of(root, {name: Reading(frame) for name, frame in tables.items()}).collect()
+
+
+def test_floats_of_a_plan_are_exact() -> None:
+    """In Polars' JSON one of five is another one."""
+    draw = random.Random(0)
+    drawn = [struct.unpack("<d", draw.randbytes(8))[0] for _ in range(500)] + [math.inf, -math.inf, 5e-324, -0.0]
+    values = [value for value in drawn if not math.isnan(value)]
+    lazy = TABLE.lazy().select(*[pl.lit(value).alias(str(i)) for i, value in enumerate(values)])
+    found = again(lazy).row(0)
+    assert struct.pack(f"{len(values)}d", *found) == struct.pack(f"{len(values)}d", *values)
+    assert math.isnan(again(TABLE.lazy().select(pl.lit(math.nan))).item())
+
+
+def test_equal_nodes_are_one() -> None:
+    lazy = TABLE.lazy()
+    root, tables = read(lazy.filter(pl.col("k") > 1).join(lazy.filter(pl.col("k") > 1), on="k"))
+    assert root.inputs[0] is root.inputs[1]
+    assert len(tables) == 1
+    assert len(nodes.topological(root)) == 3
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"lazy_frame is a DataFrame: expected a polars.LazyFrame, as df.lazy\(\)"):
+        read(TABLE)
+
+
+def test_plans_of_a_polars_that_is_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_VERSIONS", {"0" * 64: "9.9"})
+    with pytest.raises(
+        ArgumentError, match=rf"polars is of version {pl.__version__}, .*: expected one of 9\.9; install"
+    ):
+        read(TABLE.lazy())
+
+
+@pytest.mark.parametrize(
+    ("expression", "alone"),
+    [
+        (pl.col("v") + 1, True),
+        (pl.col("v") - pl.col("v").mean(), False),  # of the whole, Polars says that it is separable
+        (pl.col("s").str.len_chars().is_in([1, 2]), True),
+        (pl.when(pl.col("k") > pl.col("k").max()).then(1), False),
+        (pl.col("v").shift(), False),
+        (pl.col("v").sum().over("k"), False),
+        (pl.int_range(pl.len()), False),
+        (pl.lit(pl.Series([1, 2])), False),
+        (pl.col("s").map_elements(len, return_dtype=pl.Int64), True),
+        (pl.col("s").map_batches(lambda s: s), False),
+    ],
+)
+def test_which_expressions_look_at_one_row_alone(expression: pl.Expr, alone: bool) -> None:
+    assert is_rowwise(written(expression)) == alone
+
+
+def explained(lazy: pl.LazyFrame) -> list[str]:
+    return [line.strip() for line in bf.explain(lazy).splitlines()]
+
+
+def test_columns_and_rows_that_are_not_needed_do_not_cross(tmp_path: Path) -> None:
+    TABLE.write_parquet(tmp_path / "a.parquet")
+    lazy = pl.scan_parquet(tmp_path / "a.parquet")
+    joined = lazy.join(lazy.select("k", w="v"), on="k").filter(pl.col("w") > 1).select("v")
+    lines = explained(joined)
+    assert any(line.startswith("HStack") and "1 columns are not needed" in line for line in lines)
+    behind = lines.index(next(line for line in lines if line.startswith("Join")))
+    assert any(line.startswith('Filter [(col("w")) > ') for line in lines[behind + 1 :])
+
+
+def test_a_plan_keeps_its_meaning_when_columns_are_not_needed() -> None:
+    """A suffix, a place, a wildcard: each would mean another column of a narrower table."""
+    lazy = TABLE.lazy()
+    for plan in (
+        lazy.join(lazy, on="k").select("v_right"),
+        lazy.join(lazy, on="k").select(pl.nth(3)),
+        lazy.sort("v").drop("s").select(pl.all().sum()),
+        lazy.group_by("k").agg(pl.all().first()).select(pl.last()).sort(pl.all()),
+    ):
+        found = pl.concat(outcomes(3, lambda comm, plan=plan: bf.collect_partition(plan, comm)))
+        assert_frame_equal(found.sort(pl.all()), plan.collect().sort(pl.all()))
+
+
+def test_nulls_that_nobody_needs_are_not_sent() -> None:
+    wide = pl.DataFrame(
+        {"k": np.arange(20_000), **{f"x{i}": np.random.default_rng(i).random(20_000) for i in range(9)}}
+    )
+
+    def sent(comm: Any) -> int:
+        ranks = Ranks(comm)
+        frame = wide if comm.rank == 0 else wide.clear()
+        empty = [pl.lit(None, dtype=pl.Float64).alias(f"x{i}") for i in range(9)]
+        got = ranks.spread(frame.with_columns(empty), first=0 if comm.rank == 0 else 20_000, total=20_000)
+        assert got.schema == wide.schema
+        assert got["x0"].null_count() == got.height == 10_000
+        return ranks.moved.num_bytes
+
+    assert 80_000 <= outcomes(2, sent)[0] < 100_000  # a column of ten
+
+
+def test_ranks_that_hash_otherwise_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_objects(self: Ranks, value: bytes) -> Sequence[bytes]:
+        return [value, value.replace(pl.__version__.encode(), b"9.9")]
+
+    monkeypatch.setattr(Ranks, "all_objects", all_objects)
+    found = outcomes(2, lambda comm: check_hashes(Ranks(comm)))
+    assert all(isinstance(error, CommError) for error in found)
+    assert "Polars on rank 1 hashes otherwise than on rank 0" in str(found[0])
+
+
+def test_schemas_are_those_of_polars() -> None:
+    lazy = TABLE.lazy().group_by("s").agg(pl.col("v").mean(), pl.col("k"))
+    assert schema_of(read(lazy)[0]) == lazy.collect_schema()
