@@ -19,6 +19,7 @@ from braidax.frame.operators.placing import check_hashes
 from braidax.frame.plan import nodes
 from braidax.frame.plan.expressions import is_rowwise, written
 from braidax.frame.plan.nodes import read
+from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.plan.supplying import Reading, lazy_of, schema_of
 from tests.comm.ranks import outcomes
 
@@ -76,6 +77,11 @@ def test_plans_of_a_polars_that_is_not_known_are_refused(monkeypatch: pytest.Mon
         (pl.lit(pl.Series([1, 2])), False),
         (pl.col("s").map_elements(len, return_dtype=pl.Int64), True),
         (pl.col("s").map_batches(lambda s: s), False),
+        (pl.col("k").is_in(pl.col("v")), False),  # in all rows of the other column, which Polars does not say
+        (pl.col("k").replace(pl.col("v"), 1), False),
+        (pl.col("s").str.contains_any(pl.col("s")), False),
+        (pl.col("s").str.contains(pl.col("s")), True),
+        (pl.col("s").str.strptime(pl.Date), False),  # the format is that of the first rows
     ],
 )
 def test_which_expressions_look_at_one_row_alone(expression: pl.Expr, alone: bool) -> None:
@@ -134,6 +140,17 @@ def test_ranks_that_hash_otherwise_are_told(monkeypatch: pytest.MonkeyPatch) -> 
     found = outcomes(2, lambda comm: check_hashes(Ranks(comm)))
     assert all(isinstance(error, CommError) for error in found)
     assert "Polars on rank 1 hashes otherwise than on rank 0" in str(found[0])
+
+
+def test_a_plan_that_writes_writes_once_and_nothing_before(tmp_path: Path) -> None:
+    """Not on the empty tables by which Polars is asked what it needs."""
+    path = tmp_path / "out.parquet"
+    lazy = TABLE.lazy().sort("v").sink_parquet(path, lazy=True)
+    root = read(lazy)[0]
+    pushed_down(root)
+    assert not path.exists()
+    outcomes(2, lambda comm: bf.collect_partition(lazy, comm))
+    assert_frame_equal(pl.read_parquet(path), TABLE)
 
 
 def test_schemas_are_those_of_polars() -> None:

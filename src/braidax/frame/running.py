@@ -78,6 +78,9 @@ class Runner:
         if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
             table = self.held(self.computed(table), table.keys)
         self._known[id(node)] = (ordered, table, node)
+        for source in node.inputs:  # whose rows go as soon as nobody reads them
+            if self._num_uses[id(source)] <= 1:
+                self._known.pop(id(source), None)
         return table
 
     def run_on(self, node: Node, *inputs: Table) -> Table:

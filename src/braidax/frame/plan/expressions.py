@@ -24,6 +24,11 @@ _PARTS: dict[str, tuple[str, ...]] = {
 }
 """Kinds that look at one row alone, as far as their parts do, and the fields where these are."""
 
+_WHOLE_ARGUMENTS = frozenset(
+    {"IsIn", "Replace", "ReplaceStrict", "ContainsAny", "ReplaceMany", "ExtractMany", "FindMany"}
+)
+"""Functions that look at all rows of their further arguments, unless these are literals; Polars does not say so."""
+
 _WRAPPED = ("Alias", "KeepName")
 SMALL = ("Sum", "Min", "Max", "Mean", "Count", "NullCount")
 """Aggregations that are aggregations of what parts of the rows gave."""
@@ -115,6 +120,12 @@ def _asks_rows(expression: Expression) -> bool:
     literals = [part if kind_of(part) == "Literal" else None for part in fields["input"]]
     if all(part is not None for part in literals):
         return False  # it makes rows of its own
+    name = fields["function"]
+    inner = kind_of(name[kind_of(name)]) if isinstance(name, dict) else kind_of(name)
+    if inner == "Sample":
+        return False  # of lists, by one stream of random numbers for all rows
+    if (inner in _WHOLE_ARGUMENTS or kind_of(name) in _WHOLE_ARGUMENTS) and None in literals[1:]:
+        return False
     return _function_is_rowwise(msgpack.encode([fields["function"], literals]))
 
 

@@ -15,6 +15,24 @@ from braidax.frame.plan.nodes import Interned, Node, supplied, topological
 from braidax.frame.plan.supplying import Reading, lazy_of, schema_of
 from braidax.frame.polars import msgpack, pl
 
+_RUN = frozenset(
+    [
+        "Distinct",
+        "Filter",
+        "GroupBy",
+        "HConcat",
+        "HStack",
+        "Join",
+        "MapFunction",
+        "MatchToSchema",
+        "Pivot",
+        "Select",
+        "Slice",
+        "Sort",
+        "Union",
+    ]
+)
+
 
 @dataclass
 class _Request:
@@ -31,6 +49,13 @@ def pushed_down(root: Node) -> Node:
     """
     schema_of(root)
     return _Pushing(root).run()
+
+
+def _may_run(node: Node) -> bool:
+    """Returns whether a node may be computed on empty tables: it writes nothing, and calls no function of a user."""
+    return node.kind == "Supplied" or (
+        node.kind in _RUN and node.fields.get("apply") is None and not calls_python(node.fields)
+    )
 
 
 class _Pushing:
@@ -68,7 +93,7 @@ class _Pushing:
         leaves = [node for node in topological(part) if node.kind == "Supplied"]
         tables = [node.fields["table"] for node in leaves]
         readings = {table.name: Reading(pl.DataFrame(schema=table.schema)) for table in tables}
-        if inputs and not any(calls_python(node.fields) for node in topological(part) if node.kind != "Supplied"):
+        if inputs and all(map(_may_run, topological(part))):
             try:
                 lazy_of(part, readings).collect()
             except pl.exceptions.PolarsError:
