@@ -12,6 +12,7 @@ from polars.testing import assert_frame_equal
 import braidax as bx
 import braidax.frame as bf
 from braidax.errors import ArgumentError, CallFailed
+from braidax.frame.writing import Written, check_written
 from braidax.gang import LocalGang
 
 ROWS = 1000
@@ -113,6 +114,8 @@ def test_a_folder_is_written_by_all_ranks_and_opens_as_a_source(gang: LocalGang,
     np.testing.assert_array_equal(values, np.sort(table()["v"].to_numpy()))
     with pytest.raises(ArgumentError, match=r"out'\: is there already, and would be overwritten"):
         sink(tmp_path / "out")
+    with pytest.raises(ArgumentError, match=r"folder='/proc/self/out': cannot be made"):
+        sink("/proc/self/out")
 
 
 def test_a_folder_that_fails_leaves_nothing(gang: LocalGang, tmp_path: Path) -> None:
@@ -122,6 +125,15 @@ def test_a_folder_that_fails_leaves_nothing(gang: LocalGang, tmp_path: Path) -> 
         broken.sink_parquet(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     assert gang.names() == before
+
+
+def test_a_disk_that_is_not_shared_is_told(tmp_path: Path) -> None:
+    (tmp_path / "part-00000.arrow").write_bytes(b"12345")
+    here = Written("part-00000.arrow", 1, 5)
+    assert check_written(tmp_path, [here]) == [1]
+    for elsewhere in (Written("part-00001.arrow", 1, 5), Written("part-00000.arrow", 1, 6)):
+        with pytest.raises(ArgumentError, match="rank 1 has written . bytes, which are not to be seen from here"):
+            check_written(tmp_path, [here, elsewhere])
 
 
 def test_what_would_compute_here_is_refused(gang: LocalGang) -> None:

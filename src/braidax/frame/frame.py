@@ -14,7 +14,7 @@ from braidax.frame.explaining import explain
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.supplying import scan
 from braidax.frame.polars import Schema, pl
-from braidax.frame.writing import Format, write
+from braidax.frame.writing import Format, check_written, new_folder, write_part
 from braidax.gang import Gang
 
 _ELSEWHERE = ("collect_", "sink_", "profile", "describe", "show", "remote", "fetch", "serialize", "inspect")
@@ -100,11 +100,13 @@ class Frame:
     def _sink(self, folder: str | PathLike[str], format: Format) -> list[int]:
         self._give_up_unused()
         name = f"frame-{secrets.token_hex(8)}"
-        keep(self._lazy_frame, self._gang, name)
-        try:
-            return write(self._gang, self._gang.kept(name), folder, format)
-        finally:
-            self._unused.append(name)
+        with new_folder(folder) as unfinished:
+            keep(self._lazy_frame, self._gang, name)
+            try:
+                written = self._gang.run(write_part, self._gang.kept(name), str(unfinished), format)
+                return check_written(unfinished, written)
+            finally:
+                self._gang.delete(name)
 
     def explain(self) -> str:
         """Returns the plan, and which of it exchanges rows: as `braidax.frame.explain`."""

@@ -3,51 +3,78 @@
 import os
 import secrets
 import shutil
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError
 from braidax.frame.collecting import Partition
 from braidax.frame.polars import pl
-from braidax.gang import Gang
-from braidax.gang.keeping.kept import Kept
 
 Format = Literal["arrow", "parquet"]
 
 
-def write(gang: Gang, table: Kept, folder: str | os.PathLike[str], format: Format) -> list[int]:
-    """Writes what ranks keep of a table into a new folder, which is there when all of it is.
+@contextmanager
+def new_folder(folder: str | os.PathLike[str]) -> Generator[Path]:
+    """Yields a folder to write into, which then gets its name; what fails leaves nothing.
 
-    **Arguments:** `folder`: on a disk that all ranks and this process share; it must not be there. `format`: `arrow`
-    without compression, which a loader reads by row, or `parquet`.
+    **Arguments:** `folder`: on a disk that all ranks and this process share; it must not be there.
 
-    **Returns:** the rows of each file. **Raises:** `ArgumentError` for a path that is taken, or a format that is not
-    known; `CallFailed` naming the rank whose disk is full.
+    **Raises:** `ArgumentError` for a path that is taken, or where no folder can be made.
     """
     path = Path(folder).absolute()
-    if format not in ("arrow", "parquet"):
-        raise ArgumentError(f"{format=}: expected 'arrow' or 'parquet'")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
     if path.exists() or path.is_symlink():
         raise ArgumentError(f"folder={str(folder)!r}: is there already, and would be overwritten; give another path")
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
-    unfinished.mkdir(parents=True)
     try:
-        num_rows = gang.run(_write, table, str(unfinished), format)
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ArgumentError(
+            f"folder={str(folder)!r}: cannot be made ({error}); expected a path on a disk that all ranks share"
+        ) from error
+    try:
+        yield unfinished
         unfinished.rename(path)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return num_rows
 
 
-def _write(comm: Communicator, part: Partition, folder: str, format: Format) -> int:
-    path = Path(folder) / f"part-{comm.rank:05d}.{format}"
-    with path.open("xb") as file:
+class Written(NamedTuple):
+    """A file that a rank has written."""
+
+    name: str
+    num_rows: int
+    num_bytes: int
+
+
+def check_written(folder: Path, files: Sequence[Written]) -> list[int]:
+    """Returns the rows of each file. **Raises:** `ArgumentError` for one that is not to be seen from here."""
+    for rank, file in enumerate(files):
+        path = folder / file.name
+        if not path.is_file() or path.stat().st_size != file.num_bytes:
+            raise ArgumentError(
+                f"folder: rank {rank} has written {file.num_bytes:,} bytes, which are not to be seen from here; expected "
+                "a path on a disk that all ranks and this process share"
+            )
+    return [file.num_rows for file in files]
+
+
+def write_part(comm: Communicator, part: Partition, folder: str, format: Format) -> Written:
+    """Writes what this rank has of a table into a folder.
+
+    **Arguments:** `format`: `arrow`, without compression, which a loader reads by row; or `parquet`.
+
+    **Returns:** what it wrote. **Raises:** `OSError` for a disk that is full.
+    """
+    name = f"part-{comm.rank:05d}.{format}"
+    with (Path(folder) / name).open("xb") as file:
         if format == "arrow":
             part.frame.write_ipc(file, compat_level=pl.CompatLevel.oldest())
         else:
             part.frame.write_parquet(file)
         file.flush()
         os.fsync(file.fileno())
-    return part.frame.height
+        return Written(name, part.frame.height, file.tell())
