@@ -132,7 +132,7 @@ def test_a_disk_that_is_not_shared_is_told(tmp_path: Path) -> None:
     here = Written("part-00000.arrow", 1, 5)
     assert check_written(tmp_path, [here]) == [1]
     for elsewhere in (Written("part-00001.arrow", 1, 5), Written("part-00000.arrow", 1, 6)):
-        with pytest.raises(ArgumentError, match="rank 1 has written . bytes, which are not to be seen from here"):
+        with pytest.raises(ArgumentError, match=r"rank 1 has written . bytes, which are not to be seen from here"):
             check_written(tmp_path, [here, elsewhere])
 
 

@@ -56,8 +56,8 @@ def check_written(folder: Path, files: Sequence[Written]) -> list[int]:
         path = folder / file.name
         if not path.is_file() or path.stat().st_size != file.num_bytes:
             raise ArgumentError(
-                f"folder: rank {rank} has written {file.num_bytes:,} bytes, which are not to be seen from here; expected "
-                "a path on a disk that all ranks and this process share"
+                f"folder: rank {rank} has written {file.num_bytes:,} bytes, which are not to be seen from here; "
+                "expected a path on a disk that all ranks and this process share"
             )
     return [file.num_rows for file in files]
 
