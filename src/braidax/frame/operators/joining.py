@@ -1,4 +1,7 @@
-"""Joins: both sides dealt by the hash of their keys, or the smaller one shared with all ranks."""
+"""Joins: both sides dealt by the hash of their keys, or the smaller one shared with all ranks.
+
+Rows of a key that would fill a rank by itself stay where they are, and those of the other side go to all ranks.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from braidax.frame.operators.alone import on_one_rank
-from braidax.frame.operators.placing import destinations, with_index
+from braidax.frame.operators.placing import key_hashes, ranks_of, with_index
+from braidax.frame.operators.skew import deal_beside, heavy_hashes
 from braidax.frame.plan.building import HIDDEN, sorted_by, without
 from braidax.frame.plan.expressions import Expression, is_rowwise, kind_of, polars_of
 from braidax.frame.plan.nodes import Node
@@ -57,13 +61,18 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
     side = _shared_side(runner, how, node.fields["options"]["args"], frames, ways)
     if side is not None:
         frames[side] = runner.ranks.share(frames[side])
-        keys = (left, right)[1 - side].keys
+        keys = left.keys if side == 1 else None  # columns of the right may get other names
     else:
-        for i, on in enumerate((left_on, right_on)):
-            if not ways[i]:
-                frames[i] = runner.ranks.deal(frames[i], destinations(frames[i], on, runner.ranks.size, dtypes))
+        hashes = [key_hashes(frame, on, dtypes) for frame, on in zip(frames, (left_on, right_on), strict=True)]
+        stays = _side_that_stays(how, ways, node.fields["options"]["args"])
+        heavy = heavy_hashes(runner.ranks, hashes[stays]) if stays is not None else None
+        for i in (0, 1):
+            if heavy is not None:
+                frames[i] = deal_beside(runner.ranks, frames[i], hashes[i], heavy, stay=i == stays)
+            elif not ways[i]:
+                frames[i] = runner.ranks.deal(frames[i], ranks_of(hashes[i], runner.ranks.size))
         names = _columns(left_on)
-        keys = names if how in ("Inner", "Left", "Semi", "Anti") and names is not None else None
+        keys = names if how in _SHARED["right"] and heavy is None else None
         keys = keys if keys is None or _same_dtypes(left, left_on, dtypes) else None
     held = [runner.held(frame) for frame in frames]
     joined = runner.local(node, *held)
@@ -92,6 +101,13 @@ def _shared_side(
         if how in hows and num_bytes[side] * size < dealt:
             best, dealt = side, num_bytes[side] * size
     return best
+
+
+def _side_that_stays(how: str, placed: Sequence[bool], args: Any) -> int | None:
+    """Returns the side of which rows of a heavy key may stay where they are, if those of the other go to all ranks."""
+    if any(placed) or args["validation"] != "ManyToMany":
+        return None
+    return 0 if how in _SHARED["right"] else 1 if how in _SHARED["left"] else None
 
 
 def _columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:

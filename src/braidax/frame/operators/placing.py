@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from braidax.errors import CommError
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.moving.wire import portable_dtype
 from braidax.frame.plan.building import HIDDEN
@@ -19,6 +20,19 @@ def destinations(
 ) -> "pl.Series":
     """Returns the rank of each row, `[rows]` uint32: rows with equal keys have the same, on every rank.
 
+    **Arguments:** as of `key_hashes`.
+    """
+    return ranks_of(key_hashes(frame, keys, dtypes), size)
+
+
+def ranks_of(hashes: "pl.Series", size: int) -> "pl.Series":
+    """Returns the rank of each hash, `[rows]` uint32."""
+    return (hashes // 65536 % size).cast(pl.UInt32)
+
+
+def key_hashes(frame: "pl.DataFrame", keys: Sequence[Expression], dtypes: Sequence[Any] | None = None) -> "pl.Series":
+    """Returns a hash of each row's keys, `[rows]` uint64: the same for equal keys, on every rank.
+
     **Arguments:** `dtypes`: as which the keys are hashed, where tables with keys of different dtypes meet.
     """
     exprs = [polars_of(key).alias(f"{HIDDEN}{i}") for i, key in enumerate(keys)] or [pl.lit(0).alias(f"{HIDDEN}0")]
@@ -29,7 +43,7 @@ def destinations(
         dtype = dtypes[i] if dtypes is not None else table.schema[name]
         one = pl.col(name).cast(portable_dtype(dtype)).hash(_SEED + i)
         hashed = one if hashed is None else hashed + one
-    return table.select((hashed // 65536 % size).cast(pl.UInt32).alias(HIDDEN)).to_series()
+    return table.select(hashed.alias(HIDDEN)).to_series()
 
 
 def with_index(ranks: Ranks, frame: "pl.DataFrame", name: str = INDEX) -> "pl.DataFrame":
@@ -47,8 +61,6 @@ def check_hashes(ranks: Ranks) -> None:
 
     **Raises:** `CommError` otherwise.
     """
-    from braidax.errors import CommError
-
     probe = pl.DataFrame({"i": [1, -7, 1 << 40], "f": [0.5, -3.0, 1e300], "s": ["a", "bc", "x" * 40]})
     mine = str(pl.__version__) + repr(probe.select(pl.all().hash(_SEED)).rows())
     for rank, other in enumerate(ranks.all_objects(mine.encode())):
