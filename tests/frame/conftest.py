@@ -21,9 +21,9 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tables]:
     return tables_of
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worlds() -> Iterator[Worlds]:
-    """Returns ranks that are threads, 1 to 4 of them."""
+    """Returns ranks that are threads, 1 to 4 of them, which end with the file: other tests count threads."""
     found = Worlds((1, 2, 3, 4))
     yield found
     found.close()
