@@ -13,7 +13,7 @@ from braidax.frame.polars import Schema, pl, register_io_source
 _TABLES: ContextVar[Mapping[str, "Reading"]] = ContextVar("tables of the piece that this thread reads")
 
 
-_SLICE_ROWS = 1 << 17  # Polars' threads take one slice each
+_SLICE_ROWS = 1 << 16  # Polars' threads take one slice each
 
 
 @dataclass
