@@ -6,15 +6,15 @@ from collections.abc import Mapping
 import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
-    "checkpoint": 75,
+    "checkpoint": 69,
     "cli": 53,
     "comm": 160,
     "connections": 20,
     "data": 125,
-    "frame": 30,
+    "frame": 45,
     "gang": 96,
-    "harness": 12,
-    "laws": 63,
+    "harness": 9,
+    "laws": 57,
     "parallel": 435,
     "program": 45,
     "tasks": 50,

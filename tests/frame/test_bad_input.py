@@ -9,7 +9,9 @@ import polars as pl
 import pytest
 from polars.exceptions import ColumnNotFoundError, PolarsError, SchemaError
 
+from braidax.comm import Communicator
 from braidax.errors import Aborted, CommError
+from braidax.frame import collect_partition
 from tests.comm.ranks import outcomes
 from tests.frame.comparison import differences
 from tests.frame.running import alone, asking, lazy_or_error, united
@@ -107,8 +109,14 @@ def test_what_polars_refuses(
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_missing_column_is_named(size: int) -> None:
+    def error_of(comm: Communicator, lazy: pl.LazyFrame) -> BaseException:
+        with pytest.raises(ColumnNotFoundError) as caught:  # not out of the rank, which would end those that still meet
+            collect_partition(lazy, comm)
+        return caught.value
+
     for build in (lambda: FRAME.sort("kk"), lambda: FRAME.group_by("w").agg(c("kk").sum())):
-        for found in outcomes(size, asking(build()), timeout_seconds=LIMIT_SECONDS):
+        lazy = build()
+        for found in outcomes(size, lambda comm, lazy=lazy: error_of(comm, lazy), timeout_seconds=LIMIT_SECONDS):
             assert isinstance(found, ColumnNotFoundError)
             assert "kk" in str(found)
 
