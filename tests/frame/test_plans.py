@@ -115,6 +115,13 @@ def test_a_plan_keeps_its_meaning_when_columns_are_not_needed() -> None:
         assert_frame_equal(found.sort(pl.all()), plan.collect().sort(pl.all()))
 
 
+def test_a_sort_by_several_keys_that_look_at_other_rows() -> None:
+    """Each has hidden columns of its own."""
+    lazy = TABLE.lazy().sort(pl.col("v").rank() % 2, pl.col("k").cum_sum().over(pl.col("k") % 2), pl.col("v").shift())
+    found = pl.concat(outcomes(3, lambda comm: bf.collect_partition(lazy, comm)))
+    assert_frame_equal(found, lazy.collect())
+
+
 def test_nulls_that_nobody_needs_are_not_sent() -> None:
     wide = pl.DataFrame(
         {"k": np.arange(20_000), **{f"x{i}": np.random.default_rng(i).random(20_000) for i in range(9)}}

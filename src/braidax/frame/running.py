@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from braidax.frame.moving.ranks import Ranks
@@ -30,15 +30,8 @@ Rule = Callable[["Runner", Node, bool], Table]
 """Computes a node that is not local. **Arguments:** of the last one: whether the order of the rows matters."""
 
 
-@dataclass
-class Told:
-    """What a run has to tell. **Fields:** `alone`: for each node that one rank computed alone, which, and why."""
-
-    alone: list[str] = field(default_factory=list)
-
-
 class Runner:
-    """Computes the nodes of a plan on this rank, as all ranks do at once.
+    """Computes the nodes of a plan on this rank, as all of two or more ranks do at once.
 
     **Arguments:** `ranks`: the exchanges. `tables`: the partitions here of the tables that the plan reads, by name.
     `rules`: how nodes are computed that are not local, by kind. `otherwise`: how all other nodes are.
@@ -46,7 +39,6 @@ class Runner:
 
     def __init__(self, ranks: Ranks, tables: Mapping[str, Table], rules: Mapping[str, Rule], otherwise: Rule) -> None:
         self.ranks = ranks
-        self.told = Told()
         self._tables = tables
         self._rules, self._otherwise = rules, otherwise
         self._known: dict[int, tuple[bool, Table, Node]] = {}
@@ -95,15 +87,11 @@ class Runner:
         keys = _keys_behind(node, inputs[0].keys) if len(inputs) == 1 else None
         return Table(node.on(*(table.node for table in inputs)), readings, keys)
 
-    def held(
-        self, frame: "pl.DataFrame", keys: Sequence[str] | None = None, done: frozenset[bytes] = frozenset()
-    ) -> Table:
+    def held(self, frame: "pl.DataFrame", keys: Sequence[str] | None = None) -> Table:
         """Returns rows that are computed as a table."""
         self._num_held += 1
         name = f"piece-{self._num_held}"
-        return Table(
-            supplied(name, frame.schema), {name: Reading(frame, done=done)}, None if keys is None else tuple(keys)
-        )
+        return Table(supplied(name, frame.schema), {name: Reading(frame)}, None if keys is None else tuple(keys))
 
     def computed(self, table: Table) -> "pl.DataFrame":
         """Returns the rows of a table here. **Raises:** what Polars does."""
@@ -116,10 +104,6 @@ class Runner:
         if table.node.kind == "Supplied":
             return table
         return self.held(self.computed(table), table.keys)
-
-    def evaluated(self, table: Table, expressions: Sequence[Any]) -> "pl.DataFrame":
-        """Returns expressions of the rows here."""
-        return self.computed(table).select([polars_of(one) for one in expressions])
 
 
 def _keys_behind(node: Node, keys: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -1,8 +1,7 @@
-"""What cannot be spread: one rank computes it, and says so."""
+"""What cannot be spread: one rank computes it."""
 
 import io
 
-from braidax.frame.plan.expressions import kind_of
 from braidax.frame.plan.nodes import Node
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
@@ -12,7 +11,6 @@ def on_one_rank(runner: Runner, node: Node, ordered: bool) -> Table:
     """Gathers all inputs on rank 0, which computes the node; the result is spread over the ranks again."""
     del ordered
     gathered = [runner.ranks.gather(runner.computed(runner.run(source, ordered=True))) for source in node.inputs]
-    runner.told.alone.append(describe(node))
     return spread(runner, compute_first(runner, node, gathered))
 
 
@@ -35,12 +33,6 @@ def spread(runner: Runner, frame: "pl.DataFrame") -> Table:
     """Returns rows of rank 0 spread evenly, in order."""
     total = int(runner.ranks.all([frame.height])[0, 0])
     return runner.held(runner.ranks.spread(frame, first=0 if runner.ranks.rank == 0 else total, total=total))
-
-
-def describe(node: Node) -> str:
-    """Returns what a node does in some words."""
-    function = node.fields.get("function")
-    return f"{node.kind} ({kind_of(function)})" if function is not None else node.kind
 
 
 def _empty(frame: "pl.DataFrame") -> bytes:

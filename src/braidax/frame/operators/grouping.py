@@ -7,7 +7,8 @@ from typing import Any
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.hidden import NotSpread
 from braidax.frame.operators.placing import INDEX, destinations, with_index
-from braidax.frame.plan.building import HIDDEN, sorted_by, without
+from braidax.frame.operators.sorting import restored
+from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import (
     Expression,
     aggregation,
@@ -58,11 +59,10 @@ def group(runner: Runner, node: Node, ordered: bool) -> Table:
     node = node.but(keys=keys, aggs=[alias(one, name) for one, name in zip(aggs, names_of(aggs, schema), strict=True)])
     if keeps:
         return _in_order(runner, node, source)
+    node = node.but(maintain_order=False)
     if source.keys is not None and set(source.keys) <= set(_columns(keys)):
-        return _placed(runner, node.but(maintain_order=False), source, source.keys)
+        return _placed(runner, node, source, source.keys)
     frame = runner.computed(source)
-    if fields["maintain_order"]:
-        node = node.but(maintain_order=False)
     small = _Small.of(node, schema) if _repeats(runner, frame, keys) else None
     if small is None:
         dealt = runner.ranks.deal(frame, destinations(frame, keys, runner.ranks.size))
@@ -83,8 +83,7 @@ def _in_order(runner: Runner, node: Node, source: Table) -> Table:
     dealt = runner.ranks.deal(frame, destinations(frame, node.fields["keys"], runner.ranks.size))
     first = written(pl.col(INDEX).min())
     inner = node.but(aggs=[*node.fields["aggs"], first], maintain_order=False)
-    done = runner.compute(runner.local(inner, runner.held(dealt)))
-    return runner.local(without(done.node, [INDEX]), runner.run_on(sorted_by(done.node, [INDEX]), done))
+    return restored(runner, runner.local(inner, runner.held(dealt)), [INDEX])
 
 
 def _whole_groups(runner: Runner, node: Node, ordered: bool) -> Table:
@@ -101,8 +100,6 @@ def _whole_groups(runner: Runner, node: Node, ordered: bool) -> Table:
 
 def _repeats(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> bool:
     """Returns whether the rows of a rank have far fewer groups than rows, by a sample."""
-    if runner.ranks.size == 1:
-        return False
     sample = frame.gather_every(max(1, frame.height // _SAMPLED_ROWS)).select(
         [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
     )

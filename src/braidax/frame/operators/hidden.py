@@ -11,6 +11,7 @@ from braidax.frame.operators.alone import compute_first
 from braidax.frame.operators.placing import destinations
 from braidax.frame.plan.building import HIDDEN, select, select_columns, value_of, with_columns
 from braidax.frame.plan.expressions import (
+    SMALL,
     Expression,
     aggregation,
     alias,
@@ -28,16 +29,6 @@ from braidax.frame.plan.expressions import (
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
-
-_COMBINED = {
-    "Sum": "Sum",
-    "Min": "Min",
-    "Max": "Max",
-    "Count": "Sum",
-    "CountAll": "Sum",
-    "NullCount": "Sum",
-}
-"""By which aggregation those of parts become that of all."""
 
 
 class NotSpread(Exception):
@@ -60,7 +51,7 @@ def computed_beside(runner: Runner, table: Table, expressions: Sequence[Expressi
         if is_rowwise(expression):
             used.append(expression)
             continue
-        taken = take_out(runner, table, [expression], prefix="key")
+        taken = take_out(runner, table, [expression], prefix=f"key-{len(used)}-part")
         name = f"{HIDDEN}key-{len(used)}"
         table = runner.local(with_columns(taken.table.node, [alias(taken.expressions[0], name)]), taken.table)
         used.append(column(name))
@@ -101,13 +92,12 @@ class _Taking:
     def _value(self, expression: Expression) -> Expression:
         """Returns one value for all rows."""
         found = aggregation(expression)
-        if kind_of(expression) == "Len" or (found is not None and found[0] in (*_COMBINED, "Mean")):
+        if kind_of(expression) == "Len" or (found is not None and found[0] in SMALL):
             of = self.replaced(found[1]) if found is not None else None
             return self._combined(expression, found[0] if found else "Len", of)
         columns = self._columns_of(expression)
         frame = self._runner.computed(self._runner.local(select_columns(self.table.node, columns), self.table))
         whole = self._runner.ranks.gather(frame)
-        self._runner.told.alone.append(f"{polars_of(expression)}")
         node = select(self._runner.held(whole).node, [alias(expression, "value")])
         return value_of(self._runner.ranks.share(compute_first(self._runner, node, [whole])), "value")
 
@@ -131,8 +121,9 @@ class _Taking:
                 pl.when(pl.col("count").sum() > 0).then(pl.col("value").sum() / pl.col("count").sum()).cast(dtype)
             )
         else:
-            column_of = column("value")
-            combined = polars_of(_again(expression, column_of)) if name in ("Min", "Max") else pl.sum("value")
+            combined = pl.sum("value")
+            if name in ("Min", "Max"):
+                combined = polars_of(_again(expression, column("value")))
             value = every.select(combined.cast(dtype))
         return value_of(value, "value")
 
@@ -160,8 +151,6 @@ class _Taking:
     ) -> "pl.DataFrame":
         """Deals the rows by the keys of a window, and sends what it gives for each back to its place."""
         ranks = self._runner.ranks
-        if ranks.size == 1:
-            return frame.select(polars_of(expression).alias(name))
         to = destinations(frame, keys, ranks.size)
         parts_ = [frame.filter(to == rank) for rank in range(ranks.size)]
         came = ranks.swap(parts_, frame.schema)
@@ -175,7 +164,6 @@ class _Taking:
         runner = self._runner
         lengths = runner.ranks.all([frame.height])[:, 0].astype(int).tolist()
         whole = runner.ranks.gather(frame)
-        runner.told.alone.append(f"{polars_of(expression)}")
         node = select(runner.held(whole).node, [alias(expression, name)])
         result = compute_first(runner, node, [whole])
         if runner.ranks.rank == 0 and result.height != whole.height:

@@ -11,7 +11,8 @@ import numpy as np
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.placing import key_hashes, ranks_of, with_index
 from braidax.frame.operators.skew import deal_beside, heavy_hashes
-from braidax.frame.plan.building import HIDDEN, sorted_by, without
+from braidax.frame.operators.sorting import restored
+from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import Expression, is_rowwise, kind_of, polars_of
 from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.supplying import schema_of
@@ -47,8 +48,7 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
         return table
     order = [_LEFT, _RIGHT] if keeps.startswith("Left") else [_RIGHT, _LEFT]
     there = [name for name in order if name in schema_of(table.node)]
-    done = runner.compute(table)
-    return runner.local(without(done.node, there), runner.run_on(sorted_by(done.node, there), done))
+    return restored(runner, table, there)
 
 
 def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
@@ -92,7 +92,7 @@ def _shared_side(
 ) -> int | None:
     """Returns which side all ranks shall have, or None where dealing both moves fewer bytes."""
     size = runner.ranks.size
-    if args["validation"] != "ManyToMany" or size == 1:
+    if args["validation"] != "ManyToMany":
         return None
     num_bytes = runner.ranks.all([frame.estimated_size() for frame in frames]).sum(axis=0)
     dealt = float(np.sum([0 if there else count for there, count in zip(placed, num_bytes, strict=True)]))

@@ -11,8 +11,6 @@ def scan(runner: Runner, node: Node, ordered: bool) -> Table:
     """Reads a rank's part of files; rank 0 counts the rows, which files tell that know it."""
     if node.inputs:
         return on_one_rank(runner, node, ordered)
-    if runner.ranks.size == 1:
-        return Table(node, {})
     count = b""
     if runner.ranks.rank == 0:
         count = str(lazy_of(select(node, ["Len"]), {}).collect().item()).encode()

@@ -17,8 +17,6 @@ def heavy_hashes(ranks: Ranks, hashes: "pl.Series") -> "pl.Series | None":
 
     **Arguments:** `hashes`: `[rows]`, of the keys here.
     """
-    if ranks.size == 1:
-        return None
     total = int(ranks.all([len(hashes)]).sum())
     if total < _MIN_ROWS:
         return None

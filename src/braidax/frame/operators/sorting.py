@@ -9,8 +9,8 @@ from typing import Any
 
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.hidden import NotSpread, computed_beside
-from braidax.frame.operators.placing import INDEX, first_row
-from braidax.frame.plan.building import HIDDEN, sliced, without
+from braidax.frame.operators.placing import INDEX, with_index
+from braidax.frame.plan.building import HIDDEN, sliced, sorted_by, without
 from braidax.frame.plan.expressions import Expression, expanded, is_rowwise, polars_of
 from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.supplying import schema_of
@@ -36,12 +36,16 @@ def sort(runner: Runner, node: Node, ordered: bool) -> Table:
     key_frame = frame.select([polars_of(key).alias(str(i)) for i, key in enumerate(keys)])
     if any(isinstance(dtype, _UNORDERED) for dtype in key_frame.schema.values()):
         return on_one_rank(runner, node, ordered)
-    if runner.ranks.size > 1:
-        begin = first_row(runner.ranks, frame)
-        key_frame = key_frame.with_row_index(INDEX, offset=begin).with_columns(pl.col(INDEX).cast(pl.Int64))
-        frame = runner.ranks.deal(frame, order.destinations(key_frame, _splitters(runner, key_frame, order)))
+    key_frame = with_index(runner.ranks, key_frame)
+    frame = runner.ranks.deal(frame, order.destinations(key_frame, _splitters(runner, key_frame, order)))
     table = runner.local(node, runner.held(frame))
     return runner.local(without(table.node, hidden), table) if hidden else table
+
+
+def restored(runner: Runner, table: Table, names: Sequence[str]) -> Table:
+    """Returns rows in the order of hidden columns, without these."""
+    done = runner.compute(table)
+    return runner.local(without(done.node, names), runner.run_on(sorted_by(done.node, names), done))
 
 
 def top(runner: Runner, node: Node, *, offset: int, length: int) -> Table | None:

@@ -18,7 +18,7 @@ _TOP_ROWS = 1 << 20  # of a sort, which each rank may send
 def union(runner: Runner, node: Node, ordered: bool) -> Table:
     """Puts tables one below the other; in order, each rank gets an even part of all."""
     tables = [runner.run(source, ordered=ordered) for source in node.inputs]
-    if not ordered or runner.ranks.size == 1:
+    if not ordered:
         return runner.local(node, *tables)
     frames = [runner.computed(table) for table in tables]
     heights = runner.ranks.all([frame.height for frame in frames]).astype(int)

@@ -2,7 +2,7 @@
 
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.placing import INDEX, destinations, with_index
-from braidax.frame.plan.building import sorted_by, without
+from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.expressions import column, expanded, is_rowwise
 from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.supplying import schema_of
@@ -23,10 +23,9 @@ def distinct(runner: Runner, node: Node, ordered: bool) -> Table:
         if several is None or not all(map(is_rowwise, several)):
             return on_one_rank(runner, node, ordered)
         keys += several
+    if not keys:
+        return on_one_rank(runner, node, ordered)
     frame = runner.computed(source)
-    if runner.ranks.size == 1 or not keys:
-        return runner.local(node, runner.held(frame)) if keys else on_one_rank(runner, node, ordered)
-    options = {**options, "maintain_order": options["maintain_order"] and not keeps}
     plain = node.but(options={**options, "maintain_order": False})
     if keeps:
         frame = with_index(runner.ranks, frame)
@@ -38,8 +37,7 @@ def distinct(runner: Runner, node: Node, ordered: bool) -> Table:
     names = [key["Column"] for key in keys if "Column" in key]
     if not keeps:
         return Table(table.node, table.readings, tuple(names) if len(names) == len(keys) else None)
-    done = runner.compute(table)
-    return runner.local(without(done.node, [INDEX]), runner.run_on(sorted_by(done.node, [INDEX]), done))
+    return restored(runner, table, [INDEX])
 
 
 def _in_place(node: Node) -> Node:

@@ -30,7 +30,7 @@ _WHOLE_ARGUMENTS = frozenset(
 """Functions that look at all rows of their further arguments, unless these are literals; Polars does not say so."""
 
 _WRAPPED = ("Alias", "KeepName")
-SMALL = ("Sum", "Min", "Max", "Mean", "Count", "NullCount")
+SMALL = ("Sum", "Min", "Max", "Mean", "Count", "CountAll", "NullCount")
 """Aggregations that are aggregations of what parts of the rows gave."""
 
 UNORDERED = frozenset(SMALL) | {"NUnique", "Std", "Var", "Median", "Quantile"}
@@ -241,7 +241,7 @@ def depends_on_order(expression: Expression) -> bool:
         return False
     found = aggregation(expression)
     if found is not None:
-        return found[0] not in UNORDERED | {"CountAll"} or not is_rowwise(found[1])
+        return found[0] not in UNORDERED or not is_rowwise(found[1])
     if not is_rowwise_itself(expression) or not parts(expression):
         return True
     return any(map(depends_on_order, parts(expression)))

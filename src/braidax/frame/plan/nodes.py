@@ -122,7 +122,7 @@ def write(node: Node, scan: Callable[[Supplied], Fields]) -> bytes:
 
     root = place(node)
     body = {"root": root, "dataframes": frames, "dsl_plans": plans}
-    return _header() + msgpack.encode(body)
+    return pl.LazyFrame().serialize()[:_HEADER_BYTES] + msgpack.encode(body)
 
 
 def topological(root: Node) -> list[Node]:
@@ -177,7 +177,8 @@ class _Reader:
         if kind == "PythonScan":
             label = fields["options"].get("explain_name") or ""
             if label.startswith(_SUPPLIED):
-                schema = pl.LazyFrame.deserialize(io.BytesIO(write_scan(fields))).collect_schema()
+                alone = write(Node(kind, fields), scan=lambda table: {})  # it has no inputs
+                schema = pl.LazyFrame.deserialize(io.BytesIO(alone)).collect_schema()
                 return supplied(label.removeprefix(_SUPPLIED), schema)
         inputs: list[Node] = []
         lists = {key: self._inside(fields[key], inputs) for key in _LISTS.get(kind, ())}
@@ -219,14 +220,6 @@ class _Reader:
         return self._interned(supplied(name, self._read[name].schema))
 
 
-def write_scan(fields: Fields) -> bytes:
-    """Returns a plan that is one scan of a Python function, as Polars reads it."""
-    plans = [{"value": None, "version": 0}, {"value": {"PythonScan": fields}, "version": 1}]
-    return _header() + msgpack.encode(
-        {"root": {"idx": 1, "version": 1}, "dataframes": [{"value": None, "version": 0}], "dsl_plans": plans}
-    )
-
-
 def scan_fields(lazy: "pl.LazyFrame") -> Fields:
     """Returns the fields of a plan that is one scan of a Python function."""
     data = lazy.serialize()
@@ -256,10 +249,6 @@ def _replaced(
         return value
 
     return replaced(value)
-
-
-def _header() -> bytes:
-    return pl.LazyFrame().serialize()[:_HEADER_BYTES]
 
 
 def _check_version(data: bytes) -> int:

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,14 +21,13 @@ class Reading:
     """What a piece reads of a table, and the table.
 
     **Fields:** `frame`: its rows here. `columns`, `predicate`: what Polars asked for, as far as it did; None is all.
-    `done`: predicates, as bytes, that all rows are known to fulfill.
+    `num_reads`: how often it did.
     """
 
     frame: "pl.DataFrame"
     columns: list[str] | None = None
     predicate: "pl.Expr | None" = None
-    done: frozenset[bytes] = frozenset()
-    num_reads: int = field(default=0)
+    num_reads: int = 0
 
     def __call__(
         self, columns: list[str] | None, predicate: "pl.Expr | None", num_rows: int | None, batch_size: int | None
@@ -38,7 +37,7 @@ class Reading:
         self.num_reads += 1
         self.columns, self.predicate = columns, predicate
         frame = self.frame
-        if predicate is not None and predicate.meta.serialize() not in self.done:
+        if predicate is not None:
             frame = frame.filter(predicate)
         if columns is not None:
             frame = frame.select(columns)
