@@ -1,4 +1,4 @@
-"""Compiles the bindings of TCP and UCX while braidax is built, where there is a compiler; it works without them."""
+"""Compiles the bindings in C while braidax is built, where there is a compiler; it works without them."""
 
 import os
 import shlex
@@ -11,9 +11,15 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src", "braidax", "comm", "transports")
-BINDINGS = ("tcp_binding", "ucx_binding")
-BUILT = tuple(FOLDER / f"{name}.abi3.so" for name in BINDINGS)
+SOURCES = tuple(
+    Path("src", "braidax", path)
+    for path in (
+        "comm/transports/tcp_binding.c",
+        "comm/transports/ucx_binding.c",
+        "frame/moving/scatter_binding.c",
+    )
+)
+BUILT = tuple(source.with_suffix(".abi3.so") for source in SOURCES)
 TAG = "cp311-abi3"  # the stable interface of CPython: one binary for 3.11 and newer
 LIMIT_SECONDS = 120
 
@@ -33,7 +39,8 @@ class BindingHook(BuildHookInterface[Any]):
         problem = compiled(root)
         if problem is not None:
             self.app.display_warning(
-                f"braidax is installed without the transport 'ucx', and Python moves what 'tcp' sends: {problem}"
+                "braidax is installed without the transport 'ucx', Python moves what 'tcp' sends, and NumPy splits the "
+                f"rows of frames: {problem}"
             )
             return
         build_data["artifacts"] += [f"/{built.as_posix()}" for built in BUILT]
@@ -53,9 +60,9 @@ def compiled(root: Path) -> str | None:
         return f"{headers} lacks Python.h (on Debian and Ubuntu: apt install python3-dev)"
     unfinished = {root / built: root / built.with_suffix(f".{os.getpid()}") for built in BUILT}
     try:
-        for name, file in zip(BINDINGS, unfinished.values(), strict=True):
-            source = str(root / FOLDER / f"{name}.c")
-            options = ["-std=gnu11", "-O3", "-fPIC", "-shared", f"-I{headers}", source, "-o", str(file), "-ldl", "-lm"]
+        for source, file in zip(SOURCES, unfinished.values(), strict=True):
+            options = ["-std=gnu11", "-O3", "-fPIC", "-shared", f"-I{headers}", str(root / source), "-o", str(file)]
+            options += ["-ldl", "-lm"]
             subprocess.run([*compiler, *options], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
         for built, file in unfinished.items():
             file.replace(built)  # a process that has loaded the old one keeps it

@@ -122,7 +122,7 @@ def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Part
         return Partition(lazy_of(root, {name: Reading(part.frame) for name, part in tables.items()}).collect())
     check_hashes(ranks)
     known = {
-        name: Table(supplied(name, part.frame.schema), {name: Reading(part.frame)}, part.keys)
+        name: Table(supplied(name, part.frame.schema), ({name: Reading(part.frame)},), part.keys)
         for name, part in tables.items()
     }
     runner = Runner(ranks, known, _RULES, on_one_rank)

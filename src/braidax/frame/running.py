@@ -9,7 +9,7 @@ from braidax.frame.moving.ranks import Ranks
 from braidax.frame.plan.expressions import kind_of, polars_of
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, supplied, topological
-from braidax.frame.plan.supplying import Reading, lazy_of
+from braidax.frame.plan.supplying import Reading, lazy_of_each
 from braidax.frame.polars import pl
 
 
@@ -17,12 +17,13 @@ from braidax.frame.polars import pl
 class Table:
     """Rows that are spread over the ranks: what this rank has of them, as far as it is computed.
 
-    **Fields:** `node`: what is still to be computed of the rows here. `readings`: what it reads. `keys`: columns such
-    that rows in which they are equal lie on one rank; None if none are known.
+    **Fields:** `node`: what is still to be computed of the rows here. `buckets`: what it reads, for each part of the
+    rows that is computed on its own: one, or so many that each fits into a cache. `keys`: columns such that rows in
+    which they are equal lie in one bucket of one rank; None if none are known.
     """
 
     node: Node
-    readings: Mapping[str, Reading]
+    buckets: tuple[Mapping[str, Reading], ...]
     keys: tuple[str, ...] | None = None
 
 
@@ -68,7 +69,7 @@ class Runner:
         else:
             table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
         if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
-            table = self.held(self.computed(table), table.keys)
+            table = self.compute(table)
         self._known[id(node)] = (ordered, table, node)
         for source in node.inputs:  # whose rows go as soon as nobody reads them
             if self._num_uses[id(source)] <= 1:
@@ -83,27 +84,53 @@ class Runner:
 
     def local(self, node: Node, *inputs: Table) -> Table:
         """Returns the result of a node of which each rank computes its own part."""
-        readings = {name: reading for table in inputs for name, reading in table.readings.items()}
+        if not is_local(node.on(*(table.node for table in inputs))):
+            inputs = tuple(self.held(self.computed(one), one.keys) if len(one.buckets) > 1 else one for one in inputs)
+        return self.in_buckets(node, *inputs)
+
+    def in_buckets(self, node: Node, *inputs: Table) -> Table:
+        """Returns the result of a node of which each bucket is computed on its own: all inputs have as many."""
+        buckets = tuple(
+            {name: reading for readings in several for name, reading in readings.items()}
+            for several in zip(*(table.buckets for table in inputs), strict=True)
+        )
         keys = _keys_behind(node, inputs[0].keys) if len(inputs) == 1 else None
-        return Table(node.on(*(table.node for table in inputs)), readings, keys)
+        return Table(node.on(*(table.node for table in inputs)), buckets, keys)
 
     def held(self, frame: "pl.DataFrame", keys: Sequence[str] | None = None) -> Table:
         """Returns rows that are computed as a table."""
+        return self.held_in_buckets([frame], keys)
+
+    def held_in_buckets(self, frames: "Sequence[pl.DataFrame]", keys: Sequence[str] | None = None) -> Table:
+        """Returns buckets of rows that are computed as a table."""
         self._num_held += 1
         name = f"piece-{self._num_held}"
-        return Table(supplied(name, frame.schema), {name: Reading(frame)}, None if keys is None else tuple(keys))
+        buckets = tuple({name: Reading(frame)} for frame in frames)
+        return Table(supplied(name, frames[0].schema), buckets, None if keys is None else tuple(keys))
 
     def computed(self, table: Table) -> "pl.DataFrame":
-        """Returns the rows of a table here. **Raises:** what Polars does."""
+        """Returns the rows of a table here, one bucket after the other. **Raises:** what Polars does."""
+        frames = self.computed_buckets(table)
+        return frames[0] if len(frames) == 1 else pl.concat(_typed(frames), rechunk=False)
+
+    def computed_buckets(self, table: Table) -> "list[pl.DataFrame]":
+        """Returns the rows of each bucket of a table here. **Raises:** what Polars does."""
         if table.node.kind == "Supplied":
-            return table.readings[table.node.fields["table"].name].frame
-        return lazy_of(table.node, table.readings).collect()
+            name = table.node.fields["table"].name
+            return [readings[name].frame for readings in table.buckets]
+        return [plan.collect() for plan in lazy_of_each(table.node, table.buckets)]
 
     def compute(self, table: Table) -> Table:
         """Returns the table with its rows computed."""
         if table.node.kind == "Supplied":
             return table
-        return self.held(self.computed(table), table.keys)
+        return self.held_in_buckets(_typed(self.computed_buckets(table)), table.keys)
+
+
+def _typed(frames: "Sequence[pl.DataFrame]") -> "list[pl.DataFrame]":
+    """Returns buckets with the dtypes of those that have rows: a user's function may have told none without."""
+    full = next((frame for frame in frames if frame.height), frames[0])
+    return [frame if frame.height else full.clear() for frame in frames]
 
 
 def _keys_behind(node: Node, keys: tuple[str, ...] | None) -> tuple[str, ...] | None:

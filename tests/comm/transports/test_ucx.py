@@ -593,13 +593,14 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_bindings_are_compiled_or_it_is_said_why_not(
     build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(ROOT / build.FOLDER, tmp_path / build.FOLDER, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for folder in {source.parent for source in build.SOURCES}:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "no-such-compiler" in build.compiled(tmp_path)
     assert not any((tmp_path / built).exists() for built in build.BUILT)
     monkeypatch.setenv("CC", "cc -Wall -Wextra -Werror")
     assert build.compiled(tmp_path) is None
-    assert len(build.BUILT) == 2
+    assert len(build.BUILT) == 3
     assert all((tmp_path / built).stat().st_size > 10_000 for built in build.BUILT)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))

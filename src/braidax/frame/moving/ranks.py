@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import CommError
+from braidax.frame.moving.splitting import split
 from braidax.frame.moving.wire import Batches, Wire
 from braidax.frame.polars import Schema, msgpack, pl
 
@@ -39,10 +40,21 @@ class Ranks:
         self._window_bytes = window_bytes
 
     def deal(self, frame: "pl.DataFrame", destinations: "pl.Series") -> "pl.DataFrame":
-        """Sends each row to a rank. **Arguments:** `destinations`: `[rows]` integers, a rank for each row."""
+        """Sends each row to a rank. **Arguments:** `destinations`: `[rows]` uint16, a rank for each row."""
+        return self.deal_in_buckets(frame, destinations.to_numpy(), 1)[0]
+
+    def deal_in_buckets(
+        self, frame: "pl.DataFrame", places: NDArray[np.uint16], num_buckets: int
+    ) -> "list[pl.DataFrame]":
+        """Sends each row to a bucket of a rank. **Arguments:** `places`: `[rows]`, `rank * num_buckets + bucket`.
+
+        **Returns:** the buckets of this rank.
+        """
+        parts = split(frame, places, self.size * num_buckets)
         if self.size == 1:
-            return frame
-        return self._swap([frame.filter(destinations == rank) for rank in range(self.size)], frame.schema)
+            return parts
+        came = self._swap_buckets([parts[i : i + num_buckets] for i in range(0, len(parts), num_buckets)], frame.schema)
+        return [pl.concat(bucket, rechunk=False) for bucket in zip(*came, strict=True)]
 
     def gather(self, frame: "pl.DataFrame") -> "pl.DataFrame":
         """Returns the rows of all ranks on rank 0, none elsewhere."""
@@ -86,13 +98,19 @@ class Ranks:
 
     def swap(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> "list[pl.DataFrame]":
         """Gives each rank its part. **Returns:** what came from each rank, in their order."""
-        wire = self._agreed(parts, schema)
-        came = [Batches() for _ in range(self.size)]
+        return [only for (only,) in self._swap_buckets([[part] for part in parts], schema)]
+
+    def _swap_buckets(self, parts: "Sequence[Sequence[pl.DataFrame]]", schema: Schema) -> "list[list[pl.DataFrame]]":
+        """Gives each rank its part, in buckets: as many for each. **Returns:** the buckets from each rank."""
+        wire = self._agreed([bucket for part in parts for bucket in part], schema)
+        came = [Batches(len(part)) for part in parts]
         for source, item in self._comm.exchange(self._items(parts, wire), window_bytes=self._window_bytes):
             came[source].add(item)
         self.moved.num_exchanges += 1
         return [
-            wire.own(parts[rank]) if rank == self.rank else wire.frame(batches.done)
+            [wire.own(bucket) for bucket in parts[rank]]
+            if rank == self.rank
+            else [wire.frame(bucket) for bucket in batches.done]
             for rank, batches in enumerate(came)
         ]
 
@@ -123,14 +141,15 @@ class Ranks:
         mine = pl.DataFrame(schema=schema).serialize() if rank == self.rank else b""
         return bytes(memoryview(self._comm.broadcast(mine, root=rank)))
 
-    def _items(self, parts: "Sequence[pl.DataFrame]", wire: Wire) -> Iterator[tuple[int, list[Any]]]:
+    def _items(self, parts: "Sequence[Sequence[pl.DataFrame]]", wire: Wire) -> Iterator[tuple[int, list[Any]]]:
         """Yields what goes to the others: first to the next one, so that not all send to the same."""
+        others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
         streams = [
-            ((self.rank + hop) % self.size, wire.pieces(parts[(self.rank + hop) % self.size]))
-            for hop in range(1, self.size)
+            (rank, itertools.chain.from_iterable(wire.pieces(part, bucket) for bucket, part in enumerate(parts[rank])))
+            for rank in others
         ]
-        for rank, _ in streams:
-            self.moved.num_rows += parts[rank].height
+        for rank in others:
+            self.moved.num_rows += sum(part.height for part in parts[rank])
         while streams:
             for stream in list(streams):
                 item = next(stream[1], None)

@@ -4,6 +4,7 @@ A batch is written once into one buffer, and read without a copy. Dictionaries w
 categories go as strings.
 """
 
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from braidax.frame.polars import Schema, pl
 _PURPOSE = "a frame on several ranks"
 PIECE_BYTES = 1 << 20
 _HEIGHT = "height"  # the column that travels when no other does
-_LAST, _MORE = memoryview(b"\0"), memoryview(b"\1")
+_MARK = struct.Struct("<?H")  # whether the batch goes on, and its bucket
 
 
 class Wire:
@@ -37,7 +38,7 @@ class Wire:
                 self._there[name] = other
         self._arrow_schema = self._portable(pl.DataFrame(schema=schema)).to_arrow().schema
 
-    def pieces(self, frame: "pl.DataFrame") -> Iterator[list[Any]]:
+    def pieces(self, frame: "pl.DataFrame", bucket: int) -> Iterator[list[Any]]:
         """Yields the rows as items of a stream: each a mark and a buffer of at most `PIECE_BYTES`."""
         if not frame.height:
             return
@@ -48,8 +49,8 @@ class Wire:
             for batch in part.to_arrow().combine_chunks().to_batches():
                 data = memoryview(batch.serialize())
                 for begin in range(0, len(data), PIECE_BYTES):
-                    is_last = begin + PIECE_BYTES >= len(data)
-                    yield [_LAST if is_last else _MORE, data[begin : begin + PIECE_BYTES]]
+                    mark = _MARK.pack(begin + PIECE_BYTES < len(data), bucket)
+                    yield [memoryview(mark), data[begin : begin + PIECE_BYTES]]
 
     def frame(self, batches: Sequence[bytes]) -> "pl.DataFrame":
         """Returns the rows of batches, in their order. **Raises:** `CommError` for what is none."""
@@ -75,18 +76,21 @@ class Wire:
 
 
 class Batches:
-    """Puts pieces together again. **Fields:** `done`: the batches of one sender."""
+    """Puts pieces together again. **Fields:** `done`: the batches of one sender, of each bucket."""
 
-    def __init__(self) -> None:
-        self.done: list[bytes] = []
+    def __init__(self, num_buckets: int) -> None:
+        self.done: list[list[bytes]] = [[] for _ in range(num_buckets)]
         self._open: list[bytes] = []
 
     def add(self, item: Sequence[Any]) -> None:
-        """Takes the next piece: a copy of it."""
+        """Takes the next piece: a copy of it. **Raises:** `CommError` for one of no bucket."""
         mark, data = item
+        goes_on, bucket = _MARK.unpack(mark)
+        if bucket >= len(self.done):
+            raise CommError(f"bucket {bucket} of {len(self.done)} came; install the same versions everywhere")
         self._open.append(bytes(data))
-        if bytes(mark) == b"\0":
-            self.done.append(self._open[0] if len(self._open) == 1 else b"".join(self._open))
+        if not goes_on:
+            self.done[bucket].append(self._open[0] if len(self._open) == 1 else b"".join(self._open))
             self._open = []
 
 

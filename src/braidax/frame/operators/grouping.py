@@ -6,7 +6,7 @@ from typing import Any
 
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.hidden import NotSpread
-from braidax.frame.operators.placing import INDEX, destinations, with_index
+from braidax.frame.operators.placing import INDEX, dealt_by_keys, with_index
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import (
@@ -65,25 +65,24 @@ def group(runner: Runner, node: Node, ordered: bool) -> Table:
     frame = runner.computed(source)
     small = _Small.of(node, schema) if _repeats(runner, frame, keys) else None
     if small is None:
-        dealt = runner.ranks.deal(frame, destinations(frame, keys, runner.ranks.size))
-        return _placed(runner, node, runner.held(dealt), tuple(names))
+        return _placed(runner, node, dealt_by_keys(runner, frame, keys), tuple(names))
     mine = runner.computed(runner.local(small.before(node), runner.held(frame)))
-    dealt = runner.ranks.deal(mine, destinations(mine, [column(name) for name in names], runner.ranks.size))
-    return _placed(runner, small.after(node, names), runner.held(dealt), tuple(names))
+    dealt = dealt_by_keys(runner, mine, [column(name) for name in names])
+    return _placed(runner, small.after(node, names), dealt, tuple(names))
 
 
 def _placed(runner: Runner, node: Node, source: Table, keys: Sequence[str]) -> Table:
-    table = runner.local(node, source)
-    return Table(table.node, table.readings, tuple(keys))
+    table = runner.in_buckets(node, source)
+    return Table(table.node, table.buckets, tuple(keys))
 
 
 def _in_order(runner: Runner, node: Node, source: Table) -> Table:
     """Keeps the order in which groups begin: that of their first rows."""
     frame = with_index(runner.ranks, runner.computed(source))
-    dealt = runner.ranks.deal(frame, destinations(frame, node.fields["keys"], runner.ranks.size))
+    dealt = dealt_by_keys(runner, frame, node.fields["keys"])
     first = written(pl.col(INDEX).min())
     inner = node.but(aggs=[*node.fields["aggs"], first], maintain_order=False)
-    return restored(runner, runner.local(inner, runner.held(dealt)), [INDEX])
+    return restored(runner, runner.in_buckets(inner, dealt), [INDEX])
 
 
 def _whole_groups(runner: Runner, node: Node, ordered: bool) -> Table:
@@ -94,8 +93,7 @@ def _whole_groups(runner: Runner, node: Node, ordered: bool) -> Table:
     source = runner.run(node.inputs[0], ordered=True)
     schema_of(node.on(source.node))
     frame = runner.computed(source)
-    dealt = runner.ranks.deal(frame, destinations(frame, keys, runner.ranks.size))
-    return runner.local(node, runner.held(dealt))
+    return runner.in_buckets(node, dealt_by_keys(runner, frame, keys))
 
 
 def _repeats(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from braidax.frame.moving.splitting import places_of, split
 from braidax.frame.operators.alone import on_one_rank
-from braidax.frame.operators.placing import key_hashes, ranks_of, with_index
+from braidax.frame.operators.placing import key_hashes, num_buckets, with_index
 from braidax.frame.operators.skew import deal_beside, heavy_hashes
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
@@ -61,22 +62,27 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
     side = _shared_side(runner, how, node.fields["options"]["args"], frames, ways)
     if side is not None:
         frames[side] = runner.ranks.share(frames[side])
-        keys = left.keys if side == 1 else None  # columns of the right may get other names
-    else:
-        hashes = [key_hashes(frame, on, dtypes) for frame, on in zip(frames, (left_on, right_on), strict=True)]
-        stays = _side_that_stays(how, ways, node.fields["options"]["args"])
-        heavy = heavy_hashes(runner.ranks, hashes[stays]) if stays is not None else None
-        for i in (0, 1):
-            if heavy is not None:
-                frames[i] = deal_beside(runner.ranks, frames[i], hashes[i], heavy, stay=i == stays)
-            elif not ways[i]:
-                frames[i] = runner.ranks.deal(frames[i], ranks_of(hashes[i], runner.ranks.size))
-        names = _columns(left_on)
-        keys = names if how in _SHARED["right"] and heavy is None else None
-        keys = keys if keys is None or _same_dtypes(left, left_on, dtypes) else None
-    held = [runner.held(frame) for frame in frames]
-    joined = runner.local(node, *held)
-    return Table(joined.node, joined.readings, keys)
+        joined = runner.local(node, *map(runner.held, frames))
+        return Table(joined.node, joined.buckets, left.keys if side == 1 else None)  # the right may get other names
+    hashes = [key_hashes(frame, on, dtypes) for frame, on in zip(frames, (left_on, right_on), strict=True)]
+    stays = _side_that_stays(how, ways, node.fields["options"]["args"])
+    heavy = heavy_hashes(runner.ranks, hashes[stays]) if stays is not None else None
+    num = num_buckets(runner.ranks, sum(frame.estimated_size() for frame in frames))
+    held: list[Table] = []
+    for i in (0, 1):
+        frame, on = frames[i], (left_on, right_on)[i]
+        if heavy is not None:
+            frame = deal_beside(runner.ranks, frame, hashes[i], heavy, stay=i == stays)
+            buckets = split(frame, places_of(key_hashes(frame, on, dtypes), 1, num), num)
+        elif ways[i]:
+            buckets = split(frame, places_of(hashes[i], 1, num), num)
+        else:
+            buckets = runner.ranks.deal_in_buckets(frame, places_of(hashes[i], runner.ranks.size, num), num)
+        held.append(runner.held_in_buckets(buckets))
+    joined = runner.in_buckets(node, *held)
+    keys = _columns(left_on) if how in _SHARED["right"] and heavy is None else None
+    keys = keys if keys is None or _same_dtypes(left, left_on, dtypes) else None
+    return Table(joined.node, joined.buckets, keys)
 
 
 def _with_all_of_the_right(runner: Runner, node: Node, ordered: bool) -> Table:

@@ -1,16 +1,21 @@
 """Where rows go: by the hash of keys, so that equal ones meet on one rank."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from braidax.errors import CommError
 from braidax.frame.moving.ranks import Ranks
+from braidax.frame.moving.splitting import places_of
 from braidax.frame.moving.wire import portable_dtype
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import Expression, polars_of
 from braidax.frame.polars import pl
+from braidax.frame.running import Runner, Table
 
 _SEED = 0x62726169  # another one than Polars' own, whose tables would else be filled unevenly
+_BUCKET_BYTES = 4 << 20  # what a core's caches hold, with the tables that are made of it
+_MAX_BUCKETS = 128
 INDEX = HIDDEN + "row"
 """The place of a row among all, in the order of the ranks."""
 
@@ -18,7 +23,7 @@ INDEX = HIDDEN + "row"
 def destinations(
     frame: "pl.DataFrame", keys: Sequence[Expression], size: int, dtypes: Sequence[Any] | None = None
 ) -> "pl.Series":
-    """Returns the rank of each row, `[rows]` uint32: rows with equal keys have the same, on every rank.
+    """Returns the rank of each row, `[rows]` uint16: rows with equal keys have the same, on every rank.
 
     **Arguments:** as of `key_hashes`.
     """
@@ -26,8 +31,25 @@ def destinations(
 
 
 def ranks_of(hashes: "pl.Series", size: int) -> "pl.Series":
-    """Returns the rank of each hash, `[rows]` uint32."""
-    return (hashes // 65536 % size).cast(pl.UInt32)
+    """Returns the rank of each hash, `[rows]` uint16."""
+    return pl.Series(places_of(hashes, size, 1))
+
+
+def num_buckets(ranks: Ranks, num_bytes: float) -> int:
+    """Returns into how many buckets ranks put their rows: a power of two, the same on all ranks.
+
+    **Arguments:** `num_bytes`: here, of all tables that are put into these buckets.
+    """
+    share = float(ranks.all([num_bytes]).sum()) / ranks.size / _BUCKET_BYTES
+    return 1 if share < 2 else min(1 << math.ceil(math.log2(share)), _MAX_BUCKETS)
+
+
+def dealt_by_keys(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> Table:
+    """Returns rows dealt by the hash of their keys, in buckets. **Arguments:** `keys`: of each row alone."""
+    ranks = runner.ranks
+    num = num_buckets(ranks, frame.estimated_size())
+    places = places_of(key_hashes(frame, keys), ranks.size, num)
+    return runner.held_in_buckets(ranks.deal_in_buckets(frame, places, num))
 
 
 def key_hashes(frame: "pl.DataFrame", keys: Sequence[Expression], dtypes: Sequence[Any] | None = None) -> "pl.Series":

@@ -16,4 +16,4 @@ def scan(runner: Runner, node: Node, ordered: bool) -> Table:
         count = str(lazy_of(select(node, ["Len"]), {}).collect().item()).encode()
     total = int(runner.ranks.from_first(count))
     begin, end = (total * rank // runner.ranks.size for rank in (runner.ranks.rank, runner.ranks.rank + 1))
-    return Table(sliced(node, begin, end - begin), {})
+    return Table(sliced(node, begin, end - begin), ({},))

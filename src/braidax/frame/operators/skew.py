@@ -39,7 +39,7 @@ def deal_beside(
     is_heavy = hashes.is_in(heavy.implode())
     to = ranks_of(hashes, ranks.size)
     if stay:
-        here = pl.Series([ranks.rank], dtype=pl.UInt32)
+        here = pl.Series([ranks.rank], dtype=pl.UInt16)
         return ranks.deal(frame, to.zip_with(~is_heavy, here.new_from_index(0, len(to))))
     dealt = ranks.deal(frame.filter(~is_heavy), to.filter(~is_heavy))
     return pl.concat([dealt, ranks.share(frame.filter(is_heavy))])

@@ -105,10 +105,10 @@ class _Order:
 
     def destinations(self, frame: "pl.DataFrame", splitters: "pl.DataFrame") -> "pl.Series":
         """Returns for each row how many splitters do not follow it."""
-        ranks: Any = pl.lit(0, dtype=pl.UInt32)
+        ranks: Any = pl.lit(0, dtype=pl.UInt16)
         for row in splitters.iter_slices(1):
-            ranks = ranks + self._reaches(row).cast(pl.UInt32)
-        return frame.select(ranks.alias("to")).to_series() if frame.height else pl.Series("to", [], pl.UInt32)
+            ranks = ranks + self._reaches(row).cast(pl.UInt16)
+        return frame.select(ranks.alias("to")).to_series() if frame.height else pl.Series("to", [], pl.UInt16)
 
     def _reaches(self, row: "pl.DataFrame") -> "pl.Expr":
         """Returns whether a row is the splitter or follows it."""

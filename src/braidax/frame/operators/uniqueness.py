@@ -1,7 +1,7 @@
 """Distinct rows: dealt by the hash of what must differ."""
 
 from braidax.frame.operators.alone import on_one_rank
-from braidax.frame.operators.placing import INDEX, destinations, with_index
+from braidax.frame.operators.placing import INDEX, dealt_by_keys, with_index
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.expressions import column, expanded, is_rowwise
 from braidax.frame.plan.nodes import Node
@@ -32,11 +32,10 @@ def distinct(runner: Runner, node: Node, ordered: bool) -> Table:
         plain = plain.but(options={**plain.fields["options"], "subset": keys})
     if keep != "None" and source.keys is None:
         frame = runner.computed(runner.local(_in_place(plain), runner.held(frame)))
-    dealt = runner.ranks.deal(frame, destinations(frame, keys, runner.ranks.size))
-    table = runner.local(plain, runner.held(dealt))
+    table = runner.in_buckets(plain, dealt_by_keys(runner, frame, keys))
     names = [key["Column"] for key in keys if "Column" in key]
     if not keeps:
-        return Table(table.node, table.readings, tuple(names) if len(names) == len(keys) else None)
+        return Table(table.node, table.buckets, tuple(names) if len(names) == len(keys) else None)
     return restored(runner, table, [INDEX])
 
 

@@ -1,7 +1,7 @@
 """Tables that pieces of a plan read by name: scans whose rows a rank gives when it computes the piece."""
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -83,12 +83,19 @@ def _scan_of(table: Supplied) -> Fields:
 
 def lazy_of(node: Node, tables: Mapping[str, Reading]) -> "pl.LazyFrame":
     """Returns a plan as Polars' own, which reads these tables."""
+    return next(lazy_of_each(node, [tables]))
+
+
+def lazy_of_each(node: Node, buckets: Sequence[Mapping[str, Reading]]) -> "Iterator[pl.LazyFrame]":
+    """Yields a plan as Polars' own for each of several sets of tables."""
     data = bytes_of(node)
-    token = _TABLES.set(tables)
-    try:
-        return pl.LazyFrame.deserialize(io.BytesIO(data))
-    finally:
-        _TABLES.reset(token)
+    for tables in buckets:
+        token = _TABLES.set(tables)
+        try:
+            plan = pl.LazyFrame.deserialize(io.BytesIO(data))
+        finally:
+            _TABLES.reset(token)
+        yield plan
 
 
 def bytes_of(node: Node) -> bytes:

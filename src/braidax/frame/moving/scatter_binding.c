@@ -1,0 +1,148 @@
+/* Puts rows into parts for braidax.frame.moving.splitting; scatter_binding.pyi says what Python sees of it.
+ *
+ * The rows are read in their order, and each part is written in its own: so many streams of writing that a core's
+ * caches and its TLB hold them, where sorting and gathering would read a row here and a row there. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_PARTS 65536
+
+static int same_length(const Py_buffer *one, size_t one_width, const Py_buffer *other, size_t other_width) {
+    if ((size_t)one->len % one_width == 0 && (size_t)other->len % other_width == 0 &&
+        (size_t)one->len / one_width == (size_t)other->len / other_width)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "buffers of other lengths");
+    return 0;
+}
+
+/* place = hash[16:48] scaled to the ranks, times the buckets, and the highest bits of the hash for the bucket. */
+static PyObject *places(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer hashes, places;
+    unsigned size, num_buckets;
+    if (!PyArg_ParseTuple(arguments, "y*IIw*", &hashes, &size, &num_buckets, &places)) return NULL;
+    int valid = same_length(&hashes, 8, &places, 2);
+    if (valid && (!size || !num_buckets || num_buckets > MAX_PARTS || size > MAX_PARTS / num_buckets ||
+                  (num_buckets & (num_buckets - 1)))) {
+        PyErr_SetString(PyExc_ValueError, "expected at most 65536 parts, and a power of two of buckets");
+        valid = 0;
+    }
+    if (valid) {
+        const uint64_t *from = hashes.buf;
+        uint16_t *to = places.buf;
+        size_t num_rows = (size_t)hashes.len / 8;
+        Py_BEGIN_ALLOW_THREADS
+        for (size_t i = 0; i < num_rows; i++) {
+            uint64_t rank = ((from[i] >> 16 & 0xffffffffu) * size) >> 32;
+            to[i] = (uint16_t)(rank * num_buckets + (from[i] >> 48 & (num_buckets - 1)));
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&hashes);
+    PyBuffer_Release(&places);
+    if (!valid) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Counts the parts, then numbers the rows of each from where it begins. Returns whether all places are parts. */
+static int number(const uint16_t *places, size_t num_rows, int64_t *ends, size_t num_parts, uint32_t *next,
+                  uint32_t *positions) {
+    memset(next, 0, MAX_PARTS * sizeof *next);
+    for (size_t i = 0; i < num_rows; i++) next[places[i]]++;
+    size_t begin = 0;
+    for (size_t part = 0; part < num_parts; part++) {
+        size_t count = next[part];
+        next[part] = (uint32_t)begin;
+        begin += count;
+        ends[part] = (int64_t)begin;
+    }
+    if (begin != num_rows) return 0;
+    for (size_t i = 0; i < num_rows; i++) positions[i] = next[places[i]]++;
+    return 1;
+}
+
+static PyObject *positions(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer places, ends, positions;
+    if (!PyArg_ParseTuple(arguments, "y*w*w*", &places, &ends, &positions)) return NULL;
+    int valid = same_length(&places, 2, &positions, 4);
+    size_t num_rows = (size_t)places.len / 2, num_parts = (size_t)ends.len / 8;
+    if (valid && (ends.len % 8 || num_parts > MAX_PARTS || num_rows > UINT32_MAX)) {
+        PyErr_SetString(PyExc_ValueError, "expected at most 65536 parts and 2**32 rows");
+        valid = 0;
+    }
+    uint32_t *next = valid ? malloc(MAX_PARTS * sizeof *next) : NULL;
+    if (valid && !next) {
+        PyErr_NoMemory();
+        valid = 0;
+    }
+    if (valid) {
+        Py_BEGIN_ALLOW_THREADS
+        valid = number(places.buf, num_rows, ends.buf, num_parts, next, positions.buf);
+        Py_END_ALLOW_THREADS
+        if (!valid) PyErr_SetString(PyExc_ValueError, "a place of no part");
+    }
+    free(next);
+    PyBuffer_Release(&places);
+    PyBuffer_Release(&ends);
+    PyBuffer_Release(&positions);
+    if (!valid) return NULL;
+    Py_RETURN_NONE;
+}
+
+#define SCATTER(type)                                                             \
+    for (size_t i = 0; i < num_rows && ok; i++) {                                 \
+        if (to[i] < num_rows) ((type *)out->buf)[to[i]] = ((type *)from->buf)[i]; \
+        else ok = 0;                                                              \
+    }
+
+/* Returns whether all positions are rows of the output. */
+static int move(const Py_buffer *from, const Py_buffer *out, const uint32_t *to, size_t num_rows, size_t width) {
+    int ok = 1;
+    switch (width) {
+        case 1: SCATTER(uint8_t) break;
+        case 2: SCATTER(uint16_t) break;
+        case 4: SCATTER(uint32_t) break;
+        case 8: SCATTER(uint64_t) break;
+    }
+    return ok;
+}
+
+static PyObject *scatter(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer values, positions, out;
+    if (!PyArg_ParseTuple(arguments, "y*y*w*", &values, &positions, &out)) return NULL;
+    size_t num_rows = (size_t)positions.len / 4, width = num_rows ? (size_t)values.len / num_rows : 1;
+    int valid = (width == 1 || width == 2 || width == 4 || width == 8) && values.len == out.len &&
+                (size_t)values.len == num_rows * width && positions.len % 4 == 0;
+    if (valid) {
+        Py_BEGIN_ALLOW_THREADS
+        valid = move(&values, &out, positions.buf, num_rows, width);
+        Py_END_ALLOW_THREADS
+    }
+    if (!valid) PyErr_SetString(PyExc_ValueError, "expected values of 1, 2, 4 or 8 bytes, and a position for each");
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&positions);
+    PyBuffer_Release(&out);
+    if (!valid) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"places", places, METH_VARARGS, NULL},
+    {"positions", positions, METH_VARARGS, NULL},
+    {"scatter", scatter, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "scatter_binding", .m_size = 0, .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit_scatter_binding(void) { return PyModule_Create(&module_definition); }
