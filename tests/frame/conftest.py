@@ -4,8 +4,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from braidax.frame.operators import scanning
 from tests.frame.tables import SHAPES, Tables
 from tests.frame.worlds import Worlds
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ranks share even what reads so little that one of them would compute it."""
+    monkeypatch.setattr(scanning, "_LITTLE_BYTES", 0)
 
 
 @pytest.fixture(scope="session")

@@ -40,14 +40,14 @@ def binding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         assert splitting._binding() is not None  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.usefixtures("shared", "small_buckets")
 @pytest.mark.parametrize(("query", "shape", "size"), ASKED, ids=lambda one: getattr(one, "name", str(one)))
 def test_small_buckets(query: Query, shape: str, size: int, tables: Callable[[str], Tables], worlds: Worlds) -> None:
     Asked.of(query, tables(shape)).on_ranks(size, worlds)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.usefixtures("shared", "small_buckets")
 @pytest.mark.parametrize("query", CATALOGUE, ids=lambda query: query.name)
 def test_small_buckets_of_all_queries(query: Query, tables: Callable[[str], Tables], worlds: Worlds) -> None:
     Asked.of(query, tables("usual")).on_ranks(3, worlds)

@@ -11,6 +11,7 @@ from tests.frame.tables import SHAPES, Tables
 from tests.frame.worlds import Worlds
 
 OTHERS = [name for name in SHAPES if name != "usual"]
+pytestmark = pytest.mark.usefixtures("shared")
 # By default one query of eight on the usual tables, and one on others; `slow` asks all of them of all tables.
 STRIDE = 8
 USUAL = CATALOGUE[::STRIDE]

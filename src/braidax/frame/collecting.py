@@ -6,10 +6,11 @@ from typing import Any
 
 from braidax.comm import Communicator
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.operators.alone import on_one_rank
+from braidax.frame.operators.alone import on_first, on_one_rank, spread
 from braidax.frame.operators.grouping import group
 from braidax.frame.operators.joining import join
 from braidax.frame.operators.placing import check_hashes
+from braidax.frame.operators.scanning import reads_little, survey
 from braidax.frame.operators.scanning import scan as read_files
 from braidax.frame.operators.selecting import filter_, select, stack
 from braidax.frame.operators.sorting import sort
@@ -17,7 +18,7 @@ from braidax.frame.operators.stacking import beside, function, slice_, union
 from braidax.frame.operators.uniqueness import distinct
 from braidax.frame.plan.nodes import Node, read, read_bytes, supplied, topological
 from braidax.frame.plan.pushdown import pushed_down
-from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of
+from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of, schema_of
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Rule, Runner, Table
 from braidax.gang import Gang
@@ -69,7 +70,7 @@ def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str) -> Schema:
 def _run(lazy_frame: "pl.LazyFrame", gang: Gang, name: str | None = None) -> list[Any]:
     """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory."""
     root, memory = read(lazy_frame)
-    root = pushed_down(root)
+    schema_of(root)  # raises what Polars does
     tables = {node.fields["table"].name for node in topological(root) if node.kind == "Supplied"}
     kept = {table: gang.kept(table) for table in tables if table not in memory}
     parts = [{table: _part(frame, rank, gang.size) for table, frame in memory.items()} for rank in range(gang.size)]
@@ -91,7 +92,7 @@ def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.Dat
     root, memory = read(lazy_frame)
     ranks = Ranks(comm)
     tables = {name: Partition(_part(frame, ranks.rank, ranks.size)) for name, frame in memory.items()}
-    root = pushed_down(root)
+    schema_of(root)
     try:
         return _computed(root, tables, ranks).frame
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
@@ -121,12 +122,17 @@ def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Part
     if ranks.size == 1:
         return Partition(lazy_of(root, {name: Reading(part.frame) for name, part in tables.items()}).collect())
     check_hashes(ranks)
+    scans = survey(ranks, root)
     known = {
         name: Table(supplied(name, part.frame.schema), ({name: Reading(part.frame)},), part.keys)
         for name, part in tables.items()
     }
-    runner = Runner(ranks, known, _RULES, on_one_rank)
-    frame, keys = runner.collect(root)
+    runner = Runner(ranks, known, scans, _RULES, on_one_rank)
+    if reads_little(root, scans):
+        whole = on_first(runner, lambda: lazy_of(root, {}).collect())
+        frame, keys = runner.computed(spread(runner, whole)), None
+    else:
+        frame, keys = runner.collect(pushed_down(root))
     if len(set(frame.n_chunks("all"))) > 1:
         frame = frame.rechunk()  # Polars 2.1 does not come back from pickling columns that are cut in other ways
     return Partition(frame, keys)

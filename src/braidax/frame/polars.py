@@ -16,6 +16,7 @@ else:
     Schema = Mapping  # what it is; its own annotations cannot be checked at run time
 
 msgpack: Any = import_msgspec(purpose=_PURPOSE).msgpack
+Raw: Any = import_msgspec(purpose=_PURPOSE).Raw
 register_io_source: Any = import_extra("polars.io.plugins", "frame", purpose=_PURPOSE).register_io_source
 
-__all__ = ["Schema", "msgpack", "pl", "register_io_source"]
+__all__ = ["Raw", "Schema", "msgpack", "pl", "register_io_source"]

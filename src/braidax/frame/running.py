@@ -35,11 +35,19 @@ class Runner:
     """Computes the nodes of a plan on this rank, as all of two or more ranks do at once.
 
     **Arguments:** `ranks`: the exchanges. `tables`: the partitions here of the tables that the plan reads, by name.
-    `rules`: how nodes are computed that are not local, by kind. `otherwise`: how all other nodes are.
+    `scans`: what is known of those that read files, for their rules. `rules`: how nodes are computed that are not
+    local, by kind. `otherwise`: how all other nodes are.
     """
 
-    def __init__(self, ranks: Ranks, tables: Mapping[str, Table], rules: Mapping[str, Rule], otherwise: Rule) -> None:
-        self.ranks = ranks
+    def __init__(
+        self,
+        ranks: Ranks,
+        tables: Mapping[str, Table],
+        scans: Mapping[Node, Any],
+        rules: Mapping[str, Rule],
+        otherwise: Rule,
+    ) -> None:
+        self.ranks, self.scans = ranks, scans
         self._tables = tables
         self._rules, self._otherwise = rules, otherwise
         self._known: dict[int, tuple[bool, Table, Node]] = {}

@@ -1,6 +1,7 @@
 """What cannot be spread: one rank computes it."""
 
 import io
+from collections.abc import Callable
 
 from braidax.frame.plan.nodes import Node
 from braidax.frame.polars import pl
@@ -19,11 +20,20 @@ def compute_first(runner: Runner, node: Node, inputs: "list[pl.DataFrame]") -> "
 
     **Arguments:** `inputs`: whole on rank 0.
     """
+
+    def compute() -> "pl.DataFrame":
+        whole = [runner.held(table.rechunk()) for table in inputs]  # some of Polars' functions panic on chunks
+        return runner.computed(runner.local(node, *whole))
+
+    return on_first(runner, compute)
+
+
+def on_first(runner: Runner, compute: Callable[[], "pl.DataFrame"]) -> "pl.DataFrame":
+    """Returns what a function gives on rank 0, which alone calls it, and no rows of the same columns elsewhere."""
     like = b""
     frame: pl.DataFrame | None = None
     if runner.ranks.rank == 0:
-        whole = [runner.held(table.rechunk()) for table in inputs]  # some of Polars' functions panic on chunks
-        frame = runner.computed(runner.local(node, *whole))
+        frame = compute()
         like = _empty(frame)
     like = runner.ranks.from_first(like)
     return frame if frame is not None else pl.read_ipc_stream(io.BytesIO(like))

@@ -11,6 +11,7 @@ import numpy as np
 from braidax.frame.moving.splitting import places_of, split
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.placing import key_hashes, num_buckets, with_index
+from braidax.frame.operators.scanning import copied
 from braidax.frame.operators.skew import deal_beside, heavy_hashes
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
@@ -38,6 +39,9 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
         return on_one_rank(runner, node, ordered)
     keeps = args["maintain_order"]
     needs = ordered and keeps != "None"
+    found = None if needs else _with_a_copy(runner, node, how)
+    if found is not None:
+        return found
     left, right = (runner.run(source, ordered=needs) for source in node.inputs)
     node = node.on(left.node, right.node)
     if needs:
@@ -50,6 +54,20 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
     order = [_LEFT, _RIGHT] if keeps.startswith("Left") else [_RIGHT, _LEFT]
     there = [name for name in order if name in schema_of(table.node)]
     return restored(runner, table, there)
+
+
+def _with_a_copy(runner: Runner, node: Node, how: str) -> Table | None:
+    """Joins with a side that each rank computes in full from small files; None where there is none."""
+    if node.fields["options"]["args"]["validation"] != "ManyToMany":
+        return None
+    for side, hows in ((1, _SHARED["right"]), (0, _SHARED["left"])):
+        copy = copied(runner, node.inputs[side]) if how in hows else None
+        if copy is None:
+            continue
+        other = runner.run(node.inputs[1 - side], ordered=False)
+        joined = runner.local(node, *((other, copy) if side == 1 else (copy, other)))
+        return Table(joined.node, joined.buckets, other.keys if side == 1 else None)
+    return None
 
 
 def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
@@ -131,6 +149,9 @@ def _same_dtypes(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]
 
 def _dtypes(table: Table, keys: Sequence[Expression]) -> list[Any]:
     schema = schema_of(table.node)
+    names = _columns(keys)
+    if names is not None:
+        return [schema[name] for name in names]
     exprs = [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
     return list(pl.LazyFrame(schema=schema).select(exprs).collect_schema().values())
 

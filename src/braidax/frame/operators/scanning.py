@@ -1,19 +1,215 @@
-"""Scans of files: each rank reads its even part of the rows."""
+"""Scans of files: each rank reads whole files where these are many, else its even part of the rows.
 
+A rank that reads whole files leaves it to Polars which of their row groups a filter needs. What small files alone give
+each rank can compute for itself, so that nothing crosses between ranks for it.
+"""
+
+import glob
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.plan.building import select, sliced
-from braidax.frame.plan.nodes import Node
-from braidax.frame.plan.supplying import lazy_of
+from braidax.frame.plan.expressions import calls_python, is_rowwise, kind_of
+from braidax.frame.plan.locality import is_local
+from braidax.frame.plan.nodes import Node, read, topological
+from braidax.frame.plan.supplying import lazy_of, schema_of
+from braidax.frame.polars import Schema, msgpack, pl
 from braidax.frame.running import Runner, Table
+
+_FILES_PER_RANK = 2  # of which there must be as many, so that whole files are an even part
+_UNEVEN = 1.25  # how many bytes more than an even part a rank may read
+_SMALL_BYTES = 1 << 20  # of files which every rank reads in full
+_LITTLE_BYTES = 32 << 20  # of files, which a rank reads while several would tell one another what they do
+_COPIED_JOINS = ("Inner", "Left", "Semi", "Anti")
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What a scan reads. **Fields:** `num_rows`: 0 where `files` are known. `files`, `sizes`: in order, in bytes."""
+
+    num_rows: int
+    files: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether every rank may read all of it."""
+        return bool(self.files) and sum(self.sizes) <= _SMALL_BYTES
+
+    def files_of(self, rank: int, size: int) -> tuple[str, ...] | None:
+        """Returns the files of a rank, which follow those of the rank before; None where they are too few, or uneven.
+
+        A file is read by the rank in whose even part of the bytes its middle lies.
+        """
+        total = sum(self.sizes)
+        if len(self.files) < _FILES_PER_RANK * size or not total:
+            return None
+        parts: list[list[str]] = [[] for _ in range(size)]
+        loads = [0] * size
+        before = 0
+        for file, num_bytes in zip(self.files, self.sizes, strict=True):
+            owner = min((2 * before + num_bytes) * size // (2 * total), size - 1)
+            parts[owner].append(file)
+            loads[owner] += num_bytes
+            before += num_bytes
+        return tuple(parts[rank]) if all(parts) and max(loads) * size <= _UNEVEN * total else None
+
+
+def survey(ranks: Ranks, root: Node) -> dict[Node, Scanned]:
+    """Returns what the scans of a plan read: rank 0 looks, so that all ranks know the same."""
+    scans = [node for node in topological(root) if node.kind == "Scan" and not node.inputs]
+    if not scans:
+        return {}
+    found = b""
+    if ranks.rank == 0:
+        looked = [_looked(node, ranks.size) for node in scans]
+        found = msgpack.encode([[one.num_rows, one.files, one.sizes] for one in looked])
+    told = msgpack.decode(ranks.from_first(found))
+    return {
+        node: Scanned(num_rows, tuple(files), tuple(sizes))
+        for node, (num_rows, files, sizes) in zip(scans, told, strict=True)
+    }
 
 
 def scan(runner: Runner, node: Node, ordered: bool) -> Table:
-    """Reads a rank's part of files; rank 0 counts the rows, which files tell that know it."""
-    if node.inputs:
+    """Reads a rank's part of files."""
+    scanned = runner.scans.get(node)
+    if scanned is None:
         return on_one_rank(runner, node, ordered)
-    count = b""
-    if runner.ranks.rank == 0:
-        count = str(lazy_of(select(node, ["Len"]), {}).collect().item()).encode()
-    total = int(runner.ranks.from_first(count))
-    begin, end = (total * rank // runner.ranks.size for rank in (runner.ranks.rank, runner.ranks.rank + 1))
+    rank, size = runner.ranks.rank, runner.ranks.size
+    files = scanned.files_of(rank, size)
+    if files is not None:
+        return Table(_of_files(node, files), ({},))
+    total = scanned.num_rows or _num_rows(node)
+    begin, end = (total * one // size for one in (rank, rank + 1))
     return Table(sliced(node, begin, end - begin), ({},))
+
+
+def reads_little(root: Node, scans: Mapping[Node, Scanned]) -> bool:
+    """Returns whether one rank computes a plan sooner than several could share it: of files, and Polars alone."""
+    leaves = [node for node in topological(root) if not node.inputs]
+    if not leaves or not all(node in scans and scans[node].files for node in leaves):
+        return False
+    few = sum(sum(scans[node].sizes) for node in leaves) <= _LITTLE_BYTES
+    return few and not any(calls_python(node.fields) for node in topological(root))
+
+
+def copied(runner: Runner, node: Node) -> Table | None:
+    """Returns what small files give, in full on each rank; None where a node reads anything else."""
+    whole = topological(node)
+    leaves = [one for one in whole if not one.inputs]
+    if not all(one.kind == "Scan" and one in runner.scans and runner.scans[one].is_small for one in leaves):
+        return None
+    if sum(sum(runner.scans[one].sizes) for one in leaves) > _SMALL_BYTES or not all(map(_may_be_copied, whole)):
+        return None
+    return Table(node, ({},))
+
+
+def _may_be_copied(node: Node) -> bool:
+    """Returns whether all ranks compute the same rows of the same input, in any order."""
+    if calls_python(node.fields):
+        return False
+    if node.kind != "Join":
+        return not node.inputs or is_local(node)
+    args, condition = node.fields["options"]["args"], node.fields["condition"]
+    if kind_of(condition) != "Equi" or kind_of(args["how"]) not in _COPIED_JOINS or args["slice"] is not None:
+        return False
+    return all(map(is_rowwise, [*condition["Equi"]["left_on"], *condition["Equi"]["right_on"]]))
+
+
+def _looked(node: Node, size: int) -> Scanned:
+    files = _files(node)
+    sizes = _sizes(files)
+    if sizes is None:
+        return Scanned(_num_rows(node))
+    scanned = Scanned(0, tuple(files), tuple(sizes))
+    if scanned.files_of(0, size) is not None:
+        return scanned
+    return Scanned(_num_rows(node), scanned.files, scanned.sizes)
+
+
+def _num_rows(node: Node) -> int:
+    return int(lazy_of(select(node, ["Len"]), {}).collect().item())
+
+
+def _files(node: Node) -> list[str]:
+    """Returns the local files of a scan of Parquet whose parts mean the same alone; none for any other scan."""
+    fields = node.fields
+    args = fields["unified_scan_args"]
+    sources = fields["sources"]
+    alone = all(args[name] is None for name in ("row_index", "pre_slice", "deletion_files", "table_statistics"))
+    if kind_of(fields["scan_type"]) != "Parquet" or kind_of(sources) != "Paths" or not alone:
+        return []
+    if args["hive_options"]["enabled"]:
+        return []
+    found: list[str] = []
+    for source in sources["Paths"]:
+        path = source["inner"]
+        files = _expanded(path) if args["glob"] else [path]
+        if not files:
+            return []
+        found += files
+    return found
+
+
+def _expanded(path: str) -> list[str]:
+    """Returns the files of a path; none for a pattern that is more than stars in a name."""
+    if not glob.has_magic(path):
+        return [path]
+    folder, pattern = os.path.split(path)
+    if glob.has_magic(folder) or "**" in pattern or "?" in pattern or "[" in pattern or not Path(folder).is_dir():
+        return []
+    parts = pattern.split("*")
+    found = [path for path in Path(folder).iterdir() if _fits(path.name, parts)]
+    return sorted(map(str, found), key=os.fsencode)
+
+
+def _fits(name: str, parts: Sequence[str]) -> bool:
+    """Returns whether a name is these parts with anything between them."""
+    first, *middle, last = parts
+    if not name.startswith(first) or not name.endswith(last) or len(name) < len(first) + len(last):
+        return False
+    rest = name[len(first) : len(name) - len(last)]
+    for part in middle:
+        _, found, rest = rest.partition(part)
+        if part and not found:
+            return False
+    return True
+
+
+def _sizes(files: Sequence[str]) -> list[int] | None:
+    """Returns the bytes of each file; None where one is none, which Polars then says."""
+    found: list[int] = []
+    for file in files:
+        try:
+            status = Path(file).stat()
+        except (OSError, ValueError):
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        found.append(status.st_size)
+    return found or None
+
+
+def _of_files(node: Node, files: Sequence[str]) -> Node:
+    """Returns a scan of some of the files, with the columns of all."""
+    args = {**node.fields["unified_scan_args"], "glob": False}
+    options = dict(node.fields["scan_type"]["Parquet"]["options"])
+    if options["schema"] is None:
+        options["schema"] = _written_schema(schema_of(node))
+    return node.but(
+        sources={"Paths": [{"inner": file} for file in files]},
+        unified_scan_args=args,
+        scan_type={"Parquet": {"options": options}},
+    )
+
+
+def _written_schema(schema: Schema) -> Any:
+    like, _ = read(pl.scan_parquet("x.parquet", schema=dict(schema)))
+    return like.fields["scan_type"]["Parquet"]["options"]["schema"]

@@ -1,6 +1,7 @@
 """New nodes, as Polars writes them."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from braidax.frame.plan.expressions import Expression, column, written
@@ -61,6 +62,7 @@ def without(node: Node, names: Sequence[str]) -> Node:
     return select(node, [written(pl.all().exclude(list(names)))])
 
 
+@lru_cache(maxsize=4096)
 def null(dtype: Any, name: str) -> Expression:
     """Returns a column of nulls."""
     return written(pl.lit(None, dtype=dtype).alias(name))

@@ -7,10 +7,11 @@ memory. Its JSON form would do, too, but it changes floats in their last digit a
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from braidax.errors import ArgumentError
-from braidax.frame.polars import Schema, msgpack, pl
+from braidax.frame.polars import Raw, Schema, msgpack, pl
 
 _VERSIONS = {"b2af60200b56e429cab31266a9391bc2b595c97c3d15312db0b29bb1dad0935c": "2.1"}  # of plans that are known
 _MARK = b"DSL_VERSION"
@@ -22,22 +23,31 @@ _SUPPLIED = "braidax-supplied:"
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class Input:
-    """Stands in the fields of a node for one of its inputs.
+    """Stands in the fields of a node for one of its inputs; no dataclass, which would be written by itself.
 
     **Fields:** `index`: among `Node.inputs`. `is_inside`: whether Polars writes the whole input there, not its place.
     """
 
-    index: int
-    is_inside: bool = False
+    __slots__ = ("index", "is_inside")
+
+    def __init__(self, index: int, *, is_inside: bool = False) -> None:
+        self.index, self.is_inside = index, is_inside
+
+    def __repr__(self) -> str:
+        return f"Input({self.index}, is_inside={self.is_inside})"
 
 
-@dataclass(frozen=True, eq=False)
 class InMemory:
     """Stands in the fields of a node for a table in memory. **Fields:** `data`: as Polars writes it."""
 
-    data: Any
+    __slots__ = ("data",)
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"InMemory({msgpack.encode(self.data).hex()})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +122,8 @@ def write(node: Node, scan: Callable[[Supplied], Fields]) -> bytes:
     def value_of(node: Node) -> Any:
         if node.kind == "Supplied":
             return {"PythonScan": scan(node.fields["table"])}
-        return {node.kind: _replaced(node.fields, node.inputs, place, value_of, frames)}
+        hook = partial(_written, inputs=node.inputs, place=place, whole=value_of, frames=frames)
+        return {node.kind: Raw(msgpack.encode(node.fields, enc_hook=hook))}
 
     def place(node: Node) -> Any:
         if id(node) not in places:
@@ -227,28 +238,21 @@ def scan_fields(lazy: "pl.LazyFrame") -> Fields:
     return body["dsl_plans"][body["root"]["idx"]]["value"]["PythonScan"]
 
 
-def _replaced(
+def _written(
     value: Any,
+    *,
     inputs: Sequence[Node],
     place: Callable[[Node], Any],
     whole: Callable[[Node], Any],
     frames: list[Any],
 ) -> Any:
-    """Returns fields as Polars writes them."""
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Input):
-            return (whole if value.is_inside else place)(inputs[value.index])
-        if isinstance(value, InMemory):
-            frames.append({"value": value.data, "version": 1})
-            return {"idx": len(frames) - 1, "version": 1}
-        if isinstance(value, dict):
-            return {key: replaced(part) for key, part in value.items()}
-        if isinstance(value, list) and not (value and isinstance(value[0], int)):
-            return [replaced(part) for part in value]
-        return value
-
-    return replaced(value)
+    """Returns what Polars writes in place of an input, or of a table in memory."""
+    if isinstance(value, Input):
+        return (whole if value.is_inside else place)(inputs[value.index])
+    if isinstance(value, InMemory):
+        frames.append({"value": value.data, "version": 1})
+        return {"idx": len(frames) - 1, "version": 1}
+    raise TypeError(f"a {type(value).__qualname__} in a plan")
 
 
 def _check_version(data: bytes) -> int:

@@ -131,5 +131,5 @@ class _Pushing:
                 if id(source) in self._borders and source.kind != "Supplied":
                     new = self._interned(self._wanted(new, self._requests[id(source)]))
                 inputs.append(new)
-            self._new[id(node)] = self._interned(node.on(*inputs))
+            self._new[id(node)] = self._interned(node.on(*inputs) if inputs else node)
         return self._new[id(node)]

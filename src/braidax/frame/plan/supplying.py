@@ -6,13 +6,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from braidax.frame.plan.nodes import Fields, Node, Supplied, label_of, scan_fields, write
+from braidax.frame.plan.nodes import Fields, Node, Supplied, label_of, scan_fields, supplied, write
 from braidax.frame.polars import Schema, pl, register_io_source
 
 _TABLES: ContextVar[Mapping[str, "Reading"]] = ContextVar("tables of the piece that this thread reads")
 
 
+_SCHEMAS: WeakKeyDictionary[Node, Schema] = WeakKeyDictionary()  # of nodes that were asked for, which do not change
 _SLICE_ROWS = 1 << 16  # Polars' threads take one slice each
 
 
@@ -105,4 +107,16 @@ def bytes_of(node: Node) -> bytes:
 
 def schema_of(node: Node) -> Schema:
     """Returns the columns of a node's result. **Raises:** what Polars does for a plan that cannot be."""
-    return lazy_of(node, {}).collect_schema()
+    if node.kind == "Supplied":
+        return node.fields["table"].schema
+    if node not in _SCHEMAS:
+        _SCHEMAS[node] = lazy_of(node.on(*_leaves(node)), {}).collect_schema()
+    return _SCHEMAS[node]
+
+
+def _leaves(node: Node) -> list[Node]:
+    """Returns the inputs of a node, with tables in place of those nodes whose columns are known."""
+    return [
+        supplied(f"known-{i}", _SCHEMAS[source]) if source in _SCHEMAS else source.on(*_leaves(source))
+        for i, source in enumerate(node.inputs)
+    ]

@@ -1,0 +1,139 @@
+"""Scans of files: who reads which, and what every rank reads in full."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from braidax.errors import Aborted
+from braidax.frame import collect_partition
+from braidax.frame.collecting import Partition, _computed  # pyright: ignore[reportPrivateUsage]
+from braidax.frame.moving.ranks import Ranks
+from braidax.frame.operators import scanning
+from braidax.frame.operators.scanning import Scanned, survey
+from braidax.frame.plan.nodes import read, topological
+from tests.comm.ranks import outcomes
+
+NUM_FILES, ROWS = 8, 300
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Returns files of one table, which are of about the same size."""
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"part-{i:02d}.parquet" for i in range(NUM_FILES)]
+    for i, path in enumerate(paths):
+        numbers = np.arange(i * ROWS, (i + 1) * ROWS)
+        pl.DataFrame({"id": numbers, "k": numbers % 7, "v": rng.random(ROWS)}).write_parquet(path)
+    return list(map(str, paths))
+
+
+def on_ranks(size: int, lazy: pl.LazyFrame) -> list[pl.DataFrame]:
+    return outcomes(size, lambda comm: collect_partition(lazy, comm))
+
+
+def moved(lazy: pl.LazyFrame, size: int = 2) -> tuple[pl.DataFrame, int]:
+    """Returns what ranks compute, and how many rows they send to one another."""
+    root, memory = read(lazy)
+
+    def run(comm: Any) -> tuple[pl.DataFrame, int]:
+        ranks = Ranks(comm)
+        parts = {name: Partition(table[comm.rank :: comm.size]) for name, table in memory.items()}
+        return _computed(root, parts, ranks).frame, ranks.moved.num_rows
+
+    found = outcomes(size, run)
+    return pl.concat([frame for frame, _ in found]), sum(number for _, number in found)
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_read_whole_files_in_their_order(files: list[str], size: int) -> None:
+    lazy = pl.scan_parquet(files).filter(pl.col("id") % 2 == 0)
+    found = on_ranks(size, lazy)
+    assert all(part.height % (ROWS // 2) == 0 and part.height for part in found)
+    assert_frame_equal(pl.concat(found), lazy.collect())
+
+
+@pytest.mark.usefixtures("shared")
+def test_fewer_files_than_that_are_read_by_rows(files: list[str]) -> None:
+    lazy = pl.scan_parquet(files[:3])
+    assert [part.height for part in on_ranks(2, lazy)] == [450, 450]
+    assert_frame_equal(pl.concat(on_ranks(2, lazy)), lazy.collect())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_each_file_has_one_rank(size: int) -> None:
+    sizes = [100 + (i * 37) % 60 for i in range(40)]
+    scanned = Scanned(0, tuple(f"f{i}" for i in range(40)), tuple(sizes))
+    owned = [scanned.files_of(rank, size) for rank in range(size)]
+    assert [file for files in owned if files for file in files] == list(scanned.files)
+    loads = [sum(sizes[int(file[1:])] for file in files) for files in owned if files]
+    assert max(loads) <= 1.25 * sum(sizes) / size
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 1, 100), (0, 0, 0, 0)])
+def test_few_or_uneven_files_have_none(sizes: tuple[int, ...]) -> None:
+    assert Scanned(0, tuple(map(str, sizes)), sizes).files_of(0, 2) is None
+
+
+@pytest.mark.parametrize("pattern", ["*", "*.parquet", "a*b*.parquet", "*a", "a*", "**.parquet", "[ab]*", "?"])
+def test_a_pattern_is_the_files_that_polars_takes(tmp_path: Path, pattern: str) -> None:
+    for name in ("b", "a", "A", ".hidden", "_under", "ab.parquet", "acb.parquet", "b.parquet", "é.parquet", "ab"):
+        pl.DataFrame({"name": [name]}).write_parquet(tmp_path / name)
+    found = scanning._expanded(str(tmp_path / pattern))  # pyright: ignore[reportPrivateUsage]
+    if "**" in pattern or "?" in pattern or "[" in pattern:
+        assert found == []  # left to Polars
+    else:
+        taken = pl.scan_parquet(tmp_path / pattern, include_file_paths="path").collect()["path"].to_list()
+        assert found == taken != []
+
+
+@pytest.mark.usefixtures("shared")
+def test_files_with_other_columns_are_told_as_polars_tells_them(files: list[str]) -> None:
+    pl.DataFrame({"id": ["a"], "k": [1], "v": [0.5]}).write_parquet(files[-1])
+    lazy = pl.scan_parquet(files)
+    with pytest.raises(pl.exceptions.SchemaError, match="data type mismatch for column id"):
+        lazy.collect()
+
+    def told(comm: Any) -> None:
+        with pytest.raises((pl.exceptions.SchemaError, Aborted), match="data type mismatch for column id"):
+            collect_partition(lazy, comm)
+
+    outcomes(2, told)
+
+
+def test_what_reads_little_is_computed_by_one_rank(files: list[str]) -> None:
+    lazy = pl.scan_parquet(files).group_by("k").agg(pl.col("v").sum(), pl.len()).sort("k")
+    found, num_rows = moved(lazy)
+    assert_frame_equal(found, lazy.collect())
+    assert num_rows == 3  # of seven groups, those that rank 1 keeps
+    assert [part.height for part in on_ranks(2, lazy)] == [3, 4]
+
+
+def test_a_user_s_function_is_shared_however_little_it_reads(files: list[str]) -> None:
+    lazy = pl.scan_parquet(files).with_columns(pl.col("id").map_elements(abs, return_dtype=pl.Int64))
+    found, num_rows = moved(lazy)
+    assert_frame_equal(found, lazy.collect())
+    assert num_rows == 0
+
+
+@pytest.mark.parametrize("how", ["inner", "left", "semi", "anti", "right"])
+def test_small_files_are_read_by_every_rank_that_joins_them(files: list[str], how: Any) -> None:
+    table = pl.DataFrame({"k": np.arange(5000) % 9, "w": np.arange(5000)}).lazy()
+    small = pl.scan_parquet(files).filter(pl.col("id") < 5).join(pl.scan_parquet(files[:1]).select("id"), on="id")
+    lazy = small.join(table, on="k", how=how) if how == "right" else table.join(small, on="k", how=how)
+    found, num_rows = moved(lazy)
+    assert_frame_equal(found, lazy.collect(), check_row_order=False)
+    assert num_rows == 0
+
+
+def test_all_ranks_know_the_same_of_scans(files: list[str]) -> None:
+    root, _ = read(pl.scan_parquet(files).join(pl.scan_parquet(files[:1]), on="id"))
+    first, second = outcomes(2, lambda comm: list(survey(Ranks(comm), root).values()))
+    assert first == second
+    assert [len(one.files) for one in first] == [NUM_FILES, 1]
+    assert [one.num_rows for one in first] == [0, ROWS]
+    assert len([node for node in topological(root) if node.kind == "Scan"]) == 2
