@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from braidax.frame.operators import scanning
+from braidax.frame.operators import scanning, small_sides
 from tests.frame.tables import SHAPES, Tables
 from tests.frame.worlds import Worlds
 
@@ -13,6 +13,13 @@ from tests.frame.worlds import Worlds
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ranks share even what reads so little that one of them would compute it."""
     monkeypatch.setattr(scanning, "_LITTLE_BYTES", 0)
+
+
+@pytest.fixture
+def dealt(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ranks deal even what is so small that all of them would have it in full."""
+    monkeypatch.setattr(scanning, "_SMALL_BYTES", -1)
+    monkeypatch.setattr(small_sides, "_SMALL_BYTES", -1)
 
 
 @pytest.fixture(scope="session")

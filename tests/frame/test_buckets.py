@@ -40,14 +40,14 @@ def binding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         assert splitting._binding() is not None  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.usefixtures("shared", "small_buckets")
+@pytest.mark.usefixtures("dealt", "small_buckets")
 @pytest.mark.parametrize(("query", "shape", "size"), ASKED, ids=lambda one: getattr(one, "name", str(one)))
 def test_small_buckets(query: Query, shape: str, size: int, tables: Callable[[str], Tables], worlds: Worlds) -> None:
     Asked.of(query, tables(shape)).on_ranks(size, worlds)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared", "small_buckets")
+@pytest.mark.usefixtures("dealt", "small_buckets")
 @pytest.mark.parametrize("query", CATALOGUE, ids=lambda query: query.name)
 def test_small_buckets_of_all_queries(query: Query, tables: Callable[[str], Tables], worlds: Worlds) -> None:
     Asked.of(query, tables("usual")).on_ranks(3, worlds)
@@ -132,6 +132,7 @@ def test_the_binding_refuses_what_would_leave_its_buffers() -> None:
         binding.places(np.zeros(3, np.uint64), 4096, 32, np.zeros(3, np.uint16))
 
 
+@pytest.mark.usefixtures("dealt")
 def test_rows_of_a_key_lie_in_one_bucket_of_one_rank(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "_BUCKET_BYTES", 1024)
     left = pl.DataFrame({"k": np.arange(9000) % 300, "v": np.arange(9000)})

@@ -11,18 +11,19 @@ from tests.frame.tables import SHAPES, Tables
 from tests.frame.worlds import Worlds
 
 OTHERS = [name for name in SHAPES if name != "usual"]
-pytestmark = pytest.mark.usefixtures("shared")
 # By default one query of eight on the usual tables, and one on others; `slow` asks all of them of all tables.
 STRIDE = 8
 USUAL = CATALOGUE[::STRIDE]
 OTHER = [(query, OTHERS[number % len(OTHERS)], (2, 4)[number % 2]) for number, query in enumerate(CATALOGUE[3::STRIDE])]
 
 
+@pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("query", USUAL, ids=lambda query: query.name)
 def test_three_ranks(query: Query, tables: Callable[[str], Tables], worlds: Worlds) -> None:
     Asked.of(query, tables("usual")).on_ranks(3, worlds)
 
 
+@pytest.mark.usefixtures("dealt")
 @pytest.mark.parametrize(
     ("query", "shape", "size"), OTHER, ids=[f"{query.name}-{shape}-{size}" for query, shape, size in OTHER]
 )
@@ -31,6 +32,7 @@ def test_other_tables(query: Query, shape: str, size: int, tables: Callable[[str
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("dealt")
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("query", CATALOGUE, ids=lambda query: query.name)
 def test_all_tables_on_one_to_four_ranks(

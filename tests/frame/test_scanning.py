@@ -137,3 +137,21 @@ def test_all_ranks_know_the_same_of_scans(files: list[str]) -> None:
     assert [len(one.files) for one in first] == [NUM_FILES, 1]
     assert [one.num_rows for one in first] == [0, ROWS]
     assert len([node for node in topological(root) if node.kind == "Scan"]) == 2
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("how", ["inner", "left", "semi", "anti", "right", "full"])
+@pytest.mark.parametrize("nulls_equal", [False, True])
+def test_a_small_side_leaves_the_other_where_it_is(how: Any, nulls_equal: bool) -> None:
+    rng = np.random.default_rng(0)
+    key = pl.when(pl.col("k") % 10 == 0).then(None).otherwise("k").alias("k")
+    small = pl.DataFrame({"k": rng.integers(0, 500, 60), "w": rng.random(60)}).with_columns(key).lazy()
+    large = pl.DataFrame({"k": rng.integers(0, 500, 9000), "v": rng.random(9000)}).with_columns(key).lazy()
+    for lazy in (
+        large.join(small, on="k", how=how, nulls_equal=nulls_equal),
+        small.join(large, on="k", how=how, nulls_equal=nulls_equal),
+    ):
+        found, num_rows = moved(lazy)
+        assert_frame_equal(found, lazy.collect(), check_row_order=False)
+        # of a full join all rows move; of others the small side, and what has one of its keys
+        assert (num_rows > 4000) == (how == "full")

@@ -14,6 +14,8 @@ from tests.comm.ranks import outcomes
 
 ROWS, SIZE = 60_000, 3
 
+pytestmark = pytest.mark.usefixtures("dealt")
+
 
 def tables(*, of_nulls: bool = False) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Returns a table in which half of the rows have one key, and one to join with it."""

@@ -11,8 +11,8 @@ import numpy as np
 from braidax.frame.moving.splitting import places_of, split
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.placing import key_hashes, num_buckets, with_index
-from braidax.frame.operators.scanning import copied
 from braidax.frame.operators.skew import deal_beside, heavy_hashes
+from braidax.frame.operators.small_sides import SHARED, with_a_copy, with_a_small_side
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import Expression, is_rowwise, kind_of, polars_of
@@ -20,9 +20,6 @@ from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
-
-_SHARED = {"right": ("Inner", "Left", "Semi", "Anti"), "left": ("Inner", "Right")}
-"""Joins of which each rank may have all rows of one side."""
 
 _LEFT, _RIGHT = HIDDEN + "left", HIDDEN + "right"
 
@@ -39,10 +36,16 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
         return on_one_rank(runner, node, ordered)
     keeps = args["maintain_order"]
     needs = ordered and keeps != "None"
-    found = None if needs else _with_a_copy(runner, node, how)
+    may_share = not needs and args["validation"] == "ManyToMany"
+    found = with_a_copy(runner, node, how) if may_share else None
     if found is not None:
         return found
     left, right = (runner.run(source, ordered=needs) for source in node.inputs)
+    if may_share:
+        joined = with_a_small_side(runner, node, how, (left, right))
+        if isinstance(joined, Table):
+            return joined
+        left, right = joined
     node = node.on(left.node, right.node)
     if needs:
         left = runner.held(with_index(runner.ranks, runner.computed(left), _LEFT))
@@ -54,20 +57,6 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
     order = [_LEFT, _RIGHT] if keeps.startswith("Left") else [_RIGHT, _LEFT]
     there = [name for name in order if name in schema_of(table.node)]
     return restored(runner, table, there)
-
-
-def _with_a_copy(runner: Runner, node: Node, how: str) -> Table | None:
-    """Joins with a side that each rank computes in full from small files; None where there is none."""
-    if node.fields["options"]["args"]["validation"] != "ManyToMany":
-        return None
-    for side, hows in ((1, _SHARED["right"]), (0, _SHARED["left"])):
-        copy = copied(runner, node.inputs[side]) if how in hows else None
-        if copy is None:
-            continue
-        other = runner.run(node.inputs[1 - side], ordered=False)
-        joined = runner.local(node, *((other, copy) if side == 1 else (copy, other)))
-        return Table(joined.node, joined.buckets, other.keys if side == 1 else None)
-    return None
 
 
 def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
@@ -98,7 +87,7 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
             buckets = runner.ranks.deal_in_buckets(frame, places_of(hashes[i], runner.ranks.size, num), num)
         held.append(runner.held_in_buckets(buckets))
     joined = runner.in_buckets(node, *held)
-    keys = _columns(left_on) if how in _SHARED["right"] and heavy is None else None
+    keys = _columns(left_on) if how in SHARED["right"] and heavy is None else None
     keys = keys if keys is None or _same_dtypes(left, left_on, dtypes) else None
     return Table(joined.node, joined.buckets, keys)
 
@@ -121,7 +110,7 @@ def _shared_side(
     num_bytes = runner.ranks.all([frame.estimated_size() for frame in frames]).sum(axis=0)
     dealt = float(np.sum([0 if there else count for there, count in zip(placed, num_bytes, strict=True)]))
     best = None
-    for side, hows in ((1, _SHARED["right"]), (0, _SHARED["left"])):
+    for side, hows in ((1, SHARED["right"]), (0, SHARED["left"])):
         if how in hows and num_bytes[side] * size < dealt:
             best, dealt = side, num_bytes[side] * size
     return best
@@ -131,7 +120,7 @@ def _side_that_stays(how: str, placed: Sequence[bool], args: Any) -> int | None:
     """Returns the side of which rows of a heavy key may stay where they are, if those of the other go to all ranks."""
     if any(placed) or args["validation"] != "ManyToMany":
         return None
-    return 0 if how in _SHARED["right"] else 1 if how in _SHARED["left"] else None
+    return 0 if how in SHARED["right"] else 1 if how in SHARED["left"] else None
 
 
 def _columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:

@@ -5,6 +5,7 @@ each rank can compute for itself, so that nothing crosses between ranks for it.
 """
 
 import glob
+import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,12 @@ def scan(runner: Runner, node: Node, ordered: bool) -> Table:
     total = scanned.num_rows or _num_rows(node)
     begin, end = (total * one // size for one in (rank, rank + 1))
     return Table(sliced(node, begin, end - begin), ({},))
+
+
+def source_bytes(node: Node) -> float:
+    """Returns the bytes of the files of a scan; infinity where they are not known."""
+    sizes = _sizes(_files(node)) if node.kind == "Scan" else None
+    return math.inf if sizes is None else float(sum(sizes))
 
 
 def reads_little(root: Node, scans: Mapping[Node, Scanned]) -> bool:

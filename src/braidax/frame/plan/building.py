@@ -57,6 +57,26 @@ def sorted_by(node: Node, names: Sequence[str]) -> Node:
     return Node("Sort", {"input": Input(0), **fields}, (node,))
 
 
+def matching(
+    node: Node, other: Node, left_on: Sequence[Expression], right_on: Sequence[Expression], *, nulls_equal: bool
+) -> Node:
+    """Returns `node.join(other, how="semi")`."""
+    args = {
+        "how": "Semi",
+        "validation": "ManyToMany",
+        "suffix": None,
+        "slice": None,
+        "nulls_equal": nulls_equal,
+        "coalesce": "JoinSpecific",
+        "maintain_order": "None",
+        "build_side": None,
+    }
+    options = {"allow_parallel": True, "force_parallel": False, "args": args}
+    condition = {"Equi": {"left_on": list(left_on), "right_on": list(right_on)}}
+    fields: dict[str, Any] = {"condition": condition, "options": options}
+    return Node("Join", {"input_left": Input(0), "input_right": Input(1), **fields}, (node, other))
+
+
 def without(node: Node, names: Sequence[str]) -> Node:
     """Returns `node.drop(names)`."""
     return select(node, [written(pl.all().exclude(list(names)))])
