@@ -1,6 +1,7 @@
 """Plans computed by ranks: by those of a gang, or by all who call at once."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Rule, Runner, Table
+from braidax.frame.sight.measuring import Measured, Meter
+from braidax.frame.sight.profiled import Profile, profile_of
 from braidax.gang import Gang
 
 _RULES: Mapping[str, Rule] = {
@@ -68,12 +71,33 @@ def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str) -> Schema:
 
 def _run(lazy_frame: "pl.LazyFrame", gang: Gang, name: str | None = None) -> list[Any]:
     """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory."""
+    return _run_by(_on_rank, lazy_frame, gang, name)[1]
+
+
+def profile(lazy_frame: "pl.LazyFrame", gang: Gang) -> "tuple[pl.DataFrame, Profile]":
+    """Computes a plan as `collect` does, and measures it: `explain` with what was.
+
+    **Returns:** the table, and what each rank did for each operation: rows, bytes, seconds.
+
+    **Raises:** as `collect`.
+    """
+    start = time.perf_counter()
+    plan, found = _run_by(_on_rank_measured, lazy_frame, gang)
+    table = pl.concat([part.frame for part, _ in found])
+    return table, profile_of(read_bytes(plan), [measured for _, measured in found], time.perf_counter() - start)
+
+
+def _run_by(
+    function: Callable[..., Any], lazy_frame: "pl.LazyFrame", gang: Gang, name: str | None = None
+) -> tuple[bytes, list[Any]]:
+    """Returns the plan as the ranks got it, and what `function` returned there."""
     root, memory = read(lazy_frame)
     root = pushed_down(root)
     tables = {node.fields["table"].name for node in topological(root) if node.kind == "Supplied"}
     kept = {table: gang.kept(table) for table in tables if table not in memory}
     parts = [{table: _part(frame, rank, gang.size) for table, frame in memory.items()} for rank in range(gang.size)]
-    return gang.run(_on_rank, bytes_of(root), kept, per_rank=parts, keep=name)
+    plan = bytes_of(root)
+    return plan, gang.run(function, plan, kept, per_rank=parts, keep=name)
 
 
 def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.DataFrame":
@@ -112,6 +136,16 @@ def _on_rank(
     return _computed(read_bytes(plan), tables, Ranks(comm))
 
 
+def _on_rank_measured(
+    comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
+) -> tuple[Partition, Measured]:
+    tables = {**kept, **{name: Partition(frame) for name, frame in parts.items()}}
+    root = read_bytes(plan)
+    meter = Meter(root)
+    part = _computed(root, tables, Ranks(comm, meter=meter))
+    return part, meter.measured()
+
+
 def _schema(comm: Communicator, part: Partition) -> Schema:
     del comm
     return part.frame.schema
@@ -119,7 +153,8 @@ def _schema(comm: Communicator, part: Partition) -> Schema:
 
 def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partition:
     if ranks.size == 1:
-        return Partition(lazy_of(root, {name: Reading(part.frame) for name, part in tables.items()}).collect())
+        readings = {name: Reading(part.frame) for name, part in tables.items()}
+        return Partition(ranks.meter.whole(root, lambda: lazy_of(root, readings).collect()))
     check_hashes(ranks)
     known = {
         name: Table(supplied(name, part.frame.schema), {name: Reading(part.frame)}, part.keys)

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any, final
 
 from braidax.errors import ArgumentError
-from braidax.frame.collecting import collect, keep
-from braidax.frame.explaining import explain
+from braidax.frame.collecting import collect, keep, profile
+from braidax.frame.explaining import computed_on_one_rank, explain
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.supplying import scan
 from braidax.frame.polars import Schema, pl
+from braidax.frame.sight.profiled import Profile
 from braidax.frame.writing import Format, check_written, new_folder, write_part
 from braidax.gang import Gang
 
-_ELSEWHERE = ("collect_", "sink_", "profile", "describe", "show", "remote", "fetch", "serialize", "inspect")
+_ELSEWHERE = ("collect_", "sink_", "describe", "show", "remote", "fetch", "serialize", "inspect")
 Files = str | Path | list[str] | list[Path]
 
 
@@ -111,6 +112,16 @@ class Frame:
     def explain(self) -> str:
         """Returns the plan, and which of it exchanges rows: as `braidax.frame.explain`."""
         return explain(self._lazy_frame)
+
+    def profile(self) -> "tuple[pl.DataFrame, Profile]":
+        """Computes the table, brings it here, and tells what each rank did: as `braidax.frame.profile`."""
+        self._give_up_unused()
+        return profile(self._lazy_frame, self._gang)
+
+    @property
+    def on_one_rank(self) -> tuple[str, ...]:
+        """What one rank computes for all, as far as the plan tells: operations, and single expressions of others."""
+        return computed_on_one_rank(self._lazy_frame)
 
     def _give_up_unused(self) -> None:
         while self._unused:

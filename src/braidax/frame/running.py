@@ -39,6 +39,7 @@ class Runner:
 
     def __init__(self, ranks: Ranks, tables: Mapping[str, Table], rules: Mapping[str, Rule], otherwise: Rule) -> None:
         self.ranks = ranks
+        self._meter = ranks.meter
         self._tables = tables
         self._rules, self._otherwise = rules, otherwise
         self._known: dict[int, tuple[bool, Table, Node]] = {}
@@ -61,12 +62,14 @@ class Runner:
         known = self._known.get(id(node))
         if known is not None and (known[0] or not ordered):
             return known[1]
-        if node.kind == "Supplied":
-            table = self._tables[node.fields["table"].name]
-        elif is_local(node):
-            table = self.local(node, self.run(node.inputs[0], ordered=ordered))
-        else:
-            table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
+        with self._meter.operation(node):
+            if node.kind == "Supplied":
+                table = self._tables[node.fields["table"].name]
+            elif is_local(node):
+                table = self.local(node, self.run(node.inputs[0], ordered=ordered))
+            else:
+                table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
+        self._meter.gave(node, table.node, _rows_of(table))
         if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
             table = self.held(self.computed(table), table.keys)
         self._known[id(node)] = (ordered, table, node)
@@ -85,7 +88,9 @@ class Runner:
         """Returns the result of a node of which each rank computes its own part."""
         readings = {name: reading for table in inputs for name, reading in table.readings.items()}
         keys = _keys_behind(node, inputs[0].keys) if len(inputs) == 1 else None
-        return Table(node.on(*(table.node for table in inputs)), readings, keys)
+        made = node.on(*(table.node for table in inputs))
+        self._meter.made(made)
+        return Table(made, readings, keys)
 
     def held(self, frame: "pl.DataFrame", keys: Sequence[str] | None = None) -> Table:
         """Returns rows that are computed as a table."""
@@ -95,15 +100,23 @@ class Runner:
 
     def computed(self, table: Table) -> "pl.DataFrame":
         """Returns the rows of a table here. **Raises:** what Polars does."""
-        if table.node.kind == "Supplied":
-            return table.readings[table.node.fields["table"].name].frame
-        return lazy_of(table.node, table.readings).collect()
+        frame = _rows_of(table)
+        if frame is not None:
+            return frame
+        return self._meter.local(table.node, lambda: lazy_of(table.node, table.readings).collect())
 
     def compute(self, table: Table) -> Table:
         """Returns the table with its rows computed."""
         if table.node.kind == "Supplied":
             return table
         return self.held(self.computed(table), table.keys)
+
+
+def _rows_of(table: Table) -> "pl.DataFrame | None":
+    """Returns the rows here, if they are computed."""
+    if table.node.kind != "Supplied":
+        return None
+    return table.readings[table.node.fields["table"].name].frame
 
 
 def _keys_behind(node: Node, keys: tuple[str, ...] | None) -> tuple[str, ...] | None:
