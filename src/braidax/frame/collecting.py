@@ -20,6 +20,7 @@ from braidax.frame.plan.nodes import Node, read, read_bytes, supplied, topologic
 from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of
 from braidax.frame.polars import Schema, pl
+from braidax.frame.replaying import MAX_REPLAYS, replayed
 from braidax.frame.running import Rule, Runner, Table
 from braidax.frame.sight.measuring import Measured, Meter
 from braidax.frame.sight.profiled import Profile, profile_of
@@ -49,18 +50,23 @@ class Partition:
     keys: tuple[str, ...] | None = None
 
 
-def collect(lazy_frame: "pl.LazyFrame", gang: Gang) -> "pl.DataFrame":
+def collect(lazy_frame: "pl.LazyFrame", gang: Gang, *, max_replays: int = MAX_REPLAYS) -> "pl.DataFrame":
     """Computes a plan of Polars by the ranks of a gang.
 
+    When a rank is lost, another process takes its place, and the plan is computed again from its sources; functions of
+    yours that it calls are called again, too. Each replay is a warning in the log of `braidax`.
+
     **Arguments:** `lazy_frame`: any. Its tables in memory go to the ranks in parts, its files the ranks read in parts.
-    `gang`: of one or more ranks.
+    `gang`: of one or more ranks. `max_replays`: how often it is computed again when a rank is lost.
 
     **Returns:** what `lazy_frame.collect()` does: the same rows, in the same order where Polars defines one.
 
     **Raises:** what Polars does for a plan that cannot be; `CallFailed` with the rank and its traceback for one that
-    fails on its rows; `PeerLost`, `GangError`; `ArgumentError` for plans of a Polars that is not known.
+    fails on its rows, which is not computed again; `PeerLost`, `GangError` when more ranks are lost; `ArgumentError`
+    for plans of a Polars that is not known.
     """
-    return pl.concat([part.frame for part in _run(lazy_frame, gang)])
+    parts = replayed(gang, lambda: _run(lazy_frame, gang), max_replays=max_replays)
+    return pl.concat([part.frame for part in parts])
 
 
 def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str) -> Schema:
@@ -74,15 +80,23 @@ def _run(lazy_frame: "pl.LazyFrame", gang: Gang, name: str | None = None) -> lis
     return _run_by(_on_rank, lazy_frame, gang, name)[1]
 
 
-def profile(lazy_frame: "pl.LazyFrame", gang: Gang) -> "tuple[pl.DataFrame, Profile]":
+def profile(
+    lazy_frame: "pl.LazyFrame", gang: Gang, *, max_replays: int = MAX_REPLAYS
+) -> "tuple[pl.DataFrame, Profile]":
     """Computes a plan as `collect` does, and measures it: `explain` with what was.
 
-    **Returns:** the table, and what each rank did for each operation: rows, bytes, seconds.
+    **Arguments:** as of `collect`.
+
+    **Returns:** the table, and what each rank did for each operation: rows, bytes, seconds; of a plan that was computed
+    again, the last time.
 
     **Raises:** as `collect`.
     """
-    start = time.perf_counter()
-    plan, found = _run_by(_on_rank_measured, lazy_frame, gang)
+
+    def measure() -> tuple[float, bytes, list[Any]]:
+        return time.perf_counter(), *_run_by(_on_rank_measured, lazy_frame, gang)
+
+    start, plan, found = replayed(gang, measure, max_replays=max_replays)
     table = pl.concat([part.frame for part, _ in found])
     return table, profile_of(read_bytes(plan), [measured for _, measured in found], time.perf_counter() - start)
 

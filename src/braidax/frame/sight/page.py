@@ -16,7 +16,8 @@ _PAGE = Template("""<!doctype html>
 body { background: var(--back); color: var(--text); font: 14px system-ui, sans-serif; margin: 24px; }
 table { border-collapse: collapse; } td, th { border-bottom: 1px solid var(--line); padding: 4px 10px;
   text-align: right; vertical-align: top; } th.plan, td.plan { text-align: left; }
-td.plan { font: 12px ui-monospace, monospace; max-width: 640px; overflow-wrap: anywhere; } td.bars { min-width: 360px; } small { opacity: 0.75; }
+td.plan { font: 12px ui-monospace, monospace; max-width: 640px; overflow-wrap: anywhere; }
+td.bars { min-width: 360px; } small { opacity: 0.75; }
 .bar { display: flex; height: 11px; margin: 1px 0; } .bar span { height: 100%; } .alone { color: var(--wait); }
 .key span { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 14px; }
 .partition { background: var(--partition); } .serialize { background: var(--serialize); }
