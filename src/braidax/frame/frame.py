@@ -105,7 +105,8 @@ class Frame:
                 written = self._gang.run(write_part, self._gang.kept(name), str(unfinished), format)
                 return check_written(unfinished, written)
             finally:
-                self._gang.delete(name)
+                if name in self._gang.names():  # else it went with the ranks
+                    self._gang.delete(name)
 
     def _replayed(self, compute: Callable[[], _Result], max_replays: int) -> _Result:
         self._give_up_unused()

@@ -67,15 +67,25 @@ def replayed(gang: Gang, compute: Callable[[], Result], *, max_replays: int, tab
         except (PeerLost, GangError) as error:
             if not (isinstance(error, PeerLost) or gang.lost):
                 raise
-            if replay == max_replays:
-                if replay:
-                    error.add_note(f"The frame was computed again before, as often as {max_replays=} allows.")
-                raise
-            replay += 1
-            first_line = str(error).partition("\n")[0]
-            _log.warning("%s; the frame is computed again, replay %d of %d", first_line, replay, max_replays)
-        with contextlib.suppress(PeerLost):  # one more is lost, of which the replay is told
-            gang.replace()
+            replay = _next(error, replay, max_replays)
+        is_whole = False
+        while not is_whole:
+            try:
+                gang.replace()
+                is_whole = True
+            except PeerLost as error:  # one more
+                replay = _next(error, replay, max_replays)
+
+
+def _next(error: PeerLost | GangError, replay: int, max_replays: int) -> int:
+    """Returns the number of the replay that follows an error. **Raises:** the error, when there is to be none."""
+    if replay == max_replays:
+        if replay:
+            error.add_note(f"The frame was computed again before, as often as {max_replays=} allows.")
+        raise error
+    told = str(error).partition("\n")[0].partition("; call replace()")[0]
+    _log.warning("%s; the frame is computed again, replay %d of %d", told, replay + 1, max_replays)
+    return replay + 1
 
 
 @contextlib.contextmanager

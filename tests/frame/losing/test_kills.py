@@ -130,10 +130,10 @@ class Losing:
         assert [item.name for item in (self.folder / frame).iterdir()] in ([], ["out"]), trial
 
     def whole(self) -> list[int]:
-        """Returns the processes of all ranks. Of one that ended when its query was over, the next call may tell first."""
+        """Returns the processes of all ranks. Of one that ended behind its query the next call may tell first."""
         for _ in range(SIZE):
-            self.gang.replace()
             with contextlib.suppress(PeerLost):
+                self.gang.replace()
                 pids = self.gang.run(programs.pids)
                 self.pids.update(pids)
                 return pids
