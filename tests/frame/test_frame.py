@@ -138,7 +138,7 @@ def test_a_disk_that_is_not_shared_is_told(tmp_path: Path) -> None:
 
 def test_what_would_compute_here_is_refused(gang: LocalGang) -> None:
     frame = bf.from_polars(table(), gang)
-    for name in ("sink_csv", "collect_async", "profile", "describe"):
+    for name in ("sink_csv", "collect_async", "show", "describe"):
         with pytest.raises(AttributeError, match=f"a Frame has no '{name}'"):
             getattr(frame, name)
 

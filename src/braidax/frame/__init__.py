@@ -4,17 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from braidax.frame.collecting import collect, collect_partition
+    from braidax.frame.collecting import collect, collect_partition, profile
     from braidax.frame.explaining import explain
     from braidax.frame.frame import Frame, concat, from_polars, scan_csv, scan_ipc, scan_ndjson, scan_parquet
+    from braidax.frame.sight.profiled import Profile
 
 __all__ = [
     "Frame",
+    "Profile",
     "collect",
     "collect_partition",
     "concat",
     "explain",
     "from_polars",
+    "profile",
     "scan_csv",
     "scan_ipc",
     "scan_ndjson",
@@ -23,9 +26,10 @@ __all__ = [
 
 # Where the names come from, imported at their first use: who imports braidax need not have Polars.
 _HOMES = {
-    "braidax.frame.collecting": ("collect", "collect_partition"),
+    "braidax.frame.collecting": ("collect", "collect_partition", "profile"),
     "braidax.frame.explaining": ("explain",),
     "braidax.frame.frame": ("Frame", "concat", "from_polars", "scan_csv", "scan_ipc", "scan_ndjson", "scan_parquet"),
+    "braidax.frame.sight.profiled": ("Profile",),
 }
 
 

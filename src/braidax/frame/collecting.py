@@ -1,6 +1,7 @@
 """Plans computed by ranks: by those of a gang, or by all who call at once."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,10 @@ from braidax.frame.plan.nodes import Node, read, read_bytes, supplied, topologic
 from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of, schema_of
 from braidax.frame.polars import Schema, pl
+from braidax.frame.replaying import MAX_REPLAYS, replayed
 from braidax.frame.running import Rule, Runner, Table
+from braidax.frame.sight.measuring import Measured, Meter
+from braidax.frame.sight.profiled import Profile, profile_of
 from braidax.gang import Gang
 
 _RULES: Mapping[str, Rule] = {
@@ -47,18 +51,23 @@ class Partition:
     keys: tuple[str, ...] | None = None
 
 
-def collect(lazy_frame: "pl.LazyFrame", gang: Gang) -> "pl.DataFrame":
+def collect(lazy_frame: "pl.LazyFrame", gang: Gang, *, max_replays: int = MAX_REPLAYS) -> "pl.DataFrame":
     """Computes a plan of Polars by the ranks of a gang.
 
+    When a rank is lost, another process takes its place, and the plan is computed again from its sources; functions of
+    yours that it calls are called again, too. Each replay is a warning in the log of `braidax`.
+
     **Arguments:** `lazy_frame`: any. Its tables in memory go to the ranks in parts, its files the ranks read in parts.
-    `gang`: of one or more ranks.
+    `gang`: of one or more ranks. `max_replays`: how often it is computed again when a rank is lost.
 
     **Returns:** what `lazy_frame.collect()` does: the same rows, in the same order where Polars defines one.
 
     **Raises:** what Polars does for a plan that cannot be; `CallFailed` with the rank and its traceback for one that
-    fails on its rows; `PeerLost`, `GangError`; `ArgumentError` for plans of a Polars that is not known.
+    fails on its rows, which is not computed again; `PeerLost`, `GangError` when more ranks are lost; `ArgumentError`
+    for plans of a Polars that is not known.
     """
-    return pl.concat([part.frame for part in _run(lazy_frame, gang)])
+    parts = replayed(gang, lambda: _run(lazy_frame, gang), max_replays=max_replays)
+    return pl.concat([part.frame for part in parts])
 
 
 def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str) -> Schema:
@@ -69,12 +78,45 @@ def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str) -> Schema:
 
 def _run(lazy_frame: "pl.LazyFrame", gang: Gang, name: str | None = None) -> list[Any]:
     """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory."""
+    return _run_by(_on_rank, _as_it_is, lazy_frame, gang, name)[1]
+
+
+def profile(
+    lazy_frame: "pl.LazyFrame", gang: Gang, *, max_replays: int = MAX_REPLAYS
+) -> "tuple[pl.DataFrame, Profile]":
+    """Computes a plan as `collect` does, and measures it: `explain` with what was.
+
+    **Arguments:** as of `collect`.
+
+    **Returns:** the table, and what each rank did for each operation: rows, bytes, seconds; of a plan that was computed
+    again, the last time.
+
+    **Raises:** as `collect`.
+    """
+
+    def measure() -> tuple[float, bytes, list[Any]]:
+        return time.perf_counter(), *_run_by(_on_rank_measured, pushed_down, lazy_frame, gang)
+
+    start, plan, found = replayed(gang, measure, max_replays=max_replays)
+    table = pl.concat([part.frame for part, _ in found])
+    return table, profile_of(read_bytes(plan), [measured for _, measured in found], time.perf_counter() - start)
+
+
+def _run_by(
+    function: Callable[..., Any],
+    push: Callable[[Node], Node],
+    lazy_frame: "pl.LazyFrame",
+    gang: Gang,
+    name: str | None = None,
+) -> tuple[bytes, list[Any]]:
+    """Returns the plan as the ranks got it, and what `function` returned there."""
     root, memory = read(lazy_frame)
     schema_of(root)  # raises what Polars does
     tables = {node.fields["table"].name for node in topological(root) if node.kind == "Supplied"}
     kept = {table: gang.kept(table) for table in tables if table not in memory}
     parts = [{table: _part(frame, rank, gang.size) for table, frame in memory.items()} for rank in range(gang.size)]
-    return gang.run(_on_rank, bytes_of(root), kept, per_rank=parts, keep=name)
+    plan = bytes_of(push(root))
+    return plan, gang.run(function, plan, kept, per_rank=parts, keep=name)
 
 
 def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.DataFrame":
@@ -113,14 +155,32 @@ def _on_rank(
     return _computed(read_bytes(plan), tables, Ranks(comm))
 
 
+def _on_rank_measured(
+    comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
+) -> tuple[Partition, Measured]:
+    tables = {**kept, **{name: Partition(frame) for name, frame in parts.items()}}
+    root = read_bytes(plan)
+    meter = Meter(root)
+    part = _computed(root, tables, Ranks(comm, meter=meter), push=_as_it_is)
+    return part, meter.measured()
+
+
 def _schema(comm: Communicator, part: Partition) -> Schema:
     del comm
     return part.frame.schema
 
 
-def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partition:
+def _as_it_is(root: Node) -> Node:
+    """Returns the same plan: it is pushed down elsewhere."""
+    return root
+
+
+def _computed(
+    root: Node, tables: Mapping[str, Partition], ranks: Ranks, *, push: Callable[[Node], Node] = pushed_down
+) -> Partition:
     if ranks.size == 1:
-        return Partition(lazy_of(root, {name: Reading(part.frame) for name, part in tables.items()}).collect())
+        readings = {name: Reading(part.frame) for name, part in tables.items()}
+        return Partition(ranks.meter.whole(root, lambda: lazy_of(root, readings).collect()))
     check_hashes(ranks)
     scans = survey(ranks, root)
     known = {
@@ -129,10 +189,10 @@ def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Part
     }
     runner = Runner(ranks, known, scans, _RULES, on_one_rank)
     if reads_little(root, scans):
-        whole = on_first(runner, lambda: lazy_of(root, {}).collect())
+        whole = on_first(runner, lambda: ranks.meter.whole(root, lambda: lazy_of(root, {}).collect()))
         frame, keys = runner.computed(spread(runner, whole)), None
     else:
-        frame, keys = runner.collect(pushed_down(root))
+        frame, keys = runner.collect(push(root))
     if len(set(frame.n_chunks("all"))) > 1:
         frame = frame.rechunk()  # Polars 2.1 does not come back from pickling columns that are cut in other ways
     return Partition(frame, keys)

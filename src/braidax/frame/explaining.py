@@ -2,8 +2,9 @@
 
 from braidax.frame.plan.expressions import columns_of, is_rowwise, kind_of, polars_of
 from braidax.frame.plan.locality import is_local
-from braidax.frame.plan.nodes import Node, read
+from braidax.frame.plan.nodes import Node, read, topological
 from braidax.frame.plan.pushdown import pushed_down
+from braidax.frame.plan.ways import WHOLE, on_one_rank
 from braidax.frame.polars import pl
 
 _WAYS = {
@@ -25,14 +26,15 @@ def explain(lazy_frame: "pl.LazyFrame") -> str:
     """Returns the plan as ranks compute it, one operation a line, the last one first.
 
     Behind each operation stands what crosses between ranks for it; nothing for what each rank does with its own rows.
-    Columns that are not needed are nulls, in `HStack`. What stands as "on one rank" is gathered there.
+    Columns that are not needed are nulls, in `HStack`. What stands as "on one rank" is gathered there: a whole
+    operation, or single expressions of one.
 
     **Raises:** as `braidax.frame.collect`.
     """
     lines: list[str] = []
 
     def visit(node: Node, depth: int) -> None:
-        lines.append("  " * depth + _told(node))
+        lines.append("  " * depth + told(node))
         for source in node.inputs:
             visit(source, depth + 1)
 
@@ -40,17 +42,31 @@ def explain(lazy_frame: "pl.LazyFrame") -> str:
     return "\n".join(lines)
 
 
-def _told(node: Node) -> str:
+def computed_on_one_rank(lazy_frame: "pl.LazyFrame") -> tuple[str, ...]:
+    """Returns what of a plan one rank computes for all, as far as the plan tells: operations, and single expressions.
+
+    **Raises:** as `braidax.frame.collect`.
+    """
+    found: list[str] = []
+    for node in topological(pushed_down(read(lazy_frame)[0])):
+        alone = on_one_rank(node)
+        found += [f"{_words(node)}: {what}" for what in ([WHOLE] if alone is None else alone)]
+    return tuple(found)
+
+
+def told(node: Node) -> str:
+    """Says in a line what a node does, and what crosses between ranks for it."""
     if node.kind == "Supplied":
         return f"table {node.fields['table'].name}: {', '.join(node.fields['table'].schema)}"
-    function = node.fields.get("function")
-    words = _words(node) + (f" {kind_of(function)}" if function is not None else "")
+    words = _words(node)
     if is_local(node):
         return words
-    if function is not None:
-        known = kind_of(function) in ("RowIndex", "Unpivot")
-        return f"{words}   ← {'counts of rows' if known else 'on one rank'}"
-    return f"{words}   ← {_WAYS.get(node.kind, 'on one rank')}"
+    alone = on_one_rank(node)
+    if alone is None:
+        return f"{words}   ← on one rank"
+    if node.kind == "MapFunction":
+        return f"{words}   ← counts of rows"
+    return f"{words}   ← {_WAYS[node.kind]}" + (f"; on one rank: {', '.join(alone)}" if alone else "")
 
 
 def _words(node: Node) -> str:
@@ -73,6 +89,8 @@ def _words(node: Node) -> str:
             return f"Join {kind_of(args['how'])} {', '.join(str(polars_of(key)) for key in keys)}".rstrip()
         case "Slice":
             return f"Slice {node.fields['offset']}, {node.fields['len']}"
+        case "MapFunction":
+            return f"MapFunction {kind_of(node.fields['function'])}"
         case "Scan":
             return f"Scan {kind_of(node.fields['scan_type'])}"
         case _:

@@ -1,31 +1,26 @@
 """`Frame`: a Polars plan and the gang that computes it."""
 
 import secrets
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from braidax.errors import ArgumentError
-from braidax.frame.collecting import collect, keep
-from braidax.frame.explaining import explain
+from braidax.frame.collecting import collect, keep, profile
+from braidax.frame.explaining import computed_on_one_rank, explain
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.supplying import scan
 from braidax.frame.polars import Schema, pl
+from braidax.frame.replaying import MAX_REPLAYS, Kept, Lineage, replayed
+from braidax.frame.sight.profiled import Profile
 from braidax.frame.writing import Format, check_written, new_folder, write_part
 from braidax.gang import Gang
 
-_ELSEWHERE = ("collect_", "sink_", "profile", "describe", "show", "remote", "fetch", "serialize", "inspect")
+_ELSEWHERE = ("collect_", "sink_", "describe", "show", "remote", "fetch", "serialize", "inspect")
+_Result = TypeVar("_Result")
 Files = str | Path | list[str] | list[Path]
-
-
-class _Kept:
-    """A table that ranks keep. **Arguments:** `unused`: takes its name when no frame reads it any more."""
-
-    def __init__(self, name: str, unused: deque[str]) -> None:
-        weakref.finalize(self, unused.append, name)
 
 
 @final
@@ -35,13 +30,17 @@ class Frame:
     Verbs return frames of the same gang; frames among their arguments must be of that gang, too. What `group_by` and
     the like return has `agg`, as with Polars.
 
+    When a rank is lost, another process takes its place, and what is under way is computed again: from the sources of
+    the plan, or the last `persist`. Of a persisted table that a rank has taken along the plan is known: it is computed
+    again, too. Functions of yours in a plan may therefore be called again. `max_replays` says how often at most.
+
     **Arguments:** `lazy_frame`: any plan of Polars. `gang`: computes it.
     """
 
     def __init__(self, lazy_frame: "pl.LazyFrame", gang: Gang) -> None:
         self._lazy_frame = lazy_frame
         self._gang = gang
-        self._kept: tuple[_Kept, ...] = ()
+        self._kept: tuple[Kept, ...] = ()
         self._unused: deque[str] = deque()
 
     @property
@@ -58,22 +57,22 @@ class Frame:
         """What computes it."""
         return self._gang
 
-    def collect(self) -> "pl.DataFrame":
-        """Computes the table, and brings it here. **Raises:** as `braidax.frame.collect`."""
-        self._give_up_unused()
-        return collect(self._lazy_frame, self._gang)
+    def collect(self, *, max_replays: int = MAX_REPLAYS) -> "pl.DataFrame":
+        """Computes the table, and brings it here. **Arguments:** **Raises:** as `braidax.frame.collect`."""
+        return self._replayed(lambda: collect(self._lazy_frame, self._gang, max_replays=0), max_replays)
 
-    def persist(self) -> "Frame":
+    def persist(self, *, max_replays: int = MAX_REPLAYS) -> "Frame":
         """Computes the table, and keeps it on the ranks, where frames of it begin.
 
-        The ranks give it up when the last frame of it is gone and another one is computed, or with their gang.
+        The ranks give it up when the last frame of it is gone and another one is computed, or with their gang. Its
+        plan, with the tables in memory that it reads, is held as long, to compute it again when a rank is lost.
 
-        **Raises:** as `collect`.
+        **Arguments:** `max_replays`: of computing it now. **Raises:** as `collect`.
         """
-        self._give_up_unused()
-        name = f"frame-{secrets.token_hex(8)}"
-        schema = keep(self._lazy_frame, self._gang, name)
-        return self._of(scan(name, schema), (_Kept(name, self._unused),))
+        name, lazy_frame, gang = f"frame-{secrets.token_hex(8)}", self._lazy_frame, self._gang
+        lineage = Lineage(name, lambda: keep(lazy_frame, gang, name), [one.lineage for one in self._kept])
+        schema = self._replayed(lineage.compute, max_replays)
+        return self._of(scan(name, schema), (Kept(lineage, self._unused),))
 
     def shuffle(self, *, seed: int = 0) -> "Frame":
         """Returns the rows in another order, each order being as likely: the same for any number of ranks.
@@ -84,21 +83,21 @@ class Frame:
         order = self._lazy_frame.with_row_index(place).with_columns(pl.col(place).hash(seed).alias(key))
         return self._of(order.sort(key, place).drop(key, place), self._kept)
 
-    def sink_arrow(self, folder: str | PathLike[str]) -> list[int]:
+    def sink_arrow(self, folder: str | PathLike[str], *, max_replays: int = MAX_REPLAYS) -> list[int]:
         """Computes the table into a new folder of Arrow files, one of each rank, which `braidax.open` opens.
 
         **Arguments:** `folder`: on a disk that all ranks and this process share; it must not be there.
+        `max_replays`: as of `collect`; each replay writes into a folder of its own, which gets the name when whole.
 
         **Returns:** the rows of each file. **Raises:** as `collect`; `ArgumentError` for a path that is taken.
         """
-        return self._sink(folder, "arrow")
+        return self._replayed(lambda: self._sink(folder, "arrow"), max_replays)
 
-    def sink_parquet(self, folder: str | PathLike[str]) -> list[int]:
+    def sink_parquet(self, folder: str | PathLike[str], *, max_replays: int = MAX_REPLAYS) -> list[int]:
         """Computes the table into a new folder of Parquet files, one of each rank: as `sink_arrow`."""
-        return self._sink(folder, "parquet")
+        return self._replayed(lambda: self._sink(folder, "parquet"), max_replays)
 
     def _sink(self, folder: str | PathLike[str], format: Format) -> list[int]:
-        self._give_up_unused()
         name = f"frame-{secrets.token_hex(8)}"
         with new_folder(folder) as unfinished:
             keep(self._lazy_frame, self._gang, name)
@@ -106,17 +105,34 @@ class Frame:
                 written = self._gang.run(write_part, self._gang.kept(name), str(unfinished), format)
                 return check_written(unfinished, written)
             finally:
-                self._gang.delete(name)
+                if name in self._gang.names():  # else it went with the ranks
+                    self._gang.delete(name)
+
+    def _replayed(self, compute: Callable[[], _Result], max_replays: int) -> _Result:
+        self._give_up_unused()
+        tables = [one.lineage for one in self._kept]
+        return replayed(self._gang, compute, max_replays=max_replays, tables=tables)
 
     def explain(self) -> str:
         """Returns the plan, and which of it exchanges rows: as `braidax.frame.explain`."""
         return explain(self._lazy_frame)
 
+    def profile(self, *, max_replays: int = MAX_REPLAYS) -> "tuple[pl.DataFrame, Profile]":
+        """Computes the table, brings it here, and tells what each rank did: as `braidax.frame.profile`."""
+        return self._replayed(lambda: profile(self._lazy_frame, self._gang, max_replays=0), max_replays)
+
+    @property
+    def on_one_rank(self) -> tuple[str, ...]:
+        """What one rank computes for all, as far as the plan tells: operations, and single expressions of others."""
+        return computed_on_one_rank(self._lazy_frame)
+
     def _give_up_unused(self) -> None:
         while self._unused:
-            self._gang.delete(self._unused.popleft())
+            name = self._unused.popleft()
+            if name in self._gang.names():  # else it went with the ranks
+                self._gang.delete(name)
 
-    def _of(self, lazy_frame: "pl.LazyFrame", kept: tuple[_Kept, ...]) -> "Frame":
+    def _of(self, lazy_frame: "pl.LazyFrame", kept: tuple[Kept, ...]) -> "Frame":
         frame = Frame(lazy_frame, self._gang)
         frame._kept, frame._unused = kept, self._unused
         return frame
@@ -133,7 +149,7 @@ class Frame:
         return f"Frame on {self._gang.size} ranks:\n{self._lazy_frame.explain(optimized=False)}"
 
 
-def _lent(value: Any, frame: Frame, kept: tuple[_Kept, ...]) -> Any:
+def _lent(value: Any, frame: Frame, kept: tuple[Kept, ...]) -> Any:
     """Returns what an attribute of Polars is for a frame: plans are frames, and calls take and return them."""
     if isinstance(value, pl.LazyFrame):
         return frame._of(value, kept)  # pyright: ignore[reportPrivateUsage]
@@ -144,7 +160,7 @@ def _lent(value: Any, frame: Frame, kept: tuple[_Kept, ...]) -> Any:
     return value
 
 
-def _call(function: Callable[..., Any], frame: Frame, kept: tuple[_Kept, ...]) -> Callable[..., Any]:
+def _call(function: Callable[..., Any], frame: Frame, kept: tuple[Kept, ...]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         found = list(kept)
         args = tuple(_plain(one, frame, found) for one in args)
@@ -154,7 +170,7 @@ def _call(function: Callable[..., Any], frame: Frame, kept: tuple[_Kept, ...]) -
     return call
 
 
-def _plain(value: Any, frame: Frame, kept: list[_Kept]) -> Any:
+def _plain(value: Any, frame: Frame, kept: list[Kept]) -> Any:
     if not isinstance(value, Frame):
         return value
     if value.gang is not frame.gang:
@@ -166,7 +182,7 @@ def _plain(value: Any, frame: Frame, kept: list[_Kept]) -> Any:
 class _Grouped:
     """What `group_by` and the like return."""
 
-    def __init__(self, value: Any, frame: Frame, kept: tuple[_Kept, ...]) -> None:
+    def __init__(self, value: Any, frame: Frame, kept: tuple[Kept, ...]) -> None:
         self._value, self._frame, self._kept = value, frame, kept
 
     def __getattr__(self, name: str) -> Any:
@@ -179,7 +195,7 @@ def concat(frames: Sequence[Frame], *, how: str = "vertical") -> Frame:
     """Returns frames of one gang one below the other, or side by side: `polars.concat`."""
     if not frames:
         raise ArgumentError("frames is empty: expected at least one")
-    kept: list[_Kept] = []
+    kept: list[Kept] = []
     plans = [_plain(frame, frames[0], kept) for frame in frames]
     concatenated: Any = pl.concat(plans, how=how)  # pyright: ignore[reportArgumentType]
     return frames[0]._of(concatenated, tuple(kept))  # pyright: ignore[reportPrivateUsage]

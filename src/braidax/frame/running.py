@@ -48,6 +48,7 @@ class Runner:
         otherwise: Rule,
     ) -> None:
         self.ranks, self.scans = ranks, scans
+        self._meter = ranks.meter
         self._tables = tables
         self._rules, self._otherwise = rules, otherwise
         self._known: dict[int, tuple[bool, Table, Node]] = {}
@@ -70,12 +71,14 @@ class Runner:
         known = self._known.get(id(node))
         if known is not None and (known[0] or not ordered):
             return known[1]
-        if node.kind == "Supplied":
-            table = self._tables[node.fields["table"].name]
-        elif is_local(node):
-            table = self.local(node, self.run(node.inputs[0], ordered=ordered))
-        else:
-            table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
+        with self._meter.operation(node):
+            if node.kind == "Supplied":
+                table = self._tables[node.fields["table"].name]
+            elif is_local(node):
+                table = self.local(node, self.run(node.inputs[0], ordered=ordered))
+            else:
+                table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
+        self._meter.gave(node, table.node, _rows_of(table))
         if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
             table = self.compute(table)
         self._known[id(node)] = (ordered, table, node)
@@ -103,7 +106,9 @@ class Runner:
             for several in zip(*(table.buckets for table in inputs), strict=True)
         )
         keys = _keys_behind(node, inputs[0].keys) if len(inputs) == 1 else None
-        return Table(node.on(*(table.node for table in inputs)), buckets, keys)
+        made = node.on(*(table.node for table in inputs))
+        self._meter.made(made)
+        return Table(made, buckets, keys)
 
     def held(self, frame: "pl.DataFrame", keys: Sequence[str] | None = None) -> Table:
         """Returns rows that are computed as a table."""
@@ -118,27 +123,44 @@ class Runner:
 
     def computed(self, table: Table) -> "pl.DataFrame":
         """Returns the rows of a table here, one bucket after the other. **Raises:** what Polars does."""
-        frames = self.computed_buckets(table)
-        return frames[0] if len(frames) == 1 else pl.concat(_typed(frames), rechunk=False)
+        frame = _rows_of(table)
+        if frame is not None:
+            return frame
+        return self._meter.local(table.node, lambda: _whole(self._computed_buckets(table)))
 
-    def computed_buckets(self, table: Table) -> "list[pl.DataFrame]":
-        """Returns the rows of each bucket of a table here. **Raises:** what Polars does."""
-        if table.node.kind == "Supplied":
-            name = table.node.fields["table"].name
-            return [readings[name].frame for readings in table.buckets]
+    def _computed_buckets(self, table: Table) -> "list[pl.DataFrame]":
         return [plan.collect() for plan in lazy_of_each(table.node, table.buckets)]
 
     def compute(self, table: Table) -> Table:
         """Returns the table with its rows computed."""
         if table.node.kind == "Supplied":
             return table
-        return self.held_in_buckets(_typed(self.computed_buckets(table)), table.keys)
+        frames: list[pl.DataFrame] = []
+
+        def compute() -> "pl.DataFrame":
+            frames.extend(_typed(self._computed_buckets(table)))
+            return _whole(frames)
+
+        self._meter.local(table.node, compute)
+        return self.held_in_buckets(frames, table.keys)
+
+
+def _whole(frames: "Sequence[pl.DataFrame]") -> "pl.DataFrame":
+    return frames[0] if len(frames) == 1 else pl.concat(_typed(frames), rechunk=False)
 
 
 def _typed(frames: "Sequence[pl.DataFrame]") -> "list[pl.DataFrame]":
     """Returns buckets with the dtypes of those that have rows: a user's function may have told none without."""
     full = next((frame for frame in frames if frame.height), frames[0])
     return [frame if frame.height else full.clear() for frame in frames]
+
+
+def _rows_of(table: Table) -> "pl.DataFrame | None":
+    """Returns the rows here, if they are computed."""
+    if table.node.kind != "Supplied":
+        return None
+    name = table.node.fields["table"].name
+    return _whole([readings[name].frame for readings in table.buckets])
 
 
 def _keys_behind(node: Node, keys: tuple[str, ...] | None) -> tuple[str, ...] | None:

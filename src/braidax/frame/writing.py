@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -38,8 +38,17 @@ def new_folder(folder: str | os.PathLike[str]) -> Generator[Path]:
         yield unfinished
         unfinished.rename(path)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
         raise
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder into which ranks may still begin to write: under another name they do not find it."""
+    removed = folder.with_suffix(".removed")
+    with suppress(OSError):  # it is gone
+        folder.rename(removed)
+    for one in (removed, folder):
+        shutil.rmtree(one, ignore_errors=True)
 
 
 class Written(NamedTuple):

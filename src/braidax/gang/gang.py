@@ -1,5 +1,6 @@
 """Gangs: ranks that stay, call functions together, and keep things between calls."""
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ class Gang(ABC):
 
     A call that raises fails alone: the ranks go on with all that they keep, and meet anew for the next call. When a
     rank dies, the others stay: `lost` names it, `replace` brings another process in its place, `restart` a whole new
-    gang. One thread starts, replaces, restarts and stops it; any thread may call the rest.
+    gang. One thread starts, restarts and stops it; any thread may call the rest.
 
     **Arguments:** `size`: the number of ranks. `job`: the name of the job, without `/`. `timeout_seconds`: how long all
     ranks together may take to start and to meet.
@@ -43,6 +44,7 @@ class Gang(ABC):
         self._ranks: Ranks | None = None
         self._dispatch: Dispatch | None = None
         self._hosts: tuple[str, ...] = ()
+        self._replacing = threading.Lock()
         self._why_not = "it was not started: call start(), or use it in a with block"
 
     @abstractmethod
@@ -208,6 +210,11 @@ class Gang(ABC):
         return () if self._dispatch is None else tuple(sorted(self._dispatch.names))
 
     @final
+    def lacking(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks that keep nothing under a name: lost ones, and those that have not made it."""
+        return self._all if self._dispatch is None else self._dispatch.names.lacking(name)
+
+    @final
     def kept(self, name: str) -> Kept:
         """Returns what stands, anywhere in the arguments of a call, for that which each rank keeps under a name."""
         check_name(name)
@@ -226,6 +233,10 @@ class Gang(ABC):
         `WaitTimeout` when a rank is busy, or late. The gang stays as far as it is there: call it again.
         """
         asked = self._checked(ranks) if ranks else ()
+        with self._replacing:
+            self._replace(asked)
+
+    def _replace(self, asked: tuple[int, ...]) -> None:
         dispatch, started = self._running(), self._ranks
         if started is None or not (asked or dispatch.lost):
             return

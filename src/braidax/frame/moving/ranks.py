@@ -3,7 +3,6 @@
 import io
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,7 @@ from braidax.errors import CommError
 from braidax.frame.moving.splitting import split
 from braidax.frame.moving.wire import Batches, Wire
 from braidax.frame.polars import Schema, msgpack, pl
-
-
-@dataclass
-class Moved:
-    """What a rank has sent. **Fields:** rows and bytes to other ranks, and how many exchanges."""
-
-    num_rows: int = 0
-    num_bytes: int = 0
-    num_exchanges: int = 0
+from braidax.frame.sight.measuring import UNMEASURED, Moved, Unmeasured
 
 
 class Ranks:
@@ -31,11 +22,13 @@ class Ranks:
     What comes from several ranks is in the order of these, and within each in the order in which it lay there.
 
     **Arguments:** `comm`: between the ranks. `window_bytes`: that an exchange keeps in memory for what is on its way.
+    `meter`: measures what is done.
     """
 
-    def __init__(self, comm: Communicator, *, window_bytes: int = 64 << 20) -> None:
+    def __init__(self, comm: Communicator, *, window_bytes: int = 64 << 20, meter: Unmeasured = UNMEASURED) -> None:
         self.rank, self.size = comm.rank, comm.size
         self.moved = Moved()
+        self.meter = meter
         self._comm = comm
         self._window_bytes = window_bytes
 
@@ -81,15 +74,19 @@ class Ranks:
     def all(self, numbers: Sequence[float]) -> NDArray[Any]:
         """Returns numbers of all ranks, `[size, len(numbers)]`."""
         mine = np.asarray(numbers)
-        return np.stack([np.asarray(one) for one in self._comm.all_gather(mine)])
+        with self.meter.phase("wait"):
+            every = self._comm.all_gather(mine)
+        return np.stack([np.asarray(one) for one in every])
 
     def all_objects(self, value: bytes) -> list[bytes]:
         """Returns some bytes of all ranks, in their order."""
-        return [bytes(memoryview(one)) for one in self._comm.all_gather(value)]
+        with self.meter.phase("wait"):
+            return [bytes(memoryview(one)) for one in self._comm.all_gather(value)]
 
     def from_first(self, value: bytes) -> bytes:
         """Returns some bytes of rank 0 on each rank."""
-        return bytes(memoryview(self._comm.broadcast(value, root=0)))
+        with self.meter.phase("wait"):
+            return bytes(memoryview(self._comm.broadcast(value, root=0)))
 
     def _swap(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> "pl.DataFrame":
         if self.size == 1:
@@ -104,15 +101,17 @@ class Ranks:
         """Gives each rank its part, in buckets: as many for each. **Returns:** the buckets from each rank."""
         wire = self._agreed([bucket for part in parts for bucket in part], schema)
         came = [Batches(len(part)) for part in parts]
-        for source, item in self._comm.exchange(self._items(parts, wire), window_bytes=self._window_bytes):
-            came[source].add(item)
+        with self.meter.exchange(self.moved):
+            for source, item in self._comm.exchange(self._items(parts, wire), window_bytes=self._window_bytes):
+                came[source].add(item)
         self.moved.num_exchanges += 1
-        return [
-            [wire.own(bucket) for bucket in parts[rank]]
-            if rank == self.rank
-            else [wire.frame(bucket) for bucket in batches.done]
-            for rank, batches in enumerate(came)
-        ]
+        with self.meter.phase("serialize"):
+            return [
+                [wire.own(bucket) for bucket in parts[rank]]
+                if rank == self.rank
+                else [wire.frame(bucket) for bucket in batches.done]
+                for rank, batches in enumerate(came)
+            ]
 
     def _agreed(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> Wire:
         """Returns how the rows of all ranks travel: the same for all.
@@ -139,7 +138,8 @@ class Ranks:
 
     def _of_rank(self, rank: int, schema: Schema) -> bytes:
         mine = pl.DataFrame(schema=schema).serialize() if rank == self.rank else b""
-        return bytes(memoryview(self._comm.broadcast(mine, root=rank)))
+        with self.meter.phase("wait"):
+            return bytes(memoryview(self._comm.broadcast(mine, root=rank)))
 
     def _items(self, parts: "Sequence[Sequence[pl.DataFrame]]", wire: Wire) -> Iterator[tuple[int, list[Any]]]:
         """Yields what goes to the others: first to the next one, so that not all send to the same."""
@@ -152,7 +152,8 @@ class Ranks:
             self.moved.num_rows += sum(part.height for part in parts[rank])
         while streams:
             for stream in list(streams):
-                item = next(stream[1], None)
+                with self.meter.phase("serialize"):
+                    item = next(stream[1], None)
                 if item is None:
                     streams.remove(stream)
                 else:

@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable
 
 from braidax.frame.plan.nodes import Node
+from braidax.frame.plan.ways import WHOLE
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
@@ -11,6 +12,7 @@ from braidax.frame.running import Runner, Table
 def on_one_rank(runner: Runner, node: Node, ordered: bool) -> Table:
     """Gathers all inputs on rank 0, which computes the node; the result is spread over the ranks again."""
     del ordered
+    runner.ranks.meter.alone(lambda: WHOLE)
     gathered = [runner.ranks.gather(runner.computed(runner.run(source, ordered=True))) for source in node.inputs]
     return spread(runner, compute_first(runner, node, gathered))
 

@@ -11,7 +11,6 @@ from braidax.frame.operators.alone import compute_first
 from braidax.frame.operators.placing import destinations
 from braidax.frame.plan.building import HIDDEN, select, select_columns, value_of, with_columns
 from braidax.frame.plan.expressions import (
-    SMALL,
     Expression,
     aggregation,
     alias,
@@ -20,13 +19,13 @@ from braidax.frame.plan.expressions import (
     is_rowwise,
     is_rowwise_itself,
     is_scalar,
-    keeps_length,
     kind_of,
     parts,
     polars_of,
     with_parts,
 )
 from braidax.frame.plan.supplying import schema_of
+from braidax.frame.plan.ways import way_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
@@ -92,9 +91,10 @@ class _Taking:
     def _value(self, expression: Expression) -> Expression:
         """Returns one value for all rows."""
         found = aggregation(expression)
-        if kind_of(expression) == "Len" or (found is not None and found[0] in SMALL):
+        if way_of(expression) == "combined":
             of = self.replaced(found[1]) if found is not None else None
             return self._combined(expression, found[0] if found else "Len", of)
+        self._note_alone(expression)
         columns = self._columns_of(expression)
         frame = self._runner.computed(self._runner.local(select_columns(self.table.node, columns), self.table))
         whole = self._runner.ranks.gather(frame)
@@ -129,17 +129,17 @@ class _Taking:
 
     def _column(self, expression: Expression) -> Expression:
         """Returns a hidden column with one value for each row."""
-        if not keeps_length(expression):
+        way = way_of(expression)
+        if way == "table":
             raise NotSpread(f"{polars_of(expression)}")
         name = f"{HIDDEN}{self._prefix}-{len(self.hidden)}"
         columns = self._columns_of(expression)
         runner = self._runner
         frame = runner.computed(runner.local(select_columns(self.table.node, columns), self.table))
-        over = expression["Over"] if kind_of(expression) == "Over" else None
-        keys = over["partition_by"] if over is not None else []
-        if keys and over is not None and over["mapping"] == "GroupsToRows" and all(map(is_rowwise, keys)):
-            mine = self._over(frame, expression, keys, name)
+        if way == "dealt":
+            mine = self._over(frame, expression, expression["Over"]["partition_by"], name)
         else:
+            self._note_alone(expression)
             mine = self._on_one_rank(frame, expression, name)
         whole = pl.concat([runner.computed(self.table), mine], how="horizontal")
         self.table = runner.held(whole, self.table.keys)
@@ -169,6 +169,9 @@ class _Taking:
         if runner.ranks.rank == 0 and result.height != whole.height:
             raise NotSpread(f"{polars_of(expression)}")
         return runner.ranks.send_back(result, lengths if runner.ranks.rank == 0 else [0] * runner.ranks.size)
+
+    def _note_alone(self, expression: Expression) -> None:
+        self._runner.ranks.meter.alone(lambda: str(polars_of(expression)))
 
     def _columns_of(self, expression: Expression) -> list[str]:
         """Returns the columns that are read, at least one, so that the number of rows is known."""

@@ -52,6 +52,10 @@ class Names:
         self._there(name)
         del self._versions[name]
 
+    def lacking(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks that have nothing under a name."""
+        return tuple(rank for rank in range(self._size) if rank not in self._versions.get(name, {}))
+
     def check(self, name: str, ranks: Iterable[int]) -> None:
         """Checks that all these ranks have it.
 
