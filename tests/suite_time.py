@@ -11,7 +11,7 @@ BUDGET_SECONDS: dict[str, int] = {
     "comm": 160,
     "connections": 20,
     "data": 125,
-    "frame": 80,
+    "frame": 45,
     "gang": 96,
     "harness": 9,
     "laws": 57,
