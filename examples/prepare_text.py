@@ -18,7 +18,22 @@ import braidax.frame as bf
 from braidax.gang import LocalGang
 
 LENGTH, END = 48, 0
-WORDS = "the a small large red old cat dog bird ship sees finds follows leaves under over beside".split()
+WORDS = [
+    "the",
+    "a",
+    "small",
+    "large",
+    "old",
+    "cat",
+    "dog",
+    "bird",
+    "ship",
+    "sees",
+    "finds",
+    "leaves",
+    "under",
+    "beside",
+]
 
 
 def write(folder):

@@ -93,7 +93,8 @@ def _as_program(script: str, arguments: Sequence[str]) -> Generator[None]:
 def _started(ranks: int | None, kind: Literal["local", "ray", "dask"], scheduler: str | None) -> Generator[Gang]:
     with contextlib.ExitStack() as stack:
         if kind == "dask":
-            from braidax.gang.dask import DaskGang, open_client
+            from braidax.gang.dask import DaskGang
+            from braidax.gang.dask_store import open_client
 
             yield stack.enter_context(DaskGang(stack.enter_context(open_client(scheduler)), ranks))
             return

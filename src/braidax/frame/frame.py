@@ -175,6 +175,13 @@ class _Grouped:
         return _lent(getattr(self._value, name), self._frame, self._kept)
 
 
+def of_kept(name: str, schema: Schema, gang: Gang) -> Frame:
+    """Returns a frame of what ranks keep under a name (`Partition`s), which they give up when no frame reads it."""
+    frame = Frame(scan(name, schema), gang)
+    frame._kept = (_Kept(name, frame._unused),)  # pyright: ignore[reportPrivateUsage]
+    return frame
+
+
 def concat(frames: Sequence[Frame], *, how: str = "vertical") -> Frame:
     """Returns frames of one gang one below the other, or side by side: `polars.concat`."""
     if not frames:
