@@ -17,8 +17,8 @@ SETTINGS = {
 
 
 @contextlib.contextmanager
-def ray_cluster() -> Generator[None]:
-    """Connects this process to a cluster of its own."""
+def ray_cluster(*, num_cpus: int = 8) -> Generator[None]:
+    """Connects this process to a cluster of its own. **Arguments:** `num_cpus`: so many tasks run at once."""
     folder = tempfile.mkdtemp(prefix="braidax-", dir="/tmp")  # the names of Ray's sockets must not be long
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "")
@@ -27,7 +27,7 @@ def ray_cluster() -> Generator[None]:
             patch.setenv(name, value)
         try:
             ray.init(
-                num_cpus=8,
+                num_cpus=num_cpus,
                 include_dashboard=False,
                 object_store_memory=200 << 20,
                 log_to_driver=False,
