@@ -1,4 +1,4 @@
-"""The examples of loading: each trains under its framework on 4 devices, and alike in two processes."""
+"""The examples of loading: each trains under its framework on 4 devices, and alike in two processes; and of frames."""
 
 import os
 import re
@@ -71,6 +71,13 @@ def test_two_processes_learn_what_one_does(run: Run) -> None:
     found, expected = run("load_explicit", *LAUNCH), run("load_explicit")
     assert found[:2] == expected[:2]
     assert found[2:] == pytest.approx(expected[2:], rel=2e-3)
+
+
+def test_raw_text_is_prepared_and_trained_on(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    found, expected = run("prepare_text"), Trained(140, 4, 5.9995, 0.7228)
+    assert found[:2] == expected[:2]
+    assert found[2:] == pytest.approx(expected[2:], rel=0.02)
+    assert list((tmp_path_factory.getbasetemp() / "cache/braidax/tables").iterdir()) == []  # the frame is gone
 
 
 def test_all_examples_of_loading_are_tested_and_short() -> None:

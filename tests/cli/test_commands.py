@@ -20,7 +20,7 @@ def test_the_version_is_told() -> None:
     assert run("--version") == (0, f"braidax {braidax.__version__}")
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["plan"], ["launch"], ["inspect"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["plan"], ["launch"], ["frame"], ["inspect"]])
 def test_help_has_two_names(command: list[str]) -> None:
     code, short = run(*command, "-h")
     assert (code, short) == run(*command, "--help")

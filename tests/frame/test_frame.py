@@ -150,3 +150,20 @@ def test_frames_of_two_gangs_do_not_meet(gang: LocalGang) -> None:
             bf.from_polars(table(), gang).join(frame, on="k")
     with pytest.raises(ArgumentError, match="frames is empty"):
         bf.concat([])
+
+
+def test_a_frame_is_what_a_loader_loads(gang: LocalGang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAIDAX_CACHE", str(tmp_path))
+    frame = bf.from_polars(table(), gang).sort("v").select(pl.col("v").cast(pl.Float32), "k")
+    expected = frame.collect()
+    with bx.DataLoader(frame, batch_size=ROWS // 4, seed=None) as loader:
+        batches = list(loader)
+    for name in ("k", "v"):
+        assert np.concatenate([np.asarray(batch[name]) for batch in batches]).tolist() == expected[name].to_list()
+    assert list((tmp_path / "tables").iterdir()) == []
+    assert len(bx.open(frame.head(7))) == 7
+    with pytest.raises(ArgumentError, match=r"has the leaf \['s'\], whose size varies"):
+        bx.DataLoader(bf.from_polars(table(), gang))
+    with pytest.raises(CallFailed, match="conversion from `str` to `i64` failed"):
+        bx.DataLoader(frame.select((pl.col("k").cast(pl.String) + "x").cast(pl.Int64)))
+    assert list((tmp_path / "tables").iterdir()) == []

@@ -22,14 +22,8 @@ from braidax.gang import Gang
 from braidax.gang.actor_store import ActorStore
 from braidax.gang.ray import RayGang, RayStore
 from tests.gang import clusters, staying
+from tests.gang.ray_cluster import SETTINGS, ray_cluster
 from tests.laws.tree import ROOT
-
-SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the home folder
-    "RAY_DEDUP_LOGS": "0",
-}
-
 
 # By JAX, where it runs already: Ray forks to start its processes, which then run another program.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -37,25 +31,8 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeW
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    folder = tempfile.mkdtemp(prefix="braidax-", dir="/tmp")  # the names of Ray's sockets must not be long
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "")
-        patch.delenv("RAY_AUTH_MODE")  # `ray.init` sets it, and here it is taken back
-        for name, value in SETTINGS.items():
-            patch.setenv(name, value)
-        try:
-            ray.init(
-                num_cpus=8,
-                include_dashboard=False,
-                object_store_memory=200 << 20,
-                log_to_driver=False,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=folder,
-            )
-            yield
-        finally:
-            ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    with ray_cluster():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command line: `braidax train`, `braidax plan`, `braidax launch` and `braidax inspect`.
+"""The command line: `braidax train`, `braidax plan`, `braidax launch`, `braidax frame` and `braidax inspect`.
 
 Each command imports what it needs when it is called: `launch` does not wait for JAX.
 """
@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from braidax import __version__
+from braidax.cli.frame import ScriptCommand
 from braidax.errors import BraidaxError
 
 
@@ -212,6 +213,20 @@ def _launch(
     program = Program(script, tuple(arguments or ()), "module" if module else "script", initialize, devices_per_process)
     where = Where(processes, hosts, gang, scheduler, remote)
     launch(program, where, restarts=restarts, transport=transport, grace_seconds=grace_seconds)
+
+
+@app.command("frame", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
+def _frame(
+    script: Annotated[str, typer.Argument(help="Program to run, written for Polars in one process.", metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Of SCRIPT.", metavar="ARGUMENTS")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many compute its plans.")] = None,
+    gang: Annotated[Literal["local", "ray", "dask"], typer.Option(help="Where the ranks are.")] = "local",
+    scheduler: Annotated[str | None, typer.Option(help="Of Dask, such as tcp://host:8786.")] = None,
+) -> None:
+    """Run a program here, with the plans that it collects by Polars computed by the ranks of a gang."""
+    from braidax.cli.frame import run_script
+
+    run_script(script, arguments or (), ranks=ranks, gang=gang, scheduler=scheduler)
 
 
 @app.command("inspect")

@@ -128,7 +128,8 @@ def _launch_on_gang(program: Program, where: Where, restarts: int, transport: st
         if where.processes is None:
             raise ArgumentError("--gang ray needs --processes: say how many ranks to start")
         return launch_on(RayGang(where.processes, transport=transport), program, restarts=restarts, transport=transport)
-    from braidax.gang.dask import DaskGang, open_client
+    from braidax.gang.dask import DaskGang
+    from braidax.gang.dask_store import open_client
 
     with open_client(where.scheduler) as client:
         gang = DaskGang(client, where.processes, transport=transport)

@@ -7,21 +7,20 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from braidax.data.fetching.depth import Depth
 from braidax.data.fetching.fetch import Batch, Fetch
+from braidax.data.given import Given, OnError, Workers
 from braidax.data.knobs import Knobs, Stats
 from braidax.data.multihost.meeting import ProcessGroup, agreeing, process_group
 from braidax.data.multihost.replicas import Replicas
 from braidax.data.multihost.rounds import Rounds, begin
 from braidax.data.multihost.small_leaves import quicker
-from braidax.data.open import open as open_source
 from braidax.data.sampling.order import Cursor, Order, Remainder
 from braidax.data.sharding.compiled_step import devices_of, specs_like
 from braidax.data.sharding.explain import Explanation, explain
@@ -29,9 +28,7 @@ from braidax.data.sharding.load_plan import plan_load
 from braidax.data.sharding.load_sharding import device_grid
 from braidax.data.sharding.masks import MASK, Mask, split_mask
 from braidax.data.sharding.specs import completed, shared_batch_parts
-from braidax.data.source import Sliced, Source, batch_spec, is_varying, source_at
-from braidax.data.transforms.skipping import skipping
-from braidax.data.workers.processes.in_processes import InProcesses, in_processes
+from braidax.data.source import Sliced, Source, batch_spec, source_at
 from braidax.errors import ArgumentError, BraidaxError, WaitTimeout
 from braidax.spans import LaneTotal, Trace
 
@@ -41,9 +38,6 @@ _LANES = {"wait": "wait", "read": "read", "decode": "decode", "collate": "collat
 
 _INTERRUPTED_SECONDS = 2.0  # which reads under way have to end after Ctrl-C
 
-OnError = Literal["raise", "skip"]
-Workers = Literal["threads", "processes"]
-
 
 class DataLoader:
     """Batches of a source as global `jax.Array`s, globally shuffled, prefetched onto their devices.
@@ -51,9 +45,10 @@ class DataLoader:
     A batch is a pure function of `(seed, epoch, position)`: the same for any number of threads or devices and after any
     restart. One `for` runs from the cursor to the end of the epoch, or of the next `epochs` epochs.
 
-    **Arguments:** `source`: a `Source`, a path that `braidax.open` knows, or any object with `__len__` and
-    `__getitem__`. `mesh`: what `PartitionSpec`s refer to; by default that of `jax.set_mesh`, else one device.
-    `specs`: a `PartitionSpec` or `NamedSharding`, or a PyTree of them like the batch; dim 0 is the batch, by default
+    **Arguments:** `source`: a `Source`, a path that `braidax.open` knows, any object with `__len__` and
+    `__getitem__`, or a `braidax.frame.Frame`, which is computed now. `mesh`: what `PartitionSpec`s refer to; by
+    default that of `jax.set_mesh`, else one device. `specs`: a `PartitionSpec` or `NamedSharding`, or a PyTree of them
+    like the batch; dim 0 is the batch, by default
     split over all axes of the mesh. `batch_size`: samples in a global batch; by default about 128, divisible by the
     sharding (and logged). `seed`: of the shuffle; None keeps the source's order.
     `epochs`: a `for` ends when the cursor's epoch is a multiple of it; None never ends. `remainder`: `"drop"` leaves
@@ -93,7 +88,7 @@ class DataLoader:
     ) -> None:
         self._knobs = knobs or Knobs()
         limit = self._knobs.timeout_seconds
-        self._processes: InProcesses | None = None
+        self._given: Given | None = None
         self._fetch: Fetch | None = None
         self._running: object = None  # the iteration that owns the cursor
         if like is None:
@@ -103,11 +98,8 @@ class DataLoader:
             undo.callback(self.close)
             with agreeing(self._group, timeout_seconds=limit) as facts:
                 _check(workers, epochs=epochs, microbatches=microbatches, checksum_every=checksum_every)
-                opened: Source = source if isinstance(source, Source) else open_source(source)
-                _check_fixed(opened)
-                if workers == "processes":
-                    self._processes = in_processes(opened, timeout_seconds=limit)
-                self.source: Source = _skipping(self._processes or opened, on_error)
+                self._given = Given(source, self._group, workers=workers, on_error=on_error, timeout_seconds=limit)
+                self.source: Source = self._given.source
                 if like is not None:
                     specs, batch_size = _like(like, self.source, mesh, specs, batch_size, microbatches)
                 if batch_size is None:
@@ -321,7 +313,9 @@ class DataLoader:
     def close(self) -> None:
         """Ends a `for` that is under way: its threads are joined, batches in flight are dropped, processes ended.
 
-        May be called twice. **Raises:** `WaitTimeout` if a read does not end in time.
+        The rows of a frame are gone then. May be called twice.
+
+        **Raises:** `WaitTimeout` if a read does not end in time.
         """
         self._running = None
         try:
@@ -329,8 +323,8 @@ class DataLoader:
                 self._fetch.close(timeout_seconds=self._knobs.timeout_seconds)
                 self._fetch = None
         finally:
-            if self._processes is not None:
-                self._processes.close()
+            if self._given is not None:
+                self._given.close()
 
     def __enter__(self) -> "DataLoader":
         return self
@@ -343,12 +337,6 @@ class DataLoader:
             f"DataLoader({type(self.source).__name__} of {self.num_samples} samples, batch_size={self.batch_size}, "
             f"epochs={self.epochs}, cursor={self._cursor}, knobs={self._knobs})"
         )
-
-
-def _skipping(source: Source, on_error: OnError) -> Source:
-    if on_error not in ("raise", "skip"):
-        raise ArgumentError(f"on_error={on_error!r} is not 'raise' or 'skip'")
-    return skipping(source) if on_error == "skip" else source
 
 
 def _check(workers: str, **numbers: int | None) -> None:
@@ -374,18 +362,6 @@ def _like(
     if batch_size not in (None, found):
         raise ArgumentError(f"batch_size={batch_size}, but the step of like= was compiled for {found}; leave it out")
     return specs, found
-
-
-def _check_fixed(source: Source) -> None:
-    """Raises `ArgumentError` when samples have a leaf of varying size."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(source.sample_spec):
-        if is_varying(leaf):
-            raise ArgumentError(
-                f"source={type(source).__name__} has the leaf {jax.tree_util.keystr(path)}, whose size varies from "
-                "sample to sample, but the arrays of a batch have one shape: tokenize, pad, pack or decode it "
-                "(braidax.data.tokenized, padded, packed, decoded), turn it into arrays of one shape with "
-                "open(transform=...), or leave it out with open(columns=...)"
-            )
 
 
 def _default_batch_size(num_samples: int, parts: int, remainder: Remainder) -> int:

@@ -21,6 +21,7 @@ from braidax.data.storage import Files, Ranges, Remote, open_files
 from braidax.data.storage.inflate import compression_of, inflated_head
 from braidax.data.transforms.images.decode import Decode
 from braidax.data.transforms.wrapping import check_size
+from braidax.data.written import WritesArrow, write
 from braidax.errors import ArgumentError, FormatError
 
 _HEAD_BYTES = 4096  # of a tar, up to the header of its first member, behind what pax says of it
@@ -49,8 +50,9 @@ def open(
 
     - `path_or_object`: a file or folder, whose format is recognized from its contents (docs/sources.md lists them); a
       pattern such as `"data/*.jsonl"`, or a list of files; the same as URLs: `s3://`, `gs://`, `http://`, `https://`; a
-      dict of arrays or one array; or any object with `__len__` and `__getitem__`. Several files are one source, in the
-      order of their names or of the list.
+      dict of arrays or one array; any object with `__len__` and `__getitem__`; or a `braidax.frame.Frame`, which is
+      computed now into a folder that goes with the source. Several files are one source, in the order of their names
+      or of the list.
     - `image_size`: `(height, width)` in pixels to resize the leaf `"image"` to; encoded images are decoded.
     - `decode`: how an image folder resizes, `"fast"` (the default) or `"exact"`; see `braidax.data.decoded`.
     - `split`: `"train"` (the default) or `"test"`, where a format has splits.
@@ -218,6 +220,8 @@ def _wrap(given: Any) -> Source:
         return from_arrays(cast("Mapping[str, Any]", given))
     if type(given).__module__.partition(".")[0] in _TABLES:
         return from_arrays(_columns_of(given))
+    if isinstance(given, WritesArrow):
+        return write(given).source
     if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
         return IndexableSource(given)
     raise ArgumentError(

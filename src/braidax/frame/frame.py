@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, GangError
 from braidax.frame.collecting import collect, keep, profile
 from braidax.frame.explaining import computed_on_one_rank, explain
 from braidax.frame.plan.building import HIDDEN
@@ -189,6 +189,17 @@ class _Grouped:
         if name.startswith("_"):
             raise AttributeError(name)
         return _lent(getattr(self._value, name), self._frame, self._kept)
+
+
+def of_kept(name: str, schema: Schema, gang: Gang) -> Frame:
+    """Returns a frame of what ranks keep under a name (`Partition`s), which they give up when no frame reads it."""
+
+    def compute() -> None:
+        raise GangError("what ranks took over from a cluster was lost with one of them: take it over again")
+
+    frame = Frame(scan(name, schema), gang)
+    frame._kept = (Kept(Lineage(name, compute, []), frame._unused),)  # pyright: ignore[reportPrivateUsage]
+    return frame
 
 
 def concat(frames: Sequence[Frame], *, how: str = "vertical") -> Frame:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import math
-import os
 import queue
 import secrets
 import time
@@ -16,10 +15,11 @@ from braidax.errors import ArgumentError, GangError
 from braidax.gang.actor_store import ActorStore
 from braidax.gang.calling.parcels import Parcel, own, shown_to_pickle
 from braidax.gang.calling.ranks import Ended, Message, Ranks
+from braidax.gang.cluster import ClusterGang
+from braidax.gang.dask_handing import Places, hand, results, take_back
 from braidax.gang.dask_rank import DaskRank
 from braidax.gang.dask_store import ALIVE, ANSWER_SECONDS, SCHEME, import_distributed
 from braidax.gang.dask_store import DaskStore as DaskStore
-from braidax.gang.gang import Gang
 
 _LEAVE_SECONDS = 2.0  # that ranks may take to leave
 _LOOK_SECONDS = 0.5  # between looks at whether the scheduler still knows the workers
@@ -27,7 +27,7 @@ _PAUSE_SECONDS = 0.1  # between looks for workers that are on their way
 
 
 @final
-class DaskGang(Gang):
+class DaskGang(ClusterGang):
     """A gang whose ranks are actors on the workers of a Dask cluster, one a worker, in the order of their addresses.
 
     A rank runs in a thread of its own in the worker's process, so tasks of Dask go on beside it, and so do ranks of
@@ -57,7 +57,7 @@ class DaskGang(Gang):
         distributed = import_distributed()
         if not isinstance(client, distributed.Client) or client.asynchronous:
             raise ArgumentError(f"{client=}: expected a distributed.Client that is not asynchronous")
-        self._client = client
+        self.client = client
         self._allowed = None if workers is None else frozenset(workers)
         self._transport = transport
         self._timeout_seconds = timeout_seconds
@@ -74,17 +74,31 @@ class DaskGang(Gang):
         """The address of each rank's worker, by rank, as of the last start."""
         return tuple(self._workers)
 
+    def _hand(self, token: str, references: Sequence[Sequence[Any]]) -> None:
+        hand(self._places, token, references)
+
+    def _take_back(self, token: str) -> None:
+        take_back(self._places, token)
+
+    def _results(self, fn: Callable[[Any], Any], name: str) -> list[Any]:
+        return results(self._places, fn, name)
+
+    @property
+    def _places(self) -> Places:
+        keys = self._ranks.keys if isinstance(self._ranks, _DaskRanks) else ()
+        return Places(self.client, tuple(zip(self._workers, keys, strict=False)))
+
     def _begin(self, deadline: float) -> Ranks:
         self._workers = self._chosen(deadline, self._all)
         member = {"transport": self._transport, "timeout_seconds": self._timeout_seconds}
-        return _DaskRanks(self._client, self._workers, self._chosen, self._job, member, deadline)
+        return _DaskRanks(self.client, self._workers, self._chosen, self._job, member, deadline)
 
     def _close(self) -> None:
         pass  # the client is not ours
 
     def _there(self) -> list[str]:
         """Returns the addresses of the workers that may be used, sorted."""
-        return sorted(worker for worker in self._client.nthreads() if self._allowed is None or worker in self._allowed)
+        return sorted(worker for worker in self.client.nthreads() if self._allowed is None or worker in self._allowed)
 
     def _chosen(self, deadline: float, ranks: Collection[int], lost: Collection[str] = ()) -> list[str]:
         """Waits for enough workers, and returns one a rank. A rank that had one keeps it, if that is still there.
@@ -115,7 +129,7 @@ class DaskGang(Gang):
 
     def _cluster(self) -> str:
         among = "" if self._allowed is None else f", of which workers= allows {len(self._allowed)}"
-        return f"the Dask cluster at {self._client.scheduler.address} has {len(self._client.nthreads())} workers{among}"
+        return f"the Dask cluster at {self.client.scheduler.address} has {len(self.client.nthreads())} workers{among}"
 
 
 class _DaskRanks(Ranks):
@@ -156,6 +170,11 @@ class _DaskRanks(Ranks):
         except BaseException:
             self.end("stop")
             raise
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The key of each rank's actor, as far as it is there."""
+        return [self._made[rank].key for rank in sorted(self._made)]
 
     def ask(self, messages: Mapping[int, Message]) -> None:
         bodies = {id(message.body): shown_to_pickle(message.body) for message in messages.values()}
@@ -376,23 +395,3 @@ def _note_end(task: "asyncio.Task[Any]") -> None:
 
 async def _asked(actor: Any, method: str, *args: Any) -> Any:
     return await getattr(actor, method)(*args)
-
-
-def open_client(address: str | None) -> Any:
-    """Returns a client of a Dask cluster, to be closed.
-
-    **Arguments:** `address`: of the scheduler, such as `tcp://host:8786`; None is what `DASK_SCHEDULER_ADDRESS` says.
-
-    **Raises:** `ArgumentError` when nobody says, `GangError` when the scheduler does not answer.
-    """
-    distributed = import_distributed()
-    address = address or os.environ.get("DASK_SCHEDULER_ADDRESS")
-    if not address:
-        raise ArgumentError(
-            "address=None, and the environment variable DASK_SCHEDULER_ADDRESS is not set; expected the address of "
-            "Dask's scheduler in one of them (--scheduler), such as tcp://host:8786"
-        )
-    try:
-        return distributed.Client(address, set_as_default=False)
-    except (OSError, ValueError) as error:
-        raise GangError(f"{address}: no scheduler of Dask answers there ({error}); does it run?") from error

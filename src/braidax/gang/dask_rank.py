@@ -62,6 +62,18 @@ class DaskRank:
         self._answer = None  # the next call may be long in coming
         return shown_to_pickle(parcel)
 
+    def hand(self, token: str, value: Any) -> None:
+        """Does what `Member.hand` does; a task on this worker calls it."""
+        self._member.hand(token, value)
+
+    def take_back(self, token: str) -> None:
+        """Does what `Member.take_back` does."""
+        self._member.take_back(token)
+
+    def kept(self, name: str) -> Any:
+        """Does what `Member.kept` does."""
+        return self._member.kept(name)
+
     async def abort(self, call: int, reason: str) -> None:
         """Does what `Member.abort` does."""
         await asyncio.to_thread(self._member.abort, call, reason)

@@ -1,11 +1,12 @@
 """The store of ranks on Dask: an actor on one of the workers."""
 
+import os
 import time
 from typing import Any, final
 
 from braidax.comm.stores.limits import check_amount, check_value, key_bytes
 from braidax.comm.stores.store import Store, missing
-from braidax.errors import ArgumentError, CommError, import_extra
+from braidax.errors import ArgumentError, CommError, GangError, import_extra
 from braidax.gang.actor_store import ActorStore
 
 SCHEME = "dask:"
@@ -98,6 +99,26 @@ class DaskStore(Store):
                 if left <= 0:
                     raise
         raise CommError(f"{self._address}: this DaskStore is closed; open another one")
+
+
+def open_client(address: str | None) -> Any:
+    """Returns a client of a Dask cluster, to be closed.
+
+    **Arguments:** `address`: of the scheduler, such as `tcp://host:8786`; None is what `DASK_SCHEDULER_ADDRESS` says.
+
+    **Raises:** `ArgumentError` when nobody says, `GangError` when the scheduler does not answer.
+    """
+    distributed = import_distributed()
+    address = address or os.environ.get("DASK_SCHEDULER_ADDRESS")
+    if not address:
+        raise ArgumentError(
+            "address=None, and the environment variable DASK_SCHEDULER_ADDRESS is not set; expected the address of "
+            "Dask's scheduler in one of them (--scheduler), such as tcp://host:8786"
+        )
+    try:
+        return distributed.Client(address, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise GangError(f"{address}: no scheduler of Dask answers there ({error}); does it run?") from error
 
 
 def import_distributed() -> Any:

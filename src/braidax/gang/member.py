@@ -22,7 +22,7 @@ from braidax.comm.rendezvous import DEFAULT, give_up_meeting
 from braidax.errors import Aborted, ArgumentError, BraidaxError, CommError, GangError, PeerLost
 from braidax.gang.calling.orders import DONE, FAILED, Failure, LostRank, Meeting, Order
 from braidax.gang.calling.parcels import Parcel, pack, unpack
-from braidax.gang.keeping.kept import Kept
+from braidax.gang.keeping.kept import Handed, Kept
 
 
 @final
@@ -53,6 +53,7 @@ class Member:
         self._comms: dict[tuple[str, int], Communicator] = {}
         self._kept: dict[str, tuple[int, Any]] = {}
         self._made: tuple[str, int, Any] | None = None  # by the last call; the next order says whether it is kept
+        self._handed: dict[str, Any] = {}  # by token; other threads put it there
         self._lock = threading.Lock()
         self._order: Order | None = None  # of the call under way
         self._aborted: tuple[int, str] = (0, "")  # the call that is to end, which may not have begun, and why
@@ -81,6 +82,18 @@ class Member:
         finally:
             with self._lock:
                 self._order = None
+
+    def hand(self, token: str, value: Any) -> None:
+        """Has a value ready for the call that names it by its token (`Handed`). Any thread may call this."""
+        self._handed[token] = value
+
+    def take_back(self, token: str) -> None:
+        """Gives up what was handed over and not taken. Any thread may call this."""
+        self._handed.pop(token, None)
+
+    def kept(self, name: str) -> Any:
+        """Returns what is kept under a name. Any thread may call this. **Raises:** `GangError` where nothing is."""
+        return self._look_up(name)
 
     def abort(self, call: int, reason: str) -> None:
         """Ends the epoch of a call, if that is under way: it raises `Aborted` at its next message, on all its ranks.
@@ -119,6 +132,7 @@ class Member:
     def leave(self) -> None:
         """Leaves the other ranks and the store, and gives up all that is kept. A second call does nothing."""
         self._kept, self._made = {}, None
+        self._handed.clear()
         try:
             for key in list(self._comms):
                 self._close(key)
@@ -195,6 +209,8 @@ class Member:
             give_up_meeting(self._store, job=meeting.job, epoch=meeting.epoch, reason=reason)
 
     def _look_up(self, name: str) -> Any:
+        if name in self._handed:
+            return self._handed.pop(name)
         if name not in self._kept:
             raise GangError(
                 f"rank {self._rank} does not keep {name!r}, which the gang believes it does; call restart()"
@@ -253,6 +269,8 @@ def pack_value(value: Any, job: str) -> tuple[Parcel, frozenset[str]]:
     names: set[str] = set()
 
     def refer(part: Any) -> str | None:
+        if isinstance(part, Handed) and part.job == job:
+            return part.token
         if not isinstance(part, Kept):
             return None
         if part.job != job:

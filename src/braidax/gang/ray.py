@@ -5,28 +5,22 @@ import math
 import os
 import queue
 import secrets
-import socket
-import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final, get_args
-
-import numpy as np
 
 from braidax.errors import ArgumentError, GangError
 from braidax.gang.actor_store import ActorStore
 from braidax.gang.calling.parcels import Parcel, own, shown_to_pickle
 from braidax.gang.calling.ranks import Ended, Message, Ranks
-from braidax.gang.gang import Gang
+from braidax.gang.cluster import ClusterGang
 from braidax.gang.keeping.kept import listed
-from braidax.gang.member import Member
+from braidax.gang.ray_rank import RayRank
 from braidax.gang.ray_store import ANSWER_SECONDS, SCHEME, import_ray, told
 from braidax.gang.ray_store import RayStore as RayStore
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-
-Arrays = list[np.ndarray[Any, np.dtype[np.uint8]]]
 
 _NAMESPACE = "braidax"
 _LEAVE_SECONDS = 2.0  # a rank that does not leave by itself in that time is killed
@@ -47,7 +41,7 @@ class _Options:
 
 
 @final
-class RayGang(Gang):
+class RayGang(ClusterGang):
     """A gang whose ranks are actors on a Ray cluster, in one placement group.
 
     It uses the cluster that this process is connected to, and calls `ray.init()` only when there is none; what that
@@ -95,6 +89,20 @@ class RayGang(Gang):
         self._options = _Options(transport, bundle, strategy, dict(environment or {}), timeout_seconds)
         self._ray = import_ray()
         self._started = ""  # the address of the cluster that this gang started
+
+    def _hand(self, token: str, references: Sequence[Sequence[Any]]) -> None:
+        self._ray_ranks.each("hand", [(token, list(own)) for own in references])
+
+    def _take_back(self, token: str) -> None:
+        self._ray_ranks.take_back(token)
+
+    def _results(self, fn: Callable[[Any], Any], name: str) -> list[Any]:
+        return self._ray_ranks.each("result", [(name, fn)] * self.size)
+
+    @property
+    def _ray_ranks(self) -> "_RayRanks":
+        assert isinstance(self._ranks, _RayRanks)
+        return self._ranks
 
     def _begin(self, deadline: float) -> Ranks:
         if self._ray.is_initialized():
@@ -184,6 +192,32 @@ class _RayRanks(Ranks):
 
     def wake(self) -> None:
         self._news.put(None)
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls a method of each rank, and returns references to the results when all are there.
+
+        **Raises:** what a method or an object's task did; `GangError` when a rank or an object is lost.
+        """
+        found: list[Any] = []
+        asked = [
+            getattr(self._actors[rank], method).options(num_returns=2).remote(*each)
+            for rank, each in enumerate(arguments)
+        ]
+        for rank, (done, result) in enumerate(asked):  # the first is there with the second, and brings nothing here
+            try:
+                self._ray.get(done)
+            except self._ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except self._ray.exceptions.RayError as error:
+                raise GangError(f"rank {rank} cannot take or give what Ray keeps: {told(error)}") from error
+            found.append(result)
+        return found
+
+    def take_back(self, token: str) -> None:
+        """Lets ranks give up what they were handed, as far as they are there; does not wait."""
+        with _quietly():
+            for actor in self._actors.values():
+                actor.take_back.remote(token)
 
     def abort(self, ranks: Collection[int], call: int, reason: str) -> None:
         for rank in ranks:
@@ -286,7 +320,7 @@ class _RayRanks(Ranks):
         }
         if self._options.environment:
             options["runtime_env"] = {"env_vars": self._options.environment}
-        return self._ray.remote(concurrency_groups={_CONTROL: 2})(_Rank).options(**options)
+        return self._ray.remote(concurrency_groups={_CONTROL: 2})(RayRank).options(**options)
 
     def _find(self, ranks: Collection[int], deadline: float) -> None:
         """Waits until actors are there, and notes where."""
@@ -316,44 +350,6 @@ class _RayRanks(Ranks):
             self.kill([rank])
             how = f"ended without an answer: {told(error)}; Ray keeps what it wrote in its log folder, worker-*-{pid}.*"
             return Ended(host, pid, how, time.time())
-
-
-class _Rank:
-    """An actor that is a rank; Ray shows what it prints with `repr` of it in front.
-
-    Its methods run in its main thread, but for `abort` and `stay`, which are called in a group of their own.
-    """
-
-    def __init__(self, address: str, rank: int, member: Mapping[str, Any]) -> None:
-        self._rank = rank
-        self._member = Member(RayStore(address), rank=rank, **member)
-
-    def __repr__(self) -> str:
-        return f"rank {self._rank}"
-
-    def where(self) -> tuple[str, int]:
-        """Returns the names of the host and of the process."""
-        return socket.gethostname(), os.getpid()
-
-    def answer(self, head: Arrays, body: Arrays) -> Arrays:
-        """Answers what `Member.answer` does. All are parts as arrays, which Ray shares as they are."""
-        return shown_to_pickle(self._member.answer(own(head), own(body)))
-
-    def abort(self, call: int, reason: str) -> None:
-        """Does what `Member.abort` does."""
-        self._member.abort(call, reason)
-
-    def stay(self) -> None:
-        """Never returns: a call of this fails when the actor ends."""
-        threading.Event().wait()
-
-    def move(self, address: str) -> None:
-        """Meets at another store from now on."""
-        self._member.move(RayStore(address))
-
-    def leave(self) -> None:
-        """Leaves the other ranks."""
-        self._member.leave()
 
 
 def _quietly() -> contextlib.AbstractContextManager[None]:

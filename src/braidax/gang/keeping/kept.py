@@ -21,6 +21,18 @@ class Kept:
 
 
 @final
+@dataclass(frozen=True)
+class Handed:
+    """Stands for what each rank was handed by its cluster, anywhere in the arguments of one call.
+
+    **Fields:** `token`: under which the ranks have it until that call takes it. `job`: of the gang.
+    """
+
+    token: str
+    job: str
+
+
+@final
 class Names:
     """Which rank of a gang has what: for each name, by rank, the number of the call that made it. One thread uses it.
 
