@@ -7,9 +7,11 @@ if TYPE_CHECKING:
     from braidax.frame.collecting import collect, collect_partition
     from braidax.frame.explaining import explain
     from braidax.frame.frame import Frame, concat, from_polars, scan_csv, scan_ipc, scan_ndjson, scan_parquet
+    from braidax.frame.spilling.memory import Memory
 
 __all__ = [
     "Frame",
+    "Memory",
     "collect",
     "collect_partition",
     "concat",
@@ -26,6 +28,7 @@ _HOMES = {
     "braidax.frame.collecting": ("collect", "collect_partition"),
     "braidax.frame.explaining": ("explain",),
     "braidax.frame.frame": ("Frame", "concat", "from_polars", "scan_csv", "scan_ipc", "scan_ndjson", "scan_parquet"),
+    "braidax.frame.spilling.memory": ("Memory",),
 }
 
 

@@ -1,6 +1,7 @@
 """Plans computed by ranks: by those of a gang, or by all who call at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Rule, Runner, Table
+from braidax.frame.spilling.memory import Memory
+from braidax.frame.spilling.rules import RULES as SPILLING_RULES
+from braidax.frame.spilling.running import SpillingRunner
+from braidax.frame.spilling.store import Spill
 from braidax.gang import Gang
 
 _RULES: Mapping[str, Rule] = {
@@ -46,41 +51,50 @@ class Partition:
     keys: tuple[str, ...] | None = None
 
 
-def collect(lazy_frame: "pl.LazyFrame", gang: Gang) -> "pl.DataFrame":
+def collect(lazy_frame: "pl.LazyFrame", gang: Gang, *, memory: Memory | None = None) -> "pl.DataFrame":
     """Computes a plan of Polars by the ranks of a gang.
 
     **Arguments:** `lazy_frame`: any. Its tables in memory go to the ranks in parts, its files the ranks read in parts.
-    `gang`: of one or more ranks.
+    `gang`: of one or more ranks. `memory`: bounds what each rank takes; the result, which is brought here, comes on top
+    of it.
 
     **Returns:** what `lazy_frame.collect()` does: the same rows, in the same order where Polars defines one.
 
     **Raises:** what Polars does for a plan that cannot be; `CallFailed` with the rank and its traceback for one that
     fails on its rows; `PeerLost`, `GangError`; `ArgumentError` for plans of a Polars that is not known.
     """
-    return pl.concat([part.frame for part in _run(lazy_frame, gang)])
+    return pl.concat([part.frame for part in run(lazy_frame, gang, _on_rank, memory)])
 
 
-def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str) -> Schema:
+def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str, memory: Memory | None = None) -> Schema:
     """Computes a plan as `collect` does, and leaves the rows on the ranks, under a name. **Returns:** the columns."""
-    _run(lazy_frame, gang, name)
+    run(lazy_frame, gang, _on_rank, memory, name=name)
     return gang.run(_schema, gang.kept(name))[0]
 
 
-def _run(lazy_frame: "pl.LazyFrame", gang: Gang, name: str | None = None) -> list[Any]:
-    """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory."""
+def run(
+    lazy_frame: "pl.LazyFrame", gang: Gang, function: Callable[..., Any], *arguments: Any, name: str | None = None
+) -> list[Any]:
+    """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory.
+
+    **Arguments:** `function`: called on each rank with its communicator, the plan as bytes, `arguments`, the tables
+    that it keeps, and its parts of those in memory. `name`: under which it keeps what that returns.
+    """
     root, memory = read(lazy_frame)
     root = pushed_down(root)
     tables = {node.fields["table"].name for node in topological(root) if node.kind == "Supplied"}
     kept = {table: gang.kept(table) for table in tables if table not in memory}
     parts = [{table: _part(frame, rank, gang.size) for table, frame in memory.items()} for rank in range(gang.size)]
-    return gang.run(_on_rank, bytes_of(root), kept, per_rank=parts, keep=name)
+    return gang.run(function, bytes_of(root), *arguments, kept, per_rank=parts, keep=name)
 
 
-def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.DataFrame":
+def collect_partition(
+    lazy_frame: "pl.LazyFrame", comm: Communicator, *, memory: Memory | None = None
+) -> "pl.DataFrame":
     """Computes a plan together with all other ranks, which call this with the same plan.
 
     **Arguments:** `lazy_frame`: any of Polars. Of tables in memory, which each rank has, it takes its part; files it
-    reads in parts.
+    reads in parts. `memory`: as of `collect`; the rows of this rank come on top of it.
 
     **Returns:** the rows of this rank. Those of all, one rank after the other, are what `lazy_frame.collect()` gives,
     in its order where Polars defines one.
@@ -88,12 +102,11 @@ def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.Dat
     **Raises:** what Polars does; `CommError` when ranks cannot talk, or hash otherwise; `ArgumentError` for plans of a
     Polars that is not known.
     """
-    root, memory = read(lazy_frame)
-    ranks = Ranks(comm)
-    tables = {name: Partition(_part(frame, ranks.rank, ranks.size)) for name, frame in memory.items()}
+    root, tables = read(lazy_frame)
+    parts = {name: Partition(_part(frame, comm.rank, comm.size)) for name, frame in tables.items()}
     root = pushed_down(root)
     try:
-        return _computed(root, tables, ranks).frame
+        return _computed(root, parts, comm, memory).frame
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         comm.abort(f"a frame failed on rank {comm.rank}: {error}")  # the others may wait for its rows
         raise
@@ -106,10 +119,18 @@ def _part(frame: "pl.DataFrame", rank: int, size: int) -> "pl.DataFrame":
 
 
 def _on_rank(
-    comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
+    comm: Communicator,
+    plan: bytes,
+    memory: Memory | None,
+    kept: "Mapping[str, Partition]",
+    parts: "Mapping[str, pl.DataFrame]",
 ) -> Partition:
-    tables = {**kept, **{name: Partition(frame) for name, frame in parts.items()}}
-    return _computed(read_bytes(plan), tables, Ranks(comm))
+    return _computed(read_bytes(plan), partitions(kept, parts), comm, memory)
+
+
+def partitions(kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]") -> "dict[str, Partition]":
+    """Returns what a rank has of the tables that a plan reads."""
+    return {**kept, **{name: Partition(frame) for name, frame in parts.items()}}
 
 
 def _schema(comm: Communicator, part: Partition) -> Schema:
@@ -117,16 +138,42 @@ def _schema(comm: Communicator, part: Partition) -> Schema:
     return part.frame.schema
 
 
-def _computed(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partition:
-    if ranks.size == 1:
+def _computed(root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory | None) -> Partition:
+    if memory is not None:
+        with begun(root, tables, comm, memory) as (runner, table):
+            return _partition(runner.computed(table), table.keys)
+    if comm.size == 1:
         return Partition(lazy_of(root, {name: Reading(part.frame) for name, part in tables.items()}).collect())
+    ranks = Ranks(comm)
     check_hashes(ranks)
-    known = {
+    return _partition(*Runner(ranks, _known(tables), _RULES, on_one_rank).collect(root))
+
+
+@contextmanager
+def begun(
+    root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory
+) -> Generator[tuple[SpillingRunner, Table]]:
+    """Yields the result of a plan in bounded memory, which can be read until the block ends.
+
+    **Raises:** as `collect_partition`; `ArgumentError` for a limit that is too small for so many ranks, and for a
+    folder that takes no files; `OSError` for a disk that is full.
+    """
+    with Spill(memory, comm.size) as spill:
+        ranks = Ranks(comm, window_bytes=spill.budget.window_bytes)
+        check_hashes(ranks)
+        known = _known(tables)
+        runner = SpillingRunner(ranks, known, _RULES, on_one_rank, spill=spill, spilling_rules=SPILLING_RULES)
+        yield runner, runner.begin(root)
+
+
+def _known(tables: Mapping[str, Partition]) -> dict[str, Table]:
+    return {
         name: Table(supplied(name, part.frame.schema), {name: Reading(part.frame)}, part.keys)
         for name, part in tables.items()
     }
-    runner = Runner(ranks, known, _RULES, on_one_rank)
-    frame, keys = runner.collect(root)
+
+
+def _partition(frame: "pl.DataFrame", keys: tuple[str, ...] | None) -> Partition:
     if len(set(frame.n_chunks("all"))) > 1:
         frame = frame.rechunk()  # Polars 2.1 does not come back from pickling columns that are cut in other ways
     return Partition(frame, keys)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, final
 
 from braidax.errors import ArgumentError
-from braidax.frame.collecting import collect, keep
+from braidax.frame.collecting import collect, keep, run
 from braidax.frame.explaining import explain
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.supplying import scan
 from braidax.frame.polars import Schema, pl
-from braidax.frame.writing import Format, check_written, new_folder, write_part
+from braidax.frame.spilling.memory import Memory
+from braidax.frame.writing import Format, check_written, new_folder, write_bounded, write_part
 from braidax.gang import Gang
 
 _ELSEWHERE = ("collect_", "sink_", "profile", "describe", "show", "remote", "fetch", "serialize", "inspect")
@@ -35,12 +36,13 @@ class Frame:
     Verbs return frames of the same gang; frames among their arguments must be of that gang, too. What `group_by` and
     the like return has `agg`, as with Polars.
 
-    **Arguments:** `lazy_frame`: any plan of Polars. `gang`: computes it.
+    **Arguments:** `lazy_frame`: any plan of Polars. `gang`: computes it. `memory`: bounds what each rank takes for it.
     """
 
-    def __init__(self, lazy_frame: "pl.LazyFrame", gang: Gang) -> None:
+    def __init__(self, lazy_frame: "pl.LazyFrame", gang: Gang, *, memory: Memory | None = None) -> None:
         self._lazy_frame = lazy_frame
         self._gang = gang
+        self._memory = memory
         self._kept: tuple[_Kept, ...] = ()
         self._unused: deque[str] = deque()
 
@@ -61,7 +63,7 @@ class Frame:
     def collect(self) -> "pl.DataFrame":
         """Computes the table, and brings it here. **Raises:** as `braidax.frame.collect`."""
         self._give_up_unused()
-        return collect(self._lazy_frame, self._gang)
+        return collect(self._lazy_frame, self._gang, memory=self._memory)
 
     def persist(self) -> "Frame":
         """Computes the table, and keeps it on the ranks, where frames of it begin.
@@ -72,7 +74,7 @@ class Frame:
         """
         self._give_up_unused()
         name = f"frame-{secrets.token_hex(8)}"
-        schema = keep(self._lazy_frame, self._gang, name)
+        schema = keep(self._lazy_frame, self._gang, name, self._memory)
         return self._of(scan(name, schema), (_Kept(name, self._unused),))
 
     def shuffle(self, *, seed: int = 0) -> "Frame":
@@ -101,6 +103,9 @@ class Frame:
         self._give_up_unused()
         name = f"frame-{secrets.token_hex(8)}"
         with new_folder(folder) as unfinished:
+            if self._memory is not None:
+                written = run(self._lazy_frame, self._gang, write_bounded, str(unfinished), format, self._memory)
+                return check_written(unfinished, written)
             keep(self._lazy_frame, self._gang, name)
             try:
                 written = self._gang.run(write_part, self._gang.kept(name), str(unfinished), format)
@@ -117,7 +122,7 @@ class Frame:
             self._gang.delete(self._unused.popleft())
 
     def _of(self, lazy_frame: "pl.LazyFrame", kept: tuple[_Kept, ...]) -> "Frame":
-        frame = Frame(lazy_frame, self._gang)
+        frame = Frame(lazy_frame, self._gang, memory=self._memory)
         frame._kept, frame._unused = kept, self._unused
         return frame
 
@@ -185,26 +190,26 @@ def concat(frames: Sequence[Frame], *, how: str = "vertical") -> Frame:
     return frames[0]._of(concatenated, tuple(kept))  # pyright: ignore[reportPrivateUsage]
 
 
-def from_polars(table: "pl.DataFrame | pl.LazyFrame", gang: Gang) -> Frame:
-    """Returns a frame of a table in memory, or of any plan."""
-    return Frame(table.lazy(), gang)
+def from_polars(table: "pl.DataFrame | pl.LazyFrame", gang: Gang, *, memory: Memory | None = None) -> Frame:
+    """Returns a frame of a table in memory, or of any plan. **Arguments:** `memory`: as of `Frame`."""
+    return Frame(table.lazy(), gang, memory=memory)
 
 
-def scan_parquet(source: Files, *, gang: Gang, **options: Any) -> Frame:
+def scan_parquet(source: Files, *, gang: Gang, memory: Memory | None = None, **options: Any) -> Frame:
     """Returns a frame of Parquet files, of which each rank reads its part. **Arguments:** as `polars.scan_parquet`."""
-    return Frame(pl.scan_parquet(source, **options), gang)
+    return Frame(pl.scan_parquet(source, **options), gang, memory=memory)
 
 
-def scan_csv(source: Files, *, gang: Gang, **options: Any) -> Frame:
+def scan_csv(source: Files, *, gang: Gang, memory: Memory | None = None, **options: Any) -> Frame:
     """Returns a frame of CSV files, of which each rank reads its part. **Arguments:** as `polars.scan_csv`."""
-    return Frame(pl.scan_csv(source, **options), gang)
+    return Frame(pl.scan_csv(source, **options), gang, memory=memory)
 
 
-def scan_ndjson(source: Files, *, gang: Gang, **options: Any) -> Frame:
+def scan_ndjson(source: Files, *, gang: Gang, memory: Memory | None = None, **options: Any) -> Frame:
     """Returns a frame of files with an object of JSON a line. **Arguments:** as `polars.scan_ndjson`."""
-    return Frame(pl.scan_ndjson(source, **options), gang)
+    return Frame(pl.scan_ndjson(source, **options), gang, memory=memory)
 
 
-def scan_ipc(source: Files, *, gang: Gang, **options: Any) -> Frame:
+def scan_ipc(source: Files, *, gang: Gang, memory: Memory | None = None, **options: Any) -> Frame:
     """Returns a frame of Arrow files, of which each rank reads its part. **Arguments:** as `polars.scan_ipc`."""
-    return Frame(pl.scan_ipc(source, **options), gang)
+    return Frame(pl.scan_ipc(source, **options), gang, memory=memory)

@@ -10,7 +10,7 @@ from braidax.frame.plan.expressions import kind_of, polars_of
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, supplied, topological
 from braidax.frame.plan.supplying import Reading, lazy_of
-from braidax.frame.polars import pl
+from braidax.frame.polars import Schema, pl
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,15 @@ class Runner:
         self._num_uses: Counter[int] = Counter()
         self._num_held = 0
 
-    def collect(self, root: Node) -> "tuple[pl.DataFrame, tuple[str, ...] | None]":
-        """Returns the rows of the result that are this rank's, and the keys by which they are spread."""
+    def begin(self, root: Node) -> Table:
+        """Returns the result of a plan, as far as other ranks are needed for it."""
         for node in topological(root):
             self._num_uses.update(map(id, node.inputs))
-        table = self.run(root, ordered=True)
+        return self.run(root, ordered=True)
+
+    def collect(self, root: Node) -> "tuple[pl.DataFrame, tuple[str, ...] | None]":
+        """Returns the rows of the result that are this rank's, and the keys by which they are spread."""
+        table = self.begin(root)
         return self.computed(table), table.keys
 
     def run(self, node: Node, *, ordered: bool) -> Table:
@@ -66,14 +70,18 @@ class Runner:
         elif is_local(node):
             table = self.local(node, self.run(node.inputs[0], ordered=ordered))
         else:
-            table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
+            table = self.by_rule(node, ordered)
         if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
-            table = self.held(self.computed(table), table.keys)
+            table = self.compute(table)
         self._known[id(node)] = (ordered, table, node)
         for source in node.inputs:  # whose rows go as soon as nobody reads them
             if self._num_uses[id(source)] <= 1:
                 self._known.pop(id(source), None)
         return table
+
+    def by_rule(self, node: Node, ordered: bool) -> Table:
+        """Returns the result of a node that is not local."""
+        return self._rules.get(node.kind, self._otherwise)(self, node, ordered)
 
     def run_on(self, node: Node, *inputs: Table) -> Table:
         """Returns the result of a node whose inputs have been computed, in order."""
@@ -89,14 +97,18 @@ class Runner:
 
     def held(self, frame: "pl.DataFrame", keys: Sequence[str] | None = None) -> Table:
         """Returns rows that are computed as a table."""
+        return self.read(Reading(frame), frame.schema, keys)
+
+    def read(self, reading: Reading, schema: Schema, keys: Sequence[str] | None = None) -> Table:
+        """Returns what a piece of the plan reads as a table."""
         self._num_held += 1
         name = f"piece-{self._num_held}"
-        return Table(supplied(name, frame.schema), {name: Reading(frame)}, None if keys is None else tuple(keys))
+        return Table(supplied(name, schema), {name: reading}, None if keys is None else tuple(keys))
 
     def computed(self, table: Table) -> "pl.DataFrame":
         """Returns the rows of a table here. **Raises:** what Polars does."""
         if table.node.kind == "Supplied":
-            return table.readings[table.node.fields["table"].name].frame
+            return table.readings[table.node.fields["table"].name].whole()
         return lazy_of(table.node, table.readings).collect()
 
     def compute(self, table: Table) -> Table:

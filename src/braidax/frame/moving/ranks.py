@@ -88,13 +88,17 @@ class Ranks:
         """Gives each rank its part. **Returns:** what came from each rank, in their order."""
         wire = self._agreed(parts, schema)
         came = [Batches() for _ in range(self.size)]
-        for source, item in self._comm.exchange(self._items(parts, wire), window_bytes=self._window_bytes):
+        for source, item in self.exchange(self._items(parts, wire)):
             came[source].add(item)
-        self.moved.num_exchanges += 1
         return [
             wire.own(parts[rank]) if rank == self.rank else wire.frame(batches.done)
             for rank, batches in enumerate(came)
         ]
+
+    def exchange(self, items: Iterator[tuple[int, list[Any]]]) -> Iterator[tuple[int, Any]]:
+        """Streams items between all ranks. **Yields:** what comes, and from whom. See `Communicator.exchange`."""
+        self.moved.num_exchanges += 1
+        yield from self._comm.exchange(items, window_bytes=self._window_bytes)
 
     def _agreed(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> Wire:
         """Returns how the rows of all ranks travel: the same for all.

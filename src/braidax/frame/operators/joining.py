@@ -19,10 +19,11 @@ from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
-_SHARED = {"right": ("Inner", "Left", "Semi", "Anti"), "left": ("Inner", "Right")}
+SHARED = {"right": ("Inner", "Left", "Semi", "Anti"), "left": ("Inner", "Right")}
 """Joins of which each rank may have all rows of one side."""
 
-_LEFT, _RIGHT = HIDDEN + "left", HIDDEN + "right"
+LEFT, RIGHT = HIDDEN + "left", HIDDEN + "right"
+"""The places of the rows of both sides."""
 
 
 def join(runner: Runner, node: Node, ordered: bool) -> Table:
@@ -40,13 +41,13 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
     left, right = (runner.run(source, ordered=needs) for source in node.inputs)
     node = node.on(left.node, right.node)
     if needs:
-        left = runner.held(with_index(runner.ranks, runner.computed(left), _LEFT))
-        right = runner.held(with_index(runner.ranks, runner.computed(right), _RIGHT))
+        left = runner.held(with_index(runner.ranks, runner.computed(left), LEFT))
+        right = runner.held(with_index(runner.ranks, runner.computed(right), RIGHT))
     plain = node.but(options={**node.fields["options"], "args": {**args, "maintain_order": "None"}})
     table = _equi(runner, plain, left, right)
     if not needs:
         return table
-    order = [_LEFT, _RIGHT] if keeps.startswith("Left") else [_RIGHT, _LEFT]
+    order = [LEFT, RIGHT] if keeps.startswith("Left") else [RIGHT, LEFT]
     there = [name for name in order if name in schema_of(table.node)]
     return restored(runner, table, there)
 
@@ -55,7 +56,7 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
     condition, how = node.fields["condition"]["Equi"], kind_of(node.fields["options"]["args"]["how"])
     left_on, right_on = condition["left_on"], condition["right_on"]
     schema_of(node.on(left.node, right.node))  # raises what Polars does for keys that do not fit
-    dtypes = _shared_dtypes(left, left_on, right, right_on)
+    dtypes = shared_dtypes(left, left_on, right, right_on)
     ways = [_placed(left, left_on, dtypes), _placed(right, right_on, dtypes)]
     frames = [runner.computed(left), runner.computed(right)]
     side = _shared_side(runner, how, node.fields["options"]["args"], frames, ways)
@@ -71,9 +72,9 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
                 frames[i] = deal_beside(runner.ranks, frames[i], hashes[i], heavy, stay=i == stays)
             elif not ways[i]:
                 frames[i] = runner.ranks.deal(frames[i], ranks_of(hashes[i], runner.ranks.size))
-        names = _columns(left_on)
-        keys = names if how in _SHARED["right"] and heavy is None else None
-        keys = keys if keys is None or _same_dtypes(left, left_on, dtypes) else None
+        names = key_columns(left_on)
+        keys = names if how in SHARED["right"] and heavy is None else None
+        keys = keys if keys is None or same_dtypes(left, left_on, dtypes) else None
     held = [runner.held(frame) for frame in frames]
     joined = runner.local(node, *held)
     return Table(joined.node, joined.readings, keys)
@@ -97,7 +98,7 @@ def _shared_side(
     num_bytes = runner.ranks.all([frame.estimated_size() for frame in frames]).sum(axis=0)
     dealt = float(np.sum([0 if there else count for there, count in zip(placed, num_bytes, strict=True)]))
     best = None
-    for side, hows in ((1, _SHARED["right"]), (0, _SHARED["left"])):
+    for side, hows in ((1, SHARED["right"]), (0, SHARED["left"])):
         if how in hows and num_bytes[side] * size < dealt:
             best, dealt = side, num_bytes[side] * size
     return best
@@ -107,19 +108,21 @@ def _side_that_stays(how: str, placed: Sequence[bool], args: Any) -> int | None:
     """Returns the side of which rows of a heavy key may stay where they are, if those of the other go to all ranks."""
     if any(placed) or args["validation"] != "ManyToMany":
         return None
-    return 0 if how in _SHARED["right"] else 1 if how in _SHARED["left"] else None
+    return 0 if how in SHARED["right"] else 1 if how in SHARED["left"] else None
 
 
-def _columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:
+def key_columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:
+    """Returns the columns that keys are; None where one of them is anything else."""
     names = [key["Column"] if kind_of(key) == "Column" else None for key in keys]
     return None if None in names else tuple(str(name) for name in names)
 
 
 def _placed(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
-    return table.keys is not None and table.keys == _columns(keys) and _same_dtypes(table, keys, dtypes)
+    return table.keys is not None and table.keys == key_columns(keys) and same_dtypes(table, keys, dtypes)
 
 
-def _same_dtypes(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
+def same_dtypes(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
+    """Returns whether the keys of a table have these dtypes."""
     return _dtypes(table, keys) == list(dtypes)
 
 
@@ -129,7 +132,7 @@ def _dtypes(table: Table, keys: Sequence[Expression]) -> list[Any]:
     return list(pl.LazyFrame(schema=schema).select(exprs).collect_schema().values())
 
 
-def _shared_dtypes(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
+def shared_dtypes(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
     """Returns the dtypes as which the keys of both sides are hashed."""
     found: list[Any] = []
     for one, other in zip(_dtypes(left, left_on), _dtypes(right, right_on), strict=True):

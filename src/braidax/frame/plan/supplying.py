@@ -44,6 +44,14 @@ class Reading:
         frame = frame if num_rows is None else frame.head(num_rows)
         yield from frame.iter_slices(_SLICE_ROWS) if frame.height else (frame,)
 
+    def whole(self) -> "pl.DataFrame":
+        """Returns all rows here."""
+        return self.frame
+
+    def batches(self) -> Iterator["pl.DataFrame"]:
+        """Yields all rows here."""
+        return self.frame.iter_slices(_SLICE_ROWS)
+
     def __reduce__(self) -> Any:
         raise TypeError("a table that is read stays in its process")
 

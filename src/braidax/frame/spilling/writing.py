@@ -1,0 +1,27 @@
+"""Tables that are written as they are computed."""
+
+from pathlib import Path
+from typing import IO, Literal
+
+from braidax.frame.plan.supplying import lazy_of, schema_of
+from braidax.frame.polars import pl
+from braidax.frame.running import Table
+from braidax.frame.spilling.running import SpillingRunner
+from braidax.frame.spilling.streaming import rows_of_bytes
+
+
+def write_stream(runner: SpillingRunner, table: Table, file: IO[bytes], format: Literal["arrow", "parquet"]) -> int:
+    """Writes the rows of a table here into an open file. **Returns:** how many.
+
+    **Raises:** what Polars does; `OSError` for a disk that is full.
+    """
+    rows = rows_of_bytes(schema_of(table.node), runner.spill.budget.bucket_bytes)
+    lazy = lazy_of(table.node, table.readings)
+    if format == "arrow":
+        lazy.sink_ipc(file, record_batch_size=rows, compat_level=pl.CompatLevel.oldest(), engine="streaming")
+    else:
+        lazy.sink_parquet(file, row_group_size=rows, engine="streaming")
+    file.flush()
+    path = Path(file.name)
+    written = pl.scan_ipc(path) if format == "arrow" else pl.scan_parquet(path)
+    return int(written.select(pl.len()).collect().item())
