@@ -24,7 +24,13 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of(memory: bf.Memory, size: int) -> Budget:
         del memory
-        return Budget(block_bytes=16 << 10, bucket_bytes=64 << 10, kept_bytes=16 << 10, window_bytes=size * (9 << 18))
+        return Budget(
+            block_bytes=16 << 10,
+            bucket_bytes=64 << 10,
+            batch_bytes=16 << 10,
+            kept_bytes=16 << 10,
+            window_bytes=size * (9 << 18),
+        )
 
     monkeypatch.setattr(Budget, "of", of)
 
@@ -66,3 +72,45 @@ def test_joins(how: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         parts = outcomes(size, asked(lazy))
         assert_frame_equal(pl.concat(parts), lazy.collect(), check_row_order=False)
         assert all(one.num_bytes > 100_000 for one in found)
+
+
+def queries() -> dict[str, tuple[pl.LazyFrame, bool]]:
+    """Returns queries, and whether Polars defines the order of their rows."""
+    left, right = tables()
+    small = left.select("k", "v").with_columns(g=pl.col("k") % 7)
+    return {
+        "group_by": (left.group_by("k").agg(pl.len(), pl.col("v").max(), pl.col("s").n_unique()), False),
+        "group_by that decomposes": (left.group_by("k").agg(pl.len(), pl.col("v").max()), False),
+        "group_by of few groups": (small.group_by("g").agg(pl.len(), pl.col("v").min(), x=pl.col("k").sum()), False),
+        "group_by of many groups": (left.group_by("s", "k").agg(pl.len(), pl.col("v").min()), False),
+        "group_by in order": (left.group_by("k", maintain_order=True).agg(pl.col("s").first(), pl.col("v")), True),
+        "group_by placed": (left.unique(["k", "s"]).group_by("k", "s").agg(pl.len()), False),
+        "sort": (left.sort("k", "v", descending=[True, False], nulls_last=[True, False]), True),
+        "sort that is stable": (left.sort("k", maintain_order=True), True),
+        "sort by text": (left.sort("s", pl.col("v") * -1), True),
+        "head of a sort": (left.sort("v").head(11), True),
+        "unique": (left.unique("k", keep="any").select("k"), False),
+        "unique first, in order": (left.unique("s", keep="first", maintain_order=True), True),
+        "unique last": (left.unique("k", keep="last"), False),
+        "unique none": (left.unique("s", keep="none"), False),
+        "join in order": (left.join(right, on="k", how="left", maintain_order="left_right"), True),
+        "concat": (pl.concat([left.select("k"), right.select("k")]).with_row_index("n", offset=3), True),
+        "values of all rows": (left.select(pl.col("v").max(), pl.col("k").sum(), n=pl.len()), True),
+        "over": (left.with_columns(m=pl.col("v").max().over("k")), True),
+        "used twice": (left.filter(pl.col("v") > 0.5).join(left.filter(pl.col("v") > 0.5).unique("k"), on="k"), False),
+        "a join, groups, a sort": (
+            left.join(right, on="k").group_by("s").agg(pl.len(), pl.col("w").min()).sort("len", "s"),
+            True,
+        ),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", list(queries()))
+def test_all_else(name: str, size: int) -> None:
+    lazy, is_ordered = queries()[name]
+    found = pl.concat(outcomes(size, asked(lazy)))
+    expected = lazy.collect()
+    if name in ("used twice",):
+        found, expected = found.select("k"), expected.select("k")
+    assert_frame_equal(found, expected, check_row_order=is_ordered, check_exact=True)

@@ -31,7 +31,7 @@ def distinct(runner: Runner, node: Node, ordered: bool) -> Table:
         frame = with_index(runner.ranks, frame)
         plain = plain.but(options={**plain.fields["options"], "subset": keys})
     if keep != "None" and source.keys is None:
-        frame = runner.computed(runner.local(_in_place(plain), runner.held(frame)))
+        frame = runner.computed(runner.local(in_place(plain), runner.held(frame)))
     dealt = runner.ranks.deal(frame, destinations(frame, keys, runner.ranks.size))
     table = runner.local(plain, runner.held(dealt))
     names = [key["Column"] for key in keys if "Column" in key]
@@ -40,6 +40,6 @@ def distinct(runner: Runner, node: Node, ordered: bool) -> Table:
     return restored(runner, table, [INDEX])
 
 
-def _in_place(node: Node) -> Node:
+def in_place(node: Node) -> Node:
     """Returns the operation keeping the order of rows, since another one of the same kind follows."""
     return node.but(options={**node.fields["options"], "maintain_order": True})

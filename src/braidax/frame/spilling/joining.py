@@ -75,7 +75,7 @@ def _equi(runner: SpillingRunner, node: Node, left: Table, right: Table, keys: S
         for lazy in pairs.of(*sides):
             lazy = lazy if predicate is None else lazy.filter(predicate)
             lazy = lazy if columns is None else lazy.select(columns)
-            yield from batches_of(lazy, schema, most_bytes=runner.spill.budget.bucket_bytes)
+            yield from batches_of(lazy, most_bytes=runner.spill.budget.batch_bytes)
 
     return runner.read(Streamed(schema, batches), schema, by)
 

@@ -9,7 +9,7 @@ _SMALLEST_BYTES = 32 << 20  # below which the threads of Polars alone take more
 _PAIR_BYTES = 9 << 18  # of a stream between two ranks: two pieces of 1 MiB, and what goes with them
 _WINDOW_BYTES = 64 << 20  # of an exchange, beyond which it is no faster
 _WINDOW_SHARE, _MOST_WINDOW_SHARE = 8, 4
-_BLOCK_SHARE, _BUCKET_SHARE, _KEPT_SHARE = 16, 16, 8
+_BLOCK_SHARE, _BUCKET_SHARE, _BATCH_SHARE, _KEPT_SHARE = 16, 32, 128, 16
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,13 @@ class Budget:
     """What of a limit is for what.
 
     **Fields:** `block_bytes`: a table that is joined, grouped or sorted at once. `bucket_bytes`: rows that are dealt
-    into partitions at once. `kept_bytes`: of all tables that wait, before they wait on disk. `window_bytes`: of an
-    exchange.
+    into partitions at once. `batch_bytes`: rows that are computed at once. `kept_bytes`: of all tables that wait,
+    before they wait on disk. `window_bytes`: of an exchange.
     """
 
     block_bytes: int
     bucket_bytes: int
+    batch_bytes: int
     kept_bytes: int
     window_bytes: int
 
@@ -60,4 +61,4 @@ class Budget:
                 f"{least * _MOST_WINDOW_SHARE}, or fewer ranks"
             )
         window = min(_WINDOW_BYTES, max(limit // _WINDOW_SHARE, least))
-        return cls(limit // _BLOCK_SHARE, limit // _BUCKET_SHARE, limit // _KEPT_SHARE, window)
+        return cls(limit // _BLOCK_SHARE, limit // _BUCKET_SHARE, limit // _BATCH_SHARE, limit // _KEPT_SHARE, window)

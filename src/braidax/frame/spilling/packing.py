@@ -34,11 +34,7 @@ class Packing:
 
         **Raises:** `CommError` for rows of another schema.
         """
-        if frame.height and frame.schema != self.schema:
-            raise CommError(
-                f"rows have other columns than those before them: {dict(frame.schema)}, expected {dict(self.schema)}, "
-                "as the return_dtype of a user's function says"
-            )
+        self._check(frame)
         absent = self._absent(frame)
         for mark, data in self._wire(absent).pieces(frame):
             yield [bytes(mark) + absent, data]
@@ -49,9 +45,23 @@ class Packing:
         for item in self.pieces(frame):
             yield from putting.add(item)
 
-    def unpack(self, batch: Packed) -> "pl.DataFrame":
-        """Returns the rows of a batch. **Raises:** `CommError` for what is none."""
-        return self._wire(batch.absent).frame([batch.data])
+    def slices(self, frame: "pl.DataFrame", ends: Sequence[int]) -> Iterator[Packed]:
+        """Yields a batch for the rows up to each end, from the one before on. **Raises:** as `pieces`."""
+        self._check(frame)
+        absent = self._absent(frame)
+        for data in self._wire(absent).slices(frame, ends):
+            yield Packed(absent, data)
+
+    def unpack(self, absent: bytes, batches: Sequence[Any]) -> "pl.DataFrame":
+        """Returns the rows of batches of which the same columns are null. **Raises:** `CommError` for what is none."""
+        return self._wire(absent).frame(batches)
+
+    def _check(self, frame: "pl.DataFrame") -> None:
+        if frame.height and frame.schema != self.schema:
+            raise CommError(
+                f"rows have other columns than those before them: {dict(frame.schema)}, expected {dict(self.schema)}, "
+                "as the return_dtype of a user's function says"
+            )
 
     def _wire(self, absent: bytes) -> Wire:
         if absent not in self._wires:

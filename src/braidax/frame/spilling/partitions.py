@@ -10,8 +10,8 @@ from braidax.frame.polars import Schema, pl
 from braidax.frame.spilling.packing import Packed
 from braidax.frame.spilling.store import Rows, Spill
 
-FANOUT = 128
-_BITS = 7
+FANOUT = 64
+_BITS = 6
 MAX_LEVEL = 64 // _BITS - 1
 _PARTITION = HIDDEN + "partition"
 _ALL = -1
@@ -59,7 +59,7 @@ class Partitioned:
     def add_packed(self, source: int, batch: Packed) -> None:
         """Takes rows of a rank. **Raises:** `OSError` for a disk that is full."""
         if self.is_split:
-            self.add(source, self._few.packing.unpack(batch))
+            self.add(source, self._few.packing.unpack(batch.absent, [batch.data]))
             return
         self._few.append_packed((_ALL, source), batch)
         self._num_bytes += len(batch.data)
@@ -108,11 +108,14 @@ class Partitioned:
             if bucket:
                 frame = pl.concat(bucket)
                 bucket.clear()
-                named = frame.with_columns(self._assign(frame).alias(_PARTITION))
-                del frame
-                for part in named.partition_by(_PARTITION, maintain_order=True):
-                    self._parts.append((int(part[_PARTITION][0]), source), part.drop(_PARTITION))
+                self._append(source, frame)
         self._bucket_bytes = 0
+
+    def _append(self, source: int, frame: "pl.DataFrame") -> None:
+        frame = frame.with_columns(self._assign(frame).alias(_PARTITION)).sort(_PARTITION, maintain_order=True)
+        counts = frame.lazy().group_by(_PARTITION).len().sort(_PARTITION).collect()
+        keys = [(int(number), source) for number in counts[_PARTITION]]
+        self._parts.append_slices(keys, frame.drop(_PARTITION), counts["len"].cum_sum().to_list())
 
 
 def split(spill: Spill, rows: Rows, assign: Assign, *, count: int = FANOUT) -> Iterator[Rows]:

@@ -76,7 +76,15 @@ class SpillingRunner(Runner):
 
     def stream(self, table: Table) -> Iterator["pl.DataFrame"]:
         """Yields the rows of a table here, in their order, as they are computed. **Raises:** what Polars does."""
-        return stream(table, most_bytes=self.spill.budget.bucket_bytes)
+        return stream(table, most_bytes=self.spill.budget.batch_bytes)
+
+    def size_of(self, table: Table) -> tuple[int, int]:
+        """Returns how many rows and bytes a table has here that is computed."""
+        reading = reading_of(table)
+        if isinstance(reading, Stored):
+            return reading.num_rows, reading.rows.num_bytes
+        frame = self.computed(table)
+        return frame.height, int(frame.estimated_size())
 
     def few(self, table: Table) -> "pl.DataFrame | None":
         """Returns the rows of all ranks, where each may have them all, else None; the table can be read again."""
@@ -94,9 +102,7 @@ class SpillingRunner(Runner):
     def indexed(self, table: Table, name: str = INDEX) -> Table:
         """Returns a table with the places of its rows among those of all ranks."""
         table = self.compute(table)
-        reading = reading_of(table)
-        num_rows = reading.num_rows if isinstance(reading, Stored) else self.computed(table).height
-        first = int(self.ranks.all([num_rows])[: self.ranks.rank].sum())
+        first = int(self.ranks.all([self.size_of(table)[0]])[: self.ranks.rank].sum())
 
         def batches(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
             place = first

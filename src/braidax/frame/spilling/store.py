@@ -3,12 +3,14 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from braidax.frame.polars import Schema, pl
 from braidax.frame.spilling.file import SpillFile
 from braidax.frame.spilling.memory import Budget, Memory
 from braidax.frame.spilling.packing import Packed, Packing
+
+_READ_BYTES = 1 << 20  # of batches that are read as one
 
 Key = tuple[int, int]
 """Names a sequence of rows: a partition, and the rank from which its rows came."""
@@ -54,13 +56,14 @@ class Spill:
             store.close()
 
 
-class _Place(NamedTuple):
+@dataclass(slots=True)
+class _Place:
     """Where a batch is: in memory, or so far from the begin of the file."""
 
     absent: bytes
     num_bytes: int
     data: Any
-    begin: int
+    begin: int = -1
 
 
 class _Content:
@@ -71,12 +74,14 @@ class _Content:
         self.kept_bytes = 0
         self.file: SpillFile | None = None
         self.places: dict[Key, list[_Place]] = {}
+        self.kept: list[_Place] = []
 
     def close(self) -> None:
         """Gives all of it up; a second call does nothing."""
         self.spill.kept_bytes -= self.kept_bytes
         self.kept_bytes = 0
         self.places.clear()
+        self.kept.clear()
         if self.file is not None:
             self.file.close()
 
@@ -98,10 +103,17 @@ class Store:
         for batch in self.packing.pack(frame):
             self.append_packed(key, batch)
 
+    def append_slices(self, keys: Sequence[Key], frame: "pl.DataFrame", ends: Sequence[int]) -> None:
+        """Adds to each of some sequences the rows up to its end, from the one before on. **Raises:** as `append`."""
+        for key, batch in zip(keys, self.packing.slices(frame, ends), strict=True):
+            self.append_packed(key, batch)
+
     def append_packed(self, key: Key, batch: Packed) -> None:
         """Adds a batch to a sequence. **Raises:** `OSError` for a disk that is full."""
         content, num_bytes = self._content, len(batch.data)
-        content.places.setdefault(key, []).append(_Place(batch.absent, num_bytes, batch.data, -1))
+        place = _Place(batch.absent, num_bytes, batch.data)
+        content.places.setdefault(key, []).append(place)
+        content.kept.append(place)
         content.kept_bytes += num_bytes
         content.spill.kept_bytes += num_bytes
         self.num_bytes[key] = self.num_bytes.get(key, 0) + num_bytes
@@ -110,10 +122,17 @@ class Store:
 
     def read(self, keys: Sequence[Key]) -> Iterator["pl.DataFrame"]:
         """Yields the rows of sequences, one after the other. **Raises:** `OSError` for a disk that fails."""
+        absent, found, size = b"", list[Any](), 0
         for key in keys:
             for place in self._content.places.get(key, ()):
-                data = place.data if place.begin < 0 else self._file().read(place.begin, place.num_bytes)
-                yield self.packing.unpack(Packed(place.absent, data))
+                if found and (place.absent != absent or size + place.num_bytes > _READ_BYTES):
+                    yield self.packing.unpack(absent, found)
+                    found, size = [], 0
+                absent = place.absent
+                found.append(place.data if place.begin < 0 else self._file().read(place.begin, place.num_bytes))
+                size += place.num_bytes
+        if found:
+            yield self.packing.unpack(absent, found)
 
     def close(self) -> None:
         """Gives up all rows; a second call does nothing."""
@@ -127,16 +146,13 @@ class Store:
 
     def _write(self) -> None:
         content = self._content
-        for key, places in content.places.items():
-            content.places[key] = [self._on_disk(place) for place in places]
+        for place in content.kept:
+            place.begin = self._file().append(place.data)
+            place.data = None
+        content.kept.clear()
         content.spill.spilled.num_bytes += content.kept_bytes
         content.spill.kept_bytes -= content.kept_bytes
         content.kept_bytes = 0
-
-    def _on_disk(self, place: _Place) -> _Place:
-        if place.begin >= 0:
-            return place
-        return place._replace(data=None, begin=self._file().append(place.data))
 
 
 @dataclass(frozen=True)

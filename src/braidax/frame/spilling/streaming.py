@@ -1,16 +1,14 @@
 """Tables that are read in batches, once or several times, while a piece of a plan is computed."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from braidax.frame.plan.nodes import Node, supplied
 from braidax.frame.plan.supplying import Reading, lazy_of
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Table
+from braidax.frame.spilling.store import blocks
 
-_ROWS = 1 << 16  # of a batch, at most
-_WIDTHS = {pl.Boolean: 1, pl.Int8: 1, pl.UInt8: 1, pl.Int16: 2, pl.UInt16: 2, pl.Int32: 4, pl.UInt32: 4, pl.Float32: 4}
-_LONG = 64  # bytes that a value of other than a fixed length may have
+_ROWS = 1 << 13  # that Polars gives at once, before it is known how long they are
 
 Batches = Callable[[list[str] | None, "pl.Expr | None"], Iterator["pl.DataFrame"]]
 """Yields of a table, anew, the columns and the rows that are wanted: see `wanted`."""
@@ -60,27 +58,14 @@ def stream(table: Table, *, most_bytes: int) -> Iterator["pl.DataFrame"]:
     **Arguments:** `most_bytes`: of a batch, about.
     """
     if table.node.kind == "Supplied":
-        reading = table.readings[table.node.fields["table"].name]
-        yield from reading.batches()
-        return
-    lazy = lazy_of(table.node, table.readings)
-    yield from batches_of(lazy, lazy.collect_schema(), most_bytes=most_bytes)
+        yield from table.readings[table.node.fields["table"].name].batches()
+    else:
+        yield from batches_of(lazy_of(table.node, table.readings), most_bytes=most_bytes)
 
 
-def batches_of(lazy: "pl.LazyFrame", schema: Schema, *, most_bytes: int) -> Iterator["pl.DataFrame"]:
-    """Yields the rows of a plan as they are computed. **Raises:** what Polars does."""
-    rows = rows_of_bytes(schema, most_bytes)
-    yield from lazy.collect_batches(chunk_size=rows, maintain_order=True, engine="streaming")
-
-
-def rows_of_bytes(schema: Schema, num_bytes: int) -> int:
-    """Returns how many rows have about so many bytes; not more than pay to be moved at once."""
-    return max(256, min(_ROWS, num_bytes // max(1, sum(map(_width, schema.values())))))
-
-
-def streamed(name: str, schema: Schema, batches: Batches) -> Table:
-    """Returns a table that is read in batches."""
-    return Table(supplied(name, schema), {name: Streamed(schema, batches)})
+def batches_of(lazy: "pl.LazyFrame", *, most_bytes: int) -> Iterator["pl.DataFrame"]:
+    """Yields the rows of a plan as they are computed. **Arguments, Raises:** as `stream`."""
+    yield from blocks(lazy.collect_batches(chunk_size=_ROWS, maintain_order=True, engine="streaming"), most_bytes)
 
 
 def computed_on(node: Node, frames: "list[pl.DataFrame]") -> "pl.LazyFrame":
@@ -88,9 +73,3 @@ def computed_on(node: Node, frames: "list[pl.DataFrame]") -> "pl.LazyFrame":
     names = [f"block-{i}" for i in range(len(frames))]
     inputs = [supplied(name, frame.schema) for name, frame in zip(names, frames, strict=True)]
     return lazy_of(node.on(*inputs), {name: Reading(frame) for name, frame in zip(names, frames, strict=True)})
-
-
-def _width(dtype: Any) -> int:
-    if dtype.is_nested() or dtype in (pl.String, pl.Binary):
-        return _LONG
-    return _WIDTHS.get(dtype.base_type(), 8)
