@@ -59,6 +59,15 @@ def spilled(monkeypatch: pytest.MonkeyPatch) -> list[store.Spilled]:
     return found
 
 
+def united(size: int, lazy: pl.LazyFrame) -> pl.DataFrame:
+    """Returns what ranks give, one after the other."""
+    found = outcomes(size, asked(lazy))
+    for outcome in found:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return pl.concat(found)
+
+
 def asked(lazy: pl.LazyFrame) -> Callable[[Communicator], pl.DataFrame]:
     return lambda comm: bf.collect_partition(lazy, comm, memory=MEMORY)
 
@@ -69,8 +78,7 @@ def test_joins(how: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = spilled(monkeypatch)
     left, right = tables()
     for lazy in (left.join(right, on="k", how=how), right.join(left, on="k", how=how, nulls_equal=True)):
-        parts = outcomes(size, asked(lazy))
-        assert_frame_equal(pl.concat(parts), lazy.collect(), check_row_order=False)
+        assert_frame_equal(united(size, lazy), lazy.collect(), check_row_order=False)
         assert all(one.num_bytes > 100_000 for one in found)
 
 
@@ -109,7 +117,7 @@ def queries() -> dict[str, tuple[pl.LazyFrame, bool]]:
 @pytest.mark.parametrize("name", list(queries()))
 def test_all_else(name: str, size: int) -> None:
     lazy, is_ordered = queries()[name]
-    found = pl.concat(outcomes(size, asked(lazy)))
+    found = united(size, lazy)
     expected = lazy.collect()
     if name in ("used twice",):
         found, expected = found.select("k"), expected.select("k")

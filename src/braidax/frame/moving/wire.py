@@ -63,7 +63,7 @@ class Wire:
                 yield batch.slice(begin, end - begin).serialize()
             begin = end
 
-    def frame(self, batches: Sequence[bytes]) -> "pl.DataFrame":
+    def frame(self, batches: Sequence[Any]) -> "pl.DataFrame":
         """Returns the rows of batches, in their order. **Raises:** `CommError` for what is none."""
         if not batches:
             return pl.DataFrame(schema=self._schema)

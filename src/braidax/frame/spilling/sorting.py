@@ -24,7 +24,7 @@ _FULL = 0.5  # of a block, that a range of keys should be, since they are not ev
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Ranges of keys. **Fields:** `splitters`: where all but the first begin. `keys`: of rows that have their places."""
+    """Ranges of keys. **Fields:** `splitters`: where all but the first begin. `keys`: of rows with places."""
 
     keys: list[Expression]
     order: Order
