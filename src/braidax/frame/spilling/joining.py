@@ -25,6 +25,7 @@ from braidax.frame.spilling.store import Rows
 from braidax.frame.spilling.streaming import Streamed, batches_of, computed_on
 
 _SHRINKS = 0.5  # what a partition is of the rows before, at most, unless it has a heavy key
+_PASSES = 8  # parts of a block that stream by one after the other
 _KEEPS = {"Inner": (False, False), "Left": (True, False), "Right": (False, True), "Full": (True, True)}
 """Of which side rows without a partner stay."""
 
@@ -164,7 +165,7 @@ class _Pairs:
                 yield from self._of_blocks(held, sides[held], sides[1 - held])
         elif sizes[1] <= self._block_bytes:
             whole = sides[1].whole()
-            for block in sides[0].blocks(self._block_bytes):
+            for block in sides[0].blocks(self._passing_bytes(sizes[1])):
                 yield self._joined(0, block, whole)
         else:
             yield from self._tested(*sides)
@@ -173,11 +174,15 @@ class _Pairs:
         """Joins all that there is of one side with the other one's rows, which stream by."""
         stays = _KEEPS[self.how][held]
         rest = block
-        for other in others.blocks(self._block_bytes):
+        for other in others.blocks(self._passing_bytes(int(block.estimated_size()))):
             yield self._joined(held, self._matched(held, block, other, "semi") if stays else block, other)
             rest = self._matched(held, rest, other, "anti") if stays else rest
         if stays:
             yield self._joined(held, rest, pl.DataFrame(schema=others.schema))
+
+    def _passing_bytes(self, held_bytes: int) -> int:
+        """Returns how much of a side streams by at once: few rows, but more than the table of the other ones costs."""
+        return min(self._block_bytes, max(held_bytes, self._block_bytes // _PASSES))
 
     def _of_blocks(self, held: int, blocks: Rows, others: Rows) -> Iterator["pl.LazyFrame"]:
         """Joins each block of one side with the other one's rows, which stream by once for each."""
