@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from braidax.frame.explaining import explain
     from braidax.frame.frame import Frame, concat, from_polars, scan_csv, scan_ipc, scan_ndjson, scan_parquet
     from braidax.frame.sight.profiled import Profile
+    from braidax.frame.spilling.memory import Memory
 
 __all__ = [
     "Frame",
+    "Memory",
     "Profile",
     "collect",
     "collect_partition",
@@ -38,6 +40,7 @@ _HOMES = {
     "braidax.frame.explaining": ("explain",),
     "braidax.frame.frame": ("Frame", "concat", "from_polars", "scan_csv", "scan_ipc", "scan_ndjson", "scan_parquet"),
     "braidax.frame.sight.profiled": ("Profile",),
+    "braidax.frame.spilling.memory": ("Memory",),
 }
 
 

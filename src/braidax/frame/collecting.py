@@ -1,7 +1,8 @@
 """Plans computed by ranks: by those of a gang, or by all who call at once."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,10 @@ from braidax.frame.replaying import MAX_REPLAYS, replayed
 from braidax.frame.running import Rule, Runner, Table
 from braidax.frame.sight.measuring import Measured, Meter
 from braidax.frame.sight.profiled import Profile, profile_of
+from braidax.frame.spilling.memory import Memory
+from braidax.frame.spilling.rules import RULES as SPILLING_RULES
+from braidax.frame.spilling.running import Spilling, SpillingRunner
+from braidax.frame.spilling.store import Spill
 from braidax.gang import Gang
 
 _RULES: Mapping[str, Rule] = {
@@ -51,14 +56,17 @@ class Partition:
     keys: tuple[str, ...] | None = None
 
 
-def collect(lazy_frame: "pl.LazyFrame", gang: Gang, *, max_replays: int = MAX_REPLAYS) -> "pl.DataFrame":
+def collect(
+    lazy_frame: "pl.LazyFrame", gang: Gang, *, memory: Memory | None = None, max_replays: int = MAX_REPLAYS
+) -> "pl.DataFrame":
     """Computes a plan of Polars by the ranks of a gang.
 
     When a rank is lost, another process takes its place, and the plan is computed again from its sources; functions of
     yours that it calls are called again, too. Each replay is a warning in the log of `braidax`.
 
     **Arguments:** `lazy_frame`: any. Its tables in memory go to the ranks in parts, its files the ranks read in parts.
-    `gang`: of one or more ranks. `max_replays`: how often it is computed again when a rank is lost.
+    `gang`: of one or more ranks. `memory`: bounds what each rank takes; the result, which is brought here, comes on top
+    of it. `max_replays`: how often it is computed again when a rank is lost.
 
     **Returns:** what `lazy_frame.collect()` does: the same rows, in the same order where Polars defines one.
 
@@ -66,19 +74,14 @@ def collect(lazy_frame: "pl.LazyFrame", gang: Gang, *, max_replays: int = MAX_RE
     fails on its rows, which is not computed again; `PeerLost`, `GangError` when more ranks are lost; `ArgumentError`
     for plans of a Polars that is not known.
     """
-    parts = replayed(gang, lambda: _run(lazy_frame, gang), max_replays=max_replays)
+    parts = replayed(gang, lambda: run(lazy_frame, gang, _on_rank, memory), max_replays=max_replays)
     return pl.concat([part.frame for part in parts])
 
 
-def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str) -> Schema:
+def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str, memory: Memory | None = None) -> Schema:
     """Computes a plan as `collect` does, and leaves the rows on the ranks, under a name. **Returns:** the columns."""
-    _run(lazy_frame, gang, name)
+    run(lazy_frame, gang, _on_rank, memory, name=name)
     return gang.run(_schema, gang.kept(name))[0]
-
-
-def _run(lazy_frame: "pl.LazyFrame", gang: Gang, name: str | None = None) -> list[Any]:
-    """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory."""
-    return _run_by(_on_rank, _as_it_is, lazy_frame, gang, name)[1]
 
 
 def profile(
@@ -94,36 +97,38 @@ def profile(
     **Raises:** as `collect`.
     """
 
-    def measure() -> tuple[float, bytes, list[Any]]:
-        return time.perf_counter(), *_run_by(_on_rank_measured, pushed_down, lazy_frame, gang)
+    def measure() -> tuple[float, list[Any]]:
+        return time.perf_counter(), run(lazy_frame, gang, _on_rank_measured)
 
-    start, plan, found = replayed(gang, measure, max_replays=max_replays)
-    table = pl.concat([part.frame for part, _ in found])
-    return table, profile_of(read_bytes(plan), [measured for _, measured in found], time.perf_counter() - start)
+    start, found = replayed(gang, measure, max_replays=max_replays)
+    seconds = time.perf_counter() - start
+    table = pl.concat([part.frame for part, _, _ in found])
+    return table, profile_of(read_bytes(found[0][1]), [measured for _, _, measured in found], seconds)
 
 
-def _run_by(
-    function: Callable[..., Any],
-    push: Callable[[Node], Node],
-    lazy_frame: "pl.LazyFrame",
-    gang: Gang,
-    name: str | None = None,
-) -> tuple[bytes, list[Any]]:
-    """Returns the plan as the ranks got it, and what `function` returned there."""
+def run(
+    lazy_frame: "pl.LazyFrame", gang: Gang, function: Callable[..., Any], *arguments: Any, name: str | None = None
+) -> list[Any]:
+    """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory.
+
+    **Arguments:** `function`: called on each rank with its communicator, the plan as bytes, `arguments`, the tables
+    that it keeps, and its parts of those in memory. `name`: under which it keeps what that returns.
+    """
     root, memory = read(lazy_frame)
     schema_of(root)  # raises what Polars does
     tables = {node.fields["table"].name for node in topological(root) if node.kind == "Supplied"}
     kept = {table: gang.kept(table) for table in tables if table not in memory}
     parts = [{table: _part(frame, rank, gang.size) for table, frame in memory.items()} for rank in range(gang.size)]
-    plan = bytes_of(push(root))
-    return plan, gang.run(function, plan, kept, per_rank=parts, keep=name)
+    return gang.run(function, bytes_of(root), *arguments, kept, per_rank=parts, keep=name)
 
 
-def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.DataFrame":
+def collect_partition(
+    lazy_frame: "pl.LazyFrame", comm: Communicator, *, memory: Memory | None = None
+) -> "pl.DataFrame":
     """Computes a plan together with all other ranks, which call this with the same plan.
 
     **Arguments:** `lazy_frame`: any of Polars. Of tables in memory, which each rank has, it takes its part; files it
-    reads in parts.
+    reads in parts. `memory`: as of `collect`; the rows of this rank come on top of it.
 
     **Returns:** the rows of this rank. Those of all, one rank after the other, are what `lazy_frame.collect()` gives,
     in its order where Polars defines one.
@@ -131,12 +136,11 @@ def collect_partition(lazy_frame: "pl.LazyFrame", comm: Communicator) -> "pl.Dat
     **Raises:** what Polars does; `CommError` when ranks cannot talk, or hash otherwise; `ArgumentError` for plans of a
     Polars that is not known.
     """
-    root, memory = read(lazy_frame)
-    ranks = Ranks(comm)
-    tables = {name: Partition(_part(frame, ranks.rank, ranks.size)) for name, frame in memory.items()}
+    root, tables = read(lazy_frame)
     schema_of(root)
+    parts = {name: Partition(_part(frame, comm.rank, comm.size)) for name, frame in tables.items()}
     try:
-        return _computed(root, tables, ranks).frame
+        return _computed(root, parts, comm, memory).frame
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         comm.abort(f"a frame failed on rank {comm.rank}: {error}")  # the others may wait for its rows
         raise
@@ -149,20 +153,35 @@ def _part(frame: "pl.DataFrame", rank: int, size: int) -> "pl.DataFrame":
 
 
 def _on_rank(
-    comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
+    comm: Communicator,
+    plan: bytes,
+    memory: Memory | None,
+    kept: "Mapping[str, Partition]",
+    parts: "Mapping[str, pl.DataFrame]",
 ) -> Partition:
-    tables = {**kept, **{name: Partition(frame) for name, frame in parts.items()}}
-    return _computed(read_bytes(plan), tables, Ranks(comm))
+    return _computed(read_bytes(plan), partitions(kept, parts), comm, memory)
+
+
+def partitions(kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]") -> "dict[str, Partition]":
+    """Returns what a rank has of the tables that a plan reads."""
+    return {**kept, **{name: Partition(frame) for name, frame in parts.items()}}
 
 
 def _on_rank_measured(
     comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
-) -> tuple[Partition, Measured]:
-    tables = {**kept, **{name: Partition(frame) for name, frame in parts.items()}}
-    root = read_bytes(plan)
-    meter = Meter(root)
-    part = _computed(root, tables, Ranks(comm, meter=meter), push=_as_it_is)
-    return part, meter.measured()
+) -> tuple[Partition, bytes, Measured]:
+    """Returns what this rank has of the result, the plan as it is computed, and what was measured."""
+    tables, root = partitions(kept, parts), read_bytes(plan)
+    pushed = root if comm.size == 1 else pushed_down(root)
+    meter = Meter(pushed)
+    ranks = Ranks(comm, meter=meter)
+    if comm.size == 1:
+        part = _whole(pushed, tables, ranks)
+    else:
+        check_hashes(ranks)
+        runner = Runner(ranks, _known(tables), survey(ranks, pushed), _RULES, on_one_rank)
+        part = _partition(*runner.collect(pushed))
+    return part, bytes_of(pushed), meter.measured()
 
 
 def _schema(comm: Communicator, part: Partition) -> Schema:
@@ -170,29 +189,54 @@ def _schema(comm: Communicator, part: Partition) -> Schema:
     return part.frame.schema
 
 
-def _as_it_is(root: Node) -> Node:
-    """Returns the same plan: it is pushed down elsewhere."""
-    return root
-
-
-def _computed(
-    root: Node, tables: Mapping[str, Partition], ranks: Ranks, *, push: Callable[[Node], Node] = pushed_down
-) -> Partition:
-    if ranks.size == 1:
-        readings = {name: Reading(part.frame) for name, part in tables.items()}
-        return Partition(ranks.meter.whole(root, lambda: lazy_of(root, readings).collect()))
+def _computed(root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory | None) -> Partition:
+    if memory is not None:
+        with begun(pushed_down(root), tables, comm, memory) as (runner, table):
+            return _partition(runner.computed(table), table.keys)
+    ranks = Ranks(comm)
+    if comm.size == 1:
+        return _whole(root, tables, ranks)
     check_hashes(ranks)
     scans = survey(ranks, root)
-    known = {
+    runner = Runner(ranks, _known(tables), scans, _RULES, on_one_rank)
+    if reads_little(root, scans):
+        whole = on_first(runner, lambda: lazy_of(root, {}).collect())
+        return _partition(runner.computed(spread(runner, whole)), None)
+    return _partition(*runner.collect(pushed_down(root)))
+
+
+def _whole(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partition:
+    """Returns what one rank computes, as one piece."""
+    readings = {name: Reading(part.frame) for name, part in tables.items()}
+    return Partition(ranks.meter.whole(root, lambda: lazy_of(root, readings).collect()))
+
+
+@contextmanager
+def begun(
+    root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory
+) -> Generator[tuple[SpillingRunner, Table]]:
+    """Yields the result of a plan in bounded memory, which can be read until the block ends.
+
+    **Raises:** as `collect_partition`; `ArgumentError` for a limit that is too small for so many ranks, and for a
+    folder that takes no files; `OSError` for a disk that is full.
+    """
+    with Spill(memory, comm.size) as spill:
+        ranks = Ranks(comm, window_bytes=spill.budget.window_bytes, max_buckets=1)
+        check_hashes(ranks)
+        scans = survey(ranks, root)
+        spilling = Spilling(spill, SPILLING_RULES)
+        runner = SpillingRunner(ranks, _known(tables), scans, _RULES, on_one_rank, spilling=spilling)
+        yield runner, runner.begin(root)
+
+
+def _known(tables: Mapping[str, Partition]) -> dict[str, Table]:
+    return {
         name: Table(supplied(name, part.frame.schema), ({name: Reading(part.frame)},), part.keys)
         for name, part in tables.items()
     }
-    runner = Runner(ranks, known, scans, _RULES, on_one_rank)
-    if reads_little(root, scans):
-        whole = on_first(runner, lambda: ranks.meter.whole(root, lambda: lazy_of(root, {}).collect()))
-        frame, keys = runner.computed(spread(runner, whole)), None
-    else:
-        frame, keys = runner.collect(push(root))
+
+
+def _partition(frame: "pl.DataFrame", keys: tuple[str, ...] | None) -> Partition:
     if len(set(frame.n_chunks("all"))) > 1:
         frame = frame.rechunk()  # Polars 2.1 does not come back from pickling columns that are cut in other ways
     return Partition(frame, keys)

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from braidax.errors import ArgumentError, GangError
-from braidax.frame.collecting import collect, keep, profile
+from braidax.frame.collecting import collect, keep, profile, run
 from braidax.frame.explaining import computed_on_one_rank, explain
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.supplying import scan
 from braidax.frame.polars import Schema, pl
 from braidax.frame.replaying import MAX_REPLAYS, Kept, Lineage, replayed
 from braidax.frame.sight.profiled import Profile
-from braidax.frame.writing import Format, check_written, new_folder, write_part
+from braidax.frame.spilling.memory import Memory
+from braidax.frame.writing import Format, check_written, new_folder, write_bounded, write_part
 from braidax.gang import Gang
 
 _ELSEWHERE = ("collect_", "sink_", "describe", "show", "remote", "fetch", "serialize", "inspect")
@@ -34,12 +35,13 @@ class Frame:
     the plan, or the last `persist`. Of a persisted table that a rank has taken along the plan is known: it is computed
     again, too. Functions of yours in a plan may therefore be called again. `max_replays` says how often at most.
 
-    **Arguments:** `lazy_frame`: any plan of Polars. `gang`: computes it.
+    **Arguments:** `lazy_frame`: any plan of Polars. `gang`: computes it. `memory`: bounds what each rank takes for it.
     """
 
-    def __init__(self, lazy_frame: "pl.LazyFrame", gang: Gang) -> None:
+    def __init__(self, lazy_frame: "pl.LazyFrame", gang: Gang, *, memory: Memory | None = None) -> None:
         self._lazy_frame = lazy_frame
         self._gang = gang
+        self._memory = memory
         self._kept: tuple[Kept, ...] = ()
         self._unused: deque[str] = deque()
 
@@ -59,7 +61,9 @@ class Frame:
 
     def collect(self, *, max_replays: int = MAX_REPLAYS) -> "pl.DataFrame":
         """Computes the table, and brings it here. **Arguments:** **Raises:** as `braidax.frame.collect`."""
-        return self._replayed(lambda: collect(self._lazy_frame, self._gang, max_replays=0), max_replays)
+        return self._replayed(
+            lambda: collect(self._lazy_frame, self._gang, memory=self._memory, max_replays=0), max_replays
+        )
 
     def persist(self, *, max_replays: int = MAX_REPLAYS) -> "Frame":
         """Computes the table, and keeps it on the ranks, where frames of it begin.
@@ -69,8 +73,8 @@ class Frame:
 
         **Arguments:** `max_replays`: of computing it now. **Raises:** as `collect`.
         """
-        name, lazy_frame, gang = f"frame-{secrets.token_hex(8)}", self._lazy_frame, self._gang
-        lineage = Lineage(name, lambda: keep(lazy_frame, gang, name), [one.lineage for one in self._kept])
+        name, lazy_frame, gang, memory = f"frame-{secrets.token_hex(8)}", self._lazy_frame, self._gang, self._memory
+        lineage = Lineage(name, lambda: keep(lazy_frame, gang, name, memory), [one.lineage for one in self._kept])
         schema = self._replayed(lineage.compute, max_replays)
         return self._of(scan(name, schema), (Kept(lineage, self._unused),))
 
@@ -100,6 +104,9 @@ class Frame:
     def _sink(self, folder: str | PathLike[str], format: Format) -> list[int]:
         name = f"frame-{secrets.token_hex(8)}"
         with new_folder(folder) as unfinished:
+            if self._memory is not None:
+                written = run(self._lazy_frame, self._gang, write_bounded, str(unfinished), format, self._memory)
+                return check_written(unfinished, written)
             keep(self._lazy_frame, self._gang, name)
             try:
                 written = self._gang.run(write_part, self._gang.kept(name), str(unfinished), format)
@@ -118,7 +125,15 @@ class Frame:
         return explain(self._lazy_frame)
 
     def profile(self, *, max_replays: int = MAX_REPLAYS) -> "tuple[pl.DataFrame, Profile]":
-        """Computes the table, brings it here, and tells what each rank did: as `braidax.frame.profile`."""
+        """Computes the table, brings it here, and tells what each rank did: as `braidax.frame.profile`.
+
+        **Raises:** as `collect`; `ArgumentError` for a frame of bounded memory.
+        """
+        if self._memory is not None:
+            raise ArgumentError(
+                f"memory={self._memory}: a profile is of a plan in memory that is not bounded; "
+                "give lazy_frame to braidax.frame.profile"
+            )
         return self._replayed(lambda: profile(self._lazy_frame, self._gang, max_replays=0), max_replays)
 
     @property
@@ -133,7 +148,7 @@ class Frame:
                 self._gang.delete(name)
 
     def _of(self, lazy_frame: "pl.LazyFrame", kept: tuple[Kept, ...]) -> "Frame":
-        frame = Frame(lazy_frame, self._gang)
+        frame = Frame(lazy_frame, self._gang, memory=self._memory)
         frame._kept, frame._unused = kept, self._unused
         return frame
 
@@ -212,26 +227,26 @@ def concat(frames: Sequence[Frame], *, how: str = "vertical") -> Frame:
     return frames[0]._of(concatenated, tuple(kept))  # pyright: ignore[reportPrivateUsage]
 
 
-def from_polars(table: "pl.DataFrame | pl.LazyFrame", gang: Gang) -> Frame:
-    """Returns a frame of a table in memory, or of any plan."""
-    return Frame(table.lazy(), gang)
+def from_polars(table: "pl.DataFrame | pl.LazyFrame", gang: Gang, *, memory: Memory | None = None) -> Frame:
+    """Returns a frame of a table in memory, or of any plan. **Arguments:** `memory`: as of `Frame`."""
+    return Frame(table.lazy(), gang, memory=memory)
 
 
-def scan_parquet(source: Files, *, gang: Gang, **options: Any) -> Frame:
+def scan_parquet(source: Files, *, gang: Gang, memory: Memory | None = None, **options: Any) -> Frame:
     """Returns a frame of Parquet files, of which each rank reads its part. **Arguments:** as `polars.scan_parquet`."""
-    return Frame(pl.scan_parquet(source, **options), gang)
+    return Frame(pl.scan_parquet(source, **options), gang, memory=memory)
 
 
-def scan_csv(source: Files, *, gang: Gang, **options: Any) -> Frame:
+def scan_csv(source: Files, *, gang: Gang, memory: Memory | None = None, **options: Any) -> Frame:
     """Returns a frame of CSV files, of which each rank reads its part. **Arguments:** as `polars.scan_csv`."""
-    return Frame(pl.scan_csv(source, **options), gang)
+    return Frame(pl.scan_csv(source, **options), gang, memory=memory)
 
 
-def scan_ndjson(source: Files, *, gang: Gang, **options: Any) -> Frame:
+def scan_ndjson(source: Files, *, gang: Gang, memory: Memory | None = None, **options: Any) -> Frame:
     """Returns a frame of files with an object of JSON a line. **Arguments:** as `polars.scan_ndjson`."""
-    return Frame(pl.scan_ndjson(source, **options), gang)
+    return Frame(pl.scan_ndjson(source, **options), gang, memory=memory)
 
 
-def scan_ipc(source: Files, *, gang: Gang, **options: Any) -> Frame:
+def scan_ipc(source: Files, *, gang: Gang, memory: Memory | None = None, **options: Any) -> Frame:
     """Returns a frame of Arrow files, of which each rank reads its part. **Arguments:** as `polars.scan_ipc`."""
-    return Frame(pl.scan_ipc(source, **options), gang)
+    return Frame(pl.scan_ipc(source, **options), gang, memory=memory)

@@ -10,7 +10,7 @@ from braidax.frame.plan.expressions import kind_of, polars_of
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, supplied, topological
 from braidax.frame.plan.supplying import Reading, lazy_of_each
-from braidax.frame.polars import pl
+from braidax.frame.polars import Schema, pl
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,15 @@ class Runner:
         self._num_uses: Counter[int] = Counter()
         self._num_held = 0
 
-    def collect(self, root: Node) -> "tuple[pl.DataFrame, tuple[str, ...] | None]":
-        """Returns the rows of the result that are this rank's, and the keys by which they are spread."""
+    def begin(self, root: Node) -> Table:
+        """Returns the result of a plan, as far as other ranks are needed for it."""
         for node in topological(root):
             self._num_uses.update(map(id, node.inputs))
-        table = self.run(root, ordered=True)
+        return self.run(root, ordered=True)
+
+    def collect(self, root: Node) -> "tuple[pl.DataFrame, tuple[str, ...] | None]":
+        """Returns the rows of the result that are this rank's, and the keys by which they are spread."""
+        table = self.begin(root)
         return self.computed(table), table.keys
 
     def run(self, node: Node, *, ordered: bool) -> Table:
@@ -77,7 +81,7 @@ class Runner:
             elif is_local(node):
                 table = self.local(node, self.run(node.inputs[0], ordered=ordered))
             else:
-                table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
+                table = self.by_rule(node, ordered)
         self._meter.gave(node, table.node, _rows_of(table))
         if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
             table = self.compute(table)
@@ -86,6 +90,10 @@ class Runner:
             if self._num_uses[id(source)] <= 1:
                 self._known.pop(id(source), None)
         return table
+
+    def by_rule(self, node: Node, ordered: bool) -> Table:
+        """Returns the result of a node that is not local."""
+        return self._rules.get(node.kind, self._otherwise)(self, node, ordered)
 
     def run_on(self, node: Node, *inputs: Table) -> Table:
         """Returns the result of a node whose inputs have been computed, in order."""
@@ -116,16 +124,23 @@ class Runner:
 
     def held_in_buckets(self, frames: "Sequence[pl.DataFrame]", keys: Sequence[str] | None = None) -> Table:
         """Returns buckets of rows that are computed as a table."""
+        return self._read([Reading(frame) for frame in frames], frames[0].schema, keys)
+
+    def read(self, reading: Reading, schema: Schema, keys: Sequence[str] | None = None) -> Table:
+        """Returns what a piece of the plan reads as a table."""
+        return self._read([reading], schema, keys)
+
+    def _read(self, readings: Sequence[Reading], schema: Schema, keys: Sequence[str] | None) -> Table:
         self._num_held += 1
         name = f"piece-{self._num_held}"
-        buckets = tuple({name: Reading(frame)} for frame in frames)
-        return Table(supplied(name, frames[0].schema), buckets, None if keys is None else tuple(keys))
+        buckets = tuple({name: reading} for reading in readings)
+        return Table(supplied(name, schema), buckets, None if keys is None else tuple(keys))
 
     def computed(self, table: Table) -> "pl.DataFrame":
         """Returns the rows of a table here, one bucket after the other. **Raises:** what Polars does."""
-        frame = _rows_of(table)
-        if frame is not None:
-            return frame
+        if table.node.kind == "Supplied":
+            name = table.node.fields["table"].name
+            return _whole([readings[name].whole() for readings in table.buckets])
         return self._meter.local(table.node, lambda: _whole(self._computed_buckets(table)))
 
     def _computed_buckets(self, table: Table) -> "list[pl.DataFrame]":
@@ -156,11 +171,12 @@ def _typed(frames: "Sequence[pl.DataFrame]") -> "list[pl.DataFrame]":
 
 
 def _rows_of(table: Table) -> "pl.DataFrame | None":
-    """Returns the rows here, if they are computed."""
+    """Returns the rows here, if they are in memory."""
     if table.node.kind != "Supplied":
         return None
     name = table.node.fields["table"].name
-    return _whole([readings[name].frame for readings in table.buckets])
+    readings = [readings[name] for readings in table.buckets]
+    return None if any(one.is_streamed for one in readings) else _whole([one.frame for one in readings])
 
 
 def _keys_behind(node: Node, keys: tuple[str, ...] | None) -> tuple[str, ...] | None:

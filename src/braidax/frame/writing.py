@@ -3,15 +3,18 @@
 import os
 import secrets
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from braidax.comm import Communicator
 from braidax.errors import ArgumentError
-from braidax.frame.collecting import Partition
+from braidax.frame.collecting import Partition, begun, partitions
+from braidax.frame.plan.nodes import read_bytes
 from braidax.frame.polars import pl
+from braidax.frame.spilling.memory import Memory
+from braidax.frame.spilling.writing import write_stream
 
 Format = Literal["arrow", "parquet"]
 
@@ -87,3 +90,26 @@ def write_part(comm: Communicator, part: Partition, folder: str, format: Format)
         file.flush()
         os.fsync(file.fileno())
         return Written(name, part.frame.height, file.tell())
+
+
+def write_bounded(
+    comm: Communicator,
+    plan: bytes,
+    folder: str,
+    format: Format,
+    memory: Memory,
+    kept: "Mapping[str, Partition]",
+    parts: "Mapping[str, pl.DataFrame]",
+) -> Written:
+    """Computes a plan together with all other ranks, and writes what this one has of the result as it comes.
+
+    **Arguments:** `plan`, `kept`, `parts`: as `braidax.frame.collecting.run` gives them. Others: as of `write_part`.
+    """
+    name = f"part-{comm.rank:05d}.{format}"
+    with (
+        begun(read_bytes(plan), partitions(kept, parts), comm, memory) as (runner, table),
+        (Path(folder) / name).open("xb") as file,
+    ):
+        num_rows = write_stream(runner, table, file, format)
+        os.fsync(file.fileno())
+        return Written(name, num_rows, os.fstat(file.fileno()).st_size)

@@ -25,7 +25,15 @@ class Ranks:
     `meter`: measures what is done.
     """
 
-    def __init__(self, comm: Communicator, *, window_bytes: int = 64 << 20, meter: Unmeasured = UNMEASURED) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        window_bytes: int = 64 << 20,
+        max_buckets: int = 128,
+        meter: Unmeasured = UNMEASURED,
+    ) -> None:
+        self.max_buckets = max_buckets
         self.rank, self.size = comm.rank, comm.size
         self.moved = Moved()
         self.meter = meter
@@ -101,10 +109,8 @@ class Ranks:
         """Gives each rank its part, in buckets: as many for each. **Returns:** the buckets from each rank."""
         wire = self._agreed([bucket for part in parts for bucket in part], schema)
         came = [Batches(len(part)) for part in parts]
-        with self.meter.exchange(self.moved):
-            for source, item in self._comm.exchange(self._items(parts, wire), window_bytes=self._window_bytes):
-                came[source].add(item)
-        self.moved.num_exchanges += 1
+        for source, item in self.exchange(self._items(parts, wire)):
+            came[source].add(item)
         with self.meter.phase("serialize"):
             return [
                 [wire.own(bucket) for bucket in parts[rank]]
@@ -112,6 +118,12 @@ class Ranks:
                 else [wire.frame(bucket) for bucket in batches.done]
                 for rank, batches in enumerate(came)
             ]
+
+    def exchange(self, items: Iterator[tuple[int, list[Any]]]) -> Iterator[tuple[int, Any]]:
+        """Streams items between all ranks. **Yields:** what comes, and from whom. See `Communicator.exchange`."""
+        with self.meter.exchange(self.moved):
+            yield from self._comm.exchange(items, window_bytes=self._window_bytes)
+        self.moved.num_exchanges += 1
 
     def _agreed(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> Wire:
         """Returns how the rows of all ranks travel: the same for all.

@@ -31,6 +31,7 @@ class Wire:
         self._names = [name for name in schema if name not in absent]
         self._ipc = import_pyarrow_ipc(purpose=_PURPOSE)
         self._py_buffer = import_pyarrow(purpose=_PURPOSE).py_buffer
+        self._table = import_pyarrow(purpose=_PURPOSE).Table
         self._there: dict[str, Any] = {}
         for name in self._names:
             other = portable_dtype(schema[name], name)
@@ -52,13 +53,24 @@ class Wire:
                     mark = _MARK.pack(begin + PIECE_BYTES < len(data), bucket)
                     yield [memoryview(mark), data[begin : begin + PIECE_BYTES]]
 
-    def frame(self, batches: Sequence[bytes]) -> "pl.DataFrame":
+    def slices(self, frame: "pl.DataFrame", ends: Sequence[int]) -> Iterator[Any]:
+        """Yields a batch for the rows up to each end, from the one before on. **Arguments:** `ends`: in order."""
+        if not frame.height:
+            return
+        (batch,) = self._portable(frame).rechunk().to_arrow().combine_chunks().to_batches()
+        begin = 0
+        for end in ends:
+            if end > begin:
+                yield batch.slice(begin, end - begin).serialize()
+            begin = end
+
+    def frame(self, batches: Sequence[Any]) -> "pl.DataFrame":
         """Returns the rows of batches, in their order. **Raises:** `CommError` for what is none."""
         if not batches:
             return pl.DataFrame(schema=self._schema)
         try:
             read = [self._ipc.read_record_batch(self._py_buffer(one), self._arrow_schema) for one in batches]
-            frame = pl.concat([_columns(batch) for batch in read])
+            frame = _columns(self._table.from_batches(read))
         except (OSError, ValueError) as error:
             raise CommError(f"what came is no batch of rows: {error}; install the same versions everywhere") from error
         back = [pl.col(name).cast(self._schema[name]) for name in self._there]
@@ -94,9 +106,9 @@ class Batches:
             self._open = []
 
 
-def _columns(batch: Any) -> "pl.DataFrame":
-    frame: Any = pl.from_arrow(batch)
-    frame.columns = batch.schema.names  # Polars would rename one without a name
+def _columns(table: Any) -> "pl.DataFrame":
+    frame: Any = pl.from_arrow(table, rechunk=False)
+    frame.columns = table.schema.names  # Polars would rename one without a name
     return frame
 
 

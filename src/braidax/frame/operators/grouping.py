@@ -50,9 +50,9 @@ def group(runner: Runner, node: Node, ordered: bool) -> Table:
     source = runner.run(node.inputs[0], ordered=needs)
     schema_of(node.on(source.node))  # raises what Polars does
     schema = schema_of(source.node)
-    keys = _expanded(keys, schema)
-    others = {name: dtype for name, dtype in schema.items() if name not in _columns(keys or ())}
-    aggs = _expanded(aggs, pl.Schema(others))
+    keys = all_expanded(keys, schema)
+    others = {name: dtype for name, dtype in schema.items() if name not in columns_among(keys or ())}
+    aggs = all_expanded(aggs, pl.Schema(others))
     if not keys or aggs is None or not all(map(is_rowwise, keys)) or all(map(is_scalar, keys)):
         return on_one_rank(runner, node, ordered)
     names = names_of(keys, schema)
@@ -60,10 +60,10 @@ def group(runner: Runner, node: Node, ordered: bool) -> Table:
     if keeps:
         return _in_order(runner, node, source)
     node = node.but(maintain_order=False)
-    if source.keys is not None and set(source.keys) <= set(_columns(keys)):
+    if source.keys is not None and set(source.keys) <= set(columns_among(keys)):
         return _placed(runner, node, source, source.keys)
     frame = runner.computed(source)
-    small = _Small.of(node, schema) if _repeats(runner, frame, keys) else None
+    small = Small.of(node, schema) if repeats(runner, frame, keys) else None
     if small is None:
         return _placed(runner, node, dealt_by_keys(runner, frame, keys), tuple(names))
     mine = runner.computed(runner.local(small.before(node), runner.held(frame)))
@@ -96,7 +96,7 @@ def _whole_groups(runner: Runner, node: Node, ordered: bool) -> Table:
     return runner.in_buckets(node, dealt_by_keys(runner, frame, keys))
 
 
-def _repeats(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> bool:
+def repeats(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> bool:
     """Returns whether the rows of a rank have far fewer groups than rows, by a sample."""
     sample = frame.gather_every(max(1, frame.height // _SAMPLED_ROWS)).select(
         [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
@@ -105,11 +105,13 @@ def _repeats(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) 
     return bool(found[0] < _PAYS * found[1])
 
 
-def _columns(keys: Sequence[Expression]) -> list[str]:
+def columns_among(keys: Sequence[Expression]) -> list[str]:
+    """Returns the columns that are keys themselves."""
     return [key["Column"] for key in keys if kind_of(key) == "Column"]
 
 
-def _expanded(expressions: Sequence[Expression], schema: Schema) -> list[Expression] | None:
+def all_expanded(expressions: Sequence[Expression], schema: Schema) -> list[Expression] | None:
+    """Returns the expressions of `expanded`, for several."""
     found: list[Expression] = []
     for one in expressions:
         several = expanded(one, schema)
@@ -120,7 +122,7 @@ def _expanded(expressions: Sequence[Expression], schema: Schema) -> list[Express
 
 
 @dataclass
-class _Small:
+class Small:
     """Aggregations of groups as aggregations of what each rank has of them.
 
     **Fields:** `partial`: what each rank aggregates, under hidden names. `aggs`, `predicates`: of these.
@@ -132,7 +134,7 @@ class _Small:
     predicates: list[Expression] = field(default_factory=list)
 
     @classmethod
-    def of(cls, node: Node, schema: Schema) -> "_Small | None":
+    def of(cls, node: Node, schema: Schema) -> "Small | None":
         """Returns how a node's aggregations are combined; None where one of them needs whole groups."""
         small = cls(schema)
         try:

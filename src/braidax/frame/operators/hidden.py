@@ -23,6 +23,7 @@ from braidax.frame.plan.expressions import (
     parts,
     polars_of,
     with_parts,
+    written,
 )
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.plan.ways import way_of
@@ -114,7 +115,7 @@ class _Taking:
             sums = [pl.len().alias("value")]
         else:
             sums = [polars_of(_again(expression, of)).alias("value")]
-        mine = runner.computed(self.table).select(sums)
+        mine = runner.computed(runner.local(select(self.table.node, [written(one) for one in sums]), self.table))
         every = runner.ranks.share(mine)
         if name == "Mean":
             value = every.select(

@@ -21,7 +21,8 @@ from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
-_LEFT, _RIGHT = HIDDEN + "left", HIDDEN + "right"
+LEFT, RIGHT = HIDDEN + "left", HIDDEN + "right"
+"""The places of the rows of both sides."""
 
 
 def join(runner: Runner, node: Node, ordered: bool) -> Table:
@@ -48,13 +49,13 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
         left, right = joined
     node = node.on(left.node, right.node)
     if needs:
-        left = runner.held(with_index(runner.ranks, runner.computed(left), _LEFT))
-        right = runner.held(with_index(runner.ranks, runner.computed(right), _RIGHT))
+        left = runner.held(with_index(runner.ranks, runner.computed(left), LEFT))
+        right = runner.held(with_index(runner.ranks, runner.computed(right), RIGHT))
     plain = node.but(options={**node.fields["options"], "args": {**args, "maintain_order": "None"}})
     table = _equi(runner, plain, left, right)
     if not needs:
         return table
-    order = [_LEFT, _RIGHT] if keeps.startswith("Left") else [_RIGHT, _LEFT]
+    order = [LEFT, RIGHT] if keeps.startswith("Left") else [RIGHT, LEFT]
     there = [name for name in order if name in schema_of(table.node)]
     return restored(runner, table, there)
 
@@ -63,7 +64,7 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
     condition, how = node.fields["condition"]["Equi"], kind_of(node.fields["options"]["args"]["how"])
     left_on, right_on = condition["left_on"], condition["right_on"]
     schema_of(node.on(left.node, right.node))  # raises what Polars does for keys that do not fit
-    dtypes = _shared_dtypes(left, left_on, right, right_on)
+    dtypes = shared_dtypes(left, left_on, right, right_on)
     ways = [_placed(left, left_on, dtypes), _placed(right, right_on, dtypes)]
     frames = [runner.computed(left), runner.computed(right)]
     side = _shared_side(runner, how, node.fields["options"]["args"], frames, ways)
@@ -87,8 +88,8 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
             buckets = runner.ranks.deal_in_buckets(frame, places_of(hashes[i], runner.ranks.size, num), num)
         held.append(runner.held_in_buckets(buckets))
     joined = runner.in_buckets(node, *held)
-    keys = _columns(left_on) if how in SHARED["right"] and heavy is None else None
-    keys = keys if keys is None or _same_dtypes(left, left_on, dtypes) else None
+    keys = key_columns(left_on) if how in SHARED["right"] and heavy is None else None
+    keys = keys if keys is None or same_dtypes(left, left_on, dtypes) else None
     return Table(joined.node, joined.buckets, keys)
 
 
@@ -123,29 +124,31 @@ def _side_that_stays(how: str, placed: Sequence[bool], args: Any) -> int | None:
     return 0 if how in SHARED["right"] else 1 if how in SHARED["left"] else None
 
 
-def _columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:
+def key_columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:
+    """Returns the columns that keys are; None where one of them is anything else."""
     names = [key["Column"] if kind_of(key) == "Column" else None for key in keys]
     return None if None in names else tuple(str(name) for name in names)
 
 
 def _placed(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
-    return table.keys is not None and table.keys == _columns(keys) and _same_dtypes(table, keys, dtypes)
+    return table.keys is not None and table.keys == key_columns(keys) and same_dtypes(table, keys, dtypes)
 
 
-def _same_dtypes(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
+def same_dtypes(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
+    """Returns whether the keys of a table have these dtypes."""
     return _dtypes(table, keys) == list(dtypes)
 
 
 def _dtypes(table: Table, keys: Sequence[Expression]) -> list[Any]:
     schema = schema_of(table.node)
-    names = _columns(keys)
+    names = key_columns(keys)
     if names is not None:
         return [schema[name] for name in names]
     exprs = [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
     return list(pl.LazyFrame(schema=schema).select(exprs).collect_schema().values())
 
 
-def _shared_dtypes(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
+def shared_dtypes(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
     """Returns the dtypes as which the keys of both sides are hashed."""
     found: list[Any] = []
     for one, other in zip(_dtypes(left, left_on), _dtypes(right, right_on), strict=True):

@@ -15,7 +15,6 @@ from braidax.frame.running import Runner, Table
 
 _SEED = 0x62726169  # another one than Polars' own, whose tables would else be filled unevenly
 _BUCKET_BYTES = 4 << 20  # what a core's caches hold, with the tables that are made of it
-_MAX_BUCKETS = 128
 INDEX = HIDDEN + "row"
 """The place of a row among all, in the order of the ranks."""
 
@@ -41,7 +40,7 @@ def num_buckets(ranks: Ranks, num_bytes: float) -> int:
     **Arguments:** `num_bytes`: here, of all tables that are put into these buckets.
     """
     share = float(ranks.all([num_bytes]).sum()) / ranks.size / _BUCKET_BYTES
-    return 1 if share < 2 else min(1 << math.ceil(math.log2(share)), _MAX_BUCKETS)
+    return 1 if share < 2 else min(1 << math.ceil(math.log2(share)), ranks.max_buckets)
 
 
 def dealt_by_keys(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> Table:

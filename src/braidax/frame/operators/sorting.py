@@ -18,7 +18,7 @@ from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
 _SAMPLES = 128  # a rank and splitter
-_UNORDERED = (pl.Struct, pl.List, pl.Array, pl.Categorical, pl.Object, pl.Null, pl.Enum)
+UNORDERED = (pl.Struct, pl.List, pl.Array, pl.Categorical, pl.Object, pl.Null, pl.Enum)
 """Dtypes whose values are not compared here as Polars sorts them."""
 
 
@@ -27,14 +27,14 @@ def sort(runner: Runner, node: Node, ordered: bool) -> Table:
     if node.fields["slice"] is not None or node.fields["sort_options"]["limit"] is not None:
         return on_one_rank(runner, node, ordered)
     options = node.fields["sort_options"]
-    prepared = _prepared(runner, node)
-    if prepared is None:
+    found = prepared(runner, node)
+    if found is None:
         return on_one_rank(runner, node, ordered)
-    source, node, keys, hidden = prepared
+    source, node, keys, hidden = found
     frame = runner.computed(source)
-    order = _Order.of(keys, options)
+    order = Order.of(keys, options)
     key_frame = frame.select([polars_of(key).alias(str(i)) for i, key in enumerate(keys)])
-    if any(isinstance(dtype, _UNORDERED) for dtype in key_frame.schema.values()):
+    if any(isinstance(dtype, UNORDERED) for dtype in key_frame.schema.values()):
         return on_one_rank(runner, node, ordered)
     key_frame = with_index(runner.ranks, key_frame)
     frame = runner.ranks.deal(frame, order.destinations(key_frame, _splitters(runner, key_frame, order)))
@@ -50,10 +50,10 @@ def restored(runner: Runner, table: Table, names: Sequence[str]) -> Table:
 
 def top(runner: Runner, node: Node, *, offset: int, length: int) -> Table | None:
     """Returns the first rows of a sort: each rank sends what may be among them. None where that cannot be told."""
-    prepared = _prepared(runner, node)
-    if prepared is None:
+    found = prepared(runner, node)
+    if found is None:
         return None
-    source, node, _, hidden = prepared
+    source, node, _, hidden = found
     mine = runner.local(node, source)
     mine = runner.local(sliced(mine.node, 0, offset + length), mine)
     whole = runner.local(node, runner.held(runner.ranks.gather(runner.computed(mine))))
@@ -61,7 +61,7 @@ def top(runner: Runner, node: Node, *, offset: int, length: int) -> Table | None
     return runner.local(without(whole.node, hidden), whole) if hidden else whole
 
 
-def _prepared(runner: Runner, node: Node) -> tuple[Table, Node, list[Expression], list[str]] | None:
+def prepared(runner: Runner, node: Node) -> tuple[Table, Node, list[Expression], list[str]] | None:
     """Returns the table with its keys, the sort by these, they themselves, and those that are hidden columns."""
     stable = node.fields["sort_options"]["maintain_order"]
     keys = node.fields["by_column"]
@@ -82,14 +82,14 @@ def _prepared(runner: Runner, node: Node) -> tuple[Table, Node, list[Expression]
 
 
 @dataclass(frozen=True)
-class _Order:
+class Order:
     """How rows follow one another. **Fields:** for each key, `descending` and `nulls_last`; then comes the place."""
 
     descending: tuple[bool, ...]
     nulls_last: tuple[bool, ...]
 
     @classmethod
-    def of(cls, keys: Sequence[Expression], options: Any) -> "_Order":
+    def of(cls, keys: Sequence[Expression], options: Any) -> "Order":
         """Returns the order of Polars' options, of which one may stand for all keys."""
         both = [options["descending"], options["nulls_last"]]
         full = [tuple(one * len(keys)) if len(one) == 1 else tuple(one) for one in both]
@@ -124,7 +124,7 @@ class _Order:
         return reaches
 
 
-def _splitters(runner: Runner, keys: "pl.DataFrame", order: _Order) -> "pl.DataFrame":
+def _splitters(runner: Runner, keys: "pl.DataFrame", order: Order) -> "pl.DataFrame":
     """Returns the keys at which the ranks' rows begin, but for the first: the same on all ranks."""
     wanted = _SAMPLES * runner.ranks.size
     sample = keys.sample(min(wanted, keys.height), seed=runner.ranks.rank)

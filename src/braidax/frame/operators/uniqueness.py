@@ -31,7 +31,7 @@ def distinct(runner: Runner, node: Node, ordered: bool) -> Table:
         frame = with_index(runner.ranks, frame)
         plain = plain.but(options={**plain.fields["options"], "subset": keys})
     if keep != "None" and source.keys is None:
-        frame = runner.computed(runner.local(_in_place(plain), runner.held(frame)))
+        frame = runner.computed(runner.local(in_place(plain), runner.held(frame)))
     table = runner.in_buckets(plain, dealt_by_keys(runner, frame, keys))
     names = [key["Column"] for key in keys if "Column" in key]
     if not keeps:
@@ -39,6 +39,6 @@ def distinct(runner: Runner, node: Node, ordered: bool) -> Table:
     return restored(runner, table, [INDEX])
 
 
-def _in_place(node: Node) -> Node:
+def in_place(node: Node) -> Node:
     """Returns the operation keeping the order of rows, since another one of the same kind follows."""
     return node.but(options={**node.fields["options"], "maintain_order": True})

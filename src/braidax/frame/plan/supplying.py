@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from braidax.frame.plan.nodes import Fields, Node, Supplied, label_of, scan_fields, supplied, write
@@ -23,13 +23,14 @@ class Reading:
     """What a piece reads of a table, and the table.
 
     **Fields:** `frame`: its rows here. `columns`, `predicate`: what Polars asked for, as far as it did; None is all.
-    `num_reads`: how often it did.
+    `num_reads`: how often it did. `is_streamed`: whether `frame` has none of the rows, which come as they are read.
     """
 
     frame: "pl.DataFrame"
     columns: list[str] | None = None
     predicate: "pl.Expr | None" = None
     num_reads: int = 0
+    is_streamed: ClassVar[bool] = False
 
     def __call__(
         self, columns: list[str] | None, predicate: "pl.Expr | None", num_rows: int | None, batch_size: int | None
@@ -45,6 +46,14 @@ class Reading:
             frame = frame.select(columns)
         frame = frame if num_rows is None else frame.head(num_rows)
         yield from frame.iter_slices(_SLICE_ROWS) if frame.height else (frame,)
+
+    def whole(self) -> "pl.DataFrame":
+        """Returns all rows here."""
+        return self.frame
+
+    def batches(self) -> Iterator["pl.DataFrame"]:
+        """Yields all rows here."""
+        return self.frame.iter_slices(_SLICE_ROWS)
 
     def __reduce__(self) -> Any:
         raise TypeError("a table that is read stays in its process")

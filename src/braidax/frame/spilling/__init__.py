@@ -1,0 +1,1 @@
+"""Tables that are larger than a rank's memory: what does not fit waits on disk, in partitions."""

@@ -1,0 +1,70 @@
+"""Streams of rows dealt to ranks, batch by batch."""
+
+import io
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from braidax.errors import CommError
+from braidax.frame.moving.ranks import Ranks
+from braidax.frame.polars import Schema, msgpack, pl
+from braidax.frame.spilling.packing import Packing, Putting
+from braidax.frame.spilling.partitions import Partitioned
+
+Destinations = Callable[["pl.DataFrame"], "pl.Series"]
+"""Returns the rank of each row, `[rows]` integers."""
+
+
+def begun(ranks: Ranks, batches: Iterator["pl.DataFrame"], schema: Schema) -> tuple[Schema, Iterator["pl.DataFrame"]]:
+    """Begins a stream on all ranks. **Returns:** its schema, the same on all, and all of it.
+
+    **Arguments:** `schema`: as the plan tells, which need not know the dtypes of a user's function.
+
+    **Raises:** `CommError` for ranks whose rows have other columns.
+    """
+    first = next((batch for batch in batches if batch.height), None)
+    mine = pl.DataFrame(schema=schema if first is None else first.schema)
+    told = msgpack.encode([repr(list(mine.schema.items())), first is not None, mine.serialize()])
+    every = [msgpack.decode(one) for one in ranks.all_objects(told)]
+    full = [rank for rank, one in enumerate(every) if one[1]] or [0]
+    if len({every[rank][0] for rank in full}) > 1:
+        raise CommError(
+            f"ranks {full[0]} and {full[-1]} have other columns: {every[full[0]][0]} and {every[full[-1]][0]}; "
+            "expected the same dtypes on all ranks, as the return_dtype of a user's function says"
+        )
+    agreed = pl.DataFrame.deserialize(io.BytesIO(every[full[0]][2])).schema
+    return agreed, batches if first is None else chain([first], batches)
+
+
+def deal(ranks: Ranks, batches: Iterator["pl.DataFrame"], to: Destinations, into: Partitioned, schema: Schema) -> None:
+    """Sends each row of a stream to a rank, and keeps what comes.
+
+    **Arguments:** `schema`: of the rows, as `begun` gives. `into`: gets those for this rank.
+    """
+    if ranks.size == 1:
+        for batch in batches:
+            into.add(0, batch)
+        return
+    putting = [Putting() for _ in range(ranks.size)]
+    for source, item in ranks.exchange(_items(ranks, batches, to, into, Packing(schema))):
+        for packed in putting[source].add(item):
+            into.add_packed(source, packed)
+
+
+def _items(
+    ranks: Ranks, batches: Iterator["pl.DataFrame"], to: Destinations, into: Partitioned, packing: Packing
+) -> Iterator[tuple[int, list[object]]]:
+    """Yields what goes to the others, and keeps what is for this rank."""
+    for batch in batches:
+        if not batch.height:
+            continue
+        destinations = to(batch)
+        for hop in range(ranks.size):
+            rank = (ranks.rank + hop) % ranks.size
+            part = batch.filter(destinations == rank)
+            if rank == ranks.rank:
+                into.add(rank, part)
+                continue
+            ranks.moved.num_rows += part.height
+            for item in packing.pieces(part):
+                ranks.moved.num_bytes += len(item[1])
+                yield rank, item

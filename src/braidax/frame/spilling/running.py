@@ -1,0 +1,132 @@
+"""A plan, computed by ranks whose memory is bounded."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from braidax.frame.moving.ranks import Ranks
+from braidax.frame.operators.placing import INDEX
+from braidax.frame.plan.nodes import Node
+from braidax.frame.plan.supplying import Reading, schema_of
+from braidax.frame.polars import pl
+from braidax.frame.running import Rule, Runner, Table
+from braidax.frame.spilling.store import Rows, Spill
+from braidax.frame.spilling.streaming import Streamed, stream, wanted
+
+_ONLY = (0, 0)  # the key of the rows of a table that is in no partitions
+
+
+@final
+class Stored(Streamed):
+    """A table that waits. **Arguments:** `rows`: the table. `num_rows`: of it."""
+
+    def __init__(self, rows: Rows, num_rows: int) -> None:
+        super().__init__(rows.schema, self._read)
+        self.rows, self.num_rows = rows, num_rows
+
+    def _read(self, columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
+        for batch in self.rows.batches():
+            yield wanted(batch, columns, predicate)
+
+
+SpillingRule = Callable[["SpillingRunner", Node, bool], Table]
+"""Computes a node in bounded memory. See `braidax.frame.running.Rule`."""
+
+
+@dataclass(frozen=True)
+class Spilling:
+    """What is done with rows that do not fit. **Fields:** `spill`: where they wait. `rules`: come before the others."""
+
+    spill: Spill
+    rules: Mapping[str, SpillingRule]
+
+
+@final
+class SpillingRunner(Runner):
+    """Computes the nodes of a plan on this rank in bounded memory.
+
+    All tables are in one bucket. **Arguments:** as of `Runner`. `spilling`: what is done with rows that do not fit.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        tables: Mapping[str, Table],
+        scans: Mapping[Node, Any],
+        rules: Mapping[str, Rule],
+        otherwise: Rule,
+        *,
+        spilling: Spilling,
+    ) -> None:
+        super().__init__(ranks, tables, scans, rules, otherwise)
+        self.spill = spilling.spill
+        self._spilling_rules = spilling.rules
+
+    def by_rule(self, node: Node, ordered: bool) -> Table:
+        """Returns the result of a node that is not local."""
+        rule = self._spilling_rules.get(node.kind)
+        return super().by_rule(node, ordered) if rule is None else rule(self, node, ordered)
+
+    def compute(self, table: Table) -> Table:
+        """Returns the table with its rows computed: they wait."""
+        reading = reading_of(table)
+        if reading is not None and (isinstance(reading, Stored) or not isinstance(reading, Streamed)):
+            return table
+        schema, num_rows = schema_of(table.node), 0
+        store = None
+        for batch in self.stream(table):
+            if batch.height and store is None:
+                store, schema = self.spill.store(batch.schema), batch.schema
+            if store is not None:
+                store.append(_ONLY, batch)
+            num_rows += batch.height
+        rows = Rows(self.spill.store(schema) if store is None else store, (_ONLY,))
+        return self.read(Stored(rows, num_rows), schema, table.keys)
+
+    def stream(self, table: Table) -> Iterator["pl.DataFrame"]:
+        """Yields the rows of a table here, in their order, as they are computed. **Raises:** what Polars does."""
+        return stream(table, most_bytes=self.spill.budget.batch_bytes)
+
+    def size_of(self, table: Table) -> tuple[int, int]:
+        """Returns how many rows and bytes a table has here that is computed."""
+        reading = reading_of(table)
+        if isinstance(reading, Stored):
+            return reading.num_rows, reading.rows.num_bytes
+        frame = self.computed(table)
+        return frame.height, int(frame.estimated_size())
+
+    def few(self, table: Table) -> "pl.DataFrame | None":
+        """Returns the rows of all ranks, where each may have them all, else None; the table can be read again."""
+        limit, size = self.spill.budget.block_bytes, 0
+        found: list[pl.DataFrame] = []
+        for batch in self.stream(table):
+            found.append(batch)
+            size += int(batch.estimated_size())
+            if size > limit:
+                break
+        if self.ranks.all([size]).sum() > limit:
+            return None
+        return self.ranks.share(pl.concat(found) if found else pl.DataFrame(schema=schema_of(table.node)))
+
+    def indexed(self, table: Table, name: str = INDEX) -> Table:
+        """Returns a table with the places of its rows among those of all ranks."""
+        table = self.compute(table)
+        first = int(self.ranks.all([self.size_of(table)[0]])[: self.ranks.rank].sum())
+
+        def batches(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
+            place = first
+            for batch in self.stream(table):
+                yield wanted(_numbered(batch, name, place), columns, predicate)
+                place += batch.height
+
+        schema = pl.Schema({name: pl.Int64(), **schema_of(table.node)})
+        return self.read(Streamed(schema, batches), schema, table.keys)
+
+
+def reading_of(table: Table) -> Reading | None:
+    """Returns what a table reads that is nothing else."""
+    return table.buckets[0][table.node.fields["table"].name] if table.node.kind == "Supplied" else None
+
+
+def _numbered(batch: "pl.DataFrame", name: str, first: int) -> "pl.DataFrame":
+    return batch.with_row_index(name, offset=first).with_columns(pl.col(name).cast(pl.Int64))

@@ -1,0 +1,77 @@
+"""Tables that are read in batches, once or several times, while a piece of a plan is computed."""
+
+from collections.abc import Callable, Iterator
+
+from braidax.frame.plan.nodes import Node, supplied
+from braidax.frame.plan.supplying import Reading, lazy_of
+from braidax.frame.polars import Schema, pl
+from braidax.frame.running import Table
+from braidax.frame.spilling.store import blocks
+
+_ROWS = 1 << 13  # that Polars gives at once, before it is known how long they are
+
+Batches = Callable[[list[str] | None, "pl.Expr | None"], Iterator["pl.DataFrame"]]
+"""Yields of a table, anew, the columns and the rows that are wanted: see `wanted`."""
+
+
+class Streamed(Reading):
+    """What a piece reads of a table that is never in memory as a whole.
+
+    **Arguments:** `schema`: of the table. `batches`: yields it.
+    """
+
+    is_streamed = True
+
+    def __init__(self, schema: Schema, batches: Batches) -> None:
+        super().__init__(pl.DataFrame(schema=schema))
+        self._batches = batches
+
+    def whole(self) -> "pl.DataFrame":
+        """Returns all rows."""
+        return pl.concat([self.frame, *self._batches(None, None)])
+
+    def batches(self) -> Iterator["pl.DataFrame"]:
+        """Yields the rows."""
+        return self._batches(None, None)
+
+    def __call__(
+        self, columns: list[str] | None, predicate: "pl.Expr | None", num_rows: int | None, batch_size: int | None
+    ) -> Iterator["pl.DataFrame"]:
+        """Is the scan's function. See `polars.io.plugins.register_io_source`."""
+        del batch_size
+        left = num_rows
+        yield wanted(self.frame, columns, predicate)
+        for batch in self._batches(columns, predicate):
+            yield batch if left is None else batch.head(left)
+            if left is not None and (left := left - batch.height) <= 0:
+                return
+
+
+def wanted(frame: "pl.DataFrame", columns: list[str] | None, predicate: "pl.Expr | None") -> "pl.DataFrame":
+    """Returns of some rows what is asked for. **Arguments:** `columns`, `predicate`: None is all."""
+    if predicate is not None:
+        frame = frame.filter(predicate)
+    return frame if columns is None else frame.select(columns)
+
+
+def stream(table: Table, *, most_bytes: int) -> Iterator["pl.DataFrame"]:
+    """Yields the rows of a table here, in their order, as they are computed. **Raises:** what Polars does.
+
+    **Arguments:** `most_bytes`: of a batch, about.
+    """
+    if table.node.kind == "Supplied":
+        yield from table.buckets[0][table.node.fields["table"].name].batches()
+    else:
+        yield from batches_of(lazy_of(table.node, table.buckets[0]), most_bytes=most_bytes)
+
+
+def batches_of(lazy: "pl.LazyFrame", *, most_bytes: int) -> Iterator["pl.DataFrame"]:
+    """Yields the rows of a plan as they are computed. **Arguments, Raises:** as `stream`."""
+    yield from blocks(lazy.collect_batches(chunk_size=_ROWS, maintain_order=True, engine="streaming"), most_bytes)
+
+
+def computed_on(node: Node, frames: "list[pl.DataFrame]") -> "pl.LazyFrame":
+    """Returns the plan of a node whose inputs are these."""
+    names = [f"block-{i}" for i in range(len(frames))]
+    inputs = [supplied(name, frame.schema) for name, frame in zip(names, frames, strict=True)]
+    return lazy_of(node.on(*inputs), {name: Reading(frame) for name, frame in zip(names, frames, strict=True)})
