@@ -10,7 +10,7 @@ from polars.testing import assert_frame_equal
 
 from braidax.errors import Aborted
 from braidax.frame import collect_partition
-from braidax.frame.collecting import Partition, _computed  # pyright: ignore[reportPrivateUsage]
+from braidax.frame.collecting import Partition, computed_by
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators import scanning
 from braidax.frame.operators.scanning import Scanned, survey
@@ -42,7 +42,7 @@ def moved(lazy: pl.LazyFrame, size: int = 2) -> tuple[pl.DataFrame, int]:
     def run(comm: Any) -> tuple[pl.DataFrame, int]:
         ranks = Ranks(comm)
         parts = {name: Partition(table[comm.rank :: comm.size]) for name, table in memory.items()}
-        return _computed(root, parts, ranks).frame, ranks.moved.num_rows
+        return computed_by(ranks, root, parts).frame, ranks.moved.num_rows
 
     found = outcomes(size, run)
     return pl.concat([frame for frame, _ in found]), sum(number for _, number in found)

@@ -170,18 +170,23 @@ def partitions(kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFram
 def _on_rank_measured(
     comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
 ) -> tuple[Partition, bytes, Measured]:
-    """Returns what this rank has of the result, the plan as it is computed, and what was measured."""
-    tables, root = partitions(kept, parts), read_bytes(plan)
+    part, pushed, found = measured(read_bytes(plan), partitions(kept, parts), comm)
+    return part, bytes_of(pushed), found
+
+
+def measured(root: Node, tables: Mapping[str, Partition], comm: Communicator) -> tuple[Partition, Node, Measured]:
+    """Computes a plan together with all other ranks, as `collect_partition` does.
+
+    **Returns:** what this rank has of the result, the plan as it was computed, and what this rank did.
+    """
     pushed = root if comm.size == 1 else pushed_down(root)
     meter = Meter(pushed)
     ranks = Ranks(comm, meter=meter)
     if comm.size == 1:
-        part = _whole(pushed, tables, ranks)
-    else:
-        check_hashes(ranks)
-        runner = Runner(ranks, _known(tables), survey(ranks, pushed), _RULES, on_one_rank)
-        part = _partition(*runner.collect(pushed))
-    return part, bytes_of(pushed), meter.measured()
+        return _whole(pushed, tables, ranks), pushed, meter.measured()
+    check_hashes(ranks)
+    runner = Runner(ranks, _known(tables), survey(ranks, pushed), _RULES, on_one_rank)
+    return _partition(*runner.collect(pushed)), pushed, meter.measured()
 
 
 def _schema(comm: Communicator, part: Partition) -> Schema:
@@ -193,8 +198,12 @@ def _computed(root: Node, tables: Mapping[str, Partition], comm: Communicator, m
     if memory is not None:
         with begun(pushed_down(root), tables, comm, memory) as (runner, table):
             return _partition(runner.computed(table), table.keys)
-    ranks = Ranks(comm)
-    if comm.size == 1:
+    return computed_by(Ranks(comm), root, tables)
+
+
+def computed_by(ranks: Ranks, root: Node, tables: Mapping[str, Partition]) -> Partition:
+    """Returns what this rank has of the result of a plan; all others call this, too."""
+    if ranks.size == 1:
         return _whole(root, tables, ranks)
     check_hashes(ranks)
     scans = survey(ranks, root)

@@ -14,10 +14,9 @@ from braidax.comm import Communicator
 from braidax.errors import CallFailed
 from braidax.frame import collecting
 from braidax.frame.explaining import computed_on_one_rank
-from braidax.frame.moving.ranks import Ranks
 from braidax.frame.plan.nodes import read, topological
 from braidax.frame.plan.ways import WHOLE
-from braidax.frame.sight.measuring import PHASES, Meter, Phase, Work
+from braidax.frame.sight.measuring import PHASES, Phase, Work
 from braidax.frame.sight.operation import Operation, size_of
 from braidax.frame.sight.profiled import Profile, profile_of
 from braidax.gang import LocalGang
@@ -187,16 +186,14 @@ def measured(lazy: pl.LazyFrame) -> Callable[[Communicator], Profile]:
 
     def call(comm: Communicator) -> Profile:
         root, memory = read(lazy)
-        root = collecting.pushed_down(root)
-        meter = Meter(root)
         parts: Mapping[str, pl.DataFrame] = {
             name: frame[frame.height * comm.rank // comm.size : frame.height * (comm.rank + 1) // comm.size]
             for name, frame in memory.items()
         }
         tables = {name: collecting.Partition(part) for name, part in parts.items()}
-        collecting._computed(root, tables, Ranks(comm, meter=meter))  # pyright: ignore[reportPrivateUsage]
-        assert len(meter.measured().works) == len(topological(root))
-        return profile_of(root, [meter.measured()], 1.0)
+        _, pushed, found = collecting.measured(root, tables, comm)
+        assert len(found.works) == len(topological(pushed))
+        return profile_of(pushed, [found], 1.0)
 
     return call
 

@@ -15,7 +15,8 @@ from braidax.frame.polars import Schema, pl
 _PURPOSE = "a frame on several ranks"
 PIECE_BYTES = 1 << 20
 _HEIGHT = "height"  # the column that travels when no other does
-_MARK = struct.Struct("<?H")  # whether the batch goes on, and its bucket
+MARK = struct.Struct("<?H")
+"""At the head of a piece: whether its batch goes on, and the bucket."""
 
 
 class Wire:
@@ -50,7 +51,7 @@ class Wire:
             for batch in part.to_arrow().combine_chunks().to_batches():
                 data = memoryview(batch.serialize())
                 for begin in range(0, len(data), PIECE_BYTES):
-                    mark = _MARK.pack(begin + PIECE_BYTES < len(data), bucket)
+                    mark = MARK.pack(begin + PIECE_BYTES < len(data), bucket)
                     yield [memoryview(mark), data[begin : begin + PIECE_BYTES]]
 
     def slices(self, frame: "pl.DataFrame", ends: Sequence[int]) -> Iterator[Any]:
@@ -97,7 +98,7 @@ class Batches:
     def add(self, item: Sequence[Any]) -> None:
         """Takes the next piece: a copy of it. **Raises:** `CommError` for one of no bucket."""
         mark, data = item
-        goes_on, bucket = _MARK.unpack(mark)
+        goes_on, bucket = MARK.unpack(mark)
         if bucket >= len(self.done):
             raise CommError(f"bucket {bucket} of {len(self.done)} came; install the same versions everywhere")
         self._open.append(bytes(data))

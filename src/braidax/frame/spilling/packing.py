@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from braidax.errors import CommError
-from braidax.frame.moving.wire import Batches, Wire
+from braidax.frame.moving.wire import MARK, Batches, Wire
 from braidax.frame.polars import Schema, pl
-
-_MARK_BYTES = 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Packing:
         """
         self._check(frame)
         absent = self._absent(frame)
-        for mark, data in self._wire(absent).pieces(frame):
+        for mark, data in self._wire(absent).pieces(frame, 0):
             yield [bytes(mark) + absent, data]
 
     def pack(self, frame: "pl.DataFrame") -> Iterator[Packed]:
@@ -81,12 +79,13 @@ class Putting:
     """Puts the items of a stream together again."""
 
     def __init__(self) -> None:
-        self._batches = Batches()
+        self._batches = Batches(1)
 
     def add(self, item: Sequence[Any]) -> Iterator[Packed]:
         """Takes the next item: a copy of it. **Yields:** the batch that it ends."""
         header = bytes(item[0])
-        self._batches.add([header[:_MARK_BYTES], item[1]])
-        for data in self._batches.done:
-            yield Packed(header[_MARK_BYTES:], data)
-        self._batches.done.clear()
+        self._batches.add([header[: MARK.size], item[1]])
+        (done,) = self._batches.done
+        for data in done:
+            yield Packed(header[MARK.size :], data)
+        done.clear()
