@@ -59,7 +59,9 @@ def prepare(folder):
     """Returns the plan, as for one process."""
     documents = pl.scan_ndjson(folder / "documents-*.jsonl").with_columns(pl.col("text").str.strip_chars())
     texts = documents.unique("text", keep="first", maintain_order=True)
-    good = texts.join(pl.scan_parquet(folder / "sites.parquet"), on="site").filter(pl.col("quality") > 0.5)
+    good = texts.join(pl.scan_parquet(folder / "sites.parquet"), on="site", maintain_order="left").filter(
+        pl.col("quality") > 0.5
+    )
     long = good.filter(pl.col("text").str.len_bytes() >= 20)
     tokens = pl.col("text").map_batches(tokenize, return_dtype=pl.Array(pl.Int32, LENGTH), is_elementwise=True)
     return long.select(tokens.alias("tokens"))
