@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,6 +216,42 @@ def test_processes_are_added_and_given_up(start: Start, lines: Lines) -> None:
     assert not processes.wait_for_all(0.0)  # the first one lives
     processes.end()
     wait_until_gone(list(children.values()), seconds=5)
+
+
+def test_what_a_discarded_process_wrote_is_not_read_behind_its_end() -> None:
+    """Its end and its closed pipes may be seen at once: while nobody looked, all of them came."""
+    lines, is_stopped, goes_on = Lines(), threading.Event(), threading.Event()
+
+    def write(number: int, stream: Stream, line: str) -> None:
+        lines.write(number, stream, line)
+        if line == "stop":
+            is_stopped.set()
+            assert goes_on.wait(30)
+
+    def command(code: str) -> Command:
+        return Command((sys.executable, "-uc", code), dict(os.environ))
+
+    processes = Processes([command("import time; time.sleep(600)")], write=write)
+    try:
+        child = (
+            "import os, subprocess, time; "
+            "print(os.getpid(), subprocess.Popen(['sleep', '600'], start_new_session=True).pid); time.sleep(600)"
+        )
+        assert processes.add([command(child)]) == [1]
+        wait_for(lambda: len(lines) == 1)
+        assert processes.add([command("print('stop'); import time; time.sleep(600)")]) == [2]
+        assert is_stopped.wait(30)
+        processes.discard(1)
+        parent, other = map(int, lines[0][2].split())
+        wait_until_gone([parent], seconds=5)
+        os.kill(other, signal.SIGKILL)  # which has its pipes, and closes them behind its end
+        wait_until_gone([other], seconds=5)
+        goes_on.set()
+        assert processes.add([command("raise SystemExit(3)")]) == [3]
+        assert ends(processes, 2)[3].how == "ended with exit status 3"
+    finally:
+        goes_on.set()
+        processes.end()
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:

@@ -250,6 +250,8 @@ class Processes:
                         while self._unwatched:
                             self._look(selector, self._unwatched.pop(0))
                         break  # what else is ready may be of a process that was discarded
+                    if key.fd not in selector.get_map():
+                        continue  # an event before has given its process up
                     process: _Process = key.data
                     if key.fd == process.pidfd:
                         self._note_ending(selector, process)

@@ -94,7 +94,7 @@ def test_devices_of_every_stage_are_counted_by_what_prices_stages() -> None:
 
 
 def test_a_link_is_measured_between_two_devices() -> None:
-    link = measured_link(jax.devices()[:2], num_runs=2)
+    link = measured_link(jax.devices()[:2], num_runs=40)  # the shortest of so many is not one that had to wait
     assert 1e6 < link.bytes_per_second < 1e13
     assert 0 <= link.latency_seconds < 0.1
     assert measured_link(jax.devices()[:1]) == bx.Link(1e30)
