@@ -250,13 +250,11 @@ class Processes:
                         while self._unwatched:
                             self._look(selector, self._unwatched.pop(0))
                         break  # what else is ready may be of a process that was discarded
-                    if key.fd not in selector.get_map():
-                        continue  # an event before has given its process up
                     process: _Process = key.data
                     if key.fd == process.pidfd:
                         self._note_ending(selector, process)
-                    elif process.read(key.fd, self._told) == 0:
-                        selector.unregister(key.fd)
+                    elif key.fd in selector.get_map() and process.read(key.fd, self._told) == 0:
+                        selector.unregister(key.fd)  # of what an event before has given up nothing is read
 
     def _look(self, selector: selectors.BaseSelector, process: "_Process") -> None:
         """Begins to watch a process, or gives one up that is discarded and has ended."""
