@@ -128,14 +128,23 @@ class Ranks:
     def _agreed(self, parts: "Sequence[pl.DataFrame]", schema: Schema) -> Wire:
         """Returns how the rows of all ranks travel: the same for all.
 
-        A rank without rows cannot always know the dtypes of what it has none of. Columns that are null everywhere, as
-        those are that nobody needs, stay where they are.
+        Columns that are null everywhere, as those are that nobody needs, stay where they are.
+
+        **Raises:** as `agreed`.
+        """
+        nulls = [name for name in schema if all(part[name].null_count() == part.height for part in parts)]
+        return Wire(*self.agreed(schema, num_rows=sum(part.height for part in parts), nulls=nulls))
+
+    def agreed(self, schema: Schema, *, num_rows: int, nulls: Sequence[str] = ()) -> tuple[Schema, frozenset[str]]:
+        """Returns the columns of the rows of all ranks, and those that are null everywhere: the same for all.
+
+        A rank without rows cannot always know the dtypes of what it has none of.
+
+        **Arguments:** `schema`, `num_rows`: of the rows here. `nulls`: columns that are null here.
 
         **Raises:** `CommError` for ranks whose rows have other columns.
         """
-        num_rows = sum(part.height for part in parts)
-        nulls = [name for name in schema if all(part[name].null_count() == part.height for part in parts)]
-        told = [repr(list(schema.items())), num_rows, nulls]
+        told = [repr(list(schema.items())), num_rows, list(nulls)]
         every = [msgpack.decode(one) for one in self.all_objects(msgpack.encode(told))]
         absent = set(schema).intersection(*(one[2] for one in every))
         if len({one[0] for one in every}) > 1:
@@ -146,7 +155,7 @@ class Ranks:
                     "expected the same dtypes on all ranks, as the return_dtype of a user's function says"
                 )
             schema = pl.DataFrame.deserialize(io.BytesIO(self._of_rank(full[0], schema))).schema
-        return Wire(schema, absent=frozenset(absent))
+        return schema, frozenset(absent)
 
     def _of_rank(self, rank: int, schema: Schema) -> bytes:
         mine = pl.DataFrame(schema=schema).serialize() if rank == self.rank else b""

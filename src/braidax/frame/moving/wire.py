@@ -27,7 +27,7 @@ class Wire:
     **Raises:** `ArgumentError` for columns of Python objects.
     """
 
-    def __init__(self, schema: Schema, *, absent: frozenset[str] = frozenset()) -> None:
+    def __init__(self, schema: Schema, absent: frozenset[str] = frozenset()) -> None:
         self._schema = schema
         self._names = [name for name in schema if name not in absent]
         self._ipc = import_pyarrow_ipc(purpose=_PURPOSE)

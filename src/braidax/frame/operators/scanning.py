@@ -32,16 +32,14 @@ _COPIED_JOINS = ("Inner", "Left", "Semi", "Anti")
 
 @dataclass(frozen=True)
 class Scanned:
-    """What a scan reads. **Fields:** `num_rows`: 0 where `files` are known. `files`, `sizes`: in order, in bytes."""
+    """What a scan reads.
+
+    **Fields:** `num_rows`: 0 where ranks read whole files. `files`, `sizes`: in order, in bytes; none if not known.
+    """
 
     num_rows: int
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
-
-    @property
-    def is_small(self) -> bool:
-        """Whether every rank may read all of it."""
-        return bool(self.files) and sum(self.sizes) <= _SMALL_BYTES
 
     def files_of(self, rank: int, size: int) -> tuple[str, ...] | None:
         """Returns the files of a rank, which follow those of the rank before; None where they are too few, or uneven.
@@ -87,8 +85,7 @@ def scan(runner: Runner, node: Node, ordered: bool) -> Table:
     files = scanned.files_of(rank, size)
     if files is not None:
         return Table(_of_files(node, files), ({},))
-    total = scanned.num_rows or _num_rows(node)
-    begin, end = (total * one // size for one in (rank, rank + 1))
+    begin, end = (scanned.num_rows * one // size for one in (rank, rank + 1))
     return Table(sliced(node, begin, end - begin), ({},))
 
 
@@ -100,22 +97,20 @@ def source_bytes(node: Node) -> float:
 
 def reads_little(root: Node, scans: Mapping[Node, Scanned]) -> bool:
     """Returns whether one rank computes a plan sooner than several could share it: of files, and Polars alone."""
-    leaves = [node for node in topological(root) if not node.inputs]
-    if not leaves or not all(node in scans and scans[node].files for node in leaves):
-        return False
-    few = sum(sum(scans[node].sizes) for node in leaves) <= _LITTLE_BYTES
-    return few and not any(calls_python(node.fields) for node in topological(root))
+    return _file_bytes(root, scans) <= _LITTLE_BYTES and not any(calls_python(one.fields) for one in topological(root))
 
 
 def copied(runner: Runner, node: Node) -> Table | None:
     """Returns what small files give, in full on each rank; None where a node reads anything else."""
-    whole = topological(node)
-    leaves = [one for one in whole if not one.inputs]
-    if not all(one.kind == "Scan" and one in runner.scans and runner.scans[one].is_small for one in leaves):
-        return None
-    if sum(sum(runner.scans[one].sizes) for one in leaves) > _SMALL_BYTES or not all(map(_may_be_copied, whole)):
-        return None
-    return Table(node, ({},))
+    is_small = _file_bytes(node, runner.scans) <= _SMALL_BYTES
+    return Table(node, ({},)) if is_small and all(map(_may_be_copied, topological(node))) else None
+
+
+def _file_bytes(root: Node, scans: Mapping[Node, Scanned]) -> float:
+    """Returns the bytes of all files that a plan reads; infinity where it reads what is not known."""
+    leaves = [node for node in topological(root) if not node.inputs]
+    known = all(node in scans and scans[node].files for node in leaves)
+    return float(sum(sum(scans[node].sizes) for node in leaves)) if known else math.inf
 
 
 def _may_be_copied(node: Node) -> bool:

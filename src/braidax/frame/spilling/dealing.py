@@ -1,12 +1,10 @@
 """Streams of rows dealt to ranks, batch by batch."""
 
-import io
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from braidax.errors import CommError
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.polars import Schema, msgpack, pl
+from braidax.frame.polars import Schema, pl
 from braidax.frame.spilling.packing import Packing, Putting
 from braidax.frame.spilling.partitions import Partitioned
 
@@ -22,16 +20,7 @@ def begun(ranks: Ranks, batches: Iterator["pl.DataFrame"], schema: Schema) -> tu
     **Raises:** `CommError` for ranks whose rows have other columns.
     """
     first = next((batch for batch in batches if batch.height), None)
-    mine = pl.DataFrame(schema=schema if first is None else first.schema)
-    told = msgpack.encode([repr(list(mine.schema.items())), first is not None, mine.serialize()])
-    every = [msgpack.decode(one) for one in ranks.all_objects(told)]
-    full = [rank for rank, one in enumerate(every) if one[1]] or [0]
-    if len({every[rank][0] for rank in full}) > 1:
-        raise CommError(
-            f"ranks {full[0]} and {full[-1]} have other columns: {every[full[0]][0]} and {every[full[-1]][0]}; "
-            "expected the same dtypes on all ranks, as the return_dtype of a user's function says"
-        )
-    agreed = pl.DataFrame.deserialize(io.BytesIO(every[full[0]][2])).schema
+    agreed, _ = ranks.agreed(schema if first is None else first.schema, num_rows=0 if first is None else first.height)
     return agreed, batches if first is None else chain([first], batches)
 
 
