@@ -205,12 +205,12 @@ def computed_by(ranks: Ranks, root: Node, tables: Mapping[str, Partition]) -> Pa
     """Returns what this rank has of the result of a plan; all others call this, too."""
     if ranks.size == 1:
         return _whole(root, tables, ranks)
-    check_hashes(ranks)
     scans = survey(ranks, root)
     runner = Runner(ranks, _known(tables), scans, _RULES, on_one_rank)
     if reads_little(root, scans):
         whole = on_first(runner, lambda: lazy_of(root, {}).collect())
         return _partition(runner.computed(spread(runner, whole)), None)
+    check_hashes(ranks)
     return _partition(*runner.collect(pushed_down(root)))
 
 

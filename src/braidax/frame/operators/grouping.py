@@ -7,6 +7,7 @@ from typing import Any
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.hidden import NotSpread
 from braidax.frame.operators.placing import INDEX, dealt_by_keys, with_index
+from braidax.frame.operators.scanning import beginning
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import (
@@ -14,6 +15,7 @@ from braidax.frame.plan.expressions import (
     aggregation,
     alias,
     column,
+    columns_of,
     depends_on_order,
     expanded,
     is_rowwise,
@@ -32,6 +34,8 @@ from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Runner, Table
 
 _SAMPLED_ROWS = 20_000
+_STRETCHES = 16  # of rows that follow each other, of which a sample consists
+_LEAST_ROWS = 1000  # of all ranks, from which the first rows tell anything
 _PAYS = 0.5  # of groups a row, above which aggregating before only costs
 
 _COMBINED = {"Sum": pl.Expr.sum, "Min": pl.Expr.min, "Max": pl.Expr.max}
@@ -62,13 +66,26 @@ def group(runner: Runner, node: Node, ordered: bool) -> Table:
     node = node.but(maintain_order=False)
     if source.keys is not None and set(source.keys) <= set(columns_among(keys)):
         return _placed(runner, node, source, source.keys)
-    frame = runner.computed(source)
-    small = Small.of(node, schema) if repeats(runner, frame, keys) else None
-    if small is None:
-        return _placed(runner, node, dealt_by_keys(runner, frame, keys), tuple(names))
-    mine = runner.computed(runner.local(small.before(node), runner.held(frame)))
+    small = Small.of(node, schema)
+    source, pays = (runner.compute(source), False) if small is None else _sampled(runner, source, keys)
+    if small is None or not pays:
+        return _placed(runner, node, dealt_by_keys(runner, runner.computed(source), keys), tuple(names))
+    mine = runner.computed(runner.in_buckets(small.before(node), source))
     dealt = dealt_by_keys(runner, mine, [column(name) for name in names])
     return _placed(runner, small.after(node, names), dealt, tuple(names))
+
+
+def _sampled(runner: Runner, source: Table, keys: Sequence[Expression]) -> tuple[Table, bool]:
+    """Returns whether it pays to aggregate before, and the table: as it was where its first rows tell, else computed.
+
+    Rows that are not computed before they are aggregated need not be in memory all at once.
+    """
+    first = beginning(source, _SAMPLED_ROWS)
+    rows, groups = runner.ranks.all([0, 0] if first is None else _counts(_keys_of(first, keys))[:2]).sum(axis=0)
+    if rows >= _LEAST_ROWS and groups < _PAYS * rows:
+        return source, True
+    source = runner.compute(source)
+    return source, repeats(runner, runner.computed(source), keys)
 
 
 def _placed(runner: Runner, node: Node, source: Table, keys: Sequence[str]) -> Table:
@@ -97,12 +114,40 @@ def _whole_groups(runner: Runner, node: Node, ordered: bool) -> Table:
 
 
 def repeats(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> bool:
-    """Returns whether the rows of a rank have far fewer groups than rows, by a sample."""
-    sample = frame.gather_every(max(1, frame.height // _SAMPLED_ROWS)).select(
-        [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
-    )
-    found = runner.ranks.all([sample.n_unique() if sample.height else 0, sample.height]).sum(axis=0)
-    return bool(found[0] < _PAYS * found[1])
+    """Returns whether the rows of a rank have far fewer groups than rows, by two samples.
+
+    One has stretches of rows, since those of a group may follow each other. The other one is spread over all rows. Of
+    this one the number of groups is told by how many it has with one row, and with two: the estimator Chao1 (A. Chao,
+    "Nonparametric Estimation of the Number of Classes in a Population", 1984), in its form without bias.
+    """
+    columns = list(dict.fromkeys(name for key in keys for name in columns_of(key))) or frame.columns
+    table = frame.select(columns)
+    stretches = _stretches(table, _STRETCHES, _SAMPLED_ROWS // _STRETCHES)
+    counts = [_counts(_keys_of(one, keys)) for one in (*stretches, table.gather_every(_step(table)))]
+    own = [sum(one[i] for one in counts[:-1]) for i in range(2)]
+    found = runner.ranks.all([table.height, *own, *counts[-1]]).sum(axis=0)
+    height, rows, groups, _, seen, once, twice = (float(one) for one in found)
+    return groups < _PAYS * rows or seen + once * (once - 1) / (2 * (twice + 1)) < _PAYS * height
+
+
+def _stretches(table: "pl.DataFrame", count: int, length: int) -> "list[pl.DataFrame]":
+    return [table[table.height * i // count :][:length] for i in range(count)]
+
+
+def _step(table: "pl.DataFrame") -> int:
+    return max(1, table.height // _SAMPLED_ROWS)
+
+
+def _keys_of(table: "pl.DataFrame", keys: Sequence[Expression]) -> "pl.DataFrame":
+    return table.select([polars_of(key).alias(str(i)) for i, key in enumerate(keys)])
+
+
+def _counts(keys: "pl.DataFrame") -> list[int]:
+    """Returns how many rows there are, how many groups, and how many of these have one row, and two."""
+    if not keys.height:
+        return [0, 0, 0, 0]
+    sizes = keys.group_by(pl.all()).len(HIDDEN)[HIDDEN]
+    return [keys.height, len(sizes), int((sizes == 1).sum()), int((sizes == 2).sum())]
 
 
 def columns_among(keys: Sequence[Expression]) -> list[str]:

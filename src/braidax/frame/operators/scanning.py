@@ -19,14 +19,14 @@ from braidax.frame.plan.building import select, sliced
 from braidax.frame.plan.expressions import calls_python, is_rowwise, kind_of
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, read, topological
-from braidax.frame.plan.supplying import lazy_of, schema_of
+from braidax.frame.plan.supplying import Reading, lazy_of, schema_of
 from braidax.frame.polars import Schema, msgpack, pl
 from braidax.frame.running import Runner, Table
 
 _FILES_PER_RANK = 2  # of which there must be as many, so that whole files are an even part
 _UNEVEN = 1.25  # how many bytes more than an even part a rank may read
 _SMALL_BYTES = 1 << 20  # of files which every rank reads in full
-_LITTLE_BYTES = 32 << 20  # of files, which a rank reads while several would tell one another what they do
+_LITTLE_BYTES = 256 << 20  # of files, which a rank reads while several would tell one another what they do
 _COPIED_JOINS = ("Inner", "Left", "Semi", "Anti")
 
 
@@ -34,10 +34,9 @@ _COPIED_JOINS = ("Inner", "Left", "Semi", "Anti")
 class Scanned:
     """What a scan reads.
 
-    **Fields:** `num_rows`: 0 where ranks read whole files. `files`, `sizes`: in order, in bytes; none if not known.
+    **Fields:** `files`, `sizes`: in order, in bytes; none if not known.
     """
 
-    num_rows: int
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
@@ -67,13 +66,10 @@ def survey(ranks: Ranks, root: Node) -> dict[Node, Scanned]:
         return {}
     found = b""
     if ranks.rank == 0:
-        looked = [_looked(node, ranks.size) for node in scans]
-        found = msgpack.encode([[one.num_rows, one.files, one.sizes] for one in looked])
+        looked = [_looked(node) for node in scans]
+        found = msgpack.encode([[one.files, one.sizes] for one in looked])
     told = msgpack.decode(ranks.from_first(found))
-    return {
-        node: Scanned(num_rows, tuple(files), tuple(sizes))
-        for node, (num_rows, files, sizes) in zip(scans, told, strict=True)
-    }
+    return {node: Scanned(tuple(files), tuple(sizes)) for node, (files, sizes) in zip(scans, told, strict=True)}
 
 
 def scan(runner: Runner, node: Node, ordered: bool) -> Table:
@@ -85,7 +81,9 @@ def scan(runner: Runner, node: Node, ordered: bool) -> Table:
     files = scanned.files_of(rank, size)
     if files is not None:
         return Table(_of_files(node, files), ({},))
-    begin, end = (scanned.num_rows * one // size for one in (rank, rank + 1))
+    counted = b"" if rank else msgpack.encode(_num_rows(node))
+    num_rows = int(msgpack.decode(runner.ranks.from_first(counted)))
+    begin, end = (num_rows * one // size for one in (rank, rank + 1))
     return Table(sliced(node, begin, end - begin), ({},))
 
 
@@ -95,9 +93,41 @@ def source_bytes(node: Node) -> float:
     return math.inf if sizes is None else float(sum(sizes))
 
 
+def beginning(table: Table, num_rows: int) -> "pl.DataFrame | None":
+    """Returns some of the rows here: what comes of the first rows of the largest table that is read for them.
+
+    **Returns:** None where all rows are computed, and where a user's function would be called.
+    """
+    nodes = topological(table.node)
+    if table.node.kind == "Supplied" or any(calls_python(node.fields) for node in nodes):
+        return None
+    readings = table.buckets[0]
+    largest = max((node for node in nodes if not node.inputs), key=lambda node: _leaf_bytes(node, readings))
+    return lazy_of(_replaced(table.node, largest, sliced(largest, 0, num_rows)), readings).collect()
+
+
+def _leaf_bytes(leaf: Node, readings: Mapping[str, Reading]) -> float:
+    if leaf.kind == "Supplied":
+        return float(readings[leaf.fields["table"].name].frame.estimated_size())
+    return source_bytes(leaf)
+
+
+def _replaced(node: Node, leaf: Node, other: Node) -> Node:
+    """Returns a plan with another node in place of a leaf."""
+    return other if node is leaf else node.on(*(_replaced(source, leaf, other) for source in node.inputs))
+
+
 def reads_little(root: Node, scans: Mapping[Node, Scanned]) -> bool:
-    """Returns whether one rank computes a plan sooner than several could share it: of files, and Polars alone."""
-    return _file_bytes(root, scans) <= _LITTLE_BYTES and not any(calls_python(one.fields) for one in topological(root))
+    """Returns whether one rank computes a plan sooner than several could share it: few bytes, and no long work."""
+    return _file_bytes(root, scans) <= _LITTLE_BYTES and not any(map(_may_take_long, topological(root)))
+
+
+def _may_take_long(node: Node) -> bool:
+    """Returns whether the bytes that a node reads do not tell what it takes: it calls Python, or joins all with all."""
+    if calls_python(node.fields):
+        return True
+    condition = node.fields["condition"] if node.kind == "Join" else {"Equi": {"left_on": [None]}}
+    return kind_of(condition) != "Equi" or not condition["Equi"]["left_on"]
 
 
 def copied(runner: Runner, node: Node) -> Table | None:
@@ -125,15 +155,10 @@ def _may_be_copied(node: Node) -> bool:
     return all(map(is_rowwise, [*condition["Equi"]["left_on"], *condition["Equi"]["right_on"]]))
 
 
-def _looked(node: Node, size: int) -> Scanned:
+def _looked(node: Node) -> Scanned:
     files = _files(node)
     sizes = _sizes(files)
-    if sizes is None:
-        return Scanned(_num_rows(node))
-    scanned = Scanned(0, tuple(files), tuple(sizes))
-    if scanned.files_of(0, size) is not None:
-        return scanned
-    return Scanned(_num_rows(node), scanned.files, scanned.sizes)
+    return Scanned() if sizes is None else Scanned(tuple(files), tuple(sizes))
 
 
 def _num_rows(node: Node) -> int:
