@@ -21,6 +21,7 @@ from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
+_COPIES_COST = 4  # times what it takes to deal the same bytes: every rank joins all of them, and not in buckets
 LEFT, RIGHT = HIDDEN + "left", HIDDEN + "right"
 """The places of the rows of both sides."""
 
@@ -112,8 +113,8 @@ def _shared_side(
     dealt = float(np.sum([0 if there else count for there, count in zip(placed, num_bytes, strict=True)]))
     best = None
     for side, hows in ((1, SHARED["right"]), (0, SHARED["left"])):
-        if how in hows and num_bytes[side] * size < dealt:
-            best, dealt = side, num_bytes[side] * size
+        if how in hows and _COPIES_COST * num_bytes[side] * size < dealt:
+            best, dealt = side, _COPIES_COST * num_bytes[side] * size
     return best
 
 

@@ -20,6 +20,7 @@ _KEPT = {"Left": 1, "Semi": 1, "Anti": 1, "Right": 0}
 """The side of which a join needs those rows only that have a key of the other one."""
 
 _SMALL_BYTES = 16 << 20  # that all ranks get of a side, before anything is known of the other
+_SMALL_PART = 1 / 8  # of the bytes of which the other one is computed, which they get instead
 
 
 def with_a_copy(runner: Runner, node: Node, how: str) -> Table | None:
@@ -42,7 +43,7 @@ def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Tab
     small, other = runner.compute(tables[side]), tables[1 - side]
     frame = runner.computed(small)
     total = float(runner.ranks.all([frame.estimated_size()]).sum()) * runner.ranks.size
-    if total > _SMALL_BYTES:
+    if total > max(_SMALL_BYTES, _SMALL_PART * weights[1 - side]):
         return _both(side, small, other)
     if how in dict(_SIDES)[side]:
         return _joined(runner, node, side, runner.held(runner.ranks.share(frame)), other)
