@@ -92,6 +92,7 @@ def explained(lazy: pl.LazyFrame) -> list[str]:
     return [line.strip() for line in bf.explain(lazy).splitlines()]
 
 
+@pytest.mark.usefixtures("shared")
 def test_columns_and_rows_that_are_not_needed_do_not_cross(tmp_path: Path) -> None:
     TABLE.write_parquet(tmp_path / "a.parquet")
     lazy = pl.scan_parquet(tmp_path / "a.parquet")

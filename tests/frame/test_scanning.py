@@ -9,12 +9,16 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from braidax.errors import Aborted
-from braidax.frame import collect_partition
-from braidax.frame.collecting import Partition, computed_by
+from braidax.frame import collect_partition, explain
+from braidax.frame.collecting import Partition, computed_by, measured
+from braidax.frame.explaining import computed_on_one_rank
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators import scanning
 from braidax.frame.operators.scanning import Scanned, survey
-from braidax.frame.plan.nodes import read, topological
+from braidax.frame.plan.nodes import read, read_bytes, topological
+from braidax.frame.plan.supplying import bytes_of
+from braidax.frame.sight.measuring import Measured
+from braidax.frame.sight.profiled import profile_of
 from tests.comm.ranks import outcomes
 
 NUM_FILES, ROWS = 8, 300
@@ -113,6 +117,28 @@ def test_what_reads_little_is_computed_by_one_rank(files: list[str]) -> None:
     assert [part.height for part in on_ranks(2, lazy)] == [3, 4]
 
 
+def test_it_is_told_that_one_rank_computes_what_reads_little(files: list[str]) -> None:
+    lazy = pl.scan_parquet(files).group_by("k").agg(pl.col("v").sum()).sort("k")
+    told = ('Sort col("k"): the whole plan, which reads little',)
+    assert computed_on_one_rank(lazy) == told
+    first, *others = explain(lazy).splitlines()
+    assert first == 'Sort col("k")   ← on one rank: the whole plan, which reads little'
+    assert [one.strip() for one in others] == ['GroupBy col("k")', "Scan Parquet"]
+
+    root, _ = read(lazy)
+
+    def run(comm: Any) -> tuple[pl.DataFrame, bytes, Measured]:
+        part, made, found = measured(root, {}, comm)
+        return part.frame, bytes_of(made), found
+
+    found = outcomes(2, run)
+    assert_frame_equal(pl.concat([frame for frame, _, _ in found]), lazy.collect())
+    profile = profile_of(read_bytes(found[0][1]), [one for _, _, one in found], 1.0)
+    assert profile.on_one_rank == told
+    assert [operation.num_rows for operation in profile.operations] == [7, None, None]
+    assert "←" not in str(profile)  # nothing but the result crossed between the ranks
+
+
 def test_a_user_s_function_is_shared_however_little_it_reads(files: list[str]) -> None:
     lazy = pl.scan_parquet(files).with_columns(pl.col("id").map_elements(abs, return_dtype=pl.Int64))
     found, num_rows = moved(lazy)
@@ -127,6 +153,14 @@ def test_all_pairs_of_rows_are_shared_however_few_bytes_they_come_of(files: list
     assert_frame_equal(pl.concat(found), lazy.collect(), check_row_order=False)
     assert [part["id_right"].n_unique() for part in found] == [7, 7]
     assert sorted(found[0]["id"].unique()) == list(range(NUM_FILES * ROWS // 2))
+
+
+def test_rows_beside_one_row_are_little(files: list[str]) -> None:
+    one = pl.scan_parquet(files).select(pl.col("v").mean().alias("mean")).with_columns(pl.col("mean") * 2)
+    lazy = pl.scan_parquet(files).join(one, how="cross").filter(pl.col("v") > pl.col("mean")).select("id")
+    found, num_rows = moved(lazy)
+    assert_frame_equal(found, lazy.collect(), check_row_order=False)
+    assert num_rows == found.height // 2  # one rank computed all, and the other one got its half
 
 
 @pytest.mark.parametrize("how", ["inner", "left", "semi", "anti", "right"])

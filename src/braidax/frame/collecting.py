@@ -8,7 +8,7 @@ from typing import Any
 
 from braidax.comm import Communicator
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.operators.alone import on_first, on_one_rank, spread
+from braidax.frame.operators.alone import on_one_rank, spread_of_first
 from braidax.frame.operators.grouping import group
 from braidax.frame.operators.joining import join
 from braidax.frame.operators.placing import check_hashes
@@ -21,6 +21,7 @@ from braidax.frame.operators.uniqueness import distinct
 from braidax.frame.plan.nodes import Node, read, read_bytes, supplied, topological
 from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of, schema_of
+from braidax.frame.plan.ways import WHOLE_PLAN
 from braidax.frame.polars import Schema, pl
 from braidax.frame.replaying import MAX_REPLAYS, replayed
 from braidax.frame.running import Rule, Runner, Table
@@ -179,14 +180,18 @@ def measured(root: Node, tables: Mapping[str, Partition], comm: Communicator) ->
 
     **Returns:** what this rank has of the result, the plan as it was computed, and what this rank did.
     """
-    pushed = root if comm.size == 1 else pushed_down(root)
-    meter = Meter(pushed)
+    scans = survey(Ranks(comm), root)
+    is_little = reads_little(root, scans)
+    made = root if comm.size == 1 or is_little else pushed_down(root)
+    meter = Meter(made)
     ranks = Ranks(comm, meter=meter)
     if comm.size == 1:
-        return _whole(pushed, tables, ranks), pushed, meter.measured()
+        return _whole(made, tables, ranks), made, meter.measured()
+    runner = Runner(ranks, _known(tables), scans, _RULES, on_one_rank)
+    if is_little:
+        return _of_first(runner, made), made, meter.measured()
     check_hashes(ranks)
-    runner = Runner(ranks, _known(tables), survey(ranks, pushed), _RULES, on_one_rank)
-    return _partition(*runner.collect(pushed)), pushed, meter.measured()
+    return _partition(*runner.collect(made)), made, meter.measured()
 
 
 def _schema(comm: Communicator, part: Partition) -> Schema:
@@ -208,10 +213,20 @@ def computed_by(ranks: Ranks, root: Node, tables: Mapping[str, Partition]) -> Pa
     scans = survey(ranks, root)
     runner = Runner(ranks, _known(tables), scans, _RULES, on_one_rank)
     if reads_little(root, scans):
-        whole = on_first(runner, lambda: lazy_of(root, {}).collect())
-        return _partition(runner.computed(spread(runner, whole)), None)
+        return _of_first(runner, root)
     check_hashes(ranks)
     return _partition(*runner.collect(pushed_down(root)))
+
+
+def _of_first(runner: Runner, root: Node) -> Partition:
+    """Returns this rank's part of what rank 0 computes as one piece."""
+    meter = runner.ranks.meter
+    with meter.operation(root):
+        meter.alone(lambda: WHOLE_PLAN)
+        table = spread_of_first(runner, lambda: meter.whole(root, lambda: lazy_of(root, {}).collect()))
+    frame = runner.computed(table)
+    meter.gave(root, table.node, frame)
+    return _partition(frame, None)
 
 
 def _whole(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partition:

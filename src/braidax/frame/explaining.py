@@ -1,10 +1,11 @@
 """What of a plan exchanges rows."""
 
+from braidax.frame.operators.scanning import is_little
 from braidax.frame.plan.expressions import columns_of, is_rowwise, kind_of, polars_of
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, read, topological
 from braidax.frame.plan.pushdown import pushed_down
-from braidax.frame.plan.ways import WHOLE, on_one_rank
+from braidax.frame.plan.ways import WHOLE, WHOLE_PLAN, on_one_rank
 from braidax.frame.polars import pl
 
 _WAYS = {
@@ -27,18 +28,22 @@ def explain(lazy_frame: "pl.LazyFrame") -> str:
 
     Behind each operation stands what crosses between ranks for it; nothing for what each rank does with its own rows.
     Columns that are not needed are nulls, in `HStack`. What stands as "on one rank" is gathered there: a whole
-    operation, or single expressions of one.
+    operation, or single expressions of one. A plan of small files, which one rank computes, is Polars' own.
 
     **Raises:** as `braidax.frame.collect`.
     """
     lines: list[str] = []
+    root = read(lazy_frame)[0]
+    alone = is_little(root)
+    say = words if alone else told
 
     def visit(node: Node, depth: int) -> None:
-        lines.append("  " * depth + told(node))
+        lines.append("  " * depth + say(node))
         for source in node.inputs:
             visit(source, depth + 1)
 
-    visit(pushed_down(read(lazy_frame)[0]), 0)
+    visit(root if alone else pushed_down(root), 0)
+    lines[0] += f"   ← on one rank: {WHOLE_PLAN}" if alone else ""
     return "\n".join(lines)
 
 
@@ -48,9 +53,12 @@ def computed_on_one_rank(lazy_frame: "pl.LazyFrame") -> tuple[str, ...]:
     **Raises:** as `braidax.frame.collect`.
     """
     found: list[str] = []
-    for node in topological(pushed_down(read(lazy_frame)[0])):
+    root = read(lazy_frame)[0]
+    if is_little(root):
+        return (f"{words(root)}: {WHOLE_PLAN}",)
+    for node in topological(pushed_down(root)):
         alone = on_one_rank(node)
-        found += [f"{_words(node)}: {what}" for what in ([WHOLE] if alone is None else alone)]
+        found += [f"{words(node)}: {what}" for what in ([WHOLE] if alone is None else alone)]
     return tuple(found)
 
 
@@ -58,19 +66,19 @@ def told(node: Node) -> str:
     """Says in a line what a node does, and what crosses between ranks for it."""
     if node.kind == "Supplied":
         return f"table {node.fields['table'].name}: {', '.join(node.fields['table'].schema)}"
-    words = _words(node)
+    said = words(node)
     if is_local(node):
-        return words
+        return said
     alone = on_one_rank(node)
     if alone is None:
-        return f"{words}   ← on one rank"
+        return f"{said}   ← on one rank"
     if node.kind == "MapFunction":
-        return f"{words}   ← counts of rows"
-    return f"{words}   ← {_WAYS[node.kind]}" + (f"; on one rank: {', '.join(alone)}" if alone else "")
+        return f"{said}   ← counts of rows"
+    return f"{said}   ← {_WAYS[node.kind]}" + (f"; on one rank: {', '.join(alone)}" if alone else "")
 
 
-def _words(node: Node) -> str:
-    """Returns Polars' own words for an operation."""
+def words(node: Node) -> str:
+    """Says in a line what a node does, in Polars' own words."""
     match node.kind:
         case "Filter":
             return f"Filter {polars_of(node.fields['predicate'])}"

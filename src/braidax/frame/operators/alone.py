@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.ways import WHOLE
-from braidax.frame.polars import pl
+from braidax.frame.polars import msgpack, pl
 from braidax.frame.running import Runner, Table
 
 
@@ -14,7 +14,13 @@ def on_one_rank(runner: Runner, node: Node, ordered: bool) -> Table:
     del ordered
     runner.ranks.meter.alone(lambda: WHOLE)
     gathered = [runner.ranks.gather(runner.computed(runner.run(source, ordered=True))) for source in node.inputs]
-    return spread(runner, compute_first(runner, node, gathered))
+    return spread_of_first(runner, lambda: _computed(runner, node, gathered))
+
+
+def spread_of_first(runner: Runner, compute: "Callable[[], pl.DataFrame]") -> Table:
+    """Returns rows that rank 0 alone computes, spread evenly over all ranks, in order."""
+    frame, total = _on_first(runner, compute)
+    return runner.held(runner.ranks.spread(frame, first=0 if runner.ranks.rank == 0 else total, total=total))
 
 
 def compute_first(runner: Runner, node: Node, inputs: "list[pl.DataFrame]") -> "pl.DataFrame":
@@ -22,29 +28,22 @@ def compute_first(runner: Runner, node: Node, inputs: "list[pl.DataFrame]") -> "
 
     **Arguments:** `inputs`: whole on rank 0.
     """
-
-    def compute() -> "pl.DataFrame":
-        whole = [runner.held(table.rechunk()) for table in inputs]  # some of Polars' functions panic on chunks
-        return runner.computed(runner.local(node, *whole))
-
-    return on_first(runner, compute)
+    return _on_first(runner, lambda: _computed(runner, node, inputs))[0]
 
 
-def on_first(runner: Runner, compute: Callable[[], "pl.DataFrame"]) -> "pl.DataFrame":
-    """Returns what a function gives on rank 0, which alone calls it, and no rows of the same columns elsewhere."""
-    like = b""
-    frame: pl.DataFrame | None = None
+def _computed(runner: Runner, node: Node, inputs: "list[pl.DataFrame]") -> "pl.DataFrame":
+    whole = [runner.held(table.rechunk()) for table in inputs]  # some of Polars' functions panic on chunks
+    return runner.computed(runner.local(node, *whole))
+
+
+def _on_first(runner: Runner, compute: "Callable[[], pl.DataFrame]") -> "tuple[pl.DataFrame, int]":
+    """Returns what a function gives on rank 0, which alone calls it, no rows elsewhere; and how many rows there are."""
     if runner.ranks.rank == 0:
         frame = compute()
-        like = _empty(frame)
-    like = runner.ranks.from_first(like)
-    return frame if frame is not None else pl.read_ipc_stream(io.BytesIO(like))
-
-
-def spread(runner: Runner, frame: "pl.DataFrame") -> Table:
-    """Returns rows of rank 0 spread evenly, in order."""
-    total = int(runner.ranks.all([frame.height])[0, 0])
-    return runner.held(runner.ranks.spread(frame, first=0 if runner.ranks.rank == 0 else total, total=total))
+        runner.ranks.from_first(msgpack.encode([_empty(frame), frame.height]))
+        return frame, frame.height
+    like, num_rows = msgpack.decode(runner.ranks.from_first(b""))
+    return pl.read_ipc_stream(io.BytesIO(like)), int(num_rows)
 
 
 def _empty(frame: "pl.DataFrame") -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.plan.building import select, sliced
-from braidax.frame.plan.expressions import calls_python, is_rowwise, kind_of
+from braidax.frame.plan.expressions import calls_python, is_rowwise, is_scalar, kind_of
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, read, topological
 from braidax.frame.plan.supplying import Reading, lazy_of, schema_of
@@ -61,7 +61,7 @@ class Scanned:
 
 def survey(ranks: Ranks, root: Node) -> dict[Node, Scanned]:
     """Returns what the scans of a plan read: rank 0 looks, so that all ranks know the same."""
-    scans = [node for node in topological(root) if node.kind == "Scan" and not node.inputs]
+    scans = [node for node in topological(root) if _is_scan(node)]
     if not scans:
         return {}
     found = b""
@@ -122,12 +122,30 @@ def reads_little(root: Node, scans: Mapping[Node, Scanned]) -> bool:
     return _file_bytes(root, scans) <= _LITTLE_BYTES and not any(map(_may_take_long, topological(root)))
 
 
+def is_little(root: Node) -> bool:
+    """Returns whether a plan `reads_little`, as the files look from here."""
+    return reads_little(root, {node: _looked(node) for node in topological(root) if _is_scan(node)})
+
+
+def _is_scan(node: Node) -> bool:
+    return node.kind == "Scan" and not node.inputs
+
+
 def _may_take_long(node: Node) -> bool:
     """Returns whether the bytes that a node reads do not tell what it takes: it calls Python, or joins all with all."""
     if calls_python(node.fields):
         return True
-    condition = node.fields["condition"] if node.kind == "Join" else {"Equi": {"left_on": [None]}}
+    if node.kind != "Join" or any(map(_gives_one_row, node.inputs)):
+        return False
+    condition = node.fields["condition"]
     return kind_of(condition) != "Equi" or not condition["Equi"]["left_on"]
+
+
+def _gives_one_row(node: Node) -> bool:
+    """Returns whether a node gives one row at most, as far as the plan tells."""
+    if node.kind == "Select" and all(map(is_scalar, node.fields["expr"])):
+        return True
+    return len(node.inputs) == 1 and is_local(node) and node.kind != "MapFunction" and _gives_one_row(node.inputs[0])
 
 
 def copied(runner: Runner, node: Node) -> Table | None:

@@ -28,6 +28,9 @@ rows of a group meet on a rank. `table`: neither one value nor one for each row,
 WHOLE = "the whole operation"
 """What is said of an operation of which one rank computes all."""
 
+WHOLE_PLAN = "the whole plan, which reads little"
+"""What is said of the last operation of a plan that one rank computes."""
+
 
 def way_of(expression: Expression) -> Way:
     """Returns how a part of an expression that looks at other rows itself is computed."""

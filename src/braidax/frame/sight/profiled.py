@@ -6,8 +6,9 @@ from os import PathLike
 from pathlib import Path
 from typing import final
 
-from braidax.frame.explaining import told
+from braidax.frame.explaining import told, words
 from braidax.frame.plan.nodes import Node, topological
+from braidax.frame.plan.ways import WHOLE_PLAN
 from braidax.frame.polars import pl
 from braidax.frame.sight.measuring import PHASES, Measured, Phase, Work
 from braidax.frame.sight.operation import Operation, size_of, told_of
@@ -109,12 +110,13 @@ def profile_of(root: Node, measured: Sequence[Measured], seconds: float) -> Prof
 
     visit(root, 0, None)
     operations: list[Operation] = []
+    alone = WHOLE_PLAN in measured[0].on_one_rank.get(places[id(root)], ())
     for place, node, depth, reader in shown:
         works = tuple(one.works[place] for one in measured)
         within = measured[0].within.get(place, reader if works[0].num_rows is None else None)
         operations.append(
             Operation(
-                told(node),
+                words(node) if alone else told(node),
                 depth,
                 tuple(seen[places[id(source)]] for source in node.inputs),
                 None if within is None else seen[within],
