@@ -268,6 +268,15 @@ def check_a_limit_ends_the_call_alone(gang: Gang, folder: Path) -> None:
     gang.delete("x")
 
 
+def check_what_is_deleted_later_is_gone_behind_the_next_run(gang: Gang, folder: Path) -> None:
+    gang.put("x", [1, 2, 3])
+    gang.delete_later("x")
+    gang.delete_later("never there")
+    assert gang.get("x") == [1, 2, 3]
+    gang.run(clusters.pid_of)
+    assert "x" not in gang.names()
+
+
 def check_large_arguments_are_their_own(gang: Gang, folder: Path) -> None:
     """They arrive aligned, may be written, and what a rank writes changes nothing here."""
     array = np.ones(LARGE_BYTES // 8)
@@ -401,5 +410,6 @@ CHECKS: list[Callable[[Gang, Path], None]] = [
     check_things_are_kept,
     check_rows_are_divided,
     check_a_limit_ends_the_call_alone,
+    check_what_is_deleted_later_is_gone_behind_the_next_run,
     check_large_arguments_are_their_own,
 ]

@@ -1,7 +1,6 @@
 """`Frame`: a Polars plan and the gang that computes it."""
 
 import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -43,7 +42,6 @@ class Frame:
         self._gang = gang
         self._memory = memory
         self._kept: tuple[Kept, ...] = ()
-        self._unused: deque[str] = deque()
 
     @property
     def lazy_frame(self) -> "pl.LazyFrame":
@@ -76,7 +74,7 @@ class Frame:
         name, lazy_frame, gang, memory = f"frame-{secrets.token_hex(8)}", self._lazy_frame, self._gang, self._memory
         lineage = Lineage(name, lambda: keep(lazy_frame, gang, name, memory), [one.lineage for one in self._kept])
         schema = self._replayed(lineage.compute, max_replays)
-        return self._of(scan(name, schema), (Kept(lineage, self._unused),))
+        return self._of(scan(name, schema), (Kept(lineage, gang),))
 
     def shuffle(self, *, seed: int = 0) -> "Frame":
         """Returns the rows in another order, each order being as likely: the same for any number of ranks.
@@ -116,7 +114,6 @@ class Frame:
                     self._gang.delete(name)
 
     def _replayed(self, compute: Callable[[], _Result], max_replays: int) -> _Result:
-        self._give_up_unused()
         tables = [one.lineage for one in self._kept]
         return replayed(self._gang, compute, max_replays=max_replays, tables=tables)
 
@@ -141,15 +138,9 @@ class Frame:
         """What one rank computes for all, as far as the plan tells: operations, and single expressions of others."""
         return computed_on_one_rank(self._lazy_frame)
 
-    def _give_up_unused(self) -> None:
-        while self._unused:
-            name = self._unused.popleft()
-            if name in self._gang.names():  # else it went with the ranks
-                self._gang.delete(name)
-
     def _of(self, lazy_frame: "pl.LazyFrame", kept: tuple[Kept, ...]) -> "Frame":
         frame = Frame(lazy_frame, self._gang, memory=self._memory)
-        frame._kept, frame._unused = kept, self._unused
+        frame._kept = kept
         return frame
 
     def __getattr__(self, name: str) -> Any:
@@ -213,7 +204,7 @@ def of_kept(name: str, schema: Schema, gang: Gang) -> Frame:
         raise GangError("what ranks took over from a cluster was lost with one of them: take it over again")
 
     frame = Frame(scan(name, schema), gang)
-    frame._kept = (Kept(Lineage(name, compute, []), frame._unused),)  # pyright: ignore[reportPrivateUsage]
+    frame._kept = (Kept(Lineage(name, compute, []), gang),)  # pyright: ignore[reportPrivateUsage]
     return frame
 
 

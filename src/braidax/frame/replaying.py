@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, final
 
@@ -34,16 +33,16 @@ class Lineage:
 
 @final
 class Kept:
-    """A table that ranks keep. **Arguments:** `unused`: takes its name when no frame reads it any more."""
+    """A table that the ranks of a gang keep, until no frame reads it any more."""
 
-    def __init__(self, lineage: Lineage, unused: deque[str]) -> None:
+    def __init__(self, lineage: Lineage, gang: Gang) -> None:
         self.lineage = lineage
-        weakref.finalize(self, _give_up, lineage, unused)
+        weakref.finalize(self, _give_up, lineage, gang)
 
 
-def _give_up(lineage: Lineage, unused: deque[str]) -> None:
+def _give_up(lineage: Lineage, gang: Gang) -> None:
     lineage.is_read = False
-    unused.append(lineage.name)
+    gang.delete_later(lineage.name)
 
 
 def replayed(gang: Gang, compute: Callable[[], Result], *, max_replays: int, tables: Sequence[Lineage] = ()) -> Result:

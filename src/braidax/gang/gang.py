@@ -1,8 +1,10 @@
 """Gangs: ranks that stay, call functions together, and keep things between calls."""
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, final
@@ -45,6 +47,7 @@ class Gang(ABC):
         self._dispatch: Dispatch | None = None
         self._hosts: tuple[str, ...] = ()
         self._replacing = threading.Lock()
+        self._due: deque[str] = deque()
         self._why_not = "it was not started: call start(), or use it in a with block"
 
     @abstractmethod
@@ -162,6 +165,7 @@ class Gang(ABC):
         the ranks that have not answered; `GangError` when ranks are lost or lack what they should keep;
         `ArgumentError` for a name that nothing is kept under. Nothing new is kept then.
         """
+        self._delete_due()
         call = self._call("world", self._checked(ranks), fn, args, per_rank, keep)
         return self._result(call, timeout_seconds)
 
@@ -203,6 +207,21 @@ class Gang(ABC):
         **Raises:** `ArgumentError` for a name that is not there.
         """
         self._result(Call(Sent("delete", self._all, keep=name), self._interrupted), None)
+
+    @final
+    def delete_later(self, name: str) -> None:
+        """Gives up what the ranks keep under a name before the next `run`; also from a finalizer, in any thread.
+
+        Nothing happens for a name that is not there by then.
+        """
+        self._due.append(name)
+
+    def _delete_due(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread takes names, too
+            while True:
+                name = self._due.popleft()
+                if name in self.names():
+                    self.delete(name)
 
     @final
     def names(self) -> tuple[str, ...]:
