@@ -28,7 +28,7 @@ from braidax.frame.sight.measuring import Measured, Meter
 from braidax.frame.sight.profiled import Profile, profile_of
 from braidax.frame.spilling.memory import Memory
 from braidax.frame.spilling.rules import RULES as SPILLING_RULES
-from braidax.frame.spilling.running import Spilling, SpillingRunner
+from braidax.frame.spilling.running import Spilling
 from braidax.frame.spilling.store import Spill
 from braidax.gang import Gang
 
@@ -196,8 +196,8 @@ def _schema(comm: Communicator, part: Partition) -> Schema:
 
 def _computed(root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory | None) -> Partition:
     if memory is not None:
-        with begun(pushed_down(root), tables, comm, memory) as (runner, table):
-            return _partition(runner.computed(table), table.keys)
+        with begun(pushed_down(root), tables, comm, memory) as (spilling, table):
+            return _partition(spilling.runner.computed(table), table.keys)
     return computed_by(Ranks(comm), root, tables)
 
 
@@ -223,7 +223,7 @@ def _whole(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partiti
 @contextmanager
 def begun(
     root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory
-) -> Generator[tuple[SpillingRunner, Table]]:
+) -> Generator[tuple[Spilling, Table]]:
     """Yields the result of a plan in bounded memory, which can be read until the block ends.
 
     **Raises:** as `collect_partition`; `ArgumentError` for a limit that is too small for so many ranks, and for a
@@ -233,9 +233,8 @@ def begun(
         ranks = Ranks(comm, window_bytes=spill.budget.window_bytes, max_buckets=1)
         check_hashes(ranks)
         scans = survey(ranks, root)
-        spilling = Spilling(spill, SPILLING_RULES)
-        runner = SpillingRunner(ranks, _known(tables), scans, _RULES, on_one_rank, spilling=spilling)
-        yield runner, runner.begin(root)
+        spilling = Spilling(spill, ranks, _known(tables), scans, _RULES, on_one_rank, bounded=SPILLING_RULES)
+        yield spilling, spilling.runner.begin(root)
 
 
 def _known(tables: Mapping[str, Partition]) -> dict[str, Table]:

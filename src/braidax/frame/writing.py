@@ -107,9 +107,9 @@ def write_bounded(
     """
     name = f"part-{comm.rank:05d}.{format}"
     with (
-        begun(read_bytes(plan), partitions(kept, parts), comm, memory) as (runner, table),
+        begun(read_bytes(plan), partitions(kept, parts), comm, memory) as (spilling, table),
         (Path(folder) / name).open("xb") as file,
     ):
-        num_rows = write_stream(runner, table, file, format)
+        num_rows = write_stream(spilling, table, file, format)
         os.fsync(file.fileno())
         return Written(name, num_rows, os.fstat(file.fileno()).st_size)
