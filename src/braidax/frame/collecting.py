@@ -24,7 +24,7 @@ from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of, schema_of
 from braidax.frame.polars import Schema, pl
 from braidax.frame.replaying import MAX_REPLAYS, replayed
 from braidax.frame.running import Rule, Runner, Table
-from braidax.frame.sight.measuring import Measured, Meter
+from braidax.frame.sight.measuring import UNMEASURED, Measured, Meter, Unmeasured
 from braidax.frame.sight.profiled import Profile, profile_of
 from braidax.frame.spilling.memory import Memory
 from braidax.frame.spilling.rules import RULES as SPILLING_RULES
@@ -85,7 +85,7 @@ def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str, memory: Memory | Non
 
 
 def profile(
-    lazy_frame: "pl.LazyFrame", gang: Gang, *, max_replays: int = MAX_REPLAYS
+    lazy_frame: "pl.LazyFrame", gang: Gang, *, memory: Memory | None = None, max_replays: int = MAX_REPLAYS
 ) -> "tuple[pl.DataFrame, Profile]":
     """Computes a plan as `collect` does, and measures it: `explain` with what was.
 
@@ -98,7 +98,7 @@ def profile(
     """
 
     def measure() -> tuple[float, list[Any]]:
-        return time.perf_counter(), run(lazy_frame, gang, _on_rank_measured)
+        return time.perf_counter(), run(lazy_frame, gang, _on_rank_measured, memory)
 
     start, found = replayed(gang, measure, max_replays=max_replays)
     seconds = time.perf_counter() - start
@@ -168,19 +168,27 @@ def partitions(kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFram
 
 
 def _on_rank_measured(
-    comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
+    comm: Communicator,
+    plan: bytes,
+    memory: Memory | None,
+    kept: "Mapping[str, Partition]",
+    parts: "Mapping[str, pl.DataFrame]",
 ) -> tuple[Partition, bytes, Measured]:
-    part, pushed, found = measured(read_bytes(plan), partitions(kept, parts), comm)
+    part, pushed, found = measured(read_bytes(plan), partitions(kept, parts), comm, memory)
     return part, bytes_of(pushed), found
 
 
-def measured(root: Node, tables: Mapping[str, Partition], comm: Communicator) -> tuple[Partition, Node, Measured]:
+def measured(
+    root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory | None = None
+) -> tuple[Partition, Node, Measured]:
     """Computes a plan together with all other ranks, as `collect_partition` does.
 
     **Returns:** what this rank has of the result, the plan as it was computed, and what this rank did.
     """
-    pushed = root if comm.size == 1 else pushed_down(root)
-    meter = Meter(pushed)
+    pushed = root if comm.size == 1 and memory is None else pushed_down(root)
+    meter = Meter()
+    if memory is not None:
+        return _bounded(pushed, tables, comm, memory, meter), pushed, meter.measured()
     ranks = Ranks(comm, meter=meter)
     if comm.size == 1:
         return _whole(pushed, tables, ranks), pushed, meter.measured()
@@ -196,9 +204,15 @@ def _schema(comm: Communicator, part: Partition) -> Schema:
 
 def _computed(root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory | None) -> Partition:
     if memory is not None:
-        with begun(pushed_down(root), tables, comm, memory) as (spilling, table):
-            return _partition(spilling.runner.computed(table), table.keys)
+        return _bounded(pushed_down(root), tables, comm, memory, UNMEASURED)
     return computed_by(Ranks(comm), root, tables)
+
+
+def _bounded(
+    root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory, meter: Unmeasured
+) -> Partition:
+    with begun(root, tables, comm, memory, meter=meter) as (spilling, table):
+        return _partition(spilling.runner.computed(table), table.keys)
 
 
 def computed_by(ranks: Ranks, root: Node, tables: Mapping[str, Partition]) -> Partition:
@@ -222,15 +236,20 @@ def _whole(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partiti
 
 @contextmanager
 def begun(
-    root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory
+    root: Node,
+    tables: Mapping[str, Partition],
+    comm: Communicator,
+    memory: Memory,
+    *,
+    meter: Unmeasured = UNMEASURED,
 ) -> Generator[tuple[Spilling, Table]]:
     """Yields the result of a plan in bounded memory, which can be read until the block ends.
 
     **Raises:** as `collect_partition`; `ArgumentError` for a limit that is too small for so many ranks, and for a
     folder that takes no files; `OSError` for a disk that is full.
     """
-    with Spill(memory, comm.size) as spill:
-        ranks = Ranks(comm, window_bytes=spill.budget.window_bytes, max_buckets=1)
+    with Spill(memory, comm.size, meter) as spill:
+        ranks = Ranks(comm, window_bytes=spill.budget.window_bytes, max_buckets=1, meter=meter)
         check_hashes(ranks)
         scans = survey(ranks, root)
         spilling = Spilling(spill, ranks, _known(tables), scans, _RULES, on_one_rank, bounded=SPILLING_RULES)

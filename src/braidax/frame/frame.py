@@ -127,14 +127,11 @@ class Frame:
     def profile(self, *, max_replays: int = MAX_REPLAYS) -> "tuple[pl.DataFrame, Profile]":
         """Computes the table, brings it here, and tells what each rank did: as `braidax.frame.profile`.
 
-        **Raises:** as `collect`; `ArgumentError` for a frame of bounded memory.
+        **Raises:** as `collect`.
         """
-        if self._memory is not None:
-            raise ArgumentError(
-                f"memory={self._memory}: a profile is of a plan in memory that is not bounded; "
-                "give lazy_frame to braidax.frame.profile"
-            )
-        return self._replayed(lambda: profile(self._lazy_frame, self._gang, max_replays=0), max_replays)
+        return self._replayed(
+            lambda: profile(self._lazy_frame, self._gang, memory=self._memory, max_replays=0), max_replays
+        )
 
     @property
     def on_one_rank(self) -> tuple[str, ...]:

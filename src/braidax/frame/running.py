@@ -61,6 +61,7 @@ class Runner:
 
     def begin(self, root: Node) -> Table:
         """Returns the result of a plan, as far as other ranks are needed for it."""
+        self._meter.begins(root)
         for node in topological(root):
             self._num_uses.update(map(id, node.inputs))
         return self.run(root, ordered=True)

@@ -58,7 +58,19 @@ class Spilling:
         self.runner = Runner(ranks, tables, scans, rules, otherwise, keep=self.compute)
 
     def _as_rule(self, rule: SpillingRule) -> Rule:
-        return lambda _, node, ordered: rule(self, node, ordered)
+        return lambda _, node, ordered: self._measured(node, rule(self, node, ordered))
+
+    def _measured(self, node: Node, table: Table) -> Table:
+        """Returns the result of a node, whose rows are counted when they are read as they are."""
+        reading = reading_of(table)
+        if not isinstance(reading, Streamed) or isinstance(reading, Stored):
+            return table
+
+        def batches(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
+            rows = reading.batches_of(columns, predicate)
+            return self.ranks.meter.result(node, rows) if predicate is None else rows
+
+        return self.runner.read(Streamed(reading.schema, batches), reading.schema, table.keys)
 
     def compute(self, table: Table) -> Table:
         """Returns the table with its rows computed: they wait."""
@@ -66,10 +78,10 @@ class Spilling:
         if reading is not None and (isinstance(reading, Stored) or not isinstance(reading, Streamed)):
             return table
         schema, num_rows = schema_of(table.node), 0
-        store = None
+        store, owner = None, self.ranks.meter.owner(table.node)
         for batch in self.stream(table):
             if batch.height and store is None:
-                store, schema = self.spill.store(batch.schema), batch.schema
+                store, schema = self.spill.store(batch.schema, owner=owner), batch.schema
             if store is not None:
                 store.append(_ONLY, batch)
             num_rows += batch.height
@@ -78,11 +90,17 @@ class Spilling:
 
     def streamed(self, batches: Batches, schema: Schema, keys: Sequence[str] | None = None) -> Table:
         """Returns what is computed batch by batch, whenever it is read, as a table."""
-        return self.runner.read(Streamed(schema, batches), schema, keys)
+        meter, owner = self.ranks.meter, self.ranks.meter.owner()
+
+        def measured(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
+            return meter.batches(owner, batches(columns, predicate))
+
+        return self.runner.read(Streamed(schema, measured), schema, keys)
 
     def stream(self, table: Table) -> Iterator["pl.DataFrame"]:
         """Yields the rows of a table here, in their order, as they are computed. **Raises:** what Polars does."""
-        return stream(table, most_bytes=self.spill.budget.batch_bytes)
+        rows = stream(table, most_bytes=self.spill.budget.batch_bytes)
+        return rows if table.node.kind == "Supplied" else self.ranks.meter.piece(table.node, rows)
 
     def size_of(self, table: Table) -> tuple[int, int]:
         """Returns how many rows and bytes a table has here that is computed."""
