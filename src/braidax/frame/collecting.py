@@ -1,12 +1,13 @@
 """Plans computed by ranks: by those of a gang, or by all who call at once."""
 
+import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from braidax.comm import Communicator
+from braidax.frame.explaining import told
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.alone import on_first, on_one_rank, spread
 from braidax.frame.operators.grouping import group
@@ -24,8 +25,10 @@ from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of, schema_of
 from braidax.frame.polars import Schema, pl
 from braidax.frame.replaying import MAX_REPLAYS, replayed
 from braidax.frame.running import Rule, Runner, Table
+from braidax.frame.sight.bar import Show, check_show, drawn
 from braidax.frame.sight.measuring import UNMEASURED, Measured, Meter, Unmeasured
 from braidax.frame.sight.profiled import Profile, profile_of
+from braidax.frame.sight.telling import Watcher, metered, telling
 from braidax.frame.spilling.memory import Memory
 from braidax.frame.spilling.rules import RULES as SPILLING_RULES
 from braidax.frame.spilling.running import Spilling
@@ -57,7 +60,12 @@ class Partition:
 
 
 def collect(
-    lazy_frame: "pl.LazyFrame", gang: Gang, *, memory: Memory | None = None, max_replays: int = MAX_REPLAYS
+    lazy_frame: "pl.LazyFrame",
+    gang: Gang,
+    *,
+    memory: Memory | None = None,
+    max_replays: int = MAX_REPLAYS,
+    show: Show = "nothing",
 ) -> "pl.DataFrame":
     """Computes a plan of Polars by the ranks of a gang.
 
@@ -66,7 +74,8 @@ def collect(
 
     **Arguments:** `lazy_frame`: any. Its tables in memory go to the ranks in parts, its files the ranks read in parts.
     `gang`: of one or more ranks. `memory`: bounds what each rank takes; the result, which is brought here, comes on top
-    of it. `max_replays`: how often it is computed again when a rank is lost.
+    of it. `max_replays`: how often it is computed again when a rank is lost. `show`: `"bar"` draws a bar for each
+    operation on stderr while it is computed, where that is a terminal and it takes longer than a second.
 
     **Returns:** what `lazy_frame.collect()` does: the same rows, in the same order where Polars defines one.
 
@@ -74,18 +83,25 @@ def collect(
     fails on its rows, which is not computed again; `PeerLost`, `GangError` when more ranks are lost; `ArgumentError`
     for plans of a Polars that is not known.
     """
-    parts = replayed(gang, lambda: run(lazy_frame, gang, _on_rank, memory), max_replays=max_replays)
+    parts = replayed(gang, lambda: run(lazy_frame, gang, _on_rank, memory=memory, show=show), max_replays=max_replays)
     return pl.concat([part.frame for part in parts])
 
 
-def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str, memory: Memory | None = None) -> Schema:
+def keep(
+    lazy_frame: "pl.LazyFrame", gang: Gang, name: str, memory: Memory | None = None, *, show: Show = "nothing"
+) -> Schema:
     """Computes a plan as `collect` does, and leaves the rows on the ranks, under a name. **Returns:** the columns."""
-    run(lazy_frame, gang, _on_rank, memory, name=name)
+    run(lazy_frame, gang, _on_rank, memory=memory, name=name, show=show)
     return gang.run(_schema, gang.kept(name))[0]
 
 
 def profile(
-    lazy_frame: "pl.LazyFrame", gang: Gang, *, memory: Memory | None = None, max_replays: int = MAX_REPLAYS
+    lazy_frame: "pl.LazyFrame",
+    gang: Gang,
+    *,
+    memory: Memory | None = None,
+    max_replays: int = MAX_REPLAYS,
+    show: Show = "nothing",
 ) -> "tuple[pl.DataFrame, Profile]":
     """Computes a plan as `collect` does, and measures it: `explain` with what was.
 
@@ -98,7 +114,7 @@ def profile(
     """
 
     def measure() -> tuple[float, list[Any]]:
-        return time.perf_counter(), run(lazy_frame, gang, _on_rank_measured, memory)
+        return time.perf_counter(), run(lazy_frame, gang, _on_rank_measured, memory=memory, show=show)
 
     start, found = replayed(gang, measure, max_replays=max_replays)
     seconds = time.perf_counter() - start
@@ -107,19 +123,38 @@ def profile(
 
 
 def run(
-    lazy_frame: "pl.LazyFrame", gang: Gang, function: Callable[..., Any], *arguments: Any, name: str | None = None
+    lazy_frame: "pl.LazyFrame",
+    gang: Gang,
+    function: Callable[..., Any],
+    *arguments: Any,
+    memory: Memory | None = None,
+    name: str | None = None,
+    show: Show = "nothing",
 ) -> list[Any]:
     """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory.
 
-    **Arguments:** `function`: called on each rank with its communicator, the plan as bytes, `arguments`, the tables
-    that it keeps, and its parts of those in memory. `name`: under which it keeps what that returns.
+    **Arguments:** `function`: called on each rank with its communicator, the plan as bytes, `arguments`, `memory`, the
+    `Watcher` or None, the tables that it keeps, and its parts of those in memory. `name`: under which it keeps what
+    that returns. `show`: as of `collect`.
     """
-    root, memory = read(lazy_frame)
+    check_show(show)
+    root, here = read(lazy_frame)
     schema_of(root)  # raises what Polars does
     tables = {node.fields["table"].name for node in topological(root) if node.kind == "Supplied"}
-    kept = {table: gang.kept(table) for table in tables if table not in memory}
-    parts = [{table: _part(frame, rank, gang.size) for table, frame in memory.items()} for rank in range(gang.size)]
-    return gang.run(function, bytes_of(root), *arguments, kept, per_rank=parts, keep=name)
+    kept = {table: gang.kept(table) for table in tables if table not in here}
+    parts = [{table: _part(frame, rank, gang.size) for table, frame in here.items()} for rank in range(gang.size)]
+    plan = bytes_of(root)
+    with contextlib.ExitStack() as stack:
+        watcher = None
+        if show == "bar":
+            watcher = stack.enter_context(drawn(lambda: _words_of(read_bytes(plan), gang.size, memory), gang.hosts))
+        return gang.run(function, plan, *arguments, memory, watcher, kept, per_rank=parts, keep=name)
+
+
+def _words_of(root: Node, size: int, memory: Memory | None) -> list[str]:
+    """Returns each operation in words, in the order of those that ranks measure."""
+    pushed = root if size == 1 and memory is None else pushed_down(root)
+    return [told(node).partition("   ←")[0] for node in topological(pushed)]
 
 
 def collect_partition(
@@ -156,10 +191,12 @@ def _on_rank(
     comm: Communicator,
     plan: bytes,
     memory: Memory | None,
+    watcher: Watcher | None,
     kept: "Mapping[str, Partition]",
     parts: "Mapping[str, pl.DataFrame]",
 ) -> Partition:
-    return _computed(read_bytes(plan), partitions(kept, parts), comm, memory)
+    with metered(watcher, comm.rank) as meter:
+        return _computed(read_bytes(plan), partitions(kept, parts), comm, memory, meter)
 
 
 def partitions(kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]") -> "dict[str, Partition]":
@@ -171,15 +208,20 @@ def _on_rank_measured(
     comm: Communicator,
     plan: bytes,
     memory: Memory | None,
+    watcher: Watcher | None,
     kept: "Mapping[str, Partition]",
     parts: "Mapping[str, pl.DataFrame]",
 ) -> tuple[Partition, bytes, Measured]:
-    part, pushed, found = measured(read_bytes(plan), partitions(kept, parts), comm, memory)
+    part, pushed, found = measured(read_bytes(plan), partitions(kept, parts), comm, memory, watcher)
     return part, bytes_of(pushed), found
 
 
 def measured(
-    root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory | None = None
+    root: Node,
+    tables: Mapping[str, Partition],
+    comm: Communicator,
+    memory: Memory | None = None,
+    watcher: Watcher | None = None,
 ) -> tuple[Partition, Node, Measured]:
     """Computes a plan together with all other ranks, as `collect_partition` does.
 
@@ -187,14 +229,17 @@ def measured(
     """
     pushed = root if comm.size == 1 and memory is None else pushed_down(root)
     meter = Meter()
-    if memory is not None:
-        return _bounded(pushed, tables, comm, memory, meter), pushed, meter.measured()
-    ranks = Ranks(comm, meter=meter)
-    if comm.size == 1:
-        return _whole(pushed, tables, ranks), pushed, meter.measured()
-    check_hashes(ranks)
-    runner = Runner(ranks, _known(tables), survey(ranks, pushed), _RULES, on_one_rank)
-    return _partition(*runner.collect(pushed)), pushed, meter.measured()
+    with telling(meter, watcher, comm.rank):
+        if memory is not None:
+            part = _bounded(pushed, tables, comm, memory, meter)
+        elif comm.size == 1:
+            part = _whole(pushed, tables, Ranks(comm, meter=meter))
+        else:
+            ranks = Ranks(comm, meter=meter)
+            check_hashes(ranks)
+            runner = Runner(ranks, _known(tables), survey(ranks, pushed), _RULES, on_one_rank)
+            part = _partition(*runner.collect(pushed))
+    return part, pushed, meter.measured()
 
 
 def _schema(comm: Communicator, part: Partition) -> Schema:
@@ -202,10 +247,16 @@ def _schema(comm: Communicator, part: Partition) -> Schema:
     return part.frame.schema
 
 
-def _computed(root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory | None) -> Partition:
+def _computed(
+    root: Node,
+    tables: Mapping[str, Partition],
+    comm: Communicator,
+    memory: Memory | None,
+    meter: Unmeasured = UNMEASURED,
+) -> Partition:
     if memory is not None:
-        return _bounded(pushed_down(root), tables, comm, memory, UNMEASURED)
-    return computed_by(Ranks(comm), root, tables)
+        return _bounded(pushed_down(root), tables, comm, memory, meter)
+    return computed_by(Ranks(comm, meter=meter), root, tables)
 
 
 def _bounded(
@@ -234,7 +285,7 @@ def _whole(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partiti
     return Partition(ranks.meter.whole(root, lambda: lazy_of(root, readings).collect()))
 
 
-@contextmanager
+@contextlib.contextmanager
 def begun(
     root: Node,
     tables: Mapping[str, Partition],

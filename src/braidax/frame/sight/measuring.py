@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 from braidax.frame.plan.nodes import Node, topological
 from braidax.frame.polars import pl
@@ -21,6 +21,7 @@ disk and back; Polars.
 """
 
 _NONE = -1  # the number of what is done for no operation
+_EARLY: set[Phase] = {"partition"}  # what an operation does before its inputs are there counts as this
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -50,6 +51,19 @@ class Work:
     seconds: dict[Phase, float] = field(default_factory=dict)
     spilled_bytes: int = 0
     read_back_bytes: int = 0
+
+
+class State(NamedTuple):
+    """How far a rank is with an operation.
+
+    **Fields:** `operation`: its number. `is_running`: whether something is done for it now. Others: as of `Work`.
+    """
+
+    operation: int
+    is_running: bool
+    num_rows: int | None
+    sent_bytes: int
+    spilled_bytes: int
 
 
 @dataclass(frozen=True)
@@ -142,6 +156,7 @@ class _Doing:
 
     number: int
     phase: Phase
+    thread: int
 
 
 @final
@@ -163,8 +178,9 @@ class Meter(Unmeasured):
         self._within: dict[int, int] = {}
         self._alone: dict[int, tuple[str, ...]] = {}
         self._lock = threading.Lock()
-        self._doing = [_Doing(_NONE, "partition")]  # of all threads
+        self._doing = [_Doing(_NONE, "partition", threading.get_ident())]  # of all threads
         self._here = threading.local()
+        self._sending: tuple[int, Moved, int] | None = None  # the exchange under way, and its bytes at the begin
         self._since = time.perf_counter()
 
     def begins(self, root: Node) -> None:
@@ -179,6 +195,16 @@ class Meter(Unmeasured):
             self._count()
             works = tuple(self._works[number] for number in range(len(self._nodes)))
             return Measured(works, self._works[_NONE], self._within, self._alone)
+
+    def states(self) -> list[State]:
+        """Returns how far this rank is with all operations that have begun. Any thread may call this."""
+        with self._lock:
+            running = {doing.number for doing in {one.thread: one for one in self._doing}.values()}
+            return [
+                State(number, number in running, work.num_rows, self._sent_bytes(number), work.spilled_bytes)
+                for number, work in self._works.items()
+                if number != _NONE and (number in running or work.num_rows is not None or set(work.seconds) - _EARLY)
+            ]
 
     def operation(self, node: Node) -> AbstractContextManager[None]:
         number = self._numbers.get(id(node))
@@ -200,12 +226,16 @@ class Meter(Unmeasured):
     @contextmanager
     def exchange(self, sent: Moved) -> Generator[None]:
         num_rows, num_bytes = sent.num_rows, sent.num_bytes
-        work = self._works[self.owner()]
+        number = self.owner()
+        work = self._works[number]
+        self._sending = (number, sent, num_bytes)
         with self.phase("wire"):
             yield
-        work.num_exchanges += 1
-        work.sent_rows += sent.num_rows - num_rows
-        work.sent_bytes += sent.num_bytes - num_bytes
+        with self._lock:
+            self._sending = None
+            work.num_exchanges += 1
+            work.sent_rows += sent.num_rows - num_rows
+            work.sent_bytes += sent.num_bytes - num_bytes
 
     def local(self, node: Node, compute: "Callable[[], pl.DataFrame]") -> "pl.DataFrame":
         owner = self.owner(node)
@@ -305,7 +335,7 @@ class Meter(Unmeasured):
 
     @contextmanager
     def _doing_now(self, number: int, phase: Phase) -> Generator[None]:
-        doing = _Doing(number, phase)
+        doing = _Doing(number, phase, threading.get_ident())
         with self._lock:
             self._count()
             self._doing.append(doing)
@@ -322,3 +352,10 @@ class Meter(Unmeasured):
         seconds: dict[Any, float] = self._works[doing.number].seconds
         seconds[doing.phase] = seconds.get(doing.phase, 0.0) + now - self._since
         self._since = now
+
+    def _sent_bytes(self, number: int) -> int:
+        """Returns the bytes that were sent for an operation, in the exchange under way, too."""
+        sent_bytes = self._works[number].sent_bytes
+        if self._sending is not None and self._sending[0] == number:
+            sent_bytes += self._sending[1].num_bytes - self._sending[2]
+        return sent_bytes
