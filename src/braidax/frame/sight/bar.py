@@ -157,17 +157,16 @@ class _Drawing:
         self._bars.start()
 
     def draw(self, lines: Sequence[_Line]) -> None:
-        """Draws a line for each operation; those that ran first go where there is no room for all."""
+        """Draws a line for each operation; idle ones that began first go where there is no room for all."""
         room = max(1, self._bars.console.height - _ROOM)
-        ran = [number for number, (_, is_running, _) in enumerate(lines) if not is_running]
-        hidden = set(ran[: max(0, len(lines) - room)])
+        idle = [number for number, (_, is_running, _) in enumerate(lines) if not is_running]
+        hidden = set(idle[: max(0, len(lines) - room)])
         shown = [line for number, line in enumerate(lines) if number not in hidden][-room:]
         while len(self._bars.tasks) < len(shown):
             self._bars.add_task("", total=None, rows="", sent="", spilled="", skew="", state="")
         for task, (words, is_running, numbers) in zip(self._bars.tasks, shown, strict=False):
-            task.total = (
-                None if is_running else 1
-            )  # a bar without a total moves to and fro; `update` keeps the one before
+            # A bar without a total moves to and fro; `update` would keep the one before.
+            task.total = None if is_running else 1
             self._bars.update(task.id, description=words, completed=task.total or 0, **numbers)
         for task in self._bars.tasks[len(shown) :]:  # the terminal has fewer lines than before
             self._bars.remove_task(task.id)
