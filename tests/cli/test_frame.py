@@ -213,7 +213,8 @@ def test_a_signal_ends_program_and_ranks(number: int, code: int, tmp_path: Path)
 
 def test_what_ranks_do_is_shown_on_a_terminal_and_stdout_is_the_program_s(tmp_path: Path) -> None:
     """The program's plan takes until somebody has seen it there."""
-    script = WAITING.replace("time.sleep(600)", "[time.sleep(0.01) for _ in range(6000) if not os.path.exists('go')]")
+    until_seen = "[time.sleep(0.01) for _ in range(6000) if not os.path.exists('go')]; print('went on', flush=True)"
+    script = WAITING.replace("time.sleep(600)", until_seen)
     (tmp_path / "waiting.py").write_text(f"{script}\nprint('ended')")
     with on_terminal([*COMMAND, "--ranks", "2", "waiting.py"], tmp_path) as terminal:
         terminal.until("HStack .*runs on 2 of 2")
@@ -221,6 +222,7 @@ def test_what_ranks_do_is_shown_on_a_terminal_and_stdout_is_the_program_s(tmp_pa
         told = terminal.rest()
     assert (terminal.process.returncode, told.splitlines()[-1]) == (0, "ended")
     assert "HStack" not in told
+    assert ("[0] went on" in told, "went on" in terminal.text) == (True, False)
     assert terminal.written.endswith(
         "\x1b[2Kbraidax frame: 1 plan ran on 2 ranks; on Polars alone, in this process: none\r\n"
     )
