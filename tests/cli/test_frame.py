@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from braidax.cli import app
 from braidax.gang import LocalGang
 from tests.gang.programs import wait_until_gone
+from tests.terminal import on_terminal
 
 COMMAND = [sys.executable, "-m", "braidax.cli", "frame"]
 PREPARE = """
@@ -208,3 +209,20 @@ def test_a_signal_ends_program_and_ranks(number: int, code: int, tmp_path: Path)
         assert told.endswith("on Polars alone, in this process: none\ninterrupted\n")
         assert "Traceback" not in told
     wait_until_gone(sorted(pids), seconds=10)
+
+
+def test_what_ranks_do_is_shown_on_a_terminal_and_stdout_is_the_program_s(tmp_path: Path) -> None:
+    """The program's plan takes until somebody has seen it there."""
+    until_seen = "[time.sleep(0.01) for _ in range(6000) if not os.path.exists('go')]; print('went on', flush=True)"
+    script = WAITING.replace("time.sleep(600)", until_seen)
+    (tmp_path / "waiting.py").write_text(f"{script}\nprint('ended')")
+    with on_terminal([*COMMAND, "--ranks", "2", "waiting.py"], tmp_path) as terminal:
+        terminal.until("HStack .*runs on 2 of 2")
+        (tmp_path / "go").touch()
+        told = terminal.rest()
+    assert (terminal.process.returncode, told.splitlines()[-1]) == (0, "ended")
+    assert "HStack" not in told
+    assert ("[0] went on" in told, "went on" in terminal.text) == (True, False)
+    assert terminal.written.endswith(
+        "\x1b[2Kbraidax frame: 1 plan ran on 2 ranks; on Polars alone, in this process: none\r\n"
+    )

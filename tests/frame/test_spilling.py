@@ -1,5 +1,6 @@
 """Tables in bounded memory: where everything waits on disk, results are what they are without a limit."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,13 @@ from polars.testing import assert_frame_equal
 
 import braidax.frame as bf
 from braidax.comm import Communicator
+from braidax.frame.collecting import Partition, measured
+from braidax.frame.plan.nodes import Node, read
+from braidax.frame.sight.measuring import Measured
+from braidax.frame.sight.profiled import profile_of
 from braidax.frame.spilling import store
 from braidax.frame.spilling.memory import Budget
+from braidax.gang import LocalGang
 from tests.comm.ranks import outcomes
 
 MEMORY = bf.Memory(limit_bytes=32 << 20)
@@ -122,3 +128,72 @@ def test_all_else(name: str, size: int) -> None:
     if name in ("used twice",):
         found, expected = found.select("k"), expected.select("k")
     assert_frame_equal(found, expected, check_row_order=is_ordered, check_exact=True)
+
+
+def profiles(size: int, lazy: pl.LazyFrame) -> list[tuple[pl.DataFrame, Node, Measured]]:
+    """Returns of each rank its rows, the plan as it was computed, and what was measured."""
+
+    def call(comm: Communicator) -> tuple[pl.DataFrame, Node, Measured]:
+        root, found = read(lazy)
+        part = {
+            name: Partition(one[one.height * comm.rank // size : one.height * (comm.rank + 1) // size])
+            for name, one in found.items()
+        }
+        rows, plan, told = measured(root, part, comm, MEMORY)
+        return rows.frame, plan, told
+
+    found = outcomes(size, call)
+    for outcome in found:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_each_operation_spilled_is_measured(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte on disk counts once, and for the operation that has it wait; so do rows, and seconds."""
+    written = spilled(monkeypatch)
+    left, right = tables()
+    joined = left.join(right, on="k")
+    lazy = joined.group_by("s").agg(pl.len(), pl.col("w").median()).sort("len", "s")
+    begin = time.perf_counter()
+    found = profiles(size, lazy)
+    seconds = time.perf_counter() - begin
+    assert_frame_equal(pl.concat([rows for rows, _, _ in found]), lazy.collect())
+    profile = profile_of(found[0][1], [told for _, _, told in found], seconds)
+    works = [work for one in profile.operations for work in one.works]
+    assert sum(work.spilled_bytes for work in works) == sum(one.num_bytes for one in written)
+    kinds = {one.text.split()[0]: one for one in profile.operations}
+    for kind, height in (("Sort", lazy.collect().height), ("GroupBy", lazy.collect().height)):
+        operation = kinds[kind]
+        assert (operation.num_rows, operation.within) == (height, None)
+        assert all(work.num_rows for work in operation.works)
+    assert kinds["Join"].num_rows == joined.collect().height
+    for kind in ("Sort", "GroupBy", "Join"):
+        for work in kinds[kind].works:
+            assert work.spilled_bytes > 10_000, kind
+            assert work.read_back_bytes > 10_000, kind
+            assert work.seconds["spill"] > 0
+    assert "; spilled " in str(profile)
+    for rank in range(size):
+        assert 0 < sum(profile.rank_seconds(rank).values()) <= seconds
+
+
+def test_what_is_read_twice_waits_for_the_operation_that_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = spilled(monkeypatch)
+    left, _ = tables()
+    some = left.filter(pl.col("v") > 0.1).select("k", "s")
+    (one,) = profiles(1, pl.concat([some, some.reverse()]))
+    profile = profile_of(one[1], [one[2]], 1.0)
+    (kept,) = (operation for operation in profile.operations if operation.text.startswith('Select col("k"), col("s")'))
+    assert kept.num_rows == some.collect().height
+    assert 10_000 < kept.works[0].spilled_bytes <= sum(each.num_bytes for each in written)
+
+
+def test_a_frame_of_bounded_memory_has_a_profile() -> None:
+    left, _ = tables()
+    with LocalGang(2) as gang:
+        frame = bf.from_polars(left, gang, memory=MEMORY).sort("v")
+        table, profile = frame.profile()
+    assert_frame_equal(table, left.sort("v").collect())
+    assert profile.operations[0].num_rows == ROWS

@@ -46,8 +46,8 @@ def run_script(
 ) -> None:
     """Runs a program as `python SCRIPT` would, in this process, but for what it collects: that runs on ranks.
 
-    At the end a line on stderr tells how many plans ran there. What is changed in this process meanwhile (Polars,
-    `sys.argv`, `sys.path`) is as before.
+    Where stderr is a terminal it shows what ranks do meanwhile. At the end a line there tells how many plans ran. What
+    is changed in this process meanwhile (Polars, `sys.argv`, `sys.path`) is as before.
 
     **Arguments:** `ranks`: of the gang; None takes all workers of Dask. `scheduler`: the address of Dask's.
 
@@ -65,7 +65,11 @@ def run_script(
         )
     from braidax.frame.redirecting import on_ranks
 
-    with _as_program(script, arguments), _started(ranks, gang, scheduler) as started, on_ranks(started) as ran:
+    with (
+        _as_program(script, arguments),
+        _started(ranks, gang, scheduler) as started,
+        on_ranks(started, show="bar") as ran,
+    ):
         try:
             runpy.run_path(script, run_name="__main__")
         except Exception as error:

@@ -1,18 +1,19 @@
 """Plans computed by ranks: by those of a gang, or by all who call at once."""
 
+import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from braidax.comm import Communicator
+from braidax.frame.explaining import words
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.alone import on_one_rank, spread_of_first
 from braidax.frame.operators.grouping import group
 from braidax.frame.operators.joining import join
 from braidax.frame.operators.placing import check_hashes
-from braidax.frame.operators.scanning import reads_little, survey
+from braidax.frame.operators.scanning import is_little, reads_little, survey
 from braidax.frame.operators.scanning import scan as read_files
 from braidax.frame.operators.selecting import filter_, select, stack
 from braidax.frame.operators.sorting import sort
@@ -25,11 +26,13 @@ from braidax.frame.plan.ways import WHOLE_PLAN
 from braidax.frame.polars import Schema, pl
 from braidax.frame.replaying import MAX_REPLAYS, replayed
 from braidax.frame.running import Rule, Runner, Table
-from braidax.frame.sight.measuring import Measured, Meter
+from braidax.frame.sight.bar import Show, check_show, drawn
+from braidax.frame.sight.measuring import UNMEASURED, Measured, Meter, Unmeasured
 from braidax.frame.sight.profiled import Profile, profile_of
+from braidax.frame.sight.telling import Watcher, metered, telling
 from braidax.frame.spilling.memory import Memory
 from braidax.frame.spilling.rules import RULES as SPILLING_RULES
-from braidax.frame.spilling.running import Spilling, SpillingRunner
+from braidax.frame.spilling.running import Spilling
 from braidax.frame.spilling.store import Spill
 from braidax.gang import Gang
 
@@ -58,7 +61,12 @@ class Partition:
 
 
 def collect(
-    lazy_frame: "pl.LazyFrame", gang: Gang, *, memory: Memory | None = None, max_replays: int = MAX_REPLAYS
+    lazy_frame: "pl.LazyFrame",
+    gang: Gang,
+    *,
+    memory: Memory | None = None,
+    max_replays: int = MAX_REPLAYS,
+    show: Show = "nothing",
 ) -> "pl.DataFrame":
     """Computes a plan of Polars by the ranks of a gang.
 
@@ -67,7 +75,8 @@ def collect(
 
     **Arguments:** `lazy_frame`: any. Its tables in memory go to the ranks in parts, its files the ranks read in parts.
     `gang`: of one or more ranks. `memory`: bounds what each rank takes; the result, which is brought here, comes on top
-    of it. `max_replays`: how often it is computed again when a rank is lost.
+    of it. `max_replays`: how often it is computed again when a rank is lost. `show`: `"bar"` draws a bar for each
+    operation on stderr while it is computed, where that is a terminal and it takes longer than a second.
 
     **Returns:** what `lazy_frame.collect()` does: the same rows, in the same order where Polars defines one.
 
@@ -75,18 +84,25 @@ def collect(
     fails on its rows, which is not computed again; `PeerLost`, `GangError` when more ranks are lost; `ArgumentError`
     for plans of a Polars that is not known.
     """
-    parts = replayed(gang, lambda: run(lazy_frame, gang, _on_rank, memory), max_replays=max_replays)
+    parts = replayed(gang, lambda: run(lazy_frame, gang, _on_rank, memory=memory, show=show), max_replays=max_replays)
     return pl.concat([part.frame for part in parts])
 
 
-def keep(lazy_frame: "pl.LazyFrame", gang: Gang, name: str, memory: Memory | None = None) -> Schema:
+def keep(
+    lazy_frame: "pl.LazyFrame", gang: Gang, name: str, memory: Memory | None = None, *, show: Show = "nothing"
+) -> Schema:
     """Computes a plan as `collect` does, and leaves the rows on the ranks, under a name. **Returns:** the columns."""
-    run(lazy_frame, gang, _on_rank, memory, name=name)
+    run(lazy_frame, gang, _on_rank, memory=memory, name=name, show=show)
     return gang.run(_schema, gang.kept(name))[0]
 
 
 def profile(
-    lazy_frame: "pl.LazyFrame", gang: Gang, *, max_replays: int = MAX_REPLAYS
+    lazy_frame: "pl.LazyFrame",
+    gang: Gang,
+    *,
+    memory: Memory | None = None,
+    max_replays: int = MAX_REPLAYS,
+    show: Show = "nothing",
 ) -> "tuple[pl.DataFrame, Profile]":
     """Computes a plan as `collect` does, and measures it: `explain` with what was.
 
@@ -99,7 +115,7 @@ def profile(
     """
 
     def measure() -> tuple[float, list[Any]]:
-        return time.perf_counter(), run(lazy_frame, gang, _on_rank_measured)
+        return time.perf_counter(), run(lazy_frame, gang, _on_rank_measured, memory=memory, show=show)
 
     start, found = replayed(gang, measure, max_replays=max_replays)
     seconds = time.perf_counter() - start
@@ -108,19 +124,38 @@ def profile(
 
 
 def run(
-    lazy_frame: "pl.LazyFrame", gang: Gang, function: Callable[..., Any], *arguments: Any, name: str | None = None
+    lazy_frame: "pl.LazyFrame",
+    gang: Gang,
+    function: Callable[..., Any],
+    *arguments: Any,
+    memory: Memory | None = None,
+    name: str | None = None,
+    show: Show = "nothing",
 ) -> list[Any]:
     """Lets ranks compute a plan: each gets the plan, and its parts of the tables in memory.
 
-    **Arguments:** `function`: called on each rank with its communicator, the plan as bytes, `arguments`, the tables
-    that it keeps, and its parts of those in memory. `name`: under which it keeps what that returns.
+    **Arguments:** `function`: called on each rank with its communicator, the plan as bytes, `arguments`, `memory`, the
+    `Watcher` or None, the tables that it keeps, and its parts of those in memory. `name`: under which it keeps what
+    that returns. `show`: as of `collect`.
     """
-    root, memory = read(lazy_frame)
+    check_show(show)
+    root, here = read(lazy_frame)
     schema_of(root)  # raises what Polars does
     tables = {node.fields["table"].name for node in topological(root) if node.kind == "Supplied"}
-    kept = {table: gang.kept(table) for table in tables if table not in memory}
-    parts = [{table: _part(frame, rank, gang.size) for table, frame in memory.items()} for rank in range(gang.size)]
-    return gang.run(function, bytes_of(root), *arguments, kept, per_rank=parts, keep=name)
+    kept = {table: gang.kept(table) for table in tables if table not in here}
+    parts = [{table: _part(frame, rank, gang.size) for table, frame in here.items()} for rank in range(gang.size)]
+    plan = bytes_of(root)
+    with contextlib.ExitStack() as stack:
+        watcher = None
+        if show == "bar":
+            watcher = stack.enter_context(drawn(lambda: _words_of(read_bytes(plan), gang.size, memory), gang.hosts))
+        return gang.run(function, plan, *arguments, memory, watcher, kept, per_rank=parts, keep=name)
+
+
+def _words_of(root: Node, size: int, memory: Memory | None) -> list[str]:
+    """Returns each operation in words, in the order of those that ranks measure."""
+    is_whole = memory is None and (size == 1 or is_little(root))
+    return [words(node) for node in topological(root if is_whole else pushed_down(root))]
 
 
 def collect_partition(
@@ -157,10 +192,12 @@ def _on_rank(
     comm: Communicator,
     plan: bytes,
     memory: Memory | None,
+    watcher: Watcher | None,
     kept: "Mapping[str, Partition]",
     parts: "Mapping[str, pl.DataFrame]",
 ) -> Partition:
-    return _computed(read_bytes(plan), partitions(kept, parts), comm, memory)
+    with metered(watcher, comm.rank) as meter:
+        return _computed(read_bytes(plan), partitions(kept, parts), comm, memory, meter)
 
 
 def partitions(kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]") -> "dict[str, Partition]":
@@ -169,29 +206,32 @@ def partitions(kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFram
 
 
 def _on_rank_measured(
-    comm: Communicator, plan: bytes, kept: "Mapping[str, Partition]", parts: "Mapping[str, pl.DataFrame]"
+    comm: Communicator,
+    plan: bytes,
+    memory: Memory | None,
+    watcher: Watcher | None,
+    kept: "Mapping[str, Partition]",
+    parts: "Mapping[str, pl.DataFrame]",
 ) -> tuple[Partition, bytes, Measured]:
-    part, pushed, found = measured(read_bytes(plan), partitions(kept, parts), comm)
+    part, pushed, found = measured(read_bytes(plan), partitions(kept, parts), comm, memory, watcher)
     return part, bytes_of(pushed), found
 
 
-def measured(root: Node, tables: Mapping[str, Partition], comm: Communicator) -> tuple[Partition, Node, Measured]:
+def measured(
+    root: Node,
+    tables: Mapping[str, Partition],
+    comm: Communicator,
+    memory: Memory | None = None,
+    watcher: Watcher | None = None,
+) -> tuple[Partition, Node, Measured]:
     """Computes a plan together with all other ranks, as `collect_partition` does.
 
     **Returns:** what this rank has of the result, the plan as it was computed, and what this rank did.
     """
-    scans = survey(Ranks(comm), root)
-    is_little = reads_little(root, scans)
-    made = root if comm.size == 1 or is_little else pushed_down(root)
-    meter = Meter(made)
-    ranks = Ranks(comm, meter=meter)
-    if comm.size == 1:
-        return _whole(made, tables, ranks), made, meter.measured()
-    runner = Runner(ranks, _known(tables), scans, _RULES, on_one_rank)
-    if is_little:
-        return _of_first(runner, made), made, meter.measured()
-    check_hashes(ranks)
-    return _partition(*runner.collect(made)), made, meter.measured()
+    meter = Meter()
+    with telling(meter, watcher, comm.rank):
+        part = _computed(root, tables, comm, memory, meter)
+    return part, meter.root or root, meter.measured()
 
 
 def _schema(comm: Communicator, part: Partition) -> Schema:
@@ -199,11 +239,23 @@ def _schema(comm: Communicator, part: Partition) -> Schema:
     return part.frame.schema
 
 
-def _computed(root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory | None) -> Partition:
+def _computed(
+    root: Node,
+    tables: Mapping[str, Partition],
+    comm: Communicator,
+    memory: Memory | None,
+    meter: Unmeasured = UNMEASURED,
+) -> Partition:
     if memory is not None:
-        with begun(pushed_down(root), tables, comm, memory) as (runner, table):
-            return _partition(runner.computed(table), table.keys)
-    return computed_by(Ranks(comm), root, tables)
+        return _bounded(pushed_down(root), tables, comm, memory, meter)
+    return computed_by(Ranks(comm, meter=meter), root, tables)
+
+
+def _bounded(
+    root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory, meter: Unmeasured
+) -> Partition:
+    with begun(root, tables, comm, memory, meter=meter) as (spilling, table):
+        return _partition(spilling.runner.computed(table), table.keys)
 
 
 def computed_by(ranks: Ranks, root: Node, tables: Mapping[str, Partition]) -> Partition:
@@ -221,6 +273,7 @@ def computed_by(ranks: Ranks, root: Node, tables: Mapping[str, Partition]) -> Pa
 def _of_first(runner: Runner, root: Node) -> Partition:
     """Returns this rank's part of what rank 0 computes as one piece."""
     meter = runner.ranks.meter
+    meter.begins(root)
     with meter.operation(root):
         meter.alone(lambda: WHOLE_PLAN)
         table = spread_of_first(runner, lambda: meter.whole(root, lambda: lazy_of(root, {}).collect()))
@@ -232,25 +285,30 @@ def _of_first(runner: Runner, root: Node) -> Partition:
 def _whole(root: Node, tables: Mapping[str, Partition], ranks: Ranks) -> Partition:
     """Returns what one rank computes, as one piece."""
     readings = {name: Reading(part.frame) for name, part in tables.items()}
+    ranks.meter.begins(root)
     return Partition(ranks.meter.whole(root, lambda: lazy_of(root, readings).collect()))
 
 
-@contextmanager
+@contextlib.contextmanager
 def begun(
-    root: Node, tables: Mapping[str, Partition], comm: Communicator, memory: Memory
-) -> Generator[tuple[SpillingRunner, Table]]:
+    root: Node,
+    tables: Mapping[str, Partition],
+    comm: Communicator,
+    memory: Memory,
+    *,
+    meter: Unmeasured = UNMEASURED,
+) -> Generator[tuple[Spilling, Table]]:
     """Yields the result of a plan in bounded memory, which can be read until the block ends.
 
     **Raises:** as `collect_partition`; `ArgumentError` for a limit that is too small for so many ranks, and for a
     folder that takes no files; `OSError` for a disk that is full.
     """
-    with Spill(memory, comm.size) as spill:
-        ranks = Ranks(comm, window_bytes=spill.budget.window_bytes, max_buckets=1)
+    with Spill(memory, comm.size, meter) as spill:
+        ranks = Ranks(comm, window_bytes=spill.budget.window_bytes, max_buckets=1, meter=meter)
         check_hashes(ranks)
         scans = survey(ranks, root)
-        spilling = Spilling(spill, SPILLING_RULES)
-        runner = SpillingRunner(ranks, _known(tables), scans, _RULES, on_one_rank, spilling=spilling)
-        yield runner, runner.begin(root)
+        spilling = Spilling(spill, ranks, _known(tables), scans, _RULES, on_one_rank, bounded=SPILLING_RULES)
+        yield spilling, spilling.runner.begin(root)
 
 
 def _known(tables: Mapping[str, Partition]) -> dict[str, Table]:

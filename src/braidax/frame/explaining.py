@@ -64,8 +64,6 @@ def computed_on_one_rank(lazy_frame: "pl.LazyFrame") -> tuple[str, ...]:
 
 def told(node: Node) -> str:
     """Says in a line what a node does, and what crosses between ranks for it."""
-    if node.kind == "Supplied":
-        return f"table {node.fields['table'].name}: {', '.join(node.fields['table'].schema)}"
     said = words(node)
     if is_local(node):
         return said
@@ -80,6 +78,8 @@ def told(node: Node) -> str:
 def words(node: Node) -> str:
     """Says in a line what a node does, in Polars' own words."""
     match node.kind:
+        case "Supplied":
+            return f"table {node.fields['table'].name}: {', '.join(node.fields['table'].schema)}"
         case "Filter":
             return f"Filter {polars_of(node.fields['predicate'])}"
         case "Select" | "HStack":

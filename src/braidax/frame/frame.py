@@ -13,6 +13,7 @@ from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.supplying import scan
 from braidax.frame.polars import Schema, pl
 from braidax.frame.replaying import MAX_REPLAYS, Kept, Lineage, replayed
+from braidax.frame.sight.bar import Show
 from braidax.frame.sight.profiled import Profile
 from braidax.frame.spilling.memory import Memory
 from braidax.frame.writing import Format, check_written, new_folder, write_bounded, write_part
@@ -57,23 +58,23 @@ class Frame:
         """What computes it."""
         return self._gang
 
-    def collect(self, *, max_replays: int = MAX_REPLAYS) -> "pl.DataFrame":
+    def collect(self, *, max_replays: int = MAX_REPLAYS, show: Show = "nothing") -> "pl.DataFrame":
         """Computes the table, and brings it here. **Arguments:** **Raises:** as `braidax.frame.collect`."""
         return self._replayed(
-            lambda: collect(self._lazy_frame, self._gang, memory=self._memory, max_replays=0), max_replays
+            lambda: collect(self._lazy_frame, self._gang, memory=self._memory, max_replays=0, show=show), max_replays
         )
 
-    def persist(self, *, max_replays: int = MAX_REPLAYS) -> "Frame":
+    def persist(self, *, max_replays: int = MAX_REPLAYS, show: Show = "nothing") -> "Frame":
         """Computes the table, and keeps it on the ranks, where frames of it begin.
 
         The ranks give it up when the last frame of it is gone and another one is computed, or with their gang. Its
         plan, with the tables in memory that it reads, is held as long, to compute it again when a rank is lost.
 
-        **Arguments:** `max_replays`: of computing it now. **Raises:** as `collect`.
+        **Arguments:** `max_replays`, `show`: of computing it now. **Raises:** as `collect`.
         """
         name, lazy_frame, gang, memory = f"frame-{secrets.token_hex(8)}", self._lazy_frame, self._gang, self._memory
         lineage = Lineage(name, lambda: keep(lazy_frame, gang, name, memory), [one.lineage for one in self._kept])
-        schema = self._replayed(lineage.compute, max_replays)
+        schema = self._replayed(lambda: keep(lazy_frame, gang, name, memory, show=show), max_replays)
         return self._of(scan(name, schema), (Kept(lineage, gang),))
 
     def shuffle(self, *, seed: int = 0) -> "Frame":
@@ -85,27 +86,40 @@ class Frame:
         order = self._lazy_frame.with_row_index(place).with_columns(pl.col(place).hash(seed).alias(key))
         return self._of(order.sort(key, place).drop(key, place), self._kept)
 
-    def sink_arrow(self, folder: str | PathLike[str], *, max_replays: int = MAX_REPLAYS) -> list[int]:
+    def sink_arrow(
+        self, folder: str | PathLike[str], *, max_replays: int = MAX_REPLAYS, show: Show = "nothing"
+    ) -> list[int]:
         """Computes the table into a new folder of Arrow files, one of each rank, which `braidax.open` opens.
 
         **Arguments:** `folder`: on a disk that all ranks and this process share; it must not be there.
         `max_replays`: as of `collect`; each replay writes into a folder of its own, which gets the name when whole.
+        `show`: as of `collect`.
 
         **Returns:** the rows of each file. **Raises:** as `collect`; `ArgumentError` for a path that is taken.
         """
-        return self._replayed(lambda: self._sink(folder, "arrow"), max_replays)
+        return self._replayed(lambda: self._sink(folder, "arrow", show), max_replays)
 
-    def sink_parquet(self, folder: str | PathLike[str], *, max_replays: int = MAX_REPLAYS) -> list[int]:
+    def sink_parquet(
+        self, folder: str | PathLike[str], *, max_replays: int = MAX_REPLAYS, show: Show = "nothing"
+    ) -> list[int]:
         """Computes the table into a new folder of Parquet files, one of each rank: as `sink_arrow`."""
-        return self._replayed(lambda: self._sink(folder, "parquet"), max_replays)
+        return self._replayed(lambda: self._sink(folder, "parquet", show), max_replays)
 
-    def _sink(self, folder: str | PathLike[str], format: Format) -> list[int]:
+    def _sink(self, folder: str | PathLike[str], format: Format, show: Show) -> list[int]:
         name = f"frame-{secrets.token_hex(8)}"
         with new_folder(folder) as unfinished:
             if self._memory is not None:
-                written = run(self._lazy_frame, self._gang, write_bounded, str(unfinished), format, self._memory)
+                written = run(
+                    self._lazy_frame,
+                    self._gang,
+                    write_bounded,
+                    str(unfinished),
+                    format,
+                    memory=self._memory,
+                    show=show,
+                )
                 return check_written(unfinished, written)
-            keep(self._lazy_frame, self._gang, name)
+            keep(self._lazy_frame, self._gang, name, show=show)
             try:
                 written = self._gang.run(write_part, self._gang.kept(name), str(unfinished), format)
                 return check_written(unfinished, written)
@@ -121,17 +135,14 @@ class Frame:
         """Returns the plan, and which of it exchanges rows: as `braidax.frame.explain`."""
         return explain(self._lazy_frame)
 
-    def profile(self, *, max_replays: int = MAX_REPLAYS) -> "tuple[pl.DataFrame, Profile]":
+    def profile(self, *, max_replays: int = MAX_REPLAYS, show: Show = "nothing") -> "tuple[pl.DataFrame, Profile]":
         """Computes the table, brings it here, and tells what each rank did: as `braidax.frame.profile`.
 
-        **Raises:** as `collect`; `ArgumentError` for a frame of bounded memory.
+        **Raises:** as `collect`.
         """
-        if self._memory is not None:
-            raise ArgumentError(
-                f"memory={self._memory}: a profile is of a plan in memory that is not bounded; "
-                "give lazy_frame to braidax.frame.profile"
-            )
-        return self._replayed(lambda: profile(self._lazy_frame, self._gang, max_replays=0), max_replays)
+        return self._replayed(
+            lambda: profile(self._lazy_frame, self._gang, memory=self._memory, max_replays=0, show=show), max_replays
+        )
 
     @property
     def on_one_rank(self) -> tuple[str, ...]:

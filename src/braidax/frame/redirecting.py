@@ -13,6 +13,7 @@ from braidax.errors import CallFailed
 from braidax.frame.collecting import collect, keep
 from braidax.frame.plan.supplying import Reading
 from braidax.frame.polars import pl, register_io_source
+from braidax.frame.sight.bar import Show
 from braidax.gang import Gang
 
 _SINKS = ("sink_csv", "sink_ipc", "sink_ndjson", "sink_parquet")
@@ -35,7 +36,7 @@ class Ran:
 
 
 @contextmanager
-def on_ranks(gang: Gang) -> Generator[Ran]:
+def on_ranks(gang: Gang, *, show: Show = "nothing") -> Generator[Ran]:
     """Lets `LazyFrame.collect` of this process run on the ranks of a gang, inside the block; then all is as before.
 
     `sink_parquet`, `sink_ipc`, `sink_csv` and `sink_ndjson` compute there as well, and Polars writes here what comes of
@@ -43,10 +44,12 @@ def on_ranks(gang: Gang) -> Generator[Ran]:
     `optimizations=`, `lazy=`) is left to Polars as it is, and so are all other ways to compute a plan; what Polars
     calls by itself, and what becomes of a `DataFrame` at once, is Polars' own and not counted.
 
+    **Arguments:** `show`: as of `braidax.frame.collect`, of all that the ranks compute.
+
     **Returns:** where plans ran so far. **Raises:** inside the block what Polars would for a plan that fails on its
     rows, with what the rank tells as a note.
     """
-    redirected = _Redirected(gang)
+    redirected = _Redirected(gang, show)
     new = {"collect": redirected.collect(pl.LazyFrame.collect)}
     new |= {name: redirected.sink(getattr(pl.LazyFrame, name)) for name in _SINKS}
     new |= {name: redirected.left(getattr(pl.LazyFrame, name)) for name in _ALONE}
@@ -65,9 +68,10 @@ def on_ranks(gang: Gang) -> Generator[Ran]:
 class _Redirected:
     """What stands for functions of Polars meanwhile. **Fields:** `ran`: where plans did."""
 
-    def __init__(self, gang: Gang) -> None:
+    def __init__(self, gang: Gang, show: Show) -> None:
         self.ran = Ran()
         self._gang = gang
+        self._show: Show = show
 
     def collect(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Computes on the ranks, unless an option is given."""
@@ -81,7 +85,7 @@ class _Redirected:
                 self.ran.alone[_shown("collect", given)] += 1
                 return original(lazy_frame, *args, **options)
             with _as_polars():
-                found = collect(lazy_frame, self._gang)
+                found = collect(lazy_frame, self._gang, show=self._show)
             self.ran.num_on_ranks += 1
             return found
 
@@ -98,7 +102,7 @@ class _Redirected:
             if given:
                 self.ran.alone[_shown(original.__name__, given)] += 1
                 return original(lazy_frame, *args, **options)
-            with _as_polars(), _computed(lazy_frame, self._gang) as computed:
+            with _as_polars(), _computed(lazy_frame, self._gang, self._show) as computed:
                 original(computed, *args, **options)
             self.ran.num_on_ranks += 1
             return None
@@ -152,10 +156,10 @@ def _as_polars() -> Generator[None]:
 
 
 @contextmanager
-def _computed(lazy_frame: "pl.LazyFrame", gang: Gang) -> "Generator[pl.LazyFrame]":
+def _computed(lazy_frame: "pl.LazyFrame", gang: Gang, show: Show) -> "Generator[pl.LazyFrame]":
     """Computes a plan on ranks, and yields a scan that brings their rows here, one rank's after the other."""
     name = f"sunk-{secrets.token_hex(8)}"
-    schema = keep(lazy_frame, gang, name)
+    schema = keep(lazy_frame, gang, name, show=show)
 
     def rows(columns: Any, predicate: Any, num_rows: int | None, batch_size: int | None) -> "Iterator[pl.DataFrame]":
         for rank in range(gang.size):

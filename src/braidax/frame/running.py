@@ -36,7 +36,8 @@ class Runner:
 
     **Arguments:** `ranks`: the exchanges. `tables`: the partitions here of the tables that the plan reads, by name.
     `scans`: what is known of those that read files, for their rules. `rules`: how nodes are computed that are not
-    local, by kind. `otherwise`: how all other nodes are.
+    local, by kind. `otherwise`: how all other nodes are. `keep`: computes the rows of a table and keeps them until they
+    are read; None keeps them in memory.
     """
 
     def __init__(
@@ -46,8 +47,11 @@ class Runner:
         scans: Mapping[Node, Any],
         rules: Mapping[str, Rule],
         otherwise: Rule,
+        *,
+        keep: Callable[[Table], Table] | None = None,
     ) -> None:
         self.ranks, self.scans = ranks, scans
+        self._keep = keep
         self._meter = ranks.meter
         self._tables = tables
         self._rules, self._otherwise = rules, otherwise
@@ -57,6 +61,7 @@ class Runner:
 
     def begin(self, root: Node) -> Table:
         """Returns the result of a plan, as far as other ranks are needed for it."""
+        self._meter.begins(root)
         for node in topological(root):
             self._num_uses.update(map(id, node.inputs))
         return self.run(root, ordered=True)
@@ -81,7 +86,7 @@ class Runner:
             elif is_local(node):
                 table = self.local(node, self.run(node.inputs[0], ordered=ordered))
             else:
-                table = self.by_rule(node, ordered)
+                table = self._rules.get(node.kind, self._otherwise)(self, node, ordered)
         self._meter.gave(node, table.node, _rows_of(table))
         if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
             table = self.compute(table)
@@ -90,10 +95,6 @@ class Runner:
             if self._num_uses[id(source)] <= 1:
                 self._known.pop(id(source), None)
         return table
-
-    def by_rule(self, node: Node, ordered: bool) -> Table:
-        """Returns the result of a node that is not local."""
-        return self._rules.get(node.kind, self._otherwise)(self, node, ordered)
 
     def run_on(self, node: Node, *inputs: Table) -> Table:
         """Returns the result of a node whose inputs have been computed, in order."""
@@ -148,6 +149,8 @@ class Runner:
 
     def compute(self, table: Table) -> Table:
         """Returns the table with its rows computed."""
+        if self._keep is not None:
+            return self._keep(table)
         if table.node.kind == "Supplied":
             return table
         frames: list[pl.DataFrame] = []

@@ -12,7 +12,9 @@ from braidax.comm import Communicator
 from braidax.errors import ArgumentError
 from braidax.frame.collecting import Partition, begun, partitions
 from braidax.frame.plan.nodes import read_bytes
+from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.polars import pl
+from braidax.frame.sight.telling import Watcher, metered
 from braidax.frame.spilling.memory import Memory
 from braidax.frame.spilling.writing import write_stream
 
@@ -98,18 +100,21 @@ def write_bounded(
     folder: str,
     format: Format,
     memory: Memory,
+    watcher: Watcher | None,
     kept: "Mapping[str, Partition]",
     parts: "Mapping[str, pl.DataFrame]",
 ) -> Written:
     """Computes a plan together with all other ranks, and writes what this one has of the result as it comes.
 
-    **Arguments:** `plan`, `kept`, `parts`: as `braidax.frame.collecting.run` gives them. Others: as of `write_part`.
+    **Arguments:** `plan`, `memory`, `watcher`, `kept`, `parts`: as `braidax.frame.collecting.run` gives them. Others:
+    as of `write_part`.
     """
     name = f"part-{comm.rank:05d}.{format}"
     with (
-        begun(read_bytes(plan), partitions(kept, parts), comm, memory) as (runner, table),
+        metered(watcher, comm.rank) as meter,
+        begun(pushed_down(read_bytes(plan)), partitions(kept, parts), comm, memory, meter=meter) as (spilling, table),
         (Path(folder) / name).open("xb") as file,
     ):
-        num_rows = write_stream(runner, table, file, format)
+        num_rows = write_stream(spilling, table, file, format)
         os.fsync(file.fileno())
         return Written(name, num_rows, os.fstat(file.fileno()).st_size)

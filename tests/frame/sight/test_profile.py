@@ -159,8 +159,8 @@ def test_the_table_of_a_profile_has_a_row_for_each_operation_and_rank(gang: Loca
     assert rows.filter(pl.col("text").str.starts_with("Sort"))["sent_rows"].to_list() == [
         work.sent_rows for work in found(profile, "Sort").works
     ]
-    phases: list[Phase] = ["partition", "serialize", "wire", "wait", "local"]
-    assert rows.columns[-5:] == [f"{phase}_seconds" for phase in phases]
+    phases: list[Phase] = ["partition", "serialize", "wire", "wait", "spill", "local"]
+    assert rows.columns[-6:] == [f"{phase}_seconds" for phase in phases]
     assert found(profile, "Sort").seconds("local") == max(
         rows.filter(pl.col("text").str.starts_with("Sort"))["local_seconds"]
     )
@@ -248,7 +248,7 @@ class _Bars(HTMLParser):
 
 def test_a_page_has_a_bar_for_each_operation_and_rank_and_needs_nothing_else(tmp_path: Path) -> None:
     """A plan may say anything: it is text in the page."""
-    quick, slow = Work(5, 40, seconds={"local": 0.5}), Work(15, 120, 7, 2048, 1, {"wire": 1.0, "wait": 3.0})
+    quick, slow = Work(5, 40, seconds={"local": 0.5}), Work(15, 120, 7, 2048, 1, {"wire": 1.0, "wait": 3.0}, 5 << 20, 9)
     top = Operation("Filter <script>alert(1)</script>", 0, (1,), None, ("shift <1>",), (quick, slow))
     below = Operation("Sort   ← rows dealt", 1, (), 0, (), (Work(), Work()))
     profile = Profile((top, below), (Work(seconds={"partition": 0.04}), Work()), 5.0)
@@ -261,7 +261,14 @@ def test_a_page_has_a_bar_for_each_operation_and_rank_and_needs_nothing_else(tmp
     assert read_page.bars == expected
     assert "<script" not in page
     assert "http" not in page
-    for text in ("Filter <script>alert(1)</script>", "one rank: shift <1>", "computed with 0", "1.50", "2.0 KiB"):
+    for text in (
+        "Filter <script>alert(1)</script>",
+        "one rank: shift <1>",
+        "computed with 0",
+        "1.50",
+        "2.0 KiB",
+        "5.0 MiB",
+    ):
         assert text in read_page.text
     assert "2 ranks, 5.000 s, of which 4.000 s on the ranks; on one rank: 1 operations and expressions" in page
 

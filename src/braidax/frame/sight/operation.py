@@ -55,6 +55,8 @@ def told_of(work: Work) -> str:
             f"sent {work.sent_rows:,} rows, {size_of(work.sent_bytes)} in {work.num_exchanges} "
             f"exchange{'' if work.num_exchanges == 1 else 's'}"
         )
+    if work.spilled_bytes:
+        words.append(f"spilled {size_of(work.spilled_bytes)}, read back {size_of(work.read_back_bytes)}")
     words += [f"{phase} {work.seconds[phase]:.3f} s" for phase in PHASES if work.seconds.get(phase, 0.0) >= 0.0005]
     return "; ".join(words)
 

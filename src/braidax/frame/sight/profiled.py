@@ -22,8 +22,9 @@ class Profile:
 
     Every second of a rank counts for one operation and one phase: `local` is Polars; `partition` all else that an
     operation does for its exchanges (hashes, splitters, parts of rows); `serialize` rows into buffers and back; `wire`
-    buffers on their way, from when all ranks have come; `wait` until all have come. Polars computes what lies between
-    two exchanges as one piece: its time and rows are those of the last operation of the piece.
+    buffers on their way, from when all ranks have come; `wait` until all have come; `spill` rows to disk and back.
+    Polars computes what lies between two exchanges as one piece: its time and rows are those of the last operation of
+    the piece. In bounded memory several operations go on at once: a second is of what was begun last.
 
     **Fields:** `operations`: as `explain` shows them, the last one first. `rests`: of each rank, what it did for no
     operation: it read the plan, it compared hashes. `seconds`: of all, the plan and the result on their way included.
@@ -59,6 +60,8 @@ class Profile:
                 "sent_rows": work.sent_rows,
                 "sent_bytes": work.sent_bytes,
                 "exchanges": work.num_exchanges,
+                "spilled_bytes": work.spilled_bytes,
+                "read_back_bytes": work.read_back_bytes,
                 **{f"{phase}_seconds": work.seconds.get(phase, 0.0) for phase in PHASES},
             }
             for number, operation in enumerate(self.operations)
@@ -85,7 +88,7 @@ class Profile:
                 if f"on one rank: {what}" not in operation.text and not operation.text.endswith("← on one rank")
             ]
             for rank, work in enumerate(operation.works):
-                if work.num_exchanges or work.seconds.get("local"):
+                if work.num_exchanges or work.spilled_bytes or work.seconds.get("local"):
                     lines.append(f"    {indent}    rank {rank}: {told_of(work)}")
         for rank in range(len(self.rests)):
             shares = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.rank_seconds(rank).items())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.polars import Schema, pl
@@ -36,24 +37,30 @@ def deal(ranks: Ranks, batches: Iterator["pl.DataFrame"], to: Destinations, into
     putting = [Putting() for _ in range(ranks.size)]
     for source, item in ranks.exchange(_items(ranks, batches, to, into, Packing(schema))):
         for packed in putting[source].add(item):
-            into.add_packed(source, packed)
+            with ranks.meter.phase("partition"):
+                into.add_packed(source, packed)
 
 
 def _items(
     ranks: Ranks, batches: Iterator["pl.DataFrame"], to: Destinations, into: Partitioned, packing: Packing
-) -> Iterator[tuple[int, list[object]]]:
+) -> Iterator[tuple[int, list[Any]]]:
     """Yields what goes to the others, and keeps what is for this rank."""
     for batch in batches:
         if not batch.height:
             continue
-        destinations = to(batch)
-        for hop in range(ranks.size):
+        with ranks.meter.phase("partition"):
+            destinations = to(batch)
+            parts = [batch.filter(destinations == rank) for rank in range(ranks.size)]
+            into.add(ranks.rank, parts[ranks.rank])
+        for hop in range(1, ranks.size):
             rank = (ranks.rank + hop) % ranks.size
-            part = batch.filter(destinations == rank)
-            if rank == ranks.rank:
-                into.add(rank, part)
-                continue
-            ranks.moved.num_rows += part.height
-            for item in packing.pieces(part):
+            ranks.moved.num_rows += parts[rank].height
+            pieces = packing.pieces(parts[rank])
+            while (item := _next(ranks, pieces)) is not None:
                 ranks.moved.num_bytes += len(item[1])
                 yield rank, item
+
+
+def _next(ranks: Ranks, pieces: Iterator[list[Any]]) -> list[Any] | None:
+    with ranks.meter.phase("serialize"):
+        return next(pieces, None)

@@ -26,58 +26,58 @@ from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.partwise import Fewer, Partwise, computed_by_keys
-from braidax.frame.spilling.running import SpillingRunner
+from braidax.frame.spilling.running import Spilling
 from braidax.frame.spilling.store import blocks
 from braidax.frame.spilling.streaming import computed_on
 
 
-def group(runner: SpillingRunner, node: Node, ordered: bool) -> Table:
+def group(spilling: Spilling, node: Node, ordered: bool) -> Table:
     """Aggregates groups."""
     fields = node.fields
     options, keys = fields["options"], fields["keys"]
     keeps = ordered and fields["maintain_order"]
     is_plain = all(options[name] is None for name in ("dynamic", "rolling", "slice")) and fields["apply"] is None
     needs = not is_plain or keeps or any(map(depends_on_order, [*fields["aggs"], *fields["predicates"]]))
-    source = runner.run(node.inputs[0], ordered=needs)
+    source = spilling.runner.run(node.inputs[0], ordered=needs)
     schema_of(node.on(source.node))  # raises what Polars does
     schema = schema_of(source.node)
     if not is_plain:
         if not keys or not all(map(is_rowwise, keys)) or keeps:
-            return grouping.group(runner, node, ordered)
-        return computed_by_keys(runner, runner.stream(source), schema, Partwise(node, keys), names=None)
+            return grouping.group(spilling.runner, node, ordered)
+        return computed_by_keys(spilling, spilling.stream(source), schema, Partwise(node, keys), names=None)
     keys = all_expanded(keys, schema)
     others = {name: dtype for name, dtype in schema.items() if name not in columns_among(keys or ())}
     aggs = all_expanded(fields["aggs"], pl.Schema(others))
     if not keys or aggs is None or not all(map(is_rowwise, keys)) or all(map(is_scalar, keys)):
-        return grouping.group(runner, node, ordered)
+        return grouping.group(spilling.runner, node, ordered)
     aggs = [alias(one, name) for one, name in zip(aggs, names_of(aggs, schema), strict=True)]
     node = node.but(keys=keys, aggs=aggs, maintain_order=False)
     if not keeps:
-        return _groups(runner, node, source, keys)
+        return _groups(spilling, node, source, keys)
     node = node.but(aggs=[*aggs, written(pl.col(INDEX).min())])
-    return restored(runner, _groups(runner, node, runner.indexed(source), keys), [INDEX])
+    return restored(spilling.runner, _groups(spilling, node, spilling.indexed(source), keys), [INDEX])
 
 
-def _groups(runner: SpillingRunner, node: Node, source: Table, keys: list[Expression]) -> Table:
+def _groups(spilling: Spilling, node: Node, source: Table, keys: list[Expression]) -> Table:
     schema = schema_of(source.node)
-    batches = runner.stream(source)
+    batches = spilling.stream(source)
     small = Small.of(node, schema)
     names = names_of(keys, schema)
     fewer = None if small is None else _fewer(small, node)
     rest = None if small is None else small.after(node, names)
     if source.keys is not None and set(source.keys) <= set(columns_among(keys)):
         what = Partwise(node, keys, fewer, rest)
-        return computed_by_keys(runner, batches, schema, what, names=source.keys, stay=True)
-    found = blocks(batches, runner.spill.budget.block_bytes)
+        return computed_by_keys(spilling, batches, schema, what, names=source.keys, stay=True)
+    found = blocks(batches, spilling.spill.budget.block_bytes)
     first = next(found, pl.DataFrame(schema=schema))
     every = chain([first], found)
-    if small is None or fewer is None or rest is None or not repeats(runner, first, keys):
+    if small is None or fewer is None or rest is None or not repeats(spilling.runner, first, keys):
         what = Partwise(node, keys, fewer, rest)
-        return computed_by_keys(runner, every, schema, what, names=tuple(names))
+        return computed_by_keys(spilling, every, schema, what, names=tuple(names))
     partial = _aggregated(fewer, every)
     here = schema_of(small.before(node).on(source.node))
     what = Partwise(rest, [column(name) for name in names])
-    return computed_by_keys(runner, partial, here, what, names=tuple(names))
+    return computed_by_keys(spilling, partial, here, what, names=tuple(names))
 
 
 def _fewer(small: Small, node: Node) -> Fewer:

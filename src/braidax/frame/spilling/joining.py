@@ -20,9 +20,9 @@ from braidax.frame.polars import pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.dealing import begun, deal
 from braidax.frame.spilling.partitions import FANOUT, MAX_LEVEL, Partitioned, by_hash, merged, split
-from braidax.frame.spilling.running import SpillingRunner
+from braidax.frame.spilling.running import Spilling
 from braidax.frame.spilling.store import Rows
-from braidax.frame.spilling.streaming import Streamed, batches_of, computed_on
+from braidax.frame.spilling.streaming import batches_of, computed_on
 
 _SHRINKS = 0.5  # what a partition is of the rows before, at most, unless it has a heavy key
 _PASSES = 8  # parts of a block that stream by one after the other
@@ -30,25 +30,25 @@ _KEEPS = {"Inner": (False, False), "Left": (True, False), "Right": (False, True)
 """Of which side rows without a partner stay."""
 
 
-def join(runner: SpillingRunner, node: Node, ordered: bool) -> Table:
+def join(spilling: Spilling, node: Node, ordered: bool) -> Table:
     """Joins two tables; where Polars keeps the order of one, so do the ranks."""
     keys = _keys(node)
     how = kind_of(node.fields["options"]["args"]["how"])
     if keys is None or not all(map(is_rowwise, [*keys[0], *keys[1]])) or how not in (*_KEEPS, "Semi", "Anti"):
-        return joining.join(runner, node, ordered)
+        return joining.join(spilling.runner, node, ordered)
     args = node.fields["options"]["args"]
     keeps = args["maintain_order"]
     needs = ordered and keeps != "None"
-    left, right = (runner.run(source, ordered=needs) for source in node.inputs)
+    left, right = (spilling.runner.run(source, ordered=needs) for source in node.inputs)
     node = node.on(left.node, right.node)
     if needs:
-        left, right = runner.indexed(left, joining.LEFT), runner.indexed(right, joining.RIGHT)
+        left, right = spilling.indexed(left, joining.LEFT), spilling.indexed(right, joining.RIGHT)
     plain = node.but(options={**node.fields["options"], "args": {**args, "maintain_order": "None"}})
-    table = _equi(runner, plain, left, right, keys)
+    table = _equi(spilling, plain, left, right, keys)
     if not needs:
         return table
     order = [joining.LEFT, joining.RIGHT] if keeps.startswith("Left") else [joining.RIGHT, joining.LEFT]
-    return restored(runner, table, [name for name in order if name in schema_of(table.node)])
+    return restored(spilling.runner, table, [name for name in order if name in schema_of(table.node)])
 
 
 def _keys(node: Node) -> Sequence[Sequence[Expression]] | None:
@@ -59,48 +59,48 @@ def _keys(node: Node) -> Sequence[Sequence[Expression]] | None:
     return condition["Equi"]["left_on"], condition["Equi"]["right_on"]
 
 
-def _equi(runner: SpillingRunner, node: Node, left: Table, right: Table, keys: Sequence[Sequence[Expression]]) -> Table:
+def _equi(spilling: Spilling, node: Node, left: Table, right: Table, keys: Sequence[Sequence[Expression]]) -> Table:
     node = node.on(left.node, right.node)
     schema_of(node)  # raises what Polars does for keys that do not fit
-    shared = _with_all_of_one(runner, node, left, right)
+    shared = _with_all_of_one(spilling, node, left, right)
     if shared is not None:
         return shared
     dtypes = shared_dtypes(left, keys[0], right, keys[1])
-    sides = [_dealt(runner, table, on, dtypes) for table, on in zip((left, right), keys, strict=True)]
+    sides = [_dealt(spilling, table, on, dtypes) for table, on in zip((left, right), keys, strict=True)]
     inputs = [supplied(name, side.schema) for name, side in zip(("left", "right"), sides, strict=True)]
     schema = schema_of(node.on(*inputs))
-    pairs = _Pairs(runner, node, keys, dtypes)
+    pairs = _Pairs(spilling, node, keys, dtypes)
     by = key_columns(keys[0]) if pairs.how in SHARED["right"] and same_dtypes(left, keys[0], dtypes) else None
 
     def batches(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
         for lazy in pairs.of(*sides):
             lazy = lazy if predicate is None else lazy.filter(predicate)
             lazy = lazy if columns is None else lazy.select(columns)
-            yield from batches_of(lazy, most_bytes=runner.spill.budget.batch_bytes)
+            yield from batches_of(lazy, most_bytes=spilling.spill.budget.batch_bytes)
 
-    return runner.read(Streamed(schema, batches), schema, by)
+    return spilling.streamed(batches, schema, by)
 
 
-def _with_all_of_one(runner: SpillingRunner, node: Node, left: Table, right: Table) -> Table | None:
+def _with_all_of_one(spilling: Spilling, node: Node, left: Table, right: Table) -> Table | None:
     """Returns the join where all ranks can have one side; the other one streams by. None where none is so small."""
     args = node.fields["options"]["args"]
     how = kind_of(args["how"])
     if args["validation"] != "ManyToMany":
         return None
-    if how in SHARED["right"] and (few := runner.few(right)) is not None:
-        table = runner.local(node, left, runner.held(few))
+    if how in SHARED["right"] and (few := spilling.few(right)) is not None:
+        table = spilling.runner.local(node, left, spilling.runner.held(few))
         return Table(table.node, table.buckets, left.keys)
-    if how in SHARED["left"] and (few := runner.few(left)) is not None:
-        return runner.local(node, runner.held(few), right)
+    if how in SHARED["left"] and (few := spilling.few(left)) is not None:
+        return spilling.runner.local(node, spilling.runner.held(few), right)
     return None
 
 
-def _dealt(runner: SpillingRunner, table: Table, on: Sequence[Expression], dtypes: Sequence[Any]) -> Partitioned:
+def _dealt(spilling: Spilling, table: Table, on: Sequence[Expression], dtypes: Sequence[Any]) -> Partitioned:
     """Returns the rows of a side that are this rank's by the hash of their keys."""
-    ranks = runner.ranks
+    ranks = spilling.ranks
     stays = table.keys is not None and table.keys == key_columns(on) and same_dtypes(table, on, dtypes)
-    schema, batches = begun(ranks, runner.stream(table), schema_of(table.node))
-    into = Partitioned(runner.spill, schema, by_hash(on, dtypes, 0), size=ranks.size)
+    schema, batches = begun(ranks, spilling.stream(table), schema_of(table.node))
+    into = Partitioned(spilling.spill, schema, by_hash(on, dtypes, 0), size=ranks.size)
 
     def to(batch: "pl.DataFrame") -> "pl.Series":
         if stays:
@@ -115,7 +115,7 @@ def _dealt(runner: SpillingRunner, table: Table, on: Sequence[Expression], dtype
 class _Pairs:
     """What is joined with what. **Fields:** `node`: the join. `keys`: of both sides. `dtypes`: as which they meet."""
 
-    runner: SpillingRunner
+    spilling: Spilling
     node: Node
     keys: Sequence[Sequence[Expression]]
     dtypes: Sequence[Any]
@@ -141,7 +141,7 @@ class _Pairs:
             yield from self._in_blocks((left, right))
             return
         sides = [
-            split(self.runner.spill, rows, by_hash(on, self.dtypes, level))
+            split(self.spilling.spill, rows, by_hash(on, self.dtypes, level))
             for rows, on in zip((left, right), self.keys, strict=True)
         ]
         for one, other in merged(zip(*sides, strict=True), self._block_bytes):
@@ -149,7 +149,7 @@ class _Pairs:
 
     @property
     def _block_bytes(self) -> int:
-        return self.runner.spill.budget.block_bytes
+        return self.spilling.spill.budget.block_bytes
 
     def _in_blocks(self, sides: tuple[Rows, Rows]) -> Iterator["pl.LazyFrame"]:
         sizes = [rows.num_bytes for rows in sides]

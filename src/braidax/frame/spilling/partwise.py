@@ -11,9 +11,9 @@ from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.dealing import begun, deal
 from braidax.frame.spilling.partitions import FANOUT, MAX_LEVEL, Partitioned, by_hash, merged, split
-from braidax.frame.spilling.running import SpillingRunner
+from braidax.frame.spilling.running import Spilling
 from braidax.frame.spilling.store import Rows
-from braidax.frame.spilling.streaming import Streamed, batches_of, computed_on
+from braidax.frame.spilling.streaming import batches_of, computed_on
 
 _SHRINKS = 0.5  # what a partition is of the rows before, at most, unless it has a heavy key
 
@@ -36,7 +36,7 @@ class Partwise:
 
 
 def computed_by_keys(
-    runner: SpillingRunner,
+    spilling: Spilling,
     batches: Iterator["pl.DataFrame"],
     schema: Schema,
     what: Partwise,
@@ -49,9 +49,9 @@ def computed_by_keys(
     **Arguments:** `batches`: the rows here; `schema`: of them, as the plan tells. `names`: the columns of the result
     that are the keys, or None. `stay`: whether all rows with equal keys lie on one rank already.
     """
-    ranks, keys = runner.ranks, what.keys
+    ranks, keys = spilling.ranks, what.keys
     schema, batches = begun(ranks, batches, schema)
-    into = Partitioned(runner.spill, schema, by_hash(keys, None, 0), size=ranks.size)
+    into = Partitioned(spilling.spill, schema, by_hash(keys, None, 0), size=ranks.size)
 
     def to(batch: "pl.DataFrame") -> "pl.Series":
         if stay:
@@ -59,21 +59,21 @@ def computed_by_keys(
         return ranks_of(key_hashes(batch, keys), ranks.size)
 
     deal(ranks, batches, to, into, schema)
-    pieces = _Pieces(runner, what)
+    pieces = _Pieces(spilling, what)
 
     def every(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
         for lazy in pieces.of(into):
             lazy = lazy if predicate is None else lazy.filter(predicate)
             lazy = lazy if columns is None else lazy.select(columns)
-            yield from batches_of(lazy, most_bytes=runner.spill.budget.batch_bytes)
+            yield from batches_of(lazy, most_bytes=spilling.spill.budget.batch_bytes)
 
     result = schema_of(what.node.on(supplied("rows", schema)))
-    return runner.read(Streamed(result, every), result, names)
+    return spilling.streamed(every, result, names)
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    runner: SpillingRunner
+    spilling: Spilling
     what: Partwise
 
     def of(self, rows: Partitioned) -> Iterator["pl.LazyFrame"]:
@@ -87,7 +87,7 @@ class _Pieces:
 
     @property
     def _block_bytes(self) -> int:
-        return self.runner.spill.budget.block_bytes
+        return self.spilling.spill.budget.block_bytes
 
     def _of_part(self, rows: Rows, before: int, level: int) -> Iterator["pl.LazyFrame"]:
         """Computes a partition. **Arguments:** `before`: the bytes of which it is a part."""
@@ -96,7 +96,7 @@ class _Pieces:
             if size:
                 yield computed_on(self.what.node, [rows.whole()])
         elif size <= _SHRINKS * before and level <= MAX_LEVEL:
-            parts = split(self.runner.spill, rows, by_hash(self.what.keys, None, level))
+            parts = split(self.spilling.spill, rows, by_hash(self.what.keys, None, level))
             for (part,) in merged(((part,) for part in parts), self._block_bytes):
                 yield from self._of_part(part, size, level + 1)
         elif self.what.fewer is None or self.what.rest is None:

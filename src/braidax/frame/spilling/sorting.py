@@ -14,8 +14,8 @@ from braidax.frame.polars import pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.dealing import begun, deal
 from braidax.frame.spilling.partitions import Partitioned
-from braidax.frame.spilling.running import SpillingRunner
-from braidax.frame.spilling.streaming import Streamed, batches_of, computed_on
+from braidax.frame.spilling.running import Spilling
+from braidax.frame.spilling.streaming import batches_of, computed_on
 
 _SAMPLES = 256  # for each range of keys
 _PLACE, _ROW, _IS_SPLITTER = HIDDEN + "sorted", HIDDEN + "row-here", HIDDEN + "splitter"
@@ -51,37 +51,35 @@ def keyed(rows: "pl.DataFrame", keys: list[Expression]) -> "pl.DataFrame":
     return rows.select(*[polars_of(key).alias(str(i)) for i, key in enumerate(keys)], pl.col(_PLACE).alias(INDEX))
 
 
-def sort(runner: SpillingRunner, node: Node, ordered: bool) -> Table:
+def sort(spilling: Spilling, node: Node, ordered: bool) -> Table:
     """Sorts rows over the ranks."""
     if node.fields["slice"] is not None or node.fields["sort_options"]["limit"] is not None:
-        return sorting.sort(runner, node, ordered)
-    ready = prepared(runner, node)
+        return sorting.sort(spilling.runner, node, ordered)
+    ready = prepared(spilling.runner, node)
     if ready is None:
-        return sorting.sort(runner, node, ordered)
+        return sorting.sort(spilling.runner, node, ordered)
     source, node, keys, hidden = ready
     dtypes = pl.LazyFrame(schema=schema_of(source.node)).select(
         [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
     )
     if any(isinstance(dtype, UNORDERED) for dtype in dtypes.collect_schema().values()):
-        return sorting.sort(runner, node, ordered)
+        return sorting.sort(spilling.runner, node, ordered)
     order = Order.of(keys, node.fields["sort_options"])
-    stored = runner.compute(source)
-    num_rows, num_bytes = (int(total) for total in runner.ranks.all(runner.size_of(stored)).sum(axis=0))
-    count = 1 + int(num_bytes / runner.ranks.size / (_FULL * runner.spill.budget.block_bytes))
-    placed = runner.indexed(stored, _PLACE)
-    found_keys = _sample(runner, placed, keys, max(1, num_rows // (_SAMPLES * count * runner.ranks.size)))
-    every, num_ranges = order.sorted(runner.ranks.share(found_keys)), count * runner.ranks.size
+    stored = spilling.compute(source)
+    num_rows, num_bytes = (int(total) for total in spilling.ranks.all(spilling.size_of(stored)).sum(axis=0))
+    count = 1 + int(num_bytes / spilling.ranks.size / (_FULL * spilling.spill.budget.block_bytes))
+    placed = spilling.indexed(stored, _PLACE)
+    found_keys = _sample(spilling, placed, keys, max(1, num_rows // (_SAMPLES * count * spilling.ranks.size)))
+    every, num_ranges = order.sorted(spilling.ranks.share(found_keys)), count * spilling.ranks.size
     begins = [every.height * number // num_ranges for number in range(1, num_ranges)] if every.height else []
-    return _in_ranges(runner, node, placed, _Ranges(keys, order, every[begins]), count, [*hidden, _PLACE])
+    return _in_ranges(spilling, node, placed, _Ranges(keys, order, every[begins]), count, [*hidden, _PLACE])
 
 
-def _in_ranges(
-    runner: SpillingRunner, node: Node, placed: Table, ranges: _Ranges, count: int, hidden: list[str]
-) -> Table:
+def _in_ranges(spilling: Spilling, node: Node, placed: Table, ranges: _Ranges, count: int, hidden: list[str]) -> Table:
     """Deals rows to the ranks of their ranges, and sorts each range. **Arguments:** `count`: ranges of a rank."""
-    ranks = runner.ranks
-    schema, batches = begun(ranks, runner.stream(placed), schema_of(placed.node))
-    into = Partitioned(runner.spill, schema, ranges.of, size=ranks.size)
+    ranks = spilling.ranks
+    schema, batches = begun(ranks, spilling.stream(placed), schema_of(placed.node))
+    into = Partitioned(spilling.spill, schema, ranges.of, size=ranks.size)
     deal(ranks, batches, lambda rows: ranges.of(rows) // count, into, schema)
     inner = without(node.on(supplied("rows", schema)), hidden)
     result = schema_of(inner)
@@ -94,15 +92,15 @@ def _in_ranges(
             lazy = computed_on(node, [rows.whole()]).drop(hidden)
             lazy = lazy if predicate is None else lazy.filter(predicate)
             lazy = lazy if columns is None else lazy.select(columns)
-            yield from batches_of(lazy, most_bytes=runner.spill.budget.batch_bytes)
+            yield from batches_of(lazy, most_bytes=spilling.spill.budget.batch_bytes)
 
-    return runner.read(Streamed(result, every), result)
+    return spilling.streamed(every, result)
 
 
-def _sample(runner: SpillingRunner, table: Table, keys: list[Expression], step: int) -> "pl.DataFrame":
+def _sample(spilling: Spilling, table: Table, keys: list[Expression], step: int) -> "pl.DataFrame":
     """Returns the keys and places of some rows here, of which one is taken in so many."""
     found, skipped = [keyed(pl.DataFrame(schema=schema_of(table.node)), keys)], 0
-    for batch in runner.stream(table):
+    for batch in spilling.stream(table):
         found.append(keyed(batch[skipped::step], keys))
         skipped = (skipped - batch.height) % step
     return pl.concat(found)

@@ -10,27 +10,29 @@ from braidax.frame.polars import pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.dealing import begun, deal
 from braidax.frame.spilling.partitions import Partitioned
-from braidax.frame.spilling.running import SpillingRunner
-from braidax.frame.spilling.streaming import Streamed, wanted
+from braidax.frame.spilling.running import Spilling
+from braidax.frame.spilling.streaming import wanted
 
 
-def union(runner: SpillingRunner, node: Node, ordered: bool) -> Table:
+def union(spilling: Spilling, node: Node, ordered: bool) -> Table:
     """Puts tables one below the other; in order, each rank gets an even part of all."""
-    if not ordered or runner.ranks.size == 1:
-        return runner.local(node, *(runner.run(source, ordered=ordered) for source in node.inputs))
-    tables = [runner.compute(runner.run(source, ordered=True)) for source in node.inputs]
-    heights = runner.ranks.all([runner.size_of(table)[0] for table in tables]).astype(int)
+    if not ordered or spilling.ranks.size == 1:
+        return spilling.runner.local(node, *(spilling.runner.run(source, ordered=ordered) for source in node.inputs))
+    tables = [spilling.compute(spilling.runner.run(source, ordered=True)) for source in node.inputs]
+    heights = spilling.ranks.all([spilling.size_of(table)[0] for table in tables]).astype(int)
     total = int(heights.sum())
-    before = heights[: runner.ranks.rank].sum(axis=0)
+    before = heights[: spilling.ranks.rank].sum(axis=0)
     first = [int(heights[:, :i].sum() + before[i]) for i in range(len(tables))]
-    return runner.local(node, *(_spread(runner, table, at, total) for table, at in zip(tables, first, strict=True)))
+    return spilling.runner.local(
+        node, *(_spread(spilling, table, at, total) for table, at in zip(tables, first, strict=True))
+    )
 
 
-def _spread(runner: SpillingRunner, table: Table, first: int, total: int) -> Table:
+def _spread(spilling: Spilling, table: Table, first: int, total: int) -> Table:
     """Returns rows where they lie when all are spread evenly, in order. **Arguments:** as of `Ranks.spread`."""
-    ranks = runner.ranks
+    ranks = spilling.ranks
     borders = [total * rank // ranks.size for rank in range(1, ranks.size)]
-    schema, batches = begun(ranks, runner.stream(table), schema_of(table.node))
+    schema, batches = begun(ranks, spilling.stream(table), schema_of(table.node))
     place = first
 
     def to(batch: "pl.DataFrame") -> "pl.Series":
@@ -39,22 +41,22 @@ def _spread(runner: SpillingRunner, table: Table, first: int, total: int) -> Tab
         place += batch.height
         return pl.DataFrame({"at": places}).select(pl.sum_horizontal([pl.col("at") >= one for one in borders]))["at"]
 
-    into = Partitioned(runner.spill, schema, lambda rows: pl.repeat(0, rows.height, eager=True), size=ranks.size)
+    into = Partitioned(spilling.spill, schema, lambda rows: pl.repeat(0, rows.height, eager=True), size=ranks.size)
     deal(ranks, batches, to, into, schema)
 
     def every(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
         for batch in into.all().batches():
             yield wanted(batch, columns, predicate)
 
-    return runner.read(Streamed(schema, every), schema)
+    return spilling.streamed(every, schema)
 
 
-def function(runner: SpillingRunner, node: Node, ordered: bool) -> Table:
+def function(spilling: Spilling, node: Node, ordered: bool) -> Table:
     """Applies one of Polars' functions of whole tables."""
     function = node.fields["function"]
     if kind_of(function) != "RowIndex":
-        return stacking.function(runner, node, ordered)
-    table = runner.compute(runner.run(node.inputs[0], ordered=True))
-    first = int(runner.ranks.all([runner.size_of(table)[0]])[: runner.ranks.rank].sum())
+        return stacking.function(spilling.runner, node, ordered)
+    table = spilling.compute(spilling.runner.run(node.inputs[0], ordered=True))
+    first = int(spilling.ranks.all([spilling.size_of(table)[0]])[: spilling.ranks.rank].sum())
     offset = (function["RowIndex"]["offset"] or 0) + first
-    return runner.local(node.but(function={"RowIndex": {**function["RowIndex"], "offset": offset}}), table)
+    return spilling.runner.local(node.but(function={"RowIndex": {**function["RowIndex"], "offset": offset}}), table)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidax.frame.polars import Schema, pl
+from braidax.frame.sight.measuring import UNMEASURED, Unmeasured
 from braidax.frame.spilling.file import SpillFile
 from braidax.frame.spilling.memory import Budget, Memory
 from braidax.frame.spilling.packing import Packed, Packing
@@ -27,19 +28,21 @@ class Spilled:
 class Spill:
     """The tables of a rank that wait, and their files; a context that gives all of them up.
 
-    **Arguments:** `memory`: of this rank. `size`: of the ranks. **Raises:** as `Budget.of`.
+    **Arguments:** `memory`: of this rank. `size`: of the ranks. `meter`: measures what goes to disk and comes back.
+    **Raises:** as `Budget.of`.
     """
 
-    def __init__(self, memory: Memory, size: int) -> None:
+    def __init__(self, memory: Memory, size: int, meter: Unmeasured = UNMEASURED) -> None:
         self.budget = Budget.of(memory, size)
+        self.meter = meter
         self.spilled = Spilled()
         self.kept_bytes = 0
         self._folder = memory.spill_folder
         self._open: weakref.WeakSet[Store] = weakref.WeakSet()
 
-    def store(self, schema: Schema) -> "Store":
-        """Returns a new store for rows of a schema."""
-        store = Store(self, Packing(schema))
+    def store(self, schema: Schema, *, owner: int | None = None) -> "Store":
+        """Returns a new store for rows of a schema. **Arguments:** `owner`: the operation that they wait for."""
+        store = Store(self, Packing(schema), self.meter.owner() if owner is None else owner)
         self._open.add(store)
         return store
 
@@ -69,8 +72,8 @@ class _Place:
 class _Content:
     """What a store has: apart from it, so that it can be given up when nobody has the store any more."""
 
-    def __init__(self, spill: Spill) -> None:
-        self.spill = spill
+    def __init__(self, spill: Spill, owner: int) -> None:
+        self.spill, self.owner = spill, owner
         self.kept_bytes = 0
         self.file: SpillFile | None = None
         self.places: dict[Key, list[_Place]] = {}
@@ -92,21 +95,23 @@ class Store:
     What of it is in memory goes to disk when all stores of a rank are beyond their budget.
     """
 
-    def __init__(self, spill: Spill, packing: Packing) -> None:
+    def __init__(self, spill: Spill, packing: Packing, owner: int) -> None:
         self.packing = packing
         self.num_bytes: dict[Key, int] = {}
-        self._content = _Content(spill)
+        self._content = _Content(spill, owner)
         self._end = weakref.finalize(self, self._content.close)
 
     def append(self, key: Key, frame: "pl.DataFrame") -> None:
         """Adds rows to a sequence. **Raises:** `CommError` for those of another schema; `OSError`."""
-        for batch in self.packing.pack(frame):
-            self.append_packed(key, batch)
+        with self._content.spill.meter.phase("serialize"):
+            for batch in self.packing.pack(frame):
+                self.append_packed(key, batch)
 
     def append_slices(self, keys: Sequence[Key], frame: "pl.DataFrame", ends: Sequence[int]) -> None:
         """Adds to each of some sequences the rows up to its end, from the one before on. **Raises:** as `append`."""
-        for key, batch in zip(keys, self.packing.slices(frame, ends), strict=True):
-            self.append_packed(key, batch)
+        with self._content.spill.meter.phase("serialize"):
+            for key, batch in zip(keys, self.packing.slices(frame, ends), strict=True):
+                self.append_packed(key, batch)
 
     def append_packed(self, key: Key, batch: Packed) -> None:
         """Adds a batch to a sequence. **Raises:** `OSError` for a disk that is full."""
@@ -126,17 +131,25 @@ class Store:
         for key in keys:
             for place in self._content.places.get(key, ()):
                 if found and (place.absent != absent or size + place.num_bytes > _READ_BYTES):
-                    yield self.packing.unpack(absent, found)
+                    yield self._unpacked(absent, found)
                     found, size = [], 0
                 absent = place.absent
-                found.append(place.data if place.begin < 0 else self._file().read(place.begin, place.num_bytes))
+                found.append(place.data if place.begin < 0 else self._read_back(place))
                 size += place.num_bytes
         if found:
-            yield self.packing.unpack(absent, found)
+            yield self._unpacked(absent, found)
 
     def close(self) -> None:
         """Gives up all rows; a second call does nothing."""
         self._end()
+
+    def _unpacked(self, absent: bytes, batches: Sequence[Any]) -> "pl.DataFrame":
+        with self._content.spill.meter.phase("serialize"):
+            return self.packing.unpack(absent, batches)
+
+    def _read_back(self, place: _Place) -> bytes:
+        with self._content.spill.meter.spill(self._content.owner, read_back=place.num_bytes):
+            return self._file().read(place.begin, place.num_bytes)
 
     def _file(self) -> SpillFile:
         content = self._content
@@ -146,9 +159,10 @@ class Store:
 
     def _write(self) -> None:
         content = self._content
-        for place in content.kept:
-            place.begin = self._file().append(place.data)
-            place.data = None
+        with content.spill.meter.spill(content.owner, written=content.kept_bytes):
+            for place in content.kept:
+                place.begin = self._file().append(place.data)
+                place.data = None
         content.kept.clear()
         content.spill.spilled.num_bytes += content.kept_bytes
         content.spill.kept_bytes -= content.kept_bytes

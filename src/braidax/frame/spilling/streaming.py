@@ -17,22 +17,27 @@ Batches = Callable[[list[str] | None, "pl.Expr | None"], Iterator["pl.DataFrame"
 class Streamed(Reading):
     """What a piece reads of a table that is never in memory as a whole.
 
-    **Arguments:** `schema`: of the table. `batches`: yields it.
+    **Arguments:** `schema`: of the table. `batches`: yields it. **Fields:** `batches_of`: the same.
     """
 
     is_streamed = True
 
     def __init__(self, schema: Schema, batches: Batches) -> None:
         super().__init__(pl.DataFrame(schema=schema))
-        self._batches = batches
+        self.batches_of = batches
+
+    @property
+    def schema(self) -> Schema:
+        """The columns."""
+        return self.frame.schema
 
     def whole(self) -> "pl.DataFrame":
         """Returns all rows."""
-        return pl.concat([self.frame, *self._batches(None, None)])
+        return pl.concat([self.frame, *self.batches_of(None, None)])
 
     def batches(self) -> Iterator["pl.DataFrame"]:
         """Yields the rows."""
-        return self._batches(None, None)
+        return self.batches_of(None, None)
 
     def __call__(
         self, columns: list[str] | None, predicate: "pl.Expr | None", num_rows: int | None, batch_size: int | None
@@ -41,7 +46,7 @@ class Streamed(Reading):
         del batch_size
         left = num_rows
         yield wanted(self.frame, columns, predicate)
-        for batch in self._batches(columns, predicate):
+        for batch in self.batches_of(columns, predicate):
             yield batch if left is None else batch.head(left)
             if left is not None and (left := left - batch.height) <= 0:
                 return

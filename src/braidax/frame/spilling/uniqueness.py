@@ -12,23 +12,23 @@ from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.partwise import Partwise, computed_by_keys
-from braidax.frame.spilling.running import SpillingRunner
+from braidax.frame.spilling.running import Spilling
 from braidax.frame.spilling.store import blocks
 from braidax.frame.spilling.streaming import computed_on
 
 
-def distinct(runner: SpillingRunner, node: Node, ordered: bool) -> Table:
+def distinct(spilling: Spilling, node: Node, ordered: bool) -> Table:
     """Keeps one row of those that are equal in some columns, or none of them."""
     options = node.fields["options"]
     keeps = ordered and options["maintain_order"]
     keep = options["keep_strategy"]
-    source = runner.run(node.inputs[0], ordered=keeps or keep in ("First", "Last"))
+    source = spilling.runner.run(node.inputs[0], ordered=keeps or keep in ("First", "Last"))
     keys = _keys(node, schema_of(node.on(source.node)))
     if not keys:
-        return uniqueness.distinct(runner, node, ordered)
+        return uniqueness.distinct(spilling.runner, node, ordered)
     plain = node.but(options={**options, "maintain_order": False})
     if keeps:
-        source = runner.indexed(source)
+        source = spilling.indexed(source)
         plain = plain.but(options={**plain.fields["options"], "subset": keys})
     one = in_place(plain)
 
@@ -39,15 +39,15 @@ def distinct(runner: SpillingRunner, node: Node, ordered: bool) -> Table:
         for block in found:
             yield fewer(block)
 
-    batches = runner.stream(source)
+    batches = spilling.stream(source)
     what = Partwise(plain, keys)
     if keep != "None":
         what = Partwise(plain, keys, fewer, plain)
-        batches = first(blocks(batches, runner.spill.budget.block_bytes))
+        batches = first(blocks(batches, spilling.spill.budget.block_bytes))
     names = [key["Column"] for key in keys if "Column" in key]
     by = tuple(names) if len(names) == len(keys) and not keeps else None
-    table = computed_by_keys(runner, batches, schema_of(source.node), what, names=by)
-    return restored(runner, table, [INDEX]) if keeps else table
+    table = computed_by_keys(spilling, batches, schema_of(source.node), what, names=by)
+    return restored(spilling.runner, table, [INDEX]) if keeps else table
 
 
 def _keys(node: Node, schema: Schema) -> list[Expression] | None:

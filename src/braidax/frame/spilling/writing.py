@@ -10,19 +10,19 @@ from braidax.extras import import_pyarrow_ipc, import_pyarrow_parquet
 from braidax.frame.plan.supplying import lazy_of, schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Table
-from braidax.frame.spilling.running import SpillingRunner
+from braidax.frame.spilling.running import Spilling
 from braidax.frame.spilling.store import blocks
-from braidax.frame.spilling.streaming import Streamed, wanted
+from braidax.frame.spilling.streaming import wanted
 
 _PURPOSE = "files that are written in bounded memory"
 
 
-def write_stream(runner: SpillingRunner, table: Table, file: IO[bytes], format: Literal["arrow", "parquet"]) -> int:
+def write_stream(spilling: Spilling, table: Table, file: IO[bytes], format: Literal["arrow", "parquet"]) -> int:
     """Writes the rows of a table here into an open file. **Returns:** how many.
 
     **Raises:** what Polars does; `OSError` for a disk that is full.
     """
-    found = blocks(runner.stream(table), runner.spill.budget.bucket_bytes)
+    found = blocks(spilling.stream(table), spilling.spill.budget.bucket_bytes)
     first = next(found, None)
     if first is None:
         first = pl.DataFrame(schema=schema_of(table.node))
@@ -34,7 +34,7 @@ def write_stream(runner: SpillingRunner, table: Table, file: IO[bytes], format: 
                 for batch in _arrow(frame).combine_chunks().to_batches():
                     writer.write_batch(batch)
     else:
-        _sink(runner, first, counted, file, format)
+        _sink(spilling, first, counted, file, format)
     file.flush()
     return counted.num_rows
 
@@ -79,12 +79,12 @@ def _is_the_same(empty: "pl.DataFrame", format: str) -> bool:
     return read.schema == empty.schema
 
 
-def _sink(runner: SpillingRunner, first: "pl.DataFrame", counted: _Counted, file: IO[bytes], format: str) -> None:
+def _sink(spilling: Spilling, first: "pl.DataFrame", counted: _Counted, file: IO[bytes], format: str) -> None:
     def every(columns: list[str] | None, predicate: "pl.Expr | None") -> Iterator["pl.DataFrame"]:
         for frame in counted:
             yield wanted(frame, columns, predicate)
 
-    source = runner.read(Streamed(first.schema, every), first.schema)
+    source = spilling.streamed(every, first.schema)
     lazy, rows = lazy_of(source.node, source.buckets[0]), max(1, first.height)
     if format == "arrow":
         lazy.sink_ipc(file, record_batch_size=rows, compat_level=pl.CompatLevel.oldest(), engine="streaming")
