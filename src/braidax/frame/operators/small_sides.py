@@ -5,6 +5,7 @@ It need not even be computed before the join, so that Polars reads, filters and 
 
 from collections.abc import Sequence
 
+from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.scanning import copied, source_bytes
 from braidax.frame.plan.building import HIDDEN, matching
 from braidax.frame.plan.expressions import Expression, column, polars_of
@@ -32,6 +33,23 @@ def with_a_copy(runner: Runner, node: Node, how: str) -> Table | None:
     return None
 
 
+def with_all_of_the_right(runner: Runner, node: Node, ordered: bool) -> Table:
+    """Shares the right side with all ranks: what comes of a row of the left depends on no other of it."""
+    left = runner.run(node.inputs[0], ordered=ordered)
+    right = runner.run(node.inputs[1], ordered=True)
+    return on_all_of_the_right(runner, node, left, runner.computed(right))
+
+
+def on_all_of_the_right(runner: Runner, node: Node, left: Table, right: "pl.DataFrame") -> Table:
+    """Joins rows of each rank with the right side of all. **Arguments:** `right`: its rows here."""
+    return runner.local(node, left, runner.held(runner.ranks.share(right)))
+
+
+def is_small(ranks: Ranks, frame: "pl.DataFrame") -> bool:
+    """Returns whether a side is so small that all ranks get it, before anything is known of the other."""
+    return float(ranks.all([frame.estimated_size()]).sum()) * ranks.size <= _SMALL_BYTES
+
+
 def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Table]) -> Table | Sequence[Table]:
     """Computes the side that seems to be smaller. If it is small, joins it; else returns both sides.
 
@@ -41,8 +59,7 @@ def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Tab
     side = int(weights[1] <= weights[0])
     small, other = runner.compute(tables[side]), tables[1 - side]
     frame = runner.computed(small)
-    total = float(runner.ranks.all([frame.estimated_size()]).sum()) * runner.ranks.size
-    if total > _SMALL_BYTES:
+    if not is_small(runner.ranks, frame):
         return _both(side, small, other)
     if how in dict(_SIDES)[side]:
         return _joined(runner, node, side, runner.held(runner.ranks.share(frame)), other)
