@@ -106,7 +106,7 @@ def _by_ranges(runner: Runner, node: Node, left: Table, right: Table) -> Table:
         )
     table = runner.held(rows, left.keys)
     dtype = None if small else _search_dtype(*dtypes)
-    if dtype is None or (options["strategy"] == "Nearest" and _any_is_nan(ranks, keys)):
+    if dtype is None:
         return on_all_of_the_right(runner, node, table, frame)
     one, other = (key.drop_nulls().to_physical().cast(dtype).rechunk() for key in keys)
     begins, ends = _ranges(ranks, one, other, options)
@@ -176,8 +176,3 @@ def _search_dtype(left: Any, right: Any) -> Any:
     if left.is_integer() and right.is_integer() and pl.UInt128() not in (left, right):
         return pl.Int128()
     return pl.Float64() if left.is_float() and right.is_float() else None
-
-
-def _any_is_nan(ranks: Ranks, keys: "Sequence[pl.Series]") -> bool:
-    """Returns whether there is any NaN, to which Polars finds other keys near than by their order."""
-    return bool(ranks.all([any(key.dtype.is_float() and key.is_nan().any() for key in keys)]).any())

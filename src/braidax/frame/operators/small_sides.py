@@ -98,5 +98,5 @@ def _weight(table: Table) -> float:
     """Returns of how many bytes a table is computed here."""
     leaves = [node for node in topological(table.node) if not node.inputs]
     names = [node.fields["table"].name for node in leaves if node.kind == "Supplied"]
-    held = sum(bucket[name].frame.estimated_size() for bucket in table.buckets for name in names)
+    held = sum(bucket[name].num_bytes for bucket in table.buckets for name in names)
     return float(held) + sum(source_bytes(node) for node in leaves if node.kind != "Supplied")
