@@ -191,6 +191,8 @@ READ_BY_LINES: dict[str, tuple[str, dict[str, Any]]] = {
     "short lines": ("a,b\n1,2\n3\n,\n4,5\n", {}),
     "empty lines": ("a\n1\n\n\n2\n\n", {}),
     "a header alone": ("a,b\n", {}),
+    "a header of two lines": ('n,"a\nb"\n1,"x\n"\n2,y\n', {}),
+    "tabs": ("n\ta\n1\tx\n2\ty\n", {"separator": "\t", "quote_char": "|"}),
     "one column of text": ('a\n"x\ny"\nz', {"low_memory": True}),
 }
 
@@ -225,6 +227,7 @@ NOT_BY_LINES: dict[str, tuple[str | bytes, dict[str, Any]]] = {
     "a byte order mark": (b"\xef\xbb\xbf" + CSV.encode(), {}),
     "empty lines before": ("\n\n" + CSV, {}),
     "a letter between fields": ("ax1\nbx2\n", {"separator": "x"}),
+    "a letter for quotes": ("a,b\nc1,2c,3\n", {"quote_char": "c"}),
     "a header without an end": ("a,b", {}),
 }
 

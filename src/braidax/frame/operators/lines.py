@@ -244,10 +244,14 @@ def _path(node: Node) -> Path | None:
     plain = _has(args, _PLAIN_SCAN) and not args["hive_options"]["enabled"] and not options["ignore_errors"]
     if kind == "Csv":
         parsing = options["parse_options"]
-        separator = chr(parsing["separator"])
         plain = plain and _has(options, _PLAIN_CSV) and _has(parsing, _PLAIN_PARSING)
-        plain = plain and separator.isascii() and not separator.isalnum() and separator not in "\r\n"
+        plain = plain and all(map(_is_mark, (parsing["separator"], parsing["quote_char"] or ord('"'))))
     return Path(path) if plain else None
+
+
+def _is_mark(byte: int) -> bool:
+    """Returns whether a byte is in no name of a column of ours, and ends no line."""
+    return byte < 128 and not chr(byte).isalnum() and chr(byte) not in "\r\n"
 
 
 def _has(options: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
