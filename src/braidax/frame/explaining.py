@@ -73,7 +73,9 @@ def told(node: Node) -> str:
 
 def _joins_ranges(node: Node) -> bool:
     """Returns whether a node is an asof join in which no columns must be equal."""
-    how = node.fields["options"]["args"]["how"] if node.kind == "Join" else None
+    if node.kind != "Join":
+        return False
+    how = node.fields["options"]["args"]["how"]
     return kind_of(how) == "AsOf" and not how["AsOf"]["left_by"]
 
 
