@@ -21,6 +21,7 @@ _WAYS = {
     "Sort": "rows dealt between splitters",
     "Union": "in order: rows spread evenly",
 }
+_RANGES = "to each rank a range of the right side, or all of it where that is small"
 
 
 def explain(lazy_frame: "pl.LazyFrame") -> str:
@@ -72,7 +73,16 @@ def told(node: Node) -> str:
         return f"{said}   ← on one rank"
     if node.kind == "MapFunction":
         return f"{said}   ← counts of rows"
-    return f"{said}   ← {_WAYS[node.kind]}" + (f"; on one rank: {', '.join(alone)}" if alone else "")
+    way = _RANGES if _joins_ranges(node) else _WAYS[node.kind]
+    return f"{said}   ← {way}" + (f"; on one rank: {', '.join(alone)}" if alone else "")
+
+
+def _joins_ranges(node: Node) -> bool:
+    """Returns whether a node is an asof join in which no columns must be equal."""
+    if node.kind != "Join":
+        return False
+    how = node.fields["options"]["args"]["how"]
+    return kind_of(how) == "AsOf" and not how["AsOf"]["left_by"]
 
 
 def words(node: Node) -> str:

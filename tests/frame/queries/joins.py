@@ -138,6 +138,19 @@ JOINS = (
             "asof join on two names": lambda t: t.events.join_asof(
                 t.quotes.rename({"tick": "tock"}), left_on="tick", right_on="tock"
             ),
+            "asof join forward of unequal keys": lambda t: t.events.join_asof(
+                t.quotes, on="tick", strategy="forward", allow_exact_matches=False, tolerance=7
+            ),
+            "asof join nearest of unequal keys": lambda t: t.events.join_asof(
+                t.quotes, on="at", strategy="nearest", allow_exact_matches=False, tolerance="2h"
+            ),
+            "asof join of a larger table": lambda t: t.quotes.join_asof(t.events, on="at", strategy="nearest"),
+            "asof join on an expression": lambda t: t.events.join_asof(
+                t.quotes, left_on=c("tick") + 3, right_on=c("tick").cast(pl.Int32), strategy="forward"
+            ),
+            "asof join, then a filter and a row index": lambda t: (
+                t.events.join_asof(t.quotes, on="at").filter(c("bid") > 0, c("tick") % 2 == 0).with_row_index()
+            ),
             "asof join of an empty table": lambda t: t.events.join_asof(t.quotes.clear(), on="at"),
             "cross join with a scalar frame": lambda t: t.left.join(
                 t.right.select(top=c("y").max()), how="cross", maintain_order="left"
@@ -150,7 +163,27 @@ JOINS = (
             "asof join by groups, forward": lambda t: t.events.join_asof(
                 t.quotes, on="tick", by="g", strategy="forward", tolerance=20, check_sortedness=False
             ),
+            "asof join by groups of a larger table": lambda t: t.quotes.join_asof(
+                t.events, on="tick", by="g", strategy="nearest", check_sortedness=False
+            ),
+            "asof join by two names of groups": lambda t: t.quotes.with_columns(h=c("tick") % 2).join_asof(
+                t.events.select("at", "v", a="g", b=c("tick") % 2),
+                on="at",
+                by_left=["g", "h"],
+                by_right=["a", "b"],
+                check_sortedness=False,
+            ),
         }
+    )
+    + queries(
+        {
+            "asof join by groups, then count": lambda t: (
+                t.quotes.join_asof(t.events, on="at", by="g", check_sortedness=False)
+                .group_by("g")
+                .agg(pl.len(), c("v").count())
+            ),
+        },
+        order="undefined",
     )
     + queries(
         {

@@ -14,7 +14,12 @@ def on_one_rank(runner: Runner, node: Node, ordered: bool) -> Table:
     del ordered
     runner.ranks.meter.alone(lambda: WHOLE)
     gathered = [runner.ranks.gather(runner.computed(runner.run(source, ordered=True))) for source in node.inputs]
-    return spread_of_first(runner, lambda: _computed(runner, node, gathered))
+    return compute_alone(runner, node, gathered)
+
+
+def compute_alone(runner: Runner, node: Node, inputs: "list[pl.DataFrame]") -> Table:
+    """Returns a node's result, which rank 0 computes, spread over the ranks. **Arguments:** as of `compute_first`."""
+    return spread_of_first(runner, lambda: _computed(runner, node, inputs))
 
 
 def spread_of_first(runner: Runner, compute: "Callable[[], pl.DataFrame]") -> Table:

@@ -10,12 +10,21 @@ import numpy as np
 
 from braidax.frame.moving.splitting import places_of, split
 from braidax.frame.operators.alone import on_one_rank
-from braidax.frame.operators.placing import key_hashes, num_buckets, with_index
+from braidax.frame.operators.asof import join_asof
+from braidax.frame.operators.placing import (
+    key_columns,
+    key_hashes,
+    num_buckets,
+    placed,
+    same_dtypes,
+    shared_dtypes,
+    with_index,
+)
 from braidax.frame.operators.skew import deal_beside, heavy_hashes
-from braidax.frame.operators.small_sides import SHARED, with_a_copy, with_a_small_side
+from braidax.frame.operators.small_sides import SHARED, with_a_copy, with_a_small_side, with_all_of_the_right
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
-from braidax.frame.plan.expressions import Expression, is_rowwise, kind_of, polars_of
+from braidax.frame.plan.expressions import is_rowwise, kind_of
 from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
@@ -30,8 +39,10 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
     """Joins two tables; where Polars keeps the order of one, so do the ranks."""
     args = node.fields["options"]["args"]
     how, condition = kind_of(args["how"]), node.fields["condition"]
-    if how in ("Cross", "AsOf") or (kind_of(condition) == "NonEqui" and how == "Inner"):
-        return _with_all_of_the_right(runner, node, ordered or how == "AsOf")
+    if how == "AsOf":
+        return join_asof(runner, node, ordered)
+    if how == "Cross" or (kind_of(condition) == "NonEqui" and how == "Inner"):
+        return with_all_of_the_right(runner, node, ordered)
     if kind_of(condition) != "Equi" or args["slice"] is not None:
         return on_one_rank(runner, node, ordered)
     if not all(map(is_rowwise, [*condition["Equi"]["left_on"], *condition["Equi"]["right_on"]])):
@@ -66,7 +77,7 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
     left_on, right_on = condition["left_on"], condition["right_on"]
     schema_of(node.on(left.node, right.node))  # raises what Polars does for keys that do not fit
     dtypes = shared_dtypes(left, left_on, right, right_on)
-    ways = [_placed(left, left_on, dtypes), _placed(right, right_on, dtypes)]
+    ways = [placed(left, left_on, dtypes), placed(right, right_on, dtypes)]
     frames = [runner.computed(left), runner.computed(right)]
     side = _shared_side(runner, how, node.fields["options"]["args"], frames, ways)
     if side is not None:
@@ -94,14 +105,6 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
     return Table(joined.node, joined.buckets, keys)
 
 
-def _with_all_of_the_right(runner: Runner, node: Node, ordered: bool) -> Table:
-    """Shares the right side with all ranks: what comes of a row of the left depends on no other of it."""
-    left = runner.run(node.inputs[0], ordered=ordered)
-    right = runner.run(node.inputs[1], ordered=True)
-    shared = runner.held(runner.ranks.share(runner.computed(right)))
-    return runner.local(node, left, shared)
-
-
 def _shared_side(
     runner: Runner, how: str, args: Any, frames: "Sequence[pl.DataFrame]", placed: Sequence[bool]
 ) -> int | None:
@@ -123,39 +126,3 @@ def _side_that_stays(how: str, placed: Sequence[bool], args: Any) -> int | None:
     if any(placed) or args["validation"] != "ManyToMany":
         return None
     return 0 if how in SHARED["right"] else 1 if how in SHARED["left"] else None
-
-
-def key_columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:
-    """Returns the columns that keys are; None where one of them is anything else."""
-    names = [key["Column"] if kind_of(key) == "Column" else None for key in keys]
-    return None if None in names else tuple(str(name) for name in names)
-
-
-def _placed(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
-    return table.keys is not None and table.keys == key_columns(keys) and same_dtypes(table, keys, dtypes)
-
-
-def same_dtypes(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
-    """Returns whether the keys of a table have these dtypes."""
-    return _dtypes(table, keys) == list(dtypes)
-
-
-def _dtypes(table: Table, keys: Sequence[Expression]) -> list[Any]:
-    schema = schema_of(table.node)
-    names = key_columns(keys)
-    if names is not None:
-        return [schema[name] for name in names]
-    exprs = [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
-    return list(pl.LazyFrame(schema=schema).select(exprs).collect_schema().values())
-
-
-def shared_dtypes(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
-    """Returns the dtypes as which the keys of both sides are hashed."""
-    found: list[Any] = []
-    for one, other in zip(_dtypes(left, left_on), _dtypes(right, right_on), strict=True):
-        if one == other:
-            found.append(one)
-            continue
-        both = [pl.DataFrame(schema={"x": dtype}) for dtype in (one, other)]
-        found.append(pl.concat(both, how="vertical_relaxed").schema["x"])
-    return found

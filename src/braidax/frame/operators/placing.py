@@ -9,7 +9,8 @@ from braidax.frame.moving.ranks import Ranks
 from braidax.frame.moving.splitting import places_of
 from braidax.frame.moving.wire import portable_dtype
 from braidax.frame.plan.building import HIDDEN
-from braidax.frame.plan.expressions import Expression, polars_of
+from braidax.frame.plan.expressions import Expression, kind_of, polars_of
+from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
@@ -90,3 +91,41 @@ def check_hashes(ranks: Ranks) -> None:
                 f"Polars on rank {rank} hashes otherwise than on rank {ranks.rank}, so that equal keys would not meet: "
                 "install the same version of polars, for the same kind of processor, on all hosts"
             )
+
+
+def key_columns(keys: Sequence[Expression]) -> tuple[str, ...] | None:
+    """Returns the columns that keys are; None where one of them is anything else."""
+    names = [key["Column"] if kind_of(key) == "Column" else None for key in keys]
+    return None if None in names else tuple(str(name) for name in names)
+
+
+def placed(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
+    """Returns whether the rows of a table lie by these keys already."""
+    return table.keys is not None and table.keys == key_columns(keys) and same_dtypes(table, keys, dtypes)
+
+
+def same_dtypes(table: Table, keys: Sequence[Expression], dtypes: Sequence[Any]) -> bool:
+    """Returns whether the keys of a table have these dtypes."""
+    return dtypes_of(table, keys) == list(dtypes)
+
+
+def dtypes_of(table: Table, keys: Sequence[Expression]) -> list[Any]:
+    """Returns the dtypes of keys of a table."""
+    schema = schema_of(table.node)
+    names = key_columns(keys)
+    if names is not None:
+        return [schema[name] for name in names]
+    exprs = [polars_of(key).alias(str(i)) for i, key in enumerate(keys)]
+    return list(pl.LazyFrame(schema=schema).select(exprs).collect_schema().values())
+
+
+def shared_dtypes(left: Table, left_on: Sequence[Any], right: Table, right_on: Sequence[Any]) -> list[Any]:
+    """Returns the dtypes as which the keys of both sides are hashed."""
+    found: list[Any] = []
+    for one, other in zip(dtypes_of(left, left_on), dtypes_of(right, right_on), strict=True):
+        if one == other:
+            found.append(one)
+            continue
+        both = [pl.DataFrame(schema={"x": dtype}) for dtype in (one, other)]
+        found.append(pl.concat(both, how="vertical_relaxed").schema["x"])
+    return found

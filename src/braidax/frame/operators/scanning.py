@@ -1,4 +1,4 @@
-"""Scans of files: each rank reads whole files where these are many, else its even part of the rows.
+"""Scans of files: each rank reads whole files where these are many, else its even part of the lines or of the rows.
 
 A rank that reads whole files leaves it to Polars which of their row groups a filter needs. What small files alone give
 each rank can compute for itself, so that nothing crosses between ranks for it.
@@ -15,6 +15,7 @@ from typing import Any
 
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.alone import on_one_rank
+from braidax.frame.operators.lines import lines_of, read_lines
 from braidax.frame.plan.building import select, sliced
 from braidax.frame.plan.expressions import calls_python, is_rowwise, is_scalar, kind_of
 from braidax.frame.plan.locality import is_local
@@ -34,11 +35,13 @@ _COPIED_JOINS = ("Inner", "Left", "Semi", "Anti")
 class Scanned:
     """What a scan reads.
 
-    **Fields:** `files`, `sizes`: in order, in bytes; none if not known.
+    **Fields:** `files`, `sizes`: in order, in bytes; none if not known. `lines`: from where to where those of a file lie
+    of which each rank reads its part; none for others.
     """
 
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+    lines: tuple[int, ...] = ()
 
     def files_of(self, rank: int, size: int) -> tuple[str, ...] | None:
         """Returns the files of a rank, which follow those of the rank before; None where they are too few, or uneven.
@@ -67,9 +70,9 @@ def survey(ranks: Ranks, root: Node) -> dict[Node, Scanned]:
     found = b""
     if ranks.rank == 0:
         looked = [_looked(node) for node in scans]
-        found = msgpack.encode([[one.files, one.sizes] for one in looked])
+        found = msgpack.encode([[one.files, one.sizes, one.lines] for one in looked])
     told = msgpack.decode(ranks.from_first(found))
-    return {node: Scanned(tuple(files), tuple(sizes)) for node, (files, sizes) in zip(scans, told, strict=True)}
+    return {node: Scanned(*map(tuple, fields)) for node, fields in zip(scans, told, strict=True)}
 
 
 def scan(runner: Runner, node: Node, ordered: bool) -> Table:
@@ -77,6 +80,8 @@ def scan(runner: Runner, node: Node, ordered: bool) -> Table:
     scanned = runner.scans.get(node)
     if scanned is None:
         return on_one_rank(runner, node, ordered)
+    if scanned.lines:
+        return read_lines(runner, node, (scanned.lines[0], scanned.lines[1]))
     rank, size = runner.ranks.rank, runner.ranks.size
     files = scanned.files_of(rank, size)
     if files is not None:
@@ -108,7 +113,7 @@ def beginning(table: Table, num_rows: int) -> "pl.DataFrame | None":
 
 def _leaf_bytes(leaf: Node, readings: Mapping[str, Reading]) -> float:
     if leaf.kind == "Supplied":
-        return float(readings[leaf.fields["table"].name].frame.estimated_size())
+        return readings[leaf.fields["table"].name].num_bytes
     return source_bytes(leaf)
 
 
@@ -174,6 +179,9 @@ def _may_be_copied(node: Node) -> bool:
 
 
 def _looked(node: Node) -> Scanned:
+    lines = lines_of(node)
+    if lines is not None:
+        return Scanned(lines=lines)
     files = _files(node)
     sizes = _sizes(files)
     return Scanned() if sizes is None else Scanned(tuple(files), tuple(sizes))

@@ -5,6 +5,7 @@ It need not even be computed before the join, so that Polars reads, filters and 
 
 from collections.abc import Sequence
 
+from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.scanning import copied, source_bytes
 from braidax.frame.plan.building import HIDDEN, matching
 from braidax.frame.plan.expressions import Expression, column, polars_of
@@ -33,6 +34,27 @@ def with_a_copy(runner: Runner, node: Node, how: str) -> Table | None:
     return None
 
 
+def with_all_of_the_right(runner: Runner, node: Node, ordered: bool) -> Table:
+    """Shares the right side with all ranks: what comes of a row of the left depends on no other of it."""
+    left = runner.run(node.inputs[0], ordered=ordered)
+    right = runner.run(node.inputs[1], ordered=True)
+    return on_all_of_the_right(runner, node, left, runner.computed(right))
+
+
+def on_all_of_the_right(runner: Runner, node: Node, left: Table, right: "pl.DataFrame") -> Table:
+    """Joins rows of each rank with the right side of all. **Arguments:** `right`: its rows here."""
+    return runner.local(node, left, runner.held(runner.ranks.share(right)))
+
+
+def is_small(ranks: Ranks, frame: "pl.DataFrame", *, beside: float = 0.0) -> bool:
+    """Returns whether a side is so small that all ranks get it.
+
+    **Arguments:** `beside`: of how many bytes the other side is computed.
+    """
+    num_bytes = float(ranks.all([frame.estimated_size()]).sum()) * ranks.size
+    return num_bytes <= max(_SMALL_BYTES, _SMALL_PART * beside)
+
+
 def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Table]) -> Table | Sequence[Table]:
     """Computes the side that seems to be smaller. If it is small, joins it; else returns both sides.
 
@@ -42,8 +64,7 @@ def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Tab
     side = int(weights[1] <= weights[0])
     small, other = runner.compute(tables[side]), tables[1 - side]
     frame = runner.computed(small)
-    total = float(runner.ranks.all([frame.estimated_size()]).sum()) * runner.ranks.size
-    if total > max(_SMALL_BYTES, _SMALL_PART * weights[1 - side]):
+    if not is_small(runner.ranks, frame, beside=weights[1 - side]):
         return _both(side, small, other)
     if how in dict(_SIDES)[side]:
         return _joined(runner, node, side, runner.held(runner.ranks.share(frame)), other)
@@ -82,5 +103,5 @@ def _weight(table: Table) -> float:
     """Returns of how many bytes a table is computed here."""
     leaves = [node for node in topological(table.node) if not node.inputs]
     names = [node.fields["table"].name for node in leaves if node.kind == "Supplied"]
-    held = sum(bucket[name].frame.estimated_size() for bucket in table.buckets for name in names)
+    held = sum(bucket[name].num_bytes for bucket in table.buckets for name in names)
     return float(held) + sum(source_bytes(node) for node in leaves if node.kind != "Supplied")

@@ -47,6 +47,11 @@ class Reading:
         frame = frame if num_rows is None else frame.head(num_rows)
         yield from frame.iter_slices(_SLICE_ROWS) if frame.height else (frame,)
 
+    @property
+    def num_bytes(self) -> float:
+        """Returns how many bytes the rows here are, about."""
+        return float(self.frame.estimated_size())
+
     def whole(self) -> "pl.DataFrame":
         """Returns all rows here."""
         return self.frame

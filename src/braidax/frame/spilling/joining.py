@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidax.frame.operators import joining
-from braidax.frame.operators.joining import SHARED, key_columns, same_dtypes, shared_dtypes
-from braidax.frame.operators.placing import key_hashes, ranks_of
+from braidax.frame.operators.placing import key_columns, key_hashes, ranks_of, same_dtypes, shared_dtypes
+from braidax.frame.operators.small_sides import SHARED, with_all_of_the_right
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.expressions import Expression, is_rowwise, kind_of, polars_of
 from braidax.frame.plan.nodes import Node, supplied
@@ -34,6 +34,8 @@ def join(spilling: Spilling, node: Node, ordered: bool) -> Table:
     """Joins two tables; where Polars keeps the order of one, so do the ranks."""
     keys = _keys(node)
     how = kind_of(node.fields["options"]["args"]["how"])
+    if how == "AsOf" and keys is not None and all(map(is_rowwise, [*keys[0], *keys[1]])):
+        return with_all_of_the_right(spilling.runner, node, ordered=True)
     if keys is None or not all(map(is_rowwise, [*keys[0], *keys[1]])) or how not in (*_KEEPS, "Semi", "Anti"):
         return joining.join(spilling.runner, node, ordered)
     args = node.fields["options"]["args"]
