@@ -3,6 +3,9 @@
 This is the scan of Blelloch, "Prefix Sums and Their Applications" (1990), of one value for each rank.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.plan.expressions import Expression, polars_of
 from braidax.frame.plan.reach import Direction, carries, function_of
@@ -14,48 +17,80 @@ def carried_on(ranks: Ranks, frame: "pl.DataFrame", expression: Expression, name
 
     **Arguments:** `frame`: the one column that the expression reads. `expression`: see `carries`, of that column.
     """
-    direction = carries(expression) or "forward"
-    of = polars_of(expression).alias(name)
-    if function_of(expression) == "CumCount":
-        return _counted(ranks, frame, of, direction)
+    what = _Cumulative(polars_of(expression).alias(name), frame.columns[0], name, carries(expression) or "forward")
+    function = function_of(expression)
+    if function == "CumCount":
+        return _counted(ranks, frame, what)
     with ranks.meter.phase("local"):
-        mine = frame.select(of)
-        dtype = _dtype_of_state(expression, mine.schema[name])
-        wide = frame.select(pl.all().cast(dtype))
-        last = _last(mine if dtype == mine.schema[name] else wide.select(of), direction)
-    lasts = ranks.swap([last] * ranks.size, last.schema)
-    others = lasts[: ranks.rank] if direction == "forward" else lasts[ranks.rank + 1 :]
-    if not frame.height or not any(one.height for one in others):
+        mine = frame.select(what.of)
+    dtype = mine.schema[name]
+    if function == "CumProd" and dtype.is_float():
+        return _one_after_the_other(ranks, frame, mine, what)
+    state_dtype = pl.Float64() if function == "CumSum" and dtype.is_float() else dtype  # as Polars adds all floats
+    with ranks.meter.phase("local"):
+        wide = frame.select(pl.all().cast(state_dtype))
+        last = what.last(mine if dtype == state_dtype else wide.select(what.of))
+    state = what.state(ranks.rank, ranks.swap([last] * ranks.size, last.schema))
+    if not frame.height or not state.height:
         return mine
     with ranks.meter.phase("local"):
-        column = frame.columns[0]
-        state = _last(pl.concat(others).rename({name: column}).select(of), direction).rename({name: column})
-        if direction == "forward":
-            result = pl.concat([state, wide], rechunk=True).select(of).slice(1)
-        else:
-            result = pl.concat([wide, state], rechunk=True).select(of).head(frame.height)
-        return result.cast(mine.schema[name])
+        return what.going_on(state, wide).cast(dtype)
 
 
-def _counted(ranks: Ranks, frame: "pl.DataFrame", of: "pl.Expr", direction: Direction) -> "pl.DataFrame":
+@dataclass(frozen=True)
+class _Cumulative:
+    """**Fields:** `of`: the expression, `name`: of what it gives. `column`: that it reads."""
+
+    of: "pl.Expr"
+    column: str
+    name: str
+    direction: Direction
+
+    def last(self, frame: "pl.DataFrame") -> "pl.DataFrame":
+        """Returns where a cumulative column comes to: one row, or none if all are null."""
+        values = frame.drop_nulls()
+        return values.tail(1) if self.direction == "forward" else values.head(1)
+
+    def state(self, rank: int, lasts: "Sequence[pl.DataFrame]") -> "pl.DataFrame":
+        """Returns from where a rank goes on. **Arguments:** `lasts`: of all ranks."""
+        others = pl.concat([lasts[0].clear(), *(lasts[:rank] if self.direction == "forward" else lasts[rank + 1 :])])
+        return self.last(others.rename({self.name: self.column}).select(self.of))
+
+    def going_on(self, state: "pl.DataFrame", frame: "pl.DataFrame") -> "pl.DataFrame":
+        """Returns the cumulative column of rows beside a state."""
+        state = state.rename({self.name: self.column})
+        if self.direction == "forward":
+            return pl.concat([state, frame], rechunk=True).select(self.of).slice(1)
+        return pl.concat([frame, state], rechunk=True).select(self.of).head(frame.height)
+
+
+def _one_after_the_other(
+    ranks: Ranks, frame: "pl.DataFrame", mine: "pl.DataFrame", what: _Cumulative
+) -> "pl.DataFrame":
+    """Lets each rank begin when the one before it is done, which tells it one number.
+
+    Products of floats are taken so: that of a rank's rows alone may be beyond what a float holds, where Polars' is not.
+    """
+    state = mine.clear()
+    turns = range(ranks.size) if what.direction == "forward" else reversed(range(ranks.size))
+    for turn in turns:
+        if turn == ranks.rank and frame.height and state.height:
+            with ranks.meter.phase("local"):
+                mine = what.going_on(state, frame)
+        last = what.last(mine)
+        number, is_there = ranks.all([float(last.item()) if last.height else 0.0, float(last.height)])[turn]
+        if is_there:
+            state = pl.DataFrame({what.name: [float(number)]}, schema=mine.schema)
+    return mine
+
+
+def _counted(ranks: Ranks, frame: "pl.DataFrame", what: _Cumulative) -> "pl.DataFrame":
     """Returns the counts here and of the other ranks: no row has the state of a count."""
-    (column,) = frame.columns
-    counts = ranks.all([frame[column].count()])[:, 0]
-    others = int(counts[: ranks.rank].sum() if direction == "forward" else counts[ranks.rank + 1 :].sum())
+    counts = ranks.all([frame[what.column].count()])[:, 0]
+    others = counts[: ranks.rank] if what.direction == "forward" else counts[ranks.rank + 1 :]
     with ranks.meter.phase("local"):
-        mine = frame.select(of)
-        return mine.select((pl.all() + others).cast(dtype) for dtype in mine.dtypes)
-
-
-def _dtype_of_state(expression: Expression, dtype: "pl.DataType") -> "pl.DataType":
-    """Returns as what a state is kept. **Arguments:** `dtype`: of the result; Polars sums all floats as `Float64`."""
-    return pl.Float64() if function_of(expression) == "CumSum" and dtype.is_float() else dtype
-
-
-def _last(frame: "pl.DataFrame", direction: Direction) -> "pl.DataFrame":
-    """Returns where a cumulative column comes to: one row, or none if all are null."""
-    values = frame.drop_nulls()
-    return values.tail(1) if direction == "forward" else values.head(1)
+        mine = frame.select(what.of)
+        return mine.select((pl.all() + int(others.sum())).cast(mine.schema[what.name]))
 
 
 __all__ = ["carried_on"]

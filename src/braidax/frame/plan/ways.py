@@ -118,7 +118,7 @@ def _parts_of_one(expression: Expression, schema: Schema) -> _Parts | None:
     if is_rowwise_itself(expression) and parts(expression):
         return _joined([_parts_of_one(part, schema) for part in parts(expression)])
     way = way_of(expression)
-    mine = ((way, str(polars_of(expression))),)
+    mine: _Parts = ((way, str(polars_of(expression))),)
     match way:
         case "table":
             return None
