@@ -281,16 +281,15 @@ def test_a_product_that_the_rows_of_a_rank_alone_do_not_have(heights: Heights, w
 
 
 def test_explain_says_what_crosses() -> None:
+    rows, one = "rows from the ranks before and behind", "one row of each rank"
     lazy = pl.DataFrame({"v": [1, 2]}).lazy()
     for expression, told in (
-        (c.shift(1), "rows from the ranks before and behind"),
-        (c.cum_sum(), "one row of each rank"),
+        (c.shift(1), rows),
+        (c.cum_sum(), one),
         (c - c.max(), "values of all rows"),
-        (
-            c.shift(1).cum_sum() + c.len()
-        ): "values of all rows, rows from the ranks before and behind, one row of each rank",
-        c.rank(): f"on one rank: {c.rank()}",
-        c.rank().shift(1): f"rows from the ranks before and behind; on one rank: {c.rank()}",
+        (c.shift(1).cum_sum() + c.len(), f"values of all rows, {rows}, {one}"),
+        (c.rank(), f"on one rank: {c.rank()}"),
+        (c.rank().shift(1), f"{rows}; on one rank: {c.rank()}"),
     ):
         assert bf.explain(lazy.select(expression)).partition("   ← ")[2].splitlines()[0] == told
 
