@@ -1,6 +1,5 @@
 """Shifts, windows of rows and cumulative expressions: all ranks compute them, and few rows travel for it."""
 
-import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tests.comm.ranks import outcomes
 from tests.frame.comparison import differences
 from tests.frame.queries.query import FLOATS
 from tests.frame.running import Outcome, united
-from tests.frame.values import ALL, INTEGERS, SCALARS, values
+from tests.frame.values import ALL, INTEGERS, values
 from tests.frame.values import FLOATS as FLOAT_DTYPES
 from tests.frame.worlds import LIMIT_SECONDS, Worlds
 
