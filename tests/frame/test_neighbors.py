@@ -1,8 +1,9 @@
 """Shifts, windows of rows and cumulative expressions: all ranks compute them, and few rows travel for it."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis
 import polars as pl
@@ -69,7 +70,7 @@ class Drawn:
         return pl.DataFrame({"id": range(len(drawn)), "v": pl.Series(drawn, dtype=self.dtype)})
 
     @property
-    def options(self) -> Mapping[str, int | bool]:
+    def options(self) -> dict[str, Any]:
         samples = min(self.min_samples, self.window)
         return {"window_size": self.window, "min_samples": samples, "center": self.is_centered}
 
@@ -142,7 +143,7 @@ def check(drawn: Drawn, name: str, worlds: Worlds) -> None:
     assert not all(wrong), f"{name} of {drawn}: {wrong}"
 
 
-def _outcome(lazy: pl.LazyFrame, engine: "pl._typing.EngineType") -> Outcome:
+def _outcome(lazy: pl.LazyFrame, engine: Any) -> Outcome:
     try:
         return lazy.collect(engine=engine)
     except (Exception, pl.exceptions.PanicException) as error:  # noqa: BLE001 (the test compares it)
@@ -279,6 +280,30 @@ def test_a_product_that_the_rows_of_a_rank_alone_do_not_have(heights: Heights, w
     assert 0.0 < found["v"][-1] < 1
 
 
+@pytest.mark.parametrize("dtype", [pl.Float16(), pl.Float32()], ids=str)
+def test_sums_of_short_floats_are_kept_as_polars_keeps_them(dtype: pl.DataType, worlds: Worlds) -> None:
+    """In full: a third is not the same sum from rank to rank when each rounds it."""
+    lazy = pl.DataFrame({"v": pl.Series([1 / 3] * 4000, dtype=dtype)}).lazy().select(c.cum_sum())
+    found = rows_of(worlds.run(4, on_heights(lazy, (999, 1001, 1000, 1000))))
+    assert isinstance(found, pl.DataFrame), found
+    assert differences(found, lazy.collect()) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expression"), [(pl.UInt128(), c.cum_sum()), (pl.Float16(), c.rolling_mean(2))], ids=str
+)
+def test_ranks_without_rows_have_the_dtype_of_the_others(
+    dtype: pl.DataType, expression: pl.Expr, worlds: Worlds
+) -> None:
+    """Polars tells another one of a table without rows."""
+    lazy = pl.DataFrame({"v": pl.Series([1, 2, 3, 4], dtype=dtype)}).lazy().with_columns(expression.alias("found"))
+    expected = lazy.collect()
+    assert expected.schema != lazy.collect_schema()
+    found = rows_of(worlds.run(3, on_heights(lazy, (2, 0, 2))))
+    assert isinstance(found, pl.DataFrame), found
+    assert differences(found, expected) == ""
+
+
 def test_explain_says_what_crosses() -> None:
     rows, one = "rows from the ranks before and behind", "one row of each rank"
     lazy = pl.DataFrame({"v": [1, 2]}).lazy()
@@ -293,7 +318,7 @@ def test_explain_says_what_crosses() -> None:
         assert bf.explain(lazy.select(expression)).partition("   ← ")[2].splitlines()[0] == told
 
 
-@pytest.mark.parametrize("expression", [c.shift(c), c.shift(None), c.rolling_sum(3), c.cum_max()], ids=str)
+@pytest.mark.parametrize("expression", [c.shift(c), c.shift(pl.lit(None)), c.rolling_sum(3), c.cum_max()], ids=str)
 def test_all_ranks_raise_what_polars_does(expression: pl.Expr) -> None:
     """Also those without rows, which Polars lets be."""
     lazy = pl.DataFrame({"v": pl.Series(["a", "b"], dtype=pl.Enum(["a", "b"]))}).lazy().select(expression)
