@@ -26,7 +26,7 @@ def carried_on(ranks: Ranks, frame: "pl.DataFrame", expression: Expression, name
     dtype = mine.schema[name]
     if function == "CumProd" and dtype.is_float():
         return _one_after_the_other(ranks, frame, mine, what)
-    state_dtype = pl.Float64() if function == "CumSum" and dtype.is_float() else dtype  # as Polars adds all floats
+    state_dtype = pl.Float64() if function == "CumSum" and dtype.is_float() else dtype  # as Polars adds them in memory
     with ranks.meter.phase("local"):
         wide = frame.select(pl.all().cast(state_dtype))
         last = what.last(mine if dtype == state_dtype else wide.select(what.of))
