@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from braidax.frame.operators import scanning, small_sides
+from braidax.frame.operators import small_sides
+from braidax.frame.operators.reading import scanning
 from tests.frame.tables import SHAPES, Tables
 from tests.frame.worlds import Worlds
 

@@ -18,8 +18,8 @@ import braidax.frame as bf
 from braidax.comm import Communicator
 from braidax.errors import ReadError
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.operators import lines
-from braidax.frame.operators.lines import Lines, lines_end, lines_of, part_of
+from braidax.frame.operators.reading import lines
+from braidax.frame.operators.reading.lines import Lines, lines_end, lines_of, part_of
 from braidax.frame.plan.nodes import read
 from braidax.gang import LocalGang
 from tests.comm.ranks import outcomes

@@ -12,8 +12,8 @@ from braidax.frame import collect_partition, explain
 from braidax.frame.collecting import Partition, computed_by, measured
 from braidax.frame.explaining import computed_on_one_rank
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.operators import scanning
-from braidax.frame.operators.scanning import Scanned, survey
+from braidax.frame.operators.reading import scanning
+from braidax.frame.operators.reading.scanning import Scanned, survey
 from braidax.frame.plan.nodes import read, read_bytes, topological
 from braidax.frame.plan.supplying import bytes_of
 from braidax.frame.sight.measuring import Measured

@@ -110,6 +110,12 @@ def queries() -> dict[str, tuple[pl.LazyFrame, bool]]:
         "join in order": (left.join(right, on="k", how="left", maintain_order="left_right"), True),
         "concat": (pl.concat([left.select("k"), right.select("k")]).with_row_index("n", offset=3), True),
         "values of all rows": (left.select(pl.col("v").max(), pl.col("k").sum(), n=pl.len()), True),
+        "rows beside": (
+            left.select(
+                "s", b=pl.col("v").shift(-700), m=pl.col("k").rolling_max(900, min_samples=1), n=pl.col("k").cum_sum()
+            ),
+            True,
+        ),
         "over": (left.with_columns(m=pl.col("v").max().over("k")), True),
         "used twice": (left.filter(pl.col("v") > 0.5).join(left.filter(pl.col("v") > 0.5).unique("k"), on="k"), False),
         "a join, groups, a sort": (

@@ -13,8 +13,8 @@ from braidax.frame.operators.alone import on_one_rank, spread_of_first
 from braidax.frame.operators.grouping import group
 from braidax.frame.operators.joining import join
 from braidax.frame.operators.placing import check_hashes
-from braidax.frame.operators.scanning import is_little, reads_little, survey
-from braidax.frame.operators.scanning import scan as read_files
+from braidax.frame.operators.reading.scanning import is_little, reads_little, survey
+from braidax.frame.operators.reading.scanning import scan as read_files
 from braidax.frame.operators.selecting import filter_, select, stack
 from braidax.frame.operators.sorting import sort
 from braidax.frame.operators.stacking import beside, function, slice_, union

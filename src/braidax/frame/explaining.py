@@ -1,27 +1,32 @@
 """What of a plan exchanges rows."""
 
-from braidax.frame.operators.scanning import is_little
+from braidax.frame.operators.reading.scanning import is_little
 from braidax.frame.plan.expressions import columns_of, is_rowwise, kind_of, polars_of
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, read, topological
 from braidax.frame.plan.pushdown import pushed_down
-from braidax.frame.plan.ways import WHOLE, WHOLE_PLAN, on_one_rank
+from braidax.frame.plan.ways import WHOLE, WHOLE_PLAN, Way, on_one_rank, ways_of
 from braidax.frame.polars import pl
 
 _WAYS = {
     "Distinct": "rows dealt by the hash of what must differ",
     "GroupBy": "rows dealt by the hash of the keys, aggregated before where groups are large",
     "HConcat": "rows spread evenly",
-    "HStack": "values of all rows, groups dealt by their keys",
-    "Filter": "values of all rows, groups dealt by their keys",
     "Join": "rows dealt by the hash of the keys, or the smaller side shared with all ranks",
     "Scan": "each rank reads its part",
-    "Select": "values of all rows, groups dealt by their keys",
     "Slice": "nothing but counts; of a sort the first rows of each rank",
     "Sort": "rows dealt between splitters",
     "Union": "in order: rows spread evenly",
 }
 _RANGES = "to each rank a range of the right side, or all of it where that is small"
+_EXPRESSIONS: dict[Way, str] = {
+    "combined": "values of all rows",
+    "value": "values of all rows",
+    "dealt": "groups dealt by their keys",
+    "neighbors": "rows from the ranks before and behind",
+    "carried": "one row of each rank",
+}
+"""What crosses for parts of expressions; `column` is told as what one rank computes."""
 
 
 def explain(lazy_frame: "pl.LazyFrame") -> str:
@@ -73,8 +78,21 @@ def told(node: Node) -> str:
         return f"{said}   ← on one rank"
     if node.kind == "MapFunction":
         return f"{said}   ← counts of rows"
-    way = _RANGES if _joins_ranges(node) else _WAYS[node.kind]
-    return f"{said}   ← {way}" + (f"; on one rank: {', '.join(alone)}" if alone else "")
+    crossing = [_way(node) or ", ".join(_crossing(node))]
+    crossing += [f"on one rank: {', '.join(alone)}"] if alone else []
+    return f"{said}   ← {'; '.join(filter(None, crossing))}"
+
+
+def _way(node: Node) -> str | None:
+    return _RANGES if _joins_ranges(node) else _WAYS.get(node.kind)
+
+
+def _crossing(node: Node) -> list[str]:
+    """Returns what crosses between ranks for the expressions of a node."""
+    ways = ways_of(node)
+    return list(dict.fromkeys(_EXPRESSIONS[way] for way in ways if way in _EXPRESSIONS)) or ["values of all rows"] * (
+        not ways
+    )
 
 
 def _joins_ranges(node: Node) -> bool:

@@ -67,7 +67,7 @@ def test_rows_and_bytes_of_an_exchange_are_those_that_were_sent(gang: LocalGang)
 
 
 def test_a_gather_sends_all_rows_of_all_ranks_but_one(gang: LocalGang) -> None:
-    _, profile = bf.profile(table().lazy().with_columns(pl.col("v").shift(1).alias("before")), gang)
+    _, profile = bf.profile(table().lazy().with_columns(pl.col("v").rank().alias("place")), gang)
     stack = found(profile, "HStack")
     share = ROWS // SIZE
     # `v` to rank 0, and what comes of it back.
@@ -119,14 +119,16 @@ def test_single_expressions_that_one_rank_computes_are_named(gang: LocalGang) ->
         table()
         .lazy()
         .with_columns(
-            pl.col("v").shift(1).alias("before"),
+            pl.col("v").shift(1).cum_sum().rolling_max(3).alias("before"),
+            pl.col("v").reverse().shift(1).alias("backward"),
             (pl.col("v") - pl.col("v").mean()).alias("centered"),
             (pl.col("v").rank() + pl.col("v").sum()).alias("rank"),
-            pl.col("v").rolling_mean(3).alias("rolling"),
+            pl.rolling_corr("v", "k", window_size=3).alias("correlated"),
             pl.col("v").max().over("k").alias("most"),
         )
     )
-    expected = [str(pl.col("v").shift(1)), str(pl.col("v").rank()), str(pl.col("v").rolling_mean(3))]
+    correlated = str(pl.rolling_corr("v", "k", window_size=3))
+    expected = [str(pl.col("v").reverse()), str(pl.col("v").rank()), correlated]
     frame = bf.from_polars(lazy, gang)
     assert [one.rpartition(": col(")[2] for one in frame.on_one_rank] == [one[4:] for one in expected]
     assert f"; on one rank: {', '.join(expected)}" in frame.explain()

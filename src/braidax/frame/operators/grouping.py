@@ -7,7 +7,7 @@ from typing import Any
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.hidden import NotSpread
 from braidax.frame.operators.placing import INDEX, dealt_by_keys, with_index
-from braidax.frame.operators.scanning import beginning
+from braidax.frame.operators.reading.scanning import beginning
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import (

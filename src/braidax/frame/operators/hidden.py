@@ -4,11 +4,14 @@ Of an expression that looks at other rows, the innermost parts that do so are ta
 (`sum`), one for each group (`over`), or one for each row (`shift`). What is left looks at one row alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.alone import compute_first
+from braidax.frame.operators.neighbors import with_neighbors
 from braidax.frame.operators.placing import destinations
+from braidax.frame.operators.prefixes import carried_on
 from braidax.frame.plan.building import HIDDEN, select, select_columns, value_of, with_columns
 from braidax.frame.plan.expressions import (
     Expression,
@@ -29,6 +32,9 @@ from braidax.frame.plan.supplying import schema_of
 from braidax.frame.plan.ways import way_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
+
+_Beside = Callable[[Ranks, "pl.DataFrame", Expression, str], "pl.DataFrame"]
+"""Computes a column with rows of other ranks. **Arguments:** the columns that are read, the expression, its name."""
 
 
 class NotSpread(Exception):
@@ -133,6 +139,8 @@ class _Taking:
         way = way_of(expression)
         if way == "table":
             raise NotSpread(f"{polars_of(expression)}")
+        if way in ("neighbors", "carried"):
+            return self._of_rows_beside(expression, with_neighbors if way == "neighbors" else carried_on)
         name = f"{HIDDEN}{self._prefix}-{len(self.hidden)}"
         columns = self._columns_of(expression)
         runner = self._runner
@@ -142,10 +150,30 @@ class _Taking:
         else:
             self._note_alone(expression)
             mine = self._on_one_rank(frame, expression, name)
-        whole = pl.concat([runner.computed(self.table), mine], how="horizontal")
-        self.table = runner.held(whole, self.table.keys)
+        return self._added(mine, name)
+
+    def _added(self, mine: "pl.DataFrame", name: str) -> Expression:
+        """Adds a hidden column to the table."""
+        whole = pl.concat([self._runner.computed(self.table), mine], how="horizontal")
+        self.table = self._runner.held(whole, self.table.keys)
         self.hidden.append(name)
         return column(name)
+
+    def _of_rows_beside(self, expression: Expression, compute: _Beside) -> Expression:
+        """Returns a hidden column for which ranks need some rows of others: what it is computed of comes before."""
+        runner = self._runner
+        new = [_unnamed(self.replaced(part)) for part in parts(expression)]
+        read = {str(i): part for i, part in enumerate(new) if not is_scalar(part)}
+        node = select(self.table.node, [alias(part, name) for name, part in read.items()])
+        frame = self._settled(runner.computed(runner.local(node, self.table)))
+        of = with_parts(expression, [column(str(i)) if str(i) in read else part for i, part in enumerate(new)])
+        name = f"{HIDDEN}{self._prefix}-{len(self.hidden)}"
+        return self._added(self._settled(compute(runner.ranks, frame, of, name)), name)
+
+    def _settled(self, frame: "pl.DataFrame") -> "pl.DataFrame":
+        """Returns rows of which those ranks that have none take the dtypes of the others."""
+        schema, _ = self._runner.ranks.agreed(frame.schema, num_rows=frame.height)
+        return frame if frame.height else pl.DataFrame(schema=schema)
 
     def _over(
         self, frame: "pl.DataFrame", expression: Expression, keys: Sequence[Expression], name: str
@@ -179,6 +207,13 @@ class _Taking:
         names = list(schema_of(self.table.node))
         used = [name for name in columns_of(expression) if name in names]
         return used or names[:1]
+
+
+def _unnamed(expression: Expression) -> Expression:
+    """Returns what an expression gives, whatever its name."""
+    while kind_of(expression) in ("Alias", "KeepName", "RenameAlias"):
+        (expression,) = parts(expression)
+    return expression
 
 
 def _again(expression: Expression, of: Expression) -> Expression:

@@ -6,7 +6,7 @@ It need not even be computed before the join, so that Polars reads, filters and 
 from collections.abc import Sequence
 
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.operators.scanning import copied, source_bytes
+from braidax.frame.operators.reading.scanning import copied, source_bytes
 from braidax.frame.plan.building import HIDDEN, matching
 from braidax.frame.plan.expressions import Expression, column, polars_of
 from braidax.frame.plan.nodes import Node, topological

@@ -15,7 +15,7 @@ from typing import Any
 
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.alone import on_one_rank
-from braidax.frame.operators.lines import lines_of, read_lines
+from braidax.frame.operators.reading.lines import lines_of, read_lines
 from braidax.frame.plan.building import select, sliced
 from braidax.frame.plan.expressions import calls_python, is_rowwise, is_scalar, kind_of
 from braidax.frame.plan.locality import is_local
@@ -35,8 +35,8 @@ _COPIED_JOINS = ("Inner", "Left", "Semi", "Anti")
 class Scanned:
     """What a scan reads.
 
-    **Fields:** `files`, `sizes`: in order, in bytes; none if not known. `lines`: from where to where those of a file lie
-    of which each rank reads its part; none for others.
+    **Fields:** `files`, `sizes`: in order, in bytes; none if not known. `lines`: from where to where those of a file
+    lie of which each rank reads its part; none for others.
     """
 
     files: tuple[str, ...] = ()

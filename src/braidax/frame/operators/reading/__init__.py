@@ -1,0 +1,1 @@
+"""Files: who reads what of them."""
