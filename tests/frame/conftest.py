@@ -21,6 +21,7 @@ def dealt(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ranks deal even what is so small that all of them would have it in full."""
     monkeypatch.setattr(scanning, "_SMALL_BYTES", -1)
     monkeypatch.setattr(small_sides, "_SMALL_BYTES", -1)
+    monkeypatch.setattr(small_sides, "_MOST_BYTES", -1)
 
 
 @pytest.fixture(scope="session")

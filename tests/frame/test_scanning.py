@@ -1,5 +1,6 @@
 """Scans of files: who reads which, and what every rank reads in full."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from braidax.frame import collect_partition, explain
 from braidax.frame.collecting import Partition, computed_by, measured
 from braidax.frame.explaining import computed_on_one_rank
 from braidax.frame.moving.ranks import Ranks
+from braidax.frame.operators import small_sides
 from braidax.frame.operators.reading import scanning
 from braidax.frame.operators.reading.scanning import Scanned, survey
+from braidax.frame.operators.small_sides import is_small, known_bytes
 from braidax.frame.plan.nodes import read, read_bytes, topological
 from braidax.frame.plan.supplying import bytes_of
 from braidax.frame.sight.measuring import Measured
@@ -195,3 +198,22 @@ def test_a_small_side_leaves_the_other_where_it_is(how: Any, nulls_equal: bool) 
         assert_frame_equal(found, lazy.collect(), check_row_order=False)
         # of a full join all rows move; of others the small side, and what has one of its keys
         assert (num_rows > 4000) == (how == "full")
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(("num_small", "is_shared"), [(300, True), (3000, False)])
+def test_a_side_is_small_beside_a_large_one(monkeypatch: pytest.MonkeyPatch, num_small: int, is_shared: bool) -> None:
+    monkeypatch.setattr(small_sides, "_SMALL_BYTES", 0)
+    rng = np.random.default_rng(0)
+    small = pl.DataFrame({"k": rng.permutation(9000)[:num_small], "w": rng.random(num_small)}).lazy()
+    lazy = pl.DataFrame({"k": rng.permutation(9000), "v": rng.random(9000)}).lazy().join(small, on="k")
+    found, num_rows = moved(lazy)
+    assert_frame_equal(found, lazy.collect(), check_row_order=False)
+    assert (num_rows == num_small) == is_shared  # each half of the small side goes to one rank
+
+
+def test_no_side_is_small_beside_one_of_which_nothing_is_known() -> None:
+    table = pl.DataFrame({"k": np.zeros(3 << 20)})  # 24 MiB
+    weigh = [math.inf, 1e3, 1e12]
+    found = outcomes(2, lambda comm: [is_small(Ranks(comm), table, beside=known_bytes(one)) for one in weigh])
+    assert found == [[False, False, True]] * 2

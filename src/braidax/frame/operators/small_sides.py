@@ -3,6 +3,7 @@
 It need not even be computed before the join, so that Polars reads, filters and joins its rows in one go.
 """
 
+import math
 from collections.abc import Sequence
 
 from braidax.frame.moving.ranks import Ranks
@@ -21,7 +22,8 @@ _KEPT = {"Left": 1, "Semi": 1, "Anti": 1, "Right": 0}
 """The side of which a join needs those rows only that have a key of the other one."""
 
 _SMALL_BYTES = 16 << 20  # that all ranks get of a side, before anything is known of the other
-_SMALL_PART = 1 / 8  # of the bytes of which the other one is computed, which they get instead
+_SMALL_PART = 1 / 8  # of the bytes of which the other one is computed, up to which they get it, too
+_MOST_BYTES = 256 << 20  # that all ranks together get so
 
 
 def with_a_copy(runner: Runner, node: Node, how: str) -> Table | None:
@@ -52,7 +54,7 @@ def is_small(ranks: Ranks, frame: "pl.DataFrame", *, beside: float = 0.0) -> boo
     **Arguments:** `beside`: of how many bytes the other side is computed.
     """
     num_bytes = float(ranks.all([frame.estimated_size()]).sum()) * ranks.size
-    return num_bytes <= max(_SMALL_BYTES, _SMALL_PART * beside)
+    return num_bytes <= max(_SMALL_BYTES, min(_SMALL_PART * beside, _MOST_BYTES))
 
 
 def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Table]) -> Table | Sequence[Table]:
@@ -64,13 +66,18 @@ def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Tab
     side = int(weights[1] <= weights[0])
     small, other = runner.compute(tables[side]), tables[1 - side]
     frame = runner.computed(small)
-    if not is_small(runner.ranks, frame, beside=weights[1 - side]):
+    if not is_small(runner.ranks, frame, beside=known_bytes(float(weights[1 - side]))):
         return _both(side, small, other)
     if how in dict(_SIDES)[side]:
         return _joined(runner, node, side, runner.held(runner.ranks.share(frame)), other)
     if _KEPT.get(how) == 1 - side:
         other = _only_matching(runner, node, side, frame, other)
     return _both(side, small, other)
+
+
+def known_bytes(num_bytes: float) -> float:
+    """Returns bytes of files as far as they are known: 0 for infinity."""
+    return num_bytes if math.isfinite(num_bytes) else 0.0
 
 
 def _both(side: int, small: Table, other: Table) -> Sequence[Table]:
