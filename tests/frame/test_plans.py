@@ -3,6 +3,7 @@
 import math
 import random
 import struct
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.placing import check_hashes
 from braidax.frame.plan import nodes
 from braidax.frame.plan.expressions import is_rowwise, written
-from braidax.frame.plan.nodes import read
+from braidax.frame.plan.nodes import read, read_bytes
 from braidax.frame.plan.pushdown import pushed_down
-from braidax.frame.plan.supplying import Reading, lazy_of, schema_of
+from braidax.frame.plan.supplying import Reading, bytes_of, lazy_of, schema_of
 from tests.comm.ranks import outcomes
 
 TABLE = pl.DataFrame({"k": [1, 2, 3, 4], "v": [0.5, 1.5, 2.5, 3.5], "s": ["a", "b", "c", "d"]})
@@ -168,3 +169,18 @@ def test_a_plan_that_writes_writes_once_and_nothing_before(tmp_path: Path) -> No
 def test_schemas_are_those_of_polars() -> None:
     lazy = TABLE.lazy().group_by("s").agg(pl.col("v").mean(), pl.col("k"))
     assert schema_of(read(lazy)[0]) == lazy.collect_schema()
+
+
+def test_a_function_of_a_script_travels_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(table: pl.DataFrame) -> pl.DataFrame:
+        return table.select(pl.col("v") * 2)
+
+    doubled.__module__, doubled.__qualname__ = "__main__", "doubled"
+    lazy = pl.LazyFrame({"v": [1, 2]})
+    with monkeypatch.context() as script:
+        script.setattr(sys.modules["__main__"], "doubled", doubled, raising=False)
+        root, memory = read(lazy.map_batches(doubled))
+        plan = bytes_of(root)
+    ((name, table),) = memory.items()
+    found = lazy_of(read_bytes(plan), {name: Reading(table)}).collect()  # where __main__ has no such function
+    assert found["v"].to_list() == [2, 4]

@@ -5,10 +5,13 @@ memory. Its JSON form would do, too, but it changes floats in their last digit a
 """
 
 import io
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import cloudpickle
 
 from braidax.errors import ArgumentError
 from braidax.frame.polars import Raw, Schema, msgpack, pl
@@ -19,6 +22,8 @@ _HEADER_BYTES = len(_MARK) + 4 + 64
 _IN_MEMORY = ("on_columns",)  # fields that refer to tables, not to nodes
 _LISTS = {"Union": ("inputs",), "HConcat": ("inputs",), "PipeWithSchema": ("input",)}  # fields with several inputs
 _SUPPLIED = "braidax-supplied:"
+_BY_NAME, _BY_VALUE = 0, 1
+_PICKLE_BEGINS = 3
 
 Fields = dict[str, Any]
 
@@ -195,6 +200,9 @@ class _Reader:
         lists = {key: self._inside(fields[key], inputs) for key in _LISTS.get(kind, ())}
         others = {key: value for key, value in fields.items() if key not in lists} if lists else fields
         fields = {**self._with_inputs(others, inputs), **lists}
+        if kind == "MapFunction" and "OpaquePython" in fields["function"]:
+            opaque = fields["function"]["OpaquePython"]
+            fields["function"] = {"OpaquePython": {**opaque, "function": _by_value(opaque["function"])}}
         if kind == "Cache":
             return inputs[0]  # a node that is used twice is computed once anyway
         return Node(kind, fields, tuple(inputs))
@@ -229,6 +237,18 @@ class _Reader:
             frame: Any = pl.read_ipc_stream(io.BytesIO(b"".join(map(bytes, self._tables[index]))))
             self._read[name] = frame
         return self._interned(supplied(name, self._read[name].schema))
+
+
+def _by_value(function: Sequence[int]) -> Sequence[int]:
+    """Returns a user's function as Polars writes it, but one of a script by value: ranks run another script.
+
+    Polars writes how it is pickled, the version of Python, and the pickle; by value it writes only what has no name.
+    """
+    how, *version = function[:_PICKLE_BEGINS]
+    pickled = bytes(function[_PICKLE_BEGINS:])
+    if how != _BY_NAME or b"__main__" not in pickled:
+        return function
+    return [_BY_VALUE, *version, *cloudpickle.dumps(pickle.loads(pickled))]
 
 
 def scan_fields(lazy: "pl.LazyFrame") -> Fields:
