@@ -156,6 +156,19 @@ def test_all_pairs_of_rows_are_shared_however_few_bytes_they_come_of(files: list
     assert sorted(found[0]["id"].unique()) == list(range(NUM_FILES * ROWS // 2))
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_all_rows_of_two_large_tables_are_joined_by_all_ranks(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, filtered: bool
+) -> None:
+    monkeypatch.setattr(scanning, "_LARGE_BYTES", 1000)
+    right = pl.scan_parquet(files).select("id", w=pl.col("v") * 2)
+    lazy = pl.scan_parquet(files).join(right.filter(pl.col("w") > 0) if filtered else right, on="id")
+    assert len(computed_on_one_rank(lazy)) == filtered
+    found, num_rows = moved(lazy)
+    assert_frame_equal(found, lazy.collect(), check_row_order=False)
+    assert (num_rows == NUM_FILES * ROWS // 2) == filtered  # of what one rank computes the other one gets half
+
+
 def test_rows_beside_one_row_are_little(files: list[str]) -> None:
     one = pl.scan_parquet(files).select(pl.col("v").mean().alias("mean")).with_columns(pl.col("mean") * 2)
     lazy = pl.scan_parquet(files).join(one, how="cross").filter(pl.col("v") > pl.col("mean")).select("id")
