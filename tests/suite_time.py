@@ -6,18 +6,18 @@ from collections.abc import Mapping
 import pytest
 
 BUDGET_SECONDS: dict[str, int] = {
-    "checkpoint": 69,
-    "cli": 53,
+    "checkpoint": 64,
+    "cli": 50,
     "comm": 150,
-    "connections": 20,
+    "connections": 8,
     "data": 115,
-    "frame": 100,
-    "gang": 96,
+    "frame": 135,
+    "gang": 91,
     "harness": 9,
     "laws": 57,
     "parallel": 400,
-    "program": 45,
-    "tasks": 50,
+    "program": 42,
+    "tasks": 42,
     "torch": 12,
     "tests": 24,
 }

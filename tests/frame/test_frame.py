@@ -120,7 +120,7 @@ def test_a_folder_that_fails_leaves_nothing(gang: LocalGang, tmp_path: Path) -> 
     with pytest.raises(CallFailed, match="conversion from `str` to `i64` failed"):
         broken.sink_parquet(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    assert gang.names() == before
+    assert set(gang.names()) <= set(before)
 
 
 def test_a_disk_that_is_not_shared_is_told(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_partitions_that_cannot_be_are_named(
     before = gang.names()
     with pytest.raises(kind, match=words):
         bf.from_dask(made, gang)
-    assert gang.names() == before
+    assert set(gang.names()) <= set(before)  # what was dropped before may have gone meanwhile
     assert gang.run(numbers_handed) == [0, 0]
 
 

@@ -112,7 +112,7 @@ def test_blocks_that_cannot_be_are_named(other: dict[str, list[Any]], words: str
     before = gang.names()
     with pytest.raises(ArgumentError, match=f"^{words}"):
         bf.from_ray(ray.data.from_arrow([NUMBERS, pa.table(other)]), gang)
-    assert gang.names() == before
+    assert set(gang.names()) <= set(before)  # what was dropped before may have gone meanwhile
 
 
 def test_columns_of_python_objects_are_named(gang: RayGang) -> None:
