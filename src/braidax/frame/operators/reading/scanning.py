@@ -162,7 +162,8 @@ def _gives_one_row(node: Node) -> bool:
     """Returns whether a node gives one row at most, as far as the plan tells."""
     if node.kind == "Select" and all(map(is_scalar, node.fields["expr"])):
         return True
-    return len(node.inputs) == 1 and is_local(node) and node.kind != "MapFunction" and _gives_one_row(node.inputs[0])
+    passes = is_local(node) and node.kind != "MapFunction"
+    return (passes or node.kind == "Join") and bool(node.inputs) and all(map(_gives_one_row, node.inputs))
 
 
 def copied(runner: Runner, node: Node) -> Table | None:
