@@ -1,5 +1,6 @@
 """A query on several ranks, and whether what it gives is what one process of Polars gives."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from braidax.comm import Communicator
 from braidax.errors import Aborted, CommError
 from braidax.frame import collect_partition
+from braidax.gang import Gang
 from tests.comm.ranks import outcomes
 from tests.frame.queries.query import Query
 from tests.frame.tables import Tables
@@ -58,8 +60,13 @@ class Asked:
 
 def alone(build: Callable[[Tables], pl.LazyFrame], tables: Tables, engine: Any = "auto") -> Outcome:
     """Returns what one process of Polars gives."""
+    return outcome_of(lambda: build(tables).collect(engine=engine))
+
+
+def outcome_of(compute: Callable[[], pl.DataFrame]) -> Outcome:
+    """Returns what a function does, or raises."""
     try:
-        return build(tables).collect(engine=engine)
+        return compute()
     except (Exception, pl.exceptions.PanicException) as error:  # noqa: BLE001 (the test compares it)
         return error
 
@@ -102,3 +109,14 @@ def _explained(lazy: pl.LazyFrame | Exception) -> str:
         return lazy.explain() if isinstance(lazy, pl.LazyFrame) else ""
     except Exception as error:  # noqa: BLE001 (it may be what the test is about)
         return str(error)
+
+
+def names_kept(gang: Gang) -> tuple[str, ...]:
+    """Returns the names of what a gang keeps, when all that tests have dropped is given up."""
+    gc.collect()
+    gang.run(_nothing)
+    return gang.names()
+
+
+def _nothing(comm: Communicator) -> None:
+    del comm

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -19,7 +20,7 @@ from braidax.frame.sight.measuring import Measured
 from tests.comm.ranks import outcomes
 from tests.frame.comparison import differences
 from tests.frame.queries.query import FLOATS
-from tests.frame.running import Outcome, united
+from tests.frame.running import ENGINES, Outcome, outcome_of, united
 from tests.frame.values import ALL, INTEGERS, values
 from tests.frame.values import FLOATS as FLOAT_DTYPES
 from tests.frame.worlds import LIMIT_SECONDS, Worlds
@@ -131,7 +132,7 @@ def check(drawn: Drawn, name: str, worlds: Worlds) -> None:
     """Fails the test if the ranks give another column than a process does with either engine of Polars."""
     expression = (EXACT | ROUNDED)[name](drawn).alias("found")
     lazy = drawn.frame.lazy().with_columns(expression)
-    expected = [_outcome(lazy, "in-memory"), _outcome(lazy, "streaming")]
+    expected = [outcome_of(partial(lazy.collect, engine=engine)) for engine in ENGINES]
     call, size = on_heights(lazy, drawn.heights), len(drawn.heights)
     errors = {type(one) for one in expected if isinstance(one, BaseException)}
     # An error ends a world.
@@ -141,13 +142,6 @@ def check(drawn: Drawn, name: str, worlds: Worlds) -> None:
         return
     wrong = [_difference(rows_of(found), one, FLOATS if name in ROUNDED else 0.0) for one in expected]
     assert not all(wrong), f"{name} of {drawn}: {wrong}"
-
-
-def _outcome(lazy: pl.LazyFrame, engine: Any) -> Outcome:
-    try:
-        return lazy.collect(engine=engine)
-    except (Exception, pl.exceptions.PanicException) as error:  # noqa: BLE001 (the test compares it)
-        return error
 
 
 def _difference(found: Outcome, expected: Outcome, rtol: float) -> str:

@@ -16,7 +16,7 @@ from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators import small_sides
 from braidax.frame.operators.reading import scanning
 from braidax.frame.operators.reading.scanning import Scanned, survey
-from braidax.frame.operators.small_sides import is_small, known_bytes
+from braidax.frame.operators.small_sides import is_small
 from braidax.frame.plan.nodes import read, read_bytes, topological
 from braidax.frame.plan.supplying import bytes_of
 from braidax.frame.sight.measuring import Measured
@@ -229,5 +229,5 @@ def test_a_side_is_small_beside_a_large_one(monkeypatch: pytest.MonkeyPatch, num
 def test_no_side_is_small_beside_one_of_which_nothing_is_known() -> None:
     table = pl.DataFrame({"k": np.zeros(3 << 20)})  # 24 MiB
     weigh = [math.inf, 1e3, 1e12]
-    found = outcomes(2, lambda comm: [is_small(Ranks(comm), table, beside=known_bytes(one)) for one in weigh])
+    found = outcomes(2, lambda comm: [is_small(Ranks(comm), table, beside=one) for one in weigh])
     assert found == [[False, False, True]] * 2

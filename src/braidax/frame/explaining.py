@@ -89,10 +89,8 @@ def _way(node: Node) -> str | None:
 
 def _crossing(node: Node) -> list[str]:
     """Returns what crosses between ranks for the expressions of a node."""
-    ways = ways_of(node)
-    return list(dict.fromkeys(_EXPRESSIONS[way] for way in ways if way in _EXPRESSIONS)) or ["values of all rows"] * (
-        not ways
-    )
+    ways = ways_of(node) or ("value",)
+    return list(dict.fromkeys(_EXPRESSIONS[way] for way in ways if way in _EXPRESSIONS))
 
 
 def _joins_ranges(node: Node) -> bool:

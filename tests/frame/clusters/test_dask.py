@@ -18,6 +18,7 @@ from braidax.errors import ArgumentError, GangError, MissingExtra
 from braidax.gang import LocalGang
 from braidax.gang.dask import DaskGang
 from tests.frame.clusters.moved import moved_bytes
+from tests.frame.running import names_kept
 from tests.gang.clusters import until
 
 ROWS = 200_000  # of a part
@@ -182,10 +183,10 @@ def test_partitions_that_cannot_be_are_named(
 ) -> None:
     tables = [pd.DataFrame(each) if isinstance(each, dict) else each for each in parts]
     made = [dask.delayed(each)() if callable(each) else dask.delayed(each) for each in tables]
-    before = gang.names()
+    before = names_kept(gang)
     with pytest.raises(kind, match=words):
         bf.from_dask(made, gang)
-    assert set(gang.names()) <= set(before)  # what was dropped before may have gone meanwhile
+    assert gang.names() == before
     assert gang.run(numbers_handed) == [0, 0]
 
 

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.moving.splitting import places_of, split
 from braidax.frame.operators.alone import compute_alone, on_one_rank
-from braidax.frame.operators.placing import INDEX, dtypes_of, key_hashes, num_buckets, placed, with_index
-from braidax.frame.operators.skew import deal_beside, heavy_hashes
+from braidax.frame.operators.placing import INDEX, dtypes_of, placed, with_index
+from braidax.frame.operators.skew import deal_both
 from braidax.frame.operators.small_sides import is_small, on_all_of_the_right
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
@@ -57,24 +56,12 @@ def _by_groups(runner: Runner, node: Node, left: Table, right: Table, *, ordered
         return on_all_of_the_right(runner, node, runner.held(frames[0], left.keys), frames[1])
     if ordered:
         frames[0] = with_index(ranks, frames[0])
-    hashes = [key_hashes(frame, on, dtypes) for frame, on in zip(frames, keys, strict=True)]
-    heavy = None if any(there) else heavy_hashes(ranks, hashes[0])
-    num = num_buckets(ranks, sum(frame.estimated_size() for frame in frames))
-    held: list[Table] = []
-    for side in (0, 1):
-        frame, on = frames[side], keys[side]
-        if heavy is not None:
-            frame = deal_beside(ranks, frame, hashes[side], heavy, stay=side == 0)
-            buckets = split(frame, places_of(key_hashes(frame, on, dtypes), 1, num), num)
-        elif there[side]:
-            buckets = split(frame, places_of(hashes[side], 1, num), num)
-        else:
-            buckets = ranks.deal_in_buckets(frame, places_of(hashes[side], ranks.size, num), num)
-        held.append(runner.held_in_buckets(buckets))
+    stays = None if any(there) else 0
+    held, is_spread = deal_both(runner, frames, keys, dtypes, there=there, stays=stays)
     joined = runner.in_buckets(node, *held)
     if ordered:
         return restored(runner, joined, [INDEX])
-    return Table(joined.node, joined.buckets, tuple(options["left_by"]) if heavy is None else None)
+    return Table(joined.node, joined.buckets, tuple(options["left_by"]) if not is_spread else None)
 
 
 def _by_ranges(runner: Runner, node: Node, left: Table, right: Table) -> Table:

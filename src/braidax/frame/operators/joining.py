@@ -8,19 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from braidax.frame.moving.splitting import places_of, split
 from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.asof import join_asof
 from braidax.frame.operators.placing import (
     key_columns,
-    key_hashes,
-    num_buckets,
     placed,
     same_dtypes,
     shared_dtypes,
     with_index,
 )
-from braidax.frame.operators.skew import deal_beside, heavy_hashes
+from braidax.frame.operators.skew import deal_both
 from braidax.frame.operators.small_sides import SHARED, with_a_copy, with_a_small_side, with_all_of_the_right
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
@@ -84,23 +81,10 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
         frames[side] = runner.ranks.share(frames[side])
         joined = runner.local(node, *map(runner.held, frames))
         return Table(joined.node, joined.buckets, left.keys if side == 1 else None)  # the right may get other names
-    hashes = [key_hashes(frame, on, dtypes) for frame, on in zip(frames, (left_on, right_on), strict=True)]
     stays = _side_that_stays(how, ways, node.fields["options"]["args"])
-    heavy = heavy_hashes(runner.ranks, hashes[stays]) if stays is not None else None
-    num = num_buckets(runner.ranks, sum(frame.estimated_size() for frame in frames))
-    held: list[Table] = []
-    for i in (0, 1):
-        frame, on = frames[i], (left_on, right_on)[i]
-        if heavy is not None:
-            frame = deal_beside(runner.ranks, frame, hashes[i], heavy, stay=i == stays)
-            buckets = split(frame, places_of(key_hashes(frame, on, dtypes), 1, num), num)
-        elif ways[i]:
-            buckets = split(frame, places_of(hashes[i], 1, num), num)
-        else:
-            buckets = runner.ranks.deal_in_buckets(frame, places_of(hashes[i], runner.ranks.size, num), num)
-        held.append(runner.held_in_buckets(buckets))
+    held, is_spread = deal_both(runner, frames, (left_on, right_on), dtypes, there=ways, stays=stays)
     joined = runner.in_buckets(node, *held)
-    keys = key_columns(left_on) if how in SHARED["right"] and heavy is None else None
+    keys = key_columns(left_on) if how in SHARED["right"] and not is_spread else None
     keys = keys if keys is None or same_dtypes(left, left_on, dtypes) else None
     return Table(joined.node, joined.buckets, keys)
 

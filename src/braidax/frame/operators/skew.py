@@ -1,8 +1,14 @@
 """Keys that so many rows have that one rank could not take them all."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.operators.placing import ranks_of
+from braidax.frame.moving.splitting import places_of, split
+from braidax.frame.operators.placing import key_hashes, num_buckets, ranks_of
+from braidax.frame.plan.expressions import Expression
 from braidax.frame.polars import pl
+from braidax.frame.running import Runner, Table
 
 _SAMPLED_ROWS = 20_000  # of each rank
 _MIN_ROWS = 20_000  # of all, below which nothing is too heavy
@@ -27,6 +33,38 @@ def heavy_hashes(ranks: Ranks, hashes: "pl.Series") -> "pl.Series | None":
     every = ranks.share(counted.filter(pl.col(_WEIGHT) >= least / ranks.size))
     found = every.group_by(_HASH).agg(pl.col(_WEIGHT).sum()).filter(pl.col(_WEIGHT) >= least)[_HASH].sort()
     return found if len(found) else None
+
+
+def deal_both(
+    runner: Runner,
+    frames: "Sequence[pl.DataFrame]",
+    keys: Sequence[Sequence[Expression]],
+    dtypes: Sequence[Any],
+    *,
+    there: Sequence[bool],
+    stays: int | None,
+) -> tuple[list[Table], bool]:
+    """Returns both sides of a join with rows of equal keys in the same bucket, and whether those of a key are spread.
+
+    **Arguments:** `keys`: of each side. `dtypes`: as of `key_hashes`. `there`: which sides lie by their keys already.
+    `stays`: the side of which rows of a heavy key may stay where they are, while those of the other go to all ranks.
+    """
+    ranks = runner.ranks
+    hashes = [key_hashes(frame, on, dtypes) for frame, on in zip(frames, keys, strict=True)]
+    heavy = None if stays is None else heavy_hashes(ranks, hashes[stays])
+    num = num_buckets(ranks, sum(frame.estimated_size() for frame in frames))
+    held: list[Table] = []
+    for side in (0, 1):
+        frame = frames[side]
+        if heavy is not None:
+            frame = deal_beside(ranks, frame, hashes[side], heavy, stay=side == stays)
+            buckets = split(frame, places_of(key_hashes(frame, keys[side], dtypes), 1, num), num)
+        elif there[side]:
+            buckets = split(frame, places_of(hashes[side], 1, num), num)
+        else:
+            buckets = ranks.deal_in_buckets(frame, places_of(hashes[side], ranks.size, num), num)
+        held.append(runner.held_in_buckets(buckets))
+    return held, heavy is not None
 
 
 def deal_beside(

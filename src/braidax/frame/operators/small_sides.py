@@ -51,10 +51,11 @@ def on_all_of_the_right(runner: Runner, node: Node, left: Table, right: "pl.Data
 def is_small(ranks: Ranks, frame: "pl.DataFrame", *, beside: float = 0.0) -> bool:
     """Returns whether a side is so small that all ranks get it.
 
-    **Arguments:** `beside`: of how many bytes the other side is computed.
+    **Arguments:** `beside`: of how many bytes the other side is computed; infinity where that is not known.
     """
     num_bytes = float(ranks.all([frame.estimated_size()]).sum()) * ranks.size
-    return num_bytes <= max(_SMALL_BYTES, min(_SMALL_PART * beside, _MOST_BYTES))
+    part = min(_SMALL_PART * beside, _MOST_BYTES) if math.isfinite(beside) else 0.0
+    return num_bytes <= max(_SMALL_BYTES, part)
 
 
 def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Table]) -> Table | Sequence[Table]:
@@ -66,18 +67,13 @@ def with_a_small_side(runner: Runner, node: Node, how: str, tables: Sequence[Tab
     side = int(weights[1] <= weights[0])
     small, other = runner.compute(tables[side]), tables[1 - side]
     frame = runner.computed(small)
-    if not is_small(runner.ranks, frame, beside=known_bytes(float(weights[1 - side]))):
+    if not is_small(runner.ranks, frame, beside=float(weights[1 - side])):
         return _both(side, small, other)
     if how in dict(_SIDES)[side]:
         return _joined(runner, node, side, runner.held(runner.ranks.share(frame)), other)
     if _KEPT.get(how) == 1 - side:
         other = _only_matching(runner, node, side, frame, other)
     return _both(side, small, other)
-
-
-def known_bytes(num_bytes: float) -> float:
-    """Returns bytes of files as far as they are known: 0 for infinity."""
-    return num_bytes if math.isfinite(num_bytes) else 0.0
 
 
 def _both(side: int, small: Table, other: Table) -> Sequence[Table]:

@@ -9,7 +9,7 @@ Parsing for Big Data Analytics", Ge et al. 2019, has the two passes).
 import glob
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,8 +268,7 @@ def _quote(node: Node) -> bytes:
 def _header_end(node: Node, head: bytes) -> int | None:
     """Returns where the first row begins; None where the columns are not those of the first line, in its order."""
     options = node.fields["scan_type"]["Csv"]["options"]
-    line = Lines(Path(), 0, 0, _quote(node))
-    end = _first_end(head, line.quote)
+    end = _first_end(head, _quote(node))
     if end is None:
         return None
     if options["schema"] is not None:
@@ -335,4 +334,4 @@ def _num_in(data: bytes, quote: bytes, begin: int, end: int) -> int:
     return data.count(quote, begin, end) if quote else 0
 
 
-__all__: Sequence[str] = ["LineReading", "Lines", "lines_end", "lines_of", "part_of", "read_lines"]
+__all__ = ["LineReading", "Lines", "lines_end", "lines_of", "part_of", "read_lines"]
