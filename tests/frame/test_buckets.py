@@ -143,7 +143,7 @@ def test_rows_of_a_key_lie_in_one_bucket_of_one_rank(worlds: Worlds, monkeypatch
         counted.append(whole(*args))  # pyright: ignore[reportArgumentType]
         return counted[-1]
 
-    monkeypatch.setattr("braidax.frame.operators.joining.num_buckets", counting)
+    monkeypatch.setattr("braidax.frame.operators.skew.num_buckets", counting)
     lazy = left.lazy().join(left.lazy(), on="k").group_by("k").agg(pl.len(), pl.col("v").sum())
     found = worlds.run(2, lambda comm: collect_partition(lazy, comm))
     assert_frame_equal(pl.concat(found), lazy.collect(), check_row_order=False)
