@@ -126,6 +126,14 @@ def test_the_binding_refuses_what_would_leave_its_buffers() -> None:
         binding.scatter(np.zeros(3), np.array([0, 1, 3], np.uint32), np.zeros(3))
     with pytest.raises(ValueError, match="a position for each"):
         binding.scatter(np.zeros(3), np.array([0, 1, 2], np.uint32), np.zeros(2))
+    with pytest.raises(ValueError, match="a position for each"):
+        binding.scatter(np.zeros(2), np.array([0, 1, 2], np.uint32), np.zeros(3))
+    with pytest.raises(ValueError, match="1 to 65535 splitters"):
+        binding.ranges(np.zeros(3, np.int64), np.zeros(0, np.int64), np.zeros(3, np.uint16))
+    with pytest.raises(ValueError, match="1 to 65535 splitters"):
+        binding.ranges(np.zeros(3, np.int64), np.zeros(65536, np.int64), np.zeros(3, np.uint16))
+    with pytest.raises(ValueError, match="buffers of other lengths"):
+        binding.ranges(np.zeros(3, np.int64), np.zeros(1, np.int64), np.zeros(2, np.uint16))
     with pytest.raises(ValueError, match="a power of two of buckets"):
         binding.places(np.zeros(3, np.uint64), 2, 3, np.zeros(3, np.uint16))
     with pytest.raises(ValueError, match="at most 65536 parts"):

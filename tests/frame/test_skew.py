@@ -9,7 +9,9 @@ from polars.testing import assert_frame_equal
 
 import braidax.frame as bf
 from braidax.frame.moving.ranks import Ranks
+from braidax.frame.operators.placing import key_hashes
 from braidax.frame.operators.skew import heavy_hashes
+from braidax.frame.plan.expressions import column
 from tests.comm.ranks import outcomes
 
 ROWS, SIZE = 60_000, 3
@@ -48,13 +50,16 @@ def test_all_ranks_get_as_many_rows() -> None:
 
 
 def test_only_heavy_keys_are_found_and_by_all_ranks() -> None:
+    heavy = key_hashes(pl.DataFrame({"k": [7, 101, 102]}), [column("k")]).sort().to_list()
+
     def found(comm: Any) -> list[int] | None:
         keys = np.full(10_000, comm.rank + 100)
         keys[: 4000 + 3000 * (comm.rank == 0)] = 7  # 15,000 of 30,000 rows
-        hashes = heavy_hashes(Ranks(comm), pl.Series(keys).cast(pl.UInt64))
+        hashes = heavy_hashes(Ranks(comm), pl.DataFrame({"k": keys}), [column("k")], [pl.Int64()])
         return None if hashes is None else hashes.to_list()
 
     first, *others = outcomes(3, found)
-    assert first == [7, 101, 102]  # of 6,000 rows, and of half of an even part, 5,000
+    assert first == heavy  # of 6,000 rows, and of half of an even part, 5,000
     assert others == [first, first]
-    assert outcomes(3, lambda comm: heavy_hashes(Ranks(comm), pl.Series(range(30_000)).cast(pl.UInt64))) == [None] * 3
+    even = pl.DataFrame({"k": range(30_000)})
+    assert outcomes(3, lambda comm: heavy_hashes(Ranks(comm), even, [column("k")], [pl.Int64()])) == [None] * 3

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidax.comm import Communicator
-from braidax.frame.explaining import words
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.alone import on_one_rank, spread_of_first
 from braidax.frame.operators.grouping import group
 from braidax.frame.operators.joining import join
 from braidax.frame.operators.placing import check_hashes
-from braidax.frame.operators.reading.scanning import is_little, reads_little, survey
+from braidax.frame.operators.reading.scanning import joins_large_tables, reads_little, survey
 from braidax.frame.operators.reading.scanning import scan as read_files
 from braidax.frame.operators.selecting import filter_, select, stack
 from braidax.frame.operators.sorting import sort
@@ -148,14 +147,8 @@ def run(
     with contextlib.ExitStack() as stack:
         watcher = None
         if show == "bar":
-            watcher = stack.enter_context(drawn(lambda: _words_of(read_bytes(plan), gang.size, memory), gang.hosts))
+            watcher = stack.enter_context(drawn(gang.hosts))
         return gang.run(function, plan, *arguments, memory, watcher, kept, per_rank=parts, keep=name)
-
-
-def _words_of(root: Node, size: int, memory: Memory | None) -> list[str]:
-    """Returns each operation in words, in the order of those that ranks measure."""
-    is_whole = memory is None and (size == 1 or is_little(root))
-    return [words(node) for node in topological(root if is_whole else pushed_down(root))]
 
 
 def collect_partition(
@@ -260,14 +253,19 @@ def _bounded(
 
 def computed_by(ranks: Ranks, root: Node, tables: Mapping[str, Partition]) -> Partition:
     """Returns what this rank has of the result of a plan; all others call this, too."""
-    if ranks.size == 1:
+    if ranks.size == 1 and not any(joins_large_tables(node, _bytes_in(tables)) for node in topological(root)):
         return _whole(root, tables, ranks)
     scans = survey(ranks, root)
     runner = Runner(ranks, _known(tables), scans, _RULES, on_one_rank)
-    if reads_little(root, scans):
+    if ranks.size > 1 and reads_little(root, scans):
         return _of_first(runner, root)
     check_hashes(ranks)
     return _partition(*runner.collect(pushed_down(root)))
+
+
+def _bytes_in(tables: Mapping[str, Partition]) -> Callable[[Node], float]:
+    """Returns what tells the bytes of a leaf of a plan that are in memory."""
+    return lambda leaf: tables[leaf.fields["table"].name].frame.estimated_size() if leaf.kind == "Supplied" else 0.0
 
 
 def _of_first(runner: Runner, root: Node) -> Partition:

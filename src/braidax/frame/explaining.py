@@ -1,11 +1,12 @@
 """What of a plan exchanges rows."""
 
 from braidax.frame.operators.reading.scanning import is_little
-from braidax.frame.plan.expressions import columns_of, is_rowwise, kind_of, polars_of
+from braidax.frame.plan.expressions import kind_of
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, read, topological
 from braidax.frame.plan.pushdown import pushed_down
 from braidax.frame.plan.ways import WHOLE, WHOLE_PLAN, Way, on_one_rank, ways_of
+from braidax.frame.plan.words import words
 from braidax.frame.polars import pl
 
 _WAYS = {
@@ -99,37 +100,3 @@ def _joins_ranges(node: Node) -> bool:
         return False
     how = node.fields["options"]["args"]["how"]
     return kind_of(how) == "AsOf" and not how["AsOf"]["left_by"]
-
-
-def words(node: Node) -> str:
-    """Says in a line what a node does, in Polars' own words."""
-    match node.kind:
-        case "Supplied":
-            return f"table {node.fields['table'].name}: {', '.join(node.fields['table'].schema)}"
-        case "Filter":
-            return f"Filter {polars_of(node.fields['predicate'])}"
-        case "Select" | "HStack":
-            expressions = node.fields["expr" if node.kind == "Select" else "exprs"]
-            shown = [str(polars_of(one)) for one in expressions if not _is_null(one)]
-            hidden = len(expressions) - len(shown)
-            return f"{node.kind} {', '.join(shown)}" + (f" ({hidden} columns are not needed)" if hidden else "")
-        case "GroupBy":
-            return f"GroupBy {', '.join(str(polars_of(key)) for key in node.fields['keys'])}"
-        case "Sort":
-            return f"Sort {', '.join(str(polars_of(key)) for key in node.fields['by_column'])}"
-        case "Join":
-            args, condition = node.fields["options"]["args"], node.fields["condition"]
-            keys = condition["Equi"]["left_on"] if kind_of(condition) == "Equi" else []
-            return f"Join {kind_of(args['how'])} {', '.join(str(polars_of(key)) for key in keys)}".rstrip()
-        case "Slice":
-            return f"Slice {node.fields['offset']}, {node.fields['len']}"
-        case "MapFunction":
-            return f"MapFunction {kind_of(node.fields['function'])}"
-        case "Scan":
-            return f"Scan {kind_of(node.fields['scan_type'])}"
-        case _:
-            return node.kind
-
-
-def _is_null(expression: object) -> bool:
-    return is_rowwise(expression) and not columns_of(expression) and "null" in str(polars_of(expression))

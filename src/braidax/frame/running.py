@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.plan.expressions import kind_of, polars_of
+from braidax.frame.moving.threads import each
+from braidax.frame.plan.expressions import calls_python
+from braidax.frame.plan.layout import Ranges, keys_behind, ranges_behind, ranges_wanted
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, supplied, topological
 from braidax.frame.plan.supplying import Reading, lazy_of_each
@@ -18,13 +20,15 @@ class Table:
     """Rows that are spread over the ranks: what this rank has of them, as far as it is computed.
 
     **Fields:** `node`: what is still to be computed of the rows here. `buckets`: what it reads, for each part of the
-    rows that is computed on its own: one, or so many that each fits into a cache. `keys`: columns such that rows in
-    which they are equal lie in one bucket of one rank; None if none are known.
+    rows that is computed on its own: one, or so many that each fits into a cache. `keys`: columns by the hash of which
+    rows lie, so that those in which they are equal are in one bucket of one rank; None if none are known. `ranges`: in
+    which rows lie, so that the same holds for one column; None if in none.
     """
 
     node: Node
     buckets: tuple[Mapping[str, Reading], ...]
     keys: tuple[str, ...] | None = None
+    ranges: Ranges | None = None
 
 
 Rule = Callable[["Runner", Node, bool], Table]
@@ -57,6 +61,7 @@ class Runner:
         self._rules, self._otherwise = rules, otherwise
         self._known: dict[int, tuple[bool, Table, Node]] = {}
         self._num_uses: Counter[int] = Counter()
+        self._wanted: dict[int, Ranges] = {}
         self._num_held = 0
 
     def begin(self, root: Node) -> Table:
@@ -64,6 +69,7 @@ class Runner:
         self._meter.begins(root)
         for node in topological(root):
             self._num_uses.update(map(id, node.inputs))
+        self._wanted = ranges_wanted(root) if self._keep is None else {}
         return self.run(root, ordered=True)
 
     def collect(self, root: Node) -> "tuple[pl.DataFrame, tuple[str, ...] | None]":
@@ -96,6 +102,10 @@ class Runner:
                 self._known.pop(id(source), None)
         return table
 
+    def wanted(self, node: Node) -> Ranges | None:
+        """Returns the ranges in which the rows of a node of the plan had better lie, for what follows."""
+        return self._wanted.get(id(node))
+
     def run_on(self, node: Node, *inputs: Table) -> Table:
         """Returns the result of a node whose inputs have been computed, in order."""
         for table in inputs:
@@ -114,10 +124,11 @@ class Runner:
             {name: reading for readings in several for name, reading in readings.items()}
             for several in zip(*(table.buckets for table in inputs), strict=True)
         )
-        keys = _keys_behind(node, inputs[0].keys) if len(inputs) == 1 else None
+        keys = keys_behind(node, inputs[0].keys) if len(inputs) == 1 else None
+        ranges = ranges_behind(node, inputs[0].ranges) if len(inputs) == 1 else None
         made = node.on(*(table.node for table in inputs))
         self._meter.made(made)
-        return Table(made, buckets, keys)
+        return Table(made, buckets, keys, ranges)
 
     def held(self, frame: "pl.DataFrame", keys: Sequence[str] | None = None) -> Table:
         """Returns rows that are computed as a table."""
@@ -145,7 +156,9 @@ class Runner:
         return self._meter.local(table.node, lambda: _whole(self._computed_buckets(table)))
 
     def _computed_buckets(self, table: Table) -> "list[pl.DataFrame]":
-        return [plan.collect() for plan in lazy_of_each(table.node, table.buckets)]
+        plans = lazy_of_each(table.node, table.buckets)
+        alone = any(calls_python(node.fields) for node in topological(table.node))  # a user's function may count on it
+        return each(pl.LazyFrame.collect, plans, 1 if alone else self.ranks.num_threads)
 
     def compute(self, table: Table) -> Table:
         """Returns the table with its rows computed."""
@@ -160,7 +173,7 @@ class Runner:
             return _whole(frames)
 
         self._meter.local(table.node, compute)
-        return self.held_in_buckets(frames, table.keys)
+        return replace(self.held_in_buckets(frames, table.keys), ranges=table.ranges)
 
 
 def _whole(frames: "Sequence[pl.DataFrame]") -> "pl.DataFrame":
@@ -180,32 +193,3 @@ def _rows_of(table: Table) -> "pl.DataFrame | None":
     name = table.node.fields["table"].name
     readings = [readings[name] for readings in table.buckets]
     return None if any(one.is_streamed for one in readings) else _whole([one.frame for one in readings])
-
-
-def _keys_behind(node: Node, keys: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Returns the keys by which the rows are still spread."""
-    if keys is None:
-        return None
-    match node.kind:
-        case "Filter" | "Sort" | "Slice":
-            return keys
-        case "HStack":
-            names = _simple_names(node.fields["exprs"])
-            return keys if names is not None and not set(keys) & names else None
-        case "Select":
-            columns = {one["Column"] for one in node.fields["expr"] if kind_of(one) == "Column"}
-            return keys if set(keys) <= columns else None
-        case "MapFunction" if kind_of(node.fields["function"]) == "Hint":
-            return keys
-        case _:
-            return None
-
-
-def _simple_names(expressions: Sequence[Any]) -> set[str] | None:
-    names: set[str] = set()
-    for one in expressions:
-        try:
-            names.add(polars_of(one).meta.output_name())
-        except pl.exceptions.PolarsError:
-            return None
-    return names

@@ -21,6 +21,10 @@ class Ranks:
 
     What comes from several ranks is in the order of these, and within each in the order in which it lay there.
 
+    **Fields:** `rank`, `size`: of this one, and of all. `num_threads`: on which this one computes several things at
+    once, as Polars has for each rank of this host. `max_buckets`: into which rows are put. `moved`, `meter`: what is
+    sent, and what measures it.
+
     **Arguments:** `comm`: between the ranks. `window_bytes`: that an exchange keeps in memory for what is on its way.
     `meter`: measures what is done.
     """
@@ -35,6 +39,7 @@ class Ranks:
     ) -> None:
         self.max_buckets = max_buckets
         self.rank, self.size = comm.rank, comm.size
+        self.num_threads = max(1, pl.thread_pool_size() // comm.hosts.count(comm.hosts[comm.rank]))
         self.moved = Moved()
         self.meter = meter
         self._comm = comm
@@ -51,7 +56,7 @@ class Ranks:
 
         **Returns:** the buckets of this rank.
         """
-        parts = split(frame, places, self.size * num_buckets)
+        parts = split(frame, places, self.size * num_buckets, num_threads=self.num_threads)
         if self.size == 1:
             return parts
         came = self._swap_buckets([parts[i : i + num_buckets] for i in range(0, len(parts), num_buckets)], frame.schema)

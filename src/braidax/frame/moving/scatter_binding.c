@@ -50,6 +50,47 @@ static PyObject *places(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+#define RUN 8 /* searches at once, so that none waits for what another one loads */
+
+/* The place of each value is the number of splitters, which ascend, that do not follow it. */
+static void search(const int64_t *values, size_t num_rows, const int64_t *splitters, size_t num, uint16_t *places) {
+    size_t i = 0;
+    for (; i + RUN <= num_rows; i += RUN) {
+        size_t first[RUN] = {0};
+        for (size_t left = num; left > 1; left -= left / 2)
+            for (int j = 0; j < RUN; j++)
+                first[j] += (left / 2) & -(size_t)(splitters[first[j] + left / 2 - 1] <= values[i + j]);
+        for (int j = 0; j < RUN; j++) places[i + j] = (uint16_t)(first[j] + (splitters[first[j]] <= values[i + j]));
+    }
+    for (; i < num_rows; i++) {
+        size_t place = 0;
+        while (place < num && splitters[place] <= values[i]) place++;
+        places[i] = (uint16_t)place;
+    }
+}
+
+static PyObject *ranges(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer values, splitters, places;
+    if (!PyArg_ParseTuple(arguments, "y*y*w*", &values, &splitters, &places)) return NULL;
+    int valid = same_length(&values, 8, &places, 2);
+    size_t num = (size_t)splitters.len / 8;
+    if (valid && (splitters.len % 8 || !num || num >= MAX_PARTS)) {
+        PyErr_SetString(PyExc_ValueError, "expected 1 to 65535 splitters");
+        valid = 0;
+    }
+    if (valid) {
+        Py_BEGIN_ALLOW_THREADS
+        search(values.buf, (size_t)values.len / 8, splitters.buf, num, places.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&splitters);
+    PyBuffer_Release(&places);
+    if (!valid) return NULL;
+    Py_RETURN_NONE;
+}
+
 /* Counts the parts, then numbers the rows of each from where it begins. Returns whether all places are parts. */
 static int number(const uint16_t *places, size_t num_rows, int64_t *ends, size_t num_parts, uint32_t *next,
                   uint32_t *positions) {
@@ -98,12 +139,13 @@ static PyObject *positions(PyObject *self, PyObject *arguments) {
 
 #define SCATTER(type)                                                             \
     for (size_t i = 0; i < num_rows && ok; i++) {                                 \
-        if (to[i] < num_rows) ((type *)out->buf)[to[i]] = ((type *)from->buf)[i]; \
+        if (to[i] < length) ((type *)out->buf)[to[i]] = ((type *)from->buf)[i];   \
         else ok = 0;                                                              \
     }
 
 /* Returns whether all positions are rows of the output. */
 static int move(const Py_buffer *from, const Py_buffer *out, const uint32_t *to, size_t num_rows, size_t width) {
+    size_t length = (size_t)out->len / width;
     int ok = 1;
     switch (width) {
         case 1: SCATTER(uint8_t) break;
@@ -119,7 +161,7 @@ static PyObject *scatter(PyObject *self, PyObject *arguments) {
     Py_buffer values, positions, out;
     if (!PyArg_ParseTuple(arguments, "y*y*w*", &values, &positions, &out)) return NULL;
     size_t num_rows = (size_t)positions.len / 4, width = num_rows ? (size_t)values.len / num_rows : 1;
-    int valid = (width == 1 || width == 2 || width == 4 || width == 8) && values.len == out.len &&
+    int valid = (width == 1 || width == 2 || width == 4 || width == 8) && (size_t)out.len % width == 0 &&
                 (size_t)values.len == num_rows * width && positions.len % 4 == 0;
     if (valid) {
         Py_BEGIN_ALLOW_THREADS
@@ -136,6 +178,7 @@ static PyObject *scatter(PyObject *self, PyObject *arguments) {
 
 static PyMethodDef functions[] = {
     {"places", places, METH_VARARGS, NULL},
+    {"ranges", ranges, METH_VARARGS, NULL},
     {"positions", positions, METH_VARARGS, NULL},
     {"scatter", scatter, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

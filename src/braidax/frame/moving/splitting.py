@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidax.extras import import_pyarrow
+from braidax.frame.moving.threads import each
 from braidax.frame.polars import pl
 
 _INTEGERS = (pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64)
@@ -19,23 +21,49 @@ _PLAIN = frozenset([*_INTEGERS, pl.Float32, pl.Float64, pl.Date, pl.Time, pl.Dat
 """Dtypes of which a value is a number of 1, 2, 4 or 8 bytes."""
 
 
-def places_of(hashes: "pl.Series", size: int, num_buckets: int) -> NDArray[np.uint16]:
+def places_of(hashes: "pl.Series", size: int, num_buckets: int, *, num_threads: int = 1) -> NDArray[np.uint16]:
     """Returns the place of each hash, `[rows]`: `rank * num_buckets + bucket`, the bucket being the same for any rank.
 
     **Arguments:** `hashes`: `[rows]` uint64. `size`: of the ranks. `num_buckets`: a power of two.
     """
-    mine = hashes.to_numpy()
     binding = _binding()
     if binding is not None:
-        places = np.empty(len(mine), np.uint16)
-        binding.places(mine, size, num_buckets, places)
-        return places
+        return _chunkwise(hashes, lambda mine, places: binding.places(mine, size, num_buckets, places), num_threads)
+    mine = hashes.to_numpy()
     ranks = ((mine >> np.uint64(16) & np.uint64(0xFFFFFFFF)) * np.uint64(size)) >> np.uint64(32)
     buckets = mine >> np.uint64(48) & np.uint64(num_buckets - 1)
     return (ranks * np.uint64(num_buckets) + buckets).astype(np.uint16)
 
 
-def split(frame: "pl.DataFrame", places: NDArray[np.uint16], num_parts: int) -> "list[pl.DataFrame]":
+def places_between(values: "pl.Series", splitters: NDArray[np.int64], *, num_threads: int = 1) -> NDArray[np.uint16]:
+    """Returns how many splitters do not follow each value, `[rows]`.
+
+    **Arguments:** `values`: `[rows]` int64, without nulls. `splitters`: `[1 to 65535]`, ascending.
+    """
+    binding = _binding()
+    if binding is not None:
+        return _chunkwise(values, lambda mine, places: binding.ranges(mine, splitters, places), num_threads)
+    return np.searchsorted(splitters, values.to_numpy(), side="right").astype(np.uint16)
+
+
+def _chunkwise(
+    series: "pl.Series", fill: Callable[[NDArray[Any], NDArray[np.uint16]], None], num_threads: int
+) -> NDArray[np.uint16]:
+    """Returns the places of all values, which a function fills in for those that lie behind one another in memory."""
+    places = np.empty(len(series), np.uint16)
+    chunks = [chunk.to_numpy(allow_copy=False) for chunk in series.get_chunks()]
+    parts = [places[end - len(chunk) : end] for chunk, end in zip(chunks, _ends(chunks), strict=True)]
+    each(lambda pair: fill(*pair), zip(chunks, parts, strict=True), num_threads)
+    return places
+
+
+def _ends(chunks: Sequence[NDArray[Any]]) -> Iterator[int]:
+    return itertools.accumulate(map(len, chunks))
+
+
+def split(
+    frame: "pl.DataFrame", places: NDArray[np.uint16], num_parts: int, *, num_threads: int = 1
+) -> "list[pl.DataFrame]":
     """Returns the parts of a table, the rows of each in their order.
 
     **Arguments:** `places`: `[rows]`, the part of each row, below `num_parts`.
@@ -45,7 +73,6 @@ def split(frame: "pl.DataFrame", places: NDArray[np.uint16], num_parts: int) -> 
     if num_parts <= _FEW_PARTS:
         return [frame.filter(pl.Series(places == part)) for part in range(num_parts)]
     binding = _binding()
-    frame = frame.rechunk()
     if binding is None or len(places) >= _MANY_ROWS:
         order = np.argsort(places.astype(np.uint8) if num_parts <= 256 else places, kind="stable")
         ends = np.cumsum(np.bincount(places, minlength=num_parts))
@@ -53,46 +80,46 @@ def split(frame: "pl.DataFrame", places: NDArray[np.uint16], num_parts: int) -> 
     else:
         ends, positions = np.empty(num_parts, np.int64), np.empty(len(places), np.uint32)
         binding.positions(places, ends, positions)
-        ordered = _Scattering(binding, positions).all(frame)
+        ordered = _Scattering(binding, positions, num_threads).all(frame)
     return [ordered[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]
 
 
 class _Scattering:
     """Puts the values of columns to their positions. **Arguments:** `positions`: `[rows]`, each once."""
 
-    def __init__(self, binding: ModuleType, positions: NDArray[np.uint32]) -> None:
+    def __init__(self, binding: ModuleType, positions: NDArray[np.uint32], num_threads: int) -> None:
         self._binding = binding
+        self._num_threads = num_threads
         self._positions = positions
         self._pyarrow: Any = import_pyarrow(purpose="a frame")
 
     def all(self, frame: "pl.DataFrame") -> "pl.DataFrame":
         """Returns the rows at their positions."""
-        plain = {series.name: values for series in frame if (values := _values(series)) is not None}
+        plain = {series.name: chunks for series in frame if (chunks := _chunks(series))}
         others = frame.drop(list(plain))
         if others.width:
             order = np.empty_like(self._positions)
             self._binding.scatter(np.arange(len(order), dtype=np.uint32), self._positions, order)
-            others = others[pl.Series(order)]
-        columns = [
-            self._scattered(plain[name], name, dtype) if name in plain else others[name]
-            for name, dtype in frame.schema.items()
-        ]
-        return pl.DataFrame(columns)
+            others = others.rechunk()[pl.Series(order)]
+        moved = each(lambda name: self._scattered(plain[name], frame[name]), plain, self._num_threads)
+        done = dict(zip(plain, moved, strict=True))
+        return pl.DataFrame([done[name] if name in done else others[name] for name in frame.columns])
 
-    def _scattered(self, values: NDArray[Any], name: str, dtype: Any) -> "pl.Series":
-        out = np.empty_like(values)
-        self._binding.scatter(values, self._positions, out)
+    def _scattered(self, chunks: Sequence[NDArray[Any]], like: "pl.Series") -> "pl.Series":
+        out = np.empty(len(self._positions), chunks[0].dtype)
+        for values, end in zip(chunks, _ends(chunks), strict=True):
+            self._binding.scatter(values, self._positions[end - len(values) : end], out)
         pa = self._pyarrow
         array = pa.Array.from_buffers(pa.from_numpy_dtype(out.dtype), len(out), [None, pa.py_buffer(out)])
         moved: Any = pl.from_arrow(array)
-        return moved.cast(dtype).alias(name)
+        return moved.cast(like.dtype).alias(like.name)
 
 
-def _values(series: "pl.Series") -> NDArray[Any] | None:
-    """Returns the numbers that a column is, in memory; None for nulls, and for what is no number."""
+def _chunks(series: "pl.Series") -> list[NDArray[Any]]:
+    """Returns the numbers that a column is, as they lie in memory; none for nulls, and for what is no number."""
     if series.dtype.base_type() not in _PLAIN or series.null_count() or not len(series):
-        return None
-    return series.to_physical().to_numpy(allow_copy=False)
+        return []
+    return [chunk.to_physical().to_numpy(allow_copy=False) for chunk in series.get_chunks()]
 
 
 @cache

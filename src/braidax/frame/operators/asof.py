@@ -57,11 +57,11 @@ def _by_groups(runner: Runner, node: Node, left: Table, right: Table, *, ordered
     if ordered:
         frames[0] = with_index(ranks, frames[0])
     stays = None if any(there) else 0
-    held, is_spread = deal_both(runner, frames, keys, dtypes, there=there, stays=stays)
-    joined = runner.in_buckets(node, *held)
+    dealt = deal_both(runner, frames, keys, dtypes, there=there, stays=stays)
+    joined = runner.in_buckets(node, *dealt.tables)
     if ordered:
         return restored(runner, joined, [INDEX])
-    return Table(joined.node, joined.buckets, tuple(options["left_by"]) if not is_spread else None)
+    return Table(joined.node, joined.buckets, tuple(options["left_by"]) if not dealt.is_spread else None)
 
 
 def _by_ranges(runner: Runner, node: Node, left: Table, right: Table) -> Table:

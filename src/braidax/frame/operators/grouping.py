@@ -1,7 +1,7 @@
 """Groups: rows dealt by the hash of their keys; what the ranks have of a group is aggregated before where that pays."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from braidax.frame.operators.alone import on_one_rank
@@ -43,7 +43,7 @@ _COMBINED = {"Sum": pl.Expr.sum, "Min": pl.Expr.min, "Max": pl.Expr.max}
 
 def group(runner: Runner, node: Node, ordered: bool) -> Table:
     """Aggregates groups."""
-    fields = node.fields
+    original, fields = node, node.fields
     options = fields["options"]
     keys, aggs = fields["keys"], fields["aggs"]
     whole = options["dynamic"] is None and options["rolling"] is None and options["slice"] is None
@@ -63,15 +63,19 @@ def group(runner: Runner, node: Node, ordered: bool) -> Table:
     node = node.but(keys=keys, aggs=[alias(one, name) for one, name in zip(aggs, names_of(aggs, schema), strict=True)])
     if keeps:
         return _in_order(runner, node, source)
+    wanted = runner.wanted(original)
     node = node.but(maintain_order=False)
+    if source.ranges is not None and source.ranges.column in columns_among(keys):
+        return replace(runner.in_buckets(node, source), ranges=source.ranges)
     if source.keys is not None and set(source.keys) <= set(columns_among(keys)):
         return _placed(runner, node, source, source.keys)
     small = Small.of(node, schema)
     source, pays = (runner.compute(source), False) if small is None else _sampled(runner, source, keys)
     if small is None or not pays:
-        return _placed(runner, node, dealt_by_keys(runner, runner.computed(source), keys), tuple(names))
+        dealt = dealt_by_keys(runner, runner.computed(source), keys, wanted)
+        return _placed(runner, node, dealt, tuple(names))
     mine = runner.computed(runner.in_buckets(small.before(node), source))
-    dealt = dealt_by_keys(runner, mine, [column(name) for name in names])
+    dealt = dealt_by_keys(runner, mine, [column(name) for name in names], wanted)
     return _placed(runner, small.after(node, names), dealt, tuple(names))
 
 
@@ -90,7 +94,7 @@ def _sampled(runner: Runner, source: Table, keys: Sequence[Expression]) -> tuple
 
 def _placed(runner: Runner, node: Node, source: Table, keys: Sequence[str]) -> Table:
     table = runner.in_buckets(node, source)
-    return Table(table.node, table.buckets, tuple(keys))
+    return replace(table, keys=None if source.ranges is not None else tuple(keys), ranges=source.ranges)
 
 
 def _in_order(runner: Runner, node: Node, source: Table) -> Table:

@@ -4,6 +4,7 @@ Rows of a key that would fill a rank by itself stay where they are, and those of
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from braidax.frame.operators.small_sides import SHARED, with_a_copy, with_a_smal
 from braidax.frame.operators.sorting import restored
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import is_rowwise, kind_of
+from braidax.frame.plan.layout import Ranges
 from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
@@ -56,12 +58,13 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
         if isinstance(joined, Table):
             return joined
         left, right = joined
+    wanted = runner.wanted(node)
     node = node.on(left.node, right.node)
     if needs:
         left = runner.held(with_index(runner.ranks, runner.computed(left), LEFT))
         right = runner.held(with_index(runner.ranks, runner.computed(right), RIGHT))
     plain = node.but(options={**node.fields["options"], "args": {**args, "maintain_order": "None"}})
-    table = _equi(runner, plain, left, right)
+    table = _equi(runner, plain, left, right, None if needs else wanted)
     if not needs:
         return table
     order = [LEFT, RIGHT] if keeps.startswith("Left") else [RIGHT, LEFT]
@@ -69,7 +72,7 @@ def join(runner: Runner, node: Node, ordered: bool) -> Table:
     return restored(runner, table, there)
 
 
-def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
+def _equi(runner: Runner, node: Node, left: Table, right: Table, wanted: Ranges | None) -> Table:
     condition, how = node.fields["condition"]["Equi"], kind_of(node.fields["options"]["args"]["how"])
     left_on, right_on = condition["left_on"], condition["right_on"]
     schema_of(node.on(left.node, right.node))  # raises what Polars does for keys that do not fit
@@ -82,11 +85,12 @@ def _equi(runner: Runner, node: Node, left: Table, right: Table) -> Table:
         joined = runner.local(node, *map(runner.held, frames))
         return Table(joined.node, joined.buckets, left.keys if side == 1 else None)  # the right may get other names
     stays = _side_that_stays(how, ways, node.fields["options"]["args"])
-    held, is_spread = deal_both(runner, frames, (left_on, right_on), dtypes, there=ways, stays=stays)
-    joined = runner.in_buckets(node, *held)
-    keys = key_columns(left_on) if how in SHARED["right"] and not is_spread else None
-    keys = keys if keys is None or same_dtypes(left, left_on, dtypes) else None
-    return Table(joined.node, joined.buckets, keys)
+    dealt = deal_both(runner, frames, (left_on, right_on), dtypes, there=ways, stays=stays, wanted=wanted)
+    joined = runner.in_buckets(node, *dealt.tables)
+    if dealt.ranges is not None:
+        return replace(joined, ranges=dealt.ranges)
+    keys = key_columns(left_on) if how in SHARED["right"] and not dealt.is_spread else None
+    return replace(joined, keys=keys if keys is None or same_dtypes(left, left_on, dtypes) else None)
 
 
 def _shared_side(

@@ -2,18 +2,29 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from braidax.errors import CommError
 from braidax.frame.moving.ranks import Ranks
-from braidax.frame.moving.splitting import places_of
+from braidax.frame.moving.splitting import places_between, places_of
 from braidax.frame.moving.wire import portable_dtype
 from braidax.frame.plan.building import HIDDEN
 from braidax.frame.plan.expressions import Expression, kind_of, polars_of
+from braidax.frame.plan.layout import Ranges
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
 from braidax.frame.running import Runner, Table
 
+_INTEGERS = frozenset(
+    [pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.Date, pl.Time, pl.Datetime, pl.Duration]
+)
+"""Dtypes of which a value is an integer, in the order of the values."""
+_SAMPLED_ROWS = 20_000  # of each table of each rank, from which ranges are told
+_VALUE, _WEIGHT = HIDDEN + "value", HIDDEN + "weight"
 _SEED = 0x62726169  # another one than Polars' own, whose tables would else be filled unevenly
 _BUCKET_BYTES = 4 << 20  # what a core's caches hold, with the tables that are made of it
 INDEX = HIDDEN + "row"
@@ -44,12 +55,68 @@ def num_buckets(ranks: Ranks, num_bytes: float) -> int:
     return 1 if share < 2 else min(1 << math.ceil(math.log2(share)), ranks.max_buckets)
 
 
-def dealt_by_keys(runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression]) -> Table:
-    """Returns rows dealt by the hash of their keys, in buckets. **Arguments:** `keys`: of each row alone."""
+def dealt_by_keys(
+    runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression], wanted: Ranges | None = None
+) -> Table:
+    """Returns rows dealt by the hash of their keys, in buckets.
+
+    **Arguments:** `keys`: of each row alone. `wanted`: the ranges of the key by which they are dealt if they can be.
+    """
     ranks = runner.ranks
     num = num_buckets(ranks, frame.estimated_size())
-    places = places_of(key_hashes(frame, keys), ranks.size, num)
-    return runner.held_in_buckets(ranks.deal_in_buckets(frame, places, num))
+    places = None if wanted is None else places_in_ranges(ranks, [frame], [keys], None, num * ranks.size, wanted)
+    ranges = None if places is None else wanted
+    place = places_of(key_hashes(frame, keys), ranks.size, num) if places is None else places[0]
+    return replace(runner.held_in_buckets(ranks.deal_in_buckets(frame, place, num)), ranges=ranges)
+
+
+def places_in_ranges(
+    ranks: Ranks,
+    frames: "Sequence[pl.DataFrame]",
+    keys: Sequence[Sequence[Expression]],
+    dtypes: Sequence[Any] | None,
+    num_parts: int,
+    wanted: Ranges,
+) -> list[NDArray[np.uint16]] | None:
+    """Returns the part of each row of some tables, such that those of one are before those of the next.
+
+    **Arguments:** `keys`: of each table. `dtypes`: as of `key_hashes`.
+
+    **Returns:** None where a key is no integer that may be null nowhere, on any rank, or there is one part.
+    """
+    found = [_integers(frame, on, dtypes) for frame, on in zip(frames, keys, strict=True)]
+    values = [one for one in found if one is not None]
+    if num_parts < 2 or not ranks.all([len(values) == len(found)]).all():
+        return None
+    splitters = _splitters(ranks, values, num_parts)
+    places = [places_between(one, splitters, num_threads=ranks.num_threads) for one in values]
+    return [num_parts - 1 - one for one in places] if wanted.is_descending else places
+
+
+def _integers(frame: "pl.DataFrame", keys: Sequence[Expression], dtypes: Sequence[Any] | None) -> "pl.Series | None":
+    """Returns the one key of rows as integers in its order, `[rows]` int64; None where it is none, or has nulls."""
+    names = key_columns(keys)
+    if names is None or len(names) > 1:
+        return None
+    key = frame[names[0]]
+    key = key if dtypes is None else key.cast(dtypes[0])
+    if key.dtype.base_type() not in _INTEGERS or key.null_count():
+        return None
+    return key.to_physical().cast(pl.Int64)
+
+
+def _splitters(ranks: Ranks, values: "Sequence[pl.Series]", num_parts: int) -> NDArray[np.int64]:
+    """Returns where all parts but the first begin, `[num_parts - 1]`: the same on all ranks, by a sample."""
+    samples: list[pl.DataFrame] = []
+    for one in values:
+        step = max(1, len(one) // _SAMPLED_ROWS)
+        samples.append(one.alias(_VALUE).gather_every(step).to_frame().with_columns(pl.lit(step).alias(_WEIGHT)))
+    every = ranks.share(pl.concat(samples)).group_by(_VALUE).agg(pl.col(_WEIGHT).sum()).sort(_VALUE)
+    if not every.height:
+        return np.zeros(num_parts - 1, np.int64)
+    behind = every[_WEIGHT].cum_sum().to_numpy()
+    at = np.searchsorted(behind, behind[-1] * np.arange(1, num_parts) / num_parts)
+    return every[_VALUE].to_numpy()[at]
 
 
 def key_hashes(frame: "pl.DataFrame", keys: Sequence[Expression], dtypes: Sequence[Any] | None = None) -> "pl.Series":

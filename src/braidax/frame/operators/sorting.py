@@ -11,7 +11,8 @@ from braidax.frame.operators.alone import on_one_rank
 from braidax.frame.operators.hidden import NotSpread, computed_beside
 from braidax.frame.operators.placing import INDEX, with_index
 from braidax.frame.plan.building import HIDDEN, sliced, sorted_by, without
-from braidax.frame.plan.expressions import Expression, expanded, is_rowwise, polars_of
+from braidax.frame.plan.expressions import Expression, column, expanded, is_rowwise, polars_of
+from braidax.frame.plan.layout import Ranges
 from braidax.frame.plan.nodes import Node
 from braidax.frame.plan.supplying import schema_of
 from braidax.frame.polars import pl
@@ -31,6 +32,8 @@ def sort(runner: Runner, node: Node, ordered: bool) -> Table:
     if found is None:
         return on_one_rank(runner, node, ordered)
     source, node, keys, hidden = found
+    if source.ranges is not None and _lies_by(source.ranges, node):
+        return runner.in_buckets(node, source)
     frame = runner.computed(source)
     order = Order.of(keys, options)
     key_frame = frame.select([polars_of(key).alias(str(i)) for i, key in enumerate(keys)])
@@ -40,6 +43,16 @@ def sort(runner: Runner, node: Node, ordered: bool) -> Table:
     frame = runner.ranks.deal(frame, order.destinations(key_frame, _splitters(runner, key_frame, order)))
     table = runner.local(node, runner.held(frame))
     return runner.local(without(table.node, hidden), table) if hidden else table
+
+
+def _lies_by(ranges: Ranges, node: Node) -> bool:
+    """Returns whether rows lie in the ranges of a sort's first key, so that each bucket is sorted on its own."""
+    options = node.fields["sort_options"]
+    return (
+        not options["maintain_order"]
+        and options["descending"][0] == ranges.is_descending
+        and (node.fields["by_column"][0] == column(ranges.column))
+    )
 
 
 def restored(runner: Runner, table: Table, names: Sequence[str]) -> Table:

@@ -6,6 +6,7 @@ memory. Its JSON form would do, too, but it changes floats in their last digit a
 
 import io
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -115,10 +116,10 @@ def _read(data: bytes) -> tuple[Node, dict[str, "pl.DataFrame"]]:
     return _Reader(msgpack.decode(memoryview(data)[_check_version(data) :])).run()
 
 
-def write(node: Node, scan: Callable[[Supplied], Fields]) -> bytes:
+def write(node: Node, leaf: Callable[[Supplied], Fields]) -> bytes:
     """Returns a plan as `polars.LazyFrame.deserialize` reads it.
 
-    **Arguments:** `scan`: returns the fields of the `PythonScan` that reads a supplied table.
+    **Arguments:** `leaf`: returns what is written for a supplied table.
     """
     plans: list[Any] = [{"value": None, "version": 0}]
     frames: list[Any] = [{"value": None, "version": 0}]
@@ -126,7 +127,7 @@ def write(node: Node, scan: Callable[[Supplied], Fields]) -> bytes:
 
     def value_of(node: Node) -> Any:
         if node.kind == "Supplied":
-            return {"PythonScan": scan(node.fields["table"])}
+            return leaf(node.fields["table"])
         hook = partial(_written, inputs=node.inputs, place=place, whole=value_of, frames=frames)
         return {node.kind: Raw(msgpack.encode(node.fields, enc_hook=hook))}
 
@@ -193,7 +194,7 @@ class _Reader:
         if kind == "PythonScan":
             label = fields["options"].get("explain_name") or ""
             if label.startswith(_SUPPLIED):
-                alone = write(Node(kind, fields), scan=lambda table: {})  # it has no inputs
+                alone = write(Node(kind, fields), lambda table: {})  # it has no inputs
                 schema = pl.LazyFrame.deserialize(io.BytesIO(alone)).collect_schema()
                 return supplied(label.removeprefix(_SUPPLIED), schema)
         inputs: list[Node] = []
@@ -251,11 +252,17 @@ def _by_value(function: Sequence[int]) -> Sequence[int]:
     return [_BY_VALUE, *version, *cloudpickle.dumps(pickle.loads(pickled))]
 
 
-def scan_fields(lazy: "pl.LazyFrame") -> Fields:
-    """Returns the fields of a plan that is one scan of a Python function."""
+def leaf_of(lazy: "pl.LazyFrame") -> Fields:
+    """Returns what Polars writes for a plan that is one leaf."""
     data = lazy.serialize()
     body = msgpack.decode(memoryview(data)[_check_version(data) :])
-    return body["dsl_plans"][body["root"]["idx"]]["value"]["PythonScan"]
+    return body["dsl_plans"][body["root"]["idx"]]["value"]
+
+
+def leaf_that_calls(function: object) -> Fields:
+    """Returns what Polars writes for a plan that a Python function gives, which a plan that is read has by pickling."""
+    pickled = [_BY_VALUE, *sys.version_info[1:3], *pickle.dumps(function)]
+    return {"PipeWithSchema": {"input": [], "callback": pickled}}
 
 
 def _written(

@@ -5,8 +5,9 @@ comes over the exchanges; of these it then asks for the columns it needs and the
 stay in the plan, so that it means the same, as nulls: those take no time to read, to send or to keep.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from braidax.frame.plan.building import filtered, null, with_columns
 from braidax.frame.plan.expressions import Expression, calls_python, written
@@ -32,6 +33,24 @@ _RUN = frozenset(
         "Union",
     ]
 )
+
+
+@dataclass
+class _Asked(Reading):
+    """A table without rows that notes what Polars asks for, as far as it does.
+
+    **Fields:** `columns`, `predicate`: None is all. `num_reads`: how often it did.
+    """
+
+    columns: list[str] | None = None
+    predicate: "pl.Expr | None" = None
+    num_reads: int = 0
+    is_streamed: ClassVar[bool] = True
+
+    def __call__(self, columns: list[str] | None, predicate: "pl.Expr | None", *_: Any) -> "Iterator[pl.DataFrame]":
+        self.num_reads += 1
+        self.columns, self.predicate = columns, predicate
+        yield self.frame if columns is None else self.frame.select(columns)
 
 
 @dataclass
@@ -92,7 +111,7 @@ class _Pushing:
         part = self._cut(self._wanted(top, self._requests[id(top)]), inputs, top)
         leaves = [node for node in topological(part) if node.kind == "Supplied"]
         tables = [node.fields["table"] for node in leaves]
-        readings = {table.name: Reading(pl.DataFrame(schema=table.schema)) for table in tables}
+        readings = {table.name: _Asked(pl.DataFrame(schema=table.schema)) for table in tables}
         if inputs and all(map(_may_run, topological(part))):
             try:
                 lazy_of(part, readings).collect()
@@ -111,7 +130,7 @@ class _Pushing:
             return supplied(known[0] if known else name, schema_of(node))
         return node.on(*(self._cut(source, inputs, top) for source in node.inputs))
 
-    def _note(self, inputs: Mapping[str, Node], readings: Mapping[str, Reading]) -> None:
+    def _note(self, inputs: Mapping[str, Node], readings: Mapping[str, _Asked]) -> None:
         for name, node in inputs.items():
             request = self._requests.setdefault(id(node), _Request())
             reading = readings.get(name)

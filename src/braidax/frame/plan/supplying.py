@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from braidax.frame.plan.nodes import Fields, Node, Supplied, label_of, scan_fields, supplied, write
+from braidax.frame.plan.nodes import Fields, Node, Supplied, label_of, leaf_of, leaf_that_calls, supplied, write
 from braidax.frame.polars import Schema, pl, register_io_source
 
 _TABLES: ContextVar[Mapping[str, "Reading"]] = ContextVar("tables of the piece that this thread reads")
@@ -20,32 +20,18 @@ _SLICE_ROWS = 1 << 16  # Polars' threads take one slice each
 
 @dataclass
 class Reading:
-    """What a piece reads of a table, and the table.
+    """A table that a piece reads: rows in memory, which Polars gets as they are.
 
-    **Fields:** `frame`: its rows here. `columns`, `predicate`: what Polars asked for, as far as it did; None is all.
-    `num_reads`: how often it did. `is_streamed`: whether `frame` has none of the rows, which come as they are read.
+    **Fields:** `frame`: its rows here. `is_streamed`: whether it has none of them, and gives them when it is called, as
+    the function of a scan. See `polars.io.plugins.register_io_source`.
     """
 
     frame: "pl.DataFrame"
-    columns: list[str] | None = None
-    predicate: "pl.Expr | None" = None
-    num_reads: int = 0
     is_streamed: ClassVar[bool] = False
 
-    def __call__(
-        self, columns: list[str] | None, predicate: "pl.Expr | None", num_rows: int | None, batch_size: int | None
-    ) -> Iterator["pl.DataFrame"]:
-        """Is the scan's function. See `polars.io.plugins.register_io_source`."""
-        del batch_size
-        self.num_reads += 1
-        self.columns, self.predicate = columns, predicate
-        frame = self.frame
-        if predicate is not None:
-            frame = frame.filter(predicate)
-        if columns is not None:
-            frame = frame.select(columns)
-        frame = frame if num_rows is None else frame.head(num_rows)
-        yield from frame.iter_slices(_SLICE_ROWS) if frame.height else (frame,)
+    def __call__(self, *_: Any) -> Any:
+        """Returns the rows, as a plan that Polars asks for by `leaf_that_calls`."""
+        return self.frame.lazy()._ldf  # pyright: ignore[reportPrivateUsage]
 
     @property
     def num_bytes(self) -> float:
@@ -90,7 +76,12 @@ def scan(name: str, schema: Schema) -> "pl.LazyFrame":
 
 @lru_cache(maxsize=1024)
 def _fields(name: str, schema: tuple[tuple[str, Any], ...]) -> Fields:
-    return scan_fields(scan(name, pl.Schema(schema)))
+    return leaf_of(scan(name, pl.Schema(schema)))
+
+
+@lru_cache(maxsize=1024)
+def _given(name: str) -> Fields:
+    return leaf_that_calls(_Stand(name))
 
 
 def _scan_of(table: Supplied) -> Fields:
@@ -103,8 +94,10 @@ def lazy_of(node: Node, tables: Mapping[str, Reading]) -> "pl.LazyFrame":
 
 
 def lazy_of_each(node: Node, buckets: Sequence[Mapping[str, Reading]]) -> "Iterator[pl.LazyFrame]":
-    """Yields a plan as Polars' own for each of several sets of tables."""
-    data = bytes_of(node)
+    """Yields a plan as Polars' own for each of several sets of tables, of which all are in memory, or none."""
+    first = buckets[0]
+    given = {name for name, reading in first.items() if not reading.is_streamed}
+    data = write(node, lambda table: _given(table.name) if table.name in given else _scan_of(table))
     for tables in buckets:
         token = _TABLES.set(tables)
         try:

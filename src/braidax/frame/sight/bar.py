@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Literal, final
 
 from braidax.connections.hosts import LOOPBACK, host_addresses
@@ -31,10 +31,10 @@ def check_show(show: str) -> None:
 
 
 @contextlib.contextmanager
-def drawn(words: Callable[[], Sequence[str]], hosts: Sequence[str]) -> Generator[Watcher | None]:
+def drawn(hosts: Sequence[str]) -> Generator[Watcher | None]:
     """Draws bars on stderr, inside the block, of what ranks tell; nothing where that is no terminal.
 
-    **Arguments:** `words`: returns those of each operation, by its number. `hosts`: the name of each rank's host.
+    **Arguments:** `hosts`: the name of each rank's host.
 
     **Yields:** whom the ranks are to tell; None for nobody.
     """
@@ -51,7 +51,7 @@ def drawn(words: Callable[[], Sequence[str]], hosts: Sequence[str]) -> Generator
                 one.bind((address, 0))
                 found.append(one)
         secret = secrets.token_bytes(32)
-        bars = stack.enter_context(contextlib.closing(_Bars(words(), len(hosts), found, secret)))
+        bars = stack.enter_context(contextlib.closing(_Bars(len(hosts), found, secret)))
         bars.start()
         yield Watcher(tuple((one.getsockname()[0], one.getsockname()[1]) for one in found), secret)
 
@@ -60,8 +60,8 @@ def drawn(words: Callable[[], Sequence[str]], hosts: Sequence[str]) -> Generator
 class _Bars:
     """Hears ranks and draws what they tell, in a thread of its own, from `start` to `close`."""
 
-    def __init__(self, words: Sequence[str], size: int, sockets: Sequence[socket.socket], secret: bytes) -> None:
-        self._words, self._size, self._secret = words, size, secret
+    def __init__(self, size: int, sockets: Sequence[socket.socket], secret: bytes) -> None:
+        self._size, self._secret = size, secret
         self._sockets = sockets
         self._told = [(-1, dict[int, State]()) for _ in range(size)]
         self._begun: list[int] = []
@@ -104,7 +104,7 @@ class _Bars:
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_DATAGRAMS):
                 data = one.recv(MAX_BYTES + 1)
-                news = unpacked(self._secret, data, size=self._size, num_operations=len(self._words))
+                news = unpacked(self._secret, data, size=self._size)
                 if news is None or news.number < self._told[news.rank][0]:
                     continue
                 states = self._told[news.rank][1]
@@ -116,7 +116,7 @@ class _Bars:
         states = [told[number] for _, told in self._told if number in told]
         rows = [state.num_rows or 0 for state in states]
         running = sum(state.is_running for state in states)
-        sent, spilled = (sum(sizes) for sizes in zip(*(state[3:] for state in states), strict=True))
+        sent, spilled = (sum(sizes) for sizes in zip(*(state[4:] for state in states), strict=True))
         numbers = {
             "rows": f"{sum(rows):,} rows" if sum(rows) else "",
             "sent": f"sent {size_of(sent)}" if sent else "",
@@ -124,7 +124,7 @@ class _Bars:
             "skew": f"skew {max(rows) * self._size / sum(rows):.2f}" if sum(rows) else "",
             "state": f"runs on {running} of {self._size}" if running else "idle",
         }
-        return self._words[number], bool(running), numbers
+        return states[0].words, bool(running), numbers
 
 
 _Line = tuple[str, bool, dict[str, str]]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, final
 
 from braidax.frame.plan.nodes import Node, topological
+from braidax.frame.plan.words import words
 from braidax.frame.polars import pl
 
 Phase = Literal["partition", "serialize", "wire", "wait", "spill", "local"]
@@ -19,6 +20,9 @@ PHASES: tuple[Phase, ...] = ("partition", "serialize", "wire", "wait", "spill", 
 exchanges; rows into buffers and back; buffers on their way, from when all ranks have come; until all have come; rows to
 disk and back; Polars.
 """
+
+MOST_WORDS = 100
+"""Bytes of the words for an operation, where it is told how far it is."""
 
 _NONE = -1  # the number of what is done for no operation
 _EARLY: set[Phase] = {"partition"}  # what an operation does before its inputs are there counts as this
@@ -56,10 +60,12 @@ class Work:
 class State(NamedTuple):
     """How far a rank is with an operation.
 
-    **Fields:** `operation`: its number. `is_running`: whether something is done for it now. Others: as of `Work`.
+    **Fields:** `operation`: its number. `words`: what it does, cut to `MOST_WORDS` bytes. `is_running`: whether
+    something is done for it now. Others: as of `Work`.
     """
 
     operation: int
+    words: str
     is_running: bool
     num_rows: int | None
     sent_bytes: int
@@ -172,6 +178,7 @@ class Meter(Unmeasured):
         self.root: Node | None = None
         self._nodes: list[Node] = []  # held here, since nodes are known by their identity
         self._numbers: dict[int, int] = {}
+        self._known_words: dict[int, str] = {}
         self._works: dict[int, Work] = {_NONE: Work()}
         self._owners: dict[int, tuple[int, Node]] = {}  # of nodes that are computed with others
         self._gave: dict[int, tuple[int, Node]] = {}  # tables that came of an operation
@@ -201,10 +208,23 @@ class Meter(Unmeasured):
         with self._lock:
             running = {doing.number for doing in {one.thread: one for one in self._doing}.values()}
             return [
-                State(number, number in running, work.num_rows, self._sent_bytes(number), work.spilled_bytes)
+                State(
+                    number,
+                    self._words(number),
+                    number in running,
+                    work.num_rows,
+                    self._sent_bytes(number),
+                    work.spilled_bytes,
+                )
                 for number, work in self._works.items()
                 if number != _NONE and (number in running or work.num_rows is not None or set(work.seconds) - _EARLY)
             ]
+
+    def _words(self, number: int) -> str:
+        if number not in self._known_words:
+            text = words(self._nodes[number]).encode()
+            self._known_words[number] = text[:MOST_WORDS].decode(errors="ignore")
+        return self._known_words[number]
 
     def operation(self, node: Node) -> AbstractContextManager[None]:
         number = self._numbers.get(id(node))

@@ -6,9 +6,10 @@ from os import PathLike
 from pathlib import Path
 from typing import final
 
-from braidax.frame.explaining import told, words
+from braidax.frame.explaining import told
 from braidax.frame.plan.nodes import Node, topological
 from braidax.frame.plan.ways import WHOLE_PLAN
+from braidax.frame.plan.words import words
 from braidax.frame.polars import pl
 from braidax.frame.sight.measuring import PHASES, Measured, Phase, Work
 from braidax.frame.sight.operation import Operation, size_of, told_of

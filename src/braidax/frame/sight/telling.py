@@ -23,7 +23,7 @@ EVERY_SECONDS = 0.2
 MAX_BYTES = 1200
 """Of a datagram: a network carries that in one piece."""
 
-_STATES = 30  # in a datagram: each has at most 35 bytes
+_STATES = 8  # in a datagram: each has at most 140 bytes
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -97,10 +97,10 @@ def packed(secret: bytes, rank: int, number: int, states: Sequence[State]) -> It
         yield hmac.digest(secret, data, "sha256") + data
 
 
-def unpacked(secret: bytes, data: bytes, *, size: int, num_operations: int) -> News | None:
+def unpacked(secret: bytes, data: bytes, *, size: int) -> News | None:
     """Returns what a datagram tells, which anybody may have sent; None for one that no rank did.
 
-    **Arguments:** `size`: of the ranks. `num_operations`: of the plan.
+    **Arguments:** `size`: of the ranks.
     """
     digest, told = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if len(data) > MAX_BYTES or not hmac.compare_digest(digest, hmac.digest(secret, told, "sha256")):
@@ -109,7 +109,5 @@ def unpacked(secret: bytes, data: bytes, *, size: int, num_operations: int) -> N
         news = msgpack.decode(told, type=News)
     except ValueError:  # what msgspec raises is one
         return None
-    numbers = [number for state in news.states for number in (state.num_rows or 0, *state[3:])]
-    if not 0 <= news.rank < size or min(numbers, default=0) < 0:
-        return None
-    return news if all(0 <= state.operation < num_operations for state in news.states) else None
+    numbers = [number for state in news.states for number in (state.operation, state.num_rows or 0, *state[4:])]
+    return news if 0 <= news.rank < size and min(numbers, default=0) >= 0 else None

@@ -8,7 +8,7 @@ import glob
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ _FILES_PER_RANK = 2  # of which there must be as many, so that whole files are a
 _UNEVEN = 1.25  # how many bytes more than an even part a rank may read
 _SMALL_BYTES = 1 << 20  # of files which every rank reads in full
 _LITTLE_BYTES = 256 << 20  # of files, which a rank reads while several would tell one another what they do
-_LARGE_BYTES = 32 << 20  # of files
-_ALL_ROWS = ("Scan", "Select", "HStack", "MapFunction")  # that give as many rows as they read
+_LARGE_BYTES = 32 << 20
+_ALL_ROWS = ("Supplied", "Scan", "Select", "HStack", "MapFunction")  # that give as many rows as they read
 _COPIED_JOINS = ("Inner", "Left", "Semi", "Anti")
 
 
@@ -128,7 +128,10 @@ def reads_little(root: Node, scans: Mapping[Node, Scanned]) -> bool:
     """Returns whether one rank computes a plan sooner than several could share it: few bytes, and no long work."""
     if _file_bytes(root, scans) > _LITTLE_BYTES:
         return False
-    return not any(_may_take_long(node) or _joins_large_tables(node, scans) for node in topological(root))
+    return not any(
+        _may_take_long(node) or joins_large_tables(node, lambda leaf: _file_bytes(leaf, scans))
+        for node in topological(root)
+    )
 
 
 def is_little(root: Node) -> bool:
@@ -150,10 +153,14 @@ def _may_take_long(node: Node) -> bool:
     return kind_of(condition) != "Equi" or not condition["Equi"]["left_on"]
 
 
-def _joins_large_tables(node: Node, scans: Mapping[Node, Scanned]) -> bool:
-    """Returns whether a node joins all rows of two large tables, which goes faster in buckets that fit into caches."""
+def joins_large_tables(node: Node, num_bytes: Callable[[Node], float]) -> bool:
+    """Returns whether a node joins all rows of two large tables, which goes faster in buckets that fit into caches.
+
+    **Arguments:** `num_bytes`: of a leaf of the plan.
+    """
     return node.kind == "Join" and all(
-        _file_bytes(source, scans) >= _LARGE_BYTES and all(one.kind in _ALL_ROWS for one in topological(source))
+        all(one.kind in _ALL_ROWS for one in topological(source))
+        and sum(num_bytes(leaf) for leaf in topological(source) if not leaf.inputs) >= _LARGE_BYTES
         for source in node.inputs
     )
 
