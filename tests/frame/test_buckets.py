@@ -9,7 +9,7 @@ from polars.testing import assert_frame_equal
 
 from braidax.frame import collect_partition
 from braidax.frame.moving import splitting
-from braidax.frame.moving.splitting import places_of, split
+from braidax.frame.moving.splitting import places_between, places_of, split
 from braidax.frame.operators import placing
 from tests.frame.queries.catalogue import CATALOGUE
 from tests.frame.queries.query import Query
@@ -35,9 +35,9 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def binding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits with what is compiled, and as where it is not."""
     if request.param == "NumPy":
-        monkeypatch.setattr(splitting, "_binding", lambda: None)
+        monkeypatch.setattr(splitting, "compiled", lambda: None)
     else:
-        assert splitting._binding() is not None  # pyright: ignore[reportPrivateUsage]
+        assert splitting.compiled() is not None
 
 
 @pytest.mark.usefixtures("dealt", "small_buckets")
@@ -104,7 +104,7 @@ def test_places_are_the_same_with_and_without_the_binding(
 ) -> None:
     hashes = pl.Series(range(100_000)).hash(3)
     compiled = places_of(hashes, size, num_buckets)
-    monkeypatch.setattr(splitting, "_binding", lambda: None)
+    monkeypatch.setattr(splitting, "compiled", lambda: None)
     assert (compiled == places_of(hashes, size, num_buckets)).all()
     ranks, buckets = np.divmod(compiled, num_buckets)
     assert ranks.max() == size - 1
@@ -115,29 +115,55 @@ def test_places_are_the_same_with_and_without_the_binding(
 
 
 def test_the_binding_refuses_what_would_leave_its_buffers() -> None:
-    binding = splitting._binding()  # pyright: ignore[reportPrivateUsage]
+    binding = splitting.compiled()
     assert binding is not None
-    places, ends, positions = np.array([0, 1, 2], np.uint16), np.empty(2, np.int64), np.empty(3, np.uint32)
+    places, begins, positions = np.array([0, 1, 2], np.uint16), np.zeros(2, np.int64), np.empty(3, np.uint32)
     with pytest.raises(ValueError, match="a place of no part"):
-        binding.positions(places, ends, positions)
+        binding.positions(places, begins, positions)
+    with pytest.raises(ValueError, match="a place of no part"):
+        binding.positions(places, np.array([0, -1, 0]), positions)
+    with pytest.raises(ValueError, match="a position beyond"):
+        binding.positions(places, np.array([0, 1 << 32, 0]), positions)
     with pytest.raises(ValueError, match="buffers of other lengths"):
-        binding.positions(places, ends, np.empty(2, np.uint32))
-    with pytest.raises(ValueError, match="a position for each"):
-        binding.scatter(np.zeros(3), np.array([0, 1, 3], np.uint32), np.zeros(3))
-    with pytest.raises(ValueError, match="a position for each"):
-        binding.scatter(np.zeros(3), np.array([0, 1, 2], np.uint32), np.zeros(2))
-    with pytest.raises(ValueError, match="a position for each"):
-        binding.scatter(np.zeros(2), np.array([0, 1, 2], np.uint32), np.zeros(3))
-    with pytest.raises(ValueError, match="1 to 65535 splitters"):
-        binding.ranges(np.zeros(3, np.int64), np.zeros(0, np.int64), np.zeros(3, np.uint16))
-    with pytest.raises(ValueError, match="1 to 65535 splitters"):
-        binding.ranges(np.zeros(3, np.int64), np.zeros(65536, np.int64), np.zeros(3, np.uint16))
+        binding.positions(places, begins, np.empty(2, np.uint32))
+    with pytest.raises(ValueError, match="a place of no part"):
+        binding.counts(places, np.empty(2, np.int64))
+    with pytest.raises(ValueError, match="at most 65536 parts"):
+        binding.counts(places, np.empty(65537, np.int64))
+    none = np.zeros(0)
+    for values, at, out, rest in (
+        (np.zeros(3), [0, 1, 3], np.zeros(3), none),
+        (np.zeros(3), [0, 1, 3], np.zeros(2), np.zeros(1)),
+        (np.zeros(3), [0, 1, 2], np.zeros(2), none),
+        (np.zeros(2), [0, 1, 2], np.zeros(3), none),
+        (np.zeros(3), [0, 1, 2], np.zeros(2), np.zeros(9, np.uint8)),
+    ):
+        with pytest.raises(ValueError, match="a position for each"):
+            binding.scatter(values, np.array(at, np.uint32), out, rest)
+    for num_splitters in (0, 65536):
+        with pytest.raises(ValueError, match="1 to 65535 splitters"):
+            binding.ranges(np.zeros(3, np.int64), np.zeros(num_splitters, np.int64), np.zeros(3, np.uint16))
     with pytest.raises(ValueError, match="buffers of other lengths"):
         binding.ranges(np.zeros(3, np.int64), np.zeros(1, np.int64), np.zeros(2, np.uint16))
     with pytest.raises(ValueError, match="a power of two of buckets"):
         binding.places(np.zeros(3, np.uint64), 2, 3, np.zeros(3, np.uint16))
     with pytest.raises(ValueError, match="at most 65536 parts"):
         binding.places(np.zeros(3, np.uint64), 4096, 32, np.zeros(3, np.uint16))
+
+
+@pytest.mark.parametrize("num_splitters", [1, 2, 3, 7, 8, 255, 256, 65535])
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 1000])
+def test_places_between_splitters_are_the_same_with_and_without_the_binding(
+    num_splitters: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(num_splitters)
+    splitters = np.sort(rng.integers(-(1 << 63), 1 << 62, num_splitters))
+    values = np.concatenate([rng.integers(-(1 << 63), 1 << 62, num_rows), splitters[: num_rows // 2], splitters[-1:]])
+    series = pl.concat([pl.Series(values[:3]), pl.Series(values[3:])], rechunk=False)
+    found = places_between(series, splitters, num_threads=2)
+    assert found.tolist() == [sum(splitters <= value) for value in values]
+    monkeypatch.setattr(splitting, "compiled", lambda: None)
+    assert (found == places_between(series, splitters)).all()
 
 
 @pytest.mark.usefixtures("dealt")

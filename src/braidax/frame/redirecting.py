@@ -11,7 +11,7 @@ from typing import Any
 
 from braidax.errors import CallFailed
 from braidax.frame.collecting import collect, keep
-from braidax.frame.plan.supplying import Reading
+from braidax.frame.plan.supplying import Reading, wanted
 from braidax.frame.polars import pl, register_io_source
 from braidax.frame.sight.bar import Show
 from braidax.gang import Gang
@@ -164,7 +164,7 @@ def _computed(lazy_frame: "pl.LazyFrame", gang: Gang, show: Show) -> "Generator[
     def rows(columns: Any, predicate: Any, num_rows: int | None, batch_size: int | None) -> "Iterator[pl.DataFrame]":
         for rank in range(gang.size):
             part = gang.get(name, ranks=[rank])[0].frame
-            for frame in Reading(part)(columns, predicate, None, batch_size):
+            for frame in Reading(wanted(part, columns, predicate)).batches():
                 yield frame if num_rows is None else frame.head(num_rows)
                 num_rows = None if num_rows is None else max(0, num_rows - frame.height)
 

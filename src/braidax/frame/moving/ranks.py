@@ -2,7 +2,7 @@
 
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import CommError
+from braidax.frame.moving.columns import Buckets, Dealing, Offer, decoded, encoded
 from braidax.frame.moving.splitting import split
 from braidax.frame.moving.wire import Batches, Wire
 from braidax.frame.polars import Schema, msgpack, pl
@@ -56,6 +57,11 @@ class Ranks:
 
         **Returns:** the buckets of this rank.
         """
+        if self.size > 1 and (buckets := self._plain_buckets(frame, places, num_buckets)) is not None:
+            for source, item in self.exchange(self._in_turn(buckets.num_leaving, buckets.leaving)):
+                with self.meter.phase("serialize"):
+                    buckets.add(source, item)
+            return buckets.done()
         parts = split(frame, places, self.size * num_buckets, num_threads=self.num_threads)
         if self.size == 1:
             return parts
@@ -167,15 +173,32 @@ class Ranks:
         with self.meter.phase("wait"):
             return bytes(memoryview(self._comm.broadcast(mine, root=rank)))
 
+    def _plain_buckets(self, frame: "pl.DataFrame", places: NDArray[np.uint16], num_buckets: int) -> Buckets | None:
+        """Returns the buckets of this rank, for rows of numbers alone, which all ranks must have; None for others."""
+        offer = Offer.of(frame, places, self.size * num_buckets)
+        dealing = Dealing.of(list(map(decoded, self.all_objects(encoded(offer)))), num_buckets)
+        if dealing is None:
+            return None
+        return Buckets(frame, places, dealing, rank=self.rank, num_threads=self.num_threads)
+
     def _items(self, parts: "Sequence[Sequence[pl.DataFrame]]", wire: Wire) -> Iterator[tuple[int, list[Any]]]:
-        """Yields what goes to the others: first to the next one, so that not all send to the same."""
-        others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
-        streams = [
-            (rank, itertools.chain.from_iterable(wire.pieces(part, bucket) for bucket, part in enumerate(parts[rank])))
-            for rank in others
-        ]
-        for rank in others:
-            self.moved.num_rows += sum(part.height for part in parts[rank])
+        """Yields what goes to the others."""
+
+        def leaving(rank: int) -> Iterator[list[Any]]:
+            return itertools.chain.from_iterable(wire.pieces(part, bucket) for bucket, part in enumerate(parts[rank]))
+
+        return self._in_turn(lambda rank: sum(part.height for part in parts[rank]), leaving)
+
+    def _in_turn(
+        self, num_leaving: Callable[[int], int], leaving: Callable[[int], Iterator[list[Any]]]
+    ) -> Iterator[tuple[int, list[Any]]]:
+        """Yields what goes to the others: first to the next one, so that not all send to the same.
+
+        **Arguments:** `num_leaving`: returns how many rows go to one of them. `leaving`: yields them: each a mark and
+        buffers.
+        """
+        self.moved.num_rows += sum(num_leaving(rank) for rank in range(self.size) if rank != self.rank)
+        streams = [(rank, leaving(rank)) for rank in ((self.rank + hop) % self.size for hop in range(1, self.size))]
         while streams:
             for stream in list(streams):
                 with self.meter.phase("serialize"):
@@ -183,5 +206,5 @@ class Ranks:
                 if item is None:
                     streams.remove(stream)
                 else:
-                    self.moved.num_bytes += len(item[1])
+                    self.moved.num_bytes += sum(map(len, item[1:]))
                     yield stream[0], item

@@ -91,87 +91,103 @@ static PyObject *ranges(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-/* Counts the parts, then numbers the rows of each from where it begins. Returns whether all places are parts. */
-static int number(const uint16_t *places, size_t num_rows, int64_t *ends, size_t num_parts, uint32_t *next,
-                  uint32_t *positions) {
-    memset(next, 0, MAX_PARTS * sizeof *next);
-    for (size_t i = 0; i < num_rows; i++) next[places[i]]++;
-    size_t begin = 0;
-    for (size_t part = 0; part < num_parts; part++) {
-        size_t count = next[part];
-        next[part] = (uint32_t)begin;
-        begin += count;
-        ends[part] = (int64_t)begin;
+/* Returns whether all places are parts. */
+static int count_parts(const uint16_t *places, size_t num_rows, int64_t *counts, size_t num_parts) {
+    int64_t *found = calloc(MAX_PARTS, sizeof *found);
+    if (!found) return -1;
+    for (size_t i = 0; i < num_rows; i++) found[places[i]]++;
+    int64_t total = 0;
+    for (size_t part = 0; part < num_parts; part++) total += counts[part] = found[part];
+    free(found);
+    return (size_t)total == num_rows;
+}
+
+static PyObject *counts(PyObject *self, PyObject *arguments) {
+    (void)self;
+    Py_buffer places, counts;
+    if (!PyArg_ParseTuple(arguments, "y*w*", &places, &counts)) return NULL;
+    int valid = places.len % 2 == 0 && counts.len % 8 == 0 && (size_t)counts.len / 8 <= MAX_PARTS;
+    if (!valid) PyErr_SetString(PyExc_ValueError, "expected at most 65536 parts");
+    if (valid) {
+        Py_BEGIN_ALLOW_THREADS
+        valid = count_parts(places.buf, (size_t)places.len / 2, counts.buf, (size_t)counts.len / 8);
+        Py_END_ALLOW_THREADS
+        if (valid < 0) PyErr_NoMemory();
+        if (!valid) PyErr_SetString(PyExc_ValueError, "a place of no part");
     }
-    if (begin != num_rows) return 0;
-    for (size_t i = 0; i < num_rows; i++) positions[i] = next[places[i]]++;
+    PyBuffer_Release(&places);
+    PyBuffer_Release(&counts);
+    if (valid < 1) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Numbers the rows of each part from where it begins. Returns whether all places are parts, and all positions fit. */
+static int number(const uint16_t *places, size_t num_rows, int64_t *next, size_t num_parts, uint32_t *positions) {
+    for (size_t part = 0; part < num_parts; part++)
+        if (next[part] < 0 || (uint64_t)next[part] + num_rows > UINT32_MAX) return 0;
+    for (size_t i = 0; i < num_rows; i++) {
+        if (places[i] >= num_parts) return 0;
+        positions[i] = (uint32_t)next[places[i]]++;
+    }
     return 1;
 }
 
 static PyObject *positions(PyObject *self, PyObject *arguments) {
     (void)self;
-    Py_buffer places, ends, positions;
-    if (!PyArg_ParseTuple(arguments, "y*w*w*", &places, &ends, &positions)) return NULL;
+    Py_buffer places, begins, positions;
+    if (!PyArg_ParseTuple(arguments, "y*w*w*", &places, &begins, &positions)) return NULL;
     int valid = same_length(&places, 2, &positions, 4);
-    size_t num_rows = (size_t)places.len / 2, num_parts = (size_t)ends.len / 8;
-    if (valid && (ends.len % 8 || num_parts > MAX_PARTS || num_rows > UINT32_MAX)) {
-        PyErr_SetString(PyExc_ValueError, "expected at most 65536 parts and 2**32 rows");
-        valid = 0;
-    }
-    uint32_t *next = valid ? malloc(MAX_PARTS * sizeof *next) : NULL;
-    if (valid && !next) {
-        PyErr_NoMemory();
-        valid = 0;
-    }
     if (valid) {
         Py_BEGIN_ALLOW_THREADS
-        valid = number(places.buf, num_rows, ends.buf, num_parts, next, positions.buf);
+        valid = begins.len % 8 == 0 &&
+                number(places.buf, (size_t)places.len / 2, begins.buf, (size_t)begins.len / 8, positions.buf);
         Py_END_ALLOW_THREADS
-        if (!valid) PyErr_SetString(PyExc_ValueError, "a place of no part");
+        if (!valid) PyErr_SetString(PyExc_ValueError, "a place of no part, or a position beyond 2**32");
     }
-    free(next);
     PyBuffer_Release(&places);
-    PyBuffer_Release(&ends);
+    PyBuffer_Release(&begins);
     PyBuffer_Release(&positions);
     if (!valid) return NULL;
     Py_RETURN_NONE;
 }
 
 #define SCATTER(type)                                                             \
-    for (size_t i = 0; i < num_rows && ok; i++) {                                 \
-        if (to[i] < length) ((type *)out->buf)[to[i]] = ((type *)from->buf)[i];   \
-        else ok = 0;                                                              \
+    for (size_t i = 0; i < num_rows; i++) {                                       \
+        if (to[i] >= length + more) return 0;                                     \
+        type *one = to[i] < length ? (type *)out->buf + to[i] : (type *)rest->buf + (to[i] - length); \
+        *one = ((const type *)from->buf)[i];                                      \
     }
 
-/* Returns whether all positions are rows of the output. */
-static int move(const Py_buffer *from, const Py_buffer *out, const uint32_t *to, size_t num_rows, size_t width) {
-    size_t length = (size_t)out->len / width;
-    int ok = 1;
+/* Positions behind the output are those of the rest. Returns whether all are rows of the one or of the other. */
+static int move(const Py_buffer *from, const Py_buffer *out, const Py_buffer *rest, const uint32_t *to, size_t num_rows,
+                size_t width) {
+    size_t length = (size_t)out->len / width, more = (size_t)rest->len / width;
     switch (width) {
         case 1: SCATTER(uint8_t) break;
         case 2: SCATTER(uint16_t) break;
         case 4: SCATTER(uint32_t) break;
         case 8: SCATTER(uint64_t) break;
     }
-    return ok;
+    return 1;
 }
 
 static PyObject *scatter(PyObject *self, PyObject *arguments) {
     (void)self;
-    Py_buffer values, positions, out;
-    if (!PyArg_ParseTuple(arguments, "y*y*w*", &values, &positions, &out)) return NULL;
+    Py_buffer values, positions, out, rest;
+    if (!PyArg_ParseTuple(arguments, "y*y*w*w*", &values, &positions, &out, &rest)) return NULL;
     size_t num_rows = (size_t)positions.len / 4, width = num_rows ? (size_t)values.len / num_rows : 1;
     int valid = (width == 1 || width == 2 || width == 4 || width == 8) && (size_t)out.len % width == 0 &&
-                (size_t)values.len == num_rows * width && positions.len % 4 == 0;
+                (size_t)rest.len % width == 0 && (size_t)values.len == num_rows * width && positions.len % 4 == 0;
     if (valid) {
         Py_BEGIN_ALLOW_THREADS
-        valid = move(&values, &out, positions.buf, num_rows, width);
+        valid = move(&values, &out, &rest, positions.buf, num_rows, width);
         Py_END_ALLOW_THREADS
     }
     if (!valid) PyErr_SetString(PyExc_ValueError, "expected values of 1, 2, 4 or 8 bytes, and a position for each");
     PyBuffer_Release(&values);
     PyBuffer_Release(&positions);
     PyBuffer_Release(&out);
+    PyBuffer_Release(&rest);
     if (!valid) return NULL;
     Py_RETURN_NONE;
 }
@@ -179,6 +195,7 @@ static PyObject *scatter(PyObject *self, PyObject *arguments) {
 static PyMethodDef functions[] = {
     {"places", places, METH_VARARGS, NULL},
     {"ranges", ranges, METH_VARARGS, NULL},
+    {"counts", counts, METH_VARARGS, NULL},
     {"positions", positions, METH_VARARGS, NULL},
     {"scatter", scatter, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

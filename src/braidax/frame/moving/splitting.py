@@ -16,7 +16,7 @@ from braidax.frame.polars import pl
 
 _INTEGERS = (pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64)
 _FEW_PARTS = 2  # for which filters take no more time
-_MANY_ROWS = 1 << 32  # which the binding has no numbers for
+MANY_ROWS = 1 << 31  # which the binding has no numbers for
 _PLAIN = frozenset([*_INTEGERS, pl.Float32, pl.Float64, pl.Date, pl.Time, pl.Datetime, pl.Duration])
 """Dtypes of which a value is a number of 1, 2, 4 or 8 bytes."""
 
@@ -26,7 +26,7 @@ def places_of(hashes: "pl.Series", size: int, num_buckets: int, *, num_threads: 
 
     **Arguments:** `hashes`: `[rows]` uint64. `size`: of the ranks. `num_buckets`: a power of two.
     """
-    binding = _binding()
+    binding = compiled()
     if binding is not None:
         return _chunkwise(hashes, lambda mine, places: binding.places(mine, size, num_buckets, places), num_threads)
     mine = hashes.to_numpy()
@@ -40,7 +40,7 @@ def places_between(values: "pl.Series", splitters: NDArray[np.int64], *, num_thr
 
     **Arguments:** `values`: `[rows]` int64, without nulls. `splitters`: `[1 to 65535]`, ascending.
     """
-    binding = _binding()
+    binding = compiled()
     if binding is not None:
         return _chunkwise(values, lambda mine, places: binding.ranges(mine, splitters, places), num_threads)
     return np.searchsorted(splitters, values.to_numpy(), side="right").astype(np.uint16)
@@ -72,58 +72,87 @@ def split(
         return [frame]
     if num_parts <= _FEW_PARTS:
         return [frame.filter(pl.Series(places == part)) for part in range(num_parts)]
-    binding = _binding()
-    if binding is None or len(places) >= _MANY_ROWS:
+    binding = compiled()
+    if binding is None or len(places) >= MANY_ROWS:
         order = np.argsort(places.astype(np.uint8) if num_parts <= 256 else places, kind="stable")
         ends = np.cumsum(np.bincount(places, minlength=num_parts))
         ordered = frame[pl.Series(order)]
     else:
-        ends, positions = np.empty(num_parts, np.int64), np.empty(len(places), np.uint32)
-        binding.positions(places, ends, positions)
-        ordered = _Scattering(binding, positions, num_threads).all(frame)
+        ends = np.cumsum(counts_of(places, num_parts))
+        positions = positions_of(places, np.concatenate([[0], ends[:-1]]))
+        ordered = _scattered(frame, positions, num_threads)
     return [ordered[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]
 
 
-class _Scattering:
-    """Puts the values of columns to their positions. **Arguments:** `positions`: `[rows]`, each once."""
-
-    def __init__(self, binding: ModuleType, positions: NDArray[np.uint32], num_threads: int) -> None:
-        self._binding = binding
-        self._num_threads = num_threads
-        self._positions = positions
-        self._pyarrow: Any = import_pyarrow(purpose="a frame")
-
-    def all(self, frame: "pl.DataFrame") -> "pl.DataFrame":
-        """Returns the rows at their positions."""
-        plain = {series.name: chunks for series in frame if (chunks := _chunks(series))}
-        others = frame.drop(list(plain))
-        if others.width:
-            order = np.empty_like(self._positions)
-            self._binding.scatter(np.arange(len(order), dtype=np.uint32), self._positions, order)
-            others = others.rechunk()[pl.Series(order)]
-        moved = each(lambda name: self._scattered(plain[name], frame[name]), plain, self._num_threads)
-        done = dict(zip(plain, moved, strict=True))
-        return pl.DataFrame([done[name] if name in done else others[name] for name in frame.columns])
-
-    def _scattered(self, chunks: Sequence[NDArray[Any]], like: "pl.Series") -> "pl.Series":
-        out = np.empty(len(self._positions), chunks[0].dtype)
-        for values, end in zip(chunks, _ends(chunks), strict=True):
-            self._binding.scatter(values, self._positions[end - len(values) : end], out)
-        pa = self._pyarrow
-        array = pa.Array.from_buffers(pa.from_numpy_dtype(out.dtype), len(out), [None, pa.py_buffer(out)])
-        moved: Any = pl.from_arrow(array)
-        return moved.cast(like.dtype).alias(like.name)
+def counts_of(places: NDArray[np.uint16], num_parts: int) -> NDArray[np.int64]:
+    """Returns how many rows each part has, `[num_parts]`. It needs what is compiled, as does what follows."""
+    counts = np.empty(num_parts, np.int64)
+    _needed().counts(places, counts)
+    return counts
 
 
-def _chunks(series: "pl.Series") -> list[NDArray[Any]]:
+def positions_of(places: NDArray[np.uint16], begins: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Returns where each row goes, `[rows]`, if those of a part follow one another in their order.
+
+    **Arguments:** `begins`: `[parts]`, where the first row of each part goes.
+    """
+    positions = np.empty(len(places), np.uint32)
+    _needed().positions(places, begins.astype(np.int64), positions)
+    return positions
+
+
+def scatter(
+    chunks: Sequence[NDArray[Any]], positions: NDArray[np.uint32], out: NDArray[Any], rest: NDArray[Any]
+) -> None:
+    """Puts values to their positions.
+
+    **Arguments:** `chunks`: `[rows]` in all. `positions`: of each, in `out`, or as far behind its end in `rest`.
+    """
+    for values, end in zip(chunks, _ends(chunks), strict=True):
+        _needed().scatter(values, positions[end - len(values) : end], out, rest)
+
+
+def numbers_of(series: "pl.Series") -> list[NDArray[Any]]:
     """Returns the numbers that a column is, as they lie in memory; none for nulls, and for what is no number."""
     if series.dtype.base_type() not in _PLAIN or series.null_count() or not len(series):
         return []
     return [chunk.to_physical().to_numpy(allow_copy=False) for chunk in series.get_chunks()]
 
 
+def series_of(values: NDArray[Any], name: str, dtype: Any) -> "pl.Series":
+    """Returns a column of numbers that lie in memory."""
+    pa: Any = import_pyarrow(purpose="a frame")
+    array = pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    found: Any = pl.from_arrow(array)
+    return found.cast(dtype).alias(name)
+
+
+def _scattered(frame: "pl.DataFrame", positions: NDArray[np.uint32], num_threads: int) -> "pl.DataFrame":
+    """Returns the rows of a table at their positions, each of which there is once."""
+    plain = {series.name: chunks for series in frame if (chunks := numbers_of(series))}
+    others = frame.drop(list(plain))
+    if others.width:
+        order = np.empty_like(positions)
+        scatter([np.arange(len(order), dtype=np.uint32)], positions, order, order[:0])
+        others = others.rechunk()[pl.Series(order)]
+
+    def moved(name: str) -> "pl.Series":
+        out = np.empty(len(positions), plain[name][0].dtype)
+        scatter(plain[name], positions, out, out[:0])
+        return series_of(out, name, frame.schema[name])
+
+    done = dict(zip(plain, each(moved, plain, num_threads), strict=True))
+    return pl.DataFrame([done[name] if name in done else others[name] for name in frame.columns])
+
+
+def _needed() -> ModuleType:
+    found = compiled()
+    assert found is not None
+    return found
+
+
 @cache
-def _binding() -> ModuleType | None:
+def compiled() -> ModuleType | None:
     """Returns what is compiled, or None where it is not: NumPy and Polars then do the same in more time."""
     try:
         return importlib.import_module("braidax.frame.moving.scatter_binding")

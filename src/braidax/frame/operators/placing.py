@@ -96,7 +96,7 @@ def places_in_ranges(
 def _integers(frame: "pl.DataFrame", keys: Sequence[Expression], dtypes: Sequence[Any] | None) -> "pl.Series | None":
     """Returns the one key of rows as integers in its order, `[rows]` int64; None where it is none, or has nulls."""
     names = key_columns(keys)
-    if names is None or len(names) > 1:
+    if names is None or len(names) != 1:
         return None
     key = frame[names[0]]
     key = key if dtypes is None else key.cast(dtypes[0])

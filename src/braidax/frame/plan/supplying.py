@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -28,10 +28,6 @@ class Reading:
 
     frame: "pl.DataFrame"
     is_streamed: ClassVar[bool] = False
-
-    def __call__(self, *_: Any) -> Any:
-        """Returns the rows, as a plan that Polars asks for by `leaf_that_calls`."""
-        return self.frame.lazy()._ldf  # pyright: ignore[reportPrivateUsage]
 
     @property
     def num_bytes(self) -> float:
@@ -65,8 +61,20 @@ class _Stand:
 
 def _stand(name: str) -> Any:
     """Returns the table of that name, where a piece is being read, else what stands for it."""
-    tables = _TABLES.get({})
-    return tables.get(name, _Stand(name))
+    reading = _TABLES.get({}).get(name, _Stand(name))
+    return partial(_as_plan, reading.frame) if isinstance(reading, Reading) and not reading.is_streamed else reading
+
+
+def _as_plan(frame: "pl.DataFrame", _: Any) -> Any:
+    """Returns rows as the plan that Polars asks for by `leaf_that_calls`."""
+    return frame.lazy()._ldf  # pyright: ignore[reportPrivateUsage]
+
+
+def wanted(frame: "pl.DataFrame", columns: list[str] | None, predicate: "pl.Expr | None") -> "pl.DataFrame":
+    """Returns of some rows what is asked for. **Arguments:** `columns`, `predicate`: None is all."""
+    if predicate is not None:
+        frame = frame.filter(predicate)
+    return frame if columns is None else frame.select(columns)
 
 
 def scan(name: str, schema: Schema) -> "pl.LazyFrame":

@@ -6,11 +6,11 @@ from typing import Any, final
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.placing import INDEX
 from braidax.frame.plan.nodes import Node
-from braidax.frame.plan.supplying import Reading, schema_of
+from braidax.frame.plan.supplying import Reading, schema_of, wanted
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Rule, Runner, Table
 from braidax.frame.spilling.store import Rows, Spill
-from braidax.frame.spilling.streaming import Batches, Streamed, stream, wanted
+from braidax.frame.spilling.streaming import Batches, Streamed, stream
 
 _ONLY = (0, 0)  # the key of the rows of a table that is in no partitions
 

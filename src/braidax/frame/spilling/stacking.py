@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from braidax.frame.operators import stacking
 from braidax.frame.plan.expressions import kind_of
 from braidax.frame.plan.nodes import Node
-from braidax.frame.plan.supplying import schema_of
+from braidax.frame.plan.supplying import schema_of, wanted
 from braidax.frame.polars import pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.dealing import begun, deal
 from braidax.frame.spilling.partitions import Partitioned
 from braidax.frame.spilling.running import Spilling
-from braidax.frame.spilling.streaming import wanted
 
 
 def union(spilling: Spilling, node: Node, ordered: bool) -> Table:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from braidax.frame.plan.nodes import Node, supplied
-from braidax.frame.plan.supplying import Reading, lazy_of
+from braidax.frame.plan.supplying import Reading, lazy_of, wanted
 from braidax.frame.polars import Schema, pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.store import blocks
@@ -50,13 +50,6 @@ class Streamed(Reading):
             yield batch if left is None else batch.head(left)
             if left is not None and (left := left - batch.height) <= 0:
                 return
-
-
-def wanted(frame: "pl.DataFrame", columns: list[str] | None, predicate: "pl.Expr | None") -> "pl.DataFrame":
-    """Returns of some rows what is asked for. **Arguments:** `columns`, `predicate`: None is all."""
-    if predicate is not None:
-        frame = frame.filter(predicate)
-    return frame if columns is None else frame.select(columns)
 
 
 def stream(table: Table, *, most_bytes: int) -> Iterator["pl.DataFrame"]:

@@ -7,12 +7,11 @@ from itertools import chain
 from typing import IO, Any, Literal
 
 from braidax.extras import import_pyarrow_ipc, import_pyarrow_parquet
-from braidax.frame.plan.supplying import lazy_of, schema_of
+from braidax.frame.plan.supplying import lazy_of, schema_of, wanted
 from braidax.frame.polars import pl
 from braidax.frame.running import Table
 from braidax.frame.spilling.running import Spilling
 from braidax.frame.spilling.store import blocks
-from braidax.frame.spilling.streaming import wanted
 
 _PURPOSE = "files that are written in bounded memory"
 
