@@ -11,6 +11,7 @@ from braidax.frame import collect_partition
 from braidax.frame.moving import splitting
 from braidax.frame.moving.splitting import places_between, places_of, split
 from braidax.frame.operators import placing
+from braidax.frame.operators.reading import scanning
 from tests.frame.queries.catalogue import CATALOGUE
 from tests.frame.queries.query import Query
 from tests.frame.running import Asked
@@ -27,8 +28,9 @@ ASKED = [
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets ranks put even tables of few rows into many buckets."""
+    """Lets ranks put even tables of few rows into many buckets, also one that is alone."""
     monkeypatch.setattr(placing, "_BUCKET_BYTES", 64)
+    monkeypatch.setattr(scanning, "_LARGE_BYTES", 0)
 
 
 @pytest.fixture(params=["compiled", "NumPy"])

@@ -15,6 +15,8 @@ from polars.testing import assert_frame_equal
 
 import braidax.frame as bf
 from braidax.errors import ArgumentError, CommError
+from braidax.frame import collecting
+from braidax.frame.collecting import Partition, computed_by
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators.placing import check_hashes
 from braidax.frame.plan import nodes
@@ -102,6 +104,54 @@ def test_columns_and_rows_that_are_not_needed_do_not_cross(tmp_path: Path) -> No
     assert any(line.startswith("HStack") and "1 columns are not needed" in line for line in lines)
     behind = lines.index(next(line for line in lines if line.startswith("Join")))
     assert any(line.startswith('Filter [(col("w")) > ') for line in lines[behind + 1 :])
+
+
+def sent_bytes(lazy: pl.LazyFrame, size: int = 2) -> int:
+    """Returns how many bytes ranks send for a plan, and checks what it gives."""
+
+    def on_rank(comm: Any) -> tuple[pl.DataFrame, int]:
+        ranks = Ranks(comm)
+        root, here = read(lazy)
+        parts = {
+            name: Partition(frame[frame.height * comm.rank // size : frame.height * (comm.rank + 1) // size])
+            for name, frame in here.items()
+        }
+        return computed_by(ranks, root, parts).frame, ranks.moved.num_bytes
+
+    found = outcomes(size, on_rank)
+    assert_frame_equal(pl.concat([frame for frame, _ in found]), lazy.collect(), check_row_order=False)
+    return sum(count for _, count in found)
+
+
+@pytest.mark.usefixtures("dealt")
+def test_of_a_table_in_memory_only_what_an_exchange_needs_is_sent() -> None:
+    wide = pl.DataFrame({"k": np.arange(8000), **{f"x{i}": np.arange(8000) + i for i in range(9)}}).lazy()
+    two_columns = 8000 / 2 * 16
+    group = wide.group_by("k").agg(pl.col("x1").n_unique())
+    assert two_columns <= sent_bytes(group) < 1.2 * two_columns
+    both = wide.filter(pl.col("x2") > 3).join(group, on="k").select("k", "x1", "x5")
+    assert 2 * two_columns <= sent_bytes(both) < 2.4 * two_columns  # three columns of a side, the key of the other
+    unfiltered = wide.join(wide.select("k", y="x3"), on="k").filter(pl.col("x4") < 1000).select("k", "y")
+    assert sent_bytes(unfiltered) < 1.1 * 1000 * 16  # two columns of the 996 rows that remain of the left go to all
+
+
+@pytest.mark.usefixtures("dealt")
+def test_rows_go_as_soon_as_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a node that two others read, when both have."""
+    table = pl.DataFrame({"k": np.arange(4000) % 100, "v": np.arange(4000)}).lazy()
+    shared = table.group_by("k").agg(pl.col("v").sum())
+    lazy = shared.join(shared.select("k", w=pl.col("v") * 2), on="k").unique("k").sort("k")
+    held: list[int] = []
+    distinct = collecting._RULES["Distinct"]  # pyright: ignore[reportPrivateUsage]
+
+    def look(runner: Any, node: Any, ordered: bool) -> Any:
+        found = distinct(runner, node, ordered)
+        held.append(sum(known.kind == "GroupBy" for _, _, known in runner._known.values()))
+        return found
+
+    monkeypatch.setattr(collecting, "_RULES", {**collecting._RULES, "Distinct": look})  # pyright: ignore[reportPrivateUsage]
+    sent_bytes(lazy)
+    assert held == [0, 0]
 
 
 def test_a_plan_keeps_its_meaning_when_columns_are_not_needed() -> None:

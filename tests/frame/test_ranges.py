@@ -10,6 +10,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from braidax.comm import Communicator
+from braidax.frame import explain
 from braidax.frame.collecting import Partition, computed_by
 from braidax.frame.moving.ranks import Ranks
 from braidax.frame.operators import placing
@@ -146,6 +147,18 @@ def wanted(lazy: pl.LazyFrame) -> dict[str, Ranges]:
     root, _ = read(lazy)
     found = ranges_wanted(root)
     return {node.kind: found[id(node)] for node in topological(root) if id(node) in found}
+
+
+def test_explain_says_by_what_rows_are_dealt() -> None:
+    left, right = (frame.lazy() for frame in tables())
+    joined = left.join(right, on="k")
+    for lazy, way in (
+        (joined.group_by("k").len().sort("k"), "ranges of k, else the hash"),
+        (joined.sort("v"), "the hash"),
+    ):
+        lines = [line for line in explain(lazy).splitlines() if line.lstrip().startswith(("GroupBy", "Join"))]
+        assert lines
+        assert all(f"← rows dealt by {way} of the keys, " in line for line in lines)
 
 
 def test_what_is_wanted() -> None:

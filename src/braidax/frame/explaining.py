@@ -2,6 +2,7 @@
 
 from braidax.frame.operators.reading.scanning import is_little
 from braidax.frame.plan.expressions import kind_of
+from braidax.frame.plan.layout import Ranges, ranges_wanted
 from braidax.frame.plan.locality import is_local
 from braidax.frame.plan.nodes import Node, read, topological
 from braidax.frame.plan.pushdown import pushed_down
@@ -11,9 +12,9 @@ from braidax.frame.polars import pl
 
 _WAYS = {
     "Distinct": "rows dealt by the hash of what must differ",
-    "GroupBy": "rows dealt by the hash of the keys, aggregated before where groups are large",
+    "GroupBy": "rows dealt by {keys}, aggregated before where groups are large",
     "HConcat": "rows spread evenly",
-    "Join": "rows dealt by the hash of the keys, or the smaller side shared with all ranks",
+    "Join": "rows dealt by {keys}, or the smaller side shared with all ranks",
     "Scan": "each rank reads its part",
     "Slice": "nothing but counts; of a sort the first rows of each rank",
     "Sort": "rows dealt between splitters",
@@ -42,14 +43,15 @@ def explain(lazy_frame: "pl.LazyFrame") -> str:
     lines: list[str] = []
     root = read(lazy_frame)[0]
     alone = is_little(root)
-    say = words if alone else told
+    root = root if alone else pushed_down(root)
+    wanted = ranges_wanted(root)
 
     def visit(node: Node, depth: int) -> None:
-        lines.append("  " * depth + say(node))
+        lines.append("  " * depth + (words(node) if alone else told(node, wanted.get(id(node)))))
         for source in node.inputs:
             visit(source, depth + 1)
 
-    visit(root if alone else pushed_down(root), 0)
+    visit(root, 0)
     lines[0] += f"   ← on one rank: {WHOLE_PLAN}" if alone else ""
     return "\n".join(lines)
 
@@ -69,8 +71,11 @@ def computed_on_one_rank(lazy_frame: "pl.LazyFrame") -> tuple[str, ...]:
     return tuple(found)
 
 
-def told(node: Node) -> str:
-    """Says in a line what a node does, and what crosses between ranks for it."""
+def told(node: Node, wanted: Ranges | None = None) -> str:
+    """Says in a line what a node does, and what crosses between ranks for it.
+
+    **Arguments:** `wanted`: the ranges in which its rows had better lie.
+    """
     said = words(node)
     if is_local(node):
         return said
@@ -79,13 +84,14 @@ def told(node: Node) -> str:
         return f"{said}   ← on one rank"
     if node.kind == "MapFunction":
         return f"{said}   ← counts of rows"
-    crossing = [_way(node) or ", ".join(_crossing(node))]
+    crossing = [_way(node, wanted) or ", ".join(_crossing(node))]
     crossing += [f"on one rank: {', '.join(alone)}"] if alone else []
     return f"{said}   ← {'; '.join(filter(None, crossing))}"
 
 
-def _way(node: Node) -> str | None:
-    return _RANGES if _joins_ranges(node) else _WAYS.get(node.kind)
+def _way(node: Node, wanted: Ranges | None) -> str | None:
+    keys = "the hash of the keys" if wanted is None else f"ranges of {wanted.column}, else the hash of the keys"
+    return _RANGES if _joins_ranges(node) else _WAYS.get(node.kind, "").format(keys=keys)
 
 
 def _crossing(node: Node) -> list[str]:

@@ -61,6 +61,7 @@ class Runner:
         self._rules, self._otherwise = rules, otherwise
         self._known: dict[int, tuple[bool, Table, Node]] = {}
         self._num_uses: Counter[int] = Counter()
+        self._num_left: Counter[int] = Counter()  # of these uses, that are to come
         self._wanted: dict[int, Ranges] = {}
         self._num_held = 0
 
@@ -69,6 +70,7 @@ class Runner:
         self._meter.begins(root)
         for node in topological(root):
             self._num_uses.update(map(id, node.inputs))
+        self._num_left.update(self._num_uses)
         self._wanted = ranges_wanted(root) if self._keep is None else {}
         return self.run(root, ordered=True)
 
@@ -96,9 +98,11 @@ class Runner:
         self._meter.gave(node, table.node, _rows_of(table))
         if self._num_uses[id(node)] > 1 and node.kind != "Supplied":
             table = self.compute(table)
+        is_new = id(node) not in self._known
         self._known[id(node)] = (ordered, table, node)
         for source in node.inputs:  # whose rows go as soon as nobody reads them
-            if self._num_uses[id(source)] <= 1:
+            self._num_left[id(source)] -= is_new
+            if self._num_left[id(source)] <= 0:
                 self._known.pop(id(source), None)
         return table
 

@@ -60,6 +60,11 @@ class _Request:
     columns: set[str] | None = field(default_factory=set)
     predicates: list[Expression | None] = field(default_factory=list)
 
+    def add(self, columns: set[str] | None, predicate: Expression | None) -> None:
+        """Adds what one more wants."""
+        self.columns = None if self.columns is None or columns is None else self.columns | columns
+        self.predicates.append(predicate)
+
 
 def pushed_down(root: Node) -> Node:
     """Returns the same plan, in which each exchange moves only columns and rows that are needed behind it.
@@ -81,6 +86,7 @@ class _Pushing:
     def __init__(self, root: Node) -> None:
         self._root = root
         self._requests: dict[int, _Request] = {}
+        self._uses: dict[tuple[int, int], _Request] = {}  # what an exchange wants of one of its inputs
         self._interned = Interned()
         self._new: dict[int, Node] = {}
 
@@ -107,39 +113,45 @@ class _Pushing:
 
     def _ask(self, top: Node) -> None:
         """Lets Polars say what this part of the plan, up to the next exchanges, wants of them."""
-        inputs: dict[str, Node] = {}
+        inputs: dict[str, tuple[Node, Node]] = {}
         part = self._cut(self._wanted(top, self._requests[id(top)]), inputs, top)
         leaves = [node for node in topological(part) if node.kind == "Supplied"]
         tables = [node.fields["table"] for node in leaves]
         readings = {table.name: _Asked(pl.DataFrame(schema=table.schema)) for table in tables}
         if inputs and all(map(_may_run, topological(part))):
             try:
-                lazy_of(part, readings).collect()
+                lazy_of(part, readings).collect(engine="in-memory")  # which takes a third of the time for no rows
             except pl.exceptions.PolarsError:
                 readings = {}
         else:
             readings = {}
         self._note(inputs, readings)
 
-    def _cut(self, node: Node, inputs: dict[str, Node], top: Node) -> Node:
-        if node is not top and id(node) in self._borders and node.kind != "Supplied":
-            name = f"border-{len(inputs)}"
-            known = [one for one, other in inputs.items() if other is node]
-            if not known:
-                inputs[name] = node
-            return supplied(known[0] if known else name, schema_of(node))
-        return node.on(*(self._cut(source, inputs, top) for source in node.inputs))
+    def _cut(self, node: Node, inputs: dict[str, tuple[Node, Node]], top: Node) -> Node:
+        """Returns a part with tables in place of what comes over exchanges.
 
-    def _note(self, inputs: Mapping[str, Node], readings: Mapping[str, _Asked]) -> None:
-        for name, node in inputs.items():
-            request = self._requests.setdefault(id(node), _Request())
+        **Arguments:** `inputs`: gets, by the names of the tables, who reads what.
+        """
+        sources: list[Node] = []
+        for source in node.inputs:
+            if id(source) not in self._borders or source is top:
+                sources.append(self._cut(source, inputs, top))
+                continue
+            name = next((one for one, (_, other) in inputs.items() if other is source), f"border-{len(inputs)}")
+            inputs[name] = (node, source)
+            sources.append(supplied(name, schema_of(source)))
+        return node.on(*sources)
+
+    def _note(self, inputs: Mapping[str, tuple[Node, Node]], readings: Mapping[str, _Asked]) -> None:
+        for name, (reader, node) in inputs.items():
             reading = readings.get(name)
-            if reading is None or reading.num_reads != 1 or reading.columns is None:
-                request.columns = None
-            elif request.columns is not None:
-                request.columns |= set(reading.columns)
-            predicate = reading.predicate if reading is not None and reading.num_reads == 1 else None
-            request.predicates.append(None if predicate is None else written(predicate))
+            columns, predicate = None, None
+            if reading is not None and reading.num_reads == 1:
+                columns = None if reading.columns is None else set(reading.columns)
+                predicate = None if reading.predicate is None else written(reading.predicate)
+            self._requests.setdefault(id(node), _Request()).add(columns, predicate)
+            if not is_local(reader):
+                self._uses.setdefault((id(reader), id(node)), _Request()).add(columns, predicate)
 
     def _rebuilt(self, node: Node) -> Node:
         """Returns the node on inputs of which only what is wanted is left."""
@@ -147,8 +159,12 @@ class _Pushing:
             inputs: list[Node] = []
             for source in node.inputs:
                 new = self._rebuilt(source)
-                if id(source) in self._borders and source.kind != "Supplied":
-                    new = self._interned(self._wanted(new, self._requests[id(source)]))
+                of_all = self._requests[id(source)] if id(source) in self._borders else None
+                if of_all is not None and source.kind != "Supplied":
+                    new = self._interned(self._wanted(new, of_all))
+                use = self._uses.get((id(node), id(source)))
+                if use is not None and (use != of_all or source.kind == "Supplied"):
+                    new = self._interned(self._wanted(new, use))
                 inputs.append(new)
             self._new[id(node)] = self._interned(node.on(*inputs) if inputs else node)
         return self._new[id(node)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import final
 
 from braidax.frame.explaining import told
+from braidax.frame.plan.layout import ranges_wanted
 from braidax.frame.plan.nodes import Node, topological
 from braidax.frame.plan.ways import WHOLE_PLAN
 from braidax.frame.plan.words import words
@@ -114,13 +115,14 @@ def profile_of(root: Node, measured: Sequence[Measured], seconds: float) -> Prof
 
     visit(root, 0, None)
     operations: list[Operation] = []
+    wanted = ranges_wanted(root)
     alone = WHOLE_PLAN in measured[0].on_one_rank.get(places[id(root)], ())
     for place, node, depth, reader in shown:
         works = tuple(one.works[place] for one in measured)
         within = measured[0].within.get(place, reader if works[0].num_rows is None else None)
         operations.append(
             Operation(
-                words(node) if alone else told(node),
+                words(node) if alone else told(node, wanted.get(id(node))),
                 depth,
                 tuple(seen[places[id(source)]] for source in node.inputs),
                 None if within is None else seen[within],
