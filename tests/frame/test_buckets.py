@@ -1,5 +1,6 @@
 """Buckets: rows split by their keys so finely that a bucket fits into a cache give what one process of Polars gives."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -87,11 +88,14 @@ def _filtered(frame: pl.DataFrame, places: Sequence[int], num_parts: int) -> lis
 
 
 @pytest.mark.usefixtures("binding")
-@pytest.mark.parametrize("num_rows", [0, 1, 1000])
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 256, 300])
+@pytest.mark.parametrize(
+    ("num_rows", "num_parts"),
+    [(0, 3), (0, 257), (1, 2), (1, 257), *((1000, parts) for parts in (1, 2, 3, 127, 128, 129, 130, 255, 256, 257))],
+)
 def test_parts_have_their_rows_in_order(num_rows: int, num_parts: int) -> None:
     frame = _frame(num_rows)
-    chunked = pl.concat([frame[:300], frame[300:]], rechunk=False)
+    ends = [num_rows * one // num_parts for one in range(num_parts + 1)]
+    chunked = pl.concat([frame[begin:end] for begin, end in itertools.pairwise(ends)], rechunk=False)
     places = np.random.default_rng(1).integers(0, num_parts, num_rows, dtype=np.uint16)
     for given in (frame, chunked):
         found = split(given, places, num_parts)

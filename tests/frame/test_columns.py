@@ -11,7 +11,7 @@ from polars.testing import assert_frame_equal
 from braidax.comm import Communicator
 from braidax.errors import CommError
 from braidax.frame.moving import columns
-from braidax.frame.moving.columns import Buckets, Dealing, Offer, decoded, encoded
+from braidax.frame.moving.columns import Buckets, Dealing, Offer
 from braidax.frame.moving.ranks import Ranks
 from tests.frame.worlds import Worlds
 
@@ -31,7 +31,7 @@ def places(num_rows: int, seed: int, size: int) -> Any:
 
 def dealing(*frames: pl.DataFrame) -> Dealing | None:
     offers = [Offer.of(frame, places(frame.height, i, SIZE), SIZE * NUM_BUCKETS) for i, frame in enumerate(frames)]
-    return Dealing.of([decoded(encoded(offer)) for offer in offers], NUM_BUCKETS)
+    return Dealing.of(offers, NUM_BUCKETS)
 
 
 @pytest.mark.parametrize("size", [2, 3])

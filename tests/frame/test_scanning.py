@@ -71,6 +71,20 @@ def test_fewer_files_than_that_are_read_by_rows(files: list[str]) -> None:
     assert_frame_equal(pl.concat(on_ranks(2, lazy)), lazy.collect())
 
 
+@pytest.mark.usefixtures("dealt")
+@pytest.mark.parametrize("count", [1, 2, 127, 128, 129, 130, 255, 256, 257])
+def test_any_number_of_files_row_groups_and_pieces(tmp_path: Path, count: int) -> None:
+    table = pl.DataFrame({"k": np.arange(count) % 5, "v": np.arange(count)})
+    rows = [table[i : i + 1] for i in range(count)]
+    for i, one in enumerate(rows):
+        one.write_parquet(tmp_path / f"{i:03d}.parquet")
+    table.write_parquet(tmp_path / "whole", row_group_size=1)
+    pieces = pl.concat(rows, rechunk=False).lazy()
+    for lazy in (pl.scan_parquet(tmp_path / "*.parquet"), pl.scan_parquet(tmp_path / "whole"), pieces):
+        for plan in (lazy, lazy.join(pieces, on="k").group_by("k").agg(pl.col("v").sum(), pl.len()).sort("k")):
+            assert_frame_equal(pl.concat(on_ranks(3, plan)), plan.collect())
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_each_file_has_one_rank(size: int) -> None:
     sizes = [100 + (i * 37) % 60 for i in range(40)]

@@ -16,7 +16,7 @@ from braidax.errors import CommError
 from braidax.frame.moving.splitting import MANY_ROWS, compiled, counts_of, numbers_of, positions_of, scatter, series_of
 from braidax.frame.moving.threads import each
 from braidax.frame.moving.wire import PIECE_BYTES
-from braidax.frame.polars import Schema, msgpack, pl
+from braidax.frame.polars import Schema, pl
 
 _MARK = struct.Struct("<IQ")
 """At the head of an item: its bucket, and its first row among those of the bucket that come from the same rank."""
@@ -67,17 +67,6 @@ class Dealing:
         counts = np.stack([np.frombuffer(one.counts, np.int64) for one in offers])
         counts = counts.reshape(len(offers), len(offers), num_buckets)
         return cls(full[0].numbers, counts) if counts.sum(axis=(1, 2)).max() < MANY_ROWS else None
-
-
-def encoded(offer: Offer) -> bytes:
-    """Returns an offer as it travels."""
-    return msgpack.encode([offer.schema, offer.numbers, offer.nulls, offer.counts])
-
-
-def decoded(data: bytes) -> Offer:
-    """Returns an offer that came."""
-    schema, numbers, nulls, counts = msgpack.decode(data)
-    return Offer(schema, tuple(numbers), tuple(nulls), counts)
 
 
 @final

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from braidax.comm import Communicator
 from braidax.errors import CommError
-from braidax.frame.moving.columns import Buckets, Dealing, Offer, decoded, encoded
+from braidax.frame.moving.columns import Buckets, Dealing, Offer
 from braidax.frame.moving.splitting import split
 from braidax.frame.moving.wire import Batches, Wire
 from braidax.frame.polars import Schema, msgpack, pl
@@ -176,7 +176,8 @@ class Ranks:
     def _plain_buckets(self, frame: "pl.DataFrame", places: NDArray[np.uint16], num_buckets: int) -> Buckets | None:
         """Returns the buckets of this rank, for rows of numbers alone, which all ranks must have; None for others."""
         offer = Offer.of(frame, places, self.size * num_buckets)
-        dealing = Dealing.of(list(map(decoded, self.all_objects(encoded(offer)))), num_buckets)
+        every = [msgpack.decode(one, type=Offer) for one in self.all_objects(msgpack.encode(offer))]
+        dealing = Dealing.of(every, num_buckets)
         if dealing is None:
             return None
         return Buckets(frame, places, dealing, rank=self.rank, num_threads=self.num_threads)
