@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cylon import cases
-from benchmarks.cylon.cases import FULL, QUICK, QUICK_CLUSTERS, Scale
+from benchmarks.cylon.cases import FULL, QUICK, QUICK_CASES, Scale
 from benchmarks.cylon.measuring import Bench
 from benchmarks.harness import Report, arguments, run, say
 from benchmarks.harness.machine import num_cores
@@ -55,8 +55,8 @@ def main() -> int:
     scale = replace(scale, rows=options.rows or scale.rows, tpch=options.scale or scale.tpch)
     report = Report(options, "polars", "pyarrow")
     peers = os.path.abspath(options.frames) if options.frames else None  # noqa: PTH100  (a link to Python stays one)
-    clusters = QUICK_CLUSTERS if options.quick else {}
-    bench = Bench(report, _folder(options.data), peers, _generator(peers), options.cores, clusters)
+    cases_of = QUICK_CASES if options.quick else {}
+    bench = Bench(report, _folder(options.data), peers, _generator(peers), options.cores, cases_of)
     report.note("inputs are in memory or, from Parquet, in the page cache: no disk is measured")
     for name in options.only or [name for name in CASES if options.big or name not in LONG]:
         say(f"{name} …")

@@ -74,8 +74,18 @@ FULL = Scale(
 QUICK = Scale(
     20_000, 10_000, 10_000, 10_000, (10_000, 20_000), 0.05, 0.05, 1, (("90 %", "groupby"),), _QUERIES[::7], ("g1", "j5")
 )
-QUICK_CLUSTERS: Mapping[str, Sequence[str]] = {DASK: [f"pipeline, {_MEMORY}"], DAFT_RAY: [], RAY: [], OURS_RAY: []}
-"""With `--quick` a Ray is not started at all."""
+QUICK_CASES: Mapping[str, Sequence[str]] = {
+    DASK: [f"pipeline, {_MEMORY}"],
+    PANDAS: ["group-by questions, 10,000 rows"],
+    DUCKDB: [f"pipeline, {_MEMORY}", f"TPC-H {QUICK.tpch:g}, {_PARQUET}"],
+    OURS_1: [f"pipeline, {_MEMORY}"],
+    DAFT: [f"pipeline, {_MEMORY}", f"TPC-H {QUICK.tpch:g}, {_PARQUET}"],
+    SAIL: [f"TPC-H {QUICK.tpch:g}, {_PARQUET}"],
+    DAFT_RAY: [],
+    RAY: [],
+    OURS_RAY: [],
+}
+"""Those with which `--quick` starts a system that takes long to start, or is one of many; a Ray it does not start."""
 
 
 def pipeline(bench: Bench, scale: Scale) -> None:
