@@ -76,7 +76,7 @@ QUICK = Scale(
 )
 QUICK_CASES: Mapping[str, Sequence[str]] = {
     DASK: [f"pipeline, {_MEMORY}"],
-    PANDAS: ["group-by questions, 10,000 rows"],
+    PANDAS: [f"group-by questions, {QUICK.question_rows:,} rows"],
     DUCKDB: [f"pipeline, {_MEMORY}", f"TPC-H {QUICK.tpch:g}, {_PARQUET}"],
     OURS_1: [f"pipeline, {_MEMORY}"],
     DAFT: [f"pipeline, {_MEMORY}", f"TPC-H {QUICK.tpch:g}, {_PARQUET}"],

@@ -10,8 +10,7 @@ Result = TypeVar("Result")
 
 def each(function: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
     """Returns what a function gives for each item, in their order. **Raises:** what the first one raises that fails."""
-    items = list(items)
-    if num_threads == 1 or len(items) < 2:
+    if num_threads == 1:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(min(num_threads, len(items)), "braidax-frame") as threads:
+    with ThreadPoolExecutor(num_threads, "braidax-frame") as threads:  # which begins no more than there are items
         return list(threads.map(function, items))

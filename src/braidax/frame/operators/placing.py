@@ -1,4 +1,4 @@
-"""Where rows go: by the hash of keys, so that equal ones meet on one rank."""
+"""Where rows go: by the hash of keys, or by ranges of one, so that equal ones meet on one rank."""
 
 import math
 from collections.abc import Sequence
@@ -58,16 +58,17 @@ def num_buckets(ranks: Ranks, num_bytes: float) -> int:
 def dealt_by_keys(
     runner: Runner, frame: "pl.DataFrame", keys: Sequence[Expression], wanted: Ranges | None = None
 ) -> Table:
-    """Returns rows dealt by the hash of their keys, in buckets.
+    """Returns rows dealt by their keys, in buckets: by ranges where these are wanted and can be, else by a hash.
 
-    **Arguments:** `keys`: of each row alone. `wanted`: the ranges of the key by which they are dealt if they can be.
+    **Arguments:** `keys`: of each row alone. `wanted`: the ranges in which rows had better lie.
     """
     ranks = runner.ranks
     num = num_buckets(ranks, frame.estimated_size())
     places = None if wanted is None else places_in_ranges(ranks, [frame], [keys], None, num * ranks.size, wanted)
     ranges = None if places is None else wanted
-    place = places_of(key_hashes(frame, keys), ranks.size, num) if places is None else places[0]
-    return replace(runner.held_in_buckets(ranks.deal_in_buckets(frame, place, num)), ranges=ranges)
+    if places is None:
+        places = [places_of(key_hashes(frame, keys), ranks.size, num, num_threads=ranks.num_threads)]
+    return replace(runner.held_in_buckets(ranks.deal_in_buckets(frame, places[0], num)), ranges=ranges)
 
 
 def places_in_ranges(
@@ -82,7 +83,7 @@ def places_in_ranges(
 
     **Arguments:** `keys`: of each table. `dtypes`: as of `key_hashes`.
 
-    **Returns:** None where a key is no integer that may be null nowhere, on any rank, or there is one part.
+    **Returns:** None where a key is no integer or time, or is null somewhere, on any rank, and for one part.
     """
     found = [_integers(frame, on, dtypes) for frame, on in zip(frames, keys, strict=True)]
     values = [one for one in found if one is not None]
@@ -110,7 +111,9 @@ def _splitters(ranks: Ranks, values: "Sequence[pl.Series]", num_parts: int) -> N
     samples: list[pl.DataFrame] = []
     for one in values:
         step = max(1, len(one) // _SAMPLED_ROWS)
-        samples.append(one.alias(_VALUE).gather_every(step).to_frame().with_columns(pl.lit(step).alias(_WEIGHT)))
+        samples.append(
+            one.alias(_VALUE).gather_every(step).to_frame().with_columns(pl.lit(step, dtype=pl.Int64).alias(_WEIGHT))
+        )
     every = ranks.share(pl.concat(samples)).group_by(_VALUE).agg(pl.col(_WEIGHT).sum()).sort(_VALUE)
     if not every.height:
         return np.zeros(num_parts - 1, np.int64)

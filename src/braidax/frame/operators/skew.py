@@ -87,7 +87,8 @@ def deal_both(
             elif there[side]:
                 buckets = split(frame, places_of(hashes, 1, num), num)
             else:
-                buckets = ranks.deal_in_buckets(frame, places_of(hashes, ranks.size, num), num)
+                places = places_of(hashes, ranks.size, num, num_threads=ranks.num_threads)
+                buckets = ranks.deal_in_buckets(frame, places, num)
         tables.append(runner.held_in_buckets(buckets))
     return Dealt(tables, heavy is not None, None if in_ranges is None else wanted)
 

@@ -102,7 +102,7 @@ def lazy_of(node: Node, tables: Mapping[str, Reading]) -> "pl.LazyFrame":
 
 
 def lazy_of_each(node: Node, buckets: Sequence[Mapping[str, Reading]]) -> "Iterator[pl.LazyFrame]":
-    """Yields a plan as Polars' own for each of several sets of tables, of which all are in memory, or none."""
+    """Yields a plan as Polars' own for each of several sets of tables: all of a name are in memory, or none."""
     first = buckets[0]
     given = {name for name, reading in first.items() if not reading.is_streamed}
     data = write(node, lambda table: _given(table.name) if table.name in given else _scan_of(table))
