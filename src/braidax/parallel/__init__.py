@@ -18,6 +18,7 @@ from .plan.placements import Placement as Placement
 from .plan.placements import Replicated as Replicated
 from .plan.placements import Rotated as Rotated
 from .plan.placements import Rows as Rows
+from .plan.placements import Served as Served
 from .plan.placements import Split as Split
 from .plan.plan import Plan as Plan
 from .plan.plan import PlannedAxis as PlannedAxis
@@ -41,13 +42,18 @@ from .wrapped import WrappedCall as WrappedCall
 
 if TYPE_CHECKING:
     from .pipelined_step import PipelinedStep as PipelinedStep
+    from .served.step import ServedStep as ServedStep
     from .stages.pipeline import Pipeline as Pipeline
 
-_LATE = {"Pipeline": "braidax.parallel.stages.pipeline", "PipelinedStep": "braidax.parallel.pipelined_step"}
+_LATE = {
+    "Pipeline": "braidax.parallel.stages.pipeline",
+    "PipelinedStep": "braidax.parallel.pipelined_step",
+    "ServedStep": "braidax.parallel.served.step",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is for pipelines at its first use: few have one, and it is as large as all the rest."""
+    """Imports what is for pipelines and servers at its first use: few have them, and it is as large as all the rest."""
     if name not in _LATE:
         raise AttributeError(f"module 'braidax.parallel' has no attribute {name!r}")
     return getattr(import_module(_LATE[name]), name)

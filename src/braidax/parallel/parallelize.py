@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import optax
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from braidax.errors import ArgumentError
 from braidax.program import named_leaves, specs_of
 
-from .compiler_options import compiler_options, options_of_plan
+from .compiler_options import CompilerOptions, compiler_options, options_of_plan
 from .compute.work import GRAD_NORM, Work
 from .given.dim_names import Rules
 from .given.initial import trace_init, traced_loss
@@ -28,8 +28,12 @@ from .plan.replaying import check_frozen, check_mesh, check_placements, check_va
 from .plan.strategies import Hybrid
 from .plan.strategy import Strategy, check_strategies, stages_axis
 from .rows.read_rows import ReadRows
+from .served.feed import ServedFeed, is_served
 from .step import Step
 from .train_step import TrainStep
+
+if TYPE_CHECKING:
+    from braidax.gang import Gang
 
 
 @overload
@@ -47,6 +51,7 @@ def parallelize(
     metrics: Collection[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     rules: Rules | None = None,
+    servers: "Gang | None" = None,
 ) -> Step: ...
 
 
@@ -77,6 +82,7 @@ def parallelize(
     metrics: Collection[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     rules: Rules | None = None,
+    servers: "Gang | None" = None,
 ) -> Any:
     """Turns single-device code into a training step on a mesh.
 
@@ -96,7 +102,8 @@ def parallelize(
     global norm of all gradients. `compiler_options`: of `jax.jit`, for gradients and apply, or for all programs of
     stages; one that is a dict holds those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical
     names of dims stand for that Flax keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed":
-    None}`; names that are axes of the mesh need none. What names ask for is honored like an override.
+    None}`; names that are axes of the mesh need none. What names ask for is honored like an override. `servers`: a gang
+    that runs, whose ranks have the tables of `Hybrid(tables="servers")` in their host memory.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
@@ -104,7 +111,8 @@ def parallelize(
     averages over these, what else the losses compute as above, and the rest of the step sees the whole batch. Names of
     dims are those that the state keeps.
 
-    **Returns:** a `Step`, or with a `Pipeline` among the strategies a `PipelinedStep`; nothing has been trained yet.
+    **Returns:** a `Step`; with a `Pipeline` among the strategies a `PipelinedStep`, with tables on servers a
+    `ServedStep`, to be closed. Nothing has been trained yet.
     **Raises:** `ArgumentError`, `SpecError` or `StateError` naming what does not fit.
     """
     if isinstance(loss_fn, Mesh):
@@ -141,7 +149,7 @@ def parallelize(
             f"microbatches is {microbatches}, and plan has {plan.microbatches}: leave it out, or plan anew"
         )
     pieces = microbatches if plan is None else plan.microbatches
-    mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options, rules)
+    mesh, more = _context_mesh() if mesh is None else mesh, (trainable, tuple(metrics), compiler_options, rules, servers)
     given = _Given(Loss(loss_fn), optimizer, mesh, strategies, init, batch, pieces, *more)
     return given.step(plan) if stages_axis(strategies) is None else given.pipelined_step(plan)
 
@@ -161,6 +169,7 @@ class _Given:
     metrics: tuple[str, ...]
     compiler_options: Mapping[str, Any] | None
     rules: Rules | None
+    servers: "Gang | None"
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "init") or not hasattr(self.optimizer, "update"):
@@ -174,7 +183,7 @@ class _Given:
                 f"metrics names {strange}, expected {GRAD_NORM!r}; others are returned by the loss as aux"
             )
 
-    def step(self, plan: Plan | None) -> Step:
+    def step(self, plan: Plan | None) -> Any:
         """Makes a step by a plan, or by one that strategies make."""
         if plan is not None:
             check_mesh(plan, self.mesh)
@@ -187,6 +196,8 @@ class _Given:
         shardings = shard_batch(self.mesh, axes, specs_of(self.batch), microbatches=self.microbatches)
         work = self._work(plan, axes)
         options = compiler_options(self.mesh, work.plan, self.strategies, self.compiler_options)
+        if isinstance(work.feed, ServedFeed):
+            return self._served_step(work, work.feed, shardings, options)
         return Step(
             work,
             specs_of(self.batch),
@@ -195,6 +206,21 @@ class _Given:
             replanned=self._replanned,
             rekeyed=lambda key: self._work(work.plan, axes, key),
             elsewhere=lambda mesh: replace(self, mesh=mesh).step(work.plan),
+        )
+
+    def _served_step(self, work: Work, feed: ServedFeed, shardings: Any, options: CompilerOptions) -> Any:
+        """Makes a step whose tables are on servers."""
+        from .served.step import ServedStep, check_metrics  # with gangs, which others do without
+
+        check_metrics(self.metrics)
+        if self.servers is None:
+            raise ArgumentError(
+                f"plan has {[*feed.tables]} on servers, and servers is None: give parallelize the gang whose ranks have "
+                f"them, with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"
+            )
+        born = trace_init(self.init, self.loss)
+        return ServedStep(
+            work, feed, born, specs_of(self.batch), self.servers, batch_shardings=shardings, compiler_options=options
         )
 
     def pipelined_step(self, plan: Plan | None) -> Any:
@@ -241,6 +267,13 @@ class _Given:
             check_placements(plan, model)
         plan = replace(with_sent(plan, model), compiler_options=options_of_plan(plan, mesh, model))
         feed = rows.feed(mesh, plan) if tables_of(plan) else None
+        if served := [one.path for one in plan.variables if is_served(one)]:
+            if feed is not None:
+                raise ArgumentError(
+                    f"plan has {served} on servers and {list(tables_of(plan))} by rows on devices: expected all tables "
+                    f"in one place; say which by Hybrid(tables=…) and overrides"
+                )
+            feed = rows.served_feed(mesh, plan)
         return Work(self.loss, self.optimizer, born, program, mesh, plan, feed, metrics=self.metrics)
 
     def _frozen(self, plan: Plan | None, params: Any) -> frozenset[str]:

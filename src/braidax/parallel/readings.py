@@ -38,7 +38,7 @@ class Readings:
         if form not in self._made:
             work = self._work
             batch_shardings = shard_batch(work.mesh, work.plan.batch_axes, specs)
-            run, out = work.evaluate(specs) if fn is None else work.wrapped(fn, specs)
+            run, out, _ = work.evaluate(specs) if fn is None else work.wrapped(fn, specs)
             checked = NamedSharding(work.mesh, PartitionSpec())
             compiled = compile_on(
                 work.mesh,

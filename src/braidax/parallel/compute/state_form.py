@@ -61,13 +61,14 @@ class StateForm:
         return self.parted(params)[0]
 
     def parted(self, params: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the PyTree with None in place of the feed's variables, and these by name."""
+        """Returns the PyTree with None in place of the feed's variables, and these by name, as far as it has them."""
         if self._feed is None:
             return params, {}
-        leaves, structure = jax.tree.flatten(params)
-        taken = {name: leaf for name, leaf in zip(self.layouts, leaves, strict=True) if name in self._feed.names}
-        dense = [None if name in taken else leaf for name, leaf in zip(self.layouts, leaves, strict=True)]
-        return jax.tree.unflatten(structure, dense), taken
+        structure = jax.tree.structure(self.born.params)
+        leaves = structure.flatten_up_to(params)
+        pairs, own = [*zip(self.layouts, leaves, strict=True)], self._feed.names
+        taken = {name: leaf for name, leaf in pairs if name in own and leaf is not None}
+        return jax.tree.unflatten(structure, [None if name in own else leaf for name, leaf in pairs]), taken
 
     def joined(self, dense: Any, taken: Mapping[str, Any]) -> Any:
         """Undoes `parted`; variables of the feed that are not given stay away."""
@@ -172,6 +173,8 @@ class StateForm:
         specs, replicated = self.specs, NamedSharding(self._mesh, PartitionSpec())
         on = functools.partial(jax.tree.map, lambda layout: layout.sharding(self._mesh))
         params = shardings_of(self._plan, self._mesh, self.born.params)
+        if len(jax.tree.leaves(specs.params)) < len(self.layouts):  # a feed has its variables elsewhere
+            params = self.dense(params)
         opt_state = on(self.of_state)
         if self._feed is not None:
             opt_state = {"dense": opt_state, "rows": self._feed.shardings(specs.opt_state["rows"])}
@@ -186,9 +189,10 @@ class StateForm:
         owners = owners_of([path for path, _ in states], self.layouts)
         for owner, (_, spec), sharding in zip(owners, states, jax.tree.leaves(shardings.opt_state), strict=True):
             kept[owner] += shard_bytes(spec, sharding)
-        params = jax.tree.leaves(self.specs.params)
-        for name, spec, sharding in zip(self.layouts, params, jax.tree.leaves(shardings.params), strict=True):
-            own = shard_bytes(spec, sharding)
+        params = dict(named_leaves(self.specs.params))
+        lies = dict(zip(params, jax.tree.leaves(shardings.params), strict=True))
+        for name in self.layouts:
+            own = shard_bytes(params[name], lies[name]) if name in params else 0
             yield own, 0 if name in self.frozen or name in by_rows else own, kept[name]
 
 

@@ -217,23 +217,33 @@ class Work:
         loaded = None if gradients is None else load_tree(of_moved, gradients)
         return Update(loaded, moved, dense, payload, loss)
 
-    def evaluate(self, batch: Any) -> tuple[Evaluate, Any]:
-        """Returns the function that gives the metrics of batches of that form, and where these lie.
+    @property
+    def feed(self) -> Feed | None:
+        """What keeps some of the variables."""
+        return self._feed
+
+    @property
+    def reading(self) -> Reading | None:
+        """How the loss in training reads the variables of a feed."""
+        return self._reading
+
+    def evaluate(self, batch: Any) -> tuple[Evaluate, Any, Reading | None]:
+        """Returns the function that gives the metrics of batches of that form, where these lie, and how it reads.
 
         **Arguments:** `batch`: specs.
         """
         born = self.form.born
         program = self._loss.trace(born.params, born.variables, born.key, batch, train=False, mesh=self.mesh)
-        read = self._read_by(program)
+        read, reading = self._read_by(program)
 
         def metrics(*args: Any) -> dict[str, Any]:
             (loss, (metrics, _)), checked = read(*args)
             return {"loss": loss, **metrics, **checked}
 
-        return metrics, MetricDims(program).shardings(self.mesh, self.plan.batch_axes, self.checks)
+        return metrics, MetricDims(program).shardings(self.mesh, self.plan.batch_axes, self.checks), reading
 
-    def wrapped(self, fn: Asking, batch: Any) -> tuple[Reads, Any]:
-        """Returns a function on states and batches of that form, and the shardings of what it gives.
+    def wrapped(self, fn: Asking, batch: Any) -> tuple[Reads, Any, Reading | None]:
+        """Returns a function on states and batches of that form, the shardings of what it gives, and how it reads.
 
         What descends from the batch is split as the batch is, everything else is on every device.
 
@@ -244,10 +254,11 @@ class Work:
         specs, structure = jax.tree.flatten(program.out_specs)
         pairs = zip(specs, batch_dims_of_results(program, {BATCH: 0}), strict=True)
         shardings = [along_batch(self.mesh, axes, spec.shape, dim) for spec, dim in pairs]
-        return self._read_by(program), structure.unflatten(shardings)
+        read, reading = self._read_by(program)
+        return read, structure.unflatten(shardings), reading
 
-    def _read_by(self, program: Program) -> Reads:
-        """Returns the function that runs a program, of what a loss takes, on a state."""
+    def _read_by(self, program: Program) -> tuple[Reads, Reading | None]:
+        """Returns the function that runs a program, of what a loss takes, on a state, and how it reads."""
         feed = self._feed
         reading = None if feed is None else feed.reading(program)
         passed = self._passed(program, reading)
@@ -266,7 +277,7 @@ class Work:
             checked = {name: pulled.metrics[name] for name in feed.checks}
             return run(dense, variables, key, batch, pulled.rows), checked
 
-        return read
+        return read, reading
 
     def _passed(self, program: Program, reading: Reading | None) -> Program:
         """Returns what a program becomes where its weights lie as the plan says."""

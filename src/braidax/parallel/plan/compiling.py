@@ -133,7 +133,7 @@ def options_that_hide(
         return (*(_GATHERED_A_TURN_EARLIER if gathered.layer else ()), *_GATHERED_UNDER_PRODUCTS)
     if platform != "gpu":
         return ()
-    bytes_whole = sum(size for layout, size in variables if not layout.moving and not layout.by_rows)
+    bytes_whole = sum(size for layout, size in variables if not layout.moving and not layout.is_fed)
     options = (
         *(_GATHERED_EARLY if bytes_gathered else ()),
         *(_SUMMED_EARLY if bytes_whole > bytes_gathered else ()),

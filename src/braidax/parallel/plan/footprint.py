@@ -16,7 +16,7 @@ from .costs.forms import forms_of, lookup_bytes
 from .costs.tables import costs_of
 from .layout import Layout
 from .model import Model
-from .placements import Rows
+from .placements import Rows, Served
 from .plan import Plan, PlannedVariable, layouts_of
 from .strategy import num_bytes
 
@@ -27,13 +27,13 @@ def with_sent(plan: Plan, model: Model) -> Plan:
     A whole gradient is all-reduced: `2 B (N - 1) / N`. A weight that is gathered, or goes around, sends
     `B (N - 1) / N` for it forward, again backward unless it is kept, and for its gradient, in each microbatch and each
     form in which samples meet it; sums over other axes are of the part that is left. Lookups exchange rows. What is
-    used in pieces is exchanged, and so is its gradient. Tables by rows are what the strategy has counted, or an upper
-    bound. A frozen variable has no gradient. What activations send is not in it.
+    used in pieces is exchanged, and so is its gradient. Tables by rows, or served, are what the strategy has counted, or an
+    upper bound. A frozen variable has no gradient. What activations send is not in it.
     """
     sizes = {axis.name: axis.size for axis in plan.axes if axis.name in plan.batch_axes}
 
     def sent(variable: PlannedVariable, layout: Layout) -> int | None:
-        if any(isinstance(placement, Rows) for placement in variable.placements):
+        if any(isinstance(placement, Rows | Served) for placement in variable.placements):
             uses = model.uses.get(variable.path)
             known = variable.costs.sent_bytes if variable.costs.alpha is not None else None
             return costs_of(model, variable.path, None).sent if known is None and uses is not None else known

@@ -47,7 +47,7 @@ class Layout:
     `[ceil(V / N), N]`, of which the second is split: row `id` is on device `id mod N`; that form is made by the feed.
 
     **Fields:** `shape`: as the loss has it. `dim_axes`: for each dim the axes that split it, the outermost first.
-    `by_rows`: whether dim 0 is split by rows. `gathered`: the axes along which the loss gathers it where it uses it;
+    `by_rows`: whether dim 0 is split by rows. `served`: whether servers have it, and no device. `gathered`: the axes along which the loss gathers it where it uses it;
     `keeps`: what was gathered stays for the backward pass.
     `ring`: how its parts go around.
     `by_sequence`: the axes along which activations between blocks are split by sequence. `pieces`: in which it is used.
@@ -56,6 +56,7 @@ class Layout:
     shape: tuple[int, ...]
     dim_axes: tuple[tuple[Axis, ...], ...]
     by_rows: bool = False
+    served: bool = False
     gathered: frozenset[str] = frozenset()
     keeps: bool = False
     ring: RingAxis | None = None
@@ -83,6 +84,10 @@ class Layout:
             )
         if self.pieces is not None and (self.pieces.dim == dim or by_rows):
             raise ArgumentError(f"dim={dim} is split in pieces on the axis {self.pieces.axis.name}")
+        if self.served:
+            raise ArgumentError(
+                f"dim={dim} would be split along {axis.name}, and servers have the variable: expected it replicated there"
+            )
         if how == "rotated" and (self.rotated is not None or self.by_rows or self.is_split):
             raise ArgumentError(
                 f"dim={dim} would go around along {axis.name}, and the variable is by rows, split, or goes around "
@@ -177,6 +182,11 @@ class Layout:
     def is_split(self) -> bool:
         """Whether a dim is split also where the loss uses it, and not by rows."""
         return self.pieces is not None or any(self.kept_axes(dim) for dim in range(self.by_rows, len(self.shape)))
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether the loss gets rows of it, whoever has these: other devices, or servers."""
+        return self.by_rows or self.served
 
     @property
     def spec(self) -> PartitionSpec:

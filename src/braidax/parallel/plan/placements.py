@@ -65,6 +65,29 @@ class Rows:
         return "rows, aggregated" if self.aggregate == "inner" else "rows"
 
 
+@dataclass(frozen=True)
+class Served:
+    """Servers have the table, in their host memory, and move its rows; devices have those that a batch reads.
+
+    Row `id` is on server `id mod S`. The axis divides the samples; a table is served as a whole, so that it is split
+    along no other axis.
+    """
+
+    def refine(self, layout: Layout, axis: Axis) -> Layout:
+        """Takes the variable off the devices."""
+        if layout.axes or layout.pieces is not None or not layout.shape:
+            split = ", ".join(sorted(layout.axes)) or "no axis"
+            raise ArgumentError(
+                f"a variable of shape {list(layout.shape)}, split along {split}, would be served along {axis.name}: "
+                f"expected a table that no axis splits"
+            )
+        return replace(layout, served=True)
+
+    def __str__(self) -> str:
+        """`served`."""
+        return "served"
+
+
 @dataclass(frozen=True, repr=False)
 class Gathered:
     """Each device along the axis holds a part of the variable, which is gathered where the loss uses it.
@@ -202,5 +225,5 @@ def check_hops(hops: str) -> None:
 
 
 PLACEMENTS: Mapping[str, type[Any]] = {
-    one.__name__: one for one in (Replicated, Rows, Gathered, Rotated, Split, Staged)
+    one.__name__: one for one in (Replicated, Rows, Served, Gathered, Rotated, Split, Staged)
 }

@@ -177,7 +177,7 @@ class RotatedTensorParallel:
         for path, choice in sharded.items():
             if path not in dims and not isinstance(choice.placement, Replicated):
                 layout = taken[path]
-                if layout.is_split or layout.by_rows:
+                if layout.is_split or layout.is_fed:
                     reasons[path] = "split along another axis"
                 else:
                     dims[path] = Cut(choice.placement.dim, ())  # pyright: ignore[reportAttributeAccessIssue]
@@ -212,7 +212,7 @@ def _ends_at_weights(model: Model, root: int) -> bool:
 
 
 def _is_free(layout: Layout, dim: int) -> bool:
-    return not layout.is_split and not layout.by_rows and not layout.dim_axes[dim]
+    return not layout.is_split and not layout.is_fed and not layout.dim_axes[dim]
 
 
 def _otherwise(choice: Choice, why: str, words: str) -> Choice:

@@ -15,7 +15,7 @@ from .costs.prices import Prices
 from .costs.tables import costs_of
 from .layout import Axis, Layout
 from .model import Model
-from .placements import Gathered, Placement, Replicated, Rows
+from .placements import Gathered, Placement, Replicated, Rows, Served
 from .strategy import (
     Choice,
     Strategy,
@@ -27,6 +27,7 @@ from .strategy import (
     in_words,
     shown,
     why_no_rows,
+    why_not_served,
 )
 
 
@@ -121,8 +122,8 @@ class FullySharded:
         if taken.pieces is not None:
             dims.remove(taken.pieces.dim)
         size = bytes_where_used(model, path)
-        if taken.by_rows:
-            return Choice(Replicated(), "fully sharded: by rows along another axis")
+        if taken.is_fed:
+            return Choice(Replicated(), f"fully sharded: {'served' if taken.served else 'by rows'} along another axis")
         if any(site.role == "rows" for site in sites):
             dims = [*dims[1:], *dims[:1]]  # rows in parts are looked up where they lie
         even = [dim for dim in dims if spec.shape[dim] % (taken.num_parts(dim) * axis.size) == 0]
@@ -146,7 +147,8 @@ class Hybrid:
     that moves fewer bytes than its whole gradient (Parallax, EuroSys 2019, section 3); everything else is replicated
     and its gradient all-reduced, or lies as `dense` says.
 
-    **Arguments:** `dense`: places what is not split by rows, such as `FullySharded()`. `overrides`: placements by
+    **Arguments:** `tables`: who has the tables. "rows": the devices. "servers": those that `parallelize` is given, in
+    their host memory, which also move the rows (parameter servers); see `Served`. `dense`: places what is not split by rows, such as `FullySharded()`. `overrides`: placements by
     pattern of the variable's path, such as `{"params/embed*": Replicated()}` (`fnmatch`); the first that matches
     counts. `row_optimizers`: what moves the rows of tables, by pattern, such as `{"params/embed*":
     row_adagrad(0.1)}`; the optimizer of the step moves all others. `touched`: what `measure_touched` has counted of
@@ -163,9 +165,12 @@ class Hybrid:
     touched: Mapping[str, Touched] = field(default_factory=dict[str, Touched])
     out_of_range: Literal["as jax", "raise"] = "as jax"
     combine_bytes: int | None = None
+    tables: Literal["rows", "servers"] = "rows"
 
     def __post_init__(self) -> None:
         check_combine_bytes(self.combine_bytes)
+        if self.tables not in ("rows", "servers"):
+            raise ArgumentError(f'tables={self.tables!r}: expected "rows" or "servers"')
         if self.out_of_range not in ("as jax", "raise"):
             raise ArgumentError(f'out_of_range={self.out_of_range!r}: expected "as jax" or "raise"')
 
@@ -178,7 +183,7 @@ class Hybrid:
         return True
 
     def place(self, model: Model, axis: Axis, taken: Mapping[str, Layout]) -> dict[str, Choice]:
-        """Chooses `Rows` where that is possible and moves fewer bytes, else what `dense` chooses.
+        """Chooses `Rows`, or `Served`, where that is possible and moves fewer bytes, else what `dense` chooses.
 
         **Raises:** `ArgumentError` when an override names nothing, or asks for what cannot be: rows of what is not read
         by rows, a dim that a loop takes apart.
@@ -196,6 +201,8 @@ class Hybrid:
         num_rows, parts = (*taken.shape, 0)[0], axis.size * (taken.num_parts(0) if taken.shape else 1)
         if not cannot and model.no_padding and num_rows % parts:
             cannot = f"{parts} devices do not divide its {num_rows:,} rows, and {model.no_padding}"
+        if not cannot and self.tables == "servers":
+            cannot = why_not_served(model, taken)
         if cannot:
             if isinstance(dense.placement, Replicated):
                 return replace(dense, why=f"hybrid: {cannot}: gradient all-reduced", alpha=alpha)
@@ -204,5 +211,5 @@ class Hybrid:
         seen = "" if touched is None else f"; {touched}"
         why = f"hybrid: {model.uses[path].why}{seen}; {costs.words}"
         if costs.by_rows < costs.whole:
-            return Choice(Rows(), why, alpha, costs.sent)
+            return Choice(Rows() if self.tables == "rows" else Served(), why, alpha, costs.sent)
         return replace(dense, why=why, alpha=alpha)

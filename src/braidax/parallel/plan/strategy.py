@@ -17,7 +17,7 @@ from .costs.machine import Machine
 from .costs.ring import RingWork
 from .layout import Axis, Layout
 from .model import Model
-from .placements import Gathered, Placement, Rotated, Rows, Split
+from .placements import Gathered, Placement, Rotated, Rows, Served, Split
 
 _MAX_NAMED = 5
 
@@ -98,8 +98,10 @@ def chosen(
 
 def refused(placement: Placement, model: Model, path: str) -> str:
     """Says why a placement that somebody asks for cannot be, or ""."""
-    if isinstance(placement, Rows) and (cannot := why_no_rows(model, path)):
+    if isinstance(placement, Rows | Served) and (cannot := why_no_rows(model, path)):
         return f"the rows of {path}, and these cannot be exchanged: {cannot}"
+    if isinstance(placement, Served) and (cannot := why_not_served(model)):
+        return f"servers for {path}: {cannot}"
     if isinstance(placement, Gathered | Rotated | Split) and 0 <= placement.dim < len(model.variables[path].shape):
         for site in model.sites.get(path, ()):
             if placement.dim not in site.value.entry.dims:
@@ -116,6 +118,13 @@ def why_no_rows(model: Model, path: str) -> str:
     if uses is None:
         return "no gradient uses it"
     return uses.why if uses.verdict != "sparse" else model.no_rows(path)
+
+
+def why_not_served(model: Model, taken: Layout | None = None) -> str:
+    """Says why servers cannot have a table whose rows can be exchanged, or "". **Arguments:** `taken`: how it lies."""
+    if model.no_padding:
+        return f"{model.no_padding}, and servers have their tables to themselves"
+    return "split along another axis" if taken is not None and taken.axes else ""
 
 
 def shown(strategy: Any) -> str:

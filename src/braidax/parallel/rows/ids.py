@@ -18,6 +18,7 @@ from braidax.parallel.plan.batch import shard_batch
 from braidax.program import LeafUses, Program, compile_on, difference, join, specs_of
 from braidax.program.prune import prune
 
+from .options import OutOfRange
 from .reads import LATE, RowReads, row_reads, without_rows
 from .touched import Touched, count_touched
 
@@ -157,15 +158,18 @@ def see_ids(loss: TracedLoss, batches: Sequence[Any], *, microbatches: int = 1, 
     return Seen({join("params", one.name): seen(one) for one in tables}, unknown)
 
 
-def ids_program(program: Program, tables: Sequence[LeafUses]) -> tuple[tuple[str, ...], Program]:
+def ids_program(
+    program: Program, tables: Sequence[LeafUses], out_of_range: OutOfRange = "as jax"
+) -> tuple[tuple[str, ...], Program]:
     """Cuts a traced loss down to the ids of its lookups.
 
-    **Arguments:** `program`: of `(params, variables, key, batch)`. `tables`: of `RowReads.sparse`.
+    **Arguments:** `program`: of `(params, variables, key, batch)`. `tables`: of `RowReads.sparse`. `out_of_range`: with
+    "raise" ids that no row has are marked.
 
     **Returns:** for each lookup the name of its table; and the program, which takes `()` in place of the parameters
     and gives for each lookup ids, int32 `[*lengths, n]`.
     """
-    rows = without_rows(program, tables, "as jax")
+    rows = without_rows(program, tables, out_of_range)
     num_params = len(jax.tree.leaves(rows.ids.in_specs[0]))
     inputs = rows.ids.closed.jaxpr.invars
     closed, _ = prune(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from braidax.program import OUT_OF_RANGE, Lookup, RowProgram
+from braidax.program import OUT_OF_RANGE, RowProgram
 
 from . import (
     Exchange,
@@ -33,6 +33,7 @@ from . import (
     to_stored,
     update_rows,
 )
+from .laid_flat import LaidFlat
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Packing:
     def __init__(self, tables: Sequence[Table], program: RowProgram, mesh: Mesh, *, microbatches: int = 1) -> None:
         self._tables = tuple(tables)
         self._lookups = program.lookups
-        self._lead = () if microbatches == 1 else (microbatches,)
+        self._flat = LaidFlat(program.lookups, microbatches)
         together: dict[Any, list[int]] = {}
         for number, table in enumerate(self._tables):
             if any(lookup.name == table.name for lookup in self._lookups):
@@ -143,10 +144,8 @@ class Packing:
     def _group(self, numbers: Sequence[int], mesh: Mesh) -> _Group:
         tables = [self._tables[number] for number in numbers]
         num_parts = math.prod(mesh.shape[axis] for axis in tables[0].split)
-        lookups = [
-            tuple(at for at, lookup in enumerate(self._lookups) if lookup.name == table.name) for table in tables
-        ]
-        num_ids = [sum(self._num_ids(self._lookups[at], num_parts) for at in members) for members in lookups]
+        lookups = [self._flat.of_table(table.name) for table in tables]
+        num_ids = [self._flat.num_ids(members, num_parts) for members in lookups]
         unique = [
             count if table.num_unique is None else table.num_unique
             for table, count in zip(tables, num_ids, strict=True)
@@ -186,7 +185,7 @@ class Packing:
         routes: list[Route] = []
         wrong = {table.name: jnp.zeros((), jnp.int32) for table in self._tables}
         for group in self.groups:
-            packed = [self._pack(lookups, ids, group.exchange.num_parts, filler=-1) for lookups in group.lookups]
+            packed = [self._flat.pack(lookups, ids, group.exchange.num_parts, filler=-1) for lookups in group.lookups]
             for table, x in zip(self._members(group), packed, strict=True):
                 wrong[table.name] = jnp.sum(x == OUT_OF_RANGE, dtype=jnp.int32)
             routes.append(route_ids(group.exchange, packed))
@@ -223,7 +222,7 @@ class Packing:
         rows: dict[int, jax.Array] = {}
         for group, of_group in zip(self.groups, pulled, strict=True):
             for table, lookups, found in zip(self._members(group), group.lookups, of_group.rows, strict=True):
-                rows |= self._unpack(lookups, found.reshape(*found.shape[:2], *table.spec.shape[1:]))
+                rows |= self._flat.unpack(lookups, found.reshape(*found.shape[:2], *table.spec.shape[1:]))
         of_lookups = tuple(rows[at] for at in range(len(self._lookups)))
         rounds = [jnp.zeros((), jnp.int32), *(found.num_rounds for found in pulled)]
         return Pull(of_lookups, routed.routes, jnp.max(jnp.stack(rounds)), routed.out_of_range)
@@ -232,7 +231,7 @@ class Packing:
         """Sums the gradients of rows where the rows are. **Arguments:** `gradients`: of each lookup's rows."""
         trips: list[Trip] = []
         for group, route in zip(self.groups, routes, strict=True):
-            packed = [self._pack(members, gradients, group.exchange.num_parts, filler=0) for members in group.lookups]
+            packed = [self._flat.pack(members, gradients, group.exchange.num_parts, filler=0) for members in group.lookups]
             trips.append(Trip(route, push_rows(group.exchange, route, packed)))
         return trips
 
@@ -279,34 +278,6 @@ class Packing:
             tables |= dict(zip(names, moved, strict=True))
             states |= dict(zip(names, kept, strict=True))
         return tables, states
-
-    def _num_ids(self, lookup: Lookup, num_parts: int) -> int:
-        *lengths, num_ids = (*self._lead, *lookup.ids.shape)
-        return -(-num_ids // num_parts) * math.prod(lengths)
-
-    def _pack(self, lookups: Sequence[int], arrays: Sequence[jax.Array], num_parts: int, *, filler: int) -> jax.Array:
-        """Lays what belongs to ids `[*lengths, n, ...]` device by device: `[devices, m, ...]`."""
-        packed: list[jax.Array] = []
-        for at in lookups:
-            num_lengths = len(self._lead) + len(self._lookups[at].ids.shape) - 1
-            array = jnp.moveaxis(arrays[at], num_lengths, 0)
-            missing = -array.shape[0] % num_parts
-            if missing:
-                array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=filler)
-            rest = array.shape[1 + num_lengths :]
-            packed.append(array.reshape(num_parts, self._num_ids(self._lookups[at], num_parts), *rest))
-        return jnp.concatenate(packed, axis=1) if len(packed) > 1 else packed[0]
-
-    def _unpack(self, lookups: Sequence[int], packed: jax.Array) -> dict[int, jax.Array]:
-        """Undoes `_pack`."""
-        num_parts, found, start = packed.shape[0], dict[int, jax.Array](), 0
-        for at in lookups:
-            *lengths, num_ids = (*self._lead, *self._lookups[at].ids.shape)
-            size = self._num_ids(self._lookups[at], num_parts)
-            part = packed[:, start : start + size].reshape(-1, *lengths, *packed.shape[2:])[:num_ids]
-            found[at] = jnp.moveaxis(part, 0, len(lengths))
-            start += size
-        return found
 
 
 def _like(group: _Group) -> list[jax.ShapeDtypeStruct]:

@@ -28,6 +28,8 @@ from braidax.program import (
     without_leaves,
 )
 
+from braidax.parallel.served.feed import ServedFeed
+
 from .feed import RowFeed
 from .options import RowOptions, row_options
 from .reads import LATE, RowReads, row_reads
@@ -79,6 +81,10 @@ class ReadRows:
     def feed(self, mesh: Mesh, plan: Plan) -> RowFeed:
         """Returns the feed of the variables that a plan places by rows."""
         return RowFeed(self._optimizer, self._options, self._program, self._reads.sparse, mesh, plan)
+
+    def served_feed(self, mesh: Mesh, plan: Plan) -> ServedFeed:
+        """Returns the feed of the variables that a plan has on servers. **Raises:** as `ServedFeed`."""
+        return ServedFeed(self._optimizer, self._options, self._program, mesh, plan)
 
     @functools.cached_property
     def _reads(self) -> RowReads:

@@ -1,0 +1,317 @@
+"""Tables on servers as a feed: what a step computes with the rows that it is given."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from braidax.errors import ArgumentError
+from braidax.parallel.compute.accumulate import microbatches_of
+from braidax.parallel.compute.feed import Check, Pulled, Update
+from braidax.parallel.given.arrays import strong
+from braidax.parallel.plan.placements import Served
+from braidax.parallel.plan.plan import Plan
+from braidax.parallel.rows import Now, kept_besides, table_optimizer
+from braidax.parallel.rows.dense_update import DenseUpdate, Numbers
+from braidax.parallel.rows.ids import ids_program
+from braidax.parallel.rows.laid_flat import LaidFlat
+from braidax.parallel.rows.options import RowOptions
+from braidax.parallel.rows.reads import row_reads, without_rows
+from braidax.program import Program, join, named_leaves, reads_argument, sums_below
+
+from .programs import RowRules, TableForm, rules_of_own, rules_of_split, shared_of, table_form
+
+
+class Fed(NamedTuple):
+    """What devices are given of tables. **Fields:** by table `rows`, `[N, K, D]`, and `slots`, int32 `[N, m]`, which of
+    its rows each of a device's ids is."""
+
+    rows: dict[str, jax.Array]
+    slots: dict[str, jax.Array]
+
+
+@final
+class ServedReading:
+    """A program that is fed rows.
+
+    **Arguments:** `tables`: specs by name. `options`: how rows move. `microbatches`: of how many runs of the program an
+    update consists.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        tables: Mapping[str, jax.ShapeDtypeStruct],
+        options: RowOptions,
+        mesh: Mesh,
+        batch_axes: tuple[str, ...],
+        microbatches: int,
+    ) -> None:
+        found = row_reads(program, microbatches=microbatches).sparse
+        if others := [name for name in tables if name not in found]:
+            raise ArgumentError(
+                f"{join('params', others[0])} is on servers, and a function of the step does not read it by rows that "
+                f"are known before: expected lookups such as jnp.take(table, ids, axis=0); read it whole by "
+                f"step.to_dense(state)"
+            )
+        self._rows = without_rows(program, [found[name] for name in tables], options.out_of_range)
+        names, self._ids = ids_program(program, [found[name] for name in tables], options.out_of_range)
+        assert list(names) == [lookup.name for lookup in self._rows.lookups], "both are made of the same reads"
+        self._tables, self._mesh, self._microbatches = dict(tables), mesh, microbatches
+        self._program, self._flat = self._rows.fed(), LaidFlat(self._rows.lookups, microbatches)
+        self.num_parts = 1
+        for axis in batch_axes:
+            self.num_parts *= mesh.shape[axis]
+        self.on_parts = NamedSharding(mesh, PartitionSpec(batch_axes or None))
+        """Of what has a dim for devices in front."""
+
+    @property
+    def program(self) -> Program:
+        """The loss without tables, which takes the rows of every lookup."""
+        return self._program
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tables."""
+        return self._tables.keys()
+
+    @property
+    def batch_dims(self) -> Sequence[int]:
+        """The dim of ids, behind the lengths of the scans around a lookup."""
+        return [len(lookup.ids.shape) - 1 for lookup in self._rows.lookups]
+
+    @property
+    def metrics(self) -> Collection[str]:
+        """None."""
+        return ()
+
+    @property
+    def pulled_shardings(self) -> Any:
+        """Nothing is fetched by a program: it is fed from the host."""
+        raise AssertionError("rows come from servers")
+
+    @property
+    def payload_shardings(self) -> Any:
+        """Of the gradients of each device's rows."""
+        return dict.fromkeys(self._tables, self.on_parts)
+
+    @property
+    def fed_shardings(self) -> Fed:
+        """Of what devices are given."""
+        return Fed(dict.fromkeys(self._tables, self.on_parts), dict.fromkeys(self._tables, self.on_parts))
+
+    @property
+    def knows_ahead(self) -> bool:
+        """Whether the ids of a batch depend on nothing else."""
+        return not any(reads_argument(self._ids, at) for at in (1, 2))
+
+    def ids(self, variables: Any, key: Any, batch: Any) -> dict[str, jax.Array]:
+        """Returns the ids that each device has of each table, int32 `[N, m]`."""
+        if self._microbatches == 1:
+            found = self._ids((), variables, key, batch)
+        else:
+            pieces = microbatches_of(key, batch, self._microbatches)
+            found = jax.vmap(lambda key, batch: self._ids((), variables, key, batch))(*pieces)
+        return {
+            name: self._flat.pack(self._flat.of_table(name), found, self.num_parts, filler=-1) for name in self._tables
+        }
+
+    def pull(
+        self, dense: Any, variables: Any, key: Any, batch: Any, stored: Mapping[str, jax.Array], held: Fed
+    ) -> Pulled:
+        """Looks up what devices were given. **Arguments:** `held`: that."""
+        rows: dict[int, jax.Array] = {}
+        for name, spec in self._tables.items():
+            found = jax.vmap(lambda rows, slots: rows[slots])(held.rows[name], held.slots[name])
+            shaped = found.reshape(*found.shape[:2], *spec.shape[1:])
+            rows |= self._flat.unpack(self._flat.of_table(name), shaped)
+        return Pulled(tuple(rows[at] for at in range(len(self._rows.lookups))), held, {})
+
+    def route(self, dense: Any, variables: Any, key: Any, batch: Any) -> Any:
+        """Not asked: `ids` tells."""
+        raise AssertionError("rows come from servers")
+
+    def send(self, routed: Any, read: Any, stored: Mapping[str, jax.Array]) -> Pulled:
+        """Not asked: servers send."""
+        raise AssertionError("rows come from servers")
+
+    def push(self, ticket: Fed, gradients: Any) -> dict[str, jax.Array]:
+        """Sums the gradients of each device's rows, `[N, K, D]`, of each table."""
+        found: dict[str, jax.Array] = {}
+        for name, spec in self._tables.items():
+            own = self._flat.pack(self._flat.of_table(name), gradients, self.num_parts, filler=0)
+            own = own.reshape(*own.shape[:2], -1).astype(spec.dtype)
+            num = ticket.rows[name].shape[1]
+            found[name] = jax.vmap(lambda g, slots, num=num: jax.ops.segment_sum(g, slots, num))(
+                own, ticket.slots[name]
+            )
+        return found
+
+    def sum_of_squares(self, payload: Any) -> jax.Array:
+        """Devices have the same rows: their gradients are summed on servers."""
+        raise AssertionError("refused with metrics=")
+
+
+@final
+class ServedFeed:
+    """The variables that a plan places by `Served`. A state has nothing of them, and for each `Numbers`.
+
+    **Arguments:** as of `RowFeed`.
+
+    **Raises:** `ArgumentError` where servers cannot move the rows by themselves.
+    """
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        options: RowOptions,
+        program: Program,
+        mesh: Mesh,
+        plan: Plan,
+    ) -> None:
+        self._optimizer, self._options, self._mesh, self._batch_axes = optimizer, options, mesh, plan.batch_axes
+        self._params = program.in_specs[0]
+        specs = dict(named_leaves(self._params))
+        pairs = zip(specs, plan.variables, strict=True)
+        self.tables = {name: specs[name] for name, variable in pairs if is_served(variable)}
+        self._own = {name: own for name in self.tables if (own := options.own(name)) is not None}
+        self._split = options.split(self.tables)
+        self._update = DenseUpdate(self._split, self.tables)
+        if found := sums_below(self._update.wanted):
+            raise ArgumentError(
+                f"optimizer has {found[0].name} over all rows of a table that is on servers, as clipping by the global "
+                f"norm does: expected one that moves rows by themselves; clip by optax.clip, or keep the table on "
+                f'devices: Hybrid(tables="rows")'
+            )
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the tables."""
+        return self.tables.keys()
+
+    @property
+    def padded(self) -> Sequence[tuple[str, int]]:
+        """Nothing is."""
+        return ()
+
+    @property
+    def checks(self) -> Mapping[str, Check]:
+        """None: ids are looked at when rows are asked for."""
+        return {}
+
+    @property
+    def raises_out_of_range(self) -> bool:
+        """Whether ids that no row has are an error."""
+        return self._options.out_of_range == "raise"
+
+    def reading(self, program: Program, *, microbatches: int = 1) -> ServedReading:
+        """Takes the tables out of a traced loss."""
+        return ServedReading(program, self.tables, self._options, self._mesh, self._batch_axes, microbatches)
+
+    def forms(self, born: Program) -> dict[str, TableForm]:
+        """Returns the tables as servers have them. **Arguments:** `born`: `key -> Born`."""
+        return {name: table_form(name, spec, born, self._rules(name)) for name, spec in self.tables.items()}
+
+    def _rules(self, name: str) -> RowRules:
+        if name in self._own:
+            return rules_of_own(self._own[name])
+        update = self._split.tables[name]
+        return rules_of_split(update, table_optimizer(update), self._init_of(name))
+
+    def _init_of(self, name: str) -> Callable[[jax.Array], Any]:
+        leaves = dict(named_leaves(self._options.params))
+
+        def init(rows: jax.Array) -> Any:
+            every = [rows if one == name else jnp.zeros(spec.shape, spec.dtype) for one, spec in leaves.items()]
+            return self._optimizer.init(jax.tree.unflatten(jax.tree.structure(self._options.params), every))
+
+        return init
+
+    # As of `Feed`
+
+    def begin(self, params: Any, born: Mapping[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+        """Stores nothing, and splits the optimizer's first state."""
+        leaves = jax.tree.leaves(strong(self._optimizer.init(params)))
+        return {}, self._update.dense(leaves), self._begun(leaves)
+
+    def _begun(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = dict.fromkeys(self._own, ())
+        numbered = dict(enumerate(leaves))
+        for update, _, shared in self._update.begun(leaves):
+            now = self._update.now(update, numbered, shared)
+            kept[update.name] = Numbers(now, shared_of(update, now), now, shared, jnp.zeros((), bool))
+        return kept
+
+    def shardings(self, kept: Any) -> Any:
+        """Numbers are on every device."""
+        return jax.tree.map(lambda _: NamedSharding(self._mesh, PartitionSpec()), kept)
+
+    def held(self, dense: Any, kept: Any) -> Any:
+        """Nothing of a state: what programs are fed comes from servers."""
+        return ()
+
+    def load(self, name: str, stored: Any) -> Any:
+        """Not asked: a state has no tables."""
+        raise AssertionError("tables are on servers")
+
+    def whole(self, name: str, stored: Any, held: Any) -> Any:
+        """Not asked: `reading` refuses programs that do not read it by rows."""
+        raise AssertionError("tables are on servers")
+
+    def apply(self, update: Update, reading: Any, stored: Any, kept: Any) -> tuple[Any, Any, dict[str, Any], Any]:
+        """Takes an update of what is dense, and computes by which numbers rows move."""
+        moved = self._update.apply(update, {name: one.shared for name, one in kept.items() if name not in self._own})
+        return moved.params, moved.dense, {}, {**dict.fromkeys(self._own, ()), **moved.numbers}
+
+    @property
+    def waits_for_gradients(self) -> bool:
+        """Not asked: rows are read by servers."""
+        return True
+
+    def read_behind(self, update: Update, reading: Any, routed: Any, stored: Any, kept: Any) -> Any:
+        """Not asked: rows are read by servers."""
+        raise AssertionError("tables are on servers")
+
+    def settled(self, stored: Any, dense: Any, kept: Any) -> tuple[dict[str, Any], Any]:
+        """Nothing of a state lags behind."""
+        return {}, kept
+
+    def joined(self, dense: Any, kept: Any) -> Any:
+        """Puts what is kept of rows into the optimizer's state. **Arguments:** `kept`: by table and name, `[V, …]`."""
+        leaves = self._update.leaves(dense)
+        for name, update in self._split.tables.items():
+            for one in update.kept:
+                leaves[one.at] = kept[name][one.name].reshape(one.term.shape)
+        return jax.tree.unflatten(jax.tree.structure(self._update.state), [leaves[at] for at in range(len(leaves))])
+
+    def kept_rows(self, opt_state: Any) -> dict[str, tuple[dict[str, Any], list[Any]]]:
+        """Undoes `joined` for the servers: for each table what rows keep, by name, and the numbers that all share."""
+        leaves, found = jax.tree.leaves(opt_state), dict[str, tuple[dict[str, Any], list[Any]]]()
+        for update, now, _ in self._update.begun(leaves):
+            kept = {one.name: leaves[one.at] for one in update.kept}
+            kept |= kept_besides(update, now, self.tables[update.name].shape[:1])
+            shared = shared_of(update, now if update.catch_up else Now((), ()))
+            found[update.name] = dict(named_leaves(kept)), jax.tree.leaves(shared)
+        return found
+
+    def parted(self, opt_state: Any, params: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
+        """Takes the optimizer's state of single-device training apart, without what has rows."""
+        leaves = jax.tree.leaves(opt_state)
+        return {}, self._update.dense(leaves), self._begun(leaves)
+
+    def dense_state(self) -> Any:
+        """That of the optimizer of all variables."""
+        if self._own:
+            raise ArgumentError(
+                f"row_optimizers moves {[*self._own]} in a way that is no dense optimizer's, so that single-device "
+                f"training has no such state: read tables by step.table(name)"
+            )
+        return self._update.state
+
+
+def is_served(variable: Any) -> bool:
+    """Whether a planned variable is on servers."""
+    return any(isinstance(placement, Served) for placement in variable.placements)

@@ -1,0 +1,182 @@
+"""A server: the parts of tables that one rank of a gang has, and what it answers."""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm import Communicator, TcpStore, connect
+from braidax.errors import ArgumentError, WaitTimeout
+
+from .programs import KeptForm, TableForm
+from .shard import Shard
+from .wire import Message, packed, unpacked
+
+_PROGRAMS = ("born", "begin", "update", "settle")
+
+
+@final
+class TableServer:
+    """Answers requests about the parts of tables that this server has, one after the other.
+
+    What it has belongs to one run at a time, which names itself in each request: another one is refused.
+
+    **Arguments:** `rank`, `size`: which server of how many this is.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._run, self._step = "", 0  # whose tables these are, and how many updates they have seen
+        self._shards: dict[str, Shard] = {}
+        self._answers = {
+            "make": self._make,
+            "bear": self._bear,
+            "load": self._load,
+            "pull": self._pull,
+            "push": self._push,
+            "read": self._read,
+        }
+
+    def handle(self, rank: int, value: Any) -> Any:
+        """Answers a request. **Raises:** `CommError` for what is none, `ArgumentError` for what cannot be."""
+        message = unpacked(value)
+        if message.kind not in self._answers:
+            raise ArgumentError(f"a server of tables was asked to {message.kind!r}, expected one of {[*self._answers]}")
+        run = message.fields.get("run")
+        if message.kind != "make" and run != self._run:
+            raise ArgumentError(
+                f"a request is of the run {run!r}, and server {self._rank} has the tables of {self._run!r}: expected "
+                f"one run at a time for a gang; give each its own"
+            )
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return self._answers[message.kind](message)
+
+    # What is asked
+
+    def _make(self, message: Message) -> Any:
+        """Makes room for the tables of a run, in place of what there was."""
+        shards: dict[str, Shard] = {}
+        for number, fields in enumerate(message.fields["tables"]):
+            programs = {one: message.arrays[f"{number}/{one}"].tobytes() for one in _PROGRAMS}
+            kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields.pop("kept"))
+            form = TableForm(**{**fields, "shape": tuple(fields["shape"])}, kept=kept, **programs)
+            try:
+                shards[form.name] = Shard(form, self._rank, self._size)
+            except MemoryError as error:
+                raise MemoryError(
+                    f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
+                    f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
+                ) from error
+        self._shards, self._run, self._step = shards, str(message.fields["run"]), 0
+        return packed("made")
+
+    def _bear(self, message: Message) -> Any:
+        for shard in self._shards.values():
+            shard.bear(message.arrays["key"])
+        self._step = int(message.fields["step"])
+        return packed("borne")
+
+    def _load(self, message: Message) -> Any:
+        """Puts rows in place of those that are there: consecutive ones here, with what is kept of them."""
+        shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
+        arrays = message.arrays
+        shard.put(start, arrays["values"], [arrays[f"kept/{at}"] for at in range(len(shard.form.kept))])
+        if "shared/0" in arrays or not shard.form.num_shared:
+            shard.share([arrays[f"shared/{at}"] for at in range(shard.form.num_shared)])
+        self._step = int(message.fields["step"])
+        return packed("loaded")
+
+    def _pull(self, message: Message) -> Any:
+        """Reads rows; with `since`, those that may have changed behind that step, and which of the asked they are."""
+        found: dict[str, NDArray[Any]] = {}
+        since = int(message.fields["since"])
+        for name in message.fields["tables"]:
+            shard, ids = self._shard(name), message.arrays[name]
+            shard.check(ids, f"ids of {name}")
+            if since >= 0 and shard.rests:
+                changed = np.flatnonzero(shard.touched[ids] >= since)
+                found[f"{name}/changed"], ids = changed, ids[changed]
+            found[name] = shard.pull(ids)
+        return packed("rows", {"step": self._step}, found)
+
+    def _push(self, message: Message) -> Any:
+        """Takes an update of rows; one that was taken already is not taken again."""
+        step = int(message.fields["step"])
+        if step == self._step - 1:
+            return packed("pushed", {"step": self._step})
+        if step != self._step:
+            raise ArgumentError(
+                f"an update of step {step} was pushed, and the tables on server {self._rank} have seen {self._step} "
+                f"updates: expected a state that is as old as they are; go on with the last one"
+            )
+        given: list[tuple[Shard, NDArray[Any], NDArray[Any], list[Any]]] = []
+        for number, name in enumerate(message.fields["tables"]):
+            shard, ids = self._shard(name), message.arrays[f"{number}/ids"]
+            gradients = message.arrays[f"{number}/gradients"]
+            shard.check(ids, f"ids of {name}")
+            if gradients.shape != (len(ids), shard.form.width):
+                raise ArgumentError(
+                    f"gradients of {name} are {list(gradients.shape)}, expected {[len(ids), shard.form.width]}"
+                )
+            count = message.fields["num_numbers"][number]
+            given.append((shard, ids, gradients, [message.arrays[f"{number}/{at}"] for at in range(count)]))
+        for shard, ids, gradients, numbers in given:
+            shard.push(ids, gradients, numbers, step)
+        self._step = step + 1
+        return packed("pushed", {"step": self._step})
+
+    def _read(self, message: Message) -> Any:
+        """Reads consecutive rows here, as they are now, and what is kept of them."""
+        shard, start, stop = self._shard(message.fields["table"]), *(int(message.fields[at]) for at in ("start", "stop"))
+        part = slice(max(0, start), min(stop, shard.num_rows))
+        shard.settle(part)
+        kept = {f"kept/{at}": leaf[part] for at, leaf in enumerate(shard.kept)}
+        return packed("rows", {"step": self._step}, {"values": shard.values[part], **kept})
+
+    def _shard(self, name: Any) -> Shard:
+        if name not in self._shards:
+            raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
+        return self._shards[name]
+
+
+def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
+    """Returns forms as a request to make them has them: fields, and programs by number."""
+    fields: list[dict[str, Any]] = []
+    arrays: dict[str, NDArray[np.uint8]] = {}
+    for number, form in enumerate(forms.values()):
+        programs = {one: getattr(form, one) for one in _PROGRAMS}
+        kept = [[one.name, list(one.shape), one.dtype] for one in form.kept]
+        plain = {one.name: getattr(form, one.name) for one in dataclasses.fields(form) if one.name not in _PROGRAMS}
+        fields.append({**plain, "shape": list(form.shape), "kept": kept})
+        arrays |= {f"{number}/{one}": np.frombuffer(program, np.uint8) for one, program in programs.items()}
+    return fields, arrays
+
+
+def serve(comm: Communicator, address: str, secret: bytes, job: str, transport: str) -> None:
+    """Serves tables as one rank of a gang, until whoever asks is gone.
+
+    **Arguments:** `comm`: of the gang. `address`, `secret`: of the store where servers and those who ask meet. `job`:
+    names their meeting. `transport`: between them.
+    """
+    host, port = address.rsplit(":", 1)
+    with TcpStore(host, int(port), secret=secret) as store:
+        world = connect(store, rank=comm.rank, size=comm.size + 1, transport=transport, job=job, on_loss="peer")
+    server = TableServer(comm.rank, comm.size)
+    with world, world.serve(server.handle) as serving:
+        for other in range(comm.size):  # servers ask one another nothing
+            if other != comm.rank:
+                world.end_asking(other)
+        while True:
+            with contextlib.suppress(WaitTimeout):  # nobody has asked for a while
+                serving.wait()
+                return
+
+
+def key_data(key: jax.Array) -> NDArray[Any]:
+    """Returns the numbers of a key, as servers are given it."""
+    return np.asarray(jnp.asarray(jax.random.key_data(key)))

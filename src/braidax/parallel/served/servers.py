@@ -1,0 +1,204 @@
+"""The servers of tables, as those who train see them."""
+
+import secrets
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, NamedTuple, final
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from braidax.comm import TcpStore, TcpStoreServer, connect
+from braidax.connections.hosts import host_addresses
+from braidax.errors import ArgumentError
+from braidax.gang import Gang
+
+from .batch_rows import BatchRows
+from .programs import TableForm
+from .server import described, key_data, serve
+from .wire import Message, packed, unpacked
+
+_BLOCK_BYTES = 16 << 20  # of a table that is read or written whole, a message
+
+
+class Rows(NamedTuple):
+    """Rows of a batch. **Fields:** `step`: how many updates they have seen. `values`: by table, `[u, D]`."""
+
+    step: int
+    values: dict[str, NDArray[Any]]
+
+
+class WholeTable(NamedTuple):
+    """A table as all servers have it. **Fields:** `values`: `[V, D]`. `kept`: arrays `[V, …]` of what rows have."""
+
+    values: NDArray[Any]
+    kept: list[NDArray[Any]]
+
+
+@final
+class Servers:
+    """The servers that the ranks of a gang are for one run: asked by any thread, until closed.
+
+    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile. `forms`: of the tables, by name.
+    `transport`: of the messages. `timeout_seconds`: the limit of each wait.
+
+    **Raises:** as `Gang.submit`, and as `comm.connect`.
+    """
+
+    def __init__(
+        self, gang: Gang, forms: Mapping[str, TableForm], *, transport: str = "tcp", timeout_seconds: float = 120.0
+    ) -> None:
+        check_gang(gang)
+        self.num_servers, self._forms, self._run = gang.size, forms, uuid.uuid4().hex
+        secret, job = secrets.token_bytes(32), f"tables {self._run}"
+        is_here = all(name == socket.gethostname() for name in gang.hosts)
+        meeting = TcpStoreServer(host="127.0.0.1" if is_here else "", secret=secret)
+        try:
+            host, port = "127.0.0.1" if is_here else host_addresses()[0], int(meeting.address.rpartition(":")[2])
+            self._serving = gang.submit(serve, f"{host}:{port}", secret, job, transport)
+            with TcpStore("127.0.0.1", port, secret=secret) as store:
+                self._world = connect(
+                    store,
+                    rank=gang.size,
+                    size=gang.size + 1,
+                    transport=transport,
+                    job=job,
+                    on_loss="peer",
+                    timeout_seconds=timeout_seconds,
+                )
+        finally:
+            meeting.close()
+        self._pool = ThreadPoolExecutor(max(1, gang.size - 1), thread_name_prefix="braidax-ask")
+        fields, programs = described(forms)
+        self._ask_all(lambda server: packed("make", {"run": self._run, "tables": fields}, programs))
+
+    # Rows
+
+    def bear(self, key: jax.Array) -> None:
+        """Makes the first rows of all tables. **Arguments:** `key`: that `init` of the step is given."""
+        data = key_data(key)
+        self._ask_all(lambda server: self._packed("bear", {"step": 0}, {"key": data}))
+
+    def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None) -> Rows:
+        """Returns rows as they are now. **Arguments:** `known`: the same as they were; what has changed is asked for."""
+        names, since = [*batch], -1 if known is None else known.step
+        values = {
+            name: known.values[name] if known is not None else self._empty(name, len(rows.unique))
+            for name, rows in batch.items()
+        }
+
+        def question(server: int) -> list[Any]:
+            ids = {name: rows.asked(server) for name, rows in batch.items()}
+            return self._packed("pull", {"tables": names, "since": since}, ids)
+
+        answers = self._ask_all(question)
+        for server, answer in enumerate(answers):
+            for name, rows in batch.items():
+                rows.put(values[name], server, answer.arrays[name], answer.arrays.get(f"{name}/changed"))
+        return Rows(min(int(answer.fields["step"]) for answer in answers), values)
+
+    def push(
+        self,
+        batch: Mapping[str, BatchRows],
+        gradients: Mapping[str, NDArray[Any]],
+        numbers: Mapping[str, Sequence[Any]],
+        step: int,
+    ) -> None:
+        """Moves rows by their gradients: of all tables, also those of which a server has no row in this batch.
+
+        **Arguments:** `gradients`: `[u, D]`. `numbers`: as of `Shard.push`. `step`: the number of updates before.
+        """
+        names = [*batch]
+        fields = {"tables": names, "num_numbers": [len(numbers[name]) for name in names], "step": step}
+
+        def update(server: int) -> list[Any]:
+            arrays: dict[str, Any] = {}
+            for at, (name, rows) in enumerate(batch.items()):
+                arrays[f"{at}/ids"] = rows.asked(server)
+                arrays[f"{at}/gradients"] = rows.of_server(gradients[name], server)
+                arrays |= {f"{at}/{one}": number for one, number in enumerate(numbers[name])}
+            return self._packed("push", fields, arrays)
+
+        self._ask_all(update)
+
+    # Whole tables
+
+    def read(self, name: str) -> WholeTable:
+        """Returns a table, with no row that lags behind."""
+        form = self._forms[name]
+        num_rows, dtypes = form.shape[0], [jax.numpy.dtype(one.dtype) for one in form.kept]
+        values = self._empty(name, num_rows)
+        kept = [np.empty((num_rows, *one.shape), dtype) for one, dtype in zip(form.kept, dtypes, strict=True)]
+        for start in range(0, -(-num_rows // self.num_servers), self._block(form)):
+            stop = start + self._block(form)
+            answers = self._ask_all(
+                lambda server, start=start, stop=stop: self._packed(
+                    "read", {"table": name, "start": start, "stop": stop}
+                )
+            )
+            for server, answer in enumerate(answers):
+                part = slice(server + start * self.num_servers, server + stop * self.num_servers, self.num_servers)
+                for at, leaf in enumerate((values, *kept)):
+                    leaf[part] = answer.arrays["values" if at == 0 else f"kept/{at - 1}"]
+        return WholeTable(values, kept)
+
+    def write(self, name: str, table: WholeTable, shared: Sequence[Any], step: int) -> None:
+        """Puts a table in place of what servers have. **Arguments:** `shared`: numbers that rows are brought up by."""
+        form, size = self._forms[name], self.num_servers
+        numbers = {f"shared/{at}": number for at, number in enumerate(shared)}
+
+        def block(server: int, start: int) -> list[Any]:
+            part = slice(server + start * size, server + (start + self._block(form)) * size, size)
+            arrays = {"values": table.values[part], **{f"kept/{at}": leaf[part] for at, leaf in enumerate(table.kept)}}
+            return self._packed("load", {"table": name, "start": start, "step": step}, arrays | numbers)
+
+        for start in range(0, max(1, form.shape[0] // size), self._block(form)):
+            self._ask_all(lambda server, start=start: block(server, start))
+
+    def _block(self, form: TableForm) -> int:
+        return max(1, _BLOCK_BYTES // max(1, form.width * jax.numpy.dtype(form.dtype).itemsize))
+
+    def _empty(self, name: str, count: int) -> NDArray[Any]:
+        form = self._forms[name]
+        return np.zeros((count, form.width), jax.numpy.dtype(form.dtype))
+
+    # Messages
+
+    def _packed(self, kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any] | None = None) -> list[Any]:
+        return packed(kind, {**fields, "run": self._run}, arrays)
+
+    def _ask_all(self, question: Callable[[int], list[Any]]) -> list[Message]:
+        """Asks all servers at once. **Raises:** what the first of them raises that fails, in their order."""
+
+        def ask(server: int) -> Message:
+            return unpacked(self._world.ask(server, question(server)))
+
+        others = [self._pool.submit(ask, server) for server in range(1, self.num_servers)]
+        first: list[Message] = [ask(0)]
+        return first + [one.result() for one in others]
+
+    def close(self) -> None:
+        """Ends the servers; what they have is gone. A second call does nothing."""
+        self._pool.shutdown()
+        self._world.close()
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_gang(gang: Any) -> None:
+    """Raises `ArgumentError` for what is no gang that runs."""
+    if not isinstance(gang, Gang):
+        raise ArgumentError(
+            f"servers is {gang!r}, expected a gang whose ranks will have the tables: with bx.gang.LocalGang(2) as gang: "
+            f"bx.parallelize(…, servers=gang)"
+        )

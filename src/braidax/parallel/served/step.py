@@ -1,0 +1,386 @@
+"""`ServedStep`: a step some of whose tables are on servers."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, final
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from braidax.errors import ArgumentError, DataError
+from braidax.gang import Gang
+from braidax.parallel.compiler_options import CompilerOptions
+from braidax.parallel.compute.in_flight import InFlight
+from braidax.parallel.compute.work import GRAD_NORM, Work
+from braidax.parallel.given.arrays import adopt, place, typed_key
+from braidax.parallel.plan.batch import shard_batch
+from braidax.parallel.rows.options import out_of_range_told
+from braidax.parallel.state import State
+from braidax.program import OUT_OF_RANGE, Program, compile_on, difference, join, named_leaves, specs_of
+
+from .batch_rows import BatchRows
+from .feed import Fed, ServedFeed, ServedReading
+from .parts import local_parts, on_devices
+from .programs import numbers_to_send
+from .servers import Rows, Servers, WholeTable
+
+
+class _Prepared(NamedTuple):
+    """Rows that are being pulled. **Fields:** `read`: the leaves of the batch. `rows`: what is coming."""
+
+    read: tuple[weakref.ref[jax.Array], ...]
+    rows: "Future[tuple[dict[str, BatchRows], Rows]]"
+
+
+class _Evaluation(NamedTuple):
+    """What computes the metrics of batches of a form. **Fields:** its programs, and how batches lie."""
+
+    ids: Any
+    run: Any
+    batch_shardings: Any
+
+
+@final
+class ServedStep:
+    """A training step whose tables are in the host memory of servers; `parallelize` makes it, to be closed.
+
+    An update pulls the rows that its batch reads, computes gradients and moves what is dense as `Step` does, and pushes
+    the gradients of rows behind that, while the caller goes on. The next one waits for what this one has pushed, so
+    that training is what it is on one device. A state has nothing of the tables: it belongs to what the servers have,
+    and only the last one can be gone on with.
+
+    **Arguments:** `work`, whose feed is `feed`. `born`: traced `key -> Born`. `batch`: specs. `gang`: whose ranks are
+    the servers.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        feed: ServedFeed,
+        born: Program,
+        batch: Any,
+        gang: Gang,
+        *,
+        batch_shardings: Any,
+        compiler_options: CompilerOptions,
+    ) -> None:
+        self.mesh, self.plan, self.batch_shardings = work.mesh, work.plan, batch_shardings
+        self._work, self._feed, self._batch_specs = work, feed, batch
+        reading = work.reading
+        assert isinstance(reading, ServedReading), "its feed is a served one"
+        self._reading, self._options = reading, compiler_options
+        self._state_specs: State = work.form.initial.out_specs
+        self.state_shardings = held = work.form.shardings
+        self._whole = NamedSharding(self.mesh, PartitionSpec())
+        self._gradients = compile_on(
+            self.mesh,
+            work.gradients,
+            in_shardings=(*self._read(reading), batch_shardings),
+            out_shardings=(work.gradient_shardings, held.variables, work.metric_shardings),
+            compiler_options=compiler_options.gradients,
+        )
+        self._apply = compile_on(
+            self.mesh,
+            work.apply,
+            in_shardings=(held.step, held.params, held.opt_state, work.gradient_shardings, self._whole),
+            out_shardings=(held.step, held.params, held.opt_state),
+            donate=(0, 1, 2),
+            compiler_options=compiler_options.apply,
+        )
+        self._init = compile_on(self.mesh, work.form.initial, in_shardings=(self._whole,), out_shardings=held)
+        self._ids = self._compiled_ids(reading, batch_shardings)
+        self._in_flight = InFlight(self.mesh)
+        self._evaluations: dict[Any, _Evaluation] = {}
+        self._prepared: list[_Prepared] = []
+        self._pushed: Future[None] | None = None
+        self._last: weakref.ref[jax.Array] | None = None  # the step of the state that belongs to what servers have
+        self._num_updates = 0
+        self._forms = feed.forms(born)
+        self._servers = Servers(gang, self._forms)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="braidax-served")
+
+    def _read(self, reading: ServedReading) -> tuple[Any, ...]:
+        """The shardings of what gradients and evaluations are given."""
+        held = self.state_shardings
+        return held.params, reading.fed_shardings, held.variables, held.key, held.step
+
+    def _compiled_ids(self, reading: ServedReading, batch_shardings: Any) -> Any:
+        held = self.state_shardings
+
+        def ids(variables: Any, key: Any, step: Any, batch: Any) -> dict[str, jax.Array]:
+            return reading.ids(variables, jax.random.fold_in(key, step), batch)
+
+        return compile_on(
+            self.mesh,
+            ids,
+            in_shardings=(held.variables, held.key, held.step, batch_shardings),
+            out_shardings=dict.fromkeys(self._feed.tables, reading.on_parts),
+        )
+
+    # A state
+
+    def init(self, key: jax.Array) -> State:
+        """Makes the first state, and the tables on the servers. **Arguments, Raises:** as `Step.init`."""
+        key = typed_key(key)
+        if difference(self._state_specs.key, key, "key"):
+            raise ArgumentError(f"key is {key!r}, expected one {self._state_specs.key.dtype}: jax.random.key(seed)")
+        self._wait()
+        self._prepared.clear()
+        self._servers.bear(key)
+        return self._own(self._init(place(key, self._whole)), 0)
+
+    @property
+    def state_specs(self) -> State:
+        """Of every leaf of a state shape, dtype and sharding; servers have the tables, and what is kept of them."""
+        return jax.tree.map(
+            lambda spec, on: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=on),
+            self._state_specs,
+            self.state_shardings,
+        )
+
+    def _own(self, state: State, num_updates: int) -> State:
+        self._last, self._num_updates = weakref.ref(state.step), num_updates
+        return state
+
+    def _check_state(self, state: Any) -> None:
+        if message := difference(self._state_specs, state, "state"):
+            raise ArgumentError(f"{message}: pass a state that came from this step's init or update")
+        if self._last is None or self._last() is not state.step:
+            raise ArgumentError(
+                f"state is not the last one that this step has returned, and the tables on its servers have seen "
+                f"{self._num_updates} updates: go on with that one, or load another by from_dense"
+            )
+
+    # Updates
+
+    def prepare(self, batch: Any) -> None:
+        """Begins to pull the rows that a coming batch reads, while others are trained. Returns at once.
+
+        Rows that updates move in the meantime are pulled once more, so that nothing changes but the time. Several
+        batches may be prepared; each serves the update that gets the very arrays. Where ids depend on more than
+        the batch, such as the step's key, nothing is done.
+
+        **Arguments:** `batch`: as of `update`, of device arrays.
+
+        **Raises:** `ArgumentError` for batches of another form, or host arrays.
+        """
+        self._check_batch(batch)
+        leaves = jax.tree.leaves(batch)
+        if any(not isinstance(leaf, jax.Array) for leaf in leaves):
+            raise ArgumentError(
+                "batch has host arrays, which could be changed before they are trained: expected device arrays, as a "
+                "DataLoader yields, or jax.device_put(batch, step.batch_shardings)"
+            )
+        if self._reading.knows_ahead and self._last is not None:
+            held = self._state_specs
+            nothing = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), held.variables)
+            given = place((nothing, jax.random.key(0), np.int32(0)), (self.state_shardings.variables, self._whole, self._whole))
+            ids = self._ids(*given, place(batch, self.batch_shardings))
+            rows = self._thread.submit(self._pull, ids)
+            self._prepared.append(_Prepared(tuple(map(weakref.ref, leaves)), rows))
+
+    def update(
+        self, state: State, batch: Any, *, before_apply: Callable[[], object] | None = None
+    ) -> tuple[State, dict[str, Any]]:
+        """Takes one training step; it waits until servers have what the update before has pushed.
+
+        **Arguments:** `state`: the last one; it is given up. `batch`, `before_apply`: as of `Step.update`.
+
+        **Returns:** the new state and the metrics, as of `Step.update`.
+
+        **Raises:** `ArgumentError` when state or batch are not like the ones the step was made for, or servers refuse.
+        `DataError` when the batch has ids out of range, with `Hybrid(out_of_range="raise")`. `PeerLost` when a server
+        is gone: what it had is lost.
+        """
+        self._check_state(state)
+        self._check_batch(batch)
+        prepared = self._taken(batch)
+        state, batch = adopt(state, self.state_shardings), place(batch, self.batch_shardings)
+        if prepared is None:
+            ids = self._ids(state.variables, state.key, state.step, batch)
+            self._wait()
+            rows, pulled = self._pull(ids)
+        else:
+            rows, pulled = prepared.rows.result()
+            self._wait()
+            if pulled.step < self._num_updates:
+                pulled = self._servers.pull(rows, known=pulled)
+        fed = self._fed(self._reading, rows, pulled)
+        self._in_flight.make_room()
+        gradients, variables, metrics = self._gradients(
+            state.params, fed, state.variables, state.key, state.step, batch
+        )
+        self._in_flight.add(metrics["loss"])
+        if before_apply is not None:
+            before_apply()
+        step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients, metrics["loss"])
+        numbers = {name: self._numbers(one) for name, one in opt_state["rows"].items()}
+        self._pushed = self._thread.submit(self._push, rows, gradients[1], numbers, self._num_updates)
+        state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
+        return self._own(state, self._num_updates + 1), metrics
+
+    def evaluate(self, state: State, batch: Any) -> dict[str, Any]:
+        """Computes the metrics of a batch with `train=False`. **Arguments, Returns:** as of `Step.evaluate`."""
+        self._check_state(state)
+        made = self._evaluation(specs_of(batch))
+        state, batch = place(state, self.state_shardings), place(batch, made.batch_shardings)
+        ids = made.ids[1](state.variables, state.key, state.step, batch)
+        self._wait()
+        fed = self._fed(made.ids[0], *self._pull(ids))
+        self._in_flight.make_room()
+        metrics = made.run(state.params, fed, state.variables, state.key, state.step, batch)
+        self._in_flight.add(metrics["loss"])
+        return metrics
+
+    def _evaluation(self, specs: Any) -> _Evaluation:
+        form = (jax.tree.structure(specs), tuple((s.shape, s.dtype) for s in jax.tree.leaves(specs)))
+        if form not in self._evaluations:
+            batch_shardings = shard_batch(self.mesh, self.plan.batch_axes, specs)
+            run, out, reading = self._work.evaluate(specs)
+            assert isinstance(reading, ServedReading), "the feed is a served one"
+            compiled = compile_on(
+                self.mesh,
+                run,
+                in_shardings=(*self._read(reading), batch_shardings),
+                out_shardings=out,
+                compiler_options=self._options.apply,
+            )
+            ids = (reading, self._compiled_ids(reading, batch_shardings))
+            self._evaluations[form] = _Evaluation(ids, compiled, batch_shardings)
+        return self._evaluations[form]
+
+    def finish(self) -> None:
+        """Waits until servers have all that was pushed. **Raises:** what became of that."""
+        self._wait()
+
+    def close(self) -> None:
+        """Ends the servers' part in this: what they have is gone. A second call does nothing."""
+        self._thread.shutdown(cancel_futures=True)
+        self._servers.close()
+
+    def __enter__(self) -> "ServedStep":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Whole tables
+
+    def table(self, name: str) -> np.ndarray[Any, Any]:
+        """Returns a table as single-device training has it now, on the host. **Arguments:** `name`: such as "embed".
+
+        **Raises:** `ArgumentError` for what is on no server.
+        """
+        if name not in self._feed.tables:
+            raise ArgumentError(f"table={name!r} is not on servers, expected one of {[*self._feed.tables]}")
+        self._wait()
+        return self._servers.read(name).values.reshape(self._feed.tables[name].shape)
+
+    def to_dense(self, state: State) -> State:
+        """Returns a state as single-device training has it, with all tables, on the host.
+
+        **Arguments:** `state`: the last one. **Raises:** as `Step.to_dense`.
+        """
+        self._check_state(state)
+        self._feed.dense_state()
+        self._wait()
+        read = {name: self._servers.read(name) for name in self._feed.tables}
+        host = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
+        values = {name: one.values.reshape(self._feed.tables[name].shape) for name, one in read.items()}
+        params = self._work.form.joined(host.params, values)
+        kept = {
+            name: {form.name: leaf for form, leaf in zip(self._forms[name].kept, one.kept, strict=True)}
+            for name, one in read.items()
+        }
+        return replace(host, params=params, opt_state=self._feed.joined(host.opt_state["dense"], kept))
+
+    def from_dense(self, state: State) -> State:
+        """Returns the state of this step from one that single-device training, or `to_dense`, has; tables go to the
+        servers, in place of what these have.
+
+        **Raises:** as `Step.from_dense`.
+        """
+        specs = self._work.form.dense_specs()
+        if message := difference(specs, state, "state"):
+            raise ArgumentError(f"{message}: pass a state in the form of single-device training, with this optimizer")
+        self._wait()
+        self._prepared.clear()
+        num_updates = int(state.step)
+        params = dict(named_leaves(state.params))
+        for name, (kept, shared) in self._feed.kept_rows(state.opt_state).items():
+            form = self._forms[name]
+            rows = [np.asarray(kept[one.name]).reshape(form.shape[0], *one.shape) for one in form.kept]
+            table = WholeTable(np.asarray(params[name]).reshape(form.shape[0], form.width), rows)
+            self._servers.write(name, table, [np.asarray(one) for one in shared], num_updates)
+        mine = self._work.form.from_dense(state)
+        return self._own(adopt(mine, self.state_shardings), num_updates)
+
+    # What the host does
+
+    def _pull(self, ids: Mapping[str, jax.Array]) -> tuple[dict[str, BatchRows], Rows]:
+        """Returns which rows a batch reads, and these. **Raises:** `DataError` for ids that no row has."""
+        parts = {name: local_parts(one) for name, one in ids.items()}
+        if self._feed.raises_out_of_range:
+            counts = {name: sum(int(np.sum(x == OUT_OF_RANGE)) for x in part.values()) for name, part in parts.items()}
+            told = ", ".join(
+                f"{count} for {join('params', name)} of {self._feed.tables[name].shape[0]} rows"
+                for name, count in counts.items()
+                if count
+            )
+            if told:
+                raise DataError(f"a batch {out_of_range_told(told)}")
+        rows = {name: BatchRows(part, self._servers.num_servers) for name, part in parts.items()}
+        return rows, self._servers.pull(rows)
+
+    def _fed(self, reading: ServedReading, rows: Mapping[str, BatchRows], pulled: Rows) -> Fed:
+        """Brings rows to the devices."""
+        spread = {name: dict(one.spread(pulled.values[name])) for name, one in rows.items()}
+        put = partial(on_devices, sharding=reading.on_parts, num_parts=reading.num_parts)
+        return Fed({name: put(one) for name, one in spread.items()}, {name: put(one.slots) for name, one in rows.items()})
+
+    def _push(self, rows: Mapping[str, BatchRows], payload: Any, numbers: Any, step: int) -> None:
+        """Brings the gradients of rows to the servers, when they are there."""
+        gradients = {name: one.summed(local_parts(payload[name])) for name, one in rows.items()}
+        told = {name: [np.asarray(number) for number in some] for name, some in numbers.items()}
+        self._servers.push(rows, gradients, told, step)
+
+    def _numbers(self, kept: Any) -> list[Any]:
+        return [*numbers_to_send(kept), kept.changed] if kept else []
+
+    def _wait(self) -> None:
+        """Returns when servers have what was pushed. **Raises:** what became of it, again and again."""
+        if self._pushed is not None:
+            self._pushed.result()
+
+    def _taken(self, batch: Any) -> _Prepared | None:
+        """Returns what was prepared for a batch; what was for those before it is dropped."""
+        leaves = jax.tree.leaves(batch)
+        for at, one in enumerate(self._prepared):
+            if len(one.read) == len(leaves) and all(ref() is leaf for ref, leaf in zip(one.read, leaves, strict=True)):
+                del self._prepared[: at + 1]
+                return one
+        return None
+
+    def _check_batch(self, batch: Any) -> None:
+        given = batch if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)) else specs_of(batch)
+        if message := difference(self._batch_specs, given, "batch"):
+            raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
+
+
+def check_metrics(metrics: tuple[str, ...]) -> None:
+    """Raises `ArgumentError` for metrics that take what servers alone know."""
+    if GRAD_NORM in metrics:
+        raise ArgumentError(
+            f"metrics asks for {GRAD_NORM!r}, and tables are on servers, where their gradients are summed: leave it out"
+        )
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
