@@ -210,9 +210,8 @@ class _Given:
 
     def _served_step(self, work: Work, feed: ServedFeed, shardings: Any, options: CompilerOptions) -> Any:
         """Makes a step whose tables are on servers."""
-        from .served.step import ServedStep, check_metrics  # with gangs, which others do without
+        from .served.step import ServedStep  # with gangs, which others do without
 
-        check_metrics(self.metrics)
         if self.servers is None:
             raise ArgumentError(
                 f"plan has {[*feed.tables]} on servers, and servers is None: give parallelize the gang whose ranks have "
@@ -273,7 +272,7 @@ class _Given:
                     f"plan has {served} on servers and {list(tables_of(plan))} by rows on devices: expected all tables "
                     f"in one place; say which by Hybrid(tables=…) and overrides"
                 )
-            feed = rows.served_feed(mesh, plan)
+            feed = rows.served_feed(mesh, plan, wants_norm=GRAD_NORM in self.metrics)
         return Work(self.loss, self.optimizer, born, program, mesh, plan, feed, metrics=self.metrics)
 
     def _frozen(self, plan: Plan | None, params: Any) -> frozenset[str]:

@@ -11,7 +11,9 @@ from braidax.parallel.compute.feed import Update
 from braidax.parallel.given.arrays import strong
 from braidax.program import Term, compute, named_leaves
 
-from . import Now, Split, TableUpdate, next_grown, no_growth
+from . import Now, Split, Sum, TableUpdate, next_grown, no_growth
+
+_JOINS: dict[str, Any] = {"reduce_sum": "add", "reduce_and": "and", "reduce_or": "or"}
 
 Sums = Callable[[Sequence[Term], Mapping[int, Any], Any], Mapping[int, Any]]
 """Returns what terms need of sums over rows. **Arguments:** the terms, known values by number, an `Update.payload`."""
@@ -186,3 +188,18 @@ class DenseUpdate:
 def _differ(before: Sequence[Any], now: Sequence[Any]) -> Any:
     """Whether scalars differ. `now` has those of the state, `before` the fixed ones as they were."""
     return jnp.any(jnp.stack([jnp.zeros((), bool), *map(jnp.not_equal, before, now)]))
+
+
+def row_sum(update: TableUpdate, term: Term, given: Sequence[Term]) -> Sum:
+    """Returns how a term sums over the rows of a table that have gradients; all others count for nothing.
+
+    **Arguments:** `given`: what the term reads besides rows.
+    """
+
+    def of(gradients: jax.Array, values: Any) -> jax.Array:
+        known = {one.number: value for one, value in zip(given, values, strict=True)}
+        own = update.shaped(gradients.astype(update.gradient.dtype), update.gradient)
+        known[update.gradient.number] = own
+        return compute([term], known, rows=update.sizes(own))[0]
+
+    return Sum(0, jax.ShapeDtypeStruct(term.shape, term.dtype), of, _JOINS[term.name])

@@ -82,9 +82,9 @@ class ReadRows:
         """Returns the feed of the variables that a plan places by rows."""
         return RowFeed(self._optimizer, self._options, self._program, self._reads.sparse, mesh, plan)
 
-    def served_feed(self, mesh: Mesh, plan: Plan) -> ServedFeed:
-        """Returns the feed of the variables that a plan has on servers. **Raises:** as `ServedFeed`."""
-        return ServedFeed(self._optimizer, self._options, self._program, mesh, plan)
+    def served_feed(self, mesh: Mesh, plan: Plan, *, wants_norm: bool) -> ServedFeed:
+        """Returns the feed of the variables that a plan has on servers. **Arguments, Raises:** as `ServedFeed`."""
+        return ServedFeed(self._optimizer, self._options, self._program, mesh, plan, wants_norm=wants_norm)
 
     @functools.cached_property
     def _reads(self) -> RowReads:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from braidax.parallel.compute.feed import Update
@@ -13,17 +12,13 @@ from braidax.program import Term, compute, of_no_rows, sums_below
 from . import (
     RowState,
     Split,
-    Sum,
-    TableUpdate,
     from_stored,
     kept_besides,
     settle_rows,
     stored_shape,
 )
-from .dense_update import DenseUpdate, Numbers
+from .dense_update import DenseUpdate, Numbers, row_sum
 from .packing import Coming, Packing, States, Table, Trip
-
-_JOINS = {"reduce_sum": "add", "reduce_and": "and", "reduce_or": "or"}
 
 
 @final
@@ -137,20 +132,9 @@ class SplitUpdate:
             ready = [term for term in todo if all(one.number in found for one in sums_below(term.operands))]
             given = of_no_rows(operand for term in ready for operand in term.operands)
             values = compute(given, {**known, **found})
-            sums = [(term.operands[0].table, self._sum(term, given)) for term in ready]
+            of_tables = [(term.operands[0].table, term) for term in ready]
+            sums = [(name, row_sum(self._split.tables[name], term, given)) for name, term in of_tables]
             totals = packing.sums(trips, sums, tuple(values))
             found |= {term.number: total for term, total in zip(ready, totals, strict=True)}
             todo = [term for term in todo if term.number not in found]
         return found
-
-    def _sum(self, term: Term, given: Sequence[Term]) -> Sum:
-        update = self._split.tables[term.operands[0].table]
-
-        def of(gradients: jax.Array, values: Any) -> jax.Array:
-            known = {one.number: value for one, value in zip(given, values, strict=True)}
-            own = update.shaped(gradients.astype(update.gradient.dtype), update.gradient)
-            known[update.gradient.number] = own
-            return compute([term], known, rows=update.sizes(own))[0]
-
-        join: Any = _JOINS[term.name]
-        return Sum(0, jax.ShapeDtypeStruct(term.shape, term.dtype), of, join)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -14,15 +15,23 @@ from braidax.parallel.compute.feed import Check, Pulled, Update
 from braidax.parallel.given.arrays import strong
 from braidax.parallel.plan.placements import Served
 from braidax.parallel.plan.plan import Plan
-from braidax.parallel.rows import Now, kept_besides, table_optimizer
-from braidax.parallel.rows.dense_update import DenseUpdate, Numbers
+from braidax.parallel.rows import Now, Sum, kept_besides, table_optimizer
+from braidax.parallel.rows.dense_update import DenseUpdate, Numbers, row_sum
 from braidax.parallel.rows.ids import ids_program
 from braidax.parallel.rows.laid_flat import LaidFlat
 from braidax.parallel.rows.options import RowOptions
 from braidax.parallel.rows.reads import row_reads, without_rows
-from braidax.program import Program, join, named_leaves, reads_argument, sums_below
+from braidax.program import Program, join, named_leaves, of_no_rows, reads_argument, sums_below
 
 from .programs import RowRules, TableForm, rules_of_own, rules_of_split, shared_of, table_form
+
+
+_SQUARES = Sum(
+    0,
+    jax.ShapeDtypeStruct((), jnp.float32),
+    lambda gradients, _: jnp.sum(jnp.square(gradients.astype(jnp.float32))),
+    "add",
+)
 
 
 class Fed(NamedTuple):
@@ -151,15 +160,15 @@ class ServedReading:
         return found
 
     def sum_of_squares(self, payload: Any) -> jax.Array:
-        """Devices have the same rows: their gradients are summed on servers."""
-        raise AssertionError("refused with metrics=")
+        """0: servers sum over rows, of which several devices may have the same, and the step adds that."""
+        return jnp.zeros((), jnp.float32)
 
 
 @final
 class ServedFeed:
     """The variables that a plan places by `Served`. A state has nothing of them, and for each `Numbers`.
 
-    **Arguments:** as of `RowFeed`.
+    **Arguments:** as of `RowFeed`. `wants_norm`: whether the norm of all gradients is a metric.
 
     **Raises:** `ArgumentError` where servers cannot move the rows by themselves.
     """
@@ -171,7 +180,10 @@ class ServedFeed:
         program: Program,
         mesh: Mesh,
         plan: Plan,
+        *,
+        wants_norm: bool = False,
     ) -> None:
+        self._wants_norm = wants_norm
         self._optimizer, self._options, self._mesh, self._batch_axes = optimizer, options, mesh, plan.batch_axes
         self._params = program.in_specs[0]
         specs = dict(named_leaves(self._params))
@@ -179,13 +191,15 @@ class ServedFeed:
         self.tables = {name: specs[name] for name, variable in pairs if is_served(variable)}
         self._own = {name: own for name in self.tables if (own := options.own(name)) is not None}
         self._split = options.split(self.tables)
-        self._update = DenseUpdate(self._split, self.tables)
-        if found := sums_below(self._update.wanted):
-            raise ArgumentError(
-                f"optimizer has {found[0].name} over all rows of a table that is on servers, as clipping by the global "
-                f"norm does: expected one that moves rows by themselves; clip by optax.clip, or keep the table on "
-                f'devices: Hybrid(tables="rows")'
-            )
+        self._update = DenseUpdate(self._split, self.tables, lambda wanted, known, totals: totals)
+        self._sums = sums_below(self._update.wanted)
+        for term in self._sums:
+            if of_no_rows(term.operands) or sums_below(term.operands):
+                raise ArgumentError(
+                    f"optimizer has {term.name} over all rows of {term.operands[0].table}, which is on servers, of more "
+                    f"than their gradients: expected a sum of these alone, as optax.clip_by_global_norm takes it, first "
+                    f'in a chain; or keep the table on devices: Hybrid(tables="rows")'
+                )
 
     @property
     def names(self) -> Collection[str]:
@@ -216,10 +230,28 @@ class ServedFeed:
         return {name: table_form(name, spec, born, self._rules(name)) for name, spec in self.tables.items()}
 
     def _rules(self, name: str) -> RowRules:
+        norm = (_SQUARES,) if self._wants_norm else ()
         if name in self._own:
-            return rules_of_own(self._own[name])
+            return rules_of_own(self._own[name])._replace(sums=norm)
         update = self._split.tables[name]
-        return rules_of_split(update, table_optimizer(update), self._init_of(name))
+        rules = rules_of_split(update, table_optimizer(update), self._init_of(name))
+        sums = [row_sum(update, term, ()) for term in self._sums if term.operands[0].table == name]
+        return rules._replace(sums=(*sums, *norm))
+
+    @property
+    def wants_sums(self) -> bool:
+        """Whether servers sum over the gradients of rows before these move."""
+        return bool(self._sums) or self._wants_norm
+
+    def totals(self, sums: Mapping[str, Sequence[Any]]) -> tuple[dict[int, Any], Any]:
+        """Returns what `apply` needs of sums, by number, and the sum of all squares, 0 where the norm is not wanted.
+
+        **Arguments:** `sums`: by table, in the order of its rules.
+        """
+        left = {name: iter(some) for name, some in sums.items()}
+        found = {term.number: next(left[term.operands[0].table]) for term in self._sums}
+        squares = sum(float(next(some)) for some in left.values()) if self._wants_norm else 0.0
+        return found, np.float32(squares)
 
     def _init_of(self, name: str) -> Callable[[jax.Array], Any]:
         leaves = dict(named_leaves(self._options.params))

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 
 from braidax.errors import import_extra
 from braidax.parallel.given.arrays import strong
-from braidax.parallel.rows import Now, RowOptimizer, TableUpdate, kept_besides, no_growth
+from braidax.parallel.rows import Now, RowOptimizer, Sum, TableUpdate, kept_besides, no_growth
 from braidax.parallel.rows.dense_update import Numbers
 from braidax.program import Program, named_leaves
 
@@ -37,7 +38,9 @@ class TableForm:
     **Fields:** `name`. `shape`, `dtype`: of the whole table. `kept`: forms. `num_shared`: how many numbers the rows
     share. `born`: `key data -> table`. `begin`: `values -> (*kept, *shared)`. `update`:
     `(gradients, values, *kept, *shared) -> (values, *kept, *shared)`. `settle`: `(values, *kept, *shared) ->
-    (values, *kept)`, rows as they are once every step has moved them; empty where rows without a gradient rest.
+    (values, *kept)`, rows as they are once every step has moved them; empty where rows without a gradient rest. `sums`:
+    `gradients -> (*sums)`, over rows, to which a row with a gradient of 0 adds nothing; empty where nobody needs one.
+    `joins`: how the sums of several servers are put together, by `JOINS`.
     """
 
     name: str
@@ -49,6 +52,8 @@ class TableForm:
     begin: bytes
     update: bytes
     settle: bytes
+    sums: bytes = b""
+    joins: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -56,11 +61,19 @@ class TableForm:
         return math.prod(self.shape[1:])
 
 
+JOINS: dict[str, np.ufunc] = {"add": np.add, "and": np.logical_and, "or": np.logical_or}
+"""How sums over rows are put together."""
+
+
 class RowRules(NamedTuple):
-    """How the rows of a table begin and move. **Fields:** `begin`: `values [m, D] -> (kept, shared)`. `optimizer`."""
+    """How the rows of a table begin and move.
+
+    **Fields:** `begin`: `values [m, D] -> (kept, shared)`. `optimizer`. `sums`: that are taken of gradients `[m, D]`.
+    """
 
     begin: Callable[[jax.Array], tuple[Any, Any]]
     optimizer: RowOptimizer
+    sums: tuple[Sum, ...] = ()
 
 
 def rules_of_split(update: TableUpdate, optimizer: RowOptimizer, init: Callable[[jax.Array], Any]) -> RowRules:
@@ -176,6 +189,8 @@ def table_form(name: str, spec: jax.ShapeDtypeStruct, born: Program, rules: RowR
         begin=_exported(begun, values),
         update=_exported(update, values, *of_rows),
         settle=b"" if settled is None else _exported(settle, *of_rows),
+        sums=_exported(lambda gradients: [one.of(gradients, ()) for one in rules.sums], values) if rules.sums else b"",
+        joins=tuple(one.join for one in rules.sums),
     )
 
 

@@ -17,7 +17,9 @@ from .programs import KeptForm, TableForm
 from .shard import Shard
 from .wire import Message, packed, unpacked
 
-_PROGRAMS = ("born", "begin", "update", "settle")
+_PROGRAMS = ("born", "begin", "update", "settle", "sums")
+
+_Given = list[tuple[Shard, NDArray[Any], NDArray[Any]]]
 
 
 @final
@@ -33,11 +35,13 @@ class TableServer:
         self._rank, self._size = rank, size
         self._run, self._step = "", 0  # whose tables these are, and how many updates they have seen
         self._shards: dict[str, Shard] = {}
+        self._staged: tuple[int, _Given] | None = None  # gradients that wait for the numbers by which they move rows
         self._answers = {
             "make": self._make,
             "bear": self._bear,
             "load": self._load,
             "pull": self._pull,
+            "stage": self._stage,
             "push": self._push,
             "read": self._read,
         }
@@ -64,7 +68,8 @@ class TableServer:
         for number, fields in enumerate(message.fields["tables"]):
             programs = {one: message.arrays[f"{number}/{one}"].tobytes() for one in _PROGRAMS}
             kept = tuple(KeptForm(name, tuple(shape), dtype) for name, shape, dtype in fields.pop("kept"))
-            form = TableForm(**{**fields, "shape": tuple(fields["shape"])}, kept=kept, **programs)
+            tuples = {one: tuple(fields[one]) for one in ("shape", "joins")}
+            form = TableForm(**{**fields, **tuples}, kept=kept, **programs)
             try:
                 shards[form.name] = Shard(form, self._rank, self._size)
             except MemoryError as error:
@@ -104,31 +109,55 @@ class TableServer:
             found[name] = shard.pull(ids)
         return packed("rows", {"step": self._step}, found)
 
+    def _stage(self, message: Message) -> Any:
+        """Takes the gradients of an update, for a push that has the numbers. **Returns:** sums over them."""
+        step = self._checked(message)
+        self._staged = step, self._gradients(message)
+        pairs = [(number, shard.sums(gradients)) for number, (shard, _, gradients) in enumerate(self._staged[1])]
+        return packed("sums", {}, {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)})
+
     def _push(self, message: Message) -> Any:
         """Takes an update of rows; one that was taken already is not taken again."""
-        step = int(message.fields["step"])
-        if step == self._step - 1:
+        if int(message.fields["step"]) == self._step - 1:
             return packed("pushed", {"step": self._step})
+        step, fields, arrays = self._checked(message), message.fields, message.arrays
+        if not fields["staged"]:
+            given = self._gradients(message)
+        elif self._staged is not None and self._staged[0] == step:
+            given = self._staged[1]
+        else:
+            raise ArgumentError(f"gradients of step {step} were not staged on server {self._rank}: expected them first")
+        self._staged = None
+        pairs = enumerate(fields["num_numbers"])
+        numbers = [[arrays[f"{number}/{at}"] for at in range(count)] for number, count in pairs]
+        for (shard, ids, gradients), told in zip(given, numbers, strict=True):
+            shard.push(ids, gradients, told, step)
+        self._step = step + 1
+        return packed("pushed", {"step": self._step})
+
+    def _checked(self, message: Message) -> int:
+        step = int(message.fields["step"])
         if step != self._step:
             raise ArgumentError(
                 f"an update of step {step} was pushed, and the tables on server {self._rank} have seen {self._step} "
                 f"updates: expected a state that is as old as they are; go on with the last one"
             )
-        given: list[tuple[Shard, NDArray[Any], NDArray[Any], list[Any]]] = []
+        return step
+
+    def _gradients(self, message: Message) -> _Given:
+        """Returns what of an update is gradients, checked: nothing is moved yet."""
+        given: _Given = []
         for number, name in enumerate(message.fields["tables"]):
             shard, ids = self._shard(name), message.arrays[f"{number}/ids"]
             gradients = message.arrays[f"{number}/gradients"]
             shard.check(ids, f"ids of {name}")
-            if gradients.shape != (len(ids), shard.form.width):
+            if gradients.shape != (len(ids), shard.form.width) or gradients.dtype != shard.values.dtype:
                 raise ArgumentError(
-                    f"gradients of {name} are {list(gradients.shape)}, expected {[len(ids), shard.form.width]}"
+                    f"gradients of {name} are {gradients.dtype}{list(gradients.shape)}, expected "
+                    f"{shard.values.dtype}{[len(ids), shard.form.width]}"
                 )
-            count = message.fields["num_numbers"][number]
-            given.append((shard, ids, gradients, [message.arrays[f"{number}/{at}"] for at in range(count)]))
-        for shard, ids, gradients, numbers in given:
-            shard.push(ids, gradients, numbers, step)
-        self._step = step + 1
-        return packed("pushed", {"step": self._step})
+            given.append((shard, ids, gradients))
+        return given
 
     def _read(self, message: Message) -> Any:
         """Reads consecutive rows here, as they are now, and what is kept of them."""
@@ -152,7 +181,7 @@ def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dic
         programs = {one: getattr(form, one) for one in _PROGRAMS}
         kept = [[one.name, list(one.shape), one.dtype] for one in form.kept]
         plain = {one.name: getattr(form, one.name) for one in dataclasses.fields(form) if one.name not in _PROGRAMS}
-        fields.append({**plain, "shape": list(form.shape), "kept": kept})
+        fields.append({**plain, "shape": list(form.shape), "joins": list(form.joins), "kept": kept})
         arrays |= {f"{number}/{one}": np.frombuffer(program, np.uint8) for one, program in programs.items()}
     return fields, arrays
 

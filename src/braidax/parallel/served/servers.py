@@ -1,5 +1,6 @@
 """The servers of tables, as those who train see them."""
 
+import functools
 import secrets
 import socket
 import uuid
@@ -18,7 +19,7 @@ from braidax.errors import ArgumentError
 from braidax.gang import Gang
 
 from .batch_rows import BatchRows
-from .programs import TableForm
+from .programs import JOINS, TableForm
 from .server import described, key_data, serve
 from .wire import Message, packed, unpacked
 
@@ -101,29 +102,53 @@ class Servers:
                 rows.put(values[name], server, answer.arrays[name], answer.arrays.get(f"{name}/changed"))
         return Rows(min(int(answer.fields["step"]) for answer in answers), values)
 
+    def stage(
+        self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int
+    ) -> dict[str, list[NDArray[Any]]]:
+        """Brings the gradients of an update to the servers, and returns the sums over them, by table.
+
+        **Arguments:** as of `push`, which moves the rows.
+        """
+        answers = self._ask_all(lambda server: self._packed("stage", *self._gradients(batch, gradients, step, server)))
+        found: dict[str, list[NDArray[Any]]] = {}
+        for number, name in enumerate(batch):
+            joins = [JOINS[join] for join in self._forms[name].joins]
+            parts = [[answer.arrays[f"{number}/{at}"] for answer in answers] for at in range(len(joins))]
+            found[name] = [functools.reduce(join, one) for join, one in zip(joins, parts, strict=True)]
+        return found
+
     def push(
         self,
         batch: Mapping[str, BatchRows],
-        gradients: Mapping[str, NDArray[Any]],
+        gradients: Mapping[str, NDArray[Any]] | None,
         numbers: Mapping[str, Sequence[Any]],
         step: int,
     ) -> None:
         """Moves rows by their gradients: of all tables, also those of which a server has no row in this batch.
 
-        **Arguments:** `gradients`: `[u, D]`. `numbers`: as of `Shard.push`. `step`: the number of updates before.
+        **Arguments:** `gradients`: `[u, D]`; None where they were staged. `numbers`: as of `Shard.push`. `step`: the
+        number of updates before.
         """
-        names = [*batch]
-        fields = {"tables": names, "num_numbers": [len(numbers[name]) for name in names], "step": step}
+        told = {f"{at}/{one}": number for at, name in enumerate(batch) for one, number in enumerate(numbers[name])}
+        more = {"num_numbers": [len(numbers[name]) for name in batch], "staged": gradients is None}
 
         def update(server: int) -> list[Any]:
-            arrays: dict[str, Any] = {}
-            for at, (name, rows) in enumerate(batch.items()):
-                arrays[f"{at}/ids"] = rows.asked(server)
-                arrays[f"{at}/gradients"] = rows.of_server(gradients[name], server)
-                arrays |= {f"{at}/{one}": number for one, number in enumerate(numbers[name])}
-            return self._packed("push", fields, arrays)
+            if gradients is None:
+                return self._packed("push", {"step": step, **more}, told)
+            fields, arrays = self._gradients(batch, gradients, step, server)
+            return self._packed("push", {**fields, **more}, {**arrays, **told})
 
         self._ask_all(update)
+
+    def _gradients(
+        self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int, server: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns what a server is told of gradients: fields and arrays."""
+        arrays: dict[str, Any] = {}
+        for at, (name, rows) in enumerate(batch.items()):
+            arrays[f"{at}/ids"] = rows.asked(server)
+            arrays[f"{at}/gradients"] = rows.of_server(gradients[name], server)
+        return {"tables": [*batch], "step": step}, arrays
 
     # Whole tables
 

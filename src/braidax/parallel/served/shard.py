@@ -1,6 +1,5 @@
 """A server's part of a table: its rows in host memory, and the programs that move them."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -39,6 +38,7 @@ class Shard:
         self._shared: list[Any] = []  # numbers by which rows that are read are brought up
         self._begin, self._update = _loaded(form.begin), _loaded(form.update)
         self._settle = _loaded(form.settle) if form.settle else None
+        self._sums = _loaded(form.sums) if form.sums else None
 
     def bear(self, key_data: NDArray[Any]) -> None:
         """Makes the first rows, as the user's `init` makes the table. **Arguments:** `key_data`: of its key."""
@@ -122,6 +122,13 @@ class Shard:
         found = self._run(self._update, [rows, rows, *kept], 1 + len(kept), self._shared)
         self._shared = [np.asarray(one) for one in found[1 + len(kept) :]]
 
+    def sums(self, gradients: NDArray[Any]) -> list[NDArray[Any]]:
+        """Returns what the optimizer wants summed of gradients, `[m, D]`, over these rows."""
+        if self._sums is None:
+            return []
+        nothing = np.zeros((_padded(len(gradients)) - len(gradients), self.form.width), gradients.dtype)
+        return [np.asarray(one) for one in self._sums(np.concatenate([gradients, nothing]))]
+
     def settle_all(self, shared: Sequence[Any]) -> None:
         """Brings all rows up. **Arguments:** `shared`: numbers, in place of those that rows are read by."""
         for start in range(0, self.num_rows, _BLOCK):
@@ -146,8 +153,7 @@ class Shard:
     ) -> list[NDArray[Any]]:
         """Computes a program on so many rows as it is compiled for; the last row stands in for those that lack."""
         count = len(rows[0])
-        padded = max(_FEWEST, 1 << max(0, math.ceil(math.log2(count))))
-        given = [np.concatenate([one, np.repeat(one[-1:], padded - count, axis=0)]) for one in rows]
+        given = [np.concatenate([one, np.repeat(one[-1:], _padded(count) - count, axis=0)]) for one in rows]
         found = [np.asarray(one) for one in program(*given, *shared)]
         return [*(one[:count] for one in found[:num_rows_out]), *found[num_rows_out:]]
 
@@ -160,6 +166,10 @@ class Shard:
                 f"{name} has rows {int(ids.min())} to {int(ids.max())}, and server {self.rank} has {self.num_rows} of "
                 f"{self.form.name}: expected 0 <= row < {self.num_rows}"
             )
+
+
+def _padded(count: int) -> int:
+    return max(_FEWEST, 1 << max(0, count - 1).bit_length())
 
 
 def _loaded(program: bytes) -> Any:

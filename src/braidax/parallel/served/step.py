@@ -87,7 +87,7 @@ class ServedStep:
         self._apply = compile_on(
             self.mesh,
             work.apply,
-            in_shardings=(held.step, held.params, held.opt_state, work.gradient_shardings, self._whole),
+            in_shardings=(held.step, held.params, held.opt_state, (work.gradient_shardings[0], self._whole), self._whole),
             out_shardings=(held.step, held.params, held.opt_state),
             donate=(0, 1, 2),
             compiler_options=compiler_options.apply,
@@ -212,15 +212,21 @@ class ServedStep:
                 pulled = self._servers.pull(rows, known=pulled)
         fed = self._fed(self._reading, rows, pulled)
         self._in_flight.make_room()
-        gradients, variables, metrics = self._gradients(
+        (dense, payload), variables, metrics = self._gradients(
             state.params, fed, state.variables, state.key, state.step, batch
         )
         self._in_flight.add(metrics["loss"])
         if before_apply is not None:
             before_apply()
-        step, params, opt_state = self._apply(state.step, state.params, state.opt_state, gradients, metrics["loss"])
+        totals: dict[int, Any] = {}
+        if self._feed.wants_sums:
+            sums = self._servers.stage(rows, _summed(rows, payload), self._num_updates)
+            totals, squares = self._feed.totals(sums)
+            payload, metrics = None, _with_squares(metrics, squares)
+        given = (dense, totals)
+        step, params, opt_state = self._apply(state.step, state.params, state.opt_state, given, metrics["loss"])
         numbers = {name: self._numbers(one) for name, one in opt_state["rows"].items()}
-        self._pushed = self._thread.submit(self._push, rows, gradients[1], numbers, self._num_updates)
+        self._pushed = self._thread.submit(self._push, rows, payload, numbers, self._num_updates)
         state = replace(state, step=step, params=params, opt_state=opt_state, variables=variables)
         return self._own(state, self._num_updates + 1), metrics
 
@@ -346,8 +352,8 @@ class ServedStep:
         return Fed({name: put(one) for name, one in spread.items()}, {name: put(one.slots) for name, one in rows.items()})
 
     def _push(self, rows: Mapping[str, BatchRows], payload: Any, numbers: Any, step: int) -> None:
-        """Brings the gradients of rows to the servers, when they are there."""
-        gradients = {name: one.summed(local_parts(payload[name])) for name, one in rows.items()}
+        """Brings the gradients of rows to the servers, when they are there, unless they are staged."""
+        gradients = None if payload is None else _summed(rows, payload)
         told = {name: [np.asarray(number) for number in some] for name, some in numbers.items()}
         self._servers.push(rows, gradients, told, step)
 
@@ -374,12 +380,16 @@ class ServedStep:
             raise ArgumentError(f"{message}: give parallelize the batch={{…}} that the loader yields")
 
 
-def check_metrics(metrics: tuple[str, ...]) -> None:
-    """Raises `ArgumentError` for metrics that take what servers alone know."""
-    if GRAD_NORM in metrics:
-        raise ArgumentError(
-            f"metrics asks for {GRAD_NORM!r}, and tables are on servers, where their gradients are summed: leave it out"
-        )
+def _summed(rows: Mapping[str, BatchRows], payload: Mapping[str, jax.Array]) -> dict[str, np.ndarray[Any, Any]]:
+    """Waits for the gradients of all devices' rows, and sums them, `[u, D]`."""
+    return {name: one.summed(local_parts(payload[name])) for name, one in rows.items()}
+
+
+def _with_squares(metrics: dict[str, Any], squares: np.float32) -> dict[str, Any]:
+    """Adds the squares of the gradients of rows to the norm, where that is a metric."""
+    if GRAD_NORM not in metrics:
+        return metrics
+    return {**metrics, GRAD_NORM: jax.numpy.sqrt(jax.numpy.square(metrics[GRAD_NORM]) + squares)}
 
 
 def _is_key(leaf: Any) -> bool:
