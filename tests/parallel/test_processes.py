@@ -12,6 +12,7 @@ from braidax.gang.program import Program
 from tests.laws.tree import ROOT
 from tests.parallel.hybrid_of_two import numbers
 from tests.parallel.one_of_two import losses
+from tests.parallel.served_of_two import numbers as served_numbers
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,8 @@ from tests.parallel.one_of_two import losses
     [
         ("one_of_two", (), losses),
         ("hybrid_of_two", ("two axes",), numbers),
+        ("served_of_two", ("clipped",), served_numbers),
+        pytest.param("served_of_two", ("adam",), served_numbers, marks=pytest.mark.slow),
         pytest.param("hybrid_of_two", ("one axis",), numbers, marks=pytest.mark.slow),
         pytest.param("hybrid_of_two", ("two axes, several widths",), numbers, marks=pytest.mark.slow),
     ],

@@ -103,7 +103,8 @@ def parallelize(
     stages; one that is a dict holds those of a platform, such as `{"tpu": {…}}`. `rules`: which mesh axes the logical
     names of dims stand for that Flax keeps with parameters, as a dict or as pairs, such as `{"mlp": "model", "embed":
     None}`; names that are axes of the mesh need none. What names ask for is honored like an override. `servers`: a gang
-    that runs, whose ranks have the tables of `Hybrid(tables="servers")` in their host memory.
+    that runs, whose ranks have the tables of `Hybrid(tables="servers")` in their host memory; None in all
+    processes but the first.
 
     As a decorator, `@parallelize(mesh, strategies)` takes a whole `train_step(state, batch) -> (state, metrics)`
     instead, and gives a `TrainStep`. It may have more parameters: `batch=("x", "y")` names those that are samples;
@@ -212,7 +213,7 @@ class _Given:
         """Makes a step whose tables are on servers."""
         from .served.step import ServedStep  # with gangs, which others do without
 
-        if self.servers is None:
+        if self.servers is None and jax.process_index() == 0:
             raise ArgumentError(
                 f"plan has {[*feed.tables]} on servers, and servers is None: give parallelize the gang whose ranks have "
                 f"them, with bx.gang.LocalGang(2) as gang: bx.parallelize(…, servers=gang)"

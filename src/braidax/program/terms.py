@@ -320,7 +320,7 @@ def compute(
     wanted: Sequence[Term],
     known: Mapping[int, Any],
     *,
-    rows: tuple[int, ...] | None = None,
+    rows: tuple[Any, ...] | None = None,
 ) -> list[Any]:
     """Computes terms.
 
@@ -351,7 +351,7 @@ def sums_below(wanted: Iterable[Term]) -> list[Term]:
     return [found[number] for number in sorted(found)]
 
 
-def _compute(term: Term, values: dict[int, Any], rows: tuple[int, ...] | None) -> None:
+def _compute(term: Term, values: dict[int, Any], rows: tuple[Any, ...] | None) -> None:
     shape = term.shape
     if rows is not None and (term.table or term.even):
         shape = (*rows, *shape[len(rows) :])

@@ -87,7 +87,8 @@ def rules_of_split(update: TableUpdate, optimizer: RowOptimizer, init: Callable[
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(strong(init(values)))]
         scalars = tuple(leaves[one.at] for one in update.catch_up.scalars) if update.catch_up else ()
         now = Now(jnp.zeros((), jnp.int32), scalars, grown=no_growth(update)) if update.catch_up else Now((), ())
-        kept = {one.name: leaves[one.at] for one in update.kept}
+        wide = {one.name: leaves[one.at] for one in update.kept}
+        kept = {name: leaf if leaf.ndim > 1 else leaf[:, None] for name, leaf in wide.items()}
         return kept | kept_besides(update, now, values.shape[:1]), shared_of(update, now)
 
     return RowRules(begin, optimizer)

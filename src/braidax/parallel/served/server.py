@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm import Communicator, TcpStore, connect
+from braidax.comm import Communicator
 from braidax.errors import ArgumentError, WaitTimeout
 
+from .meeting import Meeting
 from .programs import KeptForm, TableForm
 from .shard import Shard
 from .wire import Message, packed, unpacked
@@ -26,22 +27,25 @@ _Given = list[tuple[Shard, NDArray[Any], NDArray[Any]]]
 class TableServer:
     """Answers requests about the parts of tables that this server has, one after the other.
 
-    What it has belongs to one run at a time, which names itself in each request: another one is refused.
+    What it has belongs to one run at a time, which names itself in each request: another one is refused. An update is
+    taken when all who train have pushed it, as one of the sum of their gradients, in their order.
 
-    **Arguments:** `rank`, `size`: which server of how many this is.
+    **Arguments:** `rank`, `size`: which server of how many this is. `num_workers`: who train.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, num_workers: int = 1) -> None:
+        self._rank, self._size, self._num_workers = rank, size, num_workers
         self._run, self._step = "", 0  # whose tables these are, and how many updates they have seen
         self._shards: dict[str, Shard] = {}
-        self._staged: tuple[int, _Given] | None = None  # gradients that wait for the numbers by which they move rows
+        self._given: dict[int, _Given] = {}  # by who has given them, the gradients of the update that is coming
+        self._told: dict[int, list[list[NDArray[Any]]]] = {}  # the numbers by which these move rows
         self._answers = {
             "make": self._make,
             "bear": self._bear,
             "load": self._load,
             "pull": self._pull,
             "stage": self._stage,
+            "sums": self._sums,
             "push": self._push,
             "read": self._read,
         }
@@ -58,11 +62,11 @@ class TableServer:
                 f"one run at a time for a gang; give each its own"
             )
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return self._answers[message.kind](message)
+            return self._answers[message.kind](rank, message)
 
     # What is asked
 
-    def _make(self, message: Message) -> Any:
+    def _make(self, rank: int, message: Message) -> Any:
         """Makes room for the tables of a run, in place of what there was."""
         shards: dict[str, Shard] = {}
         for number, fields in enumerate(message.fields["tables"]):
@@ -77,26 +81,33 @@ class TableServer:
                     f"server {self._rank} of {self._size} has no memory for its part of {form.name}, "
                     f"{form.dtype}{list(form.shape)}: give more servers, or larger ones"
                 ) from error
-        self._shards, self._run, self._step = shards, str(message.fields["run"]), 0
+        self._shards, self._run = shards, str(message.fields["run"])
+        self._begin(0)
         return packed("made")
 
-    def _bear(self, message: Message) -> Any:
+    def _bear(self, rank: int, message: Message) -> Any:
         for shard in self._shards.values():
             shard.bear(message.arrays["key"])
-        self._step = int(message.fields["step"])
+        self._begin(int(message.fields["step"]))
         return packed("borne")
 
-    def _load(self, message: Message) -> Any:
+    def _load(self, rank: int, message: Message) -> Any:
         """Puts rows in place of those that are there: consecutive ones here, with what is kept of them."""
         shard, start = self._shard(message.fields["table"]), int(message.fields["start"])
         arrays = message.arrays
         shard.put(start, arrays["values"], [arrays[f"kept/{at}"] for at in range(len(shard.form.kept))])
         if "shared/0" in arrays or not shard.form.num_shared:
             shard.share([arrays[f"shared/{at}"] for at in range(shard.form.num_shared)])
-        self._step = int(message.fields["step"])
+        self._begin(int(message.fields["step"]))
         return packed("loaded")
 
-    def _pull(self, message: Message) -> Any:
+    def _begin(self, step: int) -> None:
+        """Waits for the update behind so many others."""
+        self._step = step
+        self._given.clear()
+        self._told.clear()
+
+    def _pull(self, rank: int, message: Message) -> Any:
         """Reads rows; with `since`, those that may have changed behind that step, and which of the asked they are."""
         found: dict[str, NDArray[Any]] = {}
         since = int(message.fields["since"])
@@ -109,31 +120,47 @@ class TableServer:
             found[name] = shard.pull(ids)
         return packed("rows", {"step": self._step}, found)
 
-    def _stage(self, message: Message) -> Any:
-        """Takes the gradients of an update, for a push that has the numbers. **Returns:** sums over them."""
+    def _stage(self, rank: int, message: Message) -> Any:
+        """Takes the gradients of an update, for a push that has the numbers."""
+        self._checked(message)
+        self._given[rank] = self._gradients(message)
+        return packed("staged")
+
+    def _sums(self, rank: int, message: Message) -> Any:
+        """Sums over the gradients that all have staged."""
         step = self._checked(message)
-        self._staged = step, self._gradients(message)
-        pairs = [(number, shard.sums(gradients)) for number, (shard, _, gradients) in enumerate(self._staged[1])]
+        if len(self._given) < self._num_workers:
+            raise ArgumentError(
+                f"sums of step {step} were asked of server {self._rank}, where {len(self._given)} of "
+                f"{self._num_workers} have staged their gradients: expected all of them first"
+            )
+        pairs = [(at, shard.sums(gradients)) for at, (shard, _, gradients) in enumerate(self._joined())]
         return packed("sums", {}, {f"{number}/{at}": one for number, sums in pairs for at, one in enumerate(sums)})
 
-    def _push(self, message: Message) -> Any:
+    def _push(self, rank: int, message: Message) -> Any:
         """Takes an update of rows; one that was taken already is not taken again."""
-        if int(message.fields["step"]) == self._step - 1:
+        if int(message.fields["step"]) == self._step - 1 or rank in self._told:
             return packed("pushed", {"step": self._step})
         step, fields, arrays = self._checked(message), message.fields, message.arrays
         if not fields["staged"]:
-            given = self._gradients(message)
-        elif self._staged is not None and self._staged[0] == step:
-            given = self._staged[1]
-        else:
+            self._given[rank] = self._gradients(message)
+        elif rank not in self._given:
             raise ArgumentError(f"gradients of step {step} were not staged on server {self._rank}: expected them first")
-        self._staged = None
         pairs = enumerate(fields["num_numbers"])
-        numbers = [[arrays[f"{number}/{at}"] for at in range(count)] for number, count in pairs]
-        for (shard, ids, gradients), told in zip(given, numbers, strict=True):
-            shard.push(ids, gradients, told, step)
-        self._step = step + 1
+        self._told[rank] = [[arrays[f"{number}/{at}"].copy() for at in range(count)] for number, count in pairs]
+        if len(self._told) == self._num_workers:
+            for (shard, ids, gradients), told in zip(self._joined(), self._told[rank], strict=True):
+                shard.push(ids, gradients, told, step)
+            self._begin(step + 1)
         return packed("pushed", {"step": self._step})
+
+    def _joined(self) -> _Given:
+        """Returns the gradients of all, each row once."""
+        if len(self._given) > 1:
+            ranks = sorted(self._given)
+            tables = zip(*(self._given[rank] for rank in ranks), strict=True)
+            self._given = dict.fromkeys(ranks, [_joined(parts) for parts in tables])
+        return next(iter(self._given.values()))
 
     def _checked(self, message: Message) -> int:
         step = int(message.fields["step"])
@@ -159,7 +186,7 @@ class TableServer:
             given.append((shard, ids, gradients))
         return given
 
-    def _read(self, message: Message) -> Any:
+    def _read(self, rank: int, message: Message) -> Any:
         """Reads consecutive rows here, as they are now, and what is kept of them."""
         shard, start, stop = self._shard(message.fields["table"]), *(int(message.fields[at]) for at in ("start", "stop"))
         part = slice(max(0, start), min(stop, shard.num_rows))
@@ -171,6 +198,16 @@ class TableServer:
         if name not in self._shards:
             raise ArgumentError(f"table {name!r} is not on the servers: expected one of {[*self._shards]}")
         return self._shards[name]
+
+
+def _joined(parts: Sequence[tuple[Shard, NDArray[Any], NDArray[Any]]]) -> tuple[Shard, NDArray[Any], NDArray[Any]]:
+    """Sums the gradients that several have of one table."""
+    shard = parts[0][0]
+    unique = np.unique(np.concatenate([ids for _, ids, _ in parts]))
+    total = np.zeros((len(unique), shard.form.width), shard.values.dtype)
+    for _, ids, gradients in parts:
+        total[np.searchsorted(unique, ids)] += gradients
+    return shard, unique, total
 
 
 def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dict[str, NDArray[np.uint8]]]:
@@ -186,24 +223,24 @@ def described(forms: Mapping[str, TableForm]) -> tuple[list[dict[str, Any]], dic
     return fields, arrays
 
 
-def serve(comm: Communicator, address: str, secret: bytes, job: str, transport: str) -> None:
-    """Serves tables as one rank of a gang, until whoever asks is gone.
+def serve(comm: Communicator, meeting: Meeting, num_workers: int) -> None:
+    """Serves tables as one rank of a gang, until those who ask are gone.
 
-    **Arguments:** `comm`: of the gang. `address`, `secret`: of the store where servers and those who ask meet. `job`:
-    names their meeting. `transport`: between them.
+    **Arguments:** `comm`: of the gang. `meeting`: where servers and those who ask meet. `num_workers`: of these.
     """
-    host, port = address.rsplit(":", 1)
-    with TcpStore(host, int(port), secret=secret) as store:
-        world = connect(store, rank=comm.rank, size=comm.size + 1, transport=transport, job=job, on_loss="peer")
-    server = TableServer(comm.rank, comm.size)
-    with world, world.serve(server.handle) as serving:
-        for other in range(comm.size):  # servers ask one another nothing
-            if other != comm.rank:
-                world.end_asking(other)
-        while True:
-            with contextlib.suppress(WaitTimeout):  # nobody has asked for a while
-                serving.wait()
-                return
+    world = meeting.join(comm.rank, comm.size + num_workers)
+    server = TableServer(comm.rank, comm.size, num_workers)
+    with world:
+        if num_workers > 1:
+            world.split(0)
+        with world.serve(server.handle) as serving:
+            for other in range(comm.size):  # servers ask one another nothing
+                if other != comm.rank:
+                    world.end_asking(other)
+            while True:
+                with contextlib.suppress(WaitTimeout):  # nobody has asked for a while
+                    serving.wait()
+                    return
 
 
 def key_data(key: jax.Array) -> NDArray[Any]:

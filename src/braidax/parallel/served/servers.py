@@ -1,24 +1,22 @@
 """The servers of tables, as those who train see them."""
 
+import contextlib
 import functools
-import secrets
-import socket
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from braidax.comm import TcpStore, TcpStoreServer, connect
-from braidax.connections.hosts import host_addresses
-from braidax.errors import ArgumentError
+from braidax.errors import ArgumentError, CommError, WaitTimeout
 from braidax.gang import Gang
+from braidax.program.coordination import coordination
 
 from .batch_rows import BatchRows
+from .meeting import begin_meeting, find_meeting
 from .programs import JOINS, TableForm
 from .server import described, key_data, serve
 from .wire import Message, packed, unpacked
@@ -44,45 +42,63 @@ class WholeTable(NamedTuple):
 class Servers:
     """The servers that the ranks of a gang are for one run: asked by any thread, until closed.
 
-    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile. `forms`: of the tables, by name.
-    `transport`: of the messages. `timeout_seconds`: the limit of each wait.
+    All processes of a run have one of these; where that says so, all call a method at the same time.
+
+    **Arguments:** `gang`: which runs; its ranks do nothing else meanwhile. None in all processes but the first. `forms`:
+    of the tables, by name. `transport`: of the messages. `timeout_seconds`: the limit of each wait.
 
     **Raises:** as `Gang.submit`, and as `comm.connect`.
     """
 
     def __init__(
-        self, gang: Gang, forms: Mapping[str, TableForm], *, transport: str = "tcp", timeout_seconds: float = 120.0
+        self,
+        gang: Gang | None,
+        forms: Mapping[str, TableForm],
+        *,
+        transport: str = "tcp",
+        timeout_seconds: float = 120.0,
     ) -> None:
-        check_gang(gang)
-        self.num_servers, self._forms, self._run = gang.size, forms, uuid.uuid4().hex
-        secret, job = secrets.token_bytes(32), f"tables {self._run}"
-        is_here = all(name == socket.gethostname() for name in gang.hosts)
-        meeting = TcpStoreServer(host="127.0.0.1" if is_here else "", secret=secret)
-        try:
-            host, port = "127.0.0.1" if is_here else host_addresses()[0], int(meeting.address.rpartition(":")[2])
-            self._serving = gang.submit(serve, f"{host}:{port}", secret, job, transport)
-            with TcpStore("127.0.0.1", port, secret=secret) as store:
-                self._world = connect(
-                    store,
-                    rank=gang.size,
-                    size=gang.size + 1,
-                    transport=transport,
-                    job=job,
-                    on_loss="peer",
-                    timeout_seconds=timeout_seconds,
-                )
-        finally:
-            meeting.close()
-        self._pool = ThreadPoolExecutor(max(1, gang.size - 1), thread_name_prefix="braidax-ask")
+        self._forms, self._num_workers, self._worker = forms, jax.process_count(), jax.process_index()
+        service = coordination() if self._num_workers > 1 else None
+        others = None if service is None else service.numbered("tables")
+        if self._worker == 0:
+            check_gang(gang)
+            assert gang is not None, "it was checked"
+            self.num_servers = gang.size
+            if others is not None:
+                others.set("servers", str(gang.size).encode())
+            options = {"transport": transport, "timeout_seconds": timeout_seconds}
+            with begin_meeting(gang.hosts, others=others, **options) as meeting:
+                self._serving = gang.submit(serve, meeting, self._num_workers)
+                self._world = meeting.join(gang.size, gang.size + self._num_workers)
+        else:
+            assert others is not None, "there are several processes"
+            meeting = find_meeting(others, timeout_seconds=timeout_seconds)
+            self.num_servers = int(others.find("servers", timeout_seconds=timeout_seconds) or b"0")
+            self._world = meeting.join(self.num_servers + self._worker, self.num_servers + self._num_workers)
+        self._workers = self._world.split(1) if self._num_workers > 1 else None
+        self._run, self._closed = meeting.job, False
+        self._pool = ThreadPoolExecutor(max(1, self.num_servers - 1), thread_name_prefix="braidax-ask")
         fields, programs = described(forms)
-        self._ask_all(lambda server: packed("make", {"run": self._run, "tables": fields}, programs))
+        self._first_asks(lambda server: packed("make", {"run": self._run, "tables": fields}, programs))
+
+    def meet(self) -> None:
+        """Returns when all processes have called it: what they have pushed before, all servers have."""
+        if self._workers is not None:
+            self._workers.barrier()
+
+    def _first_asks(self, question: Callable[[int], list[Any]]) -> None:
+        """Lets the first process ask all servers, while all others wait."""
+        if self._worker == 0:
+            self._ask_all(question)
+        self.meet()
 
     # Rows
 
     def bear(self, key: jax.Array) -> None:
-        """Makes the first rows of all tables. **Arguments:** `key`: that `init` of the step is given."""
+        """Makes the first rows of all tables; all processes call it. **Arguments:** `key`: that `init` of the step is given."""
         data = key_data(key)
-        self._ask_all(lambda server: self._packed("bear", {"step": 0}, {"key": data}))
+        self._first_asks(lambda server: self._packed("bear", {"step": 0}, {"key": data}))
 
     def pull(self, batch: Mapping[str, BatchRows], *, known: Rows | None = None) -> Rows:
         """Returns rows as they are now. **Arguments:** `known`: the same as they were; what has changed is asked for."""
@@ -104,13 +120,15 @@ class Servers:
 
     def stage(
         self, batch: Mapping[str, BatchRows], gradients: Mapping[str, NDArray[Any]], step: int
-    ) -> dict[str, list[NDArray[Any]]]:
-        """Brings the gradients of an update to the servers, and returns the sums over them, by table.
+    ) -> dict[str, list[Any]]:
+        """Brings the gradients of an update to the servers, and returns the sums over those of all processes, by table.
 
-        **Arguments:** as of `push`, which moves the rows.
+        All processes call it. **Arguments:** as of `push`, which moves the rows.
         """
-        answers = self._ask_all(lambda server: self._packed("stage", *self._gradients(batch, gradients, step, server)))
-        found: dict[str, list[NDArray[Any]]] = {}
+        self._ask_all(lambda server: self._packed("stage", *self._gradients(batch, gradients, step, server)))
+        self.meet()
+        answers = self._ask_all(lambda server: self._packed("sums", {"step": step}))
+        found: dict[str, list[Any]] = {}
         for number, name in enumerate(batch):
             joins = [JOINS[join] for join in self._forms[name].joins]
             parts = [[answer.arrays[f"{number}/{at}"] for answer in answers] for at in range(len(joins))]
@@ -172,7 +190,7 @@ class Servers:
         return WholeTable(values, kept)
 
     def write(self, name: str, table: WholeTable, shared: Sequence[Any], step: int) -> None:
-        """Puts a table in place of what servers have. **Arguments:** `shared`: numbers that rows are brought up by."""
+        """Puts a table in place of what servers have; all processes call it. **Arguments:** `shared`: numbers that rows are brought up by."""
         form, size = self._forms[name], self.num_servers
         numbers = {f"shared/{at}": number for at, number in enumerate(shared)}
 
@@ -182,7 +200,7 @@ class Servers:
             return self._packed("load", {"table": name, "start": start, "step": step}, arrays | numbers)
 
         for start in range(0, max(1, form.shape[0] // size), self._block(form)):
-            self._ask_all(lambda server, start=start: block(server, start))
+            self._first_asks(lambda server, start=start: block(server, start))
 
     def _block(self, form: TableForm) -> int:
         return max(1, _BLOCK_BYTES // max(1, form.width * jax.numpy.dtype(form.dtype).itemsize))
@@ -206,9 +224,16 @@ class Servers:
         first: list[Message] = [ask(0)]
         return first + [one.result() for one in others]
 
-    def close(self) -> None:
-        """Ends the servers; what they have is gone. A second call does nothing."""
+    def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
+        """Ends the servers; what they have is gone. A second call does nothing.
+
+        **Arguments:** `others`: whether processes that ask still are waited for, until they close theirs.
+        """
         self._pool.shutdown()
+        if others == "wait" and not self._closed:
+            with contextlib.suppress(CommError, WaitTimeout):  # one that has failed asks no more
+                self.meet()
+        self._closed = True
         self._world.close()
 
     def __enter__(self) -> "Servers":
@@ -217,7 +242,7 @@ class Servers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(others="wait" if error is None else "leave")
 
 
 def check_gang(gang: Any) -> None:

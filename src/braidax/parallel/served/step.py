@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import numpy as np
@@ -55,7 +55,7 @@ class ServedStep:
     and only the last one can be gone on with.
 
     **Arguments:** `work`, whose feed is `feed`. `born`: traced `key -> Born`. `batch`: specs. `gang`: whose ranks are
-    the servers.
+    the servers; None in all processes but the first.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ServedStep:
         feed: ServedFeed,
         born: Program,
         batch: Any,
-        gang: Gang,
+        gang: Gang | None,
         *,
         batch_shardings: Any,
         compiler_options: CompilerOptions,
@@ -264,10 +264,13 @@ class ServedStep:
         """Waits until servers have all that was pushed. **Raises:** what became of that."""
         self._wait()
 
-    def close(self) -> None:
-        """Ends the servers' part in this: what they have is gone. A second call does nothing."""
+    def close(self, *, others: Literal["wait", "leave"] = "wait") -> None:
+        """Ends the servers' part in this: what they have is gone. A second call does nothing.
+
+        **Arguments:** `others`: whether other processes of the run are waited for, until they close theirs.
+        """
         self._thread.shutdown(cancel_futures=True)
-        self._servers.close()
+        self._servers.close(others=others)
 
     def __enter__(self) -> "ServedStep":
         return self
@@ -275,12 +278,12 @@ class ServedStep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(others="wait" if error is None else "leave")
 
     # Whole tables
 
     def table(self, name: str) -> np.ndarray[Any, Any]:
-        """Returns a table as single-device training has it now, on the host. **Arguments:** `name`: such as "embed".
+        """Returns a table as single-device training has it now, on the host; all processes call it. **Arguments:** `name`: such as "embed".
 
         **Raises:** `ArgumentError` for what is on no server.
         """
@@ -290,7 +293,7 @@ class ServedStep:
         return self._servers.read(name).values.reshape(self._feed.tables[name].shape)
 
     def to_dense(self, state: State) -> State:
-        """Returns a state as single-device training has it, with all tables, on the host.
+        """Returns a state as single-device training has it, with all tables, on the host; all processes call it.
 
         **Arguments:** `state`: the last one. **Raises:** as `Step.to_dense`.
         """
@@ -361,9 +364,11 @@ class ServedStep:
         return [*numbers_to_send(kept), kept.changed] if kept else []
 
     def _wait(self) -> None:
-        """Returns when servers have what was pushed. **Raises:** what became of it, again and again."""
+        """Returns when servers have what all processes have pushed. **Raises:** what became of it, again and again."""
         if self._pushed is not None:
             self._pushed.result()
+            self._servers.meet()
+            self._pushed = None
 
     def _taken(self, batch: Any) -> _Prepared | None:
         """Returns what was prepared for a batch; what was for those before it is dropped."""

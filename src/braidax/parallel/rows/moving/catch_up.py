@@ -49,7 +49,7 @@ def alike(table: TableUpdate, catch_up: CatchUp) -> Hashable:
     return catch_up.form, catch_up.scalars, tuple(one.name for one in table.kept)
 
 
-def copies(catch_up: CatchUp, now: Now, shape: tuple[int, ...]) -> Rows:
+def copies(catch_up: CatchUp, now: Now, shape: tuple[Any, ...]) -> Rows:
     """Returns what rows keep of `Now`, a copy each. **Arguments:** `shape`: of one number a row."""
     own = [one for one, scalar in zip(now.scalars, catch_up.scalars, strict=True) if scalar.kind == "own"]
     found = {"own": tuple(own), "grown": now.grown}

@@ -71,7 +71,7 @@ def table_optimizer(table: TableUpdate) -> RowOptimizer:
     return RowOptimizer(init, update, settling(table), alike(table, table.catch_up))
 
 
-def kept_besides(table: TableUpdate, now: Now, shape: tuple[int, ...], *, taken: bool = False) -> dict[str, Any]:
+def kept_besides(table: TableUpdate, now: Now, shape: tuple[Any, ...], *, taken: bool = False) -> dict[str, Any]:
     """Returns what rows that lag behind keep besides the optimizer's state, of rows that do not.
 
     **Arguments:** `shape`: of one number a row. `taken`: whether a step is being taken, which they will have seen.

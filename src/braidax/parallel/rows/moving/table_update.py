@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -118,6 +118,6 @@ class TableUpdate:
         """Returns rows `[m, …]` in the shape that the program has them in."""
         return leaf if self.any_width else leaf.reshape(leaf.shape[0], *term.shape[1:])
 
-    def sizes(self, values: jax.Array) -> tuple[int, ...]:
+    def sizes(self, values: jax.Array) -> tuple[Any, ...]:
         """Returns what `compute` needs to know of rows `[m, …]` of the table."""
         return values.shape if self.any_width else values.shape[:1]

@@ -1,0 +1,83 @@
+"""Where servers of tables and those who train meet."""
+
+import contextlib
+import json
+import secrets
+import socket
+import uuid
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from braidax.comm import Communicator, TcpStore, TcpStoreServer, connect
+from braidax.connections.coordination import Coordination
+from braidax.connections.hosts import host_addresses
+from braidax.errors import CommError
+
+
+@dataclass(frozen=True, repr=False)
+class Meeting:
+    """The store of one world of servers and workers.
+
+    **Fields:** `host`, `port`, `secret`: of the store. `job`: names the world. `transport`: of its messages.
+    `timeout_seconds`: the limit of each wait.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+    job: str
+    transport: str
+    timeout_seconds: float
+
+    def join(self, rank: int, size: int) -> Communicator:
+        """Joins the world, once all others do. **Raises:** as `comm.connect`."""
+        with TcpStore(self.host, self.port, secret=self.secret, timeout_seconds=self.timeout_seconds) as store:
+            return connect(
+                store,
+                rank=rank,
+                size=size,
+                transport=self.transport,
+                job=self.job,
+                on_loss="peer",
+                timeout_seconds=self.timeout_seconds,
+            )
+
+    def to_json(self) -> bytes:
+        """Returns it for the other processes of a job."""
+        return json.dumps([self.host, self.port, self.secret.hex(), self.job, self.transport, self.timeout_seconds]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Meeting":
+        """Undoes `to_json`."""
+        host, port, secret, job, transport, timeout_seconds = json.loads(text)
+        return cls(host, port, bytes.fromhex(secret), job, transport, timeout_seconds)
+
+
+@contextlib.contextmanager
+def begin_meeting(
+    hosts: tuple[str, ...], *, transport: str, timeout_seconds: float, others: Coordination | None
+) -> Generator[Meeting, None, None]:
+    """Keeps a store as long as servers and workers join.
+
+    **Arguments:** `hosts`: of the servers. `others`: where the other processes of the job are told; None if there are
+    none.
+    """
+    is_here = others is None and all(name == socket.gethostname() for name in hosts)
+    secret = secrets.token_bytes(32)
+    with TcpStoreServer(host="127.0.0.1" if is_here else "", secret=secret) as store:
+        host, port = "127.0.0.1" if is_here else host_addresses()[0], int(store.address.rpartition(":")[2])
+        meeting = Meeting(host, port, secret, f"tables {uuid.uuid4().hex}", transport, timeout_seconds)
+        if others is not None:
+            others.set("meeting", meeting.to_json())
+        yield meeting
+
+
+def find_meeting(others: Coordination, *, timeout_seconds: float) -> Meeting:
+    """Returns what the process that has the gang has begun. **Raises:** `CommError` when it has not within the limit."""
+    text = others.find("meeting", timeout_seconds=timeout_seconds)
+    if text is None:
+        raise CommError(
+            f"process 0 has not told within {timeout_seconds:g} s where its servers are; expected it to call "
+            "parallelize, too, with servers= and the same tables"
+        )
+    return Meeting.from_json(text)

@@ -1,0 +1,146 @@
+"""Steps whose tables are on servers: every number is that of single-device training."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.gang import LocalGang
+from braidax.parallel.given.arrays import place
+from tests.parallel.models import assert_close, copied, make_mesh, single_device, specs
+from tests.parallel.test_hybrid import LOSSES, OPTIMIZERS, as_plain, init, make_batch, placed, pooled
+
+SLOW = pytest.mark.slow
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.3))
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[LocalGang]:
+    with LocalGang(2) as gang:
+        yield gang
+
+
+def make_step(loss: Any, optimizer: Any, gang: LocalGang, mesh: str = "8 explicit", **options: Any) -> Any:
+    options = {"init": init, "batch": specs(make_batch()), "strategies": {"data": bx.Hybrid(tables="servers")}, **options}
+    return bx.parallelize(loss, optimizer, make_mesh(mesh), options.pop("strategies"), servers=gang, **options)
+
+
+def assert_as_on_one_device(
+    step: Any, loss: Callable[..., Any], optimizer: Any, *, num_updates: int = 6, ahead: int = 0
+) -> None:
+    state = step.init(jax.random.key(3))
+    batches = [place(make_batch(seed), step.batch_shardings) for seed in range(num_updates)]
+    first = step.to_dense(state)
+    begun = bx.State(0, first.params, optimizer.init(jax.tree.map(jnp.asarray, first.params)), {}, first.key)
+    expected, _, expected_metrics = single_device(as_plain(loss), optimizer, begun, [make_batch(seed) for seed in range(num_updates)])
+    for number, (batch, expects) in enumerate(zip(batches, expected_metrics, strict=True)):
+        for coming in batches[number + 1 : number + 1 + ahead]:
+            step.prepare(coming)
+        state, metrics = step.update(state, batch)
+        norm = metrics.pop("grad_norm", None)
+        assert norm is None or float(norm) > 0
+        assert_close(copied(metrics), copied(expects), atol=1e-5)
+    evaluated = step.evaluate(state, make_batch(0))
+    on_one = jax.jit(as_plain(loss))(expected, {}, jax.random.fold_in(state.key, num_updates), make_batch(0))
+    np.testing.assert_allclose(evaluated["loss"], on_one[0], rtol=2e-5, atol=1e-5)
+    assert_close(copied(step.to_dense(state).params), copied(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [name if name in ("adam", "sgd") else pytest.param(name, marks=SLOW) for name in OPTIMIZERS]
+)
+def test_every_optimizer(gang: LocalGang, optimizer: str) -> None:
+    with make_step(pooled, OPTIMIZERS[optimizer], gang) as step:
+        assert placed(step) == {
+            "params/kernel": {"replicated"},
+            "params/narrow": {"replicated"},
+            "params/other": {"served"},
+            "params/table": {"served"},
+        }
+        assert_as_on_one_device(step, pooled, OPTIMIZERS[optimizer], ahead=2)
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("adagrad", marks=SLOW), "momentum"])
+@pytest.mark.parametrize(
+    ("loss", "mesh"), [("scanned", "8 auto"), pytest.param("sampled", "4x2 auto", marks=SLOW), ("sampled", "8 explicit")]
+)
+def test_every_loss_on_every_mesh(gang: LocalGang, loss: str, mesh: str, optimizer: str) -> None:
+    with make_step(LOSSES[loss], OPTIMIZERS[optimizer], gang, mesh) as step:
+        assert "served" in placed(step)["params/table"]
+        assert_as_on_one_device(step, LOSSES[loss], OPTIMIZERS[optimizer], num_updates=4)
+
+
+@pytest.mark.parametrize("num_servers", [1, pytest.param(3, marks=SLOW)])
+def test_any_number_of_servers(num_servers: int) -> None:
+    with LocalGang(num_servers) as gang, make_step(pooled, OPTIMIZERS["adagrad"], gang) as step:
+        assert_as_on_one_device(step, pooled, OPTIMIZERS["adagrad"], num_updates=3)
+
+
+def test_sums_over_rows_are_those_of_all_servers(gang: LocalGang) -> None:
+    """Several devices have the same rows: the norm is that of their sum."""
+    with make_step(pooled, CLIPPED, gang, metrics=("grad_norm",)) as step:
+        assert_as_on_one_device(step, pooled, CLIPPED, ahead=1)
+        state = step.init(jax.random.key(3))
+        dense = bx.parallelize(
+            pooled, CLIPPED, make_mesh("8 explicit"), {"data": bx.DataParallel()}, init=init,
+            batch=specs(make_batch()), metrics=("grad_norm",),
+        )  # fmt: skip
+        other = dense.init(jax.random.key(3))
+        for seed in range(3):
+            (state, told), (other, expected) = step.update(state, make_batch(seed)), dense.update(other, make_batch(seed))
+            np.testing.assert_allclose(told["grad_norm"], expected["grad_norm"], rtol=1e-5)
+
+
+def test_microbatches(gang: LocalGang) -> None:
+    with make_step(LOSSES["sampled"], OPTIMIZERS["adagrad"], gang, microbatches=2) as step:
+        state = step.init(jax.random.key(3))
+        dense = bx.parallelize(
+            LOSSES["sampled"], OPTIMIZERS["adagrad"], make_mesh("8 explicit"), {"data": bx.DataParallel()}, init=init,
+            batch=specs(make_batch()), microbatches=2,
+        )  # fmt: skip
+        other = dense.init(jax.random.key(3))
+        for seed in range(3):
+            state, other = step.update(state, make_batch(seed))[0], dense.update(other, make_batch(seed))[0]
+        assert_close(copied(step.to_dense(state).params), copied(other.params), atol=1e-5)
+
+
+def test_a_learning_rate_that_is_set_counts_from_there(gang: LocalGang) -> None:
+    """Rows that no batch has read since lag behind: they take the missed steps by the old one."""
+    optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-2, weight_decay=0.1)
+    with make_step(pooled, optimizer, gang) as step:
+        state = step.init(jax.random.key(3))
+        dense = bx.parallelize(
+            pooled, optimizer, make_mesh("8 explicit"), {"data": bx.DataParallel()}, init=init, batch=specs(make_batch())
+        )
+        other = dense.init(jax.random.key(3))
+        for seed in range(6):
+            if seed == 3:
+                rate = jnp.float32(3e-3)
+                state.opt_state["dense"].hyperparams["learning_rate"] = rate
+                other.opt_state.hyperparams["learning_rate"] = rate
+            state, other = step.update(state, make_batch(seed))[0], dense.update(other, make_batch(seed))[0]
+        assert_close(copied(step.to_dense(state).params), copied(other.params), atol=1e-5)
+
+
+def test_training_goes_on_from_a_dense_state(gang: LocalGang) -> None:
+    """What is kept of rows comes back, too, to other servers of another number."""
+    optimizer, batches = OPTIMIZERS["adam"], [make_batch(seed) for seed in range(6)]
+    with make_step(pooled, optimizer, gang) as step:
+        state = step.init(jax.random.key(3))
+        for batch in batches[:3]:
+            state, _ = step.update(state, batch)
+        saved = step.to_dense(state)
+        for batch in batches[3:]:
+            state, _ = step.update(state, batch)
+        expected = copied(step.to_dense(state))
+    with LocalGang(1) as one, make_step(pooled, optimizer, one) as step:
+        state = step.from_dense(saved)
+        assert int(state.step) == 3
+        for batch in batches[3:]:
+            state, _ = step.update(state, batch)
+        assert_close(copied(step.to_dense(state)), expected, atol=1e-6)

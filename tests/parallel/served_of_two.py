@@ -1,0 +1,46 @@
+"""What processes train with tables on servers; `braidax launch --module tests.parallel.served_of_two CASE` prints it."""
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import braidax.parallel as bx
+from braidax.gang import LocalGang
+from braidax.parallel.given.arrays import place
+from tests.parallel.test_hybrid import init, make_batch, pooled, specs
+
+CASES: dict[str, tuple[optax.GradientTransformation, tuple[str, ...]]] = {
+    "adam": (optax.adam(3e-2), ()),
+    "clipped": (optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.3)), ("grad_norm",)),
+}
+
+
+def numbers(case: str) -> list[float]:
+    """Trains on eight devices of one process or of two, whose servers the first one has."""
+    optimizer, metrics = CASES[case]
+    mesh = jax.make_mesh((8,), ("data",))
+    strategies = {"data": bx.Hybrid(tables="servers")}
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(LocalGang(2)) if jax.process_index() == 0 else None
+        made: Any = bx.parallelize(
+            pooled, optimizer, mesh, strategies, init=init, batch=specs(make_batch()), metrics=metrics, servers=servers
+        )
+        step = stack.enter_context(made)
+        state, found = step.init(jax.random.key(0)), list[float]()
+        batches = [place(make_batch(seed), step.batch_shardings) for seed in range(4)]
+        for batch, coming in zip(batches, [*batches[1:], None], strict=True):
+            if coming is not None and jax.process_count() > 1:  # which changes no number
+                step.prepare(coming)
+            state, told = step.update(state, batch)
+            found += [float(told[name]) for name in ("loss", *metrics)]
+        found.append(float(step.evaluate(state, make_batch(5))["loss"]))
+        return found + [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(step.to_dense(state).params)]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(numbers(sys.argv[1])) + "\n")
