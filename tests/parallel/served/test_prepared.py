@@ -1,0 +1,90 @@
+"""Rows that are pulled ahead: the same bits as without, whatever moved them in the meantime."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braidax.parallel as bx
+from braidax.errors import ArgumentError
+from braidax.gang import LocalGang
+from braidax.parallel.given.arrays import place
+from tests.parallel.models import copied, make_mesh, specs
+
+ROWS, WIDTH, BATCH = 500, 4, 16
+
+
+def init(key: jax.Array) -> Any:
+    first, second = jax.random.split(key)
+    return {"table": jax.random.normal(first, (ROWS, WIDTH)), "kernel": jax.random.normal(second, (WIDTH,))}
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    return ((jnp.tanh(params["table"][batch["ids"]] @ params["kernel"]) - batch["target"]) ** 2).mean()
+
+
+def zipf_batches(count: int) -> list[dict[str, np.ndarray]]:
+    """Batches most of whose ids are the same few, as those of words are."""
+    random = np.random.default_rng(0)
+    made = [(random.zipf(1.2, BATCH), random.normal(size=BATCH)) for _ in range(count)]
+    return [{"ids": (ids % ROWS).astype(np.int32), "target": target.astype(np.float32)} for ids, target in made]
+
+
+def trained(optimizer: Any, gang: LocalGang, batches: list[Any], *, ahead: int) -> tuple[list[float], Any]:
+    strategies = {"data": bx.Hybrid(tables="servers", overrides={"params/table": bx.Served()})}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    with bx.parallelize(
+        loss, optimizer, mesh, strategies, init=init, batch=specs(batches[0]), servers=gang
+    ) as step:
+        state, losses = step.init(jax.random.key(0)), list[Any]()
+        placed = [place(batch, step.batch_shardings) for batch in batches]
+        for coming in placed[:ahead]:
+            step.prepare(coming)
+        for number, batch in enumerate(placed):
+            if ahead:
+                for coming in placed[number + ahead : number + ahead + 1]:
+                    step.prepare(coming)
+            state, metrics = step.update(state, batch)
+            losses.append(metrics["loss"])
+        assert len(step._prepared) == 0
+        return [float(one) for one in losses], copied(step.to_dense(state))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_steps"),
+    [
+        pytest.param(optax.adagrad(0.1), 150, id="adagrad"),
+        pytest.param(optax.adagrad(0.1), 1000, id="adagrad, 1000 steps", marks=pytest.mark.slow),
+        pytest.param(optax.adam(1e-2), 30, id="adam"),
+    ],
+)
+def test_prefetch_changes_no_bit(optimizer: Any, num_steps: int) -> None:
+    """Four batches ahead; Adagrad moves the rows of a batch, Adam all of them in each step."""
+    batches = zipf_batches(num_steps)
+    with LocalGang(2) as gang:
+        losses, state = trained(optimizer, gang, batches, ahead=0)
+        ahead, other = trained(optimizer, gang, batches, ahead=4)
+    assert ahead == losses
+    for one, two in zip(jax.tree.leaves(other), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert losses[-1] < losses[0]
+
+
+def test_what_was_prepared_for_other_arrays_is_not_used() -> None:
+    batches = zipf_batches(3)
+    strategies = {"data": bx.Hybrid(tables="servers", overrides={"params/table": bx.Served()})}
+    with LocalGang(1) as gang, bx.parallelize(
+        loss, optax.sgd(0.1), make_mesh("8 explicit"), strategies, init=init, batch=specs(batches[0]), servers=gang
+    ) as step:
+        state = step.init(jax.random.key(0))
+        first, second = (place(batch, step.batch_shardings) for batch in batches[:2])
+        step.prepare(first)
+        state, metrics = step.update(state, second)
+        again, expected = step.init(jax.random.key(0)), metrics
+        _, metrics = step.update(again, place(batches[1], step.batch_shardings))
+        assert float(metrics["loss"]) == float(expected["loss"])
+        with pytest.raises(ArgumentError, match="batch has host arrays, which could be changed"):
+            step.prepare(batches[2])
